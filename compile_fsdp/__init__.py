@@ -1,0 +1,1 @@
+"""Train FSDP2 models under torch.compile as one forward and one backward graph."""

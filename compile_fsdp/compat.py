@@ -1,0 +1,343 @@
+"""Every private torch name this project uses, in one place.
+
+Each entry names the torch releases it was checked on. A name that has moved is reported here, at import, by
+its full path, and never as an AttributeError inside a hook.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+
+# --- Tracing --------------------------------------------------------------------------------------------------
+import torch._dynamo
+from torch import nn
+from torch._dynamo import compiled_autograd as _compiled_autograd
+
+# Frames of this code are not compiled on their own, but are still inlined into a compiled caller. (2.13.0)
+from torch._dynamo.eval_frame import skip_code as skip_code
+
+# --- Errors ---------------------------------------------------------------------------------------------------
+# Dynamo re-raises ShortenTraceback and its subclasses unchanged; any other exception raised while it traces
+# becomes an InternalTorchDynamoError. (2.13.0)
+from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
+from torch._dynamo.exc import ShortenTraceback as ShortenTraceback
+from torch._dynamo.exc import Unsupported as Unsupported
+
+# call_with_side_effects(fn, *args) lets fn change objects outside of a higher-order op's body. (2.13.0)
+from torch._dynamo.utils import (
+    _disable_side_effect_safety_checks_for_current_subtracer as _call_with_side_effects,
+)
+
+# --- FSDP2 ----------------------------------------------------------------------------------------------------
+# The state that torch's own fully_shard builds; the runtime reads and writes these classes' attributes. (2.13.0)
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather as DefaultAllGather
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter as DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    _get_gradient_divide_factors as _get_gradient_divide_factors,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo as FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo as HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam as FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState as ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param import free_storage as free_storage
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup as FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as FSDPState
+
+call_with_side_effects = _call_with_side_effects
+gradient_divide_factors = _get_gradient_divide_factors
+# Inside, in-place writes leave the tensors' version counters as they are. (2.13.0)
+preserve_version_counter = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def runs_while_tracing(function: _Function) -> _Function:
+    """Decorator: run the function for real while Dynamo traces its caller; its result becomes a constant. (2.13.0)"""
+    marked: _Function = torch._dynamo.assume_constant_result(function)
+    return marked
+
+
+def fsdp_state(module: nn.Module) -> FSDPState | None:
+    """The FSDP2 state of a module that `fully_shard` was applied to, else None."""
+    from torch.distributed._composable_state import _get_module_state
+
+    state = _get_module_state(module)
+    return state if isinstance(state, FSDPState) else None
+
+
+def param_groups(state: FSDPState) -> list[FSDPParamGroup]:
+    """The state's parameter groups: a list since 2.12, one optional group on 2.11."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    group = state._fsdp_param_group
+    return [] if group is None else [group]
+
+
+def tracing_context() -> object:
+    """The object that stands for Dynamo's current attempt to trace a frame, None outside of one. (2.13.0)"""
+    return torch._guards.TracingContext.try_get()
+
+
+# What compiled autograd's flag was before `defer_hook_bodies`; empty unless a trace is between the two calls.
+_flags_before: list[bool] = []
+
+
+@runs_while_tracing
+def defer_hook_bodies() -> None:
+    """While Dynamo traces: let `tensor.register_hook` leave the hook's body to the backward's own trace.
+
+    Dynamo decides this by compiled autograd's flag. The flag is set around one register_hook call only: left
+    on, it changes how the rest of the user's code is traced. (2.13.0)
+    """
+    restore_hook_bodies_now()
+    _flags_before.append(_compiled_autograd.compiled_autograd_enabled)
+    _compiled_autograd.compiled_autograd_enabled = True
+
+
+def restore_hook_bodies_now() -> None:
+    """Undo `defer_hook_bodies`, also after a trace that stopped between the two calls."""
+    if _flags_before:
+        _compiled_autograd.compiled_autograd_enabled = _flags_before.pop()
+
+
+restore_hook_bodies = runs_while_tracing(restore_hook_bodies_now)
+
+
+@contextlib.contextmanager
+def compiled_autograd(compiler: Callable[[torch.fx.GraphModule], Callable[..., Any]]) -> Iterator[None]:
+    """Compile every backward that is started inside, on this thread. Sizes are static until they change. (2.13.0)"""
+    with contextlib.ExitStack() as stack:
+        if torch._dynamo.eval_frame._stance.stance == "force_eager":
+            # The stance came after the forward was compiled; only a compiled backward fits that one.
+            stack.enter_context(torch.compiler.set_stance("default"))
+        stack.enter_context(_compiled_autograd._enable(compiler, dynamic=False))
+        yield
+
+
+def runs_plain_backward(leaf: torch.Tensor) -> bool:
+    """Whether the autograd engine now runs `.backward()`, which accumulates into every leaf.
+
+    False inside `torch.autograd.grad` and `backward(inputs=...)` where `leaf` gets no gradient accumulated;
+    the engine refuses the question (RuntimeError) for a leaf that `torch.autograd.grad` captures. (2.13.0)
+    """
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return False
+
+
+# --- Custom ops ---------------------------------------------------------------------------------------------
+# Checked on 2.11.0, 2.12.1, 2.13.0, 2.14.1, 2.15.0: by running it on 2.13.0, in the sources of the others.
+
+# An op with its overload, as the target of a graph's call_function node.
+OpOverload = torch._ops.OpOverload
+
+# Whether a kernel was registered for exactly this key; fallbacks and the kernels of alias keys do not count.
+_dispatch_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+
+# Functionalization's tensor wrapper: is it one, apply the writes it has pending, take it off.
+_is_functional_tensor = torch._is_functional_tensor
+_sync: Callable[[torch.Tensor], None] = torch._sync  # type: ignore[attr-defined]
+_from_functional_tensor = torch._from_functional_tensor
+
+_FUNCTIONALIZE = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
+_ExcludeDispatchKeyGuard = torch._C._ExcludeDispatchKeyGuard
+
+
+def op_schema(op: OpOverload) -> str:
+    """`namespace::op(arguments) -> returns`, as torch prints it."""
+    return str(op._schema)
+
+
+def has_kernel(op_name: str, dispatch_key: str) -> bool:
+    return _dispatch_has_kernel(op_name, dispatch_key)
+
+
+def unwrap_functional(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that functionalization wraps, with its pending writes; any other tensor as it is."""
+    if not _is_functional_tensor(tensor):
+        return tensor
+    _sync(tensor)
+    return _from_functional_tensor(tensor)
+
+
+@contextlib.contextmanager
+def below_functionalization() -> Iterator[None]:
+    with _ExcludeDispatchKeyGuard(_FUNCTIONALIZE):
+        yield
+
+
+# Inductor's table of lowerings. Importing it imports Inductor, so these functions import it when called.
+def has_inductor_lowering(op: OpOverload) -> bool:
+    from torch._inductor.lowering import lowerings
+
+    return op in lowerings
+
+
+def inductor_lowering(op: OpOverload) -> Callable[..., object]:
+    from torch._inductor.lowering import lowerings
+
+    return lowerings[op]
+
+
+def register_inductor_lowering(op: OpOverload, lowering: Callable[..., object]) -> None:
+    """Add a lowering that gets its arguments as they are, not promoted to one dtype."""
+    from torch._inductor.lowering import register_lowering
+
+    register_lowering(op, type_promotion_kind=None)(lowering)
+
+
+# --- Counting -------------------------------------------------------------------------------------------------
+class CompileCounts(NamedTuple):
+    """What Dynamo has done in this process so far."""
+
+    graph_breaks: int
+    recompiles: int  # of the last 64 compilations, which is how many Dynamo remembers
+    captures: int  # graphs that Dynamo or compiled autograd traced
+
+
+def compile_counts() -> CompileCounts:
+    """Dynamo's own counters. (counters, get_compilation_metrics: checked on 2.13.0)"""
+    from torch._dynamo.utils import counters, get_compilation_metrics
+
+    return CompileCounts(
+        graph_breaks=sum(counters["graph_break"].values()),
+        recompiles=sum(metrics.recompile_reason is not None for metrics in get_compilation_metrics()),
+        captures=counters["stats"]["unique_graphs"] + counters["compiled_autograd"]["captures"],
+    )
+
+
+# --- Compiling ------------------------------------------------------------------------------------------------
+
+
+def list_backends() -> list[str]:
+    """Names of the registered Dynamo backends, debugging ones included. (2.13.0)"""
+    return list(torch._dynamo.list_backends(exclude_tags=()))
+
+
+def inductor_option_names() -> frozenset[str]:
+    """Names that `torch.compile(options=...)` accepts for Inductor. (2.13.0)"""
+    from torch._inductor import list_options
+
+    return frozenset(list_options())
+
+
+def inductor_mode_options(mode: str) -> dict[str, Any]:
+    """Inductor's options behind a mode of `torch.compile(mode=...)`; RuntimeError if there is none. (2.13.0)"""
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(mode))
+
+
+def compile_graph(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    backend: str,
+    inductor_config: Mapping[str, Any],
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph with a registered backend; `inductor_config` is for "inductor" alone. (2.13.0)"""
+    from torch._functorch import config as functorch_config
+
+    # A saved view of an unsharded parameter would keep its storage alive, or read it after it was freed:
+    # views are computed again in the backward from the parameter itself.
+    with functorch_config.patch(recompute_views=True):
+        if backend == "inductor":
+            from torch._inductor.compile_fx import compile_fx
+
+            compiled: Any = compile_fx(gm, list(example_inputs), config_patches=dict(inductor_config))
+        else:
+            compiled = torch._dynamo.lookup_backend(backend)(gm, list(example_inputs))
+        return cast(Callable[..., Any], compiled)
+
+
+def graph_input_example(node: torch.fx.Node) -> Any:
+    """The real object behind a placeholder of a Dynamo graph, while Dynamo compiles it. (2.13.0)"""
+    argument = node.meta.get("grapharg")
+    return None if argument is None else argument.example
+
+
+def graph_input_position(node: torch.fx.Node) -> int | None:
+    """The position, among the inputs of the Dynamo graph, of a placeholder of Inductor's graph. (2.13.0)"""
+    return getattr(node.meta.get("desc"), "idx", None)
+
+
+# --- Passes ---------------------------------------------------------------------------------------------------
+# What the targets of call_function nodes are, besides OpOverload and plain functions. (checked on 2.13.0)
+OpOverloadPacket = torch._ops.OpOverloadPacket
+HigherOrderOperator = torch._ops.HigherOrderOperator
+
+# The class Inductor wants for a pass whose compiled graphs it may cache. (checked on 2.13.0)
+# The traceable version-counter ops; importing them defines them. (checked on 2.13.0)
+from torch._dynamo import tensor_version_op as _tensor_version_op  # noqa: E402
+from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass  # noqa: E402
+
+tensor_version: OpOverload = _tensor_version_op._tensor_version
+set_version_counter: OpOverload = _tensor_version_op._unsafe_set_version_counter
+
+# Key in node.meta under which Inductor's pattern matcher numbers the stretches between mutations; it numbers
+# the graph again where the first node lacks it. (checked on 2.13.0)
+MUTATION_REGION_KEY = "mutation_region_id"
+
+
+class ArgumentAliasing(NamedTuple):
+    """What an op's schema declares about one argument."""
+
+    name: str
+    keyword_only: bool
+    written: bool
+    aliased: bool  # by a result, as far as the schema tells
+
+
+def argument_aliasing(op: OpOverload) -> tuple[ArgumentAliasing, ...]:
+    """The declared aliasing of each argument, in schema order. (checked on 2.13.0)"""
+    return tuple(
+        ArgumentAliasing(
+            name=argument.name,
+            keyword_only=argument.kwarg_only,
+            written=argument.alias_info is not None and argument.alias_info.is_write,
+            aliased=argument.alias_info is not None,
+        )
+        for argument in op._schema.arguments
+    )
+
+
+def op_name(op: OpOverload | HigherOrderOperator) -> str:
+    """`namespace::op`, with `.overload` if it has one; of a higher-order op only `op`. (checked on 2.13.0)"""
+    return str(op.name())  # type: ignore[no-untyped-call]
+
+
+def packet_overloads(packet: OpOverloadPacket) -> tuple[OpOverload, ...]:
+    """Every overload of an op. (checked on 2.13.0)"""
+    return tuple(getattr(packet, name) for name in packet.overloads())
+
+
+def returns_nothing(op: OpOverload) -> bool:
+    """Whether the op is called only for what it writes. (checked on 2.13.0)"""
+    return not op._schema.returns
+
+
+def storage_key(tensor: torch.Tensor) -> int | None:
+    """Equal for tensors, fake ones too, on one storage while both live; None without a storage.
+
+    (checked on 2.13.0)
+    """
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def trace_artifact(name: str, payload: Callable[[], str]) -> None:
+    """Write a JSON artifact to torch's structured trace (TORCH_TRACE), if one is recorded. (checked on 2.13.0)"""
+    from torch._logging._internal import trace_structured
+
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "json"},
+        payload_fn=payload,
+        expect_trace_id=False,
+    )

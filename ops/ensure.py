@@ -1,0 +1,26 @@
+"""The two checks that are made before a model is compiled. Both may be repeated at no cost."""
+
+from __future__ import annotations
+
+from compile_fsdp.ops import fsdp_copy, resize_storage_bytes
+from compile_fsdp.ops.definition import ensure_lowering
+
+
+def ensure_ops() -> None:
+    """Make both ops complete: schema, dispatch kernels, functionalization, side-effect mark.
+
+    Raises:
+        OpDefinitionError: torch, or another library, defines one of them otherwise than the runtime needs it.
+    """
+    fsdp_copy.ensure()
+    resize_storage_bytes.ensure()
+
+
+def ensure_lowerings() -> None:
+    """Make both ops known to Inductor. Imports Inductor, so only a backend that ends in it calls this.
+
+    Raises:
+        OpDefinitionError: A lowering is missing that only torch can have.
+    """
+    ensure_lowering(fsdp_copy.DEFINITION)
+    ensure_lowering(resize_storage_bytes.DEFINITION)

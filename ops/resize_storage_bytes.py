@@ -1,0 +1,23 @@
+"""`inductor.resize_storage_bytes_`: allocate or free the storage behind an unsharded parameter.
+
+Dynamo writes it for `tensor.untyped_storage().resize_(n)`, and its functionalization tracks the storage's
+size in C++. Nothing of it can be supplied from Python, so it is only checked. Its schema declares no
+mutation.
+"""
+
+from __future__ import annotations
+
+from compile_fsdp.ops.definition import DEVICE_KEYS, OpDefinition, ensure_definition, get_op
+
+DEFINITION = OpDefinition(
+    name="inductor::resize_storage_bytes_",
+    signature="(Tensor variable, SymInt new_size) -> ()",
+    kernels=dict.fromkeys((*DEVICE_KEYS, "Functionalize")),
+)
+
+resize_storage_bytes_ = get_op(DEFINITION)
+
+
+def ensure() -> tuple[str, ...]:
+    """Check the op; there is never a dispatch key to supply. See `ensure_definition`."""
+    return ensure_definition(DEFINITION)

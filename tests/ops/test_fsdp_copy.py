@@ -1,0 +1,113 @@
+"""`fsdp.copy_` as torch and `ensure_ops` leave it: definition, dispatch, and what tracing makes of it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from compile_fsdp import compat
+from compile_fsdp.ops import copy_, ensure_ops
+
+DEVICE_KEYS = ("Meta", "CPU", "CUDA", "XPU", "HPU", "MTIA", "PrivateUse1")
+
+
+@pytest.fixture(autouse=True)
+def ops() -> None:
+    ensure_ops()
+
+
+def test_schema() -> None:
+    assert copy_ is torch.ops.fsdp.copy_.default
+    assert compat.op_schema(copy_) == "fsdp::copy_(Tensor(a!) tensor, Tensor data) -> ()"
+
+
+@pytest.mark.parametrize("key", [*DEVICE_KEYS, "Functionalize"])
+def test_every_dispatch_key_has_a_kernel(key: str) -> None:
+    gc.collect()  # The supplied kernels have to outlive the call that supplied them.
+    assert compat.has_kernel("fsdp::copy_", key)
+
+
+@pytest.mark.parametrize("key", DEVICE_KEYS)
+def test_every_device_kernel_copies(key: str) -> None:
+    # No such device is here, so its kernel is called by its key, with tensors that are.
+    tensor = torch.zeros(2, 2)
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    copy_.redispatch(keys, tensor, torch.tensor([1, 2]))
+    assert tensor.tolist() == [[1.0, 2.0], [1.0, 2.0]]
+
+
+def test_it_returns_nothing_and_counts_as_a_write() -> None:
+    tensor = torch.zeros(2)
+    version = tensor._version
+    assert copy_(tensor, torch.ones(2)) is None
+    assert tensor._version > version
+
+
+def test_it_is_not_dead_code() -> None:
+    graph = fx.Graph()
+    tensor, data = graph.placeholder("tensor"), graph.placeholder("data")
+    unused = graph.call_function(torch.ops.aten.neg.default, (data,))
+    copy = graph.call_function(copy_, (tensor, data))
+    graph.output(())
+    graph.eliminate_dead_code()
+    assert copy in graph.nodes and unused not in graph.nodes
+
+
+def fill_and_read(tensor: Tensor, data: Tensor) -> Tensor:
+    with torch.no_grad():
+        copy_(tensor, data * 2)
+    return tensor + 1
+
+
+def test_functionalization_leaves_it_a_write() -> None:
+    traced = make_fx(torch.func.functionalize(fill_and_read))(torch.zeros(3), torch.ones(3))
+    assert_one_write(traced.graph)
+
+
+def test_aot_autograd_leaves_it_a_write() -> None:
+    graphs: list[fx.Graph] = []
+
+    def keep(graph_module: fx.GraphModule, _: object) -> Callable[..., object]:
+        graphs.append(graph_module.graph)
+        return graph_module.forward
+
+    tensor = torch.zeros(3)
+    compiled = torch.compile(fill_and_read, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
+    assert compiled(tensor, torch.ones(3)).tolist() == [3.0] * 3
+    assert tensor.tolist() == [2.0] * 3
+    (graph,) = graphs
+    assert_one_write(graph)
+
+
+def assert_one_write(graph: fx.Graph) -> None:
+    """The destination is an input, every later read of it reads that input, and no other op writes."""
+    (copy,) = graph.find_nodes(op="call_function", target=copy_)
+    destination = cast(fx.Node, copy.args[0])
+    assert destination.op == "placeholder"
+    (read,) = graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
+    assert copy < read and read.args[0] is destination
+    assert [n for n in graph.nodes if n.op == "call_function" and n.target._schema.is_mutable] == [copy]
+
+
+def test_meta_tensors() -> None:
+    tensor = torch.empty(2, 3, device="meta", dtype=torch.bfloat16)
+    assert copy_(tensor, torch.empty(3, device="meta")) is None
+    with pytest.raises(RuntimeError):
+        copy_(tensor, torch.empty(4, device="meta"))
+
+
+def test_fake_tensors() -> None:
+    with FakeTensorMode():
+        tensor = torch.empty(2, 3, dtype=torch.bfloat16)
+        assert copy_(tensor, torch.empty(3)) is None
+        assert tensor.shape == (2, 3) and tensor.dtype == torch.bfloat16
+        with pytest.raises(RuntimeError):
+            copy_(tensor, torch.empty(4))
