@@ -1,0 +1,139 @@
+"""Build graphs as the passes get them: nodes with fake values, windows on unsharded parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from compile_fsdp.ops import copy_, resize_storage_bytes_
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+Size = int | torch.SymInt | fx.Node
+
+
+class GraphBuilder:
+    """A graph under construction; each call is run on fake tensors for its value.
+
+    Args:
+        meta_key: "val" for a graph as AOTAutograd leaves it, "example_value" as Dynamo does.
+        fake_mode: Where the fake tensors live; a subgraph shares it with its parent.
+    """
+
+    def __init__(self, meta_key: str = "val", fake_mode: FakeTensorMode | None = None) -> None:
+        self.graph = fx.Graph()
+        self.fake_mode = fake_mode or FakeTensorMode(shape_env=ShapeEnv())
+        self._meta_key = meta_key
+        self._root = torch.nn.Module()
+
+    def value(self, node: fx.Node) -> Any:
+        return node.meta[self._meta_key]
+
+    def input(
+        self, name: str, shape: Sequence[int | torch.SymInt], dtype: torch.dtype = torch.float32
+    ) -> fx.Node:
+        with self.fake_mode:
+            return self.input_like(name, torch.empty(tuple(shape), dtype=dtype))
+
+    def input_like(self, name: str, value: object) -> fx.Node:
+        """A placeholder with this fake value, such as a view of another input's."""
+        node = self.graph.placeholder(name)
+        node.meta[self._meta_key] = value
+        return node
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), self.value)
+        with self.fake_mode:
+            value = target(*fake_args, **fake_kwargs)
+        if value is not None:
+            node.meta[self._meta_key] = value
+        return node
+
+    def call_opaque(
+        self, target: Callable[..., Any], *args: Any, value: object = None, **kwargs: Any
+    ) -> fx.Node:
+        """A call that is not run; its value is given, or unknown."""
+        node = self.graph.call_function(target, args, kwargs)
+        if value is not None:
+            node.meta[self._meta_key] = value
+        return node
+
+    def call_method(self, name: str, *args: Any) -> fx.Node:
+        node = self.graph.call_method(name, args)
+        fake_self, *fake_args = fx.node.map_arg(args, self.value)
+        with self.fake_mode:
+            node.meta[self._meta_key] = getattr(fake_self, name)(*fake_args)
+        return node
+
+    def subgraph(self, name: str, module: fx.GraphModule) -> fx.Node:
+        setattr(self._root, name, module)
+        return self.graph.get_attr(name)
+
+    def resize(self, parameter: fx.Node, size_bytes: Size) -> fx.Node:
+        # Not run: the fake storage keeps its size, as graphs do not say which size it had when.
+        return self.graph.call_function(resize_storage_bytes_, (parameter, size_bytes))
+
+    def full(self, parameter: fx.Node) -> fx.Node:
+        return self.resize(parameter, self.value(parameter).untyped_storage().nbytes())
+
+    def copy(self, parameter: fx.Node, value: fx.Node) -> fx.Node:
+        return self.graph.call_function(copy_, (parameter, value))
+
+    def fill(self, parameter: fx.Node, value: fx.Node) -> None:
+        self.full(parameter)
+        self.copy(parameter, value)
+
+    def free(self, parameter: fx.Node) -> fx.Node:
+        return self.resize(parameter, 0)
+
+    def output(self, *values: fx.Node) -> fx.Graph:
+        return self.output_module(*values).graph
+
+    def output_module(self, *values: fx.Node) -> fx.GraphModule:
+        output = self.graph.output(values)
+        output.meta[self._meta_key] = tuple(self.value(value) for value in values)
+        return fx.GraphModule(self._root, self.graph)
+
+
+def one_window(numel: int, dtype: torch.dtype) -> fx.Graph:
+    """A parameter gathered from two ranks' shards and read once.
+
+    Args:
+        numel: Elements of the parameter, even.
+        dtype: Of shard and parameter.
+    """
+    build = GraphBuilder()
+    weight = build.input("weight", (numel,), dtype)
+    shard = build.input("shard", (numel // 2,), dtype)
+    gathered = build.call(c10d.all_gather_into_tensor.default, shard, 2, "dp")
+    value = build.call(c10d.wait_tensor.default, gathered)
+    build.fill(weight, value)
+    result = build.call(aten.relu.default, weight)
+    build.free(weight)
+    return build.output(result)
+
+
+class Layer:
+    """Inputs for windows on one (4, 4) parameter: `weight`, `value` to fill it with, and `x` to multiply."""
+
+    def __init__(self, **builder_options: Any) -> None:
+        self.build = GraphBuilder(**builder_options)
+        self.weight = self.build.input("weight", (4, 4))
+        self.value = self.build.input("value", (4, 4))
+        self.x = self.build.input("x", (4, 4))
+
+    def fill(self, value: fx.Node | None = None) -> None:
+        self.build.fill(self.weight, value or self.value)
+
+    def read(self) -> fx.Node:
+        return self.build.call(aten.mm.default, self.x, self.weight)
+
+    def free(self) -> None:
+        self.build.free(self.weight)
