@@ -1,1 +1,7 @@
 """Train FSDP2 models under torch.compile as one forward and one backward graph."""
+
+from compile_fsdp.api import fully_shard, make_traceable
+from compile_fsdp.options import Options
+from compile_fsdp.reports import GraphReport, reports, reset_reports
+
+__all__ = ["GraphReport", "Options", "fully_shard", "make_traceable", "reports", "reset_reports"]

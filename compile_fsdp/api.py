@@ -1,0 +1,84 @@
+"""`fully_shard` and `make_traceable`: how a model becomes one that can be compiled whole."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, overload
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from compile_fsdp.errors import FSDP1Error, NotShardedError, ProcessGroupMissingError
+from compile_fsdp.runtime.module import install, is_traceable
+
+
+@overload
+def fully_shard(module: nn.Module, **kwargs: Any) -> FSDPModule: ...
+@overload
+def fully_shard(module: list[nn.Module], **kwargs: Any) -> list[FSDPModule]: ...
+def fully_shard(module: nn.Module | list[nn.Module], **kwargs: Any) -> FSDPModule | list[FSDPModule]:
+    """Shard a module with torch's own `fully_shard`, and make it traceable.
+
+    In eager mode the module is torch's FSDP2 module in every respect. Under the `compile_fsdp` backend its
+    hooks become ops of the compiled graph.
+
+    Args:
+        module: The module to shard, in place; or several, to share one parameter group (eager only so far).
+        **kwargs: Those of `torch.distributed.fsdp.fully_shard` of the installed torch.
+    Returns:
+        `module` itself.
+    Raises:
+        ProcessGroupMissingError: no mesh is given and there is no process group to build one from.
+    """
+    if kwargs.get("mesh") is None and not dist.is_initialized() and "RANK" not in os.environ:
+        raise ProcessGroupMissingError(
+            f"expected a mesh or an initialised process group to shard {_names(module)} over, found neither; "
+            "call torch.distributed.init_process_group(), run under torchrun, or pass mesh="
+        )
+    sharded = torch_fully_shard(module, **kwargs)
+    for each in module if isinstance(module, list) else [module]:
+        make_traceable(each)
+    return sharded
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule)
+
+
+def _names(module: nn.Module | list[nn.Module]) -> str:
+    modules = module if isinstance(module, list) else [module]
+    return ", ".join(type(each).__name__ for each in modules)
+
+
+def make_traceable(model: nn.Module) -> nn.Module:
+    """Make every FSDP2 module of a model traceable that somebody else has sharded.
+
+    Nothing changes for eager runs. A module that is traceable already stays as it is.
+
+    Args:
+        model: A model to which torch's own `fully_shard` was applied.
+    Returns:
+        `model` itself.
+    Raises:
+        FSDP1Error: the model contains FullyShardedDataParallel modules.
+        NotShardedError: the model contains no FSDP2 module.
+    """
+    named = list(model.named_modules())
+    fsdp1 = [fqn or "the root" for fqn, module in named if isinstance(module, FullyShardedDataParallel)]
+    if fsdp1:
+        raise FSDP1Error(
+            f"expected FSDP2 modules, got FullyShardedDataParallel at {fsdp1}; "
+            "shard with fully_shard() instead (torch's FSDP1-to-FSDP2 guide lists the differences)"
+        )
+    sharded = [module for _, module in named if _is_sharded(module)]
+    if not sharded:
+        raise NotShardedError(
+            f"expected a model sharded with fully_shard(), found no FSDP2 module in {type(model).__name__}; "
+            "call compile_fsdp.fully_shard() on its blocks and then on the model"
+        )
+    for module in sharded:
+        if not is_traceable(module):
+            install(module)
+    return model

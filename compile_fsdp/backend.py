@@ -1,0 +1,211 @@
+"""The registered Dynamo backend `compile_fsdp`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from compile_fsdp.boundary import ForwardGraph
+from compile_fsdp.compat import (
+    FailOnRecompileLimitHit,
+    Unsupported,
+    compile_graph,
+    graph_input_example,
+    graph_input_position,
+    restore_hook_bodies_now,
+)
+from compile_fsdp.errors import NotRootError, NotShardedError, UnsupportedFeatureError
+from compile_fsdp.ops import ensure_lowerings, ensure_ops
+from compile_fsdp.options import Options
+from compile_fsdp.passes import PassReport, Pipeline, legalize_windows
+from compile_fsdp.reports import Direction, GraphReport, record
+from compile_fsdp.runtime import scope
+from compile_fsdp.runtime.checks import describe
+from compile_fsdp.runtime.group import TraceableGroup, owner_of
+from compile_fsdp.runtime.module import belongs_to_traceable
+
+_log = logging.getLogger("compile_fsdp")
+
+
+def compile_fsdp(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile a graph that Dynamo has traced through sharded modules.
+
+    Use it by name: `model.compile(backend="compile_fsdp", fullgraph=True)`.
+
+    Args:
+        gm: The forward graph.
+        example_inputs: Its inputs.
+        options: See `Options`.
+        mode: One of Inductor's modes, as torch.compile takes them.
+    Returns:
+        The compiled graph. Its backward runs under compiled autograd, with the same options.
+    Raises:
+        UnknownOptionError: an option does not exist.
+        NotShardedError: the graph uses parameters, and none of a traceable model.
+        NotRootError: several FSDP2 roots meet in the graph.
+    """
+    restore_hook_bodies_now()
+    traced = scope.take()
+    parsed = Options.parse(options, mode)
+    ensure_ops()
+    _check_roots(traced)
+    inputs = _GraphInputs(gm)
+    run = _compile(gm, example_inputs, parsed, "forward", inputs)
+    if not inputs.managed:
+        inputs.check_sharded()
+        return run
+    hooked = {group for hooks in traced.left for group in hooks.groups}
+    return ForwardGraph(
+        run=run,
+        managed=tuple(inputs.managed),
+        open=frozenset(i for i, group in inputs.managed.items() if group not in hooked),
+        compile_backward=_BackwardCompiler(parsed),
+    )
+
+
+def _check_roots(traced: scope.TraceScope) -> None:
+    roots = [hooks for hooks in traced.entered if hooks.state._is_root]
+    if len(roots) > 1:
+        raise NotRootError(
+            "expected one FSDP2 root in a compiled graph, got "
+            f"{[describe(hooks.module, hooks.state) for hooks in roots]}; call fully_shard() on the module that "
+            "contains them, or compile each model on its own"
+        )
+
+
+class _GraphInputs:
+    """The inputs of a Dynamo graph: which are unsharded parameters, and their names."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.managed: dict[int, TraceableGroup] = {}
+        self._fqns: dict[int, str] = {}
+        self._positions: dict[fx.Node, int] = {}
+        self._parameters: list[nn.Parameter] = []
+        flat: list[Any] = []
+        for node in gm.graph.find_nodes(op="placeholder"):
+            self._positions[node] = len(flat)
+            example = graph_input_example(node)
+            # Compiled autograd hands its tensors in as one list, which the inner compiler sees item by item.
+            flat += example if isinstance(example, list) else [example]
+        for position, example in enumerate(flat):
+            group = owner_of(example)
+            if group is not None:
+                self.managed[position] = group
+                self._fqns[position] = group.fqn(example)
+            elif isinstance(example, nn.Parameter):
+                self._parameters.append(example)
+
+    def name_before(self, node: fx.Node) -> str:
+        """FQN of the parameter behind a placeholder, or an item of one, of the Dynamo graph itself."""
+        source, item = node.args if node.op == "call_function" else (node, 0)
+        assert isinstance(source, fx.Node) and isinstance(item, int)
+        return self._fqns.get(self._positions[source] + item, node.name)
+
+    def name(self, node: fx.Node) -> str:
+        """FQN of the parameter behind a placeholder of the inner compiler's graph, else the node's name."""
+        position = graph_input_position(node)
+        return node.name if position is None else self._fqns.get(position, node.name)
+
+    def check_sharded(self) -> None:
+        foreign = [p for p in self._parameters if not belongs_to_traceable(p)]
+        if foreign:
+            raise NotShardedError(
+                f"expected a sharded model, got a graph with {len(foreign)} parameters (first of shape "
+                f"{tuple(foreign[0].shape)}) of a model that was never made traceable; shard it with "
+                "compile_fsdp.fully_shard(), or call compile_fsdp.make_traceable() on one that is sharded"
+            )
+
+
+def _compile(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, direction: Direction, inputs: _GraphInputs
+) -> Callable[..., Any]:
+    recorder = _Recorder(direction, options.inner_backend, len(gm.graph.nodes))
+    config = dict(options.inductor)
+    if options.inner_backend == "inductor":
+        ensure_lowerings()
+        config["post_grad_custom_pre_pass"] = Pipeline(inputs.name, recorder, options.disabled_passes)
+    compiled = compile_graph(gm, example_inputs, options.inner_backend, config)
+    recorder.finish()
+    return compiled
+
+
+class _Recorder:
+    """Turns the passes' reports of one Dynamo graph into the user's reports."""
+
+    def __init__(self, direction: Direction, inner_backend: str, nodes: int) -> None:
+        self.direction = direction
+        self.inner_backend = inner_backend
+        self.nodes = nodes
+        self.recorded = False
+
+    def __call__(self, passes: tuple[PassReport, ...]) -> None:
+        record(
+            GraphReport(
+                # Inductor compiles the backward of a graph without sharded modules by itself, as a second graph.
+                direction="backward" if self.recorded else self.direction,
+                inner_backend=self.inner_backend,
+                windows_removed=sum(p.windows_removed for p in passes),
+                copies_removed=sum(p.copies_removed for p in passes),
+                resizes_removed=sum(p.resizes_removed for p in passes),
+                kept=tuple((fqn, reason.value) for p in passes for fqn, reason in p.kept),
+                nodes_before=passes[0].nodes_before if passes else self.nodes,
+                nodes_after=passes[-1].nodes_after if passes else self.nodes,
+                seconds=sum(p.seconds for p in passes),
+                cached=False,
+            )
+        )
+        self.recorded = True
+
+    def finish(self) -> None:
+        """Report a graph that no pass has seen: another inner backend, or one from Inductor's cache."""
+        if not self.recorded:
+            cached = self.inner_backend == "inductor"
+            record(
+                GraphReport(
+                    self.direction, self.inner_backend, 0, 0, 0, (), self.nodes, self.nodes, 0.0, cached
+                )
+            )
+            self.recorded = True
+
+
+class _BackwardCompiler:
+    """Compiles what compiled autograd captures, as one graph; where that fails, runs it op by op."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+    def __call__(self, captured: fx.GraphModule) -> Callable[..., Any]:
+        compiled = torch.compile(captured, backend=self._backend, fullgraph=True)
+
+        def run(inputs: list[Any], *rest: Any) -> Any:
+            try:
+                return compiled(inputs, *rest)
+            except (Unsupported, FailOnRecompileLimitHit) as error:
+                if not inputs:
+                    raise  # The compiled graph has emptied the list: it has run, and failed.
+                _log.warning("backward falls back to eager, op by op: %s", error)
+                return captured(inputs, *rest)
+
+        return run
+
+    def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        inputs = _GraphInputs(gm)
+        unmoved = legalize_windows(gm.graph, inputs.name_before).unmoved
+        if unmoved:
+            raise UnsupportedFeatureError(
+                "expected every read of a parameter in the backward to fit between its gather and its free, got "
+                f"{[f'{fqn}: {reason.value}' for fqn, reason in unmoved]}; leave out the hooks that change these "
+                "parameters in the backward, or run this step eagerly"
+            )
+        gm.recompile()
+        return _compile(gm, example_inputs, self.options, "backward", inputs)

@@ -1,0 +1,168 @@
+"""Enter compiled autograd from inside the user's ordinary backward.
+
+[Note: The boundary]
+The compiled forward graph sits inside an autograd function. Its outputs leave detached, so that the outer
+autograd graph, which the user's `loss.backward()` runs, sees one node. The node's backward starts a second
+backward, through the inner graph and under compiled autograd: FSDP2's backward hooks are traced together with
+the gradient computation, and no global setting has to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from compile_fsdp.compat import compiled_autograd, runs_plain_backward
+from compile_fsdp.errors import DoubleBackwardError, PartialBackwardError, SecondBackwardError
+from compile_fsdp.runtime.group import TraceableGroup, owner_of
+
+GraphFn = Callable[..., Sequence[Any]]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ForwardGraph:
+    """A compiled forward graph that reads unsharded parameters.
+
+    Which parameter groups it works on is known by its inputs only: Dynamo runs one graph for several modules
+    of the same class where it compiles their forward as a frame of its own.
+
+    Attributes:
+        run: The graph, compiled by the inner backend.
+        managed: Positions of the graph inputs that are unsharded parameters.
+        open: Those of `managed` whose pre-backward hook is in another graph, behind a graph break.
+        compile_backward: Compiles the graph that compiled autograd captures.
+    """
+
+    run: GraphFn
+    managed: tuple[int, ...]
+    open: frozenset[int]
+    compile_backward: Callable[[torch.fx.GraphModule], Callable[..., Any]]
+
+    def __call__(self, *args: Any) -> Sequence[Any]:
+        if not torch.is_grad_enabled():
+            return self.run(*args)
+        groups: dict[TraceableGroup, bool] = {}  # group: whether it is open
+        for position in self.managed:
+            if (group := owner_of(args[position])) is not None:
+                groups[group] = position in self.open
+        call = _Call(self, args, groups)
+        anchors = [
+            p.sharded_param
+            for group in groups
+            for p in group.params
+            if p.sharded_param.requires_grad and not p.sharded_param._backward_hooks
+        ]
+        if not anchors and not call.differentiable:
+            return self.run(*args)
+        inputs = [args[i] for i in call.differentiable]
+        return tuple(_Boundary.apply(call, *inputs, *anchors))  # type: ignore[no-untyped-call]
+
+
+class _Call:
+    """One forward run: its inner autograd graph, until a backward has used it."""
+
+    def __init__(self, graph: ForwardGraph, args: tuple[Any, ...], groups: dict[TraceableGroup, bool]) -> None:
+        self.graph = graph
+        self.args = args
+        self.groups = groups
+        managed = set(graph.managed)
+        self.differentiable = [
+            i
+            for i, arg in enumerate(args)
+            if isinstance(arg, torch.Tensor) and arg.requires_grad and i not in managed
+        ]
+        self.inner_inputs: list[torch.Tensor] = []
+        self.inner_outputs: Sequence[Any] | None = None
+
+    def forward(self) -> tuple[Any, ...]:
+        args, self.args = list(self.args), ()
+        for i in self.differentiable:
+            args[i] = args[i].detach().requires_grad_()
+            self.inner_inputs.append(args[i])
+        with torch.enable_grad():
+            self.inner_outputs = self.graph.run(*args)
+        return tuple(out.detach() if isinstance(out, torch.Tensor) else out for out in self.inner_outputs)
+
+    def check(self, anchor: torch.Tensor | None) -> None:
+        """Refuse what a compiled backward cannot do, before anything is computed."""
+        if self.inner_outputs is None:
+            raise SecondBackwardError(
+                "expected one backward for each forward, got a second one through the same compiled graph; "
+                "run the forward again, or add the losses up and call backward() once"
+            )
+        if torch.is_grad_enabled():
+            raise DoubleBackwardError(
+                "expected backward() without create_graph=True: the compiled backward of a sharded model "
+                "cannot be differentiated again; run this step eagerly"
+            )
+        if anchor is not None and not runs_plain_backward(anchor):
+            raise PartialBackwardError(
+                "expected loss.backward(), got torch.autograd.grad() or backward(inputs=...): gradients of a "
+                "sharded model end in the .grad of its sharded parameters; call loss.backward() and read them"
+            )
+
+    def backward(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        assert self.inner_outputs is not None
+        pairs = [
+            (out, grad)
+            for out, grad in zip(self.inner_outputs, grads, strict=True)
+            if grad is not None and isinstance(out, torch.Tensor) and out.requires_grad
+        ]
+        inputs, self.inner_outputs, self.inner_inputs = self.inner_inputs, None, []
+        outputs = [out for out, _ in pairs]
+        self._begin()
+        try:
+            with compiled_autograd(self.graph.compile_backward):
+                torch.autograd.backward(outputs, [grad for _, grad in pairs])
+            for group in self.groups:
+                group.store_gradients()
+        except BaseException:
+            for group in self.groups:
+                group.end_backward()
+            raise
+        finally:
+            for group in self.groups:
+                group.active = False
+        return [tensor.grad for tensor in inputs]
+
+    def _begin(self) -> None:
+        root = next(iter(self.groups)).root
+        if not root._state_ctx.post_backward_final_callback_queued:
+            # The first compiled graph of this backward. torch's own callback, at the end of the whole
+            # backward, reshards and reduces whatever the compiled graphs have left.
+            for group in self.groups:
+                group.end_backward()
+            root._register_root_post_backward_final_callback()
+        for group in self.groups:
+            group.active = True
+            if self.groups[group]:
+                group.group.unshard()
+                group.group.wait_for_unshard()
+
+
+class _Boundary(torch.autograd.Function):
+    """See [Note: The boundary]."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *tensors: torch.Tensor) -> tuple[Any, ...]:
+        # `tensors`: the differentiable inputs, then the sharded parameters. The latter get no gradient from
+        # here; they make torch.autograd.grad() of a parameter reach `backward`, which refuses it.
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        ctx.anchor = tensors[-1] if len(tensors) > len(call.differentiable) else None
+        outputs = call.forward()
+        assert call.inner_outputs is not None
+        pairs = zip(outputs, call.inner_outputs, strict=True)
+        plain = [out for out, inner in pairs if isinstance(out, torch.Tensor) and not inner.requires_grad]
+        ctx.mark_non_differentiable(*plain)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.call.check(ctx.anchor)
+        input_grads = ctx.call.backward(grads)
+        anchors = len(ctx.needs_input_grad) - 1 - len(input_grads)
+        return (None, *input_grads, *(None,) * anchors)

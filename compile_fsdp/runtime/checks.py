@@ -1,0 +1,149 @@
+"""Refuse, before any collective, what cannot be traced: with the FQN and what to do about it."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from compile_fsdp.compat import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+    FSDPMeshInfo,
+    FSDPParamGroup,
+    FSDPState,
+    HSDPMeshInfo,
+    fsdp_state,
+    param_groups,
+)
+from compile_fsdp.errors import (
+    NotRootError,
+    OutputTypeError,
+    ParameterDeviceError,
+    ProcessGroupMissingError,
+    UnsupportedFeatureError,
+)
+
+
+def describe(module: nn.Module, state: FSDPState) -> str:
+    """`layers.3 (Block)`: the module's FQN, as far as its root is known, and its class."""
+    fqns = [group._module_fqn for group in param_groups(state) if group._module_fqn]
+    name = type(module).__name__.removeprefix("FSDP")
+    return f"{fqns[0]} ({name})" if fqns else f"the root ({name})" if state._is_root else name
+
+
+def check_parameters(module: nn.Module, state: FSDPState) -> None:
+    """Check what torch's own initialisation takes for granted, for a root and all modules below.
+
+    Raises:
+        ProcessGroupMissingError: no process group is initialised.
+        ParameterDeviceError: a parameter is on meta, or not on the mesh's device.
+    """
+    if not dist.is_initialized():
+        raise ProcessGroupMissingError(
+            f"expected an initialised process group while compiling {describe(module, state)}, found none; "
+            "call torch.distributed.init_process_group() before fully_shard() and keep it until training ends"
+        )
+    expected = state._device.type
+    offloaded = _offloaded(module)
+    wrong = {
+        fqn: parameter.device.type
+        for fqn, parameter in module.named_parameters()
+        if isinstance(parameter, DTensor) and parameter.device.type != expected and id(parameter) not in offloaded
+    }
+    on_meta = [fqn for fqn, device in wrong.items() if device == "meta"]
+    if on_meta:
+        raise ParameterDeviceError(
+            f"expected parameters with data, got {on_meta} of {describe(module, state)} on the meta device; "
+            f"call model.to_empty(device={expected!r}) and initialise them, or load a state_dict, first"
+        )
+    if wrong:
+        raise ParameterDeviceError(
+            f"expected the parameters of {describe(module, state)} on {expected}, got {wrong}; "
+            f"move the model back with model.to({expected!r})"
+        )
+
+
+def _offloaded(module: nn.Module) -> set[int]:
+    states = (fsdp_state(each) for each in module.modules())
+    groups = (group for state in states if state is not None for group in param_groups(state))
+    return {id(param.sharded_param) for group in groups for param in group.fsdp_params if param.offload_to_cpu}
+
+
+def check_group(group: FSDPParamGroup) -> None:
+    """Refuse features of a parameter group that have no traced counterpart yet.
+
+    Raises:
+        UnsupportedFeatureError: names the module, the parameter and the feature.
+    """
+    reason = _unsupported_structure(group)
+    if reason is not None:
+        raise UnsupportedFeatureError(_refusal(f"{group._module_fqn or 'the root'}", reason))
+
+
+def _unsupported_structure(group: FSDPParamGroup) -> str | None:
+    if isinstance(group.mesh_info, HSDPMeshInfo) or not isinstance(group.mesh_info, FSDPMeshInfo):
+        return "a replicated mesh dimension (HSDP, replicate)"
+    if group._reshard_after_forward and group.post_forward_mesh_info != group.mesh_info:
+        return "reshard_after_forward=<int>"
+    if type(group._all_gather_comm) is not DefaultAllGather:
+        return f"the custom all-gather {type(group._all_gather_comm).__name__}"
+    if type(group._reduce_scatter_comm) is not DefaultReduceScatter:
+        return f"the custom reduce-scatter {type(group._reduce_scatter_comm).__name__}"
+    for param in group.fsdp_params:
+        if param.is_dtensor:
+            return f"{param._param_fqn}: a DTensor parameter (tensor parallelism)"
+        if param.offload_to_cpu:
+            return f"{param._param_fqn}: CPU offload"
+        if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
+            return f"{param._param_fqn}: an all-gather extension ({type(param._sharded_local_tensor).__name__})"
+    return None
+
+
+def unsupported_setting(group: FSDPParamGroup) -> str | None:
+    """Name the setting of a group that has no traced counterpart yet.
+
+    Traced with the model, so that a setting that changes later is noticed by a guard.
+    """
+    if group._all_gather_result is not None:
+        return "a pending unshard(async_op=True): wait on its handle first"
+    if not group.reshard_after_backward:
+        return "set_reshard_after_backward(False)"
+    if not group.unshard_in_backward:
+        return "set_unshard_in_backward(False)"
+    if group.gradient_divide_factor is not None:
+        return "set_gradient_divide_factor()"
+    if group.force_sum_reduction_for_comms:
+        return "set_force_sum_reduction_for_comms(True)"
+    if group.reduce_scatter_unused_params:
+        return "set_reduce_scatter_unused_params(True)"
+    if group._all_reduce_hook is not None:
+        return "set_all_reduce_hook()"
+    return None
+
+
+def refuse(module: nn.Module, state: FSDPState, reason: str) -> NoReturn:
+    raise UnsupportedFeatureError(_refusal(describe(module, state), reason))
+
+
+def _refusal(where: str, reason: str) -> str:
+    return (
+        f"{where} cannot be compiled with {reason}; train without it, or run the model eagerly, "
+        "where it behaves as torch's own fully_shard does"
+    )
+
+
+def refuse_not_root(module: nn.Module, state: FSDPState) -> NoReturn:
+    raise NotRootError(
+        f"expected the root of the FSDP2 modules to be compiled, got {describe(module, state)}, which is part "
+        "of a larger sharded model; compile the module that fully_shard() was applied to last"
+    )
+
+
+def refuse_output(module: nn.Module, state: FSDPState, types: tuple[str, ...]) -> NoReturn:
+    raise OutputTypeError(
+        f"expected the forward of {describe(module, state)} to return tensors in lists, tuples, dicts or "
+        f"dataclasses, got {', '.join(types)}: FSDP2 must find the tensors to know when their backward starts"
+    )

@@ -1,0 +1,97 @@
+"""The class that a sharded module gets, so that its own hooks are compiled together with its forward."""
+
+from __future__ import annotations
+
+import weakref
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from compile_fsdp.compat import (
+    Unsupported,
+    fsdp_state,
+    restore_hook_bodies_now,
+    runs_while_tracing,
+    skip_code,
+)
+from compile_fsdp.runtime import scope
+from compile_fsdp.runtime.checks import describe, refuse
+from compile_fsdp.runtime.hooks import ModuleHooks
+
+
+class TraceableModule:
+    """Mixin, first in the MRO of a sharded module. See [Note: Where the root is traced]."""
+
+    # torch's FSDPModule.__new__ finds the user's class at this index of the MRO:
+    # traceable class, TraceableModule, torch's FSDP class, FSDPModule, the user's class
+    _orig_cls_mro_index = 4
+    _compile_fsdp_hooks: ModuleHooks | None  # None for a group of several modules: not traced yet
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        try:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        except Unsupported as error:
+            _name_module(error)
+            raise
+
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() and self._compile_fsdp_hooks is None:
+            _refuse_shared_group(self)
+        return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
+
+
+# Not a frame to compile on its own: `_call_impl` below it is.
+skip_code(TraceableModule.__call__.__code__)
+
+
+def _name_module(error: Unsupported) -> None:
+    """Say in Dynamo's own error in which sharded module it stopped."""
+    hooks = scope.abandon()
+    restore_hook_bodies_now()
+    if hooks is not None and error.args:
+        where = describe(hooks.module, hooks.state)
+        error.args = (f"while compiling {where}:\n{error.args[0]}", *error.args[1:])
+
+
+@runs_while_tracing
+def _refuse_shared_group(module: Any) -> None:
+    state = fsdp_state(module)
+    assert state is not None
+    refuse(module, state, "fully_shard([a, b, ...]), one parameter group for several modules")
+
+
+# Every traceable module that is alive, to tell whose parameters a graph reads.
+_installed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def belongs_to_traceable(parameter: nn.Parameter) -> bool:
+    """Whether some traceable model holds the parameter, managed by FSDP2 or ignored."""
+    return any(parameter is own for module in _installed for own in module.parameters())
+
+
+@cache
+def _traceable_class(cls: type[Any]) -> type[Any]:
+    return type(cls.__name__, (TraceableModule, cls), {"__module__": cls.__module__})
+
+
+def is_traceable(module: nn.Module) -> bool:
+    return isinstance(module, TraceableModule)
+
+
+def install(module: nn.Module) -> None:
+    """Make one module that `fully_shard` was applied to traceable; nothing changes for its eager runs."""
+    state = fsdp_state(module)
+    assert state is not None
+    hooks = ModuleHooks(module, state) if len(state._modules) == 1 else None
+    if hooks is not None:
+        module._forward_pre_hooks[state._pre_forward_hook_handle.id] = hooks.pre_forward
+        module._forward_hooks[state._post_forward_hook_handle.id] = hooks.post_forward
+    cls: Any = type(module)
+    module.__class__ = _traceable_class(cls)
+    assert isinstance(module, TraceableModule)
+    module._compile_fsdp_hooks = hooks
+    _installed.add(module)

@@ -1,0 +1,38 @@
+"""Find the tensors in what a module returns, in code that Dynamo can trace."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+# What may stand in an output beside tensors and the containers below.
+_PLAIN = (int, float, bool, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+def find_tensors(output: Any, found: list[torch.Tensor], unknown: list[str]) -> None:
+    """Collect the tensors of a nested output.
+
+    Goes into lists, tuples (named ones too), dicts and dataclasses, which is where eager FSDP2 looks as well.
+
+    Args:
+        output: What a module's forward returned.
+        found: Gets the tensors, in order of appearance.
+        unknown: Gets the type names of objects that may hide tensors.
+    """
+    if output is None or isinstance(output, _PLAIN):
+        return
+    if isinstance(output, torch.Tensor):
+        found.append(output)
+    elif isinstance(output, dict):
+        for value in output.values():
+            find_tensors(value, found, unknown)
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            find_tensors(value, found, unknown)
+    elif dataclasses.is_dataclass(output):
+        for field in dataclasses.fields(output):
+            find_tensors(getattr(output, field.name), found, unknown)
+    else:
+        unknown.append(type(output).__name__)

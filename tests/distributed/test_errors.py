@@ -1,0 +1,253 @@
+"""Bad input gets its own error before any collective, and leaves the model usable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+import compile_fsdp
+from compile_fsdp import errors
+from harness import run_ranks
+from models import Stack
+from parity import build, loss_of
+
+AOT_EAGER = {"inner_backend": "aot_eager"}
+
+
+def _sharded(**kwargs: Any) -> nn.Module:
+    return build("mlp", compile_fsdp.fully_shard, **kwargs).model
+
+
+class _Collectives:
+    """Counts the collectives of the default group between `start` and the error."""
+
+    def __init__(self) -> None:
+        self.start_number = 0
+
+    def number(self) -> int:
+        return dist.group.WORLD._get_sequence_number_for_group() if dist.group.WORLD is not None else 0
+
+    def start(self) -> None:
+        self.start_number = self.number()
+
+    def issued(self) -> int:
+        return self.number() - self.start_number
+
+
+_collectives = _Collectives()
+
+
+def _compile(model: nn.Module, **options: Any) -> nn.Module:
+    _collectives.start()
+    model.compile(backend="compile_fsdp", fullgraph=True, options={**AOT_EAGER, **options})
+    return model
+
+
+def _batch() -> dict[str, torch.Tensor]:
+    return {"x": torch.ones(4, 8)}
+
+
+def _never_sharded() -> None:
+    torch.compile(nn.Linear(8, 8), backend="compile_fsdp", options=AOT_EAGER)(torch.ones(4, 8))
+
+
+def _make_traceable_never_sharded() -> None:
+    compile_fsdp.make_traceable(nn.Linear(8, 8))
+
+
+def _sharded_block_compiled_alone() -> None:
+    model = _sharded()
+    model(**_batch())  # finds the root
+    _compile(model.layers[0])(torch.ones(4, 8))
+
+
+def _root_never_sharded() -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    for layer in model.layers:
+        compile_fsdp.fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+    _compile(model)(**_batch())
+
+
+def _fsdp1() -> None:
+    compile_fsdp.make_traceable(nn.Sequential(FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))))
+
+
+def _process_group_destroyed() -> None:
+    model = _compile(_sharded())
+    dist.destroy_process_group()
+    try:
+        model(**_batch())
+    finally:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        _collectives.start()
+
+
+def _process_group_missing() -> None:
+    dist.destroy_process_group()
+    try:
+        compile_fsdp.fully_shard(nn.Linear(8, 8))
+    finally:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        _collectives.start()
+
+
+def _on_meta() -> None:
+    with torch.device("meta"):
+        model = Stack()
+    for module in (*model.layers, model):
+        compile_fsdp.fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    _compile(model)(**_batch())
+
+
+class _Opaque:
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class _ReturnsOpaque(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        return _Opaque(super().forward(x))
+
+
+def _unknown_output_type() -> None:
+    model = _ReturnsOpaque(8, 8)
+    compile_fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    _compile(model)(torch.ones(4, 8))
+
+
+def _unknown_option() -> None:
+    _compile(_sharded(), innerbackend="aot_eager")(**_batch())
+
+
+def _unknown_inner_backend() -> None:
+    _compile(_sharded(), inner_backend="no_such_backend")(**_batch())
+
+
+def _cpu_offload() -> None:
+    _compile(_sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)))(**_batch())
+
+
+def _setting_that_changes_after_compiling() -> None:
+    model = _compile(_sharded())
+    model(**_batch()).backward()
+    model.layers[0].set_gradient_divide_factor(3.0)
+    _collectives.start()
+    model(**_batch())
+
+
+def _module_group() -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    mesh = init_device_mesh("cpu", (2,))
+    compile_fsdp.fully_shard(list(model.layers), mesh=mesh)
+    compile_fsdp.fully_shard(model, mesh=mesh)
+    _compile(model)(**_batch())
+
+
+CASES: list[tuple[Callable[[], None], type[Exception], str]] = [
+    (_never_sharded, errors.NotShardedError, "never made traceable"),
+    (_make_traceable_never_sharded, errors.NotShardedError, "found no FSDP2 module in Linear"),
+    (_sharded_block_compiled_alone, errors.NotRootError, "got layers.0 (Block)"),
+    (_root_never_sharded, errors.NotRootError, "call fully_shard() on the module that contains them"),
+    (_fsdp1, errors.FSDP1Error, "FullyShardedDataParallel at ['0']"),
+    (_process_group_destroyed, errors.ProcessGroupMissingError, "init_process_group()"),
+    (_process_group_missing, errors.ProcessGroupMissingError, "shard Linear over"),
+    (_on_meta, errors.ParameterDeviceError, "layers.0.norm.weight"),
+    (_unknown_output_type, errors.OutputTypeError, "_ReturnsOpaque"),
+    (_unknown_option, errors.UnknownOptionError, "innerbackend"),
+    (_unknown_inner_backend, errors.UnknownOptionError, "no_such_backend"),
+    (_cpu_offload, errors.UnsupportedFeatureError, "CPU offload"),
+    (_setting_that_changes_after_compiling, errors.UnsupportedFeatureError, "layers.0 (Block)"),
+    (_module_group, errors.UnsupportedFeatureError, "one parameter group for several modules"),
+]
+
+
+def _raises(rank: int, name: str) -> tuple[str, str, int]:
+    """The error's type and message, and the collectives issued before it."""
+    program = next(program for program, _, _ in CASES if program.__name__ == name)
+    _collectives.start()
+    try:
+        program()
+    except Exception as error:
+        return type(error).__name__, str(error), _collectives.issued()
+    return "none", "", 0
+
+
+@pytest.mark.parametrize(("program", "expected", "message"), CASES, ids=lambda v: getattr(v, "__name__", ""))
+def test_raises(program: Callable[[], None], expected: type[Exception], message: str) -> None:
+    for name, text, collectives in run_ranks(2, _raises, program.__name__):
+        assert (name, message in text) == (expected.__name__, True), text
+        assert collectives == 0
+
+
+def _backward_errors(rank: int) -> list[str]:
+    seen = []
+    model = _compile(_sharded())
+
+    def check(name: str, program: Callable[[torch.Tensor], Any]) -> None:
+        loss = model(**_batch())
+        try:
+            program(loss)
+        except errors.BackwardError as error:
+            seen.append(f"{name}: {type(error).__name__}")
+        model.zero_grad()
+        model.reset_iter_state()
+
+    def twice(loss: torch.Tensor) -> None:
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    parameters = list(model.parameters())
+    check("second backward", twice)
+    check("double backward", lambda loss: loss.backward(create_graph=True))
+    check("grad of parameters", lambda loss: torch.autograd.grad(loss, parameters))
+    check("grad of one parameter", lambda loss: torch.autograd.grad(loss, parameters[3]))
+    check("backward with inputs", lambda loss: loss.backward(inputs=parameters[:1]))
+    loss = model(**_batch())
+    loss.backward()
+    seen.append(f"still trains: {all(p.grad is not None for p in model.parameters())}")
+    return seen
+
+
+def test_what_a_compiled_backward_cannot_do() -> None:
+    for seen in run_ranks(2, _backward_errors):
+        assert seen == [
+            "second backward: SecondBackwardError",
+            "double backward: DoubleBackwardError",
+            "grad of parameters: PartialBackwardError",
+            "grad of one parameter: PartialBackwardError",
+            "backward with inputs: PartialBackwardError",
+            "still trains: True",
+        ]
+
+
+def _genuine_break(rank: int, way: str) -> tuple[str, bool]:
+    case = build("graph_break", compile_fsdp.fully_shard)
+    if way == "torch.compile":
+        compiled = torch.compile(case.model, backend="compile_fsdp", fullgraph=True, options=AOT_EAGER)
+    else:
+        compiled = _compile(case.model)
+    try:
+        loss_of(compiled, case.batch())
+    except torch._dynamo.exc.Unsupported as error:
+        message = str(error)
+    reference = build("graph_break", torch_fully_shard)
+    with torch.compiler.set_stance("force_eager"):
+        loss = loss_of(case.model, _batch())
+    return message.splitlines()[0], torch.equal(loss, loss_of(reference.model, _batch()))
+
+
+@pytest.mark.parametrize("way", ["torch.compile", "model.compile"])
+def test_genuine_graph_break_names_the_module(way: str) -> None:
+    for first_line, usable in run_ranks(2, _genuine_break, way):
+        assert first_line == "while compiling layers.0 (Block):"
+        assert usable

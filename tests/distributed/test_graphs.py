@@ -1,0 +1,266 @@
+"""The real graphs of a two-layer model, before and after the passes, and what may be an input of them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import expecttest
+import torch
+from torch import fx, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import compile_fsdp
+import compile_fsdp.backend as backend
+from compile_fsdp.passes import Pipeline
+from harness import run_ranks
+from render import render
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.weight)
+
+
+def _two_layers() -> nn.Module:
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Sequential(_Layer(), _Layer())
+    for module in (*model, model):
+        compile_fsdp.fully_shard(module, mesh=mesh)
+    return model
+
+
+class _Rendering(Pipeline):
+    """A pipeline that keeps the graphs it got and left, as text."""
+
+    graphs: list[str]
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.graphs.append(render(graph))
+        super().__call__(graph)
+        self.graphs.append(render(graph))
+
+
+def _render_step(rank: int) -> list[str]:
+    _Rendering.graphs = []
+    backend.Pipeline, original = _Rendering, backend.Pipeline
+    try:
+        model = _two_layers()
+        with torch._inductor.config.patch(force_disable_caches=True):
+            model.compile(backend="compile_fsdp", fullgraph=True)
+            model(torch.ones(2, 4)).sum().backward()
+    finally:
+        backend.Pipeline = original
+    return [re.sub(r", '\w+'\)$", ", dp)", graph, flags=re.M) for graph in _Rendering.graphs]  # group name
+
+
+class TestTwoLayers(expecttest.TestCase):
+    maxDiff = None
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.ranks = run_ranks(2, _render_step)
+
+    def test_equal_on_all_ranks(self) -> None:
+        assert self.ranks[0] == self.ranks[1]
+
+    def test_forward_before(self) -> None:
+        self.assertExpectedInline(self.ranks[0][0], """\
+primals_1: f32[2, 4]
+primals_2: f32[8]
+primals_3: f32[4, 4]
+primals_4
+primals_5: f32[8]
+primals_6: f32[4, 4]
+%0: f32[16] = all_gather_into_tensor(primals_2, 2, dp)
+%1: f32[16] = wait_tensor(%0)
+%2: f32[2, 8] = reshape(%1, [2, -1])
+%3 = split_with_sizes(%2, [8], 1)
+%4: f32[2, 8] = getitem(%3, 0)
+%5: f32[4, 4] = reshape(%4, [4, 4])
+resize_storage_bytes_(primals_3, 64)
+copy_(primals_3, %5)
+%6: f32[2, 4] = mm(primals_1, primals_3)
+%7: f32[2, 4] = tanh(%6)
+resize_storage_bytes_(primals_3, 0)
+%8: f32[16] = all_gather_into_tensor(primals_5, 2, dp)
+%9: f32[16] = wait_tensor(%8)
+%10: f32[2, 8] = reshape(%9, [2, -1])
+%11 = split_with_sizes(%10, [8], 1)
+%12: f32[2, 8] = getitem(%11, 0)
+%13: f32[4, 4] = reshape(%12, [4, 4])
+resize_storage_bytes_(primals_6, 64)
+copy_(primals_6, %13)
+%14: f32[2, 4] = mm(%7, primals_6)
+%15: f32[2, 4] = tanh(%14)
+resize_storage_bytes_(primals_6, 0)
+return (%15, primals_1, primals_6, %7, %15)
+""")
+
+    def test_forward_after(self) -> None:
+        self.assertExpectedInline(self.ranks[0][1], """\
+primals_1: f32[2, 4]
+primals_2: f32[8]
+primals_3: f32[4, 4]
+primals_4
+primals_5: f32[8]
+primals_6: f32[4, 4]
+%0: f32[16] = all_gather_into_tensor(primals_2, 2, dp)
+%1: f32[16] = wait_tensor(%0)
+%2: f32[2, 8] = reshape(%1, [2, -1])
+%3 = split_with_sizes(%2, [8], 1)
+%4: f32[2, 8] = getitem(%3, 0)
+%5: f32[4, 4] = reshape(%4, [4, 4])
+%6: f32[2, 4] = mm(primals_1, %5)
+%7: f32[2, 4] = tanh(%6)
+%8: f32[16] = all_gather_into_tensor(primals_5, 2, dp)
+%9: f32[16] = wait_tensor(%8)
+%10: f32[2, 8] = reshape(%9, [2, -1])
+%11 = split_with_sizes(%10, [8], 1)
+%12: f32[2, 8] = getitem(%11, 0)
+%13: f32[4, 4] = reshape(%12, [4, 4])
+%14: f32[2, 4] = mm(%7, %13)
+%15: f32[2, 4] = tanh(%14)
+return (%15, primals_1, primals_6, %7, %15)
+""")
+
+    def test_backward_before(self) -> None:
+        self.assertExpectedInline(self.ranks[0][2], """\
+arg0_1: f32[2, 4]
+arg1_1: f32[2, 4]
+arg2_1: f32[4, 4]
+arg3_1: f32[2, 4]
+arg4_1: f32[2, 4]
+arg5_1: f32[4, 4]
+arg6_1: f32[8]
+arg7_1: f32[8]
+%0: f32[2, 4] = empty_strided([2, 4], [4, 1], dtype=torch.float32, layout=torch.strided, device=device(type='cpu'), pin_memory=False)
+%1: f32[2, 4] = copy(%0, arg0_1)
+%2: f32[16] = all_gather_into_tensor(arg6_1, 2, dp)
+%3: f32[16] = wait_tensor(%2)
+%4: f32[2, 8] = reshape(%3, [2, -1])
+%5 = split_with_sizes(%4, [8], 1)
+%6: f32[2, 8] = getitem(%5, 0)
+%7: f32[4, 4] = reshape(%6, [4, 4])
+resize_storage_bytes_(arg2_1, 64)
+copy_(arg2_1, %7)
+%8: f32[4, 2] = permute(arg3_1, [1, 0])
+%9: f32[2, 4] = mul(arg4_1, arg4_1)
+%10: f32[2, 4] = sub(1, %9)
+%11: f32[2, 4] = mul(%1, %10)
+%12: f32[4, 4] = mm(%8, %11)
+%13: f32[2, 8] = reshape(%12, [2, -1])
+%14: f32[16] = reshape(%13, [-1])
+%15: f32[8] = reduce_scatter_tensor(%14, 'avg', 2, dp)
+%16: f32[8] = wait_tensor(%15)
+%17: f32[4, 4] = permute(arg2_1, [1, 0])
+%18: f32[2, 4] = mm(%11, %17)
+resize_storage_bytes_(arg2_1, 0)
+%19: f32[16] = all_gather_into_tensor(arg7_1, 2, dp)
+%20: f32[16] = wait_tensor(%19)
+%21: f32[2, 8] = reshape(%20, [2, -1])
+%22 = split_with_sizes(%21, [8], 1)
+%23: f32[2, 8] = getitem(%22, 0)
+%24: f32[4, 4] = reshape(%23, [4, 4])
+resize_storage_bytes_(arg5_1, 64)
+copy_(arg5_1, %24)
+%25: f32[4, 2] = permute(arg1_1, [1, 0])
+%26: f32[2, 4] = mul(arg3_1, arg3_1)
+%27: f32[2, 4] = sub(1, %26)
+%28: f32[2, 4] = mul(%18, %27)
+%29: f32[4, 4] = mm(%25, %28)
+resize_storage_bytes_(arg5_1, 0)
+%30: f32[2, 8] = reshape(%29, [2, -1])
+%31: f32[16] = reshape(%30, [-1])
+%32: f32[8] = reduce_scatter_tensor(%31, 'avg', 2, dp)
+%33: f32[8] = wait_tensor(%32)
+return (%16, %33)
+""")
+
+    def test_backward_after(self) -> None:
+        self.assertExpectedInline(self.ranks[0][3], """\
+arg0_1: f32[2, 4]
+arg1_1: f32[2, 4]
+arg2_1: f32[4, 4]
+arg3_1: f32[2, 4]
+arg4_1: f32[2, 4]
+arg5_1: f32[4, 4]
+arg6_1: f32[8]
+arg7_1: f32[8]
+%0: f32[2, 4] = empty_strided([2, 4], [4, 1], dtype=torch.float32, layout=torch.strided, device=device(type='cpu'), pin_memory=False)
+%1: f32[2, 4] = copy(%0, arg0_1)
+%2: f32[16] = all_gather_into_tensor(arg6_1, 2, dp)
+%3: f32[16] = wait_tensor(%2)
+%4: f32[2, 8] = reshape(%3, [2, -1])
+%5 = split_with_sizes(%4, [8], 1)
+%6: f32[2, 8] = getitem(%5, 0)
+%7: f32[4, 4] = reshape(%6, [4, 4])
+%8: f32[4, 2] = permute(arg3_1, [1, 0])
+%9: f32[2, 4] = mul(arg4_1, arg4_1)
+%10: f32[2, 4] = sub(1, %9)
+%11: f32[2, 4] = mul(%1, %10)
+%12: f32[4, 4] = mm(%8, %11)
+%13: f32[2, 8] = reshape(%12, [2, -1])
+%14: f32[16] = reshape(%13, [-1])
+%15: f32[8] = reduce_scatter_tensor(%14, 'avg', 2, dp)
+%16: f32[8] = wait_tensor(%15)
+%17: f32[4, 4] = permute(%7, [1, 0])
+%18: f32[2, 4] = mm(%11, %17)
+%19: f32[16] = all_gather_into_tensor(arg7_1, 2, dp)
+%20: f32[16] = wait_tensor(%19)
+%21: f32[2, 8] = reshape(%20, [2, -1])
+%22 = split_with_sizes(%21, [8], 1)
+%23: f32[2, 8] = getitem(%22, 0)
+%24: f32[4, 4] = reshape(%23, [4, 4])
+%25: f32[4, 2] = permute(arg1_1, [1, 0])
+%26: f32[2, 4] = mul(arg3_1, arg3_1)
+%27: f32[2, 4] = sub(1, %26)
+%28: f32[2, 4] = mul(%18, %27)
+%29: f32[4, 4] = mm(%25, %28)
+%30: f32[2, 8] = reshape(%29, [2, -1])
+%31: f32[16] = reshape(%30, [-1])
+%32: f32[8] = reduce_scatter_tensor(%31, 'avg', 2, dp)
+%33: f32[8] = wait_tensor(%32)
+return (%16, %33)
+""")
+
+
+def _invariants(rank: int) -> list[str]:
+    """Everything that breaks one of the runtime's invariants over a few steps."""
+    broken: list[str] = []
+    model = _two_layers()
+    captured: list[list[Any]] = []
+
+    def capture(gm: fx.GraphModule, inputs: Any, options: Any = None) -> Any:
+        examples = [backend.graph_input_example(n) for n in gm.graph.find_nodes(op="placeholder")]
+        captured.append([example for example in examples if isinstance(example, torch.Tensor)])
+        return backend.compile_fsdp(gm, inputs, options={"inner_backend": "aot_eager"})
+
+    model.compile(backend=capture, fullgraph=True)
+    x = torch.ones(2, 4)
+    params = [p for layer in model for g in layer._get_fsdp_state()._fsdp_param_groups for p in g.fsdp_params]
+    unsharded = []
+    for _ in range(3):
+        model(x).sum().backward()
+        unsharded.append([p._unsharded_param for p in params])
+        broken += [
+            f"{p._param_fqn} keeps its storage"
+            for p in params
+            if p._unsharded_param.untyped_storage().size() != 0 or p._unsharded_param.grad is not None
+        ]
+        broken += [f"{n} is not sharded" for n, p in model.named_parameters() if p.to_local().shape[0] != 2]
+    if any(now[i] is not first for now in unsharded for i, first in enumerate(unsharded[0])):
+        broken.append("an unsharded parameter was replaced")
+    allowed = {id(x)}
+    allowed |= {id(p._sharded_param_data) for p in params} | {id(p._unsharded_param) for p in params}
+    if len(captured) != 1 or {id(t) for t in captured[0]} != allowed:
+        broken.append(f"inputs: {[tuple(t.shape) for t in captured[0]]}")
+    return broken
+
+
+def test_invariants() -> None:
+    assert run_ranks(2, _invariants) == [[], []]

@@ -1,0 +1,288 @@
+"""Compiled and eager steps share one state: any order of them trains as eager FSDP2 does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+import compile_fsdp
+from harness import run_ranks
+from parity import Parity, build, compare, compare_grads, loss_of
+
+AOT_EAGER = {"inner_backend": "aot_eager"}
+
+
+class Twins:
+    """The same model twice: `eager` runs on torch alone, `ours` under the backend."""
+
+    def __init__(self, rank: int, case: str = "mlp", **compile_args: Any) -> None:
+        self.rank = rank
+        self.eager = build(case, torch_fully_shard)
+        self.ours = build(case, compile_fsdp.fully_shard)
+        arguments = {"fullgraph": True, "options": AOT_EAGER, **compile_args}
+        self.ours.model.compile(backend="compile_fsdp", **arguments)
+        self.optimizers = [torch.optim.SGD(c.model.parameters(), lr=0.1) for c in (self.eager, self.ours)]
+        self.result = Parity()
+        self.steps = 0
+
+    def batch(self) -> dict[str, Any]:
+        torch.manual_seed(100 * self.steps + self.rank)
+        return self.eager.batch()
+
+    def train(self, update: bool = True) -> None:
+        batch = self.batch()
+        losses = [loss_of(case.model, batch) for case in (self.eager, self.ours)]
+        for loss in losses:
+            loss.backward()
+        compare(self.result, f"step {self.steps}: loss", losses[1].detach(), losses[0].detach())
+        compare_grads(self.result, f"step {self.steps}", self.ours.model, self.eager.model)
+        if update:
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        self.steps += 1
+
+    def evaluate(self, mode: Callable[[], Any]) -> None:
+        batch = self.batch()
+        with mode():
+            losses = [loss_of(case.model, batch) for case in (self.eager, self.ours)]
+        compare(self.result, f"evaluation before step {self.steps}", losses[1], losses[0])
+
+
+def _eager_and_compiled_steps(rank: int) -> Parity:
+    twins = Twins(rank)
+    for compiled in (True, False, True, True, False, False, True):
+        with torch.compiler.set_stance("default" if compiled else "force_eager"):
+            twins.train()
+    return twins.result
+
+
+def _evaluation_between(rank: int) -> Parity:
+    twins = Twins(rank)
+    twins.evaluate(torch.no_grad)
+    twins.train()
+    twins.evaluate(torch.inference_mode)
+    twins.evaluate(torch.no_grad)
+    twins.train()
+    twins.evaluate(torch.inference_mode)
+    twins.train()
+    return twins.result
+
+
+def _inference_before_training(rank: int) -> Parity:
+    # torch's eager FSDP2 cannot train after a first forward in inference mode (2.13): only ours does that one.
+    twins = Twins(rank)
+    with torch.inference_mode():
+        loss_of(twins.ours.model, twins.batch())
+    twins.train()
+    twins.train()
+    return twins.result
+
+
+def _unshard_and_reshard(rank: int) -> Parity:
+    twins = Twins(rank)
+    twins.train()
+    for case in (twins.eager, twins.ours):
+        case.model.unshard()
+        case.blocks[0].unshard()
+    twins.train()
+    for case in (twins.eager, twins.ours):
+        case.blocks[1].unshard()
+        case.blocks[1].reshard()
+    twins.train()
+    return twins.result
+
+
+def _state_dict_between(rank: int) -> Parity:
+    twins = Twins(rank)
+    twins.train()
+    saved = [
+        {name: value.clone() for name, value in case.model.state_dict().items()}
+        for case in (twins.eager, twins.ours)
+    ]
+    assert list(saved[0]) == list(saved[1])
+    twins.train()
+    twins.evaluate(torch.no_grad)
+    for case, state in zip((twins.eager, twins.ours), saved, strict=True):
+        case.model.load_state_dict(state)
+    twins.train()
+    for case, state in zip((twins.eager, twins.ours), saved, strict=True):
+        case.model.load_state_dict({n: v.clone() for n, v in state.items()}, assign=True)
+    twins.optimizers = [torch.optim.SGD(c.model.parameters(), lr=0.1) for c in (twins.eager, twins.ours)]
+    twins.train()
+    return twins.result
+
+
+def _accumulation(rank: int) -> Parity:
+    twins = Twins(rank)
+    twins.train(update=False)
+    twins.train()
+    for sync in (False, True):
+        for case in (twins.eager, twins.ours):
+            case.model.set_requires_gradient_sync(sync)
+        twins.train(update=sync)
+    twins.train()
+    return twins.result
+
+
+def _recompile_limit(rank: int) -> Parity:
+    twins = Twins(rank, fullgraph=False, dynamic=False)
+    rows = iter([4, 5, 6, 7, 4, 8])
+    twins.eager.batch = lambda: {"x": torch.randn(next(rows), 8)}  # type: ignore[method-assign]
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for _ in range(6):
+            twins.train()
+    return twins.result
+
+
+def _changing_batch_sizes(rank: int) -> Parity:
+    twins = Twins(rank)
+    for rows in (4, 6, 5, 9, 4):
+        twins.eager.batch = lambda rows=rows: {"x": torch.randn(rows, 8)}  # type: ignore[method-assign, misc]
+        twins.train()
+    # Once for the first size and once for any size; compiled autograd sees the second size as a first one again.
+    directions = [report.direction for report in compile_fsdp.reports()]
+    assert directions == ["forward", "backward"] * 2 + ["backward"], directions
+    return twins.result
+
+
+def _freezing_between(rank: int) -> Parity:
+    twins = Twins(rank)
+    twins.train()
+    for trainable in (False, True):
+        for case in (twins.eager, twins.ours):
+            case.blocks[0].requires_grad_(trainable)
+        twins.train()
+        twins.train()
+    return twins.result
+
+
+def _backward_in_force_eager(rank: int) -> Parity:
+    twins = Twins(rank)
+    twins.train()
+    batch = twins.batch()
+    losses = [loss_of(case.model, batch) for case in (twins.eager, twins.ours)]
+    with torch.compiler.set_stance("force_eager"):
+        for loss in losses:
+            loss.backward()
+    compare_grads(twins.result, "backward under force_eager", twins.ours.model, twins.eager.model)
+    return twins.result
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        _eager_and_compiled_steps,
+        _evaluation_between,
+        _inference_before_training,
+        _unshard_and_reshard,
+        _state_dict_between,
+        _accumulation,
+        _recompile_limit,
+        _changing_batch_sizes,
+        _freezing_between,
+        _backward_in_force_eager,
+    ],
+    ids=lambda program: program.__name__.removeprefix("_"),
+)
+def test_bitwise_equal_to_eager(program: Callable[[int], Parity]) -> None:
+    for result in run_ranks(2, program):
+        assert result.differing == []
+
+
+def _ways_to_compile(rank: int, way: str) -> Parity:
+    twins = Twins(rank)
+    model = twins.ours.model
+    model._compiled_call_impl = None  # type: ignore[assignment]  # undo Twins' own compile
+    if way == "torch.compile":
+        compiled = torch.compile(model, backend="compile_fsdp", fullgraph=True, options=AOT_EAGER)
+    else:
+
+        @torch.compile(backend="compile_fsdp", fullgraph=True, options=AOT_EAGER)
+        def compiled(x: torch.Tensor) -> torch.Tensor:
+            return model(x * 2.0) / 2.0
+
+        inner = twins.eager.model
+        twins.eager.model = _Outer(inner)
+    twins.ours.model = _Called(model, compiled)
+    for _ in range(3):
+        twins.train()
+    twins.result.directions = [report.direction for report in compile_fsdp.reports()]
+    return twins.result
+
+
+class _Called(nn.Module):
+    def __init__(self, model: nn.Module, function: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.model, self.function = model, function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model.named_parameters(*args, **kwargs)
+
+
+class _Outer(_Called):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, lambda x: model(x * 2.0) / 2.0)
+
+
+@pytest.mark.parametrize("way", ["torch.compile", "outer function"])
+def test_one_graph_each_way(way: str) -> None:
+    for result in run_ranks(2, _ways_to_compile, way):
+        assert result.differing == []
+        assert result.directions == ["forward", "backward"]
+
+
+def _made_traceable(rank: int) -> Parity:
+    twins = Twins(rank)
+    twins.ours = build("mlp", torch_fully_shard)
+    assert compile_fsdp.make_traceable(twins.ours.model) is twins.ours.model
+    compile_fsdp.make_traceable(twins.ours.model)
+    twins.ours.model.compile(backend="compile_fsdp", fullgraph=True, options=AOT_EAGER)
+    twins.optimizers[1] = torch.optim.SGD(twins.ours.model.parameters(), lr=0.1)
+    for _ in range(3):
+        twins.train()
+    twins.result.directions = [report.direction for report in compile_fsdp.reports()]
+    return twins.result
+
+
+def test_make_traceable() -> None:
+    for result in run_ranks(2, _made_traceable):
+        assert result.differing == []
+        assert result.directions == ["forward", "backward"]
+
+
+def _input_gradients(rank: int) -> tuple[bool, bool]:
+    twins = Twins(rank)
+    torch.manual_seed(rank)
+    leaf = torch.randn(4, 8)
+    grads = []
+    for case in (twins.eager, twins.ours):
+        x = leaf.clone().requires_grad_()
+        hidden = x * 3.0
+        case.model(hidden).backward()
+        grads.append(x.grad)
+    assert grads[0] is not None and grads[1] is not None
+    return torch.equal(grads[0], grads[1]), bool(grads[0].abs().sum() > 0)
+
+
+def test_inputs_that_need_gradients_get_them() -> None:
+    assert run_ranks(2, _input_gradients) == [(True, True)] * 2
+
+
+def _world_of_one(rank: int) -> Parity:
+    twins = Twins(rank)
+    for _ in range(3):
+        twins.train()
+    return twins.result
+
+
+def test_single_rank() -> None:
+    assert run_ranks(1, _world_of_one)[0].differing == []

@@ -1,0 +1,64 @@
+"""What `compile_fsdp.reports()` and the log say of a compiled step."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+import compile_fsdp
+from harness import run_ranks
+from parity import build, loss_of
+
+
+def _step(rank: int, options: dict[str, Any]) -> tuple[list[compile_fsdp.GraphReport], list[str]]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("compile_fsdp")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        with torch._inductor.config.patch(force_disable_caches=True):
+            case = build("mlp", compile_fsdp.fully_shard)
+            case.model.compile(backend="compile_fsdp", fullgraph=True, options=options)
+            loss_of(case.model, case.batch()).backward()
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    reports = list(compile_fsdp.reports())
+    compile_fsdp.reset_reports()
+    assert compile_fsdp.reports() == ()
+    return reports, lines
+
+
+def test_windows_of_the_blocks_go_and_those_of_the_root_stay() -> None:
+    for (forward, backward), lines in run_ranks(2, _step, {}):
+        # Two blocks of seven parameters; the root's four are kept from forward to backward.
+        root = {"inp.weight", "inp.bias", "out.weight", "out.bias"}
+        for report, direction, reason in (
+            (forward, "forward", "open at return"),
+            (backward, "backward", "open at start"),
+        ):
+            assert (report.direction, report.inner_backend, report.cached) == (direction, "inductor", False)
+            assert (report.windows_removed, report.copies_removed, report.resizes_removed) == (14, 14, 28)
+            assert report.nodes_before - report.nodes_after == 42
+            assert {fqn for fqn, _ in report.kept} == root
+            assert {why for _, why in report.kept} == {reason}
+            assert report.seconds > 0
+        assert sum("14 windows removed" in line for line in lines) == 2, lines
+
+
+def test_a_disabled_pass_does_not_run() -> None:
+    for (forward, backward), _ in run_ranks(2, _step, {"disabled_passes": {"remove_unshard_copies"}}):
+        assert forward.windows_removed == backward.windows_removed == 0
+        assert forward.nodes_before == forward.nodes_after
+
+
+def test_other_inner_backends_are_reported_without_passes() -> None:
+    for (forward, backward), _ in run_ranks(2, _step, {"inner_backend": "aot_eager"}):
+        assert (forward.direction, backward.direction) == ("forward", "backward")
+        assert forward.inner_backend == "aot_eager"
+        assert (forward.windows_removed, forward.kept, forward.cached) == (0, (), False)

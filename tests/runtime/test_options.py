@@ -1,0 +1,43 @@
+"""The backend's options: typed, checked, and Inductor's own passed through."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from compile_fsdp import Options
+from compile_fsdp.errors import UnknownOptionError
+
+
+def test_defaults() -> None:
+    assert Options.parse(None) == Options("inductor", frozenset(), {})
+
+
+def test_ours_and_inductors_are_told_apart() -> None:
+    options = Options.parse({"inner_backend": "aot_eager", "max_autotune": True, "epilogue-fusion": False})
+    assert options.inner_backend == "aot_eager"
+    assert options.inductor == {"max_autotune": True, "epilogue-fusion": False}
+
+
+def test_a_mode_gives_way_to_options() -> None:
+    assert Options.parse({"max_autotune": False}, "max-autotune-no-cudagraphs").inductor["max_autotune"] is False
+    assert Options.parse({}, "max-autotune-no-cudagraphs").inductor["max_autotune"] is True
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"inner": "inductor"}, ["['inner']", "inner_backend", "disabled_passes"]),
+        ({"inner_backend": "inductr"}, ["'inductr'", "'inductor'", "'aot_eager'"]),
+        ({"inner_backend": "compile_fsdp"}, ["'compile_fsdp'"]),
+        ({"disabled_passes": {"no_such_pass"}}, ["no_such_pass", "remove_unshard_copies"]),
+        ({"disabled_passes": "remove_unshard_copies"}, ["expected disabled_passes to be a set"]),
+        ({"post_grad_custom_pre_pass": None}, ["post_grad_custom_pre_pass"]),
+    ],
+)
+def test_a_wrong_option_is_named_with_the_valid_ones(given: dict[str, Any], named: list[str]) -> None:
+    with pytest.raises(UnknownOptionError) as error:
+        Options.parse(given)
+    for text in named:
+        assert text in str(error.value)
