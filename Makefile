@@ -1,0 +1,65 @@
+# Everything a fresh machine with Python needs:
+#
+#   make demo    train a small model on every GPU, or on two CPU ranks; results in demo-out/
+#   make test    check and test the installed package
+#   make test-all    the same with the slow rows of the parity table (half an hour on two cores)
+#   make setup   create the virtual environment with everything for both
+#
+# PYTHON chooses the interpreter, VENV the place of the virtual environment, DEMO_ARGS adds options to the demo.
+
+PYTHON ?= python3
+VENV ?= .venv
+DEMO_ARGS ?=
+BIN := $(VENV)/bin
+
+PACKAGE_FILES := pyproject.toml README.md LICENSE $(shell find compile_fsdp passes ops -name '*.py' -o -name py.typed)
+
+# The checkout must not stand in for the installed package: compile_fsdp/ in the working directory lacks passes and
+# ops. The commands below are therefore scripts, for which Python does not add the working directory to its path;
+# this variable does the same for what the tests start with `python -m` (Python 3.11 and later).
+export PYTHONSAFEPATH := 1
+
+# Both kinds of installation write into the same virtual environment.
+.NOTPARALLEL:
+.PHONY: setup demo test test-all clean
+
+setup: $(VENV)/.deps-test $(VENV)/.package
+
+# Without a C++ compiler, Inductor cannot compile for the CPU; the same graphs then run op by op.
+demo: $(VENV)/.deps-train $(VENV)/.package
+	@set -e; \
+	gpus=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count())'); \
+	if [ "$$gpus" -gt 0 ]; then ranks=$$gpus; size="--preset small"; else ranks=2; size="--preset tiny"; fi; \
+	if command -v g++ || command -v clang++; then inner=; else inner="--inner-backend aot_eager"; fi >/dev/null; \
+	export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; \
+	set -x; \
+	$(BIN)/torchrun --standalone --nproc-per-node "$$ranks" --no-python \
+		$(BIN)/compile-fsdp train --mode compile $$size $$inner --output demo-out $(DEMO_ARGS)
+
+test: setup
+	$(BIN)/ruff check .
+	cd tests && $(abspath $(BIN))/mypy --config-file ../pyproject.toml -p compile_fsdp
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest
+
+test-all: setup
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -m 'slow or not slow'
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# The dependencies of an extra are installed once, and again when the versions change.
+$(VENV)/.deps-%: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install -c constraints.txt 'setuptools>=77' '.[$*]'
+	rm -rf build
+	rm -f $(VENV)/.package
+	touch $@
+
+# The package itself is installed again, without its dependencies, when any of its files changes.
+$(VENV)/.package: $(PACKAGE_FILES) | $(BIN)/python
+	rm -rf build
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --force-reinstall .
+	rm -rf build
+	touch $@
+
+clean:
+	rm -rf $(VENV) build demo-out

@@ -1,0 +1,8 @@
+"""`python -m compile_fsdp`, the same as `compile-fsdp`."""
+
+import sys
+
+from compile_fsdp.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""The `compile-fsdp` command: one subcommand per module, each of which adds its own parser."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from compile_fsdp.errors import UnknownOptionError
+from compile_fsdp.train import command as train_command
+from compile_fsdp.train.config import TrainError
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="compile-fsdp", description="FSDP2 under torch.compile.")
+    subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    train_command.add_parser(subcommands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; returns the exit status."""
+    args = build_parser().parse_args(argv)
+    try:
+        args.run(args)
+    except (TrainError, UnknownOptionError) as error:
+        where = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
+        message = str(error).partition("\n")[0]  # Dynamo appends advice on its own log settings
+        print(f"compile-fsdp: error{where}: {message}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("compile-fsdp: interrupted", file=sys.stderr)
+        return 130
+    return 0

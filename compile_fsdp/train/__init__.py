@@ -1,0 +1,1 @@
+"""The main job: train a byte-level transformer on real text."""

@@ -1,0 +1,136 @@
+"""Checkpoints through torch.distributed.checkpoint, which an interrupted save cannot damage.
+
+A checkpoint folder looks like this:
+
+    latest               the name of the newest complete step folder
+    step-00000200/       one complete checkpoint: torch.distributed.checkpoint's files and run.json
+    step-00000300.part/  a save that was interrupted; the next save removes it
+
+With several machines, the folder has to be on a file system that all of them share.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+
+from compile_fsdp.train.config import ModelConfig, TrainError
+
+KEPT = 2  # complete checkpoints: the newest, and the one before it
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """What a checkpoint says besides tensors."""
+
+    step: int
+    """Optimizer steps done."""
+    model: ModelConfig
+    stream: dict[str, int]
+    """What decides the order of the data; see `describe_change`."""
+    losses: tuple[float, ...]
+    """(step,) mean loss of every step so far."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> RunState:
+        raw = json.loads(text)
+        return cls(raw["step"], ModelConfig(**raw["model"]), raw["stream"], tuple(raw["losses"]))
+
+
+class Checkpointer:
+    """Saves and resumes the run that lives in one folder. All ranks call each method together."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder = folder
+        self.is_first = rank == 0
+
+    def find_latest(self) -> Path | None:
+        """The newest complete step folder, or None where training has not begun.
+
+        Raises:
+            TrainError: the folder is no checkpoint folder, or a part of it is missing.
+        """
+        if self.folder.exists() and not self.folder.is_dir():
+            raise TrainError(f"expected a folder at --checkpoint, got the file {self.folder}")
+        marker = self.folder / "latest"
+        if not marker.exists():
+            return None
+        latest = self.folder / marker.read_text().strip()
+        if not (latest / "run.json").is_file():
+            raise TrainError(
+                f"{marker} names {latest.name}, which is no complete checkpoint; write the name of another "
+                "step folder into it, or give an empty folder with --checkpoint"
+            )
+        return latest
+
+    def load(
+        self, source: Path, config: ModelConfig, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> RunState:
+        """Load `source` into the sharded `model` and its `optimizer`; any number of ranks may have saved it.
+
+        Raises:
+            TrainError: the checkpoint is of a model of another shape, or cannot be read.
+        """
+        try:
+            run = RunState.from_json((source / "run.json").read_text())
+        except (ValueError, KeyError, TypeError) as error:
+            raise TrainError(f"cannot read {source / 'run.json'}: {error}") from error
+        if changed := differences(asdict(run.model), asdict(config)):
+            raise TrainError(
+                f"the checkpoint {source} does not fit the model: {changed}; choose the model that it was "
+                "saved from, or another folder with --checkpoint"
+            )
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        try:
+            load_tensors({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=source)
+        except CheckpointException as error:
+            raise TrainError(f"cannot read the checkpoint {source}: {error}") from error
+        set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+        return run
+
+    def save(self, run: RunState, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
+        """Save under the step's name; `latest` moves to it once it is complete."""
+        target = self.folder / f"step-{run.step:08d}"
+        part = target.with_suffix(".part")
+        if self.is_first:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for leftover in (*self.folder.glob("step-*.part"), target):
+                shutil.rmtree(leftover, ignore_errors=True)
+        dist.barrier()
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        save_tensors({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=part)
+        if self.is_first:
+            (part / "run.json").write_text(run.to_json())
+            part.rename(target)
+            marker = self.folder / "latest.part"
+            marker.write_text(target.name + "\n")
+            os.replace(marker, self.folder / "latest")
+            self._remove_old(target)
+        dist.barrier()
+        return target
+
+    def _remove_old(self, newest: Path) -> None:
+        """Remove step folders before the last `KEPT`; anything else in the folder is not ours."""
+        names = [path for path in self.folder.glob("step-" + "[0-9]" * 8) if path.name <= newest.name]
+        for old in sorted(names)[:-KEPT]:
+            shutil.rmtree(old)
+
+
+def differences(saved: dict[str, int], now: dict[str, int]) -> str:
+    """Every name whose value differs, with both values; empty where none does."""
+    names = [name for name in now if saved.get(name) != now[name]]
+    return ", ".join(f"{name} was {saved.get(name)} and is {now[name]}" for name in names)

@@ -1,0 +1,84 @@
+"""The ranks of a run: those that torchrun started, or this process alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from compile_fsdp.train.config import DeviceChoice, TrainError
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process's place among the ranks."""
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def synchronize(self) -> None:
+        """Wait until this rank's device has done everything it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def mean(self, value: Tensor) -> float:
+        """Mean of a scalar over the ranks; the same on each."""
+        total = value.detach().clone()
+        dist.all_reduce(total)
+        return total.item() / self.size
+
+    def largest(self, value: int) -> int:
+        """Largest of an integer over the ranks; the same on each."""
+        result = torch.tensor(value, device=self.device)
+        dist.all_reduce(result, op=dist.ReduceOp.MAX)
+        return int(result.item())
+
+
+@contextmanager
+def join_world(choice: DeviceChoice) -> Iterator[World]:
+    """Set up the process group, NCCL for GPUs and gloo for CPUs, and take it down at the end, also on errors.
+
+    Raises:
+        TrainError: the chosen device is missing, or has to be shared between ranks.
+    """
+    device = pick_device(choice)
+    # gloo carries checkpoints' CPU tensors; on a CPU it carries everything.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if dist.is_torchelastic_launched():
+        dist.init_process_group(backend)
+    else:
+        # A process alone needs no rendezvous, and therefore no port.
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+        yield World(dist.get_rank(), dist.get_world_size(), device, mesh)
+    finally:
+        dist.destroy_process_group()
+
+
+def pick_device(choice: DeviceChoice) -> torch.device:
+    """The device of this rank, made current where that means something."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if choice is DeviceChoice.CPU or (choice is DeviceChoice.AUTO and gpus == 0):
+        return torch.device("cpu")
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if local_ranks > gpus:
+        raise TrainError(
+            f"expected a GPU for each of the {local_ranks} ranks of this machine, got {gpus}; start fewer "
+            "ranks, or train on the CPU with --device cpu"
+        )
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
