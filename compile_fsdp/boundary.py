@@ -17,7 +17,7 @@ import torch
 
 from compile_fsdp.compat import compiled_autograd, runs_plain_backward
 from compile_fsdp.errors import DoubleBackwardError, PartialBackwardError, SecondBackwardError
-from compile_fsdp.runtime.group import TraceableGroup, owner_of
+from compile_fsdp.runtime.group import TraceableGroup, owner_of, start_backward
 
 GraphFn = Callable[..., Sequence[Any]]
 
@@ -49,16 +49,14 @@ class ForwardGraph:
             if (group := owner_of(args[position])) is not None:
                 groups[group] = position in self.open
         call = _Call(self, args, groups)
-        anchors = [
-            p.sharded_param
-            for group in groups
-            for p in group.params
-            if p.sharded_param.requires_grad and not p.sharded_param._backward_hooks
-        ]
-        if not anchors and not call.differentiable:
+        trainable = [p.sharded_param for group in groups for p in group.params if p.sharded_param.requires_grad]
+        if not trainable and not call.differentiable:
             return self.run(*args)
         inputs = [args[i] for i in call.differentiable]
-        return tuple(_Boundary.apply(call, *inputs, *anchors))  # type: ignore[no-untyped-call]
+        # A tensor's own hooks would be called with the gradient that the boundary does not have.
+        anchors = [parameter for parameter in trainable if not parameter._backward_hooks]
+        leaf = torch.empty(0, requires_grad=True)
+        return tuple(_Boundary.apply(call, *inputs, leaf, *anchors))  # type: ignore[no-untyped-call]
 
 
 class _Call:
@@ -86,7 +84,7 @@ class _Call:
             self.inner_outputs = self.graph.run(*args)
         return tuple(out.detach() if isinstance(out, torch.Tensor) else out for out in self.inner_outputs)
 
-    def check(self, anchor: torch.Tensor | None) -> None:
+    def check(self, leaf: torch.Tensor) -> None:
         """Refuse what a compiled backward cannot do, before anything is computed."""
         if self.inner_outputs is None:
             raise SecondBackwardError(
@@ -98,7 +96,7 @@ class _Call:
                 "expected backward() without create_graph=True: the compiled backward of a sharded model "
                 "cannot be differentiated again; run this step eagerly"
             )
-        if anchor is not None and not runs_plain_backward(anchor):
+        if not runs_plain_backward(leaf):
             raise PartialBackwardError(
                 "expected loss.backward(), got torch.autograd.grad() or backward(inputs=...): gradients of a "
                 "sharded model end in the .grad of its sharded parameters; call loss.backward() and read them"
@@ -129,16 +127,10 @@ class _Call:
         return [tensor.grad for tensor in inputs]
 
     def _begin(self) -> None:
-        root = next(iter(self.groups)).root
-        if not root._state_ctx.post_backward_final_callback_queued:
-            # The first compiled graph of this backward. torch's own callback, at the end of the whole
-            # backward, reshards and reduces whatever the compiled graphs have left.
-            for group in self.groups:
-                group.end_backward()
-            root._register_root_post_backward_final_callback()
-        for group in self.groups:
+        start_backward(next(iter(self.groups)).state)
+        for group, is_open in self.groups.items():
             group.active = True
-            if self.groups[group]:
+            if is_open:
                 group.group.unshard()
                 group.group.wait_for_unshard()
 
@@ -148,11 +140,12 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: torch.Tensor) -> tuple[Any, ...]:
-        # `tensors`: the differentiable inputs, then the sharded parameters. The latter get no gradient from
-        # here; they make torch.autograd.grad() of a parameter reach `backward`, which refuses it.
+        # `tensors`: the differentiable inputs, a leaf that tells what kind of backward runs, and the sharded
+        # parameters. These get no gradient from here; they make torch.autograd.grad() of a parameter reach
+        # `backward`, which refuses it.
         ctx.set_materialize_grads(False)
         ctx.call = call
-        ctx.anchor = tensors[-1] if len(tensors) > len(call.differentiable) else None
+        ctx.leaf = tensors[len(call.differentiable)]
         outputs = call.forward()
         assert call.inner_outputs is not None
         pairs = zip(outputs, call.inner_outputs, strict=True)
@@ -162,7 +155,7 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        ctx.call.check(ctx.anchor)
+        ctx.call.check(ctx.leaf)
         input_grads = ctx.call.backward(grads)
-        anchors = len(ctx.needs_input_grad) - 1 - len(input_grads)
-        return (None, *input_grads, *(None,) * anchors)
+        without_grad = len(ctx.needs_input_grad) - 1 - len(input_grads)
+        return (None, *input_grads, *(None,) * without_grad)

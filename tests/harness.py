@@ -143,6 +143,7 @@ def _serve(rank: int, world_size: int, connection: Connection, stack_file: str) 
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         os.environ["OMP_NUM_THREADS"] = "1"
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a pool of compilers costs more than it saves here
         import torch
 
         torch.set_num_threads(1)

@@ -117,6 +117,20 @@ def frozen() -> Case:
     return case
 
 
+class WithSpare(Block):
+    """Has a parameter that no forward uses."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        self.spare = nn.Parameter(torch.ones(dim))
+
+
+def unused_parameter() -> Case:
+    case = stack()
+    case.model.layers[0] = WithSpare(8)
+    return Case(case.model, list(case.model.layers), case.batch)
+
+
 def uneven() -> Case:
     return stack(dim=7)  # no size of any parameter is divisible by 2 or 4
 
@@ -137,7 +151,6 @@ def llama() -> Case:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
-        use_cache=False,
     )
     model = LlamaForCausalLM(config)
     return Case(model, list(model.model.layers), _tokens)
@@ -190,5 +203,6 @@ CASES: dict[str, Callable[[], Case]] = {
     "checkpoint_outside": lambda: stack(checkpoint_outside=True),
     "frozen": frozen,
     "uneven": uneven,
+    "unused_parameter": unused_parameter,
     "graph_break": lambda: stack(breaks=True),
 }

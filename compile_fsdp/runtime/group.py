@@ -31,6 +31,7 @@ from compile_fsdp.compat import (
     ShardedState,
     free_storage,
     gradient_divide_factors,
+    param_groups,
     preserve_version_counter,
 )
 from compile_fsdp.ops import copy_
@@ -70,15 +71,15 @@ class TraceableGroup:
     def __init__(self, group: FSDPParamGroup, state: FSDPState) -> None:
         self.group = group
         self.state = state
+        group._compile_fsdp_traceable = self  # type: ignore[attr-defined]
         self.params: list[FSDPParam] = group.fsdp_params
         self.plans: list[ParamPlan] = []
         self.world_size = 0
         self.group_name = ""
         self.reduction = Reduction("sum", None, None)
-        self.watched: set[int] = set()  # parameters whose gradient hooks are registered
+        self.watched: set[int] = set()  # parameters whose gradient hook is registered
         self.active = False
         self.pending = 0
-        self.incoming: dict[int, torch.Tensor] = {}
         self.reduced: torch.Tensor | None = None  # (sum of padded shard numels,), in the parameters' dtype
         self.reduced_params: list[int] = []
 
@@ -126,19 +127,13 @@ class TraceableGroup:
         return Reduction("avg" if op == dist.ReduceOp.AVG else "sum", pre, post)
 
     def _watch_gradient(self, index: int, unsharded: nn.Parameter) -> None:
-        # Compiled autograd traces hooks of leaves at the place where it accumulates their gradient.
+        # Compiled autograd traces the hook where it accumulates the gradient. A plain hook would get the gradient
+        # itself, but on 2.13 it breaks compiled autograd for a parameter without one.
         unsharded._compile_fsdp_owner = weakref.ref(self)  # type: ignore[attr-defined]
         if not unsharded.requires_grad or index in self.watched:
             return
         self.watched.add(index)
-        unsharded.register_hook(partial(_gradient_arrives, self, index))
-        unsharded.register_post_accumulate_grad_hook(partial(_gradient_accumulated, self, index))
-
-    @property
-    def root(self) -> FSDPState:
-        """The state of the FSDP2 root: torch lists it first."""
-        root: FSDPState = self.state._state_ctx.all_states[0]
-        return root
+        unsharded.register_post_accumulate_grad_hook(partial(_gradient_accumulated, self))
 
     def fqn(self, unsharded: torch.Tensor) -> str:
         """The fully qualified name of one of the group's unsharded parameters."""
@@ -212,15 +207,12 @@ class TraceableGroup:
         if not self.is_unsharded:
             self.unshard()
 
-    def accumulate(self, index: int) -> None:
-        """Take a gradient that has just been accumulated; reduce once the group is complete.
+    def accumulate(self) -> None:
+        """Count a gradient that has just been accumulated; reduce once the group is complete.
 
         Parameters that get no gradient leave the group incomplete: torch's own final callback then reduces
         what has arrived, at the end of the backward.
         """
-        if index in self.incoming:
-            # Accumulation copied the gradient. The original serves as well, and the copy becomes dead code.
-            self.params[index]._unsharded_param.grad = self.incoming.pop(index)
         if not self.group.reduce_grads:
             return
         self.pending -= 1
@@ -291,9 +283,24 @@ class TraceableGroup:
         """Forget the backward, also one that failed."""
         self.active = False
         self.pending = 0
-        self.incoming = {}
         self.reduced = None
         self.reduced_params = []
+
+
+def start_backward(state: FSDPState) -> None:
+    """Begin the backward of a whole model, once, at the first thing of it that runs.
+
+    torch's own callback, queued here, reshards and reduces at the end of the backward whatever the compiled
+    graphs have left.
+    """
+    context = state._state_ctx
+    if context.post_backward_final_callback_queued:
+        return
+    for each in context.all_states:
+        for group in param_groups(each):
+            if (traceable := getattr(group, "_compile_fsdp_traceable", None)) is not None:
+                traceable.end_backward()  # of the last one, which may have left parameters without gradients
+    state._register_root_post_backward_final_callback()
 
 
 def owner_of(unsharded: object) -> TraceableGroup | None:
@@ -302,14 +309,9 @@ def owner_of(unsharded: object) -> TraceableGroup | None:
     return None if owner is None else owner()
 
 
-def _gradient_arrives(group: TraceableGroup, index: int, grad: torch.Tensor) -> None:
-    if group.active and group.params[index]._unsharded_param.grad is None:
-        group.incoming[index] = grad
-
-
-def _gradient_accumulated(group: TraceableGroup, index: int, unsharded: torch.Tensor) -> None:
+def _gradient_accumulated(group: TraceableGroup, unsharded: torch.Tensor) -> None:
     if group.active:
-        group.accumulate(index)
+        group.accumulate()
 
 
 def _take_gradient(param: FSDPParam) -> torch.Tensor | None:

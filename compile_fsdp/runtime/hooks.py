@@ -24,7 +24,7 @@ from compile_fsdp.compat import (
     runs_while_tracing,
 )
 from compile_fsdp.runtime import checks, scope
-from compile_fsdp.runtime.group import TraceableGroup
+from compile_fsdp.runtime.group import TraceableGroup, start_backward
 from compile_fsdp.runtime.outputs import find_tensors
 
 
@@ -58,6 +58,9 @@ class ModuleHooks:
             if not self.state._is_root:
                 _refuse_not_root(self)
             context.iter_forward_root = self.state
+            if self.state._device.type != "cpu":  # where eager FSDP2 moves the root's inputs, too
+                device = self.state._device
+                args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
         policy = self.state._mp_policy
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             args, kwargs = _cast((args, kwargs), policy.param_dtype)
@@ -87,19 +90,20 @@ class ModuleHooks:
         tensors: list[torch.Tensor] = []
         unknown: list[str] = []
         find_tensors(output, tensors, unknown)
-        if unknown:
+        tensors = [tensor for tensor in tensors if tensor.requires_grad]
+        if unknown and not tensors:
+            # Beside tensors such an object is harmless, a key-value cache for example.
             _refuse_output(self, tuple(unknown))
         for tensor in tensors:
-            if tensor.requires_grad:
-                defer_hook_bodies()
-                tensor.register_hook(partial(_pre_backward, self))
-                restore_hook_bodies()
+            defer_hook_bodies()
+            tensor.register_hook(partial(_pre_backward, self))
+            restore_hook_bodies()
 
 
 def _pre_backward(hooks: ModuleHooks, grad: torch.Tensor) -> torch.Tensor:
     if not torch.compiler.is_dynamo_compiling():
         # A hook that runs outside of a compiled backward, since its forward frame fell back to eager.
-        hooks.state._register_root_post_backward_final_callback()
+        start_backward(hooks.state)
     for group in hooks.groups:
         group.begin_backward()
     return grad

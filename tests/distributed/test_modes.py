@@ -204,8 +204,8 @@ def _ways_to_compile(rank: int, way: str) -> Parity:
     else:
 
         @torch.compile(backend="compile_fsdp", fullgraph=True, options=AOT_EAGER)
-        def compiled(x: torch.Tensor) -> torch.Tensor:
-            return model(x * 2.0) / 2.0
+        def compiled(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return model(x * 2.0, y) / 2.0
 
         inner = twins.eager.model
         twins.eager.model = _Outer(inner)
@@ -221,8 +221,8 @@ class _Called(nn.Module):
         super().__init__()
         self.model, self.function = model, function
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(x)
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.function(x, y)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         return self.model.named_parameters(*args, **kwargs)
@@ -230,7 +230,7 @@ class _Called(nn.Module):
 
 class _Outer(_Called):
     def __init__(self, model: nn.Module) -> None:
-        super().__init__(model, lambda x: model(x * 2.0) / 2.0)
+        super().__init__(model, lambda x, y: model(x * 2.0, y) / 2.0)
 
 
 @pytest.mark.parametrize("way", ["torch.compile", "outer function"])
