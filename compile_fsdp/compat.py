@@ -46,9 +46,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState as Shar
 from torch.distributed.fsdp._fully_shard._fsdp_param import free_storage as free_storage
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup as FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as FSDPState
+from torch.utils._pytree import tree_map_only as tree_map_only
 
 call_with_side_effects = _call_with_side_effects
 gradient_divide_factors = _get_gradient_divide_factors
+# The collectives as ops of a graph, and the copy-in that pads each tensor's rows to a multiple of the ranks. (2.13.0)
+functional_collectives = torch.ops._c10d_functional
+chunk_cat = torch.ops.aten._chunk_cat
 # Inside, in-place writes leave the tensors' version counters as they are. (2.13.0)
 preserve_version_counter = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
 _Function = TypeVar("_Function", bound=Callable[..., Any])

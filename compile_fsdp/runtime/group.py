@@ -29,15 +29,14 @@ from compile_fsdp.compat import (
     FSDPParamGroup,
     FSDPState,
     ShardedState,
+    chunk_cat,
     free_storage,
+    functional_collectives,
     gradient_divide_factors,
     param_groups,
     preserve_version_counter,
 )
 from compile_fsdp.ops import copy_
-
-_collectives = torch.ops._c10d_functional
-_chunk_cat = torch.ops.aten._chunk_cat
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +165,8 @@ class TraceableGroup:
         if self.world_size == 1:
             return [shard.view(plan.size) for shard, plan in zip(shards, self.plans, strict=True)]
         flat = shards[0] if len(shards) == 1 else torch.cat(shards)
-        launch = _collectives.all_gather_into_tensor(flat, self.world_size, self.group_name)
-        gathered = _collectives.wait_tensor(launch).view(self.world_size, -1)
+        launch = functional_collectives.all_gather_into_tensor(flat, self.world_size, self.group_name)
+        gathered = functional_collectives.wait_tensor(launch).view(self.world_size, -1)
         splits = gathered.split([plan.shard_numel for plan in self.plans], dim=1)
         return [self._assemble(split, plan) for split, plan in zip(splits, self.plans, strict=True)]
 
@@ -247,12 +246,12 @@ class TraceableGroup:
         reduce_dtype = self.group._reduce_dtype
         if reduce_dtype is not None:
             grads = [grad.to(reduce_dtype) for grad in grads]
-        flat: torch.Tensor = _chunk_cat(grads, 0, self.world_size).view(-1)
+        flat: torch.Tensor = chunk_cat(grads, 0, self.world_size).view(-1)
         if reduction.pre_divisor is not None:
             flat = flat / reduction.pre_divisor
         if self.world_size > 1:
-            launch = _collectives.reduce_scatter_tensor(flat, reduction.op, self.world_size, self.group_name)
-            flat = _collectives.wait_tensor(launch)
+            launch = functional_collectives.reduce_scatter_tensor(flat, reduction.op, self.world_size, self.group_name)
+            flat = functional_collectives.wait_tensor(launch)
         if reduction.post_divisor is not None:
             flat = flat / reduction.post_divisor
         return flat if self.group._orig_dtype is None else flat.to(self.group._orig_dtype)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from compile_fsdp.compat import (
     FSDPState,
@@ -22,6 +21,7 @@ from compile_fsdp.compat import (
     param_groups,
     restore_hook_bodies,
     runs_while_tracing,
+    tree_map_only,
 )
 from compile_fsdp.runtime import checks, scope
 from compile_fsdp.runtime.group import TraceableGroup, start_backward
