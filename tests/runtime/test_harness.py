@@ -1,0 +1,51 @@
+"""A rank that hangs, or dies, fails its test with what every rank was doing."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from harness import RankError, RankTimeout, run_ranks
+
+
+def _rank_one_hangs(rank: int) -> None:
+    if rank == 1:
+        time.sleep(600)
+
+
+def _rank_one_raises(rank: int) -> int:
+    if rank == 1:
+        raise ValueError("only here")
+    return rank
+
+
+def _rank_one_dies(rank: int) -> None:
+    if rank == 1:
+        os._exit(7)
+    time.sleep(600)
+
+
+def test_an_error_names_its_rank_and_the_pool_lives_on() -> None:
+    with pytest.raises(RankError, match=r"rank 1:(.|\n)*ValueError: only here"):
+        run_ranks(2, _rank_one_raises)
+    assert run_ranks(2, _get_rank) == [0, 1]
+
+
+def _get_rank(rank: int) -> int:
+    return rank
+
+
+def test_a_hang_shows_the_stack_of_the_rank_that_hangs() -> None:
+    run_ranks(2, _get_rank)  # the ranks are up
+    with pytest.raises(RankTimeout) as error:
+        run_ranks(2, _rank_one_hangs, timeout_s=2.0)
+    assert "rank 1 was at:" in str(error.value)
+    assert "_rank_one_hangs" in str(error.value)
+    assert "rank 0 was at:" not in str(error.value)
+
+
+def test_a_dead_rank_is_reported() -> None:
+    with pytest.raises(RankTimeout, match="rank 1 died with exit code"):
+        run_ranks(2, _rank_one_dies)
