@@ -41,13 +41,45 @@ from compile_fsdp.ops import copy_
 
 @dataclass(frozen=True, slots=True)
 class ParamPlan:
-    """The constants of one parameter: equal on every rank, since only padded sizes enter."""
+    """The constants of one parameter: equal on every rank, since only padded sizes enter.
 
-    size: tuple[int, ...]  # of the unsharded parameter
-    padded_shard_size: tuple[int, ...]  # of one rank's padded shard
-    shard_numel: int  # elements of the padded shard
+    They are kept as text: where Dynamo compiles a hook as a frame of its own, it would turn a number that differs
+    from module to module into a symbol, and Inductor resizes a storage to a plain number only.
+    """
+
+    size_text: str
+    padded_shard_size_text: str
+    shard_numel_text: str
     shard_dim: int
-    storage_bytes: int  # of the unsharded parameter, with its padding
+    storage_bytes_text: str
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Of the unsharded parameter."""
+        return _read_sizes(self.size_text)
+
+    @property
+    def padded_shard_size(self) -> tuple[int, ...]:
+        """Of one rank's padded shard."""
+        return _read_sizes(self.padded_shard_size_text)
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of the padded shard."""
+        return int(self.shard_numel_text)
+
+    @property
+    def storage_bytes(self) -> int:
+        """Of the unsharded parameter, with its padding."""
+        return int(self.storage_bytes_text)
+
+
+def _read_sizes(text: str) -> tuple[int, ...]:
+    return tuple([int(size) for size in text.split(",")])
+
+
+def _write_sizes(sizes: torch.Size) -> str:
+    return ",".join(str(size) for size in sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +143,11 @@ class TraceableGroup:
     def _plan(self, param: FSDPParam) -> ParamPlan:
         numel = param._sharded_param_data.numel()
         return ParamPlan(
-            size=tuple(param._orig_size),
-            padded_shard_size=tuple(param.padded_sharded_param_size),
-            shard_numel=numel,
+            size_text=_write_sizes(param._orig_size),
+            padded_shard_size_text=_write_sizes(param.padded_sharded_param_size),
+            shard_numel_text=str(numel),
             shard_dim=param.fsdp_placement.dim,
-            storage_bytes=numel * self.world_size * param._unsharded_param.itemsize,
+            storage_bytes_text=str(numel * self.world_size * param._unsharded_param.itemsize),
         )
 
     def _plan_reduction(self) -> Reduction:
