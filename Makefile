@@ -3,6 +3,7 @@
 #   make demo    train a small model on every GPU, or on two CPU ranks; results in demo-out/
 #   make test    check and test the installed package
 #   make test-all    the same with the slow rows of the parity table (half an hour on two cores)
+#   make parity  write docs/parity.md from a run of the whole parity table (half an hour on two cores)
 #   make setup   create the virtual environment with everything for both
 #
 # PYTHON chooses the interpreter, VENV the place of the virtual environment, DEMO_ARGS adds options to the demo.
@@ -21,7 +22,7 @@ export PYTHONSAFEPATH := 1
 
 # Both kinds of installation write into the same virtual environment.
 .NOTPARALLEL:
-.PHONY: setup demo test test-all clean
+.PHONY: setup demo test test-all parity clean
 
 setup: $(VENV)/.deps-test $(VENV)/.package
 
@@ -43,6 +44,10 @@ test: setup
 
 test-all: setup
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -m 'slow or not slow'
+
+parity: setup
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -m 'slow or not slow' tests/distributed/test_features.py \
+		--parity-report docs/parity.md
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

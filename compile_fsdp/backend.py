@@ -69,6 +69,7 @@ def compile_fsdp(
         run=run,
         managed=tuple(inputs.managed),
         open=frozenset(i for i, group in inputs.managed.items() if group not in hooked),
+        backward_prefetch=parsed.backward_prefetch,
         compile_backward=_BackwardCompiler(parsed),
     )
 

@@ -9,13 +9,15 @@ the gradient computation, and no global setting has to change.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import BackwardPrefetch
 
-from compile_fsdp.compat import compiled_autograd, runs_plain_backward
+from compile_fsdp.compat import compiled_autograd, get_versions, runs_plain_backward, set_versions, will_run
 from compile_fsdp.errors import DoubleBackwardError, PartialBackwardError, SecondBackwardError
 from compile_fsdp.runtime.group import TraceableGroup, owner_of, start_backward
 
@@ -33,12 +35,14 @@ class ForwardGraph:
         run: The graph, compiled by the inner backend.
         managed: Positions of the graph inputs that are unsharded parameters.
         open: Those of `managed` whose pre-backward hook is in another graph, behind a graph break.
+        backward_prefetch: When the backward gathers the groups that it needs next.
         compile_backward: Compiles the graph that compiled autograd captures.
     """
 
     run: GraphFn
     managed: tuple[int, ...]
     open: frozenset[int]
+    backward_prefetch: BackwardPrefetch | None
     compile_backward: Callable[[torch.fx.GraphModule], Callable[..., Any]]
 
     def __call__(self, *args: Any) -> Sequence[Any]:
@@ -49,12 +53,13 @@ class ForwardGraph:
             if (group := owner_of(args[position])) is not None:
                 groups[group] = position in self.open
         call = _Call(self, args, groups)
-        trainable = [p.sharded_param for group in groups for p in group.params if p.sharded_param.requires_grad]
+        sharded = [each.param.sharded_param for group in groups for each in group.params]
+        trainable = [parameter for parameter in sharded if parameter.requires_grad]
         if not trainable and not call.differentiable:
             return self.run(*args)
         inputs = [args[i] for i in call.differentiable]
         # A tensor's own hooks would be called with the gradient that the boundary does not have.
-        anchors = [parameter for parameter in trainable if not parameter._backward_hooks]
+        anchors = [p for p in trainable if not (p._backward_hooks or p._post_accumulate_grad_hooks)]
         leaf = torch.empty(0, requires_grad=True)
         return tuple(_Boundary.apply(call, *inputs, leaf, *anchors))  # type: ignore[no-untyped-call]
 
@@ -72,8 +77,13 @@ class _Call:
             for i, arg in enumerate(args)
             if isinstance(arg, torch.Tensor) and arg.requires_grad and i not in managed
         ]
+        self.managed = [args[i] for i in graph.managed]
+        self.versions: list[int] = []  # of `managed`, when autograd saved them
         self.inner_inputs: list[torch.Tensor] = []
         self.inner_outputs: Sequence[Any] | None = None
+        self.node: weakref.ref[Any] | None = None
+        for group in groups:
+            group.calls.add(self)
 
     def forward(self) -> tuple[Any, ...]:
         args, self.args = list(self.args), ()
@@ -82,6 +92,7 @@ class _Call:
             self.inner_inputs.append(args[i])
         with torch.enable_grad():
             self.inner_outputs = self.graph.run(*args)
+        self.versions = get_versions(self.managed)
         return tuple(out.detach() if isinstance(out, torch.Tensor) else out for out in self.inner_outputs)
 
     def check(self, leaf: torch.Tensor) -> None:
@@ -111,6 +122,8 @@ class _Call:
         ]
         inputs, self.inner_outputs, self.inner_inputs = self.inner_inputs, None, []
         outputs = [out for out, _ in pairs]
+        # Another forward may have filled the same parameters since, with the same values.
+        set_versions(self.managed, self.versions)
         self._begin()
         try:
             with compiled_autograd(self.graph.compile_backward):
@@ -126,10 +139,16 @@ class _Call:
                 group.active = False
         return [tensor.grad for tensor in inputs]
 
+    def is_to_come(self) -> bool:
+        """Whether the backward that runs now goes through this call, and has not yet."""
+        return self.inner_outputs is not None and self.node is not None and will_run(self.node())
+
     def _begin(self) -> None:
         start_backward(next(iter(self.groups)).state)
         for group, is_open in self.groups.items():
             group.active = True
+            group.backward_prefetch = self.graph.backward_prefetch
+            group.deferred = any(call.is_to_come() for call in group.calls)
             if is_open:
                 group.group.unshard()
                 group.group.wait_for_unshard()
@@ -145,6 +164,7 @@ class _Boundary(torch.autograd.Function):
         # `backward`, which refuses it.
         ctx.set_materialize_grads(False)
         ctx.call = call
+        call.node = weakref.ref(ctx)
         ctx.leaf = tensors[len(call.differentiable)]
         outputs = call.forward()
         assert call.inner_outputs is not None

@@ -34,13 +34,10 @@ from torch._dynamo.utils import (
 
 # --- FSDP2 ----------------------------------------------------------------------------------------------------
 # The state that torch's own fully_shard builds; the runtime reads and writes these classes' attributes. (2.13.0)
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather as DefaultAllGather
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter as DefaultReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    _get_gradient_divide_factors as _get_gradient_divide_factors,
-)
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo as DDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo as FSDPMeshInfo
-from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo as HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState as TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam as FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState as ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param import free_storage as free_storage
@@ -48,8 +45,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as FSDPState
 from torch.utils._pytree import tree_map_only as tree_map_only
 
+# Communicators that do what the functional collectives do; the second of each differs in who allocates. (2.13.0)
+PLAIN_ALL_GATHERS = (_fsdp_collectives.DefaultAllGather, _fsdp_collectives.ProcessGroupAllocAllGather)
+PLAIN_REDUCE_SCATTERS = (_fsdp_collectives.DefaultReduceScatter, _fsdp_collectives.ProcessGroupAllocReduceScatter)
+# Communicators over symmetric memory, which a graph cannot allocate. (2.13.0)
+SYMMETRIC_MEMORY_COMMS = (_fsdp_collectives.SymmMemAllGather, _fsdp_collectives.SymmMemReduceScatter)
+gradient_divide_factors = _fsdp_collectives._get_gradient_divide_factors
+
 call_with_side_effects = _call_with_side_effects
-gradient_divide_factors = _get_gradient_divide_factors
 # The collectives as ops of a graph, and the copy-in that pads each tensor's rows to a multiple of the ranks. (2.13.0)
 functional_collectives = torch.ops._c10d_functional
 chunk_cat = torch.ops.aten._chunk_cat
@@ -80,34 +83,43 @@ def param_groups(state: FSDPState) -> list[FSDPParamGroup]:
     return [] if group is None else [group]
 
 
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that a DTensor keeps on this rank, itself and not a view; any other tensor as it is. (2.13.0)"""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
 def tracing_context() -> object:
     """The object that stands for Dynamo's current attempt to trace a frame, None outside of one. (2.13.0)"""
     return torch._guards.TracingContext.try_get()
 
 
-# What compiled autograd's flag was before `defer_hook_bodies`; empty unless a trace is between the two calls.
+# What compiled autograd's flag was before each `defer_hook_bodies`; empty unless a trace is between the two calls.
 _flags_before: list[bool] = []
 
 
 @runs_while_tracing
 def defer_hook_bodies() -> None:
-    """While Dynamo traces: let `tensor.register_hook` leave the hook's body to the backward's own trace.
+    """While Dynamo traces: let hooks of tensors and modules leave their bodies to the backward's own trace.
 
-    Dynamo decides this by compiled autograd's flag. The flag is set around one register_hook call only: left
-    on, it changes how the rest of the user's code is traced. (2.13.0)
+    Dynamo decides this by compiled autograd's flag, for the user's own hooks as for ours. Left on, it would change
+    how other code is traced. (2.13.0)
     """
-    restore_hook_bodies_now()
     _flags_before.append(_compiled_autograd.compiled_autograd_enabled)
     _compiled_autograd.compiled_autograd_enabled = True
 
 
-def restore_hook_bodies_now() -> None:
-    """Undo `defer_hook_bodies`, also after a trace that stopped between the two calls."""
+@runs_while_tracing
+def restore_hook_bodies() -> None:
+    """Undo one `defer_hook_bodies`; nothing if the trace in which it was called has ended."""
     if _flags_before:
         _compiled_autograd.compiled_autograd_enabled = _flags_before.pop()
 
 
-restore_hook_bodies = runs_while_tracing(restore_hook_bodies_now)
+def restore_hook_bodies_now() -> None:
+    """Undo every `defer_hook_bodies` of a trace that has ended, or failed."""
+    if _flags_before:
+        _compiled_autograd.compiled_autograd_enabled = _flags_before[0]
+        _flags_before.clear()
 
 
 @contextlib.contextmanager
@@ -119,6 +131,22 @@ def compiled_autograd(compiler: Callable[[torch.fx.GraphModule], Callable[..., A
             stack.enter_context(torch.compiler.set_stance("default"))
         stack.enter_context(_compiled_autograd._enable(compiler, dynamic=False))
         yield
+
+
+def get_versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The version counters by which autograd notices in-place writes. (2.13.0)"""
+    return [tensor._version for tensor in tensors]
+
+
+def set_versions(tensors: Sequence[torch.Tensor], versions: list[int]) -> None:
+    """Set version counters back. (2.13.0)"""
+    if get_versions(tensors) != versions:
+        torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
+def will_run(node: Any) -> bool:
+    """Whether the autograd node takes part in the `.backward()` that runs now; False for a dead one. (2.13.0)"""
+    return node is not None and bool(torch._C._will_engine_execute_node(node))
 
 
 def runs_plain_backward(leaf: torch.Tensor) -> bool:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch.distributed.fsdp import BackwardPrefetch
+
 from compile_fsdp.compat import inductor_mode_options, inductor_option_names, list_backends
 from compile_fsdp.errors import UnknownOptionError
 from compile_fsdp.passes import PASSES
@@ -20,11 +22,17 @@ class Options:
         inner_backend: The registered Dynamo backend that compiles both graphs: "inductor" runs the passes and
             generates code, "aot_eager" runs the traced graphs op by op, for bitwise comparisons.
         disabled_passes: Names of passes to leave out, see docs/passes.md.
+        backward_prefetch: When the backward gathers the parameters of the module that it comes to next, as in
+            FullyShardedDataParallel: BACKWARD_PRE, the default, before the gradients of the present one are
+            computed (as eager FSDP2 does), BACKWARD_POST after, None when it is reached. The enum of
+            torch.distributed.fsdp or its member's name. A module's own set_modules_to_backward_prefetch replaces
+            which modules are gathered.
         inductor: Options of Inductor, by the names that `torch.compile(options=...)` knows.
     """
 
     inner_backend: str = "inductor"
     disabled_passes: frozenset[str] = frozenset()
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -61,10 +69,16 @@ def _checked(ours: dict[str, Any]) -> dict[str, Any]:
         raise UnknownOptionError(
             f"expected inner_backend to be one of {[b for b in valid if b != 'compile_fsdp']}, got {backend!r}"
         )
+    prefetch = ours.get("backward_prefetch")
+    if isinstance(prefetch, str) and prefetch in BackwardPrefetch.__members__:
+        ours = {**ours, "backward_prefetch": BackwardPrefetch[prefetch]}
+    elif not (prefetch is None or isinstance(prefetch, BackwardPrefetch)):
+        names = list(BackwardPrefetch.__members__)
+        raise UnknownOptionError(f"expected backward_prefetch to be one of {names} or None, got {prefetch!r}")
     if "disabled_passes" in ours:
-        names = {p.__name__ for p in PASSES}
+        passes = {p.__name__ for p in PASSES}
         disabled = ours["disabled_passes"]
-        if isinstance(disabled, str) or not set(disabled) <= names:
-            raise UnknownOptionError(f"expected disabled_passes to be a set of {sorted(names)}, got {disabled!r}")
+        if isinstance(disabled, str) or not set(disabled) <= passes:
+            raise UnknownOptionError(f"expected disabled_passes to be a set of {sorted(passes)}, got {disabled!r}")
         ours = {**ours, "disabled_passes": frozenset(disabled)}
     return ours

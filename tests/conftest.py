@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
 
 import harness
+from features import REFUSED
+from table import ParityTable
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--parity-report", type=Path, help="write the parity table of this run to a Markdown file")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _rank_pools() -> Iterator[None]:
     yield
     harness.close_pools()
+
+
+@pytest.fixture(scope="session")
+def parity_table(request: pytest.FixtureRequest) -> Iterator[ParityTable]:
+    """Gets a row from every test of the parity table; written to the file of --parity-report."""
+    table = ParityTable()
+    yield table
+    if (path := request.config.getoption("--parity-report")) is not None:
+        table.write(path, torch.__version__, REFUSED)

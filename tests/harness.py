@@ -17,11 +17,13 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from recording import BUFFER_SIZE
 
 DEFAULT_TIMEOUT_S = 150.0
 
@@ -144,6 +146,8 @@ def _serve(rank: int, world_size: int, connection: Connection, stack_file: str) 
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         os.environ["OMP_NUM_THREADS"] = "1"
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a pool of compilers costs more than it saves here
+        os.environ["TORCH_FR_BUFFER_SIZE"] = BUFFER_SIZE
+        os.environ["KINETO_LOG_LEVEL"] = "5"  # no line for every profile taken
         import torch
 
         torch.set_num_threads(1)
@@ -175,6 +179,16 @@ def _run_one(rank: int, world_size: int, store: str, source: str, name: str, arg
     finally:
         torch.manual_seed(0)
         dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """DTensor remembers what it has dispatched by meshes that compare equal, but whose process groups are gone."""
+    from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
 
 
 def _load(source: str) -> Any:
@@ -187,3 +201,18 @@ def _load(source: str) -> Any:
         sys.modules[name] = module
         spec.loader.exec_module(module)
     return sys.modules[name]
+
+
+@contextlib.contextmanager
+def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
+    """One rank of a world of any size, in this process, whose collectives do nothing: for graphs, not for values."""
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch._dynamo.reset()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

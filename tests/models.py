@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 
 @dataclass
@@ -71,9 +72,9 @@ class Stack(nn.Module):
 class Pair(nn.Module):
     """Two blocks and a parameter of its own: a sharded module that contains sharded modules."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, **block: bool) -> None:
         super().__init__()
-        self.first, self.second = Block(dim), Block(dim)
+        self.first, self.second = Block(dim, **block), Block(dim, **block)
         self.gate = nn.Parameter(torch.full((dim,), 0.5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -81,9 +82,9 @@ class Pair(nn.Module):
 
 
 class Nested(nn.Module):
-    def __init__(self, dim: int = 8) -> None:
+    def __init__(self, dim: int = 8, **block: bool) -> None:
         super().__init__()
-        self.pairs = nn.Sequential(Pair(dim), Pair(dim))
+        self.pairs = nn.Sequential(Pair(dim, **block), Pair(dim, **block))
         self.out = nn.Linear(dim, 3)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
@@ -104,8 +105,8 @@ def stack(**kwargs: Any) -> Case:
     return Case(model, list(model.layers), _rows(kwargs.get("dim", 8)))
 
 
-def nested() -> Case:
-    model = Nested()
+def nested(**block: bool) -> Case:
+    model = Nested(**block)
     blocks = [block for pair in model.pairs for block in (pair.first, pair.second, pair)]
     return Case(model, blocks, _rows())
 
@@ -190,9 +191,159 @@ def _bytes() -> dict[str, Any]:
     return {"tokens": text[:, :-1], "targets": text[:, 1:]}
 
 
+class OddSizes(nn.Module):
+    """Parameters smaller than the number of ranks, empty ones, and sizes that no number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(8, 5)
+        self.single = nn.Parameter(torch.ones(1))
+        self.rows = nn.Parameter(torch.full((3, 5), 0.5))
+        # Frozen: torch cannot reduce an empty gradient.
+        self.empty = nn.Parameter(torch.empty(0, 5), requires_grad=False)
+        self.out = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        h = torch.tanh(self.inp(x)) * self.single
+        h = h + (h @ self.rows.T) @ self.rows + self.empty.sum()
+        return _loss(self.out(h), y)
+
+
+def odd_sizes() -> Case:
+    model = OddSizes()
+    return Case(model, [model.inp], _rows())
+
+
+class Normed(nn.Module):
+    """Batch norm, with its running buffers, between blocks."""
+
+    def __init__(self, dim: int = 8) -> None:
+        super().__init__()
+        self.first, self.second = Block(dim), Block(dim)
+        self.norm = nn.BatchNorm1d(dim)
+        self.out = nn.Linear(dim, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        return _loss(self.out(self.second(self.norm(self.first(x)))), y)
+
+
+def batch_norm() -> Case:
+    model = Normed()
+    return Case(model, [model.first, model.second], _rows())
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a trainable low-rank adapter (LoRA)."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def lora() -> Case:
+    case = stack(layers=3)
+    case.model.requires_grad_(False)
+    for layer in case.blocks[:2]:  # the last block stays frozen as a whole
+        layer.up, layer.down = Adapted(layer.up), Adapted(layer.down)  # type: ignore[arg-type, assignment]
+    return case
+
+
+class Experts(nn.Module):
+    """A soft mixture of experts; `experts` is what goes on a mesh of its own."""
+
+    def __init__(self, dim: int, count: int = 4) -> None:
+        super().__init__()
+        self.router = nn.Linear(dim, count)
+        self.experts = nn.Parameter(torch.randn(count, dim, dim) / dim**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self.router(x).softmax(-1)
+        return x + torch.einsum("bd,edf,be->bf", x, self.experts, weights)
+
+
+def mixture() -> Case:
+    model = Stack(layers=2)
+    model.layers = nn.ModuleList([Experts(8), Experts(8)])
+    return Case(model, list(model.layers), _rows())
+
+
+class TiedEnds(nn.Module):
+    """An embedding whose weight is also the output projection, in one group with the final norm."""
+
+    def __init__(self, vocabulary: int = 16, dim: int = 8) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, dim)
+        self.block = Block(dim)
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor, hidden_only: bool = False) -> torch.Tensor:
+        h = self.norm(self.block(self.embedding(tokens)))
+        if hidden_only:
+            return h.square().mean()
+        return nn.functional.cross_entropy(self.head(h).flatten(0, 1), tokens.flatten())
+
+
+def tied_ends(hidden_only: bool) -> Case:
+    def draw() -> dict[str, Any]:
+        return {"tokens": torch.randint(0, 16, (2, 6)), "hidden_only": hidden_only}
+
+    model = TiedEnds()
+    return Case(model, [model.block], draw)
+
+
+class Embedded(nn.Module):
+    """An embedding whose backward does not read its weight."""
+
+    def __init__(self, vocabulary: int = 16, dim: int = 8) -> None:
+        super().__init__()
+        self.embedding, self.block = nn.Embedding(vocabulary, dim), Block(dim)
+        self.head = nn.Linear(dim, vocabulary)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        h = self.head(self.block(self.embedding(tokens)))
+        return nn.functional.cross_entropy(h.flatten(0, 1), tokens.flatten())
+
+
+def embedded() -> Case:
+    model = Embedded()
+    return Case(model, [model.embedding, model.block], lambda: {"tokens": torch.randint(0, 16, (2, 6))})
+
+
+def _keep_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op == torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Selective(nn.Module):
+    """Blocks under selective activation checkpointing: results of matrix products are kept."""
+
+    def __init__(self, dim: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(dim), Block(dim)])
+        self.out = nn.Linear(dim, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        for layer in self.layers:
+            contexts = partial(create_selective_checkpoint_contexts, _keep_matmuls)
+            x = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+        return _loss(self.out(x), y)
+
+
+def selective() -> Case:
+    model = Selective()
+    return Case(model, list(model.layers), _rows())
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "mlp": stack,
     "nested": nested,
+    "nested_checkpoint": lambda: nested(checkpointed=True),
     "used_twice": lambda: stack(uses=2),
     "used_three_times": lambda: stack(uses=3),
     "transformer": lambda: transformer(tied=False),
@@ -204,5 +355,13 @@ CASES: dict[str, Callable[[], Case]] = {
     "frozen": frozen,
     "uneven": uneven,
     "unused_parameter": unused_parameter,
+    "odd_sizes": odd_sizes,
+    "batch_norm": batch_norm,
+    "lora": lora,
+    "mixture": mixture,
+    "embedded": embedded,
+    "tied_ends": lambda: tied_ends(hidden_only=False),
+    "tied_ends_in_part": lambda: tied_ends(hidden_only=True),
+    "selective": selective,
     "graph_break": lambda: stack(breaks=True),
 }

@@ -1,18 +1,23 @@
-"""Train the same model twice on the same ranks, by torch's eager FSDP2 and compiled, and compare every step."""
+"""Train one model in several ways on the same ranks and compare everything: see `check_parity`."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
 
 import compile_fsdp
 from models import CASES, Case
+from recording import Collective, record
 
 # Small enough for stable training: otherwise a rounding difference of one step grows tenfold every few steps.
 LEARNING_RATE = 0.02
@@ -29,14 +34,148 @@ class Parity:
     windows_removed: int = 0
 
 
+@dataclass
+class Outcome(Parity):
+    """One row of the parity table, on one rank.
+
+    Attributes:
+        collectives: Of the last step, compiled and eager.
+        peak_bytes: Most bytes allocated in the last step, compiled and eager.
+        unsharded: Largest relative difference to training without sharding, of our losses and gradients.
+    """
+
+    collectives: tuple[Sequence[Collective], Sequence[Collective]] = ((), ())
+    peak_bytes: tuple[int, int] = (0, 0)
+    unsharded: float = 0.0
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature of FSDP2, as changes to a training run. Features that differ in what they set can be combined.
+
+    Attributes:
+        case: The model, by its name in `models.CASES`.
+        mesh: Dims of the device mesh by name; a size of 0 takes the remaining ranks.
+        data_mesh: The dims to shard over; all of them unless given.
+        arguments: Of `fully_shard`; what is callable under this key gets the data mesh.
+        prepare: Before anything else, with the case.
+        on_meta: Whether the model is constructed on the meta device.
+        parallelize: Before sharding, gets the case and the mesh.
+        configure: After sharding.
+        before_step: Before each step, with the step's number.
+        step: In place of one forward and one backward.
+        update: In place of the optimizer's step.
+        optimizer: Makes it; SGD with momentum unless given.
+        blocks: What to shard before the root: by default the case's blocks, one by one.
+        shard: In place of one call of `fully_shard` for each block and the root.
+        sharding: What shards: `fully_shard`, or torch's `replicate`, which ours makes traceable.
+        graphs: The directions of the graphs that are compiled.
+        later_graphs: How many graphs may be compiled after the first step.
+        has_reference: Whether training without sharding computes the same up to rounding.
+        low_precision: Whether the parameters are gathered in 16 bits.
+        tolerance: Largest relative difference to eager FSDP2 of graphs that run op by op.
+    """
+
+    case: str = "mlp"
+    mesh: dict[str, int] = field(default_factory=lambda: {"dp": 0})
+    data_mesh: tuple[str, ...] = ()
+    arguments: Callable[[DeviceMesh], dict[str, Any]] | None = None
+    prepare: Callable[[Case], None] | None = None
+    on_meta: bool = False
+    parallelize: Callable[[Case, DeviceMesh], None] | None = None
+    configure: Callable[[Case], None] | None = None
+    before_step: Callable[[Case, int], None] | None = None
+    step: Callable[[Trainer, int], None] | None = None
+    blocks: Callable[[Case], list[Any]] | None = None
+    shard: Callable[..., Any] | None = None
+    sharding: Callable[..., Any] = torch_fully_shard
+    update: Callable[[Trainer], None] | None = None
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
+    graphs: tuple[str, ...] = ("forward", "backward")
+    later_graphs: int = 0
+    has_reference: bool = True
+    low_precision: bool = False
+    tolerance: float = 0.0
+
+
+class Trainer:
+    """A model in training, in one of the ways that are compared."""
+
+    def __init__(self, feature: Feature, fully_shard: Any) -> None:
+        self.feature = feature
+        self.case = build_feature(feature, fully_shard)
+        self.model = self.case.model
+        make = feature.optimizer or _sgd
+        self.optimizer = make(self.model)
+        self.losses: list[torch.Tensor] = []
+        self.batches: list[dict[str, Any]] = []
+        self.extras: dict[str, Any] = {}  # what a feature keeps for this trainer
+
+    def train(self, number: int, batches: list[dict[str, Any]]) -> None:
+        """Forward and backward; the gradients stay."""
+        self.losses, self.batches = [], batches
+        if self.feature.before_step is not None:
+            self.feature.before_step(self.case, number)
+        if self.feature.step is not None:
+            self.feature.step(self, number)
+        else:
+            self.forward(0).backward()
+
+    def forward(self, batch: int) -> torch.Tensor:
+        loss = loss_of(self.model, self.batches[batch])
+        self.losses.append(loss.detach())
+        return loss
+
+    def update(self) -> None:
+        if self.feature.update is not None:
+            self.feature.update(self)
+        else:
+            self.step_optimizer()
+
+    def step_optimizer(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
+
+
 def build(case_name: str, fully_shard: Any, **kwargs: Any) -> Case:
     """The case's model with the same weights on every rank and at every call, sharded over all ranks."""
+    return build_feature(Feature(case=case_name, arguments=lambda _: kwargs), fully_shard)
+
+
+def build_feature(feature: Feature, fully_shard: Any) -> Case:
+    """The feature's model with the same weights on every rank and at every call, sharded as it says."""
     torch.manual_seed(0)
-    case = CASES[case_name]()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in (*case.blocks, case.model):
-        fully_shard(module, mesh=mesh, **kwargs)
+    with torch.device("meta" if feature.on_meta else "cpu"):
+        case = CASES[feature.case]()
+    if feature.prepare is not None:
+        feature.prepare(case)
+    if fully_shard is None:
+        return case
+    mesh = build_mesh(feature.mesh)
+    data_mesh = mesh[feature.data_mesh] if feature.data_mesh else mesh
+    if feature.parallelize is not None:
+        feature.parallelize(case, mesh)
+    arguments = feature.arguments(data_mesh) if feature.arguments is not None else {}
+    if feature.shard is not None:
+        feature.shard(case, fully_shard, data_mesh, arguments)
+    else:
+        for module in (*(case.blocks if feature.blocks is None else feature.blocks(case)), case.model):
+            fully_shard(module, mesh=data_mesh, **arguments)
+    if feature.configure is not None:
+        feature.configure(case)
     return case
+
+
+def build_mesh(sizes: dict[str, int]) -> DeviceMesh:
+    known = 1
+    for size in sizes.values():
+        known *= size or 1
+    shape = tuple(size or dist.get_world_size() // known for size in sizes.values())
+    return init_device_mesh("cpu", shape, mesh_dim_names=tuple(sizes))
 
 
 def loss_of(model: Any, batch: dict[str, Any]) -> torch.Tensor:
@@ -46,7 +185,11 @@ def loss_of(model: Any, batch: dict[str, Any]) -> torch.Tensor:
 
 def full_grads(model: nn.Module) -> dict[str, torch.Tensor | None]:
     """The gradients of all ranks put together: a single rank's shard may have but a few, tiny values."""
-    return {n: None if p.grad is None else p.grad.full_tensor() for n, p in model.named_parameters()}
+    return {n: None if p.grad is None else full(p.grad) for n, p in model.named_parameters()}
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def relative_difference(got: torch.Tensor, expected: torch.Tensor) -> float:
@@ -56,10 +199,115 @@ def relative_difference(got: torch.Tensor, expected: torch.Tensor) -> float:
     return ((got - expected).abs().max() / expected.abs().max().clamp_min(1e-30)).item()
 
 
+def check_parity(feature: Feature, inner_backend: str, steps: int = 3) -> Outcome:
+    """Train one model unsharded, by torch's eager FSDP2, by ours run eagerly, and by ours compiled.
+
+    Compared after every step: losses and gradients; at the end: parameters, buffers, optimizer state, and the keys
+    and placements of the state_dict. What differs from torch's eager FSDP2 is listed in the outcome.
+
+    Args:
+        feature: What is trained, and how.
+        inner_backend: What compiles the graphs.
+        steps: How many steps; in the last, collectives and memory are recorded.
+    """
+
+    def ours(module: Any, **kwargs: Any) -> Any:
+        if feature.sharding is torch_fully_shard:
+            return compile_fsdp.fully_shard(module, **kwargs)
+        sharded = feature.sharding(module, **kwargs)
+        compile_fsdp.make_traceable(module)
+        return sharded
+
+    eager, plain, compiled = Trainer(feature, feature.sharding), Trainer(feature, ours), Trainer(feature, ours)
+    compiled.model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": inner_backend})
+    trainers = [eager, plain, compiled]
+    reference = Trainer(feature, None) if feature.has_reference else None
+    outcome = Outcome()
+    recorded: dict[int, list[Collective]] = {}
+    peaks: dict[int, int] = {}
+    first_step_graphs = 0
+    for step in range(steps):
+        batches = _batches(eager.case, step, dist.get_rank() if "tp" not in feature.mesh else _data_rank(feature))
+        for index, trainer in enumerate(trainers):
+            if step == steps - 1:
+                recorded[index], peaks[index] = record(partial(trainer.train, step, batches))
+            else:
+                trainer.train(step, batches)
+        for trainer, name in ((plain, "run eagerly"), (compiled, "compiled")):
+            _compare_step(outcome, f"{name}, step {step}", trainer, eager)
+        if reference is not None:
+            outcome.unsharded = max(outcome.unsharded, _reference_step(reference, compiled, step, batches))
+        for trainer in trainers:
+            trainer.update()
+        if step == 0:
+            first_step_graphs = len(compile_fsdp.reports())
+    for trainer, name in ((plain, "run eagerly"), (compiled, "compiled")):
+        _compare_end(outcome, name, trainer, eager)
+    reports = compile_fsdp.reports()
+    outcome.directions = [report.direction for report in reports]
+    outcome.compiled_after_first_step = len(reports) - first_step_graphs
+    outcome.windows_removed = sum(report.windows_removed for report in reports)
+    outcome.collectives = recorded[2], recorded[0]
+    outcome.peak_bytes = peaks[2], peaks[0]
+    return outcome
+
+
+def _batches(case: Case, step: int, rank: int) -> list[dict[str, Any]]:
+    torch.manual_seed(1000 * step + rank)
+    return [case.batch() for _ in range(3)]
+
+
+def _data_rank(feature: Feature) -> int:
+    """Ranks of one tensor-parallel group train on the same batch."""
+    mesh = build_mesh(feature.mesh)
+    return dist.get_rank() // mesh["tp"].size()
+
+
+def _compare_step(outcome: Outcome, where: str, ours: Trainer, eager: Trainer) -> None:
+    assert len(ours.losses) == len(eager.losses)
+    for mine, theirs in zip(ours.losses, eager.losses, strict=True):
+        compare(outcome, f"{where}: loss", mine, theirs)
+    compare_grads(outcome, where, ours.model, eager.model)
+
+
+def _reference_step(reference: Trainer, ours: Trainer, step: int, batches: list[dict[str, Any]]) -> float:
+    """Train without sharding, on the mean gradient of all ranks; the largest relative difference to ours."""
+    reference.train(step, batches)
+    differences = [relative_difference(a, b) for a, b in zip(ours.losses, reference.losses, strict=True)]
+    got = full_grads(ours.model)
+    for name, parameter in reference.model.named_parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+            mine = got[name]
+            differences.append(1.0 if mine is None else relative_difference(mine, parameter.grad))
+    reference.update()
+    return max(differences)
+
+
+def _compare_end(outcome: Outcome, who: str, ours: Trainer, eager: Trainer) -> None:
+    got, expected = ours.model.state_dict(), eager.model.state_dict()
+    if list(got) != list(expected):
+        outcome.differing.append(f"{who}: state_dict has {list(got)}, not {list(expected)}")
+        outcome.worst = float("inf")
+        return
+    for name, theirs in expected.items():
+        mine = got[name]
+        if isinstance(theirs, DTensor) and (theirs.placements, theirs.dtype) != (mine.placements, mine.dtype):
+            outcome.differing.append(f"{who}: {name}: {mine.placements} {mine.dtype}")
+            outcome.worst = float("inf")
+        compare(outcome, f"{who}: state_dict {name}", full(mine), full(theirs))
+    for mine, theirs in zip(ours.model.parameters(), eager.model.parameters(), strict=True):
+        states = ours.optimizer.state.get(mine, {}), eager.optimizer.state.get(theirs, {})
+        assert states[0].keys() == states[1].keys()
+        for key, value in states[1].items():
+            if isinstance(value, torch.Tensor):
+                compare(outcome, f"{who}: optimizer's {key}", full(states[0][key]), full(value))
+
+
 def train_both(
     rank: int, case_name: str, inner_backend: str, steps: int, fullgraph: bool = True, **kwargs: Any
 ) -> Parity:
-    """Train `steps` steps of SGD; gradients are compared before each optimizer step."""
+    """Train `steps` steps of SGD, eager and compiled; gradients are compared before each optimizer step."""
     eager = build(case_name, torch_fully_shard, **kwargs)
     ours = build(case_name, compile_fsdp.fully_shard, **kwargs)
     ours.model.compile(
@@ -94,19 +342,27 @@ def compare_grads(result: Parity, where: str, ours: nn.Module, eager: nn.Module)
     got, expected = full_grads(ours), full_grads(eager)
     assert got.keys() == expected.keys()
     for (name, mine), theirs in zip(ours.named_parameters(), eager.parameters(), strict=True):
-        if mine.grad is not None and theirs.grad is not None:
+        if isinstance(mine.grad, DTensor) and isinstance(theirs.grad, DTensor):
             assert mine.grad.placements == theirs.grad.placements, name
             assert mine.grad.to_local().shape == theirs.grad.to_local().shape, name
+            assert mine.grad.dtype == theirs.grad.dtype, name
     for name, grad in expected.items():
-        if grad is None or got[name] is None:
-            if got[name] is not grad:
+        mine_full = got[name]
+        if grad is None or mine_full is None:
+            if mine_full is not grad:
                 result.differing.append(f"{where}: {name}: None on one side only")
                 result.worst = float("inf")
             continue
-        compare(result, f"{where}: {name}", got[name], grad)
+        compare(result, f"{where}: {name}", mine_full, grad)
 
 
 def compare(result: Parity, where: str, got: torch.Tensor, expected: torch.Tensor) -> None:
     if not torch.equal(got, expected):
         result.differing.append(where)
         result.worst = max(result.worst, relative_difference(got, expected))
+
+
+def more_collectives(outcome: Outcome) -> list[str]:
+    """Collectives of the compiled step that the eager one does not issue, or issues less often."""
+    compiled, eager = (Counter(str(each) for each in side) for side in outcome.collectives)
+    return sorted((compiled - eager).elements())

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from compile_fsdp.compat import (
-    DefaultAllGather,
-    DefaultReduceScatter,
-    FSDPMeshInfo,
+    SYMMETRIC_MEMORY_COMMS,
+    FSDPParam,
     FSDPParamGroup,
     FSDPState,
-    HSDPMeshInfo,
     fsdp_state,
     param_groups,
 )
@@ -84,22 +83,25 @@ def check_group(group: FSDPParamGroup) -> None:
 
 
 def _unsupported_structure(group: FSDPParamGroup) -> str | None:
-    if isinstance(group.mesh_info, HSDPMeshInfo) or not isinstance(group.mesh_info, FSDPMeshInfo):
-        return "a replicated mesh dimension (HSDP, replicate)"
-    if group._reshard_after_forward and group.post_forward_mesh_info != group.mesh_info:
-        return "reshard_after_forward=<int>"
-    if type(group._all_gather_comm) is not DefaultAllGather:
-        return f"the custom all-gather {type(group._all_gather_comm).__name__}"
-    if type(group._reduce_scatter_comm) is not DefaultReduceScatter:
-        return f"the custom reduce-scatter {type(group._reduce_scatter_comm).__name__}"
+    for comm in (group._all_gather_comm, group._reduce_scatter_comm):
+        if isinstance(comm, SYMMETRIC_MEMORY_COMMS):
+            return f"symmetric memory for its collectives ({type(comm).__name__})"
     for param in group.fsdp_params:
-        if param.is_dtensor:
-            return f"{param._param_fqn}: a DTensor parameter (tensor parallelism)"
-        if param.offload_to_cpu:
-            return f"{param._param_fqn}: CPU offload"
-        if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
-            return f"{param._param_fqn}: an all-gather extension ({type(param._sharded_local_tensor).__name__})"
+        if param.mesh_info.is_spmd_mesh:
+            return f"{param._param_fqn}: dp_mesh_dims"
     return None
+
+
+def check_unsharded(param: FSDPParam) -> None:
+    """Refuse an all-gather extension that turns the gathered tensors into a tensor subclass.
+
+    Raises:
+        UnsupportedFeatureError: names the parameter and the subclass.
+    """
+    kind = type(param._unsharded_param.data)
+    if not param.is_dtensor and kind is not torch.Tensor:
+        reason = f"{param._param_fqn}: an all-gather extension that returns a {kind.__name__}, not a plain tensor"
+        raise UnsupportedFeatureError(_refusal(str(param._param_fqn), reason))
 
 
 def unsupported_setting(group: FSDPParamGroup) -> str | None:
@@ -109,18 +111,6 @@ def unsupported_setting(group: FSDPParamGroup) -> str | None:
     """
     if group._all_gather_result is not None:
         return "a pending unshard(async_op=True): wait on its handle first"
-    if not group.reshard_after_backward:
-        return "set_reshard_after_backward(False)"
-    if not group.unshard_in_backward:
-        return "set_unshard_in_backward(False)"
-    if group.gradient_divide_factor is not None:
-        return "set_gradient_divide_factor()"
-    if group.force_sum_reduction_for_comms:
-        return "set_force_sum_reduction_for_comms(True)"
-    if group.reduce_scatter_unused_params:
-        return "set_reduce_scatter_unused_params(True)"
-    if group._all_reduce_hook is not None:
-        return "set_all_reduce_hook()"
     return None
 
 

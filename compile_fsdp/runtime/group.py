@@ -5,90 +5,42 @@ Every tensor and every state below belongs to torch's own FSDPParamGroup and FSD
 its padded local data, the unsharded parameter and the group's ShardedState. A traced step leaves them as an
 eager step would, so that the next step may run either way. What this file adds to them lives only between the
 start and the end of one backward.
-
-[Note: One object for life]
-The unsharded parameter is created once, before the first traced use, with an empty storage. A traced step
-resizes that storage and copies the gathered value into it, so that the parameter is never an alias of a gather
-buffer at a graph boundary. `passes/remove_unshard_copies.py` takes both ops out again where a graph proves that
-nobody outside of it can see them.
 """
 
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch
 from torch.distributed.tensor import DTensor
 
 from compile_fsdp.compat import (
-    FSDPParam,
+    PLAIN_ALL_GATHERS,
+    PLAIN_REDUCE_SCATTERS,
+    FSDPMeshInfo,
     FSDPParamGroup,
     FSDPState,
-    ShardedState,
-    chunk_cat,
-    free_storage,
-    functional_collectives,
-    gradient_divide_factors,
+    TrainingState,
     param_groups,
-    preserve_version_counter,
+    runs_while_tracing,
 )
-from compile_fsdp.ops import copy_
+from compile_fsdp.runtime.gather import Launched, finish, launch
+from compile_fsdp.runtime.parameter import TraceableParam
+from compile_fsdp.runtime.reduction import Reduction, all_reduce, plan_reduction, reduce_scatter
+from compile_fsdp.runtime.states import POST_FORWARD, SHARDED, UNSHARDED, enter
 
 
-@dataclass(frozen=True, slots=True)
-class ParamPlan:
-    """The constants of one parameter: equal on every rank, since only padded sizes enter.
+class BackwardCall(Protocol):
+    """A forward through compiled graphs, as far as its backward is concerned."""
 
-    They are kept as text: where Dynamo compiles a hook as a frame of its own, it would turn a number that differs
-    from module to module into a symbol, and Inductor resizes a storage to a plain number only.
-    """
-
-    size_text: str
-    padded_shard_size_text: str
-    shard_numel_text: str
-    shard_dim: int
-    storage_bytes_text: str
-
-    @property
-    def size(self) -> tuple[int, ...]:
-        """Of the unsharded parameter."""
-        return _read_sizes(self.size_text)
-
-    @property
-    def padded_shard_size(self) -> tuple[int, ...]:
-        """Of one rank's padded shard."""
-        return _read_sizes(self.padded_shard_size_text)
-
-    @property
-    def shard_numel(self) -> int:
-        """Elements of the padded shard."""
-        return int(self.shard_numel_text)
-
-    @property
-    def storage_bytes(self) -> int:
-        """Of the unsharded parameter, with its padding."""
-        return int(self.storage_bytes_text)
-
-
-def _read_sizes(text: str) -> tuple[int, ...]:
-    return tuple([int(size) for size in text.split(",")])
-
-
-def _write_sizes(sizes: torch.Size) -> str:
-    return ",".join(str(size) for size in sizes)
-
-
-@dataclass(frozen=True, slots=True)
-class Reduction:
-    """How gradients are averaged over the ranks without overflow in the reduce dtype."""
-
-    op: str  # of the functional reduce-scatter: "avg" or "sum"
-    pre_divisor: float | None
-    post_divisor: float | None
+    def is_to_come(self) -> bool:
+        """Whether the backward that runs now will reach it."""
 
 
 class TraceableGroup:
@@ -97,146 +49,184 @@ class TraceableGroup:
     Attributes:
         active: True while a compiled backward runs; the gradient hooks do nothing otherwise.
         pending: Unsharded parameters of this backward whose gradients are still to come; 0 outside of it.
+        deferred: Another forward's backward follows in this one, and its gradients are reduced with these.
+        backward_prefetch: When a backward gathers the groups that it needs next; None for no prefetch.
+        prefetch_last: What to gather once this group's gradients are computed.
+        launched: An all-gather that was launched ahead of its use.
+        calls: Forwards through the group whose backward may still come.
     """
 
     def __init__(self, group: FSDPParamGroup, state: FSDPState) -> None:
         self.group = group
         self.state = state
         group._compile_fsdp_traceable = self  # type: ignore[attr-defined]
-        self.params: list[FSDPParam] = group.fsdp_params
-        self.plans: list[ParamPlan] = []
-        self.world_size = 0
-        self.group_name = ""
-        self.reduction = Reduction("sum", None, None)
+        self.params = [TraceableParam(param) for param in group.fsdp_params]
+        # Numbers are text, for the reason that `ParamPlan` gives.
+        self.shard_count_text = "1"
+        self.gather_group = ""
+        self.post_forward_count_text = "1"
+        self.post_forward_group = ""
+        self.post_forward_rank: torch.Tensor | None = None  # (1,) int64
         self.watched: set[int] = set()  # parameters whose gradient hook is registered
+        self.launched: Launched | None = None
+        self.calls: weakref.WeakSet[BackwardCall] = weakref.WeakSet()
         self.active = False
         self.pending = 0
+        self.deferred = False
+        self.backward_prefetch: BackwardPrefetch | None = None
+        self.prefetch_last: list[TraceableGroup] = []
         self.reduced: torch.Tensor | None = None  # (sum of padded shard numels,), in the parameters' dtype
         self.reduced_params: list[int] = []
+
+    @property
+    def shard_count(self) -> int:
+        """Ranks that the parameters are sharded over."""
+        return int(self.shard_count_text)
+
+    @property
+    def post_forward_count(self) -> int:
+        """Ranks of the smaller mesh, with `reshard_after_forward=<int>`."""
+        return int(self.post_forward_count_text)
 
     # Setting up, for real and before anything is traced
 
     def prepare(self) -> None:
         """Create the unsharded parameters, empty, and the constants that tracing needs."""
-        process_group = self.group._all_gather_process_group
-        self.world_size = process_group.size()
-        self.group_name = process_group.group_name
+        group = self.group
+        if isinstance(group.mesh_info, FSDPMeshInfo):
+            process_group = group.mesh_info.shard_process_group
+            self.shard_count_text, self.gather_group = str(process_group.size()), process_group.group_name
         # Created under inference_mode they would be inference tensors, and training would never work again.
         with torch.inference_mode(False), torch.no_grad():
             for param in self.params:
-                self._create_unsharded(param)
-                param._unsharded_param.requires_grad_(param.sharded_param.requires_grad)
-        self.plans = [self._plan(param) for param in self.params]
-        self.reduction = self._plan_reduction()
+                param.prepare(self.shard_count, group.device)
+            if group._use_post_forward_mesh:
+                self._prepare_post_forward()
         for index, param in enumerate(self.params):
-            self._watch_gradient(index, param._unsharded_param)
+            self._watch_gradient(index, param.leaf)
 
-    def _create_unsharded(self, param: FSDPParam) -> None:
-        if hasattr(param, "_unsharded_param"):
-            return
-        data = param._sharded_param_data
-        dtype = param.param_dtype or param.orig_dtype
-        param.init_all_gather_outputs([data.numel()], [dtype], self.world_size, self.group.device)
-        param.init_unsharded_param()
-        free_storage(param.all_gather_outputs[0])
+    def _prepare_post_forward(self) -> None:
+        mesh_info = self.group.post_forward_mesh_info
+        assert mesh_info is not None
+        process_group = mesh_info.shard_process_group
+        self.post_forward_count_text, self.post_forward_group = str(process_group.size()), process_group.group_name
+        self.post_forward_rank = torch.tensor([mesh_info.shard_mesh_rank], device=self.group.device)
+        for param in self.params:
+            param.prepare_post_forward(self.post_forward_count)
 
-    def _plan(self, param: FSDPParam) -> ParamPlan:
-        numel = param._sharded_param_data.numel()
-        return ParamPlan(
-            size_text=_write_sizes(param._orig_size),
-            padded_shard_size_text=_write_sizes(param.padded_sharded_param_size),
-            shard_numel_text=str(numel),
-            shard_dim=param.fsdp_placement.dim,
-            storage_bytes_text=str(numel * self.world_size * param._unsharded_param.itemsize),
-        )
-
-    def _plan_reduction(self) -> Reduction:
-        dtype = self.group._reduce_dtype or self.params[0].param_dtype or self.params[0].orig_dtype
-        pre, post, op, _ = gradient_divide_factors(
-            self.group._reduce_scatter_process_group, None, dtype, self.group.device.type
-        )
-        return Reduction("avg" if op == dist.ReduceOp.AVG else "sum", pre, post)
-
-    def _watch_gradient(self, index: int, unsharded: nn.Parameter) -> None:
+    def _watch_gradient(self, index: int, leaf: nn.Parameter) -> None:
         # Compiled autograd traces the hook where it accumulates the gradient. A plain hook would get the gradient
         # itself, but on 2.13 it breaks compiled autograd for a parameter without one.
-        unsharded._compile_fsdp_owner = weakref.ref(self)  # type: ignore[attr-defined]
-        if not unsharded.requires_grad or index in self.watched:
+        leaf._compile_fsdp_owner = weakref.ref(self)  # type: ignore[attr-defined]
+        if not leaf.requires_grad or index in self.watched:
             return
         self.watched.add(index)
-        unsharded.register_post_accumulate_grad_hook(partial(_gradient_accumulated, self))
+        leaf.register_post_accumulate_grad_hook(partial(_gradient_accumulated, self))
 
-    def fqn(self, unsharded: torch.Tensor) -> str:
+    def fqn(self, leaf: torch.Tensor) -> str:
         """The fully qualified name of one of the group's unsharded parameters."""
-        return next(str(p._param_fqn) for p in self.params if p._unsharded_param is unsharded)
+        return next(str(param.param._param_fqn) for param in self.params if param.leaf is leaf)
 
     # Unshard and reshard
 
     @property
     def is_unsharded(self) -> bool:
-        return self.group._sharded_state is ShardedState.UNSHARDED
+        return self.group._sharded_state is UNSHARDED
+
+    def launch(self) -> None:
+        """Send the shards ahead of their use; nothing if they are on their way or already there."""
+        if self.launched is not None or self.is_unsharded:
+            return
+        with torch.no_grad():
+            inputs = [param.gather_inputs() for param in self.params]
+            self.launched = launch(inputs, *self._route(), self._custom_gather())
+
+    def _custom_gather(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        comm = self.group._all_gather_comm
+        return None if isinstance(comm, PLAIN_ALL_GATHERS) else self._gather_with_custom
+
+    def _gather_with_custom(self, own: torch.Tensor) -> torch.Tensor:
+        # Dynamo turns what the communicator calls, torch.distributed's own collectives, into ops of the graph.
+        comm, process_group = self.group._all_gather_comm, self.group._all_gather_process_group
+        output = comm.allocate((own.numel() * process_group.size(),), dtype=own.dtype, device=own.device)
+        comm(output_tensor=output, input_tensor=own, group=process_group, async_op=False)
+        return output
+
+    def _reduce_with_custom(self, flat: torch.Tensor, op: str) -> torch.Tensor:
+        comm, process_group = self.group._reduce_scatter_comm, self.group._reduce_scatter_process_group
+        output = comm.allocate((flat.numel() // process_group.size(),), dtype=flat.dtype, device=flat.device)
+        reduce_op = dist.ReduceOp.AVG if op == "avg" else dist.ReduceOp.SUM
+        comm(output_tensor=output, input_tensor=flat, group=process_group, op=reduce_op, async_op=False)
+        return output
+
+    def _route(self) -> tuple[int, str]:
+        if self.group._sharded_state is POST_FORWARD:
+            return self.post_forward_count, self.post_forward_group
+        return self.shard_count, self.gather_group
 
     def unshard(self) -> None:
         """All-gather the shards, allocate the unsharded parameters and fill them."""
+        self.launch()
+        launched, self.launched = self.launched, None
+        assert launched is not None
         with torch.no_grad():
-            for param, plan, value in zip(self.params, self.plans, self._gather(), strict=True):
-                unsharded = param._unsharded_param
-                if plan.storage_bytes > 0:
-                    unsharded.untyped_storage().resize_(plan.storage_bytes)
-                    # What autograd saved of the parameter is valid again once it is refilled.
-                    with preserve_version_counter(unsharded):
-                        copy_(unsharded, value)
-                param.sharded_state = ShardedState.UNSHARDED
-        self.group._sharded_state = ShardedState.UNSHARDED
-
-    def _gather(self) -> list[torch.Tensor]:
-        shards = []  # (shard_numel,) each
-        for param in self.params:
-            shard = param._sharded_param_data
-            shards.append(shard if param.param_dtype is None else shard.to(param.param_dtype))
-        if self.world_size == 1:
-            return [shard.view(plan.size) for shard, plan in zip(shards, self.plans, strict=True)]
-        flat = shards[0] if len(shards) == 1 else torch.cat(shards)
-        launch = functional_collectives.all_gather_into_tensor(flat, self.world_size, self.group_name)
-        gathered = functional_collectives.wait_tensor(launch).view(self.world_size, -1)
-        splits = gathered.split([plan.shard_numel for plan in self.plans], dim=1)
-        return [self._assemble(split, plan) for split, plan in zip(splits, self.plans, strict=True)]
-
-    def _assemble(self, split: torch.Tensor, plan: ParamPlan) -> torch.Tensor:
-        # split: (world_size, shard_numel), one row from each rank
-        if plan.shard_dim != 0:
-            shards = split.reshape(self.world_size, *plan.padded_shard_size)
-            return torch.cat(shards.unbind(0), dim=plan.shard_dim)
-        rows = plan.padded_shard_size[0] * self.world_size
-        full = split.reshape(rows, *plan.padded_shard_size[1:])
-        return full if rows == plan.size[0] else full[: plan.size[0]]
+            gathered = finish(launched, self._route()[0])
+            values = [param.assemble(parts) for param, parts in zip(self.params, gathered, strict=True)]
+            for param, value in zip(self.params, values, strict=True):
+                param.fill(value)
+        enter(self.group, UNSHARDED)
 
     def reshard(self) -> None:
         """Free the unsharded parameters."""
-        for param, plan in zip(self.params, self.plans, strict=True):
-            if plan.storage_bytes > 0:
-                param._unsharded_param.untyped_storage().resize_(0)
-            param.sharded_state = ShardedState.SHARDED
-        self.group._sharded_state = ShardedState.SHARDED
-
-    def register(self, unsharded: bool) -> None:
-        """Make the unsharded, or the sharded, parameters the ones that the modules hold."""
+        if self.group._sharded_state is SHARDED:
+            return
         for param in self.params:
-            value = param._unsharded_param if unsharded else param.sharded_param
-            info = param._module_info
-            info.module._parameters[info.param_name] = value
-            for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
-                module._parameters[name] = value
+            param.free()
+        enter(self.group, SHARDED)
+
+    def reshard_after_forward(self) -> None:
+        """Free the unsharded parameters as far as the group's setting has it, and register what is left."""
+        mesh_info = self.group.post_forward_mesh_info
+        if mesh_info is None:
+            for param in self.params:
+                param.register_kept()
+        elif mesh_info is not self.group.mesh_info:
+            assert self.post_forward_rank is not None
+            with torch.no_grad():
+                for param in self.params:
+                    param.shrink(self.post_forward_count, self.post_forward_rank)
+                    param.register_post_forward()
+            enter(self.group, POST_FORWARD)
+        else:
+            self.reshard()
+            self.register_sharded()
+
+    def register_unsharded(self) -> None:
+        for param in self.params:
+            param.register_unsharded()
+
+    def register_sharded(self) -> None:
+        for param in self.params:
+            param.register_sharded()
 
     # Backward
 
-    def begin_backward(self) -> None:
-        """Unshard before the first gradient computation that may need the group."""
+    def begin_backward(self, then_prefetch: list[TraceableGroup]) -> None:
+        """Unshard before the first gradient computation that may need the group.
+
+        Args:
+            then_prefetch: Groups to gather next, before this group's gradients are computed or after.
+        """
         if self.pending > 0:
             return  # another output, or another use of the module, came first
-        self.pending = len([param for param in self.params if param._unsharded_param.requires_grad])
-        if not self.is_unsharded:
+        self.group._training_state = TrainingState.PRE_BACKWARD
+        self.pending = len([param for param in self.params if param.leaf.requires_grad])
+        if self.group.unshard_in_backward and not self.is_unsharded:
             self.unshard()
+        if self.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+            self.prefetch_last = then_prefetch
+        else:
+            _prefetch(then_prefetch)
 
     def accumulate(self) -> None:
         """Count a gradient that has just been accumulated; reduce once the group is complete.
@@ -244,62 +234,79 @@ class TraceableGroup:
         Parameters that get no gradient leave the group incomplete: torch's own final callback then reduces
         what has arrived, at the end of the backward.
         """
-        if not self.group.reduce_grads:
-            return
         self.pending -= 1
-        if self.pending == 0:
+        if self.pending > 0:
+            return
+        _prefetch(self.prefetch_last)
+        self.prefetch_last = []
+        needed_again = self.deferred and not self.group._reshard_after_forward
+        if self.group.reshard_after_backward and not needed_again:
+            self.reshard()
+            self.register_sharded()
+        if self.group.reduce_grads and not self.deferred:
             self.reduce()
 
     def reduce(self) -> None:
-        """Reshard, and reduce-scatter the gradients that have arrived."""
-        self.reshard()
-        if not self.group._reshard_after_forward:
-            self.register(unsharded=False)
+        """Reduce the gradients that have arrived."""
+        # Nothing is left to do for torch's final callback.
+        self.group._training_state = TrainingState.POST_BACKWARD
         arrived: list[int] = []
         grads: list[torch.Tensor] = []
         for index, param in enumerate(self.params):
-            grad = _take_gradient(param)
+            grad = param.take_gradient()
             if grad is not None:
                 arrived.append(index)
                 grads.append(grad)
         with torch.no_grad():
             rows = [self._rows_first(i, grad) for i, grad in zip(arrived, grads, strict=True)]
-            self.reduced = self._reduce_scatter(rows)
+            self.reduced = self._reduce(rows)
         self.reduced_params = arrived
 
     def _rows_first(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         # A gradient sharded on another dim is rearranged so that each rank's shard is a block of rows.
-        dim = self.plans[index].shard_dim
-        return grad if dim == 0 else torch.cat(grad.chunk(self.world_size, dim=dim))
+        dim = self.params[index].plan.shard_dim
+        return grad if dim == 0 or self.shard_count == 1 else torch.cat(grad.chunk(self.shard_count, dim=dim))
 
-    def _reduce_scatter(self, grads: list[torch.Tensor]) -> torch.Tensor:
-        # Returns this rank's padded shards of all gradients, flat, one behind the other.
-        reduction = self.reduction
-        reduce_dtype = self.group._reduce_dtype
+    def _reduce(self, grads: list[torch.Tensor]) -> torch.Tensor | None:
+        # None if the all-reduce is left to a later backward.
+        group = self.group
+        # The settings go in as arguments for Dynamo to guard on: it traces again when one has changed.
+        reduction = _reduction(self, group.gradient_divide_factor, group.force_sum_reduction_for_comms)
+        reduce_dtype = group._reduce_dtype
         if reduce_dtype is not None:
             grads = [grad.to(reduce_dtype) for grad in grads]
-        flat: torch.Tensor = chunk_cat(grads, 0, self.world_size).view(-1)
-        if reduction.pre_divisor is not None:
-            flat = flat / reduction.pre_divisor
-        if self.world_size > 1:
-            launch = functional_collectives.reduce_scatter_tensor(flat, reduction.op, self.world_size, self.group_name)
-            flat = functional_collectives.wait_tensor(launch)
+        plain = isinstance(group._reduce_scatter_comm, PLAIN_REDUCE_SCATTERS)
+        flat = reduce_scatter(grads, reduction, None if plain else self._reduce_with_custom)
+        if reduction.replica_group:
+            partial_output = group._partial_reduce_output
+            if partial_output is not None:
+                flat = flat + partial_output
+            if not group.all_reduce_grads:
+                group._partial_reduce_output = flat
+                return None
+            group._partial_reduce_output = None
+            flat = all_reduce(flat, reduction)
+        if group._all_reduce_hook is not None:
+            group._all_reduce_hook(flat)
         if reduction.post_divisor is not None:
             flat = flat / reduction.post_divisor
-        return flat if self.group._orig_dtype is None else flat.to(self.group._orig_dtype)
+        flat = flat if group._orig_dtype is None else flat.to(group._orig_dtype)
+        return flat.to("cpu") if self.params[0].param.offload_to_cpu else flat
 
     # After the backward, for real
 
     def store_gradients(self) -> None:
         """Hand the reduced gradients to the sharded parameters, as DTensors, adding to what is there."""
+        for traceable in self.params:
+            traceable.hand_back_gradient()
         flat, self.reduced = self.reduced, None
         if flat is None:
             return
         offset = 0
         for index in self.reduced_params:
-            param = self.params[index]
+            param = self.params[index].param
             local = flat.as_strided(param.sharded_size, param.contiguous_sharded_stride, offset)
-            offset += self.plans[index].shard_numel
+            offset += self.params[index].plan.shard_numel
             sharded = param.sharded_param
             if sharded.grad is None:
                 sharded.grad = param.to_sharded_dtensor(local)
@@ -314,8 +321,22 @@ class TraceableGroup:
         """Forget the backward, also one that failed."""
         self.active = False
         self.pending = 0
+        self.deferred = False
+        self.prefetch_last = []
+        self.launched = None
         self.reduced = None
         self.reduced_params = []
+
+
+def _prefetch(groups: list[TraceableGroup]) -> None:
+    for group in groups:
+        if group.group.unshard_in_backward:
+            group.launch()
+
+
+@runs_while_tracing
+def _reduction(group: TraceableGroup, *settings: object) -> Reduction:
+    return plan_reduction(group.group, group.params[0].leaf.dtype)
 
 
 def start_backward(state: FSDPState) -> None:
@@ -334,21 +355,12 @@ def start_backward(state: FSDPState) -> None:
     state._register_root_post_backward_final_callback()
 
 
-def owner_of(unsharded: object) -> TraceableGroup | None:
+def owner_of(leaf: object) -> TraceableGroup | None:
     """The group of an unsharded parameter, None for anything else."""
-    owner = getattr(unsharded, "_compile_fsdp_owner", None)
+    owner = getattr(leaf, "_compile_fsdp_owner", None)
     return None if owner is None else owner()
 
 
-def _gradient_accumulated(group: TraceableGroup, unsharded: torch.Tensor) -> None:
+def _gradient_accumulated(group: TraceableGroup, leaf: torch.Tensor) -> None:
     if group.active:
         group.accumulate()
-
-
-def _take_gradient(param: FSDPParam) -> torch.Tensor | None:
-    grad, param._unsharded_param.grad = param._unsharded_param.grad, None
-    accumulated = param.unsharded_accumulated_grad  # in the reduce dtype, of earlier microbatches
-    if accumulated is None:
-        return grad
-    param.unsharded_accumulated_grad = None
-    return accumulated if grad is None else accumulated + grad

@@ -1,4 +1,4 @@
-"""The forward hooks of one sharded module: torch's own in eager mode, their traced counterpart under Dynamo.
+"""The forward hooks of sharded modules: torch's own in eager mode, their traced counterpart under Dynamo.
 
 [Note: Where the root is traced]
 torch.compile starts tracing below `Module.__call__`, so that a compiled module's own hooks would become graphs
@@ -8,6 +8,7 @@ are then inlined into one graph, as those of every other module are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,39 +29,43 @@ from compile_fsdp.runtime.group import TraceableGroup, start_backward
 from compile_fsdp.runtime.outputs import find_tensors
 
 
-class ModuleHooks:
-    """Pre- and post-forward hook of one module that `fully_shard` was applied to.
+class StateHooks:
+    """What one call of `fully_shard` does around the forward of its module, or of its several modules.
 
-    Registered in the place of torch's own two hooks, so that their order among the user's hooks stays.
+    Attributes:
+        groups: Its parameter groups; more than one if `shard_placement_fn` returns several meshes.
+        members: Its modules.
+        grouped: Of a root: the hooks of several modules below it.
     """
 
-    def __init__(self, module: nn.Module, state: FSDPState) -> None:
-        self.module = module
+    def __init__(self, state: FSDPState) -> None:
         self.state = state
+        state._compile_fsdp_hooks = self  # type: ignore[attr-defined]
         self.groups = [TraceableGroup(group, state) for group in param_groups(state)]
+        self.members = [ModuleHooks(self, module) for module in state._modules]
+        self.grouped: list[StateHooks] = []
 
-    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if torch.compiler.is_dynamo_compiling():
-            _enter(self)
-            return call_with_side_effects(self._traced_pre_forward, args, kwargs)
-        return self.state._pre_forward(module, args, kwargs)
+    @property
+    def module(self) -> nn.Module:
+        return self.state._modules[0]
 
-    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            output = call_with_side_effects(self._traced_post_forward, output)
-            _leave(self)
-            return output
-        return self.state._post_forward(module, args, output)
-
-    def _traced_pre_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def before_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Gather, and cast the inputs; traced."""
         context = self.state._state_ctx
         if context.iter_forward_root is None:
             if not self.state._is_root:
                 _refuse_not_root(self)
             context.iter_forward_root = self.state
+            # For the whole forward, since the user's hooks are to be traced with the backward as well. Otherwise
+            # Dynamo would trace a tensor's hook on the spot, and forget what ours have done so far.
+            defer_hook_bodies()
             if self.state._device.type != "cpu":  # where eager FSDP2 moves the root's inputs, too
                 device = self.state._device
                 args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
+        is_first = not any([member.is_awaited for member in self.members])
+        if is_first and len(self.members) > 1:
+            for member in self.members:
+                member.is_awaited = True
         policy = self.state._mp_policy
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             args, kwargs = _cast((args, kwargs), policy.param_dtype)
@@ -70,23 +75,57 @@ class ModuleHooks:
                 _refuse(self, reason)
             if not group.is_unsharded:
                 group.unshard()
-                group.register(unsharded=True)
+            group.register_unsharded()
+        if is_first:
+            for state in self.state._states_to_forward_prefetch:
+                for group in state._compile_fsdp_hooks.groups:  # type: ignore[attr-defined]
+                    group.launch()
         return args, kwargs
 
-    def _traced_post_forward(self, output: Any) -> Any:
-        for group in self.groups:
-            if group.group._reshard_after_forward:
-                group.reshard()
-                group.register(unsharded=False)
-        if torch.is_grad_enabled():
-            self._watch_outputs(output)
+    def after_forward(self, output: Any) -> Any:
+        """Free the parameters and watch for the backward; traced."""
+        output = self.complete(output)
         context = self.state._state_ctx
         if context.iter_forward_root is self.state:
+            for hooks in self.grouped:
+                if any([member.is_awaited for member in hooks.members]):
+                    # The forward ran but some modules of a group.
+                    output = hooks.complete(output)
+            for state in context.all_states:
+                for group in state._compile_fsdp_hooks.groups:
+                    group.launched = None  # of a module that was prefetched and did not run
             context.iter_forward_root = None
+            restore_hook_bodies()
+        return output
+
+    def complete(self, output: Any) -> Any:
+        for member in self.members:
+            member.is_awaited = False
+        for group in self.groups:
+            group.reshard_after_forward()
+        previous = _leave(self)
+        if torch.is_grad_enabled():
+            self._watch_outputs(output, previous)
+        return self.cast_output(output)
+
+    def cast_output(self, output: Any) -> Any:
         dtype = self.state._mp_policy.output_dtype
         return output if dtype is None else _cast(output, dtype)
 
-    def _watch_outputs(self, output: Any) -> None:
+    def next_in_backward(self, previous: StateHooks | None, group: TraceableGroup) -> list[TraceableGroup]:
+        """What `group` gathers ahead: the user's list, else the module whose forward ended before this one's."""
+        if group is not self.groups[-1]:
+            return []
+        states = self.state._states_to_backward_prefetch
+        if states:
+            hooks = [state._compile_fsdp_hooks for state in states]  # type: ignore[attr-defined]
+        elif group.backward_prefetch is not None and previous is not None:
+            hooks = [previous]
+        else:
+            return []
+        return [each for of_state in hooks for each in reversed(of_state.groups)]
+
+    def _watch_outputs(self, output: Any, previous: StateHooks | None) -> None:
         tensors: list[torch.Tensor] = []
         unknown: list[str] = []
         find_tensors(output, tensors, unknown)
@@ -96,16 +135,64 @@ class ModuleHooks:
             _refuse_output(self, tuple(unknown))
         for tensor in tensors:
             defer_hook_bodies()
-            tensor.register_hook(partial(_pre_backward, self))
+            tensor.register_hook(partial(_pre_backward, self, previous))
             restore_hook_bodies()
 
 
-def _pre_backward(hooks: ModuleHooks, grad: torch.Tensor) -> torch.Tensor:
+class ModuleHooks:
+    """Pre- and post-forward hook of one module, in the place of torch's own two.
+
+    Attributes:
+        is_awaited: Whether the module has still to run in the present forward of all modules of its state; always
+            False for one alone.
+    """
+
+    def __init__(self, hooks: StateHooks, module: nn.Module) -> None:
+        self.hooks = hooks
+        self.module = module
+        self.is_awaited = False
+        self.eager_pre_forward: Callable[..., Any] | None = None
+        self.eager_post_forward: Callable[..., Any] | None = None
+
+    def install(self) -> None:
+        """Take torch's hooks' places in the module's own dicts, so that their order among the user's hooks stays."""
+        handle = self.hooks.state._pre_forward_hook_handle
+        handles = getattr(handle, "handles", (handle, self.hooks.state._post_forward_hook_handle))
+        ids = {each.id for each in handles}
+        before, after = self.module._forward_pre_hooks, self.module._forward_hooks
+        (pre_id,), (post_id,) = ids & before.keys(), ids & after.keys()
+        self.eager_pre_forward, self.eager_post_forward = before[pre_id], after[post_id]
+        before[pre_id], after[post_id] = self.pre_forward, self.post_forward
+
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            _enter(self.hooks)
+            return call_with_side_effects(self.hooks.before_forward, args, kwargs)
+        assert self.eager_pre_forward is not None
+        return self.eager_pre_forward(module, args, kwargs)
+
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return call_with_side_effects(self._traced_post_forward, output)
+        assert self.eager_post_forward is not None
+        return self.eager_post_forward(module, args, output)
+
+    def _traced_post_forward(self, output: Any) -> Any:
+        if len(self.hooks.members) == 1:
+            return self.hooks.after_forward(output)
+        if self.is_awaited:
+            self.is_awaited = False
+            if not any([member.is_awaited for member in self.hooks.members]):
+                return self.hooks.after_forward(output)
+        return self.hooks.cast_output(output)
+
+
+def _pre_backward(hooks: StateHooks, previous: StateHooks | None, grad: torch.Tensor) -> torch.Tensor:
     if not torch.compiler.is_dynamo_compiling():
         # A hook that runs outside of a compiled backward, since its forward frame fell back to eager.
         start_backward(hooks.state)
     for group in hooks.groups:
-        group.begin_backward()
+        group.begin_backward(hooks.next_in_backward(previous, group))
     return grad
 
 
@@ -119,32 +206,38 @@ def _cast(nested: Any, dtype: torch.dtype) -> Any:
 
 
 @runs_while_tracing
-def _enter(hooks: ModuleHooks) -> None:
+def _enter(hooks: StateHooks) -> None:
     """Initialise the FSDP2 state and refuse what cannot be compiled, before the graph gets any op."""
-    if hooks.state._is_root is not False:
-        checks.check_parameters(hooks.module, hooks.state)
-    hooks.state._lazy_init()
-    for group in hooks.groups:
-        checks.check_group(group.group)
-        group.prepare()
+    state = hooks.state
+    if state._is_root is not False:
+        checks.check_parameters(hooks.module, state)
+    state._lazy_init()
+    if state._is_root:
+        below = [each._compile_fsdp_hooks for each in state._state_ctx.all_states]
+        hooks.grouped = [each for each in reversed(below) if len(each.members) > 1]
+    prefetched = [each._compile_fsdp_hooks for each in state._states_to_forward_prefetch]  # type: ignore[attr-defined]
+    for each in (hooks, *prefetched):
+        for group in each.groups:
+            checks.check_group(group.group)
+            group.prepare()
     scope.enter(hooks)
 
 
 @runs_while_tracing
-def _leave(hooks: ModuleHooks) -> None:
-    scope.leave(hooks)
+def _leave(hooks: StateHooks) -> StateHooks | None:
+    return scope.leave(hooks)
 
 
 @runs_while_tracing
-def _refuse(hooks: ModuleHooks, reason: str) -> None:
+def _refuse(hooks: StateHooks, reason: str) -> None:
     checks.refuse(hooks.module, hooks.state, reason)
 
 
 @runs_while_tracing
-def _refuse_not_root(hooks: ModuleHooks) -> None:
+def _refuse_not_root(hooks: StateHooks) -> None:
     checks.refuse_not_root(hooks.module, hooks.state)
 
 
 @runs_while_tracing
-def _refuse_output(hooks: ModuleHooks, types: tuple[str, ...]) -> None:
+def _refuse_output(hooks: StateHooks, types: tuple[str, ...]) -> None:
     checks.refuse_output(hooks.module, hooks.state, types)

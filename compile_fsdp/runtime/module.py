@@ -13,12 +13,11 @@ from compile_fsdp.compat import (
     Unsupported,
     fsdp_state,
     restore_hook_bodies_now,
-    runs_while_tracing,
     skip_code,
 )
 from compile_fsdp.runtime import scope
-from compile_fsdp.runtime.checks import describe, refuse
-from compile_fsdp.runtime.hooks import ModuleHooks
+from compile_fsdp.runtime.checks import describe
+from compile_fsdp.runtime.hooks import StateHooks
 
 
 class TraceableModule:
@@ -27,20 +26,19 @@ class TraceableModule:
     # torch's FSDPModule.__new__ finds the user's class at this index of the MRO:
     # traceable class, TraceableModule, torch's FSDP class, FSDPModule, the user's class
     _orig_cls_mro_index = 4
-    _compile_fsdp_hooks: ModuleHooks | None  # None for a group of several modules: not traced yet
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         try:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        except Unsupported as error:
-            _name_module(error)
+        except BaseException as error:
+            restore_hook_bodies_now()
+            if isinstance(error, Unsupported):
+                _name_module(error)
             raise
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() and self._compile_fsdp_hooks is None:
-            _refuse_shared_group(self)
         return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
 
 
@@ -51,17 +49,9 @@ skip_code(TraceableModule.__call__.__code__)
 def _name_module(error: Unsupported) -> None:
     """Say in Dynamo's own error in which sharded module it stopped."""
     hooks = scope.abandon()
-    restore_hook_bodies_now()
     if hooks is not None and error.args:
         where = describe(hooks.module, hooks.state)
         error.args = (f"while compiling {where}:\n{error.args[0]}", *error.args[1:])
-
-
-@runs_while_tracing
-def _refuse_shared_group(module: Any) -> None:
-    state = fsdp_state(module)
-    assert state is not None
-    refuse(module, state, "fully_shard([a, b, ...]), one parameter group for several modules")
 
 
 # Every traceable module that is alive, to tell whose parameters a graph reads.
@@ -86,12 +76,8 @@ def install(module: nn.Module) -> None:
     """Make one module that `fully_shard` was applied to traceable; nothing changes for its eager runs."""
     state = fsdp_state(module)
     assert state is not None
-    hooks = ModuleHooks(module, state) if len(state._modules) == 1 else None
-    if hooks is not None:
-        module._forward_pre_hooks[state._pre_forward_hook_handle.id] = hooks.pre_forward
-        module._forward_hooks[state._post_forward_hook_handle.id] = hooks.post_forward
+    hooks = getattr(state, "_compile_fsdp_hooks", None) or StateHooks(state)
+    next(member for member in hooks.members if member.module is module).install()
     cls: Any = type(module)
     module.__class__ = _traceable_class(cls)
-    assert isinstance(module, TraceableModule)
-    module._compile_fsdp_hooks = hooks
     _installed.add(module)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from compile_fsdp.compat import tracing_context
 
 if TYPE_CHECKING:
-    from compile_fsdp.runtime.hooks import ModuleHooks
+    from compile_fsdp.runtime.hooks import StateHooks
 
 
 class TraceScope:
@@ -22,29 +22,35 @@ class TraceScope:
         stack: Modules that were entered and not left, the innermost last.
         entered: Modules whose pre-forward hook was traced.
         left: Modules whose post-forward hook, and with it the pre-backward hook, was traced.
+        last_left: The module whose post-forward hook was traced last.
     """
 
     def __init__(self, context: object = None) -> None:
         self.context = context
-        self.stack: list[ModuleHooks] = []
-        self.entered: dict[ModuleHooks, None] = {}
-        self.left: dict[ModuleHooks, None] = {}
+        self.stack: list[StateHooks] = []
+        self.entered: dict[StateHooks, None] = {}
+        self.left: dict[StateHooks, None] = {}
+        self.last_left: StateHooks | None = None
 
 
 _scope = TraceScope()
 
 
-def enter(hooks: ModuleHooks) -> None:
+def enter(hooks: StateHooks) -> None:
     scope = _current()
     scope.stack.append(hooks)
     scope.entered[hooks] = None
 
 
-def leave(hooks: ModuleHooks) -> None:
+def leave(hooks: StateHooks) -> StateHooks | None:
+    """Record that a forward has ended; the one that ended before it in this trace, None for the first."""
     scope = _current()
+    previous = scope.last_left
     scope.left[hooks] = None
+    scope.last_left = hooks
     if hooks in scope.stack:
         del scope.stack[scope.stack.index(hooks) :]
+    return previous
 
 
 def _current() -> TraceScope:
@@ -62,7 +68,7 @@ def take() -> TraceScope:
     return ended
 
 
-def abandon() -> ModuleHooks | None:
+def abandon() -> StateHooks | None:
     """Forget the record of a trace that failed; the innermost module that it was in."""
     global _scope
     ended, _scope = _scope, TraceScope()

@@ -10,11 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel
+from torch.distributed.fsdp import DataParallelMeshDims, FullyShardedDataParallel
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import SymmMemAllGather
+from torch.distributed.tensor import distribute_module
 
 import compile_fsdp
 from compile_fsdp import errors
+from extensions import Float8Weight, LowPrecision, use
 from harness import run_ranks
 from models import Stack
 from parity import build, loss_of
@@ -132,25 +135,48 @@ def _unknown_inner_backend() -> None:
     _compile(_sharded(), inner_backend="no_such_backend")(**_batch())
 
 
-def _cpu_offload() -> None:
-    _compile(_sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)))(**_batch())
+def _unknown_prefetch() -> None:
+    _compile(_sharded(), backward_prefetch="BACKWARD_NEVER")(**_batch())
 
 
-def _setting_that_changes_after_compiling() -> None:
+def _pending_unshard() -> None:
     model = _compile(_sharded())
     model(**_batch()).backward()
-    model.layers[0].set_gradient_divide_factor(3.0)
+    handle = model.layers[0].unshard(async_op=True)
     _collectives.start()
-    model(**_batch())
+    try:
+        model(**_batch())
+    finally:
+        handle.wait()
+        model.layers[0].reshard()
 
 
-def _module_group() -> None:
-    torch.manual_seed(0)
-    model = Stack()
-    mesh = init_device_mesh("cpu", (2,))
-    compile_fsdp.fully_shard(list(model.layers), mesh=mesh)
-    compile_fsdp.fully_shard(model, mesh=mesh)
+def _symmetric_memory() -> None:
+    model = _sharded()
+    # Made without its __init__, which wants NCCL.
+    model.layers[0].set_custom_all_gather(SymmMemAllGather.__new__(SymmMemAllGather))
     _compile(model)(**_batch())
+
+
+def _spmd_mesh() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    model = nn.Linear(8, 8)
+    distribute_module(model, mesh)
+    compile_fsdp.fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    _compile(model)(torch.ones(4, 8))
+
+
+class _StaysSubclass(Float8Weight):
+    def fsdp_post_all_gather(self, gathered: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
+        value, inner = super().fsdp_post_all_gather(gathered, metadata, dtype)
+        return LowPrecision(value), inner
+
+
+def _unsharded_subclass() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    use([model], _StaysSubclass)
+    compile_fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    _compile(model)(torch.ones(4, 8))
 
 
 CASES: list[tuple[Callable[[], None], type[Exception], str]] = [
@@ -165,9 +191,11 @@ CASES: list[tuple[Callable[[], None], type[Exception], str]] = [
     (_unknown_output_type, errors.OutputTypeError, "_ReturnsOpaque"),
     (_unknown_option, errors.UnknownOptionError, "innerbackend"),
     (_unknown_inner_backend, errors.UnknownOptionError, "no_such_backend"),
-    (_cpu_offload, errors.UnsupportedFeatureError, "CPU offload"),
-    (_setting_that_changes_after_compiling, errors.UnsupportedFeatureError, "layers.0 (Block)"),
-    (_module_group, errors.UnsupportedFeatureError, "one parameter group for several modules"),
+    (_unknown_prefetch, errors.UnknownOptionError, "'BACKWARD_NEVER'"),
+    (_pending_unshard, errors.UnsupportedFeatureError, "layers.0 (Block)"),
+    (_symmetric_memory, errors.UnsupportedFeatureError, "layers.0 cannot be compiled with symmetric memory"),
+    (_unsharded_subclass, errors.UnsupportedFeatureError, "extension that returns a LowPrecision"),
+    (_spmd_mesh, errors.UnsupportedFeatureError, "weight: dp_mesh_dims"),
 ]
 
 

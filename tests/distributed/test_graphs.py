@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import expecttest
@@ -12,9 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import compile_fsdp
 import compile_fsdp.backend as backend
-from compile_fsdp.passes import Pipeline
+from capture import render_step
 from harness import run_ranks
-from render import render
 
 
 class _Layer(nn.Module):
@@ -34,28 +32,9 @@ def _two_layers() -> nn.Module:
     return model
 
 
-class _Rendering(Pipeline):
-    """A pipeline that keeps the graphs it got and left, as text."""
-
-    graphs: list[str]
-
-    def __call__(self, graph: fx.Graph) -> None:
-        self.graphs.append(render(graph))
-        super().__call__(graph)
-        self.graphs.append(render(graph))
-
-
 def _render_step(rank: int) -> list[str]:
-    _Rendering.graphs = []
-    backend.Pipeline, original = _Rendering, backend.Pipeline
-    try:
-        model = _two_layers()
-        with torch._inductor.config.patch(force_disable_caches=True):
-            model.compile(backend="compile_fsdp", fullgraph=True)
-            model(torch.ones(2, 4)).sum().backward()
-    finally:
-        backend.Pipeline = original
-    return [re.sub(r", '\w+'\)$", ", dp)", graph, flags=re.M) for graph in _Rendering.graphs]  # group name
+    model = _two_layers()
+    return render_step(model, lambda: model(torch.ones(2, 4)).sum())
 
 
 class TestTwoLayers(expecttest.TestCase):
@@ -78,7 +57,7 @@ primals_5: f32[8]
 primals_6: f32[4, 4]
 %0: f32[16] = all_gather_into_tensor(primals_2, 2, dp)
 %1: f32[16] = wait_tensor(%0)
-%2: f32[2, 8] = reshape(%1, [2, -1])
+%2: f32[2, 8] = reshape(%1, [2, 8])
 %3 = split_with_sizes(%2, [8], 1)
 %4: f32[2, 8] = getitem(%3, 0)
 %5: f32[4, 4] = reshape(%4, [4, 4])
@@ -89,7 +68,7 @@ copy_(primals_3, %5)
 resize_storage_bytes_(primals_3, 0)
 %8: f32[16] = all_gather_into_tensor(primals_5, 2, dp)
 %9: f32[16] = wait_tensor(%8)
-%10: f32[2, 8] = reshape(%9, [2, -1])
+%10: f32[2, 8] = reshape(%9, [2, 8])
 %11 = split_with_sizes(%10, [8], 1)
 %12: f32[2, 8] = getitem(%11, 0)
 %13: f32[4, 4] = reshape(%12, [4, 4])
@@ -111,7 +90,7 @@ primals_5: f32[8]
 primals_6: f32[4, 4]
 %0: f32[16] = all_gather_into_tensor(primals_2, 2, dp)
 %1: f32[16] = wait_tensor(%0)
-%2: f32[2, 8] = reshape(%1, [2, -1])
+%2: f32[2, 8] = reshape(%1, [2, 8])
 %3 = split_with_sizes(%2, [8], 1)
 %4: f32[2, 8] = getitem(%3, 0)
 %5: f32[4, 4] = reshape(%4, [4, 4])
@@ -119,7 +98,7 @@ primals_6: f32[4, 4]
 %7: f32[2, 4] = tanh(%6)
 %8: f32[16] = all_gather_into_tensor(primals_5, 2, dp)
 %9: f32[16] = wait_tensor(%8)
-%10: f32[2, 8] = reshape(%9, [2, -1])
+%10: f32[2, 8] = reshape(%9, [2, 8])
 %11 = split_with_sizes(%10, [8], 1)
 %12: f32[2, 8] = getitem(%11, 0)
 %13: f32[4, 4] = reshape(%12, [4, 4])
@@ -142,28 +121,28 @@ arg7_1: f32[8]
 %1: f32[2, 4] = copy(%0, arg0_1)
 %2: f32[16] = all_gather_into_tensor(arg6_1, 2, dp)
 %3: f32[16] = wait_tensor(%2)
-%4: f32[2, 8] = reshape(%3, [2, -1])
+%4: f32[2, 8] = reshape(%3, [2, 8])
 %5 = split_with_sizes(%4, [8], 1)
 %6: f32[2, 8] = getitem(%5, 0)
 %7: f32[4, 4] = reshape(%6, [4, 4])
 resize_storage_bytes_(arg2_1, 64)
 copy_(arg2_1, %7)
-%8: f32[4, 2] = permute(arg3_1, [1, 0])
-%9: f32[2, 4] = mul(arg4_1, arg4_1)
-%10: f32[2, 4] = sub(1, %9)
-%11: f32[2, 4] = mul(%1, %10)
-%12: f32[4, 4] = mm(%8, %11)
-%13: f32[4, 4] = new_empty_strided(%12, [4, 4], [4, 1], dtype=torch.float32, layout=torch.strided, device=device(type='cpu'))
-%14: f32[2, 8] = reshape(%12, [2, -1])
-%15: f32[16] = reshape(%14, [-1])
-%16: f32[8] = reduce_scatter_tensor(%15, 'avg', 2, dp)
-%17: f32[8] = wait_tensor(%16)
-%18: f32[4, 4] = permute(arg2_1, [1, 0])
-%19: f32[2, 4] = mm(%11, %18)
+%8: f32[16] = all_gather_into_tensor(arg7_1, 2, dp)
+%9: f32[4, 2] = permute(arg3_1, [1, 0])
+%10: f32[2, 4] = mul(arg4_1, arg4_1)
+%11: f32[2, 4] = sub(1, %10)
+%12: f32[2, 4] = mul(%1, %11)
+%13: f32[4, 4] = mm(%9, %12)
+%14: f32[4, 4] = new_empty_strided(%13, [4, 4], [4, 1], dtype=torch.float32, layout=torch.strided, device=device(type='cpu'))
+%15: f32[2, 8] = reshape(%13, [2, -1])
+%16: f32[16] = reshape(%15, [-1])
+%17: f32[8] = reduce_scatter_tensor(%16, 'avg', 2, dp)
+%18: f32[8] = wait_tensor(%17)
+%19: f32[4, 4] = permute(arg2_1, [1, 0])
+%20: f32[2, 4] = mm(%12, %19)
 resize_storage_bytes_(arg2_1, 0)
-%20: f32[16] = all_gather_into_tensor(arg7_1, 2, dp)
-%21: f32[16] = wait_tensor(%20)
-%22: f32[2, 8] = reshape(%21, [2, -1])
+%21: f32[16] = wait_tensor(%8)
+%22: f32[2, 8] = reshape(%21, [2, 8])
 %23 = split_with_sizes(%22, [8], 1)
 %24: f32[2, 8] = getitem(%23, 0)
 %25: f32[4, 4] = reshape(%24, [4, 4])
@@ -172,7 +151,7 @@ copy_(arg5_1, %25)
 %26: f32[4, 2] = permute(arg1_1, [1, 0])
 %27: f32[2, 4] = mul(arg3_1, arg3_1)
 %28: f32[2, 4] = sub(1, %27)
-%29: f32[2, 4] = mul(%19, %28)
+%29: f32[2, 4] = mul(%20, %28)
 %30: f32[4, 4] = mm(%26, %29)
 %31: f32[4, 4] = new_empty_strided(%30, [4, 4], [4, 1], dtype=torch.float32, layout=torch.strided, device=device(type='cpu'))
 resize_storage_bytes_(arg5_1, 0)
@@ -180,7 +159,7 @@ resize_storage_bytes_(arg5_1, 0)
 %33: f32[16] = reshape(%32, [-1])
 %34: f32[8] = reduce_scatter_tensor(%33, 'avg', 2, dp)
 %35: f32[8] = wait_tensor(%34)
-return (%17, %35)
+return (%18, %35)
 """)
 
     def test_backward_after(self) -> None:
@@ -197,39 +176,39 @@ arg7_1: f32[8]
 %1: f32[2, 4] = copy(%0, arg0_1)
 %2: f32[16] = all_gather_into_tensor(arg6_1, 2, dp)
 %3: f32[16] = wait_tensor(%2)
-%4: f32[2, 8] = reshape(%3, [2, -1])
+%4: f32[2, 8] = reshape(%3, [2, 8])
 %5 = split_with_sizes(%4, [8], 1)
 %6: f32[2, 8] = getitem(%5, 0)
 %7: f32[4, 4] = reshape(%6, [4, 4])
-%8: f32[4, 2] = permute(arg3_1, [1, 0])
-%9: f32[2, 4] = mul(arg4_1, arg4_1)
-%10: f32[2, 4] = sub(1, %9)
-%11: f32[2, 4] = mul(%1, %10)
-%12: f32[4, 4] = mm(%8, %11)
-%13: f32[4, 4] = new_empty_strided(%12, [4, 4], [4, 1], dtype=torch.float32, layout=torch.strided, device=device(type='cpu'))
-%14: f32[2, 8] = reshape(%12, [2, -1])
-%15: f32[16] = reshape(%14, [-1])
-%16: f32[8] = reduce_scatter_tensor(%15, 'avg', 2, dp)
-%17: f32[8] = wait_tensor(%16)
-%18: f32[4, 4] = permute(%7, [1, 0])
-%19: f32[2, 4] = mm(%11, %18)
-%20: f32[16] = all_gather_into_tensor(arg7_1, 2, dp)
-%21: f32[16] = wait_tensor(%20)
-%22: f32[2, 8] = reshape(%21, [2, -1])
+%8: f32[16] = all_gather_into_tensor(arg7_1, 2, dp)
+%9: f32[4, 2] = permute(arg3_1, [1, 0])
+%10: f32[2, 4] = mul(arg4_1, arg4_1)
+%11: f32[2, 4] = sub(1, %10)
+%12: f32[2, 4] = mul(%1, %11)
+%13: f32[4, 4] = mm(%9, %12)
+%14: f32[4, 4] = new_empty_strided(%13, [4, 4], [4, 1], dtype=torch.float32, layout=torch.strided, device=device(type='cpu'))
+%15: f32[2, 8] = reshape(%13, [2, -1])
+%16: f32[16] = reshape(%15, [-1])
+%17: f32[8] = reduce_scatter_tensor(%16, 'avg', 2, dp)
+%18: f32[8] = wait_tensor(%17)
+%19: f32[4, 4] = permute(%7, [1, 0])
+%20: f32[2, 4] = mm(%12, %19)
+%21: f32[16] = wait_tensor(%8)
+%22: f32[2, 8] = reshape(%21, [2, 8])
 %23 = split_with_sizes(%22, [8], 1)
 %24: f32[2, 8] = getitem(%23, 0)
 %25: f32[4, 4] = reshape(%24, [4, 4])
 %26: f32[4, 2] = permute(arg1_1, [1, 0])
 %27: f32[2, 4] = mul(arg3_1, arg3_1)
 %28: f32[2, 4] = sub(1, %27)
-%29: f32[2, 4] = mul(%19, %28)
+%29: f32[2, 4] = mul(%20, %28)
 %30: f32[4, 4] = mm(%26, %29)
 %31: f32[4, 4] = new_empty_strided(%30, [4, 4], [4, 1], dtype=torch.float32, layout=torch.strided, device=device(type='cpu'))
 %32: f32[2, 8] = reshape(%30, [2, -1])
 %33: f32[16] = reshape(%32, [-1])
 %34: f32[8] = reduce_scatter_tensor(%33, 'avg', 2, dp)
 %35: f32[8] = wait_tensor(%34)
-return (%17, %35)
+return (%18, %35)
 """)
 
 

@@ -1,0 +1,96 @@
+"""Changing sizes and modes: right at every step, and compiled once for all sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+import compile_fsdp
+from harness import run_ranks
+from parity import Parity, build, compare, compare_grads, loss_of
+
+
+def _train_on(
+    rank: int, case: str, shapes: list[tuple[int, int]], mark: bool, dynamic: bool | None
+) -> tuple[Parity, list[str]]:
+    """Train a language model on token batches of several shapes; the graphs compiled for each."""
+    eager, ours = build(case, torch_fully_shard), build(case, compile_fsdp.fully_shard)
+    ours.model.compile(
+        backend="compile_fsdp", fullgraph=True, dynamic=dynamic, options={"inner_backend": "aot_eager"}
+    )
+    result, compiled = Parity(), []
+    for step, shape in enumerate(shapes):
+        torch.manual_seed(100 * step + rank)
+        tokens = torch.randint(0, 16, shape)
+        before = len(compile_fsdp.reports())
+        losses = []
+        for each in (eager, ours):
+            mine = tokens.clone()
+            if mark and each is ours:
+                torch._dynamo.mark_dynamic(mine, 0)
+                torch._dynamo.mark_dynamic(mine, 1)
+            loss = loss_of(each.model, {"tokens": mine})
+            loss.backward()
+            losses.append(loss.detach())
+        compare(result, f"step {step}: loss", losses[1], losses[0])
+        compare_grads(result, f"step {step}", ours.model, eager.model)
+        for each in (eager, ours):
+            each.model.zero_grad()
+        compiled.append(" ".join(report.direction for report in compile_fsdp.reports()[before:]))
+    return result, compiled
+
+
+SHAPES = [(4, 6), (5, 6), (7, 9), (3, 11), (4, 6), (9, 4)]
+
+
+def test_marked_sizes_are_compiled_once() -> None:
+    for result, compiled in run_ranks(2, _train_on, "embedded", SHAPES, True, None):
+        assert result.differing == []
+        # Compiled autograd takes a size for a constant until it changes: the batch in step 1, the sequence in step 2.
+        assert compiled == ["forward backward", "backward", "backward", "", "", ""]
+
+
+def test_dynamic_compiles_once() -> None:
+    for result, compiled in run_ranks(2, _train_on, "embedded", SHAPES, False, True):
+        assert result.differing == []
+        assert compiled == ["forward backward", "backward", "backward", "", "", ""]
+
+
+def test_unmarked_sizes_are_compiled_twice() -> None:
+    for result, compiled in run_ranks(2, _train_on, "embedded", SHAPES, False, None):
+        assert result.differing == []
+        assert sum(len(each.split()) for each in compiled) <= 7
+        assert compiled[3:] == ["", "", ""]
+
+
+def _switch(rank: int) -> tuple[Parity, list[str]]:
+    """Train and evaluate in turn a model whose batch norm behaves differently in each mode."""
+    eager, ours = build("batch_norm", torch_fully_shard), build("batch_norm", compile_fsdp.fully_shard)
+    ours.model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
+    result, compiled = Parity(), []
+    for step in range(6):
+        torch.manual_seed(100 * step + rank)
+        batch: dict[str, Any] = eager.batch()
+        before = len(compile_fsdp.reports())
+        losses = []
+        for each in (eager, ours):
+            each.model.train(step % 2 == 0)
+            with torch.set_grad_enabled(step % 2 == 0):
+                loss = loss_of(each.model, batch)
+            if step % 2 == 0:
+                loss.backward()
+            losses.append(loss.detach())
+        compare(result, f"step {step}: loss", losses[1], losses[0])
+        compare_grads(result, f"step {step}", ours.model, eager.model)
+        for mine, theirs in zip(ours.model.buffers(), eager.model.buffers(), strict=True):
+            compare(result, f"step {step}: buffer", mine, theirs)
+        compiled.append(" ".join(report.direction for report in compile_fsdp.reports()[before:]))
+    return result, compiled
+
+
+def test_train_and_eval_in_turn() -> None:
+    for result, compiled in run_ranks(2, _switch):
+        assert result.differing == []
+        assert compiled[2:] == ["", "", "", ""]

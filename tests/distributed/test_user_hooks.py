@@ -1,0 +1,82 @@
+"""The user's own hooks on sharded modules run in the order, and see the parameters, that eager FSDP2 shows them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+import compile_fsdp
+from harness import run_ranks
+from models import Case
+from parity import build, loss_of
+
+
+def _watch(case: Case, seen: list[str]) -> None:
+    """Register hooks on both sides of a block's and the root's forward, some before the others."""
+
+    def note(module: nn.Module, what: str) -> None:
+        parameter = next(module.parameters())
+        seen.append(f"{what} {tuple(parameter.shape)} {type(parameter).__name__ == 'DTensor'}")
+
+    for name, module in (("block", case.blocks[0]), ("root", case.model)):
+        module.register_forward_pre_hook(lambda m, args, name=name: note(m, f"before {name}"))
+        module.register_forward_pre_hook(
+            lambda m, args, name=name: note(m, f"before {name}, prepended"), prepend=True
+        )
+        module.register_forward_hook(lambda m, args, out, name=name: note(m, f"after {name}"))
+        module.register_forward_hook(
+            lambda m, args, out, name=name: note(m, f"after {name}, prepended"), prepend=True
+        )
+
+
+def _forward_hooks(rank: int) -> tuple[list[str], list[str]]:
+    records = []
+    for fully_shard in (torch_fully_shard, compile_fsdp.fully_shard):
+        case = build("mlp", fully_shard)
+        seen: list[str] = []
+        _watch(case, seen)
+        if fully_shard is compile_fsdp.fully_shard:
+            case.model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
+        torch.manual_seed(rank)
+        for _ in range(2):
+            loss_of(case.model, case.batch()).backward()
+        records.append(seen)
+    return records[0], records[1]
+
+
+def test_forward_hooks_run_as_in_eager() -> None:
+    for eager, compiled in run_ranks(2, _forward_hooks):
+        assert len(eager) == 16
+        assert compiled == eager
+
+
+def _output_hooks(rank: int, name: str) -> list[Any]:
+    """A forward hook that changes the output, and a tensor hook that scales its gradient."""
+    results = []
+    for fully_shard in (torch_fully_shard, compile_fsdp.fully_shard):
+        case = build(name, fully_shard)
+
+        def change(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+            output = output * 2.0
+            if output.requires_grad:
+                output.register_hook(lambda grad: grad * 0.5)
+            return output
+
+        case.blocks[0].register_forward_hook(change)
+        if fully_shard is compile_fsdp.fully_shard:
+            case.model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
+        torch.manual_seed(rank)
+        for _ in range(2):
+            loss_of(case.model, case.batch()).backward()
+        results.append([parameter.grad.full_tensor() for parameter in case.model.parameters()])  # type: ignore[union-attr]
+    return [torch.equal(ours, eager) for eager, ours in zip(*results, strict=True)]
+
+
+@pytest.mark.parametrize("case", ["mlp", "nested"])
+def test_hooks_that_change_outputs_and_gradients(case: str) -> None:
+    for equal in run_ranks(2, _output_hooks, case):
+        assert all(equal)

@@ -1,0 +1,111 @@
+"""Tensor subclasses that decide themselves what FSDP2 gathers of them, like low-precision weights in training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+# What keeps its subclass: all that sharding does to a parameter, and an optimizer to its shards.
+_KEEPING = {
+    torch.ops.aten.alias.default,
+    torch.ops.aten.as_strided.default,
+    torch.ops.aten.clone.default,
+    torch.ops.aten.copy_.default,
+    torch.ops.aten.detach.default,
+    torch.ops.aten.new_zeros.default,
+    torch.ops.aten.slice.Tensor,
+    torch.ops.aten.split.Tensor,
+    torch.ops.aten.view.default,
+    torch.ops.aten._to_copy.default,
+}
+
+
+class LowPrecision(torch.Tensor):
+    """A weight in full precision that is gathered in another; computing with it gives plain tensors."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> LowPrecision:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(),
+            dtype=inner.dtype, device=inner.device, requires_grad=inner.requires_grad,
+        )
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], *_: Any) -> LowPrecision:
+        return cls(inner["inner"])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.inner})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain_args, plain_kwargs = pytree.tree_map_only(cls, lambda t: t.inner, (args, kwargs or {}))
+        result = func(*plain_args, **plain_kwargs)
+        if func is torch.ops.aten.copy_.default:
+            return args[0]
+        return pytree.tree_map_only(torch.Tensor, cls, result) if func in _KEEPING else result
+
+
+def _fill(out: torch.Tensor, value: torch.Tensor) -> None:
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+        out.copy_(value)
+
+
+class Float8Weight(LowPrecision):
+    """Gathered in float8 with one scale for all, which is metadata; the one-argument form."""
+
+    SCALE = 8.0
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
+        return ((self.inner * self.SCALE).to(torch.float8_e4m3fn),), (self.SCALE,)
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[torch.Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        value = gathered[0].to(dtype) / metadata[0]
+        if out is not None:
+            _fill(out, value)
+            return None
+        return value, (value,)
+
+
+class Int8Weight(LowPrecision):
+    """Gathered as int8 rows with a float32 scale each: two inputs of different dtypes; the five-argument form."""
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        # All ranks send as many rows as the first one, which has the most.
+        rows = -(-outer_size[0] // mesh.size())
+        missing = rows - self.inner.shape[0]
+        inner = self.inner if missing == 0 else torch.cat([self.inner, self.inner.new_zeros(missing, *outer_size[1:])])
+        scale = inner.abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / 127.0
+        return ((inner / scale).round().to(torch.int8), scale.expand(inner.shape).contiguous()), None
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[torch.Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        data, scale = gathered
+        value = data.to(dtype) * scale.to(dtype)
+        if out is not None:
+            _fill(out, value[: out.shape[0]])
+            return None
+        return value, (value,)
+
+
+def use(modules: list[nn.Module], cls: type[LowPrecision]) -> None:
+    """Make the weights of all linear layers in the modules instances of the subclass."""
+    for module in [each for above in modules for each in above.modules()]:
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(cls(module.weight.detach()))

@@ -1,0 +1,71 @@
+"""What one rank did in a stretch of code: its collectives, and its peak of allocated memory."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# torch's flight recorder keeps this many collectives; read where process groups are created.
+BUFFER_SIZE = "4000"
+
+_ITEM_BYTES = {"Float": 4, "Double": 8, "Half": 2, "BFloat16": 2, "Byte": 1, "Int": 4, "Long": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective as the backend executed it; gloo executes a reduce-scatter as an all-reduce."""
+
+    kind: str  # "all_gather", "all_reduce", ...
+    group: str  # its ranks
+    dtype: str
+    numel: int  # of the input
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * _ITEM_BYTES[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{self.kind}({self.dtype.lower()}[{self.numel}], {self.group})"
+
+
+def _entries() -> list[dict[str, Any]]:
+    trace = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())
+    return list(trace.get("entries", []))
+
+
+def collectives_of(run: Callable[[], None]) -> list[Collective]:
+    """The collectives that `run` issues on this rank, in order."""
+    before = max((entry["record_id"] for entry in _entries()), default=-1)
+    run()
+    names = dist.distributed_c10d._world.pg_names
+    ranks = {name: dist.get_process_group_ranks(group) for group, name in names.items()}
+    return [
+        Collective(
+            kind=entry["profiling_name"].removeprefix("gloo:"),
+            group=str(ranks[entry["process_group"][0]]),
+            dtype=entry["input_dtypes"][0],
+            numel=sum(math.prod(size) for size in entry["input_sizes"]),
+        )
+        for entry in _entries()
+        if entry["record_id"] > before
+    ]
+
+
+def record(run: Callable[[], None]) -> tuple[list[Collective], int]:
+    """The collectives of `run`, and the most bytes it has allocated at one time over what was there before."""
+    collectives: list[Collective] = []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        collectives += collectives_of(run)
+    level = peak = 0
+    assert profile.profiler is not None and profile.profiler.kineto_results is not None
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            level += event.nbytes()
+            peak = max(peak, level)
+    return collectives, peak

@@ -1,0 +1,96 @@
+"""Where the gathers stand in the graphs: prefetch lists, and backward prefetch before or after the gradients.
+
+One process traces one rank of a large world; the collectives do nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import compile_fsdp
+from capture import events, render_step
+from harness import fake_world
+
+
+class _Layer(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(inputs, outputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.weight)
+
+
+def _model(world_size: int) -> nn.Sequential:
+    mesh = init_device_mesh("cpu", (world_size,))
+    model = nn.Sequential(_Layer(8, 8), _Layer(8, 16), _Layer(16, 24))
+    for module in (*model, model):
+        compile_fsdp.fully_shard(module, mesh=mesh)
+    return model
+
+
+def _events(
+    configure: Callable[[nn.Sequential], None] | None = None, world_size: int = 8, **options: Any
+) -> tuple[list[str], list[str]]:
+    """Of the forward and of the backward graph."""
+    with fake_world(world_size):
+        model = _model(world_size)
+        if configure is not None:
+            configure(model)
+        forward, _, backward, _ = render_step(model, lambda: model(torch.ones(2, 8)).sum(), **options)
+        return events(forward), events(backward)
+
+
+def test_default_gathers_the_next_before_the_gradients() -> None:
+    forward, backward = _events()
+    assert forward == ["gather[64]", "mm[2, 8]", "gather[128]", "mm[2, 16]", "gather[384]", "mm[2, 24]"]
+    assert backward == [
+        "gather[384]",
+        "gather[128]",  # before the gradients of the third layer
+        "mm[16, 24]",
+        "reduce[48]",
+        "mm[2, 16]",
+        "gather[64]",
+        "mm[8, 16]",
+        "reduce[16]",
+        "mm[2, 8]",
+        "mm[8, 8]",
+        "reduce[8]",
+    ]
+
+
+@pytest.mark.parametrize("when", [torch.distributed.fsdp.BackwardPrefetch.BACKWARD_POST, "BACKWARD_POST"])
+def test_backward_post_gathers_the_next_after_the_gradients(when: Any) -> None:
+    _, backward = _events(backward_prefetch=when)
+    assert backward[:5] == ["gather[384]", "mm[16, 24]", "gather[128]", "reduce[48]", "mm[2, 16]"]
+
+
+def test_without_prefetch_a_gather_stands_at_its_use() -> None:
+    _, backward = _events(backward_prefetch=None)
+    assert backward[:5] == ["gather[384]", "mm[16, 24]", "reduce[48]", "mm[2, 16]", "gather[128]"]
+
+
+def test_forward_list() -> None:
+    forward, _ = _events(lambda model: model[0].set_modules_to_forward_prefetch([model[1], model[2]]))
+    assert forward == ["gather[64]", "gather[128]", "gather[384]", "mm[2, 8]", "mm[2, 16]", "mm[2, 24]"]
+
+
+def test_backward_list() -> None:
+    _, backward = _events(lambda model: model[2].set_modules_to_backward_prefetch([model[1], model[0]]))
+    assert backward[:4] == ["gather[384]", "gather[128]", "gather[64]", "mm[16, 24]"]
+
+
+@pytest.mark.parametrize("world_size", [64, 1024])
+def test_graphs_of_a_large_world(world_size: int) -> None:
+    """Rows are padded to the number of ranks; the order is the same."""
+    forward, backward = _events(world_size=world_size)
+    assert forward[0] == f"gather[{world_size * 8}]"
+    assert [each.split("[")[0] for each in backward] == [
+        each.split("[")[0] for each in _events(world_size=8)[1]
+    ]

@@ -1,0 +1,62 @@
+"""Collects the rows of the parity table while tests run, and writes them to docs/parity.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from parity import Outcome, more_collectives
+
+_HEAD = """\
+# Parity with eager FSDP2
+
+Written by `make parity` from a test run ({torch}, gloo, CPU); `tests/features.py` says what each row sets. In every
+row the same model is trained without sharding (where that computes the same), by torch's eager `fully_shard`, by
+ours run eagerly, and by ours compiled with `fullgraph=True`. Compared: the losses and gradients of every step; at the
+end the parameters, buffers, optimizer state and the state_dict's keys, placements and dtypes; the collectives of the
+last step, as the backend executed them.
+
+* difference: the largest relative one to eager FSDP2; 0 is bit by bit.
+* graphs: compiled in all, and after the first step.
+* collectives, sent: of one compiled step, and of the eager one; never one that the eager step does not issue.
+* peak: most bytes allocated in a step over what was there before, compiled and eager. These models have a few
+  thousand parameters, so the figure shows what lives together, not what a real model saves. `aot_eager` runs the
+  graphs op by op and keeps what no pass has taken out.
+"""
+
+
+@dataclass
+class ParityTable:
+    """Rows by backend, in the order in which they ran."""
+
+    rows: list[tuple[str, str]] = field(default_factory=list)  # (inner backend, line)
+
+    def add(self, row: str, inner_backend: str, world_size: int, outcomes: Sequence[Outcome]) -> None:
+        """Add the outcome of a row; figures of rank 0, the worst difference of all ranks."""
+        first = outcomes[0]
+        compiled, eager = first.collectives
+        passed = not any(more_collectives(outcome) for outcome in outcomes)
+        cells = (
+            row,
+            str(world_size),
+            f"{max(outcome.worst for outcome in outcomes):.1e}".replace("0.0e+00", "0"),
+            f"{len(first.directions)} + {first.compiled_after_first_step}"
+            if first.compiled_after_first_step
+            else str(len(first.directions)),
+            f"{len(compiled)} / {len(eager)}" + ("" if passed else " (others)"),
+            f"{sum(each.bytes for each in compiled)} / {sum(each.bytes for each in eager)}",
+            f"{first.peak_bytes[0]} / {first.peak_bytes[1]} ({first.peak_bytes[0] / first.peak_bytes[1]:.2f}x)",
+        )
+        self.rows.append((inner_backend, f"| {' | '.join(cells)} |"))
+
+    def write(self, path: Path, torch_version: str, refused: str) -> None:
+        parts = [_HEAD.format(torch=f"torch {torch_version}")]
+        for backend in dict.fromkeys(backend for backend, _ in self.rows):
+            parts.append(
+                f"\n## {backend}\n\n"
+                "| row | ranks | difference | graphs | collectives | sent, bytes | peak, bytes |\n"
+                "| --- | --- | --- | --- | --- | --- | --- |\n"
+            )
+            parts += [f"{line}\n" for each, line in self.rows if each == backend]
+        path.write_text("".join(parts) + refused)
