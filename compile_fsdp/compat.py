@@ -93,6 +93,17 @@ def tracing_context() -> object:
     return torch._guards.TracingContext.try_get()
 
 
+def mark_static(tensor: torch.Tensor) -> None:
+    """Keep Dynamo from turning the sizes of a graph input into symbols, also while it traces. (2.13.0)
+
+    torch._dynamo.mark_static does so only outside of a trace.
+    """
+    for each in (tensor, tensor._base):  # a view's sizes are found through its base
+        if each is not None:
+            each._dynamo_static_indices = set(range(each.dim()))  # type: ignore[attr-defined]
+            each._has_dynamo_dim_marking = True  # type: ignore[attr-defined]
+
+
 # What compiled autograd's flag was before each `defer_hook_bodies`; empty unless a trace is between the two calls.
 _flags_before: list[bool] = []
 

@@ -157,6 +157,16 @@ def _clip_and_update(trainer: Trainer) -> None:
     trainer.step_optimizer()
 
 
+def _average_and_update(trainer: Trainer) -> None:
+    """Keep an exponential moving average of the sharded parameters, and train on from it every other step."""
+    trainer.step_optimizer()
+    parameters = list(trainer.model.parameters())
+    averages = trainer.extras.setdefault("ema", [parameter.detach().clone() for parameter in parameters])
+    torch._foreach_lerp_(averages, [parameter.detach() for parameter in parameters], 0.5)
+    with torch.no_grad():
+        torch._foreach_copy_(parameters, averages)
+
+
 def _scale_and_update(trainer: Trainer) -> None:
     # The gradients are unscaled, checked for infinities, and the scale grows after every step.
     scaler = trainer.extras.setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=1))
@@ -267,6 +277,7 @@ FEATURES: dict[str, Feature] = {
     "group of modules": Feature(case="tied_ends", blocks=_with_ends),
     "group of modules, in part": Feature(case="tied_ends_in_part", blocks=_with_ends),
     "frozen": Feature(case="frozen"),
+    "frozen layers": Feature(case="frozen_layers"),
     "frozen between": Feature(
         before_step=_freeze, graphs=("forward", "backward") * 2, later_graphs=2, has_reference=False
     ),
@@ -307,6 +318,7 @@ FEATURES: dict[str, Feature] = {
         low_precision=True,
     ),
     "clipped": Feature(update=_clip_and_update, has_reference=False),
+    "averaged": Feature(update=_average_and_update, has_reference=False),
     "grad scaler": Feature(step=_scaled, update=_scale_and_update, has_reference=False),
     "optimizer in backward": Feature(configure=_optimizer_in_backward, has_reference=False),
     "adam, foreach": Feature(optimizer=_adam),

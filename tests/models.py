@@ -118,6 +118,13 @@ def frozen() -> Case:
     return case
 
 
+def frozen_layers() -> Case:
+    case = stack(layers=4)
+    for block in case.blocks:
+        block.requires_grad_(False)  # gradients pass through, to the input projection
+    return case
+
+
 class WithSpare(Block):
     """Has a parameter that no forward uses."""
 
@@ -353,6 +360,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "checkpoint_inside": lambda: stack(checkpointed=True),
     "checkpoint_outside": lambda: stack(checkpoint_outside=True),
     "frozen": frozen,
+    "frozen_layers": frozen_layers,
     "uneven": uneven,
     "unused_parameter": unused_parameter,
     "odd_sizes": odd_sizes,

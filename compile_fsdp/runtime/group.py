@@ -133,6 +133,11 @@ class TraceableGroup:
     def is_unsharded(self) -> bool:
         return self.group._sharded_state is UNSHARDED
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether no parameter of the group gets a gradient."""
+        return not any([param.leaf.requires_grad for param in self.params])
+
     def launch(self) -> None:
         """Send the shards ahead of their use; nothing if they are on their way or already there."""
         if self.launched is not None or self.is_unsharded:
@@ -239,12 +244,20 @@ class TraceableGroup:
             return
         _prefetch(self.prefetch_last)
         self.prefetch_last = []
+        self._reshard_after_backward()
+        if self.group.reduce_grads and not self.deferred:
+            self.reduce()
+
+    def end_frozen(self) -> None:
+        """Reshard a frozen group once the gradients of its module's inputs are there."""
+        if self.active and self.is_frozen:
+            self._reshard_after_backward()
+
+    def _reshard_after_backward(self) -> None:
         needed_again = self.deferred and not self.group._reshard_after_forward
         if self.group.reshard_after_backward and not needed_again:
             self.reshard()
             self.register_sharded()
-        if self.group.reduce_grads and not self.deferred:
-            self.reduce()
 
     def reduce(self) -> None:
         """Reduce the gradients that have arrived."""

@@ -76,6 +76,8 @@ class StateHooks:
             if not group.is_unsharded:
                 group.unshard()
             group.register_unsharded()
+        if torch.is_grad_enabled() and any([group.is_frozen for group in self.groups]):
+            self._watch_inputs((args, kwargs))
         if is_first:
             for state in self.state._states_to_forward_prefetch:
                 for group in state._compile_fsdp_hooks.groups:  # type: ignore[attr-defined]
@@ -111,6 +113,16 @@ class StateHooks:
     def cast_output(self, output: Any) -> Any:
         dtype = self.state._mp_policy.output_dtype
         return output if dtype is None else _cast(output, dtype)
+
+    def _watch_inputs(self, inputs: Any) -> None:
+        # No gradient tells when the backward of frozen parameters is over; the inputs' gradients do.
+        tensors: list[torch.Tensor] = []
+        find_tensors(inputs, tensors, [])
+        for tensor in tensors:
+            if tensor.requires_grad and not tensor.is_leaf:
+                defer_hook_bodies()
+                tensor.register_hook(partial(_after_backward, self))
+                restore_hook_bodies()
 
     def next_in_backward(self, previous: StateHooks | None, group: TraceableGroup) -> list[TraceableGroup]:
         """What `group` gathers ahead: the user's list, else the module whose forward ended before this one's."""
@@ -193,6 +205,12 @@ def _pre_backward(hooks: StateHooks, previous: StateHooks | None, grad: torch.Te
         start_backward(hooks.state)
     for group in hooks.groups:
         group.begin_backward(hooks.next_in_backward(previous, group))
+    return grad
+
+
+def _after_backward(hooks: StateHooks, grad: torch.Tensor) -> torch.Tensor:
+    for group in hooks.groups:
+        group.end_frozen()
     return grad
 
 

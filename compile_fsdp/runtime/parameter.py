@@ -23,7 +23,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from compile_fsdp.compat import FSDPParam, ShardedState, free_storage, local_tensor, preserve_version_counter
+from compile_fsdp.compat import (
+    FSDPParam,
+    ShardedState,
+    free_storage,
+    local_tensor,
+    mark_static,
+    preserve_version_counter,
+)
 from compile_fsdp.ops import copy_
 from compile_fsdp.runtime.checks import check_unsharded
 
@@ -118,6 +125,9 @@ class TraceableParam:
             self.leaf = nn.Parameter(local_tensor(unsharded).detach()) if param.is_dtensor else unsharded
         for tensor in (unsharded, self.leaf):
             tensor.requires_grad_(param.sharded_param.requires_grad)
+        # With torch.compile(dynamic=True) sizes of shards would become symbols, one with the batch's if they are equal.
+        for tensor in (param._sharded_param_data, param.sharded_param, local_tensor(param.sharded_param)):
+            mark_static(tensor)
         numel = param.padded_sharded_param_size.numel()
         self.plan = ParamPlan(
             size_text=_write_sizes(param._orig_size),
@@ -327,6 +337,7 @@ class _PostForwardShard:
         self.parameter = nn.Parameter(
             param.to_sharded_post_forward_dtensor(view), requires_grad=param.sharded_param.requires_grad
         )
+        mark_static(self.data)
         free_storage(self.data)
 
     def fill(self, param: FSDPParam, leaf: torch.Tensor, shard_count: int, rank: torch.Tensor) -> None:

@@ -58,11 +58,12 @@ def test_dynamic_compiles_once() -> None:
         assert compiled == ["forward backward", "backward", "backward", "", "", ""]
 
 
-def test_unmarked_sizes_are_compiled_twice() -> None:
+def test_unmarked_sizes_are_compiled_when_they_change() -> None:
     for result, compiled in run_ranks(2, _train_on, "embedded", SHAPES, False, None):
         assert result.differing == []
+        # Dynamo, too, takes a size for a constant until it changes.
         assert sum(len(each.split()) for each in compiled) <= 7
-        assert compiled[3:] == ["", "", ""]
+        assert compiled[4:] == ["", ""]
 
 
 def _switch(rank: int) -> tuple[Parity, list[str]]:
@@ -93,4 +94,5 @@ def _switch(rank: int) -> tuple[Parity, list[str]]:
 def test_train_and_eval_in_turn() -> None:
     for result, compiled in run_ranks(2, _switch):
         assert result.differing == []
-        assert compiled[2:] == ["", "", "", ""]
+        # The third finds the root unsharded, as an evaluation leaves it, and gathers it no more.
+        assert compiled == ["forward backward", "forward", "forward backward", "", "", ""]

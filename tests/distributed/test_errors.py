@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import DataParallelMeshDims, FullyShardedDataParallel
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import SymmMemAllGather
-from torch.distributed.tensor import distribute_module
+from torch.distributed.tensor import Shard, distribute_module
 
 import compile_fsdp
 from compile_fsdp import errors
@@ -279,3 +279,34 @@ def test_genuine_graph_break_names_the_module(way: str) -> None:
     for first_line, usable in run_ranks(2, _genuine_break, way):
         assert first_line == "while compiling layers.0 (Block):"
         assert usable
+
+
+class _Scalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+def _refusals_of_sharding(rank: int) -> list[tuple[str, str]]:
+    """What torch's fully_shard refuses, and what ours says to the same."""
+    mesh = init_device_mesh("cpu", (2,))
+    seen = []
+    for make, arguments in (
+        (_Scalar, {}),
+        (lambda: nn.Linear(7, 4), {"shard_placement_fn": lambda parameter: Shard(parameter.ndim - 1)}),
+        (lambda: nn.Linear(8, 4), {"reshard_after_forward": 3}),
+    ):
+        errors_seen = []
+        for fully_shard in (torch_fully_shard, compile_fsdp.fully_shard):
+            try:
+                fully_shard(make(), mesh=mesh, **arguments)
+            except Exception as error:
+                errors_seen.append(f"{type(error).__name__}: {error}")
+        seen.append(tuple(errors_seen))
+    return seen
+
+
+def test_sharding_is_refused_as_torch_refuses_it() -> None:
+    for seen in run_ranks(2, _refusals_of_sharding):
+        assert [theirs.split(":")[0] for theirs, _ in seen] == ["ValueError", "NotImplementedError", "ValueError"]
+        assert all(ours == theirs for theirs, ours in seen)

@@ -80,3 +80,23 @@ def _output_hooks(rank: int, name: str) -> list[Any]:
 def test_hooks_that_change_outputs_and_gradients(case: str) -> None:
     for equal in run_ranks(2, _output_hooks, case):
         assert all(equal)
+
+
+def _module_backward_hooks(rank: int) -> list[bool]:
+    """Hooks on a block's backward, one that changes the gradient of its input."""
+    results = []
+    for fully_shard in (torch_fully_shard, compile_fsdp.fully_shard):
+        case = build("mlp", fully_shard)
+        case.blocks[1].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,))
+        if fully_shard is compile_fsdp.fully_shard:
+            case.model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
+        torch.manual_seed(rank)
+        for _ in range(2):
+            loss_of(case.model, case.batch()).backward()
+        results.append([parameter.grad.full_tensor() for parameter in case.model.parameters()])  # type: ignore[union-attr]
+    return [torch.equal(ours, eager) for eager, ours in zip(*results, strict=True)]
+
+
+def test_module_backward_hooks() -> None:
+    for equal in run_ranks(2, _module_backward_hooks):
+        assert all(equal)

@@ -94,3 +94,15 @@ def test_graphs_of_a_large_world(world_size: int) -> None:
     assert [each.split("[")[0] for each in backward] == [
         each.split("[")[0] for each in _events(world_size=8)[1]
     ]
+
+
+def test_frozen_layers_are_freed_in_the_backward() -> None:
+    """No gradient of theirs says when: the gradients of their inputs do."""
+    compile_fsdp.reset_reports()
+    with fake_world(8):
+        model = _model(8)
+        model[1].requires_grad_(False)
+        model[2].requires_grad_(False)
+        *_, after = render_step(model, lambda: model(torch.ones(2, 8)).sum())
+    assert "resize_storage_bytes_" not in after
+    assert [report.kept for report in compile_fsdp.reports()] == [(), ()]
