@@ -158,13 +158,14 @@ def _clip_and_update(trainer: Trainer) -> None:
 
 
 def _average_and_update(trainer: Trainer) -> None:
-    """Keep an exponential moving average of the sharded parameters, and train on from it every other step."""
+    """Keep an exponential moving average of the sharded parameters, and train on from it."""
     trainer.step_optimizer()
     parameters = list(trainer.model.parameters())
     averages = trainer.extras.setdefault("ema", [parameter.detach().clone() for parameter in parameters])
-    torch._foreach_lerp_(averages, [parameter.detach() for parameter in parameters], 0.5)
     with torch.no_grad():
-        torch._foreach_copy_(parameters, averages)
+        for average, parameter in zip(averages, parameters, strict=True):
+            average.mul_(0.5).add_(parameter, alpha=0.5)
+            parameter.copy_(average)
 
 
 def _scale_and_update(trainer: Trainer) -> None:
@@ -254,10 +255,9 @@ FEATURES: dict[str, Feature] = {
     "no unshard in backward": Feature(
         case="embedded", configure=lambda case: case.model.embedding.set_unshard_in_backward(False)
     ),
-    "bf16, reduced in fp32": Feature(arguments=_always(mp_policy=BF16_FP32), has_reference=False, low_precision=True),
+    "bf16, reduced in fp32": Feature(arguments=_always(mp_policy=BF16_FP32), low_precision=True),
     "fp16": Feature(
         arguments=_always(mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16)),
-        has_reference=False,
         low_precision=True,
     ),
     "output in fp64": Feature(shard=_output_in_fp64),
@@ -278,6 +278,7 @@ FEATURES: dict[str, Feature] = {
     "group of modules, in part": Feature(case="tied_ends_in_part", blocks=_with_ends),
     "frozen": Feature(case="frozen"),
     "frozen layers": Feature(case="frozen_layers"),
+    "frozen layers, checkpointed": Feature(case="frozen_checkpoint"),
     "frozen between": Feature(
         before_step=_freeze, graphs=("forward", "backward") * 2, later_graphs=2, has_reference=False
     ),
@@ -291,7 +292,6 @@ FEATURES: dict[str, Feature] = {
         step=_accumulate,
         graphs=("forward", "backward", "backward"),  # torch itself puts the gradients of microbatches in fp32
         arguments=_always(mp_policy=BF16_FP32),
-        has_reference=False,
         low_precision=True,
     ),
     "accumulate sharded": Feature(step=_accumulate_sharded),
@@ -314,7 +314,6 @@ FEATURES: dict[str, Feature] = {
     "moved to bf16": Feature(
         configure=lambda case: case.model.to(torch.bfloat16),
         arguments=_always(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
-        has_reference=False,
         low_precision=True,
     ),
     "clipped": Feature(update=_clip_and_update, has_reference=False),
@@ -358,7 +357,7 @@ DIMENSIONS: dict[str, dict[str, Feature]] = {
     },
     "precision": {
         "fp32": Feature(),
-        "bf16": Feature(arguments=_always(mp_policy=BF16_FP32), has_reference=False, low_precision=True),
+        "bf16": Feature(arguments=_always(mp_policy=BF16_FP32), low_precision=True),
     },
     "step": {
         "once": Feature(),

@@ -32,11 +32,11 @@ class TraceableModule:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         try:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        except BaseException as error:
-            restore_hook_bodies_now()
-            if isinstance(error, Unsupported):
-                _name_module(error)
+        except Unsupported as error:
+            _name_module(error)
             raise
+        finally:
+            restore_hook_bodies_now()  # where a trace has stopped before it did so itself
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
         return super()._call_impl(*args, **kwargs)  # type: ignore[misc]

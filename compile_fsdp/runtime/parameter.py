@@ -126,8 +126,8 @@ class TraceableParam:
         for tensor in (unsharded, self.leaf):
             tensor.requires_grad_(param.sharded_param.requires_grad)
         # With torch.compile(dynamic=True) sizes of shards would become symbols, one with the batch's if they are equal.
-        for tensor in (param._sharded_param_data, param.sharded_param, local_tensor(param.sharded_param)):
-            mark_static(tensor)
+        for shard in (param._sharded_param_data, param.sharded_param, local_tensor(param.sharded_param)):
+            mark_static(shard)
         numel = param.padded_sharded_param_size.numel()
         self.plan = ParamPlan(
             size_text=_write_sizes(param._orig_size),
