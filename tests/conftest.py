@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import harness
-from features import REFUSED
 from table import ParityTable
 
 
@@ -29,4 +28,4 @@ def parity_table(request: pytest.FixtureRequest) -> Iterator[ParityTable]:
     table = ParityTable()
     yield table
     if (path := request.config.getoption("--parity-report")) is not None:
-        table.write(path, torch.__version__, REFUSED)
+        table.write(path, torch.__version__)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +23,7 @@ from parity import Feature, Trainer
 BF16_FP32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def _always(**arguments: Any) -> Callable[[DeviceMesh], dict[str, Any]]:
+def always(**arguments: Any) -> Callable[[DeviceMesh], dict[str, Any]]:
     return lambda mesh: arguments
 
 
@@ -33,7 +31,7 @@ def _columns(parameter: nn.Parameter) -> Shard | None:
     return Shard(-1) if parameter.ndim == 2 and parameter.shape[1] % 4 == 0 else None
 
 
-def _tensor_parallel(case: Case, mesh: DeviceMesh) -> None:
+def tensor_parallel(case: Case, mesh: DeviceMesh) -> None:
     for block in case.blocks:
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
@@ -72,7 +70,7 @@ def set_on(model: Any, setting: str, *arguments: Any) -> None:
         getattr(model, setting)(*arguments)
 
 
-def _accumulate(trainer: Trainer, step: int) -> None:
+def accumulate(trainer: Trainer, step: int) -> None:
     set_on(trainer.model, "set_requires_gradient_sync", False)
     trainer.forward(0).backward()
     trainer.forward(1).backward()
@@ -108,7 +106,7 @@ def _accumulate_unsharded(trainer: Trainer, step: int) -> None:
     trainer.forward(1).backward()
 
 
-def _two_forwards(trainer: Trainer, step: int) -> None:
+def two_forwards(trainer: Trainer, step: int) -> None:
     first, second = trainer.forward(0), trainer.forward(1)
     (first + second).backward()
 
@@ -134,6 +132,12 @@ def _prefetch(case: Case) -> None:
 
 def _freeze(case: Case, step: int) -> None:
     case.blocks[0].requires_grad_(step % 4 not in (1, 2))
+
+
+def _divide_later(case: Case, step: int) -> None:
+    if step == 1:
+        _each("set_gradient_divide_factor", 4.0)(case)
+        _each("set_force_sum_reduction_for_comms", True)(case)
 
 
 def _with_ends(case: Case) -> list[Any]:
@@ -236,18 +240,18 @@ FEATURES: dict[str, Feature] = {
     "even": Feature(),
     "uneven": Feature(case="uneven"),
     "odd sizes": Feature(case="odd_sizes"),
-    "columns": Feature(arguments=_always(shard_placement_fn=_columns)),
+    "columns": Feature(arguments=always(shard_placement_fn=_columns)),
     # The mesh of the experts does not average over all ranks, so that training is another one.
     "meshes by parameter": Feature(case="mixture", arguments=_expert_mesh, has_reference=False),
-    "tensor parallel": Feature(mesh={"dp": 2, "tp": 0}, data_mesh=("dp",), parallelize=_tensor_parallel),
+    "tensor parallel": Feature(mesh={"dp": 2, "tp": 0}, data_mesh=("dp",), parallelize=tensor_parallel),
     "hsdp": Feature(mesh={"replicate": 2, "shard": 0}),
     "hsdp, one shard": Feature(mesh={"replicate": 0, "shard": 1}),
     "hsdp, all-reduce later": Feature(
         mesh={"replicate": 2, "shard": 0}, step=_accumulate_unreplicated, graphs=("forward", "backward", "backward")
     ),
-    "reshard": Feature(arguments=_always(reshard_after_forward=True)),
-    "keep": Feature(arguments=_always(reshard_after_forward=False)),
-    "reshard to 2": Feature(arguments=_always(reshard_after_forward=2)),
+    "reshard": Feature(arguments=always(reshard_after_forward=True)),
+    "keep": Feature(arguments=always(reshard_after_forward=False)),
+    "reshard to 2": Feature(arguments=always(reshard_after_forward=2)),
     "reshard set later": Feature(configure=_each("set_reshard_after_forward", False)),
     "keep after backward": Feature(
         step=_accumulate_unsharded, graphs=("forward", "backward", "forward", "backward")
@@ -255,14 +259,14 @@ FEATURES: dict[str, Feature] = {
     "no unshard in backward": Feature(
         case="embedded", configure=lambda case: case.model.embedding.set_unshard_in_backward(False)
     ),
-    "bf16, reduced in fp32": Feature(arguments=_always(mp_policy=BF16_FP32), low_precision=True),
+    "bf16, reduced in fp32": Feature(arguments=always(mp_policy=BF16_FP32), low_precision=True),
     "fp16": Feature(
-        arguments=_always(mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16)),
+        arguments=always(mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16)),
         low_precision=True,
     ),
     "output in fp64": Feature(shard=_output_in_fp64),
     "inputs not cast": Feature(
-        arguments=_always(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64, cast_forward_inputs=False))
+        arguments=always(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64, cast_forward_inputs=False))
     ),
     "divide by 3, sums only": Feature(
         configure=lambda case: (
@@ -271,8 +275,11 @@ FEATURES: dict[str, Feature] = {
         ),
         has_reference=False,
     ),
+    "divisor set between": Feature(
+        before_step=_divide_later, graphs=("forward", "backward", "backward"), later_graphs=1, has_reference=False
+    ),
     "buffers": Feature(case="batch_norm", has_reference=False),
-    "cpu offload": Feature(arguments=_always(offload_policy=CPUOffloadPolicy(pin_memory=False))),
+    "cpu offload": Feature(arguments=always(offload_policy=CPUOffloadPolicy(pin_memory=False))),
     "shared parameters": Feature(case="tied_ends"),
     "group of modules": Feature(case="tied_ends", blocks=_with_ends),
     "group of modules, in part": Feature(case="tied_ends_in_part", blocks=_with_ends),
@@ -287,16 +294,16 @@ FEATURES: dict[str, Feature] = {
     "unused, reduced": Feature(
         case="unused_parameter", configure=_each("set_reduce_scatter_unused_params", True), has_reference=False
     ),
-    "accumulate": Feature(step=_accumulate, graphs=ACCUMULATED),
+    "accumulate": Feature(step=accumulate, graphs=ACCUMULATED),
     "accumulate in fp32": Feature(
-        step=_accumulate,
+        step=accumulate,
         graphs=("forward", "backward", "backward"),  # torch itself puts the gradients of microbatches in fp32
-        arguments=_always(mp_policy=BF16_FP32),
+        arguments=always(mp_policy=BF16_FP32),
         low_precision=True,
     ),
     "accumulate sharded": Feature(step=_accumulate_sharded),
     "not the last backward": Feature(step=_not_the_last),
-    "two forwards": Feature(step=_two_forwards, graphs=TWICE),
+    "two forwards": Feature(step=two_forwards, graphs=TWICE),
     "two forwards, two backwards": Feature(step=_two_forwards_two_backwards, graphs=TWICE),
     "no_grad forward": Feature(step=_with_no_grad, graphs=("forward", "forward", "backward")),
     "used three times": Feature(case="used_three_times"),
@@ -313,7 +320,7 @@ FEATURES: dict[str, Feature] = {
     "state dicts loaded": Feature(before_step=_load, has_reference=False),
     "moved to bf16": Feature(
         configure=lambda case: case.model.to(torch.bfloat16),
-        arguments=_always(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
+        arguments=always(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
         low_precision=True,
     ),
     "clipped": Feature(update=_clip_and_update, has_reference=False),
@@ -325,7 +332,7 @@ FEATURES: dict[str, Feature] = {
     "custom communication": Feature(configure=_custom_communication),
     "all-reduce hook": Feature(configure=_each("set_all_reduce_hook", _halve), has_reference=False),
     "hsdp and tensor parallel": Feature(
-        mesh={"replicate": 2, "shard": 1, "tp": 0}, data_mesh=("replicate", "shard"), parallelize=_tensor_parallel
+        mesh={"replicate": 2, "shard": 1, "tp": 0}, data_mesh=("replicate", "shard"), parallelize=tensor_parallel
     ),
     "replicated": Feature(sharding=replicate),
     "prefetch": Feature(case="lora", configure=_prefetch),
@@ -341,105 +348,3 @@ FOUR_RANKS = {
     "hsdp and tensor parallel",
     "reshard to 2",
 }
-
-# What pairs are made of: every value of one dimension meets every value of every other in some row.
-DIMENSIONS: dict[str, dict[str, Feature]] = {
-    "model": {
-        "mlp": Feature(),
-        "frozen": Feature(case="frozen"),
-        "checkpointed": Feature(case="checkpoint_inside"),
-        "used twice": Feature(case="used_twice"),
-    },
-    "mesh": {
-        "dp": Feature(),
-        "hsdp": Feature(mesh={"replicate": 2, "shard": 0}),
-        "tp": Feature(mesh={"dp": 2, "tp": 0}, data_mesh=("dp",), parallelize=_tensor_parallel),
-    },
-    "precision": {
-        "fp32": Feature(),
-        "bf16": Feature(arguments=_always(mp_policy=BF16_FP32), low_precision=True),
-    },
-    "step": {
-        "once": Feature(),
-        "accumulated": Feature(step=_accumulate, graphs=ACCUMULATED),
-        "two forwards": Feature(step=_two_forwards, graphs=TWICE),
-    },
-    "reshard": {
-        "default": Feature(),
-        "kept": Feature(arguments=_always(reshard_after_forward=False)),
-        "offloaded": Feature(arguments=_always(offload_policy=CPUOffloadPolicy(pin_memory=False))),
-    },
-}
-
-
-def combine(features: Sequence[Feature]) -> Feature:
-    """One feature that sets what all of them set; arguments of `fully_shard` are put together."""
-    default = Feature()
-    changed: dict[str, Any] = {}
-    for feature in features:
-        for each in dataclasses.fields(Feature):
-            value = getattr(feature, each.name)
-            if value != getattr(default, each.name):
-                assert each.name == "arguments" or changed.get(each.name, value) == value, each.name
-                changed[each.name] = value
-    if changed.get("case") == "used_twice" and changed.get("step") is _two_forwards:
-        # Four gradients are added up, in eager mode one after the other, in graphs two and two.
-        changed["tolerance"] = 1e-5
-    arguments = [feature.arguments for feature in features if feature.arguments is not None]
-    if arguments:
-        changed["arguments"] = lambda mesh: {name: value for make in arguments for name, value in make(mesh).items()}
-    return Feature(**changed)
-
-
-def cover_pairs(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """Rows of one value per dimension in which each pair of values of two dimensions meets.
-
-    Source: the greedy one-row-at-a-time construction of covering arrays (Cohen et al., AETG, 1997), without its
-    random restarts: every row starts from the first pair that is left and takes, dimension by dimension, the value
-    with the most new pairs.
-    """
-    pairs = {
-        ((i, a), (j, b))
-        for i, j in itertools.combinations(range(len(sizes)), 2)
-        for a in range(sizes[i])
-        for b in range(sizes[j])
-    }
-    rows = []
-    while pairs:
-        row: dict[int, int] = dict(min(pairs))
-        for i in range(len(sizes)):
-            if i not in row:
-                row[i] = max(range(sizes[i]), key=lambda a, i=i: _count_new(pairs, row, (i, a)))  # type: ignore[misc]
-        rows.append(tuple(row[i] for i in range(len(sizes))))
-        pairs -= set(itertools.combinations(sorted(row.items()), 2))
-    return rows
-
-
-def _count_new(pairs: set[Any], row: dict[int, int], item: tuple[int, int]) -> int:
-    return sum(tuple(sorted((item, other))) in pairs for other in row.items())
-
-
-def _pairs() -> dict[str, Feature]:
-    values = [list(dimension.items()) for dimension in DIMENSIONS.values()]
-    rows = [
-        [of_dimension[i] for of_dimension, i in zip(values, row, strict=True)]
-        for row in cover_pairs([len(of_dimension) for of_dimension in values])
-    ]
-    return {", ".join(name for name, _ in row): combine([feature for _, feature in row]) for row in rows}
-
-
-PAIRS = _pairs()
-
-REFUSED = """
-## Refused
-
-Before any collective, with the module's name; the same model trains eagerly.
-
-| what | why |
-| --- | --- |
-| `dp_mesh_dims` (a full SPMD mesh) | the gradient's data-parallel dims stay partial, which has no traced form yet |
-| `set_symm_mem_for_comm` | a graph cannot allocate symmetric memory |
-| a pending `unshard(async_op=True)` | its handle is an eager object: wait on it first |
-| an all-gather extension that returns a tensor subclass | the unsharded parameter of a graph is a plain tensor |
-| `create_graph=True`, `torch.autograd.grad` of parameters, a second backward | see `BackwardError` |
-"""

@@ -27,6 +27,20 @@ last step, as the backend executed them.
   graphs op by op and keeps what no pass has taken out.
 """
 
+_TAIL = """
+## Refused
+
+Before any collective, with the module's name; the same model trains eagerly.
+
+| what | why |
+| --- | --- |
+| `dp_mesh_dims` (a full SPMD mesh) | the gradient's data-parallel dims stay partial, which has no traced form yet |
+| `set_symm_mem_for_comm` | a graph cannot allocate symmetric memory |
+| a pending `unshard(async_op=True)` | its handle is an eager object: wait on it first |
+| an all-gather extension that returns a tensor subclass | the unsharded parameter of a graph is a plain tensor |
+| `create_graph=True`, `torch.autograd.grad` of parameters, a second backward | see `BackwardError` |
+"""
+
 
 @dataclass
 class ParityTable:
@@ -55,7 +69,7 @@ class ParityTable:
         )
         self.rows[inner_backend, row] = f"| {' | '.join(cells)} |"
 
-    def write(self, path: Path, torch_version: str, refused: str) -> None:
+    def write(self, path: Path, torch_version: str) -> None:
         """Write the file; rows that it has and this run has not stay."""
         rows = {**_read(path), **self.rows}
         parts = [_HEAD.format(torch=f"torch {torch_version}")]
@@ -66,7 +80,7 @@ class ParityTable:
                 "| --- | --- | --- | --- | --- | --- | --- | --- |\n"
             )
             parts += [f"{line}\n" for (each, _), line in rows.items() if each == backend]
-        path.write_text("".join(parts) + refused)
+        path.write_text("".join(parts) + _TAIL)
 
 
 def _read(path: Path) -> dict[tuple[str, str], str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 
-from features import FEATURES, FOUR_RANKS, PAIRS
+from features import FEATURES, FOUR_RANKS
 from harness import run_ranks
+from pairs import PAIRS, cover_pairs
 from parity import Outcome, check_parity, more_collectives
 from table import ParityTable
 
@@ -55,3 +57,10 @@ def test_inductor_equal_to_eager(row: str, parity_table: ParityTable) -> None:
 @pytest.mark.parametrize("row", _slow_unless(set(list(PAIRS)[::3]), PAIRS))
 def test_pairs_of_features(row: str, parity_table: ParityTable) -> None:
     _check(row, "aot_eager", PAIRS[row].tolerance, parity_table)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 3, 4), (5, 5, 5, 5)])
+def test_every_two_values_meet_in_some_pair_row(sizes: tuple[int, ...]) -> None:
+    rows = cover_pairs(sizes)
+    for i, j in itertools.combinations(range(len(sizes)), 2):
+        assert {(row[i], row[j]) for row in rows} == set(itertools.product(range(sizes[i]), range(sizes[j])))

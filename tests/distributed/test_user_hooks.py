@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -54,19 +55,12 @@ def test_forward_hooks_run_as_in_eager() -> None:
         assert compiled == eager
 
 
-def _output_hooks(rank: int, name: str) -> list[Any]:
-    """A forward hook that changes the output, and a tensor hook that scales its gradient."""
+def _gradients_equal(rank: int, case_name: str, configure: Callable[[Case], None]) -> list[bool]:
+    """By parameter, whether two steps, eager and compiled, of a model with hooks gave the same gradients."""
     results = []
     for fully_shard in (torch_fully_shard, compile_fsdp.fully_shard):
-        case = build(name, fully_shard)
-
-        def change(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-            output = output * 2.0
-            if output.requires_grad:
-                output.register_hook(lambda grad: grad * 0.5)
-            return output
-
-        case.blocks[0].register_forward_hook(change)
+        case = build(case_name, fully_shard)
+        configure(case)
         if fully_shard is compile_fsdp.fully_shard:
             case.model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
         torch.manual_seed(rank)
@@ -74,6 +68,18 @@ def _output_hooks(rank: int, name: str) -> list[Any]:
             loss_of(case.model, case.batch()).backward()
         results.append([parameter.grad.full_tensor() for parameter in case.model.parameters()])  # type: ignore[union-attr]
     return [torch.equal(ours, eager) for eager, ours in zip(*results, strict=True)]
+
+
+def _output_hooks(rank: int, name: str) -> list[bool]:
+    """A forward hook that changes the output, and a tensor hook that scales its gradient."""
+
+    def change(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        output = output * 2.0
+        if output.requires_grad:
+            output.register_hook(lambda grad: grad * 0.5)
+        return output
+
+    return _gradients_equal(rank, name, lambda case: case.blocks[0].register_forward_hook(change))
 
 
 @pytest.mark.parametrize("case", ["mlp", "nested"])
@@ -84,17 +90,11 @@ def test_hooks_that_change_outputs_and_gradients(case: str) -> None:
 
 def _module_backward_hooks(rank: int) -> list[bool]:
     """Hooks on a block's backward, one that changes the gradient of its input."""
-    results = []
-    for fully_shard in (torch_fully_shard, compile_fsdp.fully_shard):
-        case = build("mlp", fully_shard)
-        case.blocks[1].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,))
-        if fully_shard is compile_fsdp.fully_shard:
-            case.model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
-        torch.manual_seed(rank)
-        for _ in range(2):
-            loss_of(case.model, case.batch()).backward()
-        results.append([parameter.grad.full_tensor() for parameter in case.model.parameters()])  # type: ignore[union-attr]
-    return [torch.equal(ours, eager) for eager, ours in zip(*results, strict=True)]
+
+    def halve(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        return (inputs[0] * 0.5,)
+
+    return _gradients_equal(rank, "mlp", lambda case: case.blocks[1].register_full_backward_hook(halve))
 
 
 def test_module_backward_hooks() -> None:
