@@ -14,8 +14,10 @@ from compile_fsdp.compat import (
     FailOnRecompileLimitHit,
     Unsupported,
     compile_graph,
+    fake_mode_of,
     graph_input_example,
     graph_input_position,
+    release_real_tensors,
     restore_hook_bodies_now,
 )
 from compile_fsdp.errors import NotRootError, NotShardedError, UnsupportedFeatureError
@@ -184,6 +186,7 @@ class _BackwardCompiler:
 
     def __init__(self, options: Options) -> None:
         self.options = options
+        self._fake_modes: list[Any] = []  # of graphs that were compiled since the last run
 
     def __call__(self, captured: fx.GraphModule) -> Callable[..., Any]:
         compiled = torch.compile(captured, backend=self._backend, fullgraph=True)
@@ -196,10 +199,15 @@ class _BackwardCompiler:
                     raise  # The compiled graph has emptied the list: it has run, and failed.
                 _log.warning("backward falls back to eager, op by op: %s", error)
                 return captured(inputs, *rest)
+            finally:
+                while self._fake_modes:
+                    release_real_tensors(self._fake_modes.pop())
 
         return run
 
     def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        if (fake_mode := fake_mode_of(gm)) is not None:
+            self._fake_modes.append(fake_mode)
         inputs = _GraphInputs(gm)
         unmoved = legalize_windows(gm.graph, inputs.name_before).unmoved
         if unmoved:

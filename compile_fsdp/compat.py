@@ -297,6 +297,22 @@ def compile_graph(
         return cast(Callable[..., Any], compiled)
 
 
+def fake_mode_of(gm: torch.fx.GraphModule) -> Any:
+    """The mode that made the fake values of a Dynamo graph; None for a graph without any. (2.13.0)"""
+    values = (node.meta.get("example_value") for node in gm.graph.nodes)
+    return next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)
+
+
+def release_real_tensors(fake_mode: Any) -> None:
+    """Drop the weak references that a mode keeps to the tensors its fake ones stand for. (2.13.0)
+
+    torch swaps a DTensor parameter for its converted self in `Module.to`, and cannot while somebody refers to it.
+    """
+    describer = fake_mode.fake_tensor_converter.meta_converter.describer
+    describer.lookup_tensor.clear()
+    describer.lookup_storage.clear()
+
+
 def graph_input_example(node: torch.fx.Node) -> Any:
     """The real object behind a placeholder of a Dynamo graph, while Dynamo compiles it. (2.13.0)"""
     argument = node.meta.get("grapharg")

@@ -318,6 +318,7 @@ FEATURES: dict[str, Feature] = {
     ),
     "from meta": Feature(on_meta=True, configure=_materialise, has_reference=False),
     "state dicts loaded": Feature(before_step=_load, has_reference=False),
+    "moved between steps": Feature(before_step=lambda case, step: case.model.to("cpu"), has_reference=False),
     "moved to bf16": Feature(
         configure=lambda case: case.model.to(torch.bfloat16),
         arguments=always(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
