@@ -5,13 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch.distributed.fsdp import BackwardPrefetch
 
 from compile_fsdp import Options
 from compile_fsdp.errors import UnknownOptionError
 
 
 def test_defaults() -> None:
-    assert Options.parse(None) == Options("inductor", frozenset(), {})
+    assert Options.parse(None) == Options("inductor", frozenset(), BackwardPrefetch.BACKWARD_PRE, {})
+
+
+@pytest.mark.parametrize("given", ["BACKWARD_POST", BackwardPrefetch.BACKWARD_POST])
+def test_prefetch_is_an_enum_or_its_name(given: Any) -> None:
+    assert Options.parse({"backward_prefetch": given}).backward_prefetch is BackwardPrefetch.BACKWARD_POST
+    assert Options.parse({"backward_prefetch": None}).backward_prefetch is None
 
 
 def test_ours_and_inductors_are_told_apart() -> None:
