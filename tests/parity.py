@@ -58,7 +58,7 @@ class Feature:
         case: The model, by its name in `models.CASES`.
         mesh: Dims of the device mesh by name; a size of 0 takes the remaining ranks.
         data_mesh: The dims to shard over; all of them unless given.
-        arguments: Of `fully_shard`; what is callable under this key gets the data mesh.
+        arguments: Makes the arguments of `fully_shard` beside the mesh, from the data mesh.
         prepare: Before anything else, with the case.
         on_meta: Whether the model is constructed on the meta device.
         parallelize: Before sharding, gets the case and the mesh.
