@@ -25,7 +25,7 @@ def fully_shard(module: nn.Module | list[nn.Module], **kwargs: Any) -> FSDPModul
     hooks become ops of the compiled graph.
 
     Args:
-        module: The module to shard, in place; or several, to share one parameter group (eager only so far).
+        module: The module to shard, in place; or several, to share one parameter group.
         **kwargs: Those of `torch.distributed.fsdp.fully_shard` of the installed torch.
     Returns:
         `module` itself.

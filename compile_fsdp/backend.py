@@ -189,7 +189,8 @@ class _BackwardCompiler:
         self._fake_modes: list[Any] = []  # of graphs that were compiled since the last run
 
     def __call__(self, captured: fx.GraphModule) -> Callable[..., Any]:
-        compiled = torch.compile(captured, backend=self._backend, fullgraph=True)
+        # Not the module itself: its handling of an exception would be compiled too, and fail with another one.
+        compiled = torch.compile(captured.forward, backend=self._backend, fullgraph=True)
 
         def run(inputs: list[Any], *rest: Any) -> Any:
             try:

@@ -83,6 +83,25 @@ def param_groups(state: FSDPState) -> list[FSDPParamGroup]:
     return [] if group is None else [group]
 
 
+def parameter_owners(parameter: FSDPParam) -> list[tuple[nn.Module, str]]:
+    """The modules that hold a managed parameter, each with its own name for it; several if it is shared. (2.13.0)"""
+    info = parameter._module_info
+    shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+    return [(info.module, info.param_name), *shared]
+
+
+def shard_extent(
+    shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes and offsets of what the rank at `coordinate` of a mesh holds of a DTensor. (2.13.0)
+
+    An empty shard has the dim's size as its offset.
+    """
+    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
+    return _compute_local_shape_and_global_offset(tuple(shape), tuple(mesh_shape), list(coordinate), placements)
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that a DTensor keeps on this rank, itself and not a view; any other tensor as it is. (2.13.0)"""
     return getattr(tensor, "_local_tensor", tensor)
@@ -191,6 +210,20 @@ _FUNCTIONALIZE = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
 _ExcludeDispatchKeyGuard = torch._C._ExcludeDispatchKeyGuard
 
 
+_DISPATCH_KEYS_OF_EAGER_CODE = (
+    torch._C._dispatch_tls_local_include_set(),
+    torch._C._dispatch_tls_local_exclude_set(),
+)
+
+
+def plain_dispatch() -> contextlib.AbstractContextManager[None]:
+    """Inside an op's kernel: run code as if it was called from eager Python, with autograd and version counters.
+
+    The dispatcher calls a kernel with the layers above it switched off. (2.13.0)
+    """
+    return torch._C._ForceDispatchKeyGuard(*_DISPATCH_KEYS_OF_EAGER_CODE)
+
+
 def op_schema(op: OpOverload) -> str:
     """`namespace::op(arguments) -> returns`, as torch prints it."""
     return str(op._schema)
@@ -232,6 +265,28 @@ def register_inductor_lowering(op: OpOverload, lowering: Callable[..., object]) 
     from torch._inductor.lowering import register_lowering
 
     register_lowering(op, type_promotion_kind=None)(lowering)
+
+
+# --- Optimizers and wrappers ------------------------------------------------------------------------------------
+
+
+def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[..., object]:
+    """The class's own `step`, without the step hooks and the profiler's range that torch puts around it. (2.13.0)"""
+    step: Any = type(optimizer).step
+    return cast(Callable[..., object], step.__wrapped__ if getattr(step, "hooked", False) else step)
+
+
+def wrapped_child(module: nn.Module) -> str | None:
+    """The name of the child that a module only wraps: it has no place in an FQN. None for any other module. (2.13.0)"""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+
+    if isinstance(module, torch._dynamo.OptimizedModule):
+        return "_orig_mod"
+    if isinstance(module, ActivationWrapper):  # of activation checkpointing and of offloading
+        return "_checkpoint_wrapped_module"
+    if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        return "module"
+    return None
 
 
 # --- Counting -------------------------------------------------------------------------------------------------

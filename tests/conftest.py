@@ -14,6 +14,11 @@ from table import ParityTable
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--parity-report", type=Path, help="write the parity table of this run to a Markdown file")
+    parser.addoption("--device", choices=["cpu", "cuda"], default="cpu", help="where the ranks of a test compute")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    harness.set_device_type(config.getoption("--device"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from compile_fsdp.compat import FSDPMeshInfo
 from extensions import Float8Weight, Int8Weight, use
+from harness import device_type
 from models import Case
 from parity import Feature, Trainer
 
@@ -39,7 +40,7 @@ def tensor_parallel(case: Case, mesh: DeviceMesh) -> None:
 def _expert_mesh(mesh: DeviceMesh) -> dict[str, Any]:
     from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
 
-    halves = init_device_mesh("cpu", (2, mesh.size() // 2), mesh_dim_names=("outer", "inner"))
+    halves = init_device_mesh(mesh.device_type, (2, mesh.size() // 2), mesh_dim_names=("outer", "inner"))
     experts = FSDPMeshInfo(halves["inner"], shard_mesh_dim=0)
 
     def place(parameter: nn.Parameter) -> Any:
@@ -145,7 +146,7 @@ def _with_ends(case: Case) -> list[Any]:
 
 
 def _materialise(case: Case) -> None:
-    case.model.to_empty(device="cpu")
+    case.model.to_empty(device=device_type())
     torch.manual_seed(0)
     for parameter in case.model.parameters():
         nn.init.normal_(parameter, std=0.3)
@@ -174,7 +175,7 @@ def _average_and_update(trainer: Trainer) -> None:
 
 def _scale_and_update(trainer: Trainer) -> None:
     # The gradients are unscaled, checked for infinities, and the scale grows after every step.
-    scaler = trainer.extras.setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=1))
+    scaler = trainer.extras.setdefault("scaler", torch.amp.GradScaler(device_type(), init_scale=2.0, growth_interval=1))
     scaler.unscale_(trainer.optimizer)
     scaler.step(trainer.optimizer)
     scaler.update()
@@ -182,7 +183,7 @@ def _scale_and_update(trainer: Trainer) -> None:
 
 
 def _scaled(trainer: Trainer, step: int) -> None:
-    scaler = trainer.extras.setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=1))
+    scaler = trainer.extras.setdefault("scaler", torch.amp.GradScaler(device_type(), init_scale=2.0, growth_interval=1))
     scaler.scale(trainer.forward(0)).backward()
 
 
@@ -193,6 +194,19 @@ def _optimizer_in_backward(case: Case) -> None:
         parameter.grad = None
 
     for parameter in case.model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+
+
+def _adam_in_backward(case: Case) -> None:
+    optimizers = {
+        parameter: torch.optim.AdamW([parameter], lr=1e-3, foreach=False) for parameter in case.model.parameters()
+    }
+
+    def update(parameter: nn.Parameter) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in optimizers:
         parameter.register_post_accumulate_grad_hook(update)
 
 
@@ -226,6 +240,15 @@ class _Loud(AllGather, ReduceScatter):
 def _custom_communication(case: Case) -> None:
     _each("set_custom_all_gather", _Loud())(case)
     _each("set_custom_reduce_scatter", _Loud())(case)
+
+
+def _separate_reduce_scatter(case: Case, step: int) -> None:
+    case.model.set_separate_reduce_scatter_group(step > 0)  # type: ignore[operator]
+
+
+def _shard_below_wrapper(case: Case, fully_shard: Any, mesh: DeviceMesh, arguments: dict[str, Any]) -> None:
+    for module in (*case.blocks, case.model.module):
+        fully_shard(module, mesh=mesh, **arguments)
 
 
 def _halve(reduced: torch.Tensor) -> None:
@@ -318,7 +341,7 @@ FEATURES: dict[str, Feature] = {
     ),
     "from meta": Feature(on_meta=True, configure=_materialise, has_reference=False),
     "state dicts loaded": Feature(before_step=_load, has_reference=False),
-    "moved between steps": Feature(before_step=lambda case, step: case.model.to("cpu"), has_reference=False),
+    "moved between steps": Feature(before_step=lambda case, step: case.model.to(device_type()), has_reference=False),
     "moved to bf16": Feature(
         configure=lambda case: case.model.to(torch.bfloat16),
         arguments=always(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
@@ -328,6 +351,7 @@ FEATURES: dict[str, Feature] = {
     "averaged": Feature(update=_average_and_update, has_reference=False),
     "grad scaler": Feature(step=_scaled, update=_scale_and_update, has_reference=False),
     "optimizer in backward": Feature(configure=_optimizer_in_backward, has_reference=False),
+    "adam in backward": Feature(configure=_adam_in_backward, has_reference=False),
     "adam, foreach": Feature(optimizer=_adam),
     "adam, fused": Feature(optimizer=_fused),
     "custom communication": Feature(configure=_custom_communication),
@@ -337,6 +361,15 @@ FEATURES: dict[str, Feature] = {
     ),
     "replicated": Feature(sharding=replicate),
     "prefetch": Feature(case="lora", configure=_prefetch),
+    "reduce-scatter group of its own": Feature(
+        before_step=_separate_reduce_scatter,
+        graphs=("forward", "backward", "backward"),
+        later_graphs=1,
+        has_reference=False,
+    ),
+    "late forward": Feature(case="late_forward"),
+    "late backward": Feature(case="late_backward"),
+    "below a wrapper": Feature(case="wrapped", shard=_shard_below_wrapper),
 }
 
 # Rows whose meshes need them.

@@ -1,4 +1,4 @@
-"""Run a function on several gloo ranks: pools of processes that live for the whole session.
+"""Run a function on several ranks: pools of processes that live for the whole session, or threads.
 
 Starting a rank costs seconds of importing, so ranks are started once per world size and get one function after
 another, each with a process group of its own. A rank that hangs is killed together with its pool, and the test
@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -26,6 +27,18 @@ from typing import Any
 from recording import BUFFER_SIZE
 
 DEFAULT_TIMEOUT_S = 150.0
+
+# Where ranks make their tensors and meshes: "cpu" with gloo, "cuda" with NCCL and a GPU for each rank.
+_DEVICE_VARIABLE = "COMPILE_FSDP_TEST_DEVICE"
+
+
+def device_type() -> str:
+    """Of this run of the tests; set by pytest's --device."""
+    return os.environ.get(_DEVICE_VARIABLE, "cpu")
+
+
+def set_device_type(device_type: str) -> None:
+    os.environ[_DEVICE_VARIABLE] = device_type
 
 
 class RankError(AssertionError):
@@ -126,7 +139,13 @@ _pools: dict[int, RankPool] = {}
 def run_ranks(
     world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> list[Any]:
-    """Call `function(rank, *args)` on `world_size` gloo ranks; the results, by rank. See `RankPool.run`."""
+    """Call `function(rank, *args)` on `world_size` ranks; the results, by rank. See `RankPool.run`."""
+    if device_type() == "cuda":
+        import pytest
+        import torch
+
+        if (gpus := torch.cuda.device_count()) < world_size:
+            pytest.skip(f"needs a GPU for each of {world_size} ranks, found {gpus}")
     pool = _pools.get(world_size)
     if pool is None or not pool.is_alive:
         if pool is not None:
@@ -173,7 +192,12 @@ def _run_one(rank: int, world_size: int, store: str, source: str, name: str, arg
     torch._dynamo.reset()
     compile_fsdp.reset_reports()
     file_store = dist.FileStore(store, world_size)
-    dist.init_process_group("gloo", store=file_store, rank=rank, world_size=world_size)
+    backend = "gloo"
+    if device_type() == "cuda":
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(rank)
+        torch.set_default_device("cuda")
+    dist.init_process_group(backend, store=file_store, rank=rank, world_size=world_size)
     try:
         return function(rank, *args)
     finally:
@@ -216,3 +240,62 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def run_threads(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> list[Any]:
+    """Call `function(rank, *args)` on ranks that are threads of this process; the results, by rank.
+
+    Starts in no time, and any function will do. For eager code: Dynamo, and torch's random numbers, are shared.
+
+    Raises:
+        RankError: some rank raised.
+        RankTimeout: some rank did not return within `timeout_s` seconds.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed import multi_threaded_pg
+
+    results: dict[int, Any] = {}
+    errors: list[str] = []
+    store = dist.HashStore()
+    abandoned = threading.Event()
+
+    def serve(rank: int) -> None:
+        dist.init_process_group("threaded", store=store, rank=rank, world_size=world_size)
+        try:
+            results[rank] = function(rank, *args)
+        except BaseException as error:
+            errors.append(f"rank {rank}:\n{traceback.format_exc()}")
+            multi_threaded_pg.ProcessLocalGroup.exception_handle(error)  # wakes those that wait for this rank
+        finally:
+            if not abandoned.is_set():
+                dist.destroy_process_group()
+
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    multi_threaded_pg._install_threaded_pg()
+    try:
+        threads = [threading.Thread(target=serve, args=(rank,), daemon=True) for rank in range(world_size)]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + timeout_s
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        stacks = sys._current_frames()
+        waiting = [
+            f"rank {rank} was at:\n{''.join(traceback.format_stack(stacks[thread.ident or 0]))}"
+            for rank, thread in enumerate(threads)
+            if thread.is_alive()
+        ]
+    finally:
+        abandoned.set()
+        multi_threaded_pg.ProcessLocalGroup.reset()
+        multi_threaded_pg._uninstall_threaded_pg()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        _forget_meshes()
+    if errors:
+        raise RankError("\n".join(errors))
+    if waiting:
+        raise RankTimeout("\n".join([f"not finished after {timeout_s:.0f} s", *waiting]))
+    return [results[rank] for rank in range(world_size)]

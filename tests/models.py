@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -350,6 +352,68 @@ def selective() -> Case:
     return Case(model, list(model.layers), _rows())
 
 
+LATE_MS = 50
+
+
+@torch.library.custom_op("tests::arrive_late", mutates_args=())
+def arrive_late(x: torch.Tensor) -> torch.Tensor:
+    """A copy of `x`, which takes the odd ranks longer."""
+    if dist.get_rank() % 2 == 1:
+        time.sleep(LATE_MS / 1000)
+    return x.clone()
+
+
+arrive_late.register_fake(torch.empty_like)
+
+
+class _LateGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return arrive_late(grad)
+
+
+arrive_late.register_autograd(lambda ctx, grad: grad)
+
+
+class Late(nn.Module):
+    """A block whose output, or whose gradient and with it the reduction behind it, is late on some ranks."""
+
+    def __init__(self, block: nn.Module, in_backward: bool) -> None:
+        super().__init__()
+        self.block, self.in_backward = block, in_backward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.in_backward:
+            return self.block(_LateGradient.apply(x))
+        return arrive_late(self.block(x))
+
+
+def late(in_backward: bool) -> Case:
+    model = Stack(layers=3)
+    model.layers = nn.ModuleList([Late(each, in_backward) for each in model.layers])
+    return Case(model, list(model.layers), _rows())
+
+
+class Wrapper(nn.Module):
+    """Around the sharded root, as data-parallel wrappers are, without doing anything."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, **batch: torch.Tensor) -> torch.Tensor:
+        return self.module(**batch)
+
+
+def wrapped() -> Case:
+    case = stack()
+    return Case(Wrapper(case.model), case.blocks, case.batch)
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "mlp": stack,
     "nested": nested,
@@ -375,5 +439,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "tied_ends": lambda: tied_ends(hidden_only=False),
     "tied_ends_in_part": lambda: tied_ends(hidden_only=True),
     "selective": selective,
+    "late_forward": lambda: late(in_backward=False),
+    "late_backward": lambda: late(in_backward=True),
+    "wrapped": wrapped,
     "graph_break": lambda: stack(breaks=True),
 }

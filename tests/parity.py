@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 import compile_fsdp
+from harness import device_type
 from models import CASES, Case
 from recording import Collective, record
 
@@ -150,7 +151,7 @@ def build(case_name: str, fully_shard: Any, **kwargs: Any) -> Case:
 def build_feature(feature: Feature, fully_shard: Any) -> Case:
     """The feature's model with the same weights on every rank and at every call, sharded as it says."""
     torch.manual_seed(0)
-    with torch.device("meta" if feature.on_meta else "cpu"):
+    with torch.device("meta" if feature.on_meta else device_type()):
         case = CASES[feature.case]()
     if feature.prepare is not None:
         feature.prepare(case)
@@ -176,7 +177,7 @@ def build_mesh(sizes: dict[str, int]) -> DeviceMesh:
     for size in sizes.values():
         known *= size or 1
     shape = tuple(size or dist.get_world_size() // known for size in sizes.values())
-    return init_device_mesh("cpu", shape, mesh_dim_names=tuple(sizes))
+    return init_device_mesh(device_type(), shape, mesh_dim_names=tuple(sizes))
 
 
 def loss_of(model: Any, batch: dict[str, Any]) -> torch.Tensor:

@@ -10,7 +10,7 @@ start and the end of one backward.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -30,6 +30,7 @@ from compile_fsdp.compat import (
     param_groups,
     runs_while_tracing,
 )
+from compile_fsdp.ops import hand_over, issue_ticket
 from compile_fsdp.runtime.gather import Launched, finish, launch
 from compile_fsdp.runtime.parameter import TraceableParam
 from compile_fsdp.runtime.reduction import Reduction, all_reduce, plan_reduction, reduce_scatter
@@ -77,6 +78,7 @@ class TraceableGroup:
         self.prefetch_last: list[TraceableGroup] = []
         self.reduced: torch.Tensor | None = None  # (sum of padded shard numels,), in the parameters' dtype
         self.reduced_params: list[int] = []
+        self.ticket = issue_ticket(self)
 
     @property
     def shard_count(self) -> int:
@@ -272,8 +274,11 @@ class TraceableGroup:
                 grads.append(grad)
         with torch.no_grad():
             rows = [self._rows_first(i, grad) for i, grad in zip(arrived, grads, strict=True)]
-            self.reduced = self._reduce(rows)
-        self.reduced_params = arrived
+            reduced = self._reduce(rows)
+        if reduced is not None and _has_gradient_hooks(self):
+            hand_over(reduced, self.ticket, arrived)
+        else:
+            self.reduced, self.reduced_params = reduced, arrived
 
     def _rows_first(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         # A gradient sharded on another dim is rearranged so that each rank's shard is a block of rows.
@@ -284,7 +289,8 @@ class TraceableGroup:
         # None if the all-reduce is left to a later backward.
         group = self.group
         # The settings go in as arguments for Dynamo to guard on: it traces again when one has changed.
-        reduction = _reduction(self, group.gradient_divide_factor, group.force_sum_reduction_for_comms)
+        own_group = getattr(group.mesh_info, "reduce_scatter_process_group", None)
+        reduction = _reduction(self, group.gradient_divide_factor, group.force_sum_reduction_for_comms, own_group)
         reduce_dtype = group._reduce_dtype
         if reduce_dtype is not None:
             grads = [grad.to(reduce_dtype) for grad in grads]
@@ -312,13 +318,22 @@ class TraceableGroup:
         """Hand the reduced gradients to the sharded parameters, as DTensors, adding to what is there."""
         for traceable in self.params:
             traceable.hand_back_gradient()
-        flat, self.reduced = self.reduced, None
-        if flat is None:
-            return
+        reduced, params = self.reduced, self.reduced_params
+        self.reduced, self.reduced_params = None, []
+        if reduced is not None:
+            self.receive(reduced, params)
+
+    def receive(self, reduced: torch.Tensor, params: Sequence[int]) -> None:
+        """For real: add gradients to the sharded parameters', and run the hooks on those.
+
+        Args:
+            reduced: (sum of the padded shards' numels,), the parameters' shards one behind the other.
+            params: Positions of the parameters.
+        """
         offset = 0
-        for index in self.reduced_params:
+        for index in params:
             param = self.params[index].param
-            local = flat.as_strided(param.sharded_size, param.contiguous_sharded_stride, offset)
+            local = reduced.as_strided(param.sharded_size, param.contiguous_sharded_stride, offset)
             offset += self.params[index].plan.shard_numel
             sharded = param.sharded_param
             if sharded.grad is None:
@@ -328,7 +343,6 @@ class TraceableGroup:
                 sharded.grad.to_local().add_(local)
             for hook in (sharded._post_accumulate_grad_hooks or {}).values():
                 hook(sharded)
-        self.reduced_params = []
 
     def end_backward(self) -> None:
         """Forget the backward, also one that failed."""
@@ -341,10 +355,29 @@ class TraceableGroup:
         self.reduced_params = []
 
 
+    def reset(self) -> None:
+        """Shard the group wherever an exception has left it, and drop the gradients of the interrupted step.
+
+        An interrupted graph has changed storages, but none of the states.
+        """
+        self.end_backward()
+        self.calls.clear()
+        for param in self.params:
+            if hasattr(param, "leaf"):
+                param.reset()
+        self.group._sharded_state = SHARDED
+
+
 def _prefetch(groups: list[TraceableGroup]) -> None:
     for group in groups:
         if group.group.unshard_in_backward:
             group.launch()
+
+
+@runs_while_tracing
+def _has_gradient_hooks(group: TraceableGroup) -> bool:
+    # Not guarded: hooks that come later run after the graph.
+    return any(each.param.sharded_param._post_accumulate_grad_hooks for each in group.params)
 
 
 @runs_while_tracing

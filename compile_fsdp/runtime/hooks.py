@@ -114,6 +114,13 @@ class StateHooks:
         dtype = self.state._mp_policy.output_dtype
         return output if dtype is None else _cast(output, dtype)
 
+    def reset(self) -> None:
+        """For real: forget a step that was interrupted."""
+        for member in self.members:
+            member.is_awaited = False
+        for group in self.groups:
+            group.reset()
+
     def _watch_inputs(self, inputs: Any) -> None:
         # No gradient tells when the backward of frozen parameters is over; the inputs' gradients do.
         tensors: list[torch.Tensor] = []

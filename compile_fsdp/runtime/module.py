@@ -41,6 +41,14 @@ class TraceableModule:
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
         return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
 
+    def reset_iter_state(self) -> None:
+        """torch's own, for the root after an exception; also frees what a compiled graph has left unsharded."""
+        super().reset_iter_state()  # type: ignore[misc]
+        state = fsdp_state(self)  # type: ignore[arg-type]
+        assert state is not None
+        for each in state._state_ctx.all_states:
+            each._compile_fsdp_hooks.reset()
+
 
 # Not a frame to compile on its own: `_call_impl` below it is.
 skip_code(TraceableModule.__call__.__code__)

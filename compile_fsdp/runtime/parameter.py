@@ -242,6 +242,16 @@ class TraceableParam:
             self.leaf.untyped_storage().resize_(0)
         self.param.sharded_state = ShardedState.SHARDED
 
+    def reset(self) -> None:
+        """For real: free everything there may be, whatever the state says, and drop the gradient."""
+        param = self.param
+        if self.post_forward is not None:
+            self.post_forward.free(param)
+        free_storage(self.leaf.data)
+        self.leaf.grad = param._unsharded_param.grad = param.unsharded_accumulated_grad = None
+        param.sharded_state = ShardedState.SHARDED
+        self.register_sharded()
+
     def shrink(self, shard_count: int, rank: torch.Tensor) -> None:
         """Keep this rank's slice over the post-forward mesh, and free the unsharded parameter."""
         assert self.post_forward is not None

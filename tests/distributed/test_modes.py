@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import compile_fsdp
-from harness import run_ranks
+from harness import run_ranks, run_threads
+from models import CASES
 from parity import Parity, build, compare, compare_grads, loss_of
 
 AOT_EAGER = {"inner_backend": "aot_eager"}
@@ -286,3 +288,30 @@ def _world_of_one(rank: int) -> Parity:
 
 def test_single_rank() -> None:
     assert run_ranks(1, _world_of_one)[0].differing == []
+
+
+_random = threading.Lock()
+
+
+def _eager(rank: int, case_name: str) -> list[str]:
+    cases = []
+    for fully_shard in (torch_fully_shard, compile_fsdp.fully_shard):
+        with _random:
+            torch.manual_seed(0)
+            cases.append(CASES[case_name]())
+            batch = cases[0].batch()
+        for module in (*cases[-1].blocks, cases[-1].model):
+            fully_shard(module)
+    torch_case, ours = cases
+    result = Parity()
+    for case in cases:
+        for _ in range(2):  # the second adds to the first's gradients
+            (loss_of(case.model, batch) * (rank + 1)).backward()
+    compare_grads(result, "gradients", ours.model, torch_case.model)
+    assert all(parameter.grad is not None for parameter in ours.model.parameters() if parameter.requires_grad)
+    return result.differing
+
+
+@pytest.mark.parametrize("case", ["mlp", "nested", "uneven", "frozen", "transformer_tied", "batch_norm"])
+def test_eager_runs_are_those_of_torch(case: str) -> None:
+    assert run_threads(3, _eager, case) == [[]] * 3

@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
 
 import compile_fsdp
 from harness import run_ranks
 from models import Case
 from parity import build, loss_of
+from recording import entries
 
 
 def _watch(case: Case, seen: list[str]) -> None:
@@ -100,3 +102,70 @@ def _module_backward_hooks(rank: int) -> list[bool]:
 def test_module_backward_hooks() -> None:
     for equal in run_ranks(2, _module_backward_hooks):
         assert all(equal)
+
+
+class _Undo(RuntimeError):
+    pass
+
+
+def _optimizer_in_backward(rank: int) -> tuple[list[tuple[str, int]], bool, bool, str, bool]:
+    """Hooks on sharded parameters: by call, whose it was and how many collectives there had been; what they see."""
+    case = build("mlp", compile_fsdp.fully_shard)
+    case.model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
+    names = {parameter: name for name, parameter in case.model.named_parameters()}
+    calls: list[tuple[str, int]] = []
+    kept: list[torch.Tensor] = []
+    differentiable: list[bool] = []
+
+    def hook(parameter: nn.Parameter) -> None:
+        calls.append((names[parameter], len(entries())))
+        grad = parameter.grad
+        assert isinstance(grad, DTensor)
+        kept.append(grad.to_local())
+        with torch.enable_grad():
+            differentiable.append((grad.to_local() * torch.ones(1, requires_grad=True)).requires_grad)
+
+    for parameter in names:
+        parameter.register_post_accumulate_grad_hook(hook)
+    for _ in range(2):
+        calls.clear()
+        kept.clear()
+        case.model.zero_grad()
+        torch.manual_seed(rank)
+        loss_of(case.model, case.batch()).backward()
+    expected = [parameter.grad.clone() for parameter in case.model.parameters()]
+    second_step = list(calls)
+    same = all(torch.equal(each, p.grad.to_local()) for each, p in zip(kept, _by_call(names, calls), strict=True))
+
+    def fail(parameter: nn.Parameter) -> None:
+        raise _Undo
+
+    handle = next(iter(names)).register_post_accumulate_grad_hook(fail)
+    raised = ""
+    try:
+        loss_of(case.model, case.batch()).backward()
+    except _Undo:
+        raised = "as itself"
+    handle.remove()
+    case.model.reset_iter_state()  # type: ignore[operator]
+    case.model.zero_grad()
+    torch.manual_seed(rank)
+    loss_of(case.model, case.batch()).backward()
+    recovered = all(torch.equal(p.grad, grad) for p, grad in zip(case.model.parameters(), expected, strict=True))
+    return second_step, same, all(differentiable), raised, recovered
+
+
+def _by_call(names: dict[Any, str], calls: list[tuple[str, int]]) -> list[Any]:
+    parameters = {name: parameter for parameter, name in names.items()}
+    return [parameters[name] for name, _ in calls]
+
+
+def test_hooks_of_sharded_parameters_run_between_the_collectives_of_the_backward() -> None:
+    for calls, same, differentiable, raised, recovered in run_ranks(2, _optimizer_in_backward):
+        counts: dict[str, set[int]] = {}
+        for name, count in calls:
+            counts.setdefault(name[:8] if name.startswith("layers") else "root", set()).add(count)
+        assert list(counts) == ["layers.1", "layers.0", "root"]
+        (second,), (first,), (root,) = counts.values()
+        assert second < first < root
+        assert same and differentiable and recovered and raised == "as itself"

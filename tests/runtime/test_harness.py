@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from harness import RankError, RankTimeout, run_ranks
+from harness import RankError, RankTimeout, run_ranks, run_threads
 
 
 def _rank_one_hangs(rank: int) -> None:
@@ -49,3 +52,37 @@ def test_a_hang_shows_the_stack_of_the_rank_that_hangs() -> None:
 def test_a_dead_rank_is_reported() -> None:
     with pytest.raises(RankTimeout, match="rank 1 died with exit code"):
         run_ranks(2, _rank_one_dies)
+
+
+def _sum_of_ranks(rank: int) -> float:
+    total = torch.tensor([float(rank)])
+    dist.all_reduce(total)
+    return total.item()
+
+
+def _rank_one_raises_while_others_wait(rank: int) -> None:
+    if rank == 1:
+        raise ValueError("only here")
+    dist.barrier()
+
+
+def test_threads_as_ranks() -> None:
+    assert run_threads(4, _sum_of_ranks) == [6.0] * 4
+    with pytest.raises(RankError, match=r"rank 1:(.|\n)*ValueError: only here"):
+        run_threads(2, _rank_one_raises_while_others_wait)
+    assert run_threads(3, _sum_of_ranks) == [3.0] * 3
+
+
+def test_a_thread_that_hangs_shows_its_stack() -> None:
+    released = threading.Event()
+
+    def hang(rank: int) -> None:
+        if rank == 1:
+            released.wait()
+
+    try:
+        with pytest.raises(RankTimeout, match=r"rank 1 was at:(.|\n)*released\.wait") as error:
+            run_threads(2, hang, timeout_s=0.5)
+        assert "rank 0 was at:" not in str(error.value)
+    finally:
+        released.set()
