@@ -23,10 +23,11 @@ from compile_fsdp.compat import (
 from compile_fsdp.errors import NotRootError, NotShardedError, UnsupportedFeatureError
 from compile_fsdp.ops import ensure_lowerings, ensure_ops
 from compile_fsdp.options import Options
-from compile_fsdp.passes import PassReport, Pipeline, legalize_windows
+from compile_fsdp.passes import PassReport, Pipeline, expand_calls, legalize_windows
 from compile_fsdp.reports import Direction, GraphReport, record
 from compile_fsdp.runtime import scope
 from compile_fsdp.runtime.checks import describe
+from compile_fsdp.runtime.gather import GROUP_CALLS
 from compile_fsdp.runtime.group import TraceableGroup, owner_of
 from compile_fsdp.runtime.module import belongs_to_traceable
 
@@ -60,7 +61,9 @@ def compile_fsdp(
     traced = scope.take()
     parsed = Options.parse(options, mode)
     ensure_ops()
+    expand_calls(gm.graph, GROUP_CALLS)
     _check_roots(traced)
+    gm.recompile()
     inputs = _GraphInputs(gm)
     run = _compile(gm, example_inputs, parsed, "forward", inputs)
     if not inputs.managed:
@@ -209,6 +212,7 @@ class _BackwardCompiler:
     def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if (fake_mode := fake_mode_of(gm)) is not None:
             self._fake_modes.append(fake_mode)
+        expand_calls(gm.graph, GROUP_CALLS)
         inputs = _GraphInputs(gm)
         unmoved = legalize_windows(gm.graph, inputs.name_before).unmoved
         if unmoved:

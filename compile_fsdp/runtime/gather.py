@@ -1,13 +1,78 @@
-"""The all-gather of one parameter group as ops of a graph: launched, and finished at its first use."""
+"""The all-gather of one parameter group as ops of a graph: what is sent, and what is made of it.
+
+[Note: One call for a whole group]
+Dynamo interprets what it traces bytecode by bytecode, which takes milliseconds for every op of a parameter. The
+functions here work on all parameters of a group at once, and Dynamo puts a call of each, unread, into its graph. The
+backend then puts the call's ops in its place (`passes/expand_calls.py`), before anything else looks at the graph. So
+these functions run on fake tensors, on fx proxies and, where a backward falls back to eager, on real ones: they
+decide on constants alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import fx
 
-from compile_fsdp.compat import functional_collectives
+from compile_fsdp.compat import preserve_version_counter, set_version_counter, tensor_version
+from compile_fsdp.ops import copy_, resize_storage_bytes_
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+# See [Note: One call for a whole group].
+GROUP_CALLS: set[Callable[..., Any]] = set()
+
+
+def _group_call(function: _Function) -> _Function:
+    GROUP_CALLS.add(function)
+    marked: _Function = torch.compiler.allow_in_graph(function)
+    return marked
+
+
+class Input(NamedTuple):
+    """One of the 1-D tensors that a rank sends, and what is made of it. A graph has it as a plain tuple.
+
+    Attributes:
+        numel: Its elements.
+        dtype: In which it is to arrive.
+        is_cast: Whether it has another dtype before it is sent.
+        kind: "rows" and "columns" join the ranks' shards, "flat" their slices of the flat padded value; "inputs" leaves
+            them as they are, one row for each rank.
+        size: Of the unsharded value.
+        shard_size: Of one rank's padded shard.
+        dim: The sharded dim.
+    """
+
+    numel: int
+    dtype: torch.dtype
+    is_cast: bool = False
+    kind: str = "inputs"
+    size: tuple[int, ...] = ()
+    shard_size: tuple[int, ...] = ()
+    dim: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GatherPlan:
+    """The constants of one group's gather.
+
+    Attributes:
+        shard_count: Ranks that send; 1 for no collective.
+        process_group: Their process group's name.
+        device: Where shards that lie elsewhere (CPU offload) are sent from.
+        inputs: An `Input` for each parameter.
+        storage_bytes: Of each unsharded parameter.
+    """
+
+    shard_count: int
+    process_group: str
+    device: torch.device | None
+    inputs: list[tuple[Any, ...]]
+    storage_bytes: list[int]
 
 
 @dataclass(slots=True)
@@ -16,47 +81,83 @@ class Launched:
 
     Attributes:
         output: (shard_count * sum of numels,), to be waited for.
-        numels: Of each input, in the dtype of `output`.
-        dtypes: Of each input; inputs of several dtypes travel as bytes.
-        inputs_of: How many inputs each parameter has.
+        inputs: What was sent.
     """
 
     output: torch.Tensor
-    numels: list[int]
-    dtypes: list[torch.dtype]
-    inputs_of: list[int]
+    inputs: list[tuple[Any, ...]]
 
 
-def launch(
-    inputs: list[list[torch.Tensor]],
-    shard_count: int,
-    group_name: str,
-    custom: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> Launched:
-    """Send each parameter's 1-D inputs in one collective, or through the user's own communicator."""
-    flat = [each for of_param in inputs for each in of_param]
-    dtypes = [each.dtype for each in flat]
-    if len(set(dtypes)) > 1:
-        flat = [each.view(torch.uint8) for each in flat]
-    own = flat[0] if len(flat) == 1 else torch.cat(flat)
-    output = own
-    if custom is not None and shard_count > 1:
-        output = custom(own)
-    elif shard_count > 1:
-        output = functional_collectives.all_gather_into_tensor(own, shard_count, group_name)
-    return Launched(output, [each.numel() for each in flat], dtypes, [len(of_param) for of_param in inputs])
+def _travels_as_bytes(inputs: Sequence[Input]) -> bool:
+    return len({each.dtype for each in inputs}) > 1
 
 
-def finish(launched: Launched, shard_count: int) -> list[list[torch.Tensor]]:
-    """Wait; by parameter, (shard_count, numel) of each of its inputs from all ranks."""
-    output = launched.output
-    if shard_count > 1:
-        output = functional_collectives.wait_tensor(output)
-    rows = output.view(shard_count, sum(launched.numels)).split(launched.numels, dim=1)
-    if len(set(launched.dtypes)) > 1:
-        rows = [part.contiguous().view(dtype) for part, dtype in zip(rows, launched.dtypes, strict=True)]
-    gathered, first = [], 0
-    for count in launched.inputs_of:
-        gathered.append(list(rows[first : first + count]))
-        first += count
-    return gathered
+@_group_call
+def pack(
+    tensors: Sequence[torch.Tensor], inputs: Sequence[tuple[Any, ...]], device: torch.device | None
+) -> torch.Tensor:
+    """What this rank sends: its inputs, on `device` and in the dtypes in which they travel, one behind the other."""
+    sent = []
+    described = [Input(*each) for each in inputs]
+    for tensor, each in zip(tensors, described, strict=True):
+        if device is not None:
+            tensor = tensor.to(device, non_blocking=True)
+        if each.is_cast:
+            tensor = tensor.to(each.dtype)
+        sent.append(tensor.view(torch.uint8) if _travels_as_bytes(described) else tensor)
+    return sent[0] if len(sent) == 1 else torch.cat(sent)
+
+
+@_group_call
+def unpack(output: torch.Tensor, shard_count: int, inputs: Sequence[tuple[Any, ...]]) -> tuple[torch.Tensor, ...]:
+    """By input, what the ranks' `pack`s make together; `output` has been waited for."""
+    described = [Input(*each) for each in inputs]
+    as_bytes = _travels_as_bytes(described)
+    numels = [each.numel * each.dtype.itemsize if as_bytes else each.numel for each in described]
+    parts = output.view(shard_count, sum(numels)).split(numels, dim=1)
+    values = []
+    for i, each in enumerate(described):
+        rows = parts[i].contiguous().view(each.dtype) if as_bytes else parts[i]
+        values.append(_join(rows, shard_count, each))
+    return tuple(values)
+
+
+def _join(rows: torch.Tensor, shard_count: int, each: Input) -> torch.Tensor:
+    if each.kind == "inputs":
+        return rows
+    if each.kind == "flat":
+        return rows.reshape(-1)[: math.prod(each.size)].view(each.size)
+    if each.kind == "columns":
+        shards = rows.reshape(shard_count, *each.shard_size).unbind(0)
+        return torch.cat([shards[i] for i in range(shard_count)], dim=each.dim)
+    length = each.shard_size[0] * shard_count
+    full = rows.reshape(length, *each.shard_size[1:])
+    return full if length == each.size[0] else full[: each.size[0]]
+
+
+@_group_call
+def fill(leaves: Sequence[torch.Tensor], values: Sequence[torch.Tensor], storage_bytes: Sequence[int]) -> None:
+    """Allocate unsharded parameters and fill them."""
+    for leaf, value, size in zip(leaves, values, storage_bytes, strict=True):
+        if size > 0:
+            resize_storage_bytes_(leaf, size)
+            _refill(leaf, value)
+
+
+def _refill(leaf: Any, value: Any) -> None:
+    # What autograd saved of the parameter is valid again: its version stays. Fake tensors do not know theirs.
+    if isinstance(leaf, fx.Proxy):
+        version = tensor_version(leaf)
+        copy_(leaf, value)
+        set_version_counter((leaf,), (version,))
+    else:
+        with preserve_version_counter(leaf):
+            copy_(leaf, value)
+
+
+@_group_call
+def free(leaves: Sequence[torch.Tensor], storage_bytes: Sequence[int]) -> None:
+    """Free unsharded parameters."""
+    for leaf, size in zip(leaves, storage_bytes, strict=True):
+        if size > 0:
+            resize_storage_bytes_(leaf, 0)

@@ -10,9 +10,9 @@ start and the end of one backward.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,12 +26,14 @@ from compile_fsdp.compat import (
     FSDPMeshInfo,
     FSDPParamGroup,
     FSDPState,
+    ShardedState,
     TrainingState,
+    functional_collectives,
     param_groups,
     runs_while_tracing,
 )
 from compile_fsdp.ops import hand_over, issue_ticket
-from compile_fsdp.runtime.gather import Launched, finish, launch
+from compile_fsdp.runtime.gather import GatherPlan, Launched, fill, free, pack, unpack
 from compile_fsdp.runtime.parameter import TraceableParam
 from compile_fsdp.runtime.reduction import Reduction, all_reduce, plan_reduction, reduce_scatter
 from compile_fsdp.runtime.states import POST_FORWARD, SHARDED, UNSHARDED, enter
@@ -62,11 +64,14 @@ class TraceableGroup:
         self.state = state
         group._compile_fsdp_traceable = self  # type: ignore[attr-defined]
         self.params = [TraceableParam(param) for param in group.fsdp_params]
-        # Numbers are text, for the reason that `ParamPlan` gives.
-        self.shard_count_text = "1"
+        self.shard_count = 1  # ranks that the parameters are sharded over
         self.gather_group = ""
-        self.post_forward_count_text = "1"
+        self.post_forward_count = 1  # ranks of the smaller mesh, with reshard_after_forward=<int>
         self.post_forward_group = ""
+        # All numbers that a graph depends on. As numbers, those that differ from module to module would become symbols
+        # where Dynamo compiles a hook as a frame of its own, and Inductor resizes a storage to a plain number only.
+        self.plan_text = ""
+        self.is_extended = False
         self.post_forward_rank: torch.Tensor | None = None  # (1,) int64
         self.watched: set[int] = set()  # parameters whose gradient hook is registered
         self.launched: Launched | None = None
@@ -80,16 +85,6 @@ class TraceableGroup:
         self.reduced_params: list[int] = []
         self.ticket = issue_ticket(self)
 
-    @property
-    def shard_count(self) -> int:
-        """Ranks that the parameters are sharded over."""
-        return int(self.shard_count_text)
-
-    @property
-    def post_forward_count(self) -> int:
-        """Ranks of the smaller mesh, with `reshard_after_forward=<int>`."""
-        return int(self.post_forward_count_text)
-
     # Setting up, for real and before anything is traced
 
     def prepare(self) -> None:
@@ -97,7 +92,7 @@ class TraceableGroup:
         group = self.group
         if isinstance(group.mesh_info, FSDPMeshInfo):
             process_group = group.mesh_info.shard_process_group
-            self.shard_count_text, self.gather_group = str(process_group.size()), process_group.group_name
+            self.shard_count, self.gather_group = process_group.size(), process_group.group_name
         # Created under inference_mode they would be inference tensors, and training would never work again.
         with torch.inference_mode(False), torch.no_grad():
             for param in self.params:
@@ -106,12 +101,15 @@ class TraceableGroup:
                 self._prepare_post_forward()
         for index, param in enumerate(self.params):
             self._watch_gradient(index, param.leaf)
+        self.is_extended = any(param.extended for param in self.params)
+        routes = (self.shard_count, self.gather_group, self.post_forward_count, self.post_forward_group)
+        self.plan_text = repr((routes, [param.plan for param in self.params]))
 
     def _prepare_post_forward(self) -> None:
         mesh_info = self.group.post_forward_mesh_info
         assert mesh_info is not None
         process_group = mesh_info.shard_process_group
-        self.post_forward_count_text, self.post_forward_group = str(process_group.size()), process_group.group_name
+        self.post_forward_count, self.post_forward_group = process_group.size(), process_group.group_name
         self.post_forward_rank = torch.tensor([mesh_info.shard_mesh_rank], device=self.group.device)
         for param in self.params:
             param.prepare_post_forward(self.post_forward_count)
@@ -144,13 +142,38 @@ class TraceableGroup:
         """Send the shards ahead of their use; nothing if they are on their way or already there."""
         if self.launched is not None or self.is_unsharded:
             return
+        plan = self._gather_plan()
         with torch.no_grad():
-            inputs = [param.gather_inputs() for param in self.params]
-            self.launched = launch(inputs, *self._route(), self._custom_gather())
+            if self._is_extended_now():
+                tensors, inputs = self._extended_inputs(plan)
+            else:
+                tensors, inputs = [param.gather_input() for param in self.params], plan.inputs
+            output = pack(tensors, inputs, plan.device)
+            if plan.shard_count > 1 and not isinstance(self.group._all_gather_comm, PLAIN_ALL_GATHERS):
+                output = self._gather_with_custom(output)
+            elif plan.shard_count > 1:
+                output = functional_collectives.all_gather_into_tensor(output, plan.shard_count, plan.process_group)
+            self.launched = Launched(output, inputs)
 
-    def _custom_gather(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        comm = self.group._all_gather_comm
-        return None if isinstance(comm, PLAIN_ALL_GATHERS) else self._gather_with_custom
+    def _gather_plan(self) -> GatherPlan:
+        # The text goes in for Dynamo to guard on.
+        return _plan_gather(self, self.plan_text, self.group._sharded_state)
+
+    def _is_extended_now(self) -> bool:
+        return self.is_extended and self.group._sharded_state is not POST_FORWARD
+
+    def _extended_inputs(self, plan: GatherPlan) -> tuple[list[torch.Tensor], list[tuple[Any, ...]]]:
+        tensors: list[torch.Tensor] = []
+        inputs: list[tuple[Any, ...]] = []
+        for param, described in zip(self.params, plan.inputs, strict=True):
+            if param.extended:
+                own = param.extended_inputs()
+                tensors += own
+                inputs += [(each.numel(), each.dtype) for each in own]
+            else:
+                tensors.append(param.gather_input())
+                inputs.append(described)
+        return tensors, inputs
 
     def _gather_with_custom(self, own: torch.Tensor) -> torch.Tensor:
         # Dynamo turns what the communicator calls, torch.distributed's own collectives, into ops of the graph.
@@ -166,30 +189,47 @@ class TraceableGroup:
         comm(output_tensor=output, input_tensor=flat, group=process_group, op=reduce_op, async_op=False)
         return output
 
-    def _route(self) -> tuple[int, str]:
-        if self.group._sharded_state is POST_FORWARD:
-            return self.post_forward_count, self.post_forward_group
-        return self.shard_count, self.gather_group
-
     def unshard(self) -> None:
         """All-gather the shards, allocate the unsharded parameters and fill them."""
         self.launch()
         launched, self.launched = self.launched, None
         assert launched is not None
+        plan = self._gather_plan()
         with torch.no_grad():
-            gathered = finish(launched, self._route()[0])
-            values = [param.assemble(parts) for param, parts in zip(self.params, gathered, strict=True)]
-            for param, value in zip(self.params, values, strict=True):
-                param.fill(value)
+            output = launched.output
+            if plan.shard_count > 1:
+                output = functional_collectives.wait_tensor(output)
+            values: Sequence[torch.Tensor] = unpack(output, plan.shard_count, launched.inputs)
+            if self._is_extended_now():
+                values = self._extended_values(values)
+            fill([param.leaf for param in self.params], values, plan.storage_bytes)
+        if self.group._sharded_state is POST_FORWARD:
+            for param in self.params:
+                param.free_post_forward()
         enter(self.group, UNSHARDED)
+
+    def _extended_values(self, gathered: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        values, first = [], 0
+        for param in self.params:
+            count = len(param.gather_sizes) if param.extended else 1
+            parts = list(gathered[first : first + count])
+            values.append(param.extended_value(parts) if param.extended else parts[0])
+            first += count
+        return values
 
     def reshard(self) -> None:
         """Free the unsharded parameters."""
         if self.group._sharded_state is SHARDED:
             return
-        for param in self.params:
-            param.free()
+        if self.group._sharded_state is POST_FORWARD:
+            for param in self.params:
+                param.free_post_forward()
+        else:
+            self._free()
         enter(self.group, SHARDED)
+
+    def _free(self) -> None:
+        free([param.leaf for param in self.params], self._gather_plan().storage_bytes)
 
     def reshard_after_forward(self) -> None:
         """Free the unsharded parameters as far as the group's setting has it, and register what is left."""
@@ -201,8 +241,9 @@ class TraceableGroup:
             assert self.post_forward_rank is not None
             with torch.no_grad():
                 for param in self.params:
-                    param.shrink(self.post_forward_count, self.post_forward_rank)
+                    param.keep_slice(self.post_forward_count, self.post_forward_rank)
                     param.register_post_forward()
+            self._free()
             enter(self.group, POST_FORWARD)
         else:
             self.reshard()
@@ -273,16 +314,16 @@ class TraceableGroup:
                 arrived.append(index)
                 grads.append(grad)
         with torch.no_grad():
-            rows = [self._rows_first(i, grad) for i, grad in zip(arrived, grads, strict=True)]
+            dims = _shard_dims(self, self.plan_text)
+            rows = [self._rows_first(dims[i], grad) for i, grad in zip(arrived, grads, strict=True)]
             reduced = self._reduce(rows)
         if reduced is not None and _has_gradient_hooks(self):
             hand_over(reduced, self.ticket, arrived)
         else:
             self.reduced, self.reduced_params = reduced, arrived
 
-    def _rows_first(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+    def _rows_first(self, dim: int, grad: torch.Tensor) -> torch.Tensor:
         # A gradient sharded on another dim is rearranged so that each rank's shard is a block of rows.
-        dim = self.params[index].plan.shard_dim
         return grad if dim == 0 or self.shard_count == 1 else torch.cat(grad.chunk(self.shard_count, dim=dim))
 
     def _reduce(self, grads: list[torch.Tensor]) -> torch.Tensor | None:
@@ -372,6 +413,23 @@ def _prefetch(groups: list[TraceableGroup]) -> None:
     for group in groups:
         if group.group.unshard_in_backward:
             group.launch()
+
+
+@runs_while_tracing
+def _plan_gather(group: TraceableGroup, plan_text: str, state: ShardedState) -> GatherPlan:
+    params = group.params
+    storage_bytes = [param.plan.storage_bytes for param in params]
+    if state is POST_FORWARD:
+        inputs = [tuple(param.post_forward_input()) for param in params]
+        return GatherPlan(group.post_forward_count, group.post_forward_group, None, inputs, storage_bytes)
+    device = group.group.device if params[0].param.offload_to_cpu else None
+    inputs = [tuple(param.input()) for param in params]
+    return GatherPlan(group.shard_count, group.gather_group, device, inputs, storage_bytes)
+
+
+@runs_while_tracing
+def _shard_dims(group: TraceableGroup, plan_text: str) -> list[int]:
+    return [param.plan.shard_dim for param in group.params]
 
 
 @runs_while_tracing

@@ -15,6 +15,7 @@ gradient to the parameter's own placements. No DTensor crosses a graph boundary.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,57 +30,34 @@ from compile_fsdp.compat import (
     free_storage,
     local_tensor,
     mark_static,
-    preserve_version_counter,
 )
 from compile_fsdp.ops import copy_
 from compile_fsdp.runtime.checks import check_unsharded
+from compile_fsdp.runtime.gather import Input
 
 
 @dataclass(frozen=True, slots=True)
 class ParamPlan:
     """The constants of one parameter: equal on every rank, since only padded sizes enter.
 
-    They are kept as text: where Dynamo compiles a hook as a frame of its own, it would turn a number that differs
-    from module to module into a symbol, and Inductor resizes a storage to a plain number only.
+    Attributes:
+        size: Of the unsharded parameter; of its local part, for a DTensor.
+        shard_size: Of one rank's padded shard.
+        shard_dim: The sharded dim.
+        storage_bytes: Of the unsharded parameter, with its padding.
+        is_cast: Whether the shard is cast before it is sent.
     """
 
-    size_text: str
-    padded_shard_size_text: str
-    shard_numel_text: str
-    shard_dim_text: str
-    storage_bytes_text: str
-
-    @property
-    def size(self) -> tuple[int, ...]:
-        """Of the unsharded parameter; of its local part, for a DTensor."""
-        return _read_sizes(self.size_text)
-
-    @property
-    def padded_shard_size(self) -> tuple[int, ...]:
-        """Of one rank's padded shard."""
-        return _read_sizes(self.padded_shard_size_text)
+    size: tuple[int, ...]
+    shard_size: tuple[int, ...]
+    shard_dim: int
+    storage_bytes: int
+    is_cast: bool
 
     @property
     def shard_numel(self) -> int:
         """Elements of the padded shard."""
-        return int(self.shard_numel_text)
-
-    @property
-    def shard_dim(self) -> int:
-        return int(self.shard_dim_text)
-
-    @property
-    def storage_bytes(self) -> int:
-        """Of the unsharded parameter, with its padding."""
-        return int(self.storage_bytes_text)
-
-
-def _read_sizes(text: str) -> tuple[int, ...]:
-    return tuple([int(size) for size in text.split(",")])
-
-
-def _write_sizes(sizes: torch.Size) -> str:
-    return ",".join(str(size) for size in sizes)
+        return math.prod(self.shard_size)
 
 
 class TraceableParam:
@@ -128,13 +106,12 @@ class TraceableParam:
         # With torch.compile(dynamic=True) sizes of shards would become symbols, one with the batch's if they are equal.
         for shard in (param._sharded_param_data, param.sharded_param, local_tensor(param.sharded_param)):
             mark_static(shard)
-        numel = param.padded_sharded_param_size.numel()
         self.plan = ParamPlan(
-            size_text=_write_sizes(param._orig_size),
-            padded_shard_size_text=_write_sizes(param.padded_sharded_param_size),
-            shard_numel_text=str(numel),
-            shard_dim_text=str(param.fsdp_placement.dim),
-            storage_bytes_text=str(numel * shard_count * self.leaf.itemsize),
+            size=tuple(param._orig_size),
+            shard_size=tuple(param.padded_sharded_param_size),
+            shard_dim=param.fsdp_placement.dim,
+            storage_bytes=param.padded_sharded_param_size.numel() * shard_count * self.leaf.itemsize,
+            is_cast=param.param_dtype is not None,
         )
 
     def _create_unsharded(self, shard_count: int, device: torch.device) -> None:
@@ -159,20 +136,26 @@ class TraceableParam:
 
     # All-gather
 
-    def gather_inputs(self) -> list[torch.Tensor]:
-        """What this rank sends: 1-D tensors on the group's device."""
-        param = self.param
-        if param.sharded_state is ShardedState.SHARDED_POST_FORWARD:
+    def gather_input(self) -> torch.Tensor:
+        """What this rank sends of a parameter that is not extended: 1-D, before it is moved and cast."""
+        if self.param.sharded_state is ShardedState.SHARDED_POST_FORWARD:
             assert self.post_forward is not None
-            return [self.post_forward.data]
-        if self.extended:
-            return self._extended_inputs()
-        shard = param._sharded_param_data  # (shard_numel,)
-        if param.offload_to_cpu:
-            shard = shard.to(param.device, non_blocking=True)
-        return [shard if param.param_dtype is None else shard.to(param.param_dtype)]
+            return self.post_forward.data
+        return self.param._sharded_param_data  # (shard_numel,)
 
-    def _extended_inputs(self) -> list[torch.Tensor]:
+    def input(self) -> Input:
+        """For real: what is made of all ranks' `gather_input`s."""
+        plan = self.plan
+        kind = "rows" if plan.shard_dim == 0 else "columns"
+        return Input(plan.shard_numel, self.leaf.dtype, plan.is_cast, kind, plan.size, plan.shard_size, plan.shard_dim)
+
+    def post_forward_input(self) -> Input:
+        """For real: the same over the smaller mesh."""
+        assert self.post_forward is not None
+        return Input(self.post_forward.data.numel(), self.leaf.dtype, kind="flat", size=self.plan.size)
+
+    def extended_inputs(self) -> list[torch.Tensor]:
+        """What an extension sends: 1-D tensors on the group's device."""
         param = self.param
         assert self.pre_all_gather is not None
         shard: Any = param._sharded_local_tensor
@@ -186,28 +169,8 @@ class TraceableParam:
         self.gather_sizes = [each.size() for each in inputs]
         return [each.reshape(-1) for each in inputs]
 
-    def assemble(self, gathered: list[torch.Tensor]) -> torch.Tensor:
-        """The unsharded value from all ranks' inputs, each (ranks, numel of the input)."""
-        plan = self.plan
-        if self.extended:
-            return self._extended_value(gathered)
-        (rows,) = gathered
-        shard_count = rows.shape[0]
-        if self.param.sharded_state is ShardedState.SHARDED_POST_FORWARD:
-            # The rows are slices of the flat padded value.
-            flat = rows.reshape(-1)
-            numel = 1
-            for size in plan.size:
-                numel *= size
-            return flat[:numel].view(plan.size)
-        if plan.shard_dim != 0:
-            shards = rows.reshape(shard_count, *plan.padded_shard_size)
-            return torch.cat(shards.unbind(0), dim=plan.shard_dim)
-        length = plan.padded_shard_size[0] * shard_count
-        full = rows.reshape(length, *plan.padded_shard_size[1:])
-        return full if length == plan.size[0] else full[: plan.size[0]]
-
-    def _extended_value(self, gathered: list[torch.Tensor]) -> torch.Tensor:
+    def extended_value(self, gathered: list[torch.Tensor]) -> torch.Tensor:
+        """What an extension makes of all ranks' inputs, each (ranks, numel of the input)."""
         assert self.post_all_gather is not None
         param = self.param
         shard: Any = param._sharded_local_tensor
@@ -219,28 +182,14 @@ class TraceableParam:
         value: torch.Tensor
         value, _ = self.post_all_gather(shard, tuple(outputs), self.metadata, dtype)
         self.metadata, self.gather_sizes = None, []
-        return value if value.shape[0] == self.plan.size[0] else value[: self.plan.size[0]]
+        length = self.leaf.shape[0]
+        return value if value.shape[0] == length else value[:length]
 
     # States
 
-    def fill(self, value: torch.Tensor) -> None:
-        """Allocate the unsharded parameter and fill it."""
-        if self.plan.storage_bytes > 0:
-            self.leaf.untyped_storage().resize_(self.plan.storage_bytes)
-            # What autograd saved of the parameter is valid again once it is refilled.
-            with preserve_version_counter(self.leaf):
-                copy_(self.leaf, value)
-        if self.post_forward is not None and self.param.sharded_state is ShardedState.SHARDED_POST_FORWARD:
-            self.post_forward.free(self.param)
-        self.param.sharded_state = ShardedState.UNSHARDED
-
-    def free(self) -> None:
-        """Free the unsharded parameter, and the post-forward shard if that is what there is."""
-        if self.post_forward is not None and self.param.sharded_state is ShardedState.SHARDED_POST_FORWARD:
-            self.post_forward.free(self.param)
-        elif self.plan.storage_bytes > 0:
-            self.leaf.untyped_storage().resize_(0)
-        self.param.sharded_state = ShardedState.SHARDED
+    def free_post_forward(self) -> None:
+        assert self.post_forward is not None
+        self.post_forward.free(self.param)
 
     def reset(self) -> None:
         """For real: free everything there may be, whatever the state says, and drop the gradient."""
@@ -252,13 +201,10 @@ class TraceableParam:
         param.sharded_state = ShardedState.SHARDED
         self.register_sharded()
 
-    def shrink(self, shard_count: int, rank: torch.Tensor) -> None:
-        """Keep this rank's slice over the post-forward mesh, and free the unsharded parameter."""
+    def keep_slice(self, shard_count: int, rank: torch.Tensor) -> None:
+        """Keep this rank's slice of the unsharded parameter over the post-forward mesh."""
         assert self.post_forward is not None
         self.post_forward.fill(self.param, self.leaf, shard_count, rank)
-        if self.plan.storage_bytes > 0:
-            self.leaf.untyped_storage().resize_(0)
-        self.param.sharded_state = ShardedState.SHARDED_POST_FORWARD
 
     # Who the modules hold
 

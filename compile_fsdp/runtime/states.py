@@ -16,11 +16,11 @@ LEGAL = (
 
 
 def enter(group: FSDPParamGroup, state: ShardedState) -> None:
-    """Take a group, whose parameters have taken it already, to another state.
+    """Take a group and all of its parameters to another state.
 
-    Run while a step is traced, so that its checks cost nothing when the graph runs.
+    Run while a step is traced, so that the check costs nothing when the graph runs.
     """
     assert (group._sharded_state, state) in LEGAL, "an illegal step of a parameter group's state"
-    for param in group.fsdp_params:
-        assert param.sharded_state is state, "a parameter's state differs from its group's"
     group._sharded_state = state
+    for param in group.fsdp_params:
+        param.sharded_state = state
