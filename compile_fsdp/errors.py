@@ -67,5 +67,65 @@ class PartialBackwardError(BackwardError):
     """`torch.autograd.grad`, or `backward(inputs=...)`, through a compiled sharded model."""
 
 
+class PlanError(CompileFSDPError):
+    """Base of the errors for a plan of what to shard that cannot be applied; the model is as it was."""
+
+
+class PolicyError(PlanError):
+    """A policy returns what is no argument of `fully_shard`, or modules that are not in the model."""
+
+
+class NothingSelectedError(PlanError):
+    """A policy selects no module below the root."""
+
+
+class IgnoredModuleError(PlanError):
+    """A policy selects a module that is to be ignored, or an ignored module is not below the root."""
+
+
+class AlreadyShardedError(PlanError):
+    """A selected module is sharded already, or inside of a module that is."""
+
+
+class NoForwardError(PlanError):
+    """A selected module has no forward, so that its hooks would never run."""
+
+
+class SharedParameterError(PlanError):
+    """A parameter, or a module, would be in two groups."""
+
+
+class UnshardableParameterError(PlanError):
+    """`fully_shard` cannot shard a parameter: a scalar, not contiguous, or unevenly split."""
+
+
+class PrecisionOverrideError(PlanError):
+    """A module cannot be made to run in full precision."""
+
+
+class MixedFrozenWarning(UserWarning):
+    """Trainable and frozen parameters are in one group."""
+
+
+class StateError(CompileFSDPError):
+    """Base of the errors about optimizer state and checkpoints; model and optimizer are as they were."""
+
+
+class ForeignParameterError(StateError):
+    """An optimizer holds parameters that are not in the model."""
+
+
+class StateMismatchError(StateError):
+    """A state does not fit the model or the optimizer: missing, unexpected, wrong-shape or wrong-dtype entries."""
+
+
+class RekeyError(StateError):
+    """A state's parameter ids cannot be matched with the model's parameters."""
+
+
+class CheckpointError(StateError):
+    """A checkpoint cannot be found, read or written."""
+
+
 class OpDefinitionError(CompileFSDPError):
     """An operator of torch is defined otherwise than the runtime needs it."""

@@ -1,0 +1,19 @@
+"""Say once which modules of a model to shard: policies, plans, checks, and modules in full precision."""
+
+from compile_fsdp.wrap.planning import plan
+from compile_fsdp.wrap.plans import Group, Plan
+from compile_fsdp.wrap.policies import CustomPolicy, ModuleWrapPolicy, Policy, RepeatedBlocksPolicy, SizePolicy
+from compile_fsdp.wrap.sharding import apply, auto_shard
+
+__all__ = [
+    "CustomPolicy",
+    "Group",
+    "ModuleWrapPolicy",
+    "Plan",
+    "Policy",
+    "RepeatedBlocksPolicy",
+    "SizePolicy",
+    "apply",
+    "auto_shard",
+    "plan",
+]

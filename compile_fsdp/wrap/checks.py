@@ -1,0 +1,215 @@
+"""Refuse, before anything is changed, a plan that cannot work: with all FQNs and what to do about it."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+from compile_fsdp.compat import fsdp_state
+from compile_fsdp.errors import (
+    AlreadyShardedError,
+    FSDP1Error,
+    IgnoredModuleError,
+    NoForwardError,
+    NothingSelectedError,
+    PolicyError,
+    PrecisionOverrideError,
+    ProcessGroupMissingError,
+    SharedParameterError,
+    UnshardableParameterError,
+)
+from compile_fsdp.wrap.groups import Draft, collect_all, find_shared, merge_shared
+from compile_fsdp.wrap.layout import local_shape, shard_count, shard_of, unsharded_bytes
+from compile_fsdp.wrap.policies import Policy, Selection
+from compile_fsdp.wrap.tree import ROOT, has_forward, has_parameters, names_of
+
+
+def check_ignored(root: nn.Module, ignored_modules: Collection[nn.Module]) -> None:
+    names = names_of(root)
+    foreign = [type(module).__name__ for module in ignored_modules if module not in names or module is root]
+    if foreign:
+        raise IgnoredModuleError(f"expected ignored modules below {type(root).__name__}, got {foreign}; leave them out")
+
+
+def check_selection(root: nn.Module, policy: Policy, selection: Selection, ignored: Collection[nn.Module]) -> None:
+    """Check what a policy returned, module by module."""
+    names = names_of(root)
+    # The policy is the user's own code, whatever its annotations say.
+    foreign = [repr(module) for module in selection if module not in names]
+    if foreign:
+        raise PolicyError(
+            f"expected {policy!r} to select modules of {type(root).__name__}, got {', '.join(foreign)}; "
+            "select what root.modules() yields"
+        )
+    inside = [names[module] for module in selection if module in ignored]
+    if inside:
+        raise IgnoredModuleError(
+            f"expected {policy!r} to leave out ignored modules, it selects {inside}, which are ignored or below an "
+            "ignored module; take them out of the policy, or their parents out of ignored_modules"
+        )
+    if not selection.keys() - {root}:
+        useful = (module for module in names if module is not root and has_parameters(module) and has_forward(module))
+        classes = sorted({type(module).__name__ for module in useful})
+        raise NothingSelectedError(
+            f"expected {policy!r} to select modules below {type(root).__name__}, it selects none; name some of its "
+            f"classes, {classes}, in a ModuleWrapPolicy, or call fully_shard() on the whole"
+        )
+
+
+def check_modules(root: nn.Module, modules: Collection[nn.Module]) -> None:
+    """Check that modules can be sharded, as far as it does not depend on their parameters."""
+    names = names_of(root)
+    fsdp1 = [fqn for module, fqn in names.items() if isinstance(module, FullyShardedDataParallel)]
+    if fsdp1:
+        raise FSDP1Error(f"expected a model without FSDP1, got FullyShardedDataParallel at {fsdp1}; build it without")
+    sharded_below = {each for module in names if fsdp_state(module) is not None for each in module.modules()}
+    sharded = [names[module] for module in modules if module in sharded_below]
+    if sharded:
+        raise AlreadyShardedError(
+            f"expected modules that are not sharded yet, got {sharded}; plan before any fully_shard(), "
+            "or pass what is sharded by hand as ignored_modules"
+        )
+    passive = {names[module]: type(module).__name__ for module in modules if not has_forward(module)}
+    if passive:
+        raise NoForwardError(
+            f"expected modules that are called, got {passive}, which have no forward; select what they contain, "
+            "or the module around them"
+        )
+
+
+def check_arguments(root: nn.Module, drafts: Iterable[Draft]) -> None:
+    """Check the arguments of `fully_shard` that it would refuse half way through a plan."""
+    names = names_of(root)
+    known = [name for name in inspect.signature(fully_shard).parameters if name != "module"]
+    wrong: dict[str, list[str]] = {}
+    for draft in drafts:
+        kwargs = draft.kwargs
+        problems = [f"{name}= is unknown" for name in kwargs if name not in known]
+        mesh, factor = kwargs.get("mesh"), kwargs.get("reshard_after_forward")
+        if mesh is not None and mesh.ndim > 2 and kwargs.get("dp_mesh_dims") is None:
+            problems.append(f"mesh has {mesh.ndim} dims, not 1 or 2")
+        elif not (factor is None or isinstance(factor, bool) or _divides(factor, shard_count(kwargs))):
+            problems.append(f"reshard_after_forward={factor} is no factor of {shard_count(kwargs)} ranks")
+        if problems:
+            wrong[draft.name(names)] = problems
+    if wrong:
+        raise PolicyError(f"expected arguments of fully_shard, {known}, got {wrong}; correct the policy, or the call")
+
+
+def _divides(factor: object, ranks: int) -> bool:
+    return isinstance(factor, int) and factor > 0 and ranks % factor == 0
+
+
+def check_shared(root: nn.Module, drafts: Sequence[Draft]) -> None:
+    """Refuse a parameter that two groups would take: each would shard a copy of its own, and untie them."""
+    shared = find_shared(drafts)
+    if not shared:
+        return
+    names = names_of(root)
+    fqns: dict[nn.Parameter, list[str]] = {}
+    for fqn, parameter in root.named_parameters(remove_duplicate=False):
+        fqns.setdefault(parameter, []).append(fqn)
+    paths: dict[nn.Module, list[str]] = {}
+    for fqn, module in root.named_modules(remove_duplicate=False):
+        paths.setdefault(module, []).append(fqn or ROOT)
+    modules: dict[str, list[str]] = {}
+    parameters: dict[str, list[str]] = {}
+    for parameter, by_draft in shared.items():
+        groups = [draft.name(names) for draft in by_draft]
+        holders = {module for held in by_draft.values() for module in held}
+        if len(holders) == 1:
+            modules[" = ".join(paths[holders.pop()])] = groups
+        else:
+            parameters[" = ".join(fqns[parameter])] = groups
+    found = [f"shared {kind} {each}" for kind, each in (("modules", modules), ("parameters", parameters)) if each]
+    itself = "select a shared module itself, if it is only ever called, or " if modules else ""
+    merged = merge_shared(root, drafts)
+    gone = [draft.name(names) for draft in drafts if draft not in merged]
+    made = [draft.name(names) for draft in merged if draft not in drafts]
+    raise SharedParameterError(
+        f"expected every parameter in one group, got {' and '.join(found)}; {itself}pass fix_shared=True, which makes "
+        f"of the groups {gone} these: {made}"
+    )
+
+
+def check_parameters(root: nn.Module, drafts: Sequence[Draft]) -> None:
+    """Refuse parameters that `fully_shard` cannot shard."""
+    names = names_of(root)
+    wrong: dict[str, str] = {}
+    for draft, held in zip(drafts, collect_all(drafts), strict=True):
+        for parameter, module, name in held:
+            reason = _unshardable(parameter, draft.kwargs)
+            if reason is not None:
+                wrong[parameter_name(names, module, name)] = reason
+    if wrong:
+        raise UnshardableParameterError(
+            f"expected parameters that can be sharded, got {wrong}; reshape them, or ignore their modules"
+        )
+
+
+def _unshardable(parameter: nn.Parameter, kwargs: Mapping[str, Any]) -> str | None:
+    if parameter.ndim == 0:
+        return "a scalar, not a tensor of one element"
+    if not parameter.is_contiguous():
+        return f"not contiguous: shape {tuple(parameter.shape)}, stride {parameter.stride()}"
+    dim, ranks = shard_of(parameter, kwargs)
+    size = local_shape(parameter)[dim]
+    if dim > 0 and size % ranks:
+        return f"{size} in dim {dim} over {ranks} ranks, where only dim 0 may be split unevenly"
+    return None
+
+
+def check_full_precision(root: nn.Module, modules: Collection[nn.Module]) -> None:
+    """Refuse modules that would not compute in full precision."""
+    names = names_of(root)
+    wrong = {
+        parameter_name(names, module, name): str(parameter.dtype)
+        for module in modules
+        for name, parameter in module.named_parameters()
+        if parameter.is_floating_point() and parameter.dtype.itemsize < 4
+    }
+    wrong.update({names[module]: "a forward of its own" for module in modules if "forward" in vars(module)})
+    if wrong:
+        raise PrecisionOverrideError(
+            f"expected float32 parameters and a forward that is the class's in mixed_precision_overrides, got {wrong}; "
+            "call float() on these modules, and set no forward on them, before sharding"
+        )
+
+
+def check_process_group(kwargs: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse to build a mesh where nothing says which ranks there are."""
+    if dist.is_initialized() or "RANK" in os.environ or all(each.get("mesh") is not None for each in kwargs):
+        return
+    raise ProcessGroupMissingError(
+        "expected a mesh or an initialised process group to shard over, found neither; "
+        "call torch.distributed.init_process_group(), run under torchrun, or pass mesh="
+    )
+
+
+def frozen_warnings(root: nn.Module, drafts: Sequence[Draft]) -> tuple[str, ...]:
+    """What to say about groups of trainable and frozen parameters."""
+    names = names_of(root)
+    found = []
+    for draft, held in zip(drafts, collect_all(drafts), strict=True):
+        parameters = {each.parameter: parameter_name(names, each.module, each.name) for each in held}
+        frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+        if frozen and len(frozen) < len(parameters):
+            size = sum(unsharded_bytes(parameter, draft.kwargs) for parameter in frozen)
+            trainable = len(parameters) - len(frozen)
+            found.append(
+                f"{draft.name(names)}: {len(frozen)} frozen parameters are in one group with {trainable} trainable "
+                f"ones; they get no gradients, but each backward gathers their {size:,} bytes as well and holds them "
+                "until the last gradient of the group is reduced; select modules that hold either kind alone"
+            )
+    return tuple(found)
+
+
+def parameter_name(names: Mapping[nn.Module, str], module: nn.Module, name: str) -> str:
+    """FQN of a parameter that a module holds under `name`."""
+    return name if names[module] == ROOT else f"{names[module]}.{name}"

@@ -1,0 +1,147 @@
+"""Drafts of calls of `fully_shard`: which parameters each of them will take, in which order, and their merging.
+
+[Note: Inner groups come first]
+`fully_shard` takes what it finds below its modules and stops at modules that are sharded already. A group with a
+module inside of another group's must therefore be sharded before it. In post-order that is so for groups of one
+module; a group of several waits for the groups below any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from compile_fsdp.compat import fsdp_state
+from compile_fsdp.errors import SharedParameterError
+from compile_fsdp.wrap.tree import below, in_post_order, names_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draft:
+    """One call of `fully_shard`: its modules, none below another, and its arguments."""
+
+    modules: tuple[nn.Module, ...]
+    kwargs: Mapping[str, Any]
+
+    def name(self, names: Mapping[nn.Module, str]) -> str:
+        """`layers.0`, or `[embedding, head]`."""
+        fqns = [names[module] for module in self.modules]
+        return fqns[0] if len(fqns) == 1 else f"[{', '.join(fqns)}]"
+
+
+class Held(NamedTuple):
+    """A parameter where a module holds it."""
+
+    parameter: nn.Parameter
+    module: nn.Module
+    name: str
+
+
+def collect(draft: Draft, borders: Set[nn.Module]) -> list[Held]:
+    """What `fully_shard` will find for a draft, in its order; a parameter that two modules hold comes twice.
+
+    Args:
+        draft: Of one call.
+        borders: The modules of all drafts.
+    """
+    ignored = set(draft.kwargs.get("ignored_params") or ())
+    found: list[Held] = []
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> None:
+        seen.add(module)
+        for child in module.children():
+            if child not in seen and child not in borders and fsdp_state(child) is None:
+                visit(child)
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter not in ignored:
+                found.append(Held(parameter, module, name))
+
+    for module in draft.modules:
+        visit(module)
+    return found
+
+
+def collect_all(drafts: Sequence[Draft]) -> list[list[Held]]:
+    borders = {module for draft in drafts for module in draft.modules}
+    return [collect(draft, borders) for draft in drafts]
+
+
+def find_shared(drafts: Sequence[Draft]) -> dict[nn.Parameter, dict[Draft, list[nn.Module]]]:
+    """Each parameter that more than one draft would take, with the modules by which each of them reaches it."""
+    holders: dict[nn.Parameter, dict[Draft, list[nn.Module]]] = {}
+    for draft, held in zip(drafts, collect_all(drafts), strict=True):
+        for parameter, module, _ in held:
+            holders.setdefault(parameter, {}).setdefault(draft, []).append(module)
+    return {parameter: by_draft for parameter, by_draft in holders.items() if len(by_draft) > 1}
+
+
+def in_order(root: nn.Module, drafts: Sequence[Draft]) -> list[Draft]:
+    """The order to shard in. See [Note: Inner groups come first]."""
+    position = {module: index for index, module in enumerate(in_post_order(root))}
+    drafts = sorted(drafts, key=lambda draft: position[draft.modules[0]])
+    ordered: dict[Draft, None] = {}
+
+    def visit(draft: Draft) -> None:
+        inside = below(draft.modules)
+        for inner in drafts:
+            if inner not in ordered and not inside.isdisjoint(inner.modules):
+                visit(inner)
+        ordered[draft] = None
+
+    for draft in drafts:
+        if draft not in ordered:
+            visit(draft)
+    return list(ordered)
+
+
+def merge_shared(root: nn.Module, drafts: Sequence[Draft]) -> list[Draft]:
+    """Make one draft of those that share parameters, again and again until none do.
+
+    Modules below others of the same draft are dropped, so that a group that shares with one around it goes into
+    that one, and groups side by side become one of several modules.
+
+    Raises:
+        SharedParameterError: drafts that are to be merged differ in their arguments.
+    """
+    drafts = list(drafts)
+    while (pair := _find_pair(drafts)) is not None:
+        drafts = [draft for draft in drafts if draft not in pair] + [_merge(root, *pair)]
+    return drafts
+
+
+def _find_pair(drafts: Sequence[Draft]) -> tuple[Draft, Draft] | None:
+    for by_draft in find_shared(drafts).values():
+        first, second, *_ = by_draft
+        return first, second
+    # Two groups of several modules may each have a module inside of the other one: neither could come first.
+    several = [(draft, below(draft.modules)) for draft in drafts if len(draft.modules) > 1]
+    for first, inside_first in several:
+        for second, inside_second in several:
+            if not inside_first.isdisjoint(second.modules) and not inside_second.isdisjoint(first.modules):
+                return first, second
+    return None
+
+
+def _merge(root: nn.Module, first: Draft, second: Draft) -> Draft:
+    names = names_of(root)
+    differing = {
+        key: [_given(draft, key) for draft in (first, second)]
+        for key in sorted({*first.kwargs, *second.kwargs})
+        if _given(first, key) != _given(second, key)
+    }
+    if differing:
+        raise SharedParameterError(
+            f"expected the same arguments for {first.name(names)} and {second.name(names)}, which share parameters and "
+            f"can only be one group, got {differing}; give both the same arguments, or leave one of them out"
+        )
+    together = {*first.modules, *second.modules}
+    inside = below(together)
+    return Draft(tuple(module for module in names if module in together and module not in inside), first.kwargs)
+
+
+def _given(draft: Draft, key: str) -> Any:
+    return draft.kwargs.get(key, "not given")

@@ -1,0 +1,110 @@
+"""A plan: the calls of `fully_shard` that will be made, with their facts, to read before any of them is made."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from compile_fsdp.wrap.layout import shard_count
+from compile_fsdp.wrap.tree import ROOT
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One call of `fully_shard`, and the parameters that it will gather and reduce together.
+
+    Attributes:
+        modules: What is sharded: one module, or several that share the group.
+        fqns: The FQN of each, empty for the root.
+        kwargs: Arguments of `fully_shard`, the root's where the policy gave none.
+        parameters: FQNs of the group's parameters in torch's order, each parameter once.
+        numel: Elements of all of them, unsharded.
+        bytes_per_rank: Of their shards on each rank, padding included: the same number on every rank.
+    """
+
+    modules: tuple[nn.Module, ...]
+    fqns: tuple[str, ...]
+    kwargs: Mapping[str, Any]
+    parameters: tuple[str, ...]
+    numel: int
+    bytes_per_rank: int
+
+    @property
+    def name(self) -> str:
+        """`layers.0`, `[embedding, head]` or `the root`."""
+        return self.fqns[0] or ROOT if len(self.fqns) == 1 else f"[{', '.join(self.fqns)}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What `apply` will do, in this order; `print` shows it as a table.
+
+    Attributes:
+        root: The model.
+        groups: Children before parents, the root last.
+        full_precision: Modules that will run in full precision, whatever is around them.
+        warnings: What works and may not be meant.
+    """
+
+    root: nn.Module
+    groups: tuple[Group, ...]
+    full_precision: tuple[nn.Module, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        root_kwargs = self.groups[-1].kwargs
+        rows = [("FQN", "class", "parameters", "bytes per rank", "kwargs")]
+        for group in self.groups:
+            adopted = {} if group is self.groups[-1] else root_kwargs
+            rows.append(
+                (
+                    group.name,
+                    ", ".join(type(module).__name__ for module in group.modules),
+                    f"{group.numel:,}",
+                    f"{group.bytes_per_rank:,}",
+                    _show_kwargs(group.kwargs, adopted),
+                )
+            )
+        widths = [max(len(row[column]) for row in rows) for column in range(5)]
+        lines = [
+            f"{fqn:<{widths[0]}}  {cls:<{widths[1]}}  {numel:>{widths[2]}}  {size:>{widths[3]}}  {kwargs}".rstrip()
+            for fqn, cls, numel, size, kwargs in rows
+        ]
+        numel, size = sum(group.numel for group in self.groups), sum(group.bytes_per_rank for group in self.groups)
+        lines.append(
+            f"{len(self.groups)} groups over {shard_count(root_kwargs)} ranks: "
+            f"{numel:,} parameters, {size:,} bytes per rank"
+        )
+        if self.full_precision:
+            names = {module: fqn or ROOT for fqn, module in self.root.named_modules()}
+            lines.append(f"in full precision: {', '.join(names[module] for module in self.full_precision)}")
+        return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
+
+
+def _show_kwargs(kwargs: Mapping[str, Any], adopted: Mapping[str, Any]) -> str:
+    own = {key: value for key, value in kwargs.items() if key not in adopted or adopted[key] != value}
+    return ", ".join(f"{key}={show(value)}" for key, value in own.items())
+
+
+def show(value: object) -> str:
+    """An argument in few words, the same on every rank."""
+    if isinstance(value, DeviceMesh):
+        # Not its ranks: those of a slice differ from rank to rank.
+        names = value.mesh_dim_names or ("",) * value.ndim
+        dims = ", ".join(f"{name}={size}" if name else str(size) for name, size in zip(names, value.shape, strict=True))
+        return f"{value.device_type}({dims})"
+    if isinstance(value, Set):
+        return f"{{{len(value)}}}"
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
+        given = [f"{field.name}={show(own)}" for field, own in fields if own != field.default]
+        return f"{type(value).__name__}({', '.join(given)})"
+    return getattr(value, "__qualname__", None) or repr(value)

@@ -1,0 +1,202 @@
+"""Policies: which modules become groups of their own, and with which arguments of `fully_shard`.
+
+Several policies may be combined: `first | second` selects what either selects. Where both select a module, an
+argument that one of them gives stands before one that is adopted from the root; where both give the same argument,
+the second's stands, as in the union of two dicts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import nn
+
+from compile_fsdp.errors import PolicyError
+from compile_fsdp.wrap.tree import has_forward, has_parameters, names_of
+
+Selection = Mapping[nn.Module, Mapping[str, Any]]
+
+
+class Policy(Protocol):
+    """What decides. It only reads the model, and goes over it as often as it needs to."""
+
+    def select(self, root: nn.Module, ignored: Set[nn.Module], root_kwargs: Mapping[str, Any]) -> Selection:
+        """Choose modules below the root.
+
+        Args:
+            root: The model, not sharded yet, possibly on the meta device.
+            ignored: The ignored modules and everything below them; none of these may be selected.
+            root_kwargs: Arguments of `fully_shard` for the root.
+        Returns:
+            The arguments of `fully_shard` for each selected module. Those that are not given are the root's.
+        """
+
+
+class Combinable:
+    """Mixin: policies that `|` combines, also with one that has but `select`."""
+
+    __slots__ = ()
+
+    def __or__(self: Policy, other: Policy) -> Combined:
+        return Combined(self, other)
+
+    def __ror__(self: Policy, other: Policy) -> Combined:
+        return Combined(other, self)
+
+
+@dataclass(frozen=True, slots=True)
+class Combined(Combinable):
+    """What `first | second` is."""
+
+    first: Policy
+    second: Policy
+
+    def select(self, root: nn.Module, ignored: Set[nn.Module], root_kwargs: Mapping[str, Any]) -> Selection:
+        selected = {module: dict(kwargs) for module, kwargs in self.first.select(root, ignored, root_kwargs).items()}
+        for module, kwargs in self.second.select(root, ignored, root_kwargs).items():
+            selected.setdefault(module, {}).update(kwargs)
+        return selected
+
+    def __repr__(self) -> str:
+        return f"{self.first!r} | {self.second!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleWrapPolicy(Combinable):
+    """Select every module of the given classes, subclasses included.
+
+    Raises:
+        PolicyError: something else than module classes is given.
+    """
+
+    classes: Collection[type[nn.Module]]
+
+    def __post_init__(self) -> None:
+        wrong = [each for each in self.classes if not (isinstance(each, type) and issubclass(each, nn.Module))]
+        if wrong:
+            raise PolicyError(f"expected module classes, got {wrong}; pass the classes themselves, not their names")
+
+    def select(self, root: nn.Module, ignored: Set[nn.Module], root_kwargs: Mapping[str, Any]) -> Selection:
+        classes = tuple(self.classes)
+        return {module: {} for module in root.modules() if isinstance(module, classes) and module not in ignored}
+
+    def __repr__(self) -> str:
+        return f"ModuleWrapPolicy({{{', '.join(sorted(each.__name__ for each in self.classes))}}})"
+
+
+@dataclass(frozen=True, slots=True)
+class CustomPolicy(Combinable):
+    """Select the modules for which a function returns True, or a dict of arguments that overrides the root's.
+
+    The function is not asked about the root and ignored modules.
+    """
+
+    function: Callable[[nn.Module], bool | Mapping[str, Any]]
+
+    def select(self, root: nn.Module, ignored: Set[nn.Module], root_kwargs: Mapping[str, Any]) -> Selection:
+        """Choose modules; see `Policy.select`.
+
+        Raises:
+            PolicyError: the function returns anything but a bool or a dict.
+        """
+        skipped = {root, *ignored}
+        answers = {module: self.function(module) for module in root.modules() if module not in skipped}
+        wrong = {
+            fqn: answers[module]
+            for module, fqn in names_of(root).items()
+            if not isinstance(answers.get(module, False), bool | Mapping)
+        }
+        if wrong:
+            raise PolicyError(f"expected {self!r} to return True, False or a dict of arguments, got {wrong}")
+        return {
+            module: answer if isinstance(answer, Mapping) else {}
+            for module, answer in answers.items()
+            if answer is not False
+        }
+
+    def __repr__(self) -> str:
+        return f"CustomPolicy({getattr(self.function, '__qualname__', repr(self.function))})"
+
+
+@dataclass(frozen=True, slots=True)
+class SizePolicy(Combinable):
+    """Select, from the leaves upwards, each module that holds enough parameters not selected below it.
+
+    Args:
+        min_params: Fewest elements of a group.
+        exclude: Classes that are not selected themselves; what is below them still may be.
+        leaves: Classes below which nothing is selected, since they read their submodules' parameters.
+    """
+
+    min_params: int
+    exclude: tuple[type[nn.Module], ...] = ()
+    leaves: tuple[type[nn.Module], ...] = field(default=(nn.MultiheadAttention,), repr=False)
+
+    def select(self, root: nn.Module, ignored: Set[nn.Module], root_kwargs: Mapping[str, Any]) -> Selection:
+        selected: dict[nn.Module, dict[str, Any]] = {}
+        seen = {root, *ignored}
+        counted = {parameter for module in ignored for parameter in module.parameters(recurse=False)}
+        counted.update(root_kwargs.get("ignored_params") or ())
+
+        def unwrapped_numel(module: nn.Module, is_open: bool) -> int:
+            """Elements at and below a module that are in no selected module; each parameter counts once."""
+            own = [parameter for parameter in module.parameters(recurse=False) if parameter not in counted]
+            counted.update(own)
+            numel = sum(parameter.numel() for parameter in own)
+            children = [child for child in dict.fromkeys(module.children()) if child not in seen]
+            seen.update(children)
+            for child in children:
+                numel += unwrapped_numel(child, is_open and not isinstance(module, self.leaves))
+            is_candidate = is_open and module is not root and not isinstance(module, self.exclude)
+            if is_candidate and numel >= self.min_params and has_forward(module):
+                selected[module] = {}
+                return 0
+            return numel
+
+        unwrapped_numel(root, True)
+        return selected
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatedBlocksPolicy(Combinable):
+    """Select the outermost modules of the classes that a model repeats: the layers of a transformer, for example.
+
+    A class is repeated if at least two of its modules stand in lists, dicts or sequences of modules. Where some
+    of the repeated classes are made of modules with parameters, those alone count, and single layers do not.
+    """
+
+    def select(self, root: nn.Module, ignored: Set[nn.Module], root_kwargs: Mapping[str, Any]) -> Selection:
+        classes = self.block_classes(root)
+        selected: dict[nn.Module, dict[str, Any]] = {}
+        seen = {root, *ignored}
+
+        def visit(module: nn.Module) -> None:
+            for child in module.children():
+                if child in seen:
+                    continue
+                seen.add(child)
+                if type(child) in classes:
+                    selected[child] = {}
+                else:
+                    visit(child)
+
+        visit(root)
+        return selected
+
+    def block_classes(self, root: nn.Module) -> list[type[nn.Module]]:
+        """The classes of the blocks that the model repeats, in the order of the first block of each."""
+        containers = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+        in_containers = {
+            child: None
+            for module in root.modules()
+            if isinstance(module, containers)
+            for child in module.children()
+            if type(child) not in containers and has_forward(child) and has_parameters(child)
+        }
+        counts = Counter(type(module) for module in in_containers)
+        repeated = [cls for cls, count in counts.items() if count > 1]
+        composite = {type(module) for module in in_containers if any(map(has_parameters, module.children()))}
+        return [cls for cls in repeated if cls in composite] or repeated

@@ -1,0 +1,49 @@
+"""Modules that run in full precision inside of a model that runs in a low one."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from compile_fsdp.compat import tree_map_only
+from compile_fsdp.runtime.outputs import find_tensors
+
+
+class FullPrecision:
+    """Mixin in front of a module's class: 16-bit inputs are cast up, outputs to the dtype that the inputs had.
+
+    [Note: The dtype lives as long as the call]
+    The dtype to go back to is a local variable of the one call. A module that is used twice, that calls itself, or
+    whose forward raises cannot meet another call's, and Dynamo has no state to follow.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        inputs: list[torch.Tensor] = []
+        find_tensors((args, kwargs), inputs, [])
+        dtypes = [tensor.dtype for tensor in inputs if tensor.is_floating_point()]
+        args, kwargs = tree_map_only(torch.Tensor, _cast_up, (args, kwargs))
+        output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        if not dtypes:
+            return output
+        return tree_map_only(
+            torch.Tensor, lambda tensor: tensor.to(dtypes[0]) if tensor.is_floating_point() else tensor, output
+        )
+
+
+def _cast_up(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.is_floating_point() and tensor.dtype.itemsize < 4 else tensor
+
+
+@cache
+def _full_precision_class(cls: type[Any]) -> type[Any]:
+    return type(cls.__name__, (FullPrecision, cls), {"__module__": cls.__module__})
+
+
+def run_in_full_precision(module: nn.Module) -> None:
+    """Make a module compute in float32 at least; call it before the module is sharded."""
+    if not isinstance(module, FullPrecision):
+        cls: Any = type(module)
+        module.__class__ = _full_precision_class(cls)

@@ -1,0 +1,51 @@
+"""What the module tree says about a module: its name, its place, whether it can run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+ROOT = "the root"
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether calling the module runs a forward, and with it the hooks that shard it."""
+    if type(module).forward is not nn.Module.forward:
+        return True
+    # torch's own fully_shard refuses these two whatever they carry.
+    return "forward" in vars(module) and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def names_of(root: nn.Module) -> dict[nn.Module, str]:
+    """FQN of each module by the first path that leads to it, in pre-order; `ROOT` for the root itself."""
+    return {module: fqn or ROOT for fqn, module in root.named_modules()}
+
+
+def in_post_order(root: nn.Module) -> list[nn.Module]:
+    """All modules, each after those below it; one that several paths lead to where the first path does."""
+    modules: dict[nn.Module, None] = {}
+    seen = {root}
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            if child not in seen:
+                seen.add(child)
+                visit(child)
+        modules[module] = None
+
+    visit(root)
+    return list(modules)
+
+
+def below(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """The modules strictly below any of `modules`."""
+    return {each for module in modules for each in module.modules() if each is not module}
+
+
+def with_all_below(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    return {each for module in modules for each in module.modules()}

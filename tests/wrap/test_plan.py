@@ -1,0 +1,397 @@
+"""What a plan says is what sharding by hand leads to: the same groups, the same bytes, the same graphs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import expecttest
+import pytest
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import compile_fsdp
+import compile_fsdp.backend as backend
+from compile_fsdp.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    Policy,
+    RepeatedBlocksPolicy,
+    SizePolicy,
+    apply,
+    auto_shard,
+    plan,
+)
+from harness import fake_world, run_ranks
+from models import CASES, Block, Case
+from parity import Parity, compare, compare_grads, loss_of
+from render import render
+from sharded import groups_of, snapshot
+
+OFFLOADED = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Layer(nn.Module):
+    """The smallest module with a submodule and a parameter of its own: graphs of it compile fast."""
+
+    def __init__(self, dim: int = 4) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim, bias=False)
+        self.scale = nn.Parameter(torch.full((dim,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x)) * self.scale
+
+
+class Small(nn.Module):
+    """Two layers between an embedding and a head, whose weights may be one."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 4)
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.head = nn.Linear(4, 8, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), tokens.flatten())
+
+
+def small(tied: bool = False) -> Case:
+    model = Small(tied)
+    return Case(model, list(model.layers), lambda: {"tokens": torch.randint(0, 8, (2, 3))})
+
+
+@dataclass
+class Way:
+    """One policy's way to shard a model, and the same by hand.
+
+    Attributes:
+        policy: The policy; None for the default.
+        by_hand: What to shard before the root, with what differs from the root's arguments.
+        arguments: Of the root.
+        case: Makes the model.
+        ignored: FQNs of ignored modules.
+        fix_shared: As for `plan`.
+    """
+
+    policy: Policy | None
+    by_hand: Callable[[Any], list[tuple[Any, dict[str, Any]]]]
+    arguments: dict[str, Any] = field(default_factory=dict)
+    case: Callable[[], Case] = small
+    ignored: tuple[str, ...] = ()
+    fix_shared: bool = False
+
+    def build(self) -> Case:
+        torch.manual_seed(0)
+        return self.case()
+
+    def shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        ignored = [model.get_submodule(fqn) for fqn in self.ignored]
+        auto_shard(
+            model, self.policy, mesh=mesh, ignored_modules=ignored, fix_shared=self.fix_shared, **self.arguments
+        )
+
+    def shard_by_hand(self, model: nn.Module, mesh: DeviceMesh, fully_shard: Any = compile_fsdp.fully_shard) -> None:
+        arguments = {"mesh": mesh, **self.arguments}
+        ignored = {parameter for fqn in self.ignored for parameter in model.get_submodule(fqn).parameters()}
+        if ignored:
+            arguments["ignored_params"] = ignored
+        for module, own in self.by_hand(model):
+            fully_shard(module, **{**arguments, **own})
+        fully_shard(model, **arguments)
+
+
+KEPT_IN_BF16 = {"mp_policy": BF16, "reshard_after_forward": False}
+
+
+def _head_in_bf16(module: nn.Module) -> bool | dict[str, Any]:
+    if isinstance(module, nn.Linear) and module.out_features == 8:
+        return KEPT_IN_BF16
+    return isinstance(module, Layer)
+
+
+def _embeddings_and_heads(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding) or (isinstance(module, nn.Linear) and module.out_features > 4)
+
+
+WAYS = {
+    "classes": Way(
+        ModuleWrapPolicy({Layer, nn.Embedding}),
+        lambda m: [(each, {}) for each in (m.embedding, *m.layers)],
+        {"reshard_after_forward": False},
+    ),
+    "function": Way(
+        CustomPolicy(_head_in_bf16), lambda m: [*((layer, {}) for layer in m.layers), (m.head, KEPT_IN_BF16)]
+    ),
+    # 20 elements are a layer, 32 the embedding or the head.
+    "size": Way(SizePolicy(20), lambda m: [(each, {}) for each in (m.embedding, *m.layers, m.head)]),
+    "repeated blocks": Way(None, lambda m: [(layer, {}) for layer in m.layers], {"mp_policy": BF16}),
+    "either": Way(
+        RepeatedBlocksPolicy() | CustomPolicy(lambda m: isinstance(m, nn.Embedding) and OFFLOADED),
+        lambda m: [(m.embedding, OFFLOADED), *((layer, {}) for layer in m.layers)],
+    ),
+    "ignored": Way(
+        ModuleWrapPolicy({Layer}), lambda m: [(m.layers[1], {})], ignored=("layers.0", "embedding")
+    ),
+    "shared, side by side": Way(
+        CustomPolicy(_embeddings_and_heads) | ModuleWrapPolicy({Layer}),
+        lambda m: [*((layer, {}) for layer in m.layers), ([m.embedding, m.head], {})],
+        case=lambda: small(tied=True),
+        fix_shared=True,
+    ),
+    "shared with the root": Way(
+        ModuleWrapPolicy({Layer, nn.Embedding}),
+        lambda m: [(layer, {}) for layer in m.layers],
+        case=lambda: small(tied=True),
+        fix_shared=True,
+    ),
+}
+
+LLAMA = Way(
+    RepeatedBlocksPolicy() | ModuleWrapPolicy({nn.Embedding}),
+    lambda m: [(m.model.embed_tokens, {}), *((layer, {}) for layer in m.model.layers)],
+    {"mp_policy": BF16},
+    CASES["llama"],
+)
+
+
+def _graphs(model: nn.Module, batch: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The graphs of one step that the inner compiler gets, as text; they then run op by op."""
+    graphs: list[str] = []
+
+    def keep(gm: fx.GraphModule, inputs: Any) -> Any:
+        # The names of process groups differ from run to run.
+        graphs.append(re.sub(r", '\w+'\)$", ", dp)", render(gm.graph), flags=re.M))
+        return make_boxed_func(gm.forward)
+
+    def compile_graph(gm: fx.GraphModule, inputs: Any, *_: Any) -> Any:
+        with torch._functorch.config.patch(recompute_views=True):  # as the real one does
+            return aot_autograd(
+                fw_compiler=keep,
+                partition_fn=min_cut_rematerialization_partition,
+                keep_inference_input_mutations=True,
+            )(gm, inputs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "compile_graph", compile_graph)
+        model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
+        loss_of(model, batch).backward()
+    return graphs
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_same_groups_and_graphs_as_by_hand(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    way = WAYS[name]
+    found = []
+    for shard in (way.shard, way.shard_by_hand):
+        with fake_world(2):
+            case = way.build()
+            shard(case.model, init_device_mesh("cpu", (2,)))
+            groups = groups_of(case.model)
+            torch.manual_seed(1)
+            found.append((groups, _graphs(case.model, case.batch(), monkeypatch)))
+    assert found[0][0] == found[1][0]
+    collectives = ["all_gather_into_tensor" in text or "reduce_scatter_tensor" in text for text in found[0][1]]
+    assert sum(collectives) >= 2
+    assert found[0][1] == found[1][1]
+
+
+def _train_as_by_hand(rank: int) -> list[Parity]:
+    """Compiled, after a policy, against torch's own eager FSDP2, sharded by hand."""
+    results = []
+    for way in (LLAMA, WAYS["ignored"], WAYS["shared, side by side"]):
+        result = Parity()
+        mesh = init_device_mesh("cpu", (2,))
+        ours, eager = way.build(), way.build()
+        way.shard(ours.model, mesh)
+        way.shard_by_hand(eager.model, mesh, torch_fully_shard)
+        assert groups_of(ours.model) == groups_of(eager.model)
+        ours.model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
+        optimizers = [torch.optim.SGD(case.model.parameters(), lr=0.02, foreach=False) for case in (ours, eager)]
+        for step in range(2):
+            torch.manual_seed(10 * step + rank)
+            batch = eager.batch()
+            losses = [loss_of(case.model, batch) for case in (ours, eager)]
+            for loss in losses:
+                loss.backward()
+            compare(result, f"step {step}: loss", losses[0].detach(), losses[1].detach())
+            compare_grads(result, f"step {step}", ours.model, eager.model)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append(result)
+    return results
+
+
+def test_trains_as_by_hand() -> None:
+    for results in run_ranks(2, _train_as_by_hand):
+        assert [result.differing for result in results] == [[], [], []]
+
+
+def _build(case: str, device: str) -> nn.Module:
+    with torch.device(device):
+        return CASES[case]().model
+
+
+def _columns(parameter: nn.Parameter) -> Shard | None:
+    return Shard(-1) if parameter.ndim == 2 and parameter.shape[1] % 4 == 0 else None
+
+
+@pytest.mark.parametrize("case", ["mlp", "uneven", "odd_sizes", "llama", "lora", "mixture"])
+@pytest.mark.parametrize(
+    "shape, arguments",
+    [((3,), {}), ((2, 4), {}), ((4,), {"shard_placement_fn": _columns}), ((4,), {"mp_policy": BF16})],
+    ids=["three ranks", "hsdp", "columns", "bf16"],
+)
+@pytest.mark.filterwarnings("ignore::compile_fsdp.errors.MixedFrozenWarning")
+def test_plan_says_what_torch_does(case: str, shape: tuple[int, ...], arguments: dict[str, Any]) -> None:
+    """Planned on the meta device, compared with the groups of the same model on the CPU."""
+    with fake_world(shape[0] * (shape[1] if len(shape) > 1 else 1), rank=1):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        # The root of the model without blocks has 40 elements to select.
+        policy = SizePolicy(40)
+        planned = plan(_build(case, "meta"), policy, mesh=mesh, **arguments)
+        model = _build(case, "cpu")
+        torch_groups = _by_hand(model, planned.groups, mesh, arguments)
+    assert [(group.parameters, group.bytes_per_rank) for group in planned.groups] == torch_groups
+    everything = {id(p): p for p in _build(case, "meta").parameters()}.values()
+    assert sum(group.numel for group in planned.groups) == sum(parameter.numel() for parameter in everything)
+
+
+def _by_hand(model: nn.Module, groups: Any, mesh: DeviceMesh, arguments: dict[str, Any]) -> list[tuple[Any, int]]:
+    for group in groups:
+        torch_fully_shard(model.get_submodule(group.fqns[0]), mesh=mesh, **arguments)
+    found = {}
+    for each in groups_of(model):
+        (torch_group,) = each["groups"]
+        found[each["modules"][0]] = tuple(torch_group["parameters"]), torch_group["bytes_per_rank"]
+    return [found[group.fqns[0]] for group in groups]
+
+
+def test_bytes_of_tensor_parallel_parameters() -> None:
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = _build("mlp", "cpu")
+        for layer in model.layers:  # type: ignore[union-attr]
+            parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel()})
+        planned = plan(model, mesh=mesh["dp"])
+        by_hand = _by_hand(model, planned.groups, mesh["dp"], {})
+    assert [(group.parameters, group.bytes_per_rank) for group in planned.groups] == by_hand
+
+
+@pytest.mark.parametrize("case", ["nested", "llama", "lora"])
+def test_planning_leaves_the_model_untouched(case: str) -> None:
+    model = CASES[case]().model
+    before = snapshot(model)
+    with fake_world(2):
+        plan(model, SizePolicy(50), mixed_precision_overrides=(nn.LayerNorm,), mp_policy=BF16)
+    assert snapshot(model) == before
+
+
+def test_plan_is_equal_on_all_ranks() -> None:
+    texts = set()
+    for rank in range(4):
+        with fake_world(4, rank=rank):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+            texts.add(str(plan(_build("odd_sizes", "meta"), SizePolicy(8), mesh=mesh["dp"], mp_policy=BF16)))
+    assert len(texts) == 1
+
+
+def test_arguments_that_a_policy_gives_stand_before_the_roots() -> None:
+    halves = CustomPolicy(lambda m: isinstance(m, Layer) and {"reshard_after_forward": 2})
+    with fake_world(4):
+        planned = plan(
+            Small(), halves | ModuleWrapPolicy({nn.Linear}), reshard_after_forward=False, mp_policy=BF16
+        )
+    arguments = {group.name: group.kwargs["reshard_after_forward"] for group in planned.groups}
+    below = {f"layers.{i}.linear": False for i in (0, 1)}
+    assert arguments == {"layers.0": 2, "layers.1": 2, **below, "head": False, "the root": False}
+    assert all(group.kwargs["mp_policy"] is BF16 for group in planned.groups)
+
+
+def test_ignored_parameters_are_in_no_group() -> None:
+    model: Any = _build("mlp", "meta")
+    model.out.weight = nn.Parameter(model.layers[0].up.weight[:3])
+    model.out.bias = model.inp.bias  # ignored wherever else it is
+    own = {model.layers[1].scale}
+    groups = plan(model, ignored_modules=[model.inp, model.layers[0]], ignored_params=own).groups
+    assert [group.fqns for group in groups] == [("layers.1",), ("",)]
+    assert "layers.1.scale" not in groups[0].parameters and "layers.1.up.weight" in groups[0].parameters
+    assert groups[1].parameters == ("out.weight",)
+    ignored = {*model.inp.parameters(), *model.layers[0].parameters(), *own}
+    assert [group.kwargs["ignored_params"] for group in groups] == [ignored, ignored]
+
+
+def test_without_a_process_group_the_launcher_says_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    assert [group.bytes_per_rank for group in plan(model).groups] == [256, 256, 0]
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert [group.bytes_per_rank for group in plan(model).groups] == [64, 64, 0]
+
+
+def test_apply_is_auto_shard_in_two_steps() -> None:
+    found = []
+    for two_steps in (False, True):
+        with fake_world(2):
+            model = _build("mlp", "cpu")
+            sharded = apply(plan(model, mp_policy=BF16)) if two_steps else auto_shard(model, mp_policy=BF16)
+            assert sharded is model
+            found.append(groups_of(model))
+    assert found[0] == found[1]
+
+
+def test_policies_get_the_roots_arguments_and_every_ignored_module() -> None:
+    got: list[Any] = []
+
+    class Own:
+        def select(self, root: nn.Module, ignored: Any, root_kwargs: Any) -> Any:
+            got.append((root, set(ignored), dict(root_kwargs)))
+            return {root.out: {}}
+
+    model = _build("mlp", "meta")
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        plan(model, Own(), mesh=mesh, ignored_modules=[model.layers], mp_policy=BF16)  # type: ignore[list-item]
+    assert got == [(model, set(model.layers.modules()), {"mesh": mesh, "mp_policy": BF16})]  # type: ignore[union-attr]
+
+
+class TestPrinting(expecttest.TestCase):
+    maxDiff = None
+
+    def test_table(self) -> None:
+        ends = CustomPolicy(lambda module: getattr(module, "weight", torch.empty(0)).shape == (16, 8))
+        policy = ends | ModuleWrapPolicy({Block}) | CustomPolicy(_kept)
+        with fake_world(4):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+            overrides = (nn.LayerNorm,)
+            planned = plan(
+                _build("tied_ends", "meta"), policy, mesh=mesh, mixed_precision_overrides=overrides, fix_shared=True
+            )
+        self.assertExpectedInline(str(planned), """\
+FQN                class              parameters  bytes per rank  kwargs
+[embedding, head]  Embedding, Linear         128             256
+block.norm         LayerNorm                  16              32  mp_policy=MixedPrecisionPolicy()
+block              Block                     424             848  reshard_after_forward=False
+norm               LayerNorm                  16              32  mp_policy=MixedPrecisionPolicy()
+the root           TiedEnds                    0               0  mesh=cpu(replicate=2, shard=2)
+5 groups over 2 ranks: 584 parameters, 1,168 bytes per rank
+in full precision: block.norm, norm""")
+
+
+def _kept(module: nn.Module) -> bool | dict[str, Any]:
+    return isinstance(module, Block) and {"reshard_after_forward": False}

@@ -1,0 +1,217 @@
+"""Which modules each policy selects, on the meta device and without a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import nn
+
+from compile_fsdp.errors import PolicyError
+from compile_fsdp.wrap import CustomPolicy, ModuleWrapPolicy, Policy, RepeatedBlocksPolicy, SizePolicy
+from models import CASES, Block, Pair
+
+
+def selected(
+    policy: Policy, root: nn.Module, ignored: tuple[nn.Module, ...] = (), **root_kwargs: Any
+) -> dict[str, Mapping[str, Any]]:
+    below = {each for module in ignored for each in module.modules()}
+    names = {module: fqn for fqn, module in root.named_modules()}
+    return {names[module]: kwargs for module, kwargs in policy.select(root, below, root_kwargs).items()}
+
+
+def linears(*sizes: int) -> list[nn.Module]:
+    """Without biases: one of size n has n * n elements."""
+    return [nn.Linear(size, size, bias=False) for size in sizes]
+
+
+class Reads(nn.Module):
+    """A block made of several modules."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        for index, part in enumerate(parts):
+            self.add_module(f"part{index}", part)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Other(Reads):
+    pass
+
+
+def on_meta(case: str) -> nn.Module:
+    with torch.device("meta"):
+        return CASES[case]().model
+
+
+def test_module_wrap_selects_all_of_its_classes() -> None:
+    model = on_meta("nested")
+    assert selected(ModuleWrapPolicy({Block, Pair}), model) == {
+        fqn: {} for i in (0, 1) for fqn in (f"pairs.{i}", f"pairs.{i}.first", f"pairs.{i}.second")
+    }
+
+
+def test_module_wrap_takes_subclasses_and_skips_ignored_modules() -> None:
+    model = nn.Sequential(Reads(*linears(2)), Other(*linears(2)), Other(Other(*linears(2))))
+    assert list(selected(ModuleWrapPolicy({Reads}), model, ignored=(model[2],))) == ["0", "1"]
+
+
+def test_module_wrap_refuses_names() -> None:
+    with pytest.raises(PolicyError, match=r"expected module classes, got \['Block'\]"):
+        ModuleWrapPolicy({"Block"})  # type: ignore[arg-type]
+
+
+def test_custom_gives_arguments_by_module() -> None:
+    model = nn.Sequential(*linears(2, 3, 4, 5))
+    answers = {2: True, 3: {"reshard_after_forward": False}, 4: False, 5: {}}
+    policy = CustomPolicy(lambda module: answers[module.in_features])
+    assert selected(policy, model) == {"0": {}, "1": {"reshard_after_forward": False}, "3": {}}
+
+
+def test_custom_does_not_ask_about_ignored_modules_and_the_root() -> None:
+    model = nn.Sequential(Reads(*linears(2)), *linears(3))
+    asked = []
+    selected(CustomPolicy(lambda module: bool(asked.append(module))), model, ignored=(model[0],))
+    assert asked == [model[1]]
+
+
+def test_custom_names_every_wrong_answer() -> None:
+    model = nn.Sequential(*linears(2, 3, 4))
+    policy = CustomPolicy(lambda module: None if module.in_features < 4 else True)  # type: ignore[arg-type, return-value]
+    with pytest.raises(PolicyError, match=r"True, False or a dict of arguments, got \{'0': None, '1': None\}"):
+        selected(policy, model)
+
+
+def test_size_counts_what_is_not_selected_below() -> None:
+    # 100 is enough: the linear layers of 10; the first block by 64 + 36; not the rest of the second, nor the root.
+    model = nn.Sequential(Reads(*linears(8, 6)), Reads(*linears(10, 9)), *linears(10))
+    assert list(selected(SizePolicy(100), model)) == ["0", "1.part0", "2"]
+    assert list(selected(SizePolicy(101), model)) == ["1"]
+
+
+def test_size_counts_a_shared_parameter_once_and_ignored_ones_never() -> None:
+    model = Reads(Reads(*linears(10, 10)), Reads(*linears(10)))
+    model.part0.part1.weight = model.part0.part0.weight  # type: ignore[union-attr, assignment]
+    assert list(selected(SizePolicy(101), model)) == []
+    assert list(selected(SizePolicy(100), model)) == ["part0.part0", "part1.part0"]
+    assert list(selected(SizePolicy(100), model, ignored=(model.part1,))) == ["part0.part0"]  # type: ignore[arg-type]
+    assert list(selected(SizePolicy(100), model, ignored_params={model.part1.part0.weight})) == [  # type: ignore[union-attr]
+        "part0.part0"
+    ]
+
+
+def test_size_leaves_out_containers_excluded_classes_and_what_is_read_by_its_parent() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Reads(*linears(10)), Other(*linears(10))])
+            self.attention = nn.MultiheadAttention(16, 2)
+
+    with torch.device("meta"):
+        model = Model()
+    assert list(selected(SizePolicy(100), model)) == ["layers.0.part0", "layers.1.part0", "attention"]
+    assert list(selected(SizePolicy(100, exclude=(nn.Linear, Other)), model)) == ["layers.0", "attention"]
+
+
+@pytest.mark.parametrize(
+    "case, expected",
+    [
+        ("mlp", ["layers.0", "layers.1"]),
+        ("llama", ["model.layers.0", "model.layers.1"]),
+        ("gpt2", ["transformer.h.0", "transformer.h.1"]),
+        ("transformer_tied", ["layers.0", "layers.1"]),
+        ("nested", ["pairs.0", "pairs.1"]),
+        ("tied_ends", []),
+    ],
+)
+def test_repeated_blocks_of_models(case: str, expected: list[str]) -> None:
+    assert list(selected(RepeatedBlocksPolicy(), on_meta(case))) == expected
+
+
+def test_repeated_blocks_of_an_encoder_and_a_decoder_are_found_behind_different_classes_of_parts() -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    with torch.device("meta"):
+        model = T5ForConditionalGeneration(
+            T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_decoder_layers=2, num_heads=2, vocab_size=16)
+        )
+    assert list(selected(RepeatedBlocksPolicy(), model)) == ["encoder.block.0", "decoder.block.0", "decoder.block.1"]
+
+
+def test_repeated_blocks_are_the_outermost_and_not_single_layers_beside_them() -> None:
+    experts = [nn.ModuleList([Other(*linears(2)), Other(*linears(2))]) for _ in range(2)]
+    stem = nn.Sequential(*linears(3, 3), nn.ReLU(), nn.ReLU())
+    model = nn.Sequential(stem, nn.Sequential(Reads(experts[0])), nn.Sequential(Reads(experts[1])))
+    assert list(selected(RepeatedBlocksPolicy(), model)) == ["1.0", "2.0"]
+    assert list(selected(RepeatedBlocksPolicy(), nn.Sequential(stem))) == ["0.0", "0.1"]
+    assert RepeatedBlocksPolicy().block_classes(nn.Sequential(stem)) == [nn.Linear]
+
+
+def test_repeated_blocks_skip_ignored_modules() -> None:
+    model = nn.Sequential(*(Reads(*linears(2)) for _ in range(3)))
+    assert list(selected(RepeatedBlocksPolicy(), model, ignored=(model[1],))) == ["0", "2"]
+    assert list(selected(RepeatedBlocksPolicy(), model, ignored=(model[1], model[2]))) == ["0"]
+
+
+class Written:
+    """A user's own policy, with nothing but `select`."""
+
+    def __init__(self, selection: dict[nn.Module, dict[str, Any]]) -> None:
+        self.selection = selection
+
+    def select(
+        self, root: nn.Module, ignored: Set[nn.Module], root_kwargs: Mapping[str, Any]
+    ) -> Mapping[nn.Module, Mapping[str, Any]]:
+        return self.selection
+
+
+def test_policies_combine_with_a_users_own_from_both_sides() -> None:
+    model = nn.Sequential(*linears(2, 3))
+    own, ours = Written({model[0]: {"reshard_after_forward": False}}), ModuleWrapPolicy({nn.Linear})
+    for policy in (own | ours, ours | own):
+        assert selected(policy, model) == {"0": {"reshard_after_forward": False}, "1": {}}
+
+
+ARGUMENT_NAMES = ("mesh", "mp_policy", "reshard_after_forward")
+ARGUMENTS = st.dictionaries(st.sampled_from(ARGUMENT_NAMES), st.integers(0, 2))
+SELECTIONS = st.dictionaries(st.integers(0, 4), ARGUMENTS)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SELECTIONS, SELECTIONS, SELECTIONS)
+def test_union_selects_what_either_selects_and_the_given_argument_wins(
+    first: dict[int, dict[str, int]], second: dict[int, dict[str, int]], third: dict[int, dict[str, int]]
+) -> None:
+    model = nn.Sequential(*(nn.Identity() for _ in range(5)))
+    everything = CustomPolicy(lambda module: True)
+    a, b, c = (
+        CustomPolicy(lambda module, chosen=chosen: chosen.get(list(model).index(module), False))  # type: ignore[misc]
+        for chosen in (first, second, third)
+    )
+    both, swapped = selected(a | b, model), selected(b | a, model)
+    assert both.keys() == swapped.keys() == {str(i) for i in first.keys() | second.keys()}
+    for i in range(5):
+        for name in ARGUMENT_NAMES:
+            givers = [each[i][name] for each in (first, second) if name in each.get(i, {})]
+            if not givers:
+                assert name not in both.get(str(i), {})
+            else:
+                assert both[str(i)][name] == givers[-1]  # a tie goes to the second
+                assert swapped[str(i)][name] == givers[0]
+    assert selected((a | b) | c, model) == selected(a | (b | c), model)
+    assert selected(a | a, model) == selected(a, model)
+    # Selecting a module without arguments takes nothing away from what another policy gives for it.
+    assert selected(a | everything, model) == selected(everything | a, model)
+
+
+def test_policies_say_what_they_are() -> None:
+    policy = ModuleWrapPolicy({Pair, Block}) | SizePolicy(9) | CustomPolicy(linears)  # type: ignore[arg-type]
+    assert repr(policy) == (
+        "ModuleWrapPolicy({Block, Pair}) | SizePolicy(min_params=9, exclude=()) | CustomPolicy(linears)"
+    )

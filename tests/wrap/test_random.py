@@ -1,0 +1,110 @@
+"""Any tree of modules with any sharing: what is planned is what torch does, and what was tied stays tied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from compile_fsdp.errors import SharedParameterError
+from compile_fsdp.wrap import CustomPolicy, SizePolicy, apply, plan
+from harness import fake_world
+from sharded import groups_of
+
+MOST = 8
+
+
+class Node(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def _grow(parents: list[int], ties: list[tuple[int, int]], paths: list[tuple[int, int]]) -> list[Node]:
+    """Nodes of a tree, the root first; then parameters that are tied, and modules that a second path leads to."""
+    nodes = [Node(index + 1) for index in range(len(parents) + 1)]
+    for index, parent in enumerate(parents, start=1):
+        nodes[parent % index].add_module(f"child{index}", nodes[index])
+    for first, second in ties:
+        nodes[second % len(nodes)].weight = nodes[first % len(nodes)].weight
+    for index, (parent, child) in enumerate(paths):
+        parent, child = parent % len(nodes), child % len(nodes)
+        if nodes[parent] not in set(nodes[child].modules()):  # no cycles
+            nodes[parent].add_module(f"path{index}", nodes[child])
+    return nodes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_ranks() -> Iterator[None]:
+    with fake_world(2):
+        yield
+
+
+INDEX = st.integers(0, MOST - 1)
+PAIRS = st.lists(st.tuples(INDEX, INDEX), max_size=2)
+RELAXED = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+
+
+@RELAXED
+@given(st.lists(INDEX, min_size=1, max_size=MOST - 1), PAIRS, PAIRS, st.sets(INDEX, min_size=1))
+def test_plan_is_what_torch_does(parents: list[int], ties: Any, paths: Any, chosen: set[int]) -> None:
+    nodes = _grow(parents, ties, paths)
+    model = nodes[0]
+    selected = {nodes[index] for index in chosen if 0 < index < len(nodes)}
+    assume(selected)
+    policy = CustomPolicy(lambda module: module in selected)
+    fqns: dict[nn.Parameter, list[str]] = {}
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        fqns.setdefault(parameter, []).append(fqn)
+
+    planned = plan(model, policy, fix_shared=True)
+    found = [name for group in planned.groups for name in group.parameters]
+    assert len(found) == len(set(found)) == len(fqns)
+    assert sum(group.numel for group in planned.groups) == sum(parameter.numel() for parameter in fqns)
+    merged = {module for group in planned.groups for module in group.modules}
+    assert merged <= selected | {model}
+    try:
+        assert plan(model, policy).groups == planned.groups
+    except SharedParameterError:
+        assert merged < selected | {model} or any(len(group.modules) > 1 for group in planned.groups)
+
+    apply(planned)
+    torch_groups = {
+        tuple(each["modules"]): [tuple(group["parameters"]) for group in each["groups"]] for each in groups_of(model)
+    }
+    assert torch_groups == {
+        group.fqns: [group.parameters] if group.parameters else [] for group in planned.groups
+    }
+    after = dict(model.named_parameters(remove_duplicate=False))
+    assert all(isinstance(parameter, DTensor) for parameter in after.values())
+    assert all(after[fqn] is after[names[0]] for names in fqns.values() for fqn in names)
+
+
+@RELAXED
+@given(st.lists(INDEX, min_size=1, max_size=MOST - 1), PAIRS, st.integers(1, 30))
+def test_size_policy_selects_what_reaches_the_size(parents: list[int], ties: Any, min_params: int) -> None:
+    nodes = _grow(parents, ties, [])
+    model = nodes[0]
+    selected = SizePolicy(min_params).select(model, set(), {})
+    assert model not in selected
+    counted: set[nn.Parameter] = set()
+
+    def rest(module: nn.Module) -> int:
+        """Elements that no selected module at or below takes, recounted in the same order of modules."""
+        own = {parameter for parameter in module.parameters(recurse=False) if parameter not in counted}
+        counted.update(own)
+        numel = sum(parameter.numel() for parameter in own) + sum(rest(child) for child in module.children())
+        if module is not model:
+            assert (numel >= min_params) is (module in selected)
+        return 0 if module in selected else numel
+
+    rest(model)
