@@ -199,6 +199,8 @@ def _run_one(rank: int, world_size: int, store: str, source: str, name: str, arg
         torch.set_default_device("cuda")
     dist.init_process_group(backend, store=file_store, rank=rank, world_size=world_size)
     try:
+        # Or a rank whose function needs no other could close its connections while another still makes them.
+        dist.barrier()
         return function(rank, *args)
     finally:
         torch.manual_seed(0)
