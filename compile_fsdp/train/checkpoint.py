@@ -1,6 +1,4 @@
-"""Checkpoints through torch.distributed.checkpoint, which an interrupted save cannot damage.
-
-A checkpoint folder looks like this:
+"""The checkpoints of a training run: those of `compile_fsdp.state`, each with the run's own description beside it.
 
     latest               the name of the newest complete step folder
     step-00000200/       one complete checkpoint: torch.distributed.checkpoint's files and run.json
@@ -12,7 +10,6 @@ With several machines, the folder has to be on a file system that all of them sh
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,11 +17,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
-from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
+from compile_fsdp import state
+from compile_fsdp.errors import StateError
 from compile_fsdp.train.config import ModelConfig, TrainError
 
 KEPT = 2  # complete checkpoints: the newest, and the one before it
@@ -64,18 +59,10 @@ class Checkpointer:
         Raises:
             TrainError: the folder is no checkpoint folder, or a part of it is missing.
         """
-        if self.folder.exists() and not self.folder.is_dir():
-            raise TrainError(f"expected a folder at --checkpoint, got the file {self.folder}")
-        marker = self.folder / "latest"
-        if not marker.exists():
-            return None
-        latest = self.folder / marker.read_text().strip()
-        if not (latest / "run.json").is_file():
-            raise TrainError(
-                f"{marker} names {latest.name}, which is no complete checkpoint; write the name of another "
-                "step folder into it, or give an empty folder with --checkpoint"
-            )
-        return latest
+        try:
+            return state.find_latest(self.folder)
+        except StateError as error:
+            raise TrainError(f"cannot resume with --checkpoint: {error}") from error
 
     def load(
         self, source: Path, config: ModelConfig, model: nn.Module, optimizer: torch.optim.Optimizer
@@ -87,38 +74,30 @@ class Checkpointer:
         """
         try:
             run = RunState.from_json((source / "run.json").read_text())
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise TrainError(f"cannot read {source / 'run.json'}: {error}") from error
         if changed := differences(asdict(run.model), asdict(config)):
             raise TrainError(
                 f"the checkpoint {source} does not fit the model: {changed}; choose the model that it was "
                 "saved from, or another folder with --checkpoint"
             )
-        model_state, optimizer_state = get_state_dict(model, optimizer)
         try:
-            load_tensors({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=source)
-        except CheckpointException as error:
-            raise TrainError(f"cannot read the checkpoint {source}: {error}") from error
-        set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+            state.load(model, optimizer, source)
+        except StateError as error:
+            raise TrainError(str(error)) from error
         return run
 
     def save(self, run: RunState, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
-        """Save under the step's name; `latest` moves to it once it is complete."""
-        target = self.folder / f"step-{run.step:08d}"
-        part = target.with_suffix(".part")
+        """Save under the step's name; `latest` moves to it once it is complete.
+
+        Raises:
+            TrainError: files cannot be written.
+        """
+        try:
+            target = state.save(model, optimizer, self.folder, run.step, files={"run.json": run.to_json()})
+        except StateError as error:
+            raise TrainError(str(error)) from error
         if self.is_first:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for leftover in (*self.folder.glob("step-*.part"), target):
-                shutil.rmtree(leftover, ignore_errors=True)
-        dist.barrier()
-        model_state, optimizer_state = get_state_dict(model, optimizer)
-        save_tensors({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=part)
-        if self.is_first:
-            (part / "run.json").write_text(run.to_json())
-            part.rename(target)
-            marker = self.folder / "latest.part"
-            marker.write_text(target.name + "\n")
-            os.replace(marker, self.folder / "latest")
             self._remove_old(target)
         dist.barrier()
         return target

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from compile_fsdp.cli import main
-from compile_fsdp.train import checkpoint as checkpoint_module
+from compile_fsdp.state import checkpoint as saving
 from compile_fsdp.train.checkpoint import differences
 
 Train = Callable[..., dict[str, Any]]
@@ -54,13 +54,13 @@ def test_interrupted_save_leaves_the_previous_checkpoint(
 ) -> None:
     first = train("--steps", 2, "--checkpoint", checkpoint)
 
-    def save_half(state: object, checkpoint_id: Path) -> None:
-        checkpoint_id.mkdir()
-        (checkpoint_id / "__0_0.distcp").write_bytes(b"half")
+    def save_half(state: object, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "__0_0.distcp").write_bytes(b"half")
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_module, "save_tensors", save_half)
+        patch.setattr(saving, "write_tensors", save_half)
         with pytest.raises(AssertionError, match="130"):  # exit status after an interrupt
             train("--steps", 4, "--checkpoint", checkpoint)
     assert {path.name for path in checkpoint.iterdir()} == {"latest", "step-00000002", "step-00000004.part"}

@@ -1,0 +1,187 @@
+"""`save`, `async_save` and `load`: model, optimizer and step through torch.distributed.checkpoint.
+
+A checkpoint is one of torch.distributed.checkpoint's own, of `{"model": ..., "optimizer": ..., "step": ...}`. What a
+save does to the folder is in [Note: A save becomes complete in two renames].
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict_saver import async_save as async_save_tensors
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+
+from compile_fsdp.errors import CheckpointError
+from compile_fsdp.state.containers import encode
+from compile_fsdp.state.folder import begin, complete
+from compile_fsdp.state.optim import optim_state_dict
+from compile_fsdp.state.ranks import gather, is_first, on_first
+
+# The last save into each folder that may still be running: the next save into the folder waits for it, or it could
+# be the older of the two that `latest` names in the end.
+_running: dict[Path, PendingSave] = {}
+
+
+class PendingSave:
+    """A save that goes on in the background."""
+
+    def __init__(self, written: Future[Any], part: Path, files: Mapping[str, str], group: Any) -> None:
+        self._completed: Future[Path] = Future()
+        self._part = part
+        self._files = files
+        self._group = group
+        self._is_first = is_first()
+        self._error: BaseException | None = None
+        written.add_done_callback(self._complete)
+
+    def _complete(self, written: Future[Any]) -> None:
+        # On the background thread. On rank 0, the data of all ranks are written by now.
+        try:
+            written.result()
+            if self._is_first:
+                complete(self._part, self._files)
+            self._completed.set_result(self._part.with_suffix(""))
+        except BaseException as error:
+            self._completed.set_exception(error)
+
+    def done(self) -> bool:
+        """Whether this rank's part is written; no collective."""
+        return self._completed.done()
+
+    def wait(self) -> Path:
+        """Wait until the checkpoint is complete, and return its folder. All ranks call it together.
+
+        Raises:
+            CheckpointError: the save failed; the previous checkpoint is what it was.
+        """
+        error = self._completed.exception()
+        if _running.get(self._part.parent) is self:
+            del _running[self._part.parent]
+        failure = None if error is None else text_of(error)
+        if self._group is not None:
+            try:
+                failure = next((text for text in gather(failure, self._group) if text), None)
+            except RuntimeError as lost:
+                failure = failure or text_of(lost)
+            dist.destroy_process_group(self._group)
+            self._group = None
+        if failure is not None:
+            self._error = CheckpointError(f"cannot write {self._part}: {failure}")
+        if self._error is not None:
+            raise self._error from error
+        return self._completed.result()
+
+
+def save(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    path: str | os.PathLike[str],
+    step: int,
+    *,
+    files: Mapping[str, str] | None = None,
+) -> Path:
+    """Save model and optimizer as the newest checkpoint in a folder. Collective: all ranks call it.
+
+    Each rank writes what it holds. A save that is interrupted at any point leaves the previous checkpoint as it was,
+    and is cleaned up by the next one.
+
+    Args:
+        model: Sharded or not; its whole `state_dict()` is saved.
+        optim: Over parameters of `model`.
+        path: Folder for the run's checkpoints, on a file system that all ranks share; made if it is missing.
+        step: Optimizer steps done; names the checkpoint, and is what `load` returns.
+        files: Texts to put beside the tensors, by file name, as a part of the checkpoint. Those of rank 0 count.
+    Returns:
+        The checkpoint's own folder, `path/step-...`.
+    Raises:
+        CheckpointError: files cannot be written. The same on all ranks.
+        ForeignParameterError: the optimizer holds parameters that are not in the model.
+    """
+    state = _collect(model, optim, step)
+    part = _begin(path, step)
+    write_tensors(state, part)
+    return on_first(lambda: complete(part, files or {}))
+
+
+def async_save(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    path: str | os.PathLike[str],
+    step: int,
+    *,
+    files: Mapping[str, str] | None = None,
+) -> PendingSave:
+    """`save` in the background: returns once everything is copied to the CPU, so that training can go on.
+
+    The background work has a process group of its own (gloo), since its collectives would otherwise come between
+    those of the training, in another order on each rank. A save into the same folder waits for this one.
+
+    Returns:
+        A handle whose `wait()` all ranks call before they leave, and which raises if the save failed.
+    """
+    state = _collect(model, optim, step)
+    part = _begin(path, step)
+    group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+    written = async_save_tensors(state, checkpoint_id=part, process_group=group)
+    assert isinstance(written, Future)
+    pending = PendingSave(written, part, dict(files or {}), group)
+    _running[part.parent] = pending
+    return pending
+
+
+def write_tensors(state: dict[str, Any], folder: Path) -> None:
+    """Write a state into a new folder, each rank its own part. Collective."""
+    try:
+        with quietly_alone():
+            save_tensors(state, checkpoint_id=folder)
+    except CheckpointException as error:
+        raise CheckpointError(f"cannot write {folder}: {text_of(error)}") from error
+
+
+def _collect(model: nn.Module, optim: torch.optim.Optimizer, step: int) -> dict[str, Any]:
+    optimizer = optim_state_dict(model, optim)
+    optimizer["state"] = {fqn: encode(entries) for fqn, entries in optimizer["state"].items()}
+    return {"model": get_model_state_dict(model), "optimizer": optimizer, "step": step}
+
+
+def _begin(path: str | os.PathLike[str], step: int) -> Path:
+    finish_running(path)
+    folder = Path(path).absolute()
+    return on_first(lambda: begin(folder, step))
+
+
+def finish_running(path: str | os.PathLike[str]) -> None:
+    """Wait for a save into the folder that still runs in the background. Collective if there is one."""
+    running = _running.get(Path(path).absolute())
+    if running is not None:
+        running.wait()
+
+
+@contextlib.contextmanager
+def quietly_alone() -> Iterator[None]:
+    """Without a process group, keep torch.distributed.checkpoint from warning that there is none."""
+    if dist.is_initialized():
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        yield
+
+
+def text_of(error: BaseException) -> str:
+    """An error in words; of a failure on several ranks, those of each."""
+    if isinstance(error, CheckpointException):
+        causes = {rank: failure for rank, (failure, _) in error.failures.items()}
+        return "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in causes.items())
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,84 @@
+"""What an optimizer keeps for one parameter may be tensors, numbers, and containers of both: walk, name, rebuild.
+
+[Note: What DCP does to containers]
+torch.distributed.checkpoint saves the tensors in nested dicts and lists one by one, but turns every dict key into a
+string, forgets empty dicts, and pickles a tuple whole, with the tensors in it. State that would come back changed is
+therefore saved flat, beside a picture of its containers; `encode` and `decode` do that. Ordinary state, a dict of
+tensors and numbers, stays as torch's own functions would save it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+PICTURE = "__containers__"  # the key of the picture in an encoded state
+
+
+class _Place:
+    """Stands in a picture for a tensor that is saved beside it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def map_leaves(value: Any, function: Callable[[str, Any], Any], name: str = "") -> Any:
+    """The same dicts, lists and tuples with `function(name, leaf)` in place of every leaf.
+
+    Names are the keys and indices on the way, joined by dots.
+    """
+    if isinstance(value, dict):
+        return {key: map_leaves(each, function, _join(name, key)) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        mapped = [map_leaves(each, function, _join(name, index)) for index, each in enumerate(value)]
+        if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
+            return type(value)(*mapped)
+        return tuple(mapped) if isinstance(value, tuple) else mapped
+    return function(name, value)
+
+
+def leaves(value: Any) -> Iterator[tuple[str, Any]]:
+    """Every leaf with its name."""
+    found: list[tuple[str, Any]] = []
+    map_leaves(value, lambda name, leaf: found.append((name, leaf)))
+    yield from found
+
+
+def encode(state: dict[Any, Any]) -> dict[str, Any]:
+    """One parameter's state in a form that comes back from DCP as it was. See [Note: What DCP does to containers]."""
+    if all(isinstance(key, str) and _is_plain(value) for key, value in state.items()):
+        return state
+    tensors: dict[str, Any] = {}
+
+    def take_out(name: str, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        tensors[name] = leaf
+        return _Place(name)
+
+    picture = map_leaves(state, take_out)
+    return {**tensors, PICTURE: (picture,)}  # in a tuple, DCP pickles it as it is
+
+
+def decode(state: dict[str, Any]) -> dict[Any, Any]:
+    """The reverse of `encode`."""
+    if PICTURE not in state:
+        return state
+    (picture,) = state[PICTURE]
+    decoded: dict[Any, Any] = map_leaves(
+        picture, lambda _, leaf: state[leaf.name] if isinstance(leaf, _Place) else leaf
+    )
+    return decoded
+
+
+def _is_plain(value: Any) -> bool:
+    """A tensor, or anything that holds neither tensors nor dicts."""
+    if isinstance(value, (list, tuple)):
+        return not any(isinstance(each, (Tensor, dict, list, tuple)) for each in value)
+    return not isinstance(value, dict)
+
+
+def _join(name: str, key: object) -> str:
+    return f"{name}.{key}" if name else str(key)

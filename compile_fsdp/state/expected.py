@@ -1,0 +1,77 @@
+"""What an optimizer will keep for a parameter, found out without touching either.
+
+[Note: A twin takes the step]
+Only an optimizer's own step says which entries it keeps for a parameter, of which dtype, sharded how. torch's
+`set_optimizer_state_dict` lets the optimizer itself take one with zero gradients. Here a twin does: an object of the
+same class and attributes, but with one group that holds nothing but a copy of the parameter, made of zeros. It runs
+the class's own `step`, without hooks, profiler or learning rate scheduler. An optimizer that cannot step like that
+(one that wants a closure, or whose arithmetic DTensor refuses) may have said less than everything: what it has not
+named is then accepted as it comes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from compile_fsdp.compat import unhooked_step
+from compile_fsdp.state.containers import leaves
+from compile_fsdp.state.layout import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What an optimizer keeps for one parameter."""
+
+    entries: dict[str, TensorSpec | None]
+    """By name; None for what is not a tensor."""
+    required: frozenset[str]
+    """Names of those that it makes in its first step; others it may make later."""
+    is_complete: bool
+    """Whether there can be no other entry."""
+
+
+class Probe:
+    """Answers what one optimizer expects; parameters that look alike are asked about once."""
+
+    def __init__(self, optim: torch.optim.Optimizer) -> None:
+        self.optim = optim
+        self._known: dict[tuple[int, TensorSpec, torch.device], Expected] = {}
+
+    def expected(self, parameter: nn.Parameter, number: int, options: dict[str, Any]) -> Expected:
+        """What the optimizer would keep for `parameter`, with the options of its group `number`.
+
+        Collective where the optimizer's arithmetic is. See [Note: A twin takes the step].
+        """
+        key = (number, TensorSpec.of(parameter), parameter.device)
+        if key not in self._known:
+            self._known[key] = self._ask(parameter, options)
+        known = self._known[key]
+        present = describe(self.optim.state.get(parameter, {}))
+        return Expected({**present, **known.entries}, known.required, known.is_complete)
+
+    def _ask(self, parameter: nn.Parameter, options: dict[str, Any]) -> Expected:
+        twin: Any = object.__new__(type(self.optim))
+        twin.__dict__.update(self.optim.__dict__)
+        twin.state = defaultdict(dict)
+        devices = [parameter.device] if parameter.device.type == "cuda" else []
+        is_complete = True
+        with torch.random.fork_rng(devices):  # the step may draw random numbers
+            try:
+                copy = nn.Parameter(torch.zeros_like(parameter, requires_grad=False))
+                copy.grad = torch.zeros_like(copy, requires_grad=False)
+                twin.param_groups = [{**options, "params": [copy]}]
+                unhooked_step(self.optim)(twin)
+            except Exception:
+                is_complete = False
+        (kept,) = [*twin.state.values()] or [{}]
+        return Expected(describe(kept), frozenset(describe(kept)), is_complete)
+
+
+def describe(state: Any) -> dict[str, TensorSpec | None]:
+    """The entries of one parameter's state."""
+    return {name: TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else None for name, leaf in leaves(state)}

@@ -1,0 +1,58 @@
+"""Bring the options of saved parameter groups to the groups that an optimizer has now."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from compile_fsdp.state.names import NamedParameter
+from compile_fsdp.state.verify import Differences
+
+NAMES = ("params", "param_names")  # what a group says of its parameters, and not of their options
+
+Group = Mapping[str, Any]
+
+
+def options_of(group: Group) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in NAMES}
+
+
+def match_groups(
+    named: Sequence[Sequence[NamedParameter]],
+    present: Sequence[Group],
+    saved: Sequence[Group],
+    differences: Differences,
+) -> list[dict[str, Any]]:
+    """The options that each present group gets: its own, overwritten by those its parameters were saved with.
+
+    Groups may have been split or merged since, as long as the parameters of one group were saved with equal options;
+    others are noted in `differences`. A group without parameters keeps its options, unless the saved groups are as
+    many and the one in its place is empty too.
+
+    Args:
+        named: The parameters of each present group.
+        present: The optimizer's groups now.
+        saved: The saved groups, their `params` by FQN.
+        differences: Gets what does not fit.
+    """
+    by_name = {name: options_of(group) for group in saved for name in group["params"]}
+    matched = []
+    for number, (members, group) in enumerate(zip(named, present, strict=True)):
+        found = [(member.fqn, by_name[name]) for member in members for name in member.names if name in by_name]
+        if not members and len(saved) == len(present) and not saved[number]["params"]:
+            found = [("", options_of(saved[number]))]
+        options: dict[str, Any] = found[0][1] if found else {}
+        for fqn, others in found[1:]:
+            keys = sorted(key for key in {**options, **others} if not _same(options.get(key), others.get(key)))
+            if keys:
+                differences.other_options(f"{fqn} ({', '.join(keys)}; group {number})")
+        matched.append({**options_of(group), **options})
+    return matched
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return torch.equal(left.cpu(), right.cpu())
+    return type(left) is type(right) and bool(left == right)

@@ -1,0 +1,65 @@
+"""`param_info`: how each managed parameter is sharded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from compile_fsdp.state.layout import Region, regions
+from compile_fsdp.state.names import named_parameters
+
+
+@dataclass(frozen=True, slots=True)
+class ParamInfo:
+    """A managed parameter: what it was before sharding, and where its parts are."""
+
+    group: tuple[str, ...]
+    """FQNs of the modules whose group it is in: one, unless `fully_shard` was called with a list. "" is the root."""
+    shape: torch.Size
+    """Before sharding; with tensor parallelism that of the whole DTensor."""
+    dtype: torch.dtype
+    """Before sharding, not that of mixed precision."""
+    mesh: DeviceMesh
+    """All dims over which the parameter is laid out, those of tensor parallelism included."""
+    placements: tuple[Placement, ...]
+    """One for each dim of `mesh`."""
+    aliases: tuple[str, ...]
+    """Its other FQNs, where modules share it."""
+
+    @property
+    def regions(self) -> dict[int, Region]:
+        """Offsets and sizes of the shard of every rank in `mesh`, by global rank; computed when asked for.
+
+        See [Note: Ranks may see different meshes].
+        """
+        return regions(self.shape, self.mesh, self.placements)
+
+
+def param_info(model: nn.Module) -> dict[str, ParamInfo]:
+    """Describe every parameter that `fully_shard` manages; issues no collective.
+
+    Args:
+        model: Any module that is sharded, contains sharded modules, or is a part of a sharded one.
+    Returns:
+        By FQN, in the order of `model.named_parameters()`; a shared parameter has one entry, under its first name.
+        FQNs start at `model`, see [Note: FQNs are relative to the module that was given].
+    """
+    found = {}
+    for named in named_parameters(model):
+        if named.managed is None:
+            continue
+        sharded = named.parameter
+        assert isinstance(sharded, DTensor)
+        found[named.fqn] = ParamInfo(
+            group=named.group,
+            shape=sharded.shape,
+            dtype=sharded.dtype,
+            mesh=sharded.device_mesh,
+            placements=tuple(sharded.placements),
+            aliases=named.aliases,
+        )
+    return found

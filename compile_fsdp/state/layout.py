@@ -1,0 +1,204 @@
+"""Which part of a tensor each rank holds, and how a whole tensor comes together on one rank without the others' help.
+
+A whole tensor is collected on the first rank straight from the ranks that hold its parts: each of them only sends
+what it has, and needs no memory for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+
+from compile_fsdp.compat import local_tensor, shard_extent
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A box in a tensor."""
+
+    offsets: tuple[int, ...]
+    """(ndim,) index of its first element; of an empty region the dim's size where it is empty."""
+    sizes: tuple[int, ...]
+    """(ndim,)"""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What a tensor looks like: a DTensor on `mesh`, or without one a plain tensor."""
+
+    shape: torch.Size
+    """Of the whole tensor."""
+    dtype: torch.dtype
+    mesh: DeviceMesh | None = None
+    placements: tuple[Placement, ...] = ()
+    """One for each dim of `mesh`."""
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        if isinstance(tensor, DTensor):
+            return cls(tensor.shape, tensor.dtype, tensor.device_mesh, tuple(tensor.placements))
+        return cls(tensor.shape, tensor.dtype)
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+def regions(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> dict[int, Region]:
+    """What every rank of the mesh holds of a tensor, by global rank; ranks that replicate each other hold the same."""
+    found = {}
+    for coordinate in itertools.product(*map(range, mesh.shape)):
+        sizes, offsets = shard_extent(shape, mesh.shape, coordinate, placements)
+        found[int(mesh.mesh[coordinate])] = Region(tuple(offsets), tuple(sizes))
+    return found
+
+
+def region_here(spec: TensorSpec) -> Region:
+    """What this rank holds of a DTensor; nothing if it is not in the mesh."""
+    assert spec.mesh is not None
+    coordinate = spec.mesh.get_coordinate()
+    if coordinate is None:
+        return Region((0,) * len(spec.shape), (0,) * len(spec.shape))
+    sizes, offsets = shard_extent(spec.shape, spec.mesh.shape, coordinate, spec.placements)
+    return Region(tuple(offsets), tuple(sizes))
+
+
+def wrap_local(local: Tensor, spec: TensorSpec) -> DTensor:
+    """The DTensor of which this rank holds `local`."""
+    assert spec.mesh is not None
+    stride = torch.empty(spec.shape, device="meta").stride()
+    return DTensor.from_local(
+        local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=stride
+    )
+
+
+def cut(whole: Tensor, spec: TensorSpec, device: torch.device) -> Tensor:
+    """A copy, on `device`, of the part of a whole tensor that this rank holds under `spec`; never a view of it."""
+    if spec.mesh is None:
+        return whole.detach().clone()
+    part = whole.detach()[region_here(spec).slices]
+    return wrap_local(part.to(device, copy=True).contiguous(), spec)
+
+
+def empty(spec: TensorSpec, device: torch.device) -> Tensor:
+    """An uninitialised tensor."""
+    if spec.mesh is None:
+        return torch.empty(spec.shape, dtype=spec.dtype, device=device)
+    return wrap_local(torch.empty(region_here(spec).sizes, dtype=spec.dtype, device=device), spec)
+
+
+@torch.no_grad()
+def collect_whole(tensor: DTensor) -> Tensor:
+    """The whole tensor, on every rank; a new one. Collective over the tensor's mesh."""
+    whole: Tensor = tensor.full_tensor()
+    return whole.clone() if all(placement.is_replicate() for placement in tensor.placements) else whole
+
+
+# [Note: Ranks may see different meshes]
+# A slice of a mesh, such as the data-parallel dim beside tensor parallelism, is another mesh on each rank: ranks 0 and
+# 2 of a 2 x 2 mesh see one of ranks (0, 2), ranks 1 and 3 one of (1, 3). What lies on it is replicated over the rest.
+# A rank cannot know the meshes of others, only that the first rank's has the first rank in it.
+
+
+@torch.no_grad()
+def collect_on_first(tensor: DTensor, offload: bool) -> Tensor | None:
+    """The whole tensor on global rank 0, None on the others, which need no memory for it. All ranks call it.
+
+    Args:
+        tensor: On any mesh; global rank 0 is in its own. See [Note: Ranks may see different meshes].
+        offload: Collect it on the CPU instead of the mesh's device.
+    """
+    tensor = _without_partial(tensor)
+    mesh = tensor.device_mesh
+    owners: dict[Region, int] = {}
+    for rank, region in sorted(regions(tensor.shape, mesh, tensor.placements).items()):
+        if region.numel:
+            owners.setdefault(region, rank)
+    rank, local = dist.get_rank(), local_tensor(tensor)
+    if rank != 0:
+        if rank in owners.values() and bool((mesh.mesh == 0).any()):
+            _send(local, 0, mesh.device_type)
+        return None
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu" if offload else mesh.device_type)
+    for region, owner in owners.items():
+        part = whole[region.slices]
+        if owner == 0:
+            part.copy_(local)
+        else:
+            _receive(part, owner, mesh.device_type)
+    return whole
+
+
+# Of a whole tensor that is on its way from the first rank: large enough that the time goes into carrying it, small
+# beside the shards of a model that needs sharding.
+CHUNK_BYTES = 16 * 2**20
+
+
+@torch.no_grad()
+def distribute_from_first(whole: Tensor | None, spec: TensorSpec, device: torch.device) -> Tensor:
+    """The reverse: this rank's part, on `device`, of a whole tensor that global rank 0 alone has. All ranks call it.
+
+    The tensor passes all ranks in chunks of rows, of which each keeps what it needs.
+    """
+    if spec.mesh is None:
+        carried = [whole.cpu() if whole is not None else None]
+        dist.broadcast_object_list(carried, src=0)
+        assert carried[0] is not None
+        return carried[0] if whole is None else whole.clone()
+    region, wire = region_here(spec), spec.mesh.device_type
+    local = torch.empty(region.sizes, dtype=spec.dtype, device=device)
+    if not spec.shape:
+        chunk = torch.empty(spec.shape, dtype=spec.dtype, device=wire) if whole is None else whole.to(wire)
+        dist.broadcast(_as_bytes(chunk), src=0)
+        return wrap_local(local.copy_(chunk), spec)
+    row_bytes = math.prod(spec.shape[1:]) * spec.dtype.itemsize
+    step = max(1, CHUNK_BYTES // max(1, row_bytes))
+    first, last = region.offsets[0], region.offsets[0] + region.sizes[0]
+    for start in range(0, spec.shape[0] if row_bytes else 0, step):
+        stop = min(start + step, spec.shape[0])
+        if whole is not None:
+            chunk = whole[start:stop].to(wire).contiguous()
+        else:
+            chunk = torch.empty((stop - start, *spec.shape[1:]), dtype=spec.dtype, device=wire)
+        dist.broadcast(_as_bytes(chunk), src=0)
+        low, high = max(start, first), min(stop, last)
+        if low < high:
+            local[low - first : high - first] = chunk[(slice(low - start, high - start), *region.slices[1:])]
+    return wrap_local(local, spec)
+
+
+def _without_partial(tensor: DTensor) -> DTensor:
+    placements = [Replicate() if isinstance(each, Partial) else each for each in tensor.placements]
+    return tensor if list(tensor.placements) == placements else tensor.redistribute(placements=placements)
+
+
+def _send(tensor: Tensor, rank: int, device_type: str) -> None:
+    dist.send(_as_bytes(tensor.to(device_type).contiguous()), dst=rank)
+
+
+def _receive(out: Tensor, rank: int, device_type: str) -> None:
+    direct = out.is_contiguous() and out.device.type == device_type
+    buffer = out if direct else torch.empty(out.shape, dtype=out.dtype, device=device_type)
+    dist.recv(_as_bytes(buffer), src=rank)
+    if not direct:
+        out.copy_(buffer)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """A view as bytes: process groups do not carry every dtype."""
+    return tensor.view(-1).view(torch.uint8)

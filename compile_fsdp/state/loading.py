@@ -1,0 +1,169 @@
+"""Decide where every entry of an optimizer state goes, and only then change the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from compile_fsdp.errors import StateError
+from compile_fsdp.state.containers import leaves, map_leaves
+from compile_fsdp.state.expected import Expected, Probe
+from compile_fsdp.state.groups import Group, match_groups
+from compile_fsdp.state.layout import TensorSpec
+from compile_fsdp.state.names import NamedParameter, named_groups
+from compile_fsdp.state.verify import Differences
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What is loaded into which parameter's state. Names are those that the state was saved under."""
+
+    sources: tuple[str, ...]
+    """Names of the parameters with a saved state, in the order of the optimizer's groups."""
+    parameters: Mapping[str, nn.Parameter]
+    """By saved name."""
+    expected: Mapping[str, Expected]
+    """By saved name."""
+    kept: frozenset[nn.Parameter]
+    """Parameters that the saved state does not name: theirs stays as it is."""
+    merge: bool
+    """Whether entries that were not saved stay as they are."""
+    options: Sequence[Mapping[str, Any]]
+    """Of each of the optimizer's groups."""
+
+    def target(self, fqn: str, entry: str, saved: TensorSpec) -> TensorSpec:
+        """How a tensor is laid out once it is loaded.
+
+        As the optimizer would make it. Where it has not said: like the parameter, if it has its shape; replicated
+        over the parameter's mesh, if it has another one; and plain without dims.
+        """
+        known = self.expected[fqn].entries.get(entry)
+        if known is not None:
+            return TensorSpec(saved.shape, saved.dtype, known.mesh, known.placements)
+        parameter = self.parameters[fqn]
+        if not isinstance(parameter, DTensor) or not saved.shape:
+            return TensorSpec(saved.shape, saved.dtype)
+        placements = (
+            tuple(parameter.placements)
+            if saved.shape == parameter.shape
+            else (Replicate(),) * parameter.device_mesh.ndim
+        )
+        return TensorSpec(saved.shape, saved.dtype, parameter.device_mesh, placements)
+
+    def apply(self, optim: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Hand the state to the optimizer's own `load_state_dict`; if that raises, the optimizer is as it was.
+
+        Args:
+            optim: The one that was planned for.
+            state: By saved name, tensors laid out as `target` says; the optimizer takes them as its own.
+        """
+        ids = {
+            parameter: index
+            for index, parameter in enumerate(p for group in optim.param_groups for p in group["params"])
+        }
+        loaded = {}
+        for name in self.sources:
+            present = optim.state.get(self.parameters[name], {}) if self.merge else {}
+            loaded[ids[self.parameters[name]]] = {**present, **state[name]}
+        kept = {ids[parameter]: optim.state[parameter] for parameter in self.kept if parameter in optim.state}
+        groups = []
+        for group, options in zip(optim.param_groups, self.options, strict=True):
+            groups.append({**options, "params": [ids[parameter] for parameter in group["params"]]})
+        before = optim.state, optim.param_groups
+        try:
+            optim.load_state_dict({"state": {**kept, **loaded}, "param_groups": groups})
+        except BaseException:
+            optim.state, optim.param_groups = before
+            raise
+        for name in self.sources:
+            parameter = self.parameters[name]
+            optim.state[parameter] = _undo_casts(optim.state[parameter], state[name])
+
+
+def plan_load(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    groups: Sequence[Group],
+    outline: Mapping[str, Any],
+    strict: bool,
+    what: str,
+    differences: Differences | None = None,
+) -> LoadPlan:
+    """Match a saved state with the optimizer, and refuse it where it does not fit. Collective.
+
+    Args:
+        model: Holds the optimizer's parameters.
+        optim: Not changed.
+        groups: The saved groups, `params` by FQN.
+        outline: The saved state by FQN, a `TensorSpec` in place of every tensor. The same on all ranks.
+        strict: Whether missing and unexpected entries are refused.
+        what: What is to be loaded, for the message.
+        differences: Those found so far, to be raised together with these.
+    Raises:
+        StateError: the saved groups hold parameter ids.
+        StateMismatchError: the state does not fit; the same on all ranks.
+    """
+    differences = Differences(strict) if differences is None else differences
+    if any(not isinstance(name, str) for group in groups for name in group["params"]):
+        raise StateError(
+            "expected parameter groups that name their parameters, got parameter ids; "
+            'convert them with rekey_optim_state(state, model, to="fqn")'
+        )
+    named = named_groups(model, optim)
+    options = match_groups(named, optim.param_groups, groups, differences)
+    saved_names = dict.fromkeys([*(name for group in groups for name in group["params"]), *outline])
+    probe = Probe(optim)
+    parameters: dict[str, nn.Parameter] = {}
+    expected: dict[str, Expected] = {}
+    kept = set()
+    matched = set()
+    for number, members in enumerate(named):
+        for member in members:
+            name = _saved_name(member, saved_names)
+            if name is None:
+                differences.missing(member.fqn)
+                kept.add(member.parameter)
+                continue
+            matched.add(name)
+            if name in outline:
+                parameters[name] = member.parameter
+                expected[name] = probe.expected(member.parameter, number, options[number])
+                got = {entry: _spec(leaf) for entry, leaf in leaves(outline[name])}
+                differences.compare_state(member.fqn, expected[name], got)
+    for name in saved_names.keys() - matched:
+        differences.unexpected(str(name))
+    differences.raise_together(what)
+    return LoadPlan(tuple(parameters), parameters, expected, frozenset(kept), not strict, options)
+
+
+def _saved_name(member: NamedParameter, saved: Mapping[str, None]) -> str | None:
+    """The name of a parameter that was used to save it, None if it was not saved."""
+    return next((name for name in member.names if name in saved), None)
+
+
+def _spec(leaf: Any) -> TensorSpec | None:
+    return leaf if isinstance(leaf, TensorSpec) else None
+
+
+def _undo_casts(loaded: dict[Any, Any], wanted: dict[Any, Any]) -> dict[Any, Any]:
+    """`loaded` with the leaves of `wanted` that `Optimizer.load_state_dict` has changed.
+
+    It turns every tensor, counters included, into the parameter's dtype, and takes strings apart.
+    """
+    originals = dict(leaves(wanted))
+
+    def pick(name: str, leaf: Any) -> Any:
+        original = originals.get(name)
+        if isinstance(original, str):
+            return original
+        if isinstance(leaf, Tensor) and isinstance(original, Tensor) and leaf.dtype != original.dtype:
+            return original.to(leaf.device)
+        return leaf
+
+    undone: dict[Any, Any] = map_leaves(loaded, pick)
+    return undone

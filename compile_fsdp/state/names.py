@@ -1,0 +1,110 @@
+"""Names of parameters that do not change with sharding, compiling or checkpointing.
+
+[Note: FQNs are relative to the module that was given]
+An FQN is the path from the module that a function was called with, as in its `named_parameters()`: called with a
+model that contains sharded modules, names are those of the whole model; called with a submodule, they start there.
+Modules that only wrap another one (`torch.compile(module)`, activation checkpointing, DDP) leave no trace in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from compile_fsdp.compat import FSDPParam, fsdp_state, param_groups, parameter_owners, wrapped_child
+from compile_fsdp.errors import ForeignParameterError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NamedParameter:
+    """A parameter under all of its names."""
+
+    fqn: str
+    """The first name, in the order of the modules."""
+    aliases: tuple[str, ...]
+    """The other names, where modules share the parameter."""
+    parameter: nn.Parameter
+    """As an optimizer holds it: of a managed parameter the sharded one, also while the model is unsharded."""
+    managed: FSDPParam | None
+    """None for a parameter that no `fully_shard` call manages."""
+    group: tuple[str, ...]
+    """FQNs of the modules whose group manages it; empty for an unmanaged one."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.fqn, *self.aliases)
+
+
+def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module below `root`, parents first, once for each path to it that is left of wrappers.
+
+    See [Note: FQNs are relative to the module that was given].
+    """
+    fqns: dict[str, str] = {}
+    modules: dict[str, nn.Module] = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        parent, _, name = path.rpartition(".")
+        if not path:
+            fqns[path] = ""
+        elif wrapped_child(modules[parent]) == name:
+            fqns[path] = fqns[parent]
+        else:
+            fqns[path] = join(fqns[parent], name)
+        modules[path] = module
+        yield fqns[path], module
+
+
+def named_parameters(root: nn.Module) -> list[NamedParameter]:
+    """Every parameter below `root` once, in the order of `root.named_parameters()`."""
+    modules = list(named_modules(root))
+    first_names: dict[nn.Module, str] = {}
+    for fqn, module in modules:
+        first_names.setdefault(module, fqn)
+    managed: dict[tuple[nn.Module, str], tuple[FSDPParam, tuple[str, ...]]] = {}
+    for module in first_names:
+        state = fsdp_state(module)
+        for group in [] if state is None else param_groups(state):
+            fqns = tuple(first_names[each] for each in group.modules if each in first_names)
+            for fsdp_param in group.fsdp_params:
+                managed.update((owner, (fsdp_param, fqns)) for owner in parameter_owners(fsdp_param))
+
+    names: dict[nn.Parameter, list[str]] = {}
+    owners: dict[nn.Parameter, tuple[FSDPParam | None, tuple[str, ...]]] = {}
+    for fqn, module in modules:
+        for name, held in module.named_parameters(recurse=False, remove_duplicate=False):
+            manager, group_fqns = managed.get((module, name), (None, ()))
+            parameter = held if manager is None else manager.sharded_param
+            names.setdefault(parameter, []).append(join(fqn, name))
+            owners.setdefault(parameter, (manager, group_fqns))
+    return [
+        NamedParameter(first, tuple(dict.fromkeys(others)), parameter, *owners[parameter])
+        for parameter, (first, *others) in names.items()
+    ]
+
+
+def named_groups(root: nn.Module, optim: torch.optim.Optimizer) -> list[list[NamedParameter]]:
+    """The parameters of each of the optimizer's groups, in its order.
+
+    Raises:
+        ForeignParameterError: the optimizer holds parameters that are not in the model.
+    """
+    by_parameter = {named.parameter: named for named in named_parameters(root)}
+    foreign = [
+        f"group {number}, parameter {index}, shape {list(parameter.shape)}"
+        for number, group in enumerate(optim.param_groups)
+        for index, parameter in enumerate(group["params"])
+        if parameter not in by_parameter
+    ]
+    if foreign:
+        raise ForeignParameterError(
+            f"expected an optimizer over parameters of {type(root).__name__}, got others: {'; '.join(foreign)}; "
+            "make the optimizer after the last fully_shard() call, and pass the module that has all its parameters"
+        )
+    return [[by_parameter[parameter] for parameter in group["params"]] for group in optim.param_groups]
+
+
+def join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

@@ -1,0 +1,155 @@
+"""`rekey_optim_state`: between parameter ids, as `Optimizer.state_dict()` has them, and FQNs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from compile_fsdp.errors import RekeyError
+from compile_fsdp.state.containers import leaves
+from compile_fsdp.state.groups import options_of
+from compile_fsdp.state.names import NamedParameter, named_groups, named_parameters
+
+OptimState = dict[str, Any]
+
+
+def rekey_optim_state(
+    state: Mapping[str, Any],
+    model: nn.Module,
+    to: Literal["id", "fqn"],
+    *,
+    optim: torch.optim.Optimizer | None = None,
+) -> OptimState:
+    """Rename the parameters of an optimizer state; tensors are neither copied nor changed. Issues no collective.
+
+    Ids number the parameters of all groups in their order, and say nothing else. Their names come from, in this
+    order: `optim`; the `param_names` that the groups carry if the optimizer was made from named parameters; and,
+    if there is but one group, the order of `model.named_parameters()`, with or without the frozen ones.
+
+    Args:
+        state: What `Optimizer.state_dict()` or `optim_state_dict()` returned.
+        model: The unsharded or the sharded model: FQNs are the same.
+        to: "fqn" for a state to give to `load_optim_state_dict`, "id" for one to give to `Optimizer.load_state_dict`.
+        optim: An optimizer over parameters of `model`, with the groups of the state: needed to name the ids of
+            several groups without `param_names`; with to="id", ids then follow this optimizer's order.
+    Returns:
+        A new state of the same form, without `param_names`.
+    Raises:
+        RekeyError: nothing says whose the ids are, or names or shapes are not those of the model.
+    """
+    if to == "fqn":
+        return _to_fqns(state, model, optim)
+    if to == "id":
+        return _to_ids(state, model, optim)
+    raise RekeyError(f'expected to="id" or to="fqn", got {to!r}')
+
+
+def _to_fqns(state: Mapping[str, Any], model: nn.Module, optim: torch.optim.Optimizer | None) -> OptimState:
+    groups = state["param_groups"]
+    ids = list(chain.from_iterable(group["params"] for group in groups))
+    fqns = dict(zip(ids, _names_of_ids(groups, model, optim), strict=True))
+    if foreign := [str(key) for key in state["state"] if key not in fqns]:
+        raise RekeyError(f"expected state of the groups' parameters, got state of others: {', '.join(foreign)}")
+    _check_shapes(state["state"], fqns, model)
+    return {
+        "state": {fqns[key]: state["state"][key] for key in ids if key in state["state"]},
+        "param_groups": [
+            {"params": [fqns[key] for key in group["params"]], **options_of(group)} for group in groups
+        ],
+    }
+
+
+def _names_of_ids(
+    groups: Sequence[Mapping[str, Any]], model: nn.Module, optim: torch.optim.Optimizer | None
+) -> list[str]:
+    sizes = [len(group["params"]) for group in groups]
+    if optim is not None:
+        named = named_groups(model, optim)
+        if [len(members) for members in named] != sizes:
+            raise RekeyError(
+                f"expected optim to have groups of {sizes} parameters as the state has, got groups of "
+                f"{[len(members) for members in named]}; make it as the optimizer that the state is from"
+            )
+        return [member.fqn for member in chain.from_iterable(named)]
+    every = named_parameters(model)
+    if all("param_names" in group for group in groups):
+        return _known_names(chain.from_iterable(group["param_names"] for group in groups), every, model)
+    if len(groups) > 1:
+        raise RekeyError(
+            f"expected one parameter group, or groups with param_names, got {len(groups)} groups without; "
+            "pass optim=, an optimizer with the same groups"
+        )
+    trainable = [member for member in every if member.parameter.requires_grad]
+    for members in (every, trainable):
+        if [len(members)] == sizes:
+            return [member.fqn for member in members]
+    raise RekeyError(
+        f"expected ids for all {len(every)} parameters of {type(model).__name__}, or for the {len(trainable)} "
+        f"trainable ones, got {sum(sizes)}; pass optim=, an optimizer over the same parameters"
+    )
+
+
+def _known_names(names: Iterable[str], every: Sequence[NamedParameter], model: nn.Module) -> list[str]:
+    """First names for names that an optimizer was given, perhaps while the model was wrapped."""
+    first = {name: member.fqn for member in every for name in member.names}
+    found: list[str] = []
+    foreign: list[str] = []
+    for name in names:
+        unwrapped = name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+        candidates = (name, unwrapped, unwrapped.removeprefix("module."))
+        fqn = next((first[each] for each in candidates if each in first), None)
+        if fqn is None:
+            foreign.append(name)
+        else:
+            found.append(fqn)
+    if foreign:
+        raise RekeyError(f"expected names of parameters of {type(model).__name__}, got others: {', '.join(foreign)}")
+    return found
+
+
+def _check_shapes(state: Mapping[Any, Any], fqns: Mapping[Any, str], model: nn.Module) -> None:
+    """Refuse state whose shapes show that it is another parameter's: none of as many dims has its sizes.
+
+    Dims that are reduced to size 1 fit any size.
+    """
+    shapes = {member.fqn: member.parameter.shape for member in named_parameters(model)}
+    wrong = []
+    for key, entries in state.items():
+        shape = shapes[fqns[key]]
+        tensors = [leaf for _, leaf in leaves(entries) if isinstance(leaf, torch.Tensor) and leaf.ndim == len(shape)]
+        fitting = [all(size in (1, whole) for size, whole in zip(each.shape, shape, strict=True)) for each in tensors]
+        if tensors and not any(fitting):
+            wrong.append(f"{fqns[key]} (expected {list(shape)}, got {list(tensors[0].shape)})")
+    if wrong:
+        raise RekeyError(
+            f"expected ids in the order of the parameters of {type(model).__name__}, got state of other shapes: "
+            f"{'; '.join(wrong)}; pass optim=, an optimizer with its parameters in the state's order"
+        )
+
+
+def _to_ids(state: Mapping[str, Any], model: nn.Module, optim: torch.optim.Optimizer | None) -> OptimState:
+    groups = state["param_groups"]
+    every = named_parameters(model)
+    names = [_known_names(group["params"], every, model) for group in groups]
+    if optim is not None:
+        wanted = [[member.fqn for member in members] for members in named_groups(model, optim)]
+        if [sorted(group) for group in wanted] != [sorted(group) for group in names]:
+            raise RekeyError(
+                f"expected optim to have the groups of the state, {names}, got {wanted}; make it with these groups"
+            )
+        names = wanted
+    ids = {fqn: index for index, fqn in enumerate(chain.from_iterable(names))}
+    keys = dict(zip(_known_names(state["state"], every, model), state["state"], strict=True))
+    if foreign := [fqn for fqn in keys if fqn not in ids]:
+        raise RekeyError(f"expected state of the groups' parameters, got state of others: {', '.join(foreign)}")
+    return {
+        "state": {index: state["state"][keys[fqn]] for fqn, index in ids.items() if fqn in keys},
+        "param_groups": [
+            {**options_of(group), "params": [ids[fqn] for fqn in members]}
+            for group, members in zip(groups, names, strict=True)
+        ],
+    }

@@ -1,0 +1,76 @@
+"""Compare what a state holds with what a model and an optimizer expect, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from compile_fsdp.errors import StateMismatchError
+from compile_fsdp.state.expected import Expected
+from compile_fsdp.state.layout import TensorSpec
+from compile_fsdp.state.ranks import unite
+
+_KINDS = ("missing", "unexpected", "wrong shape", "wrong dtype", "saved with other options than the rest of its group")
+
+
+class Differences:
+    """Differences between what is there and what is expected, by FQN."""
+
+    def __init__(self, strict: bool) -> None:
+        self.strict = strict
+        self._found: list[tuple[int, str]] = []
+
+    def missing(self, name: str) -> None:
+        if self.strict:
+            self._found.append((0, name))
+
+    def unexpected(self, name: str) -> None:
+        if self.strict:
+            self._found.append((1, name))
+
+    def other_options(self, name: str) -> None:
+        self._found.append((4, name))
+
+    def compare(self, name: str, expected: TensorSpec | None, got: TensorSpec | None) -> None:
+        """Compare two entries of one name; None stands for what is not a tensor.
+
+        A number in place of a 0-dim tensor is no difference: older optimizers counted their steps so.
+        """
+        if expected == got or (expected is not None and got is None and not expected.shape):
+            return
+        if expected is None or got is None:
+            self._found.append((2, f"{name} (expected {_text(expected)}, got {_text(got)})"))
+        elif expected.shape != got.shape:
+            self._found.append((2, f"{name} (expected {list(expected.shape)}, got {list(got.shape)})"))
+        elif expected.dtype != got.dtype:
+            self._found.append((3, f"{name} (expected {expected.dtype}, got {got.dtype})"))
+
+    def compare_state(self, fqn: str, expected: Expected, got: Mapping[str, TensorSpec | None]) -> None:
+        """Compare one parameter's optimizer state, entry by entry."""
+        for name in expected.required - got.keys():
+            self.missing(f"{fqn}: {name}")
+        for name, spec in got.items():
+            if name in expected.entries:
+                self.compare(f"{fqn}: {name}", expected.entries[name], spec)
+            elif expected.is_complete:
+                self.unexpected(f"{fqn}: {name}")
+
+    def raise_together(self, what: str) -> None:
+        """Raise the differences of all ranks on all of them, if there are any. Collective.
+
+        Args:
+            what: What was to be loaded, for the message.
+        """
+        by_kind: dict[int, list[str]] = {}
+        for text in unite(f"{kind}{text}" for kind, text in self._found):
+            by_kind.setdefault(int(text[0]), []).append(text[1:])
+        if not by_kind:
+            return
+        found = "; ".join(f"{_KINDS[kind]}: {', '.join(texts)}" for kind, texts in sorted(by_kind.items()))
+        raise StateMismatchError(
+            f"expected {what} to fit the model and its optimizer, got {found}. Nothing was changed; load into the "
+            "model and optimizer that it was saved from, or with strict=False what both have"
+        )
+
+
+def _text(spec: TensorSpec | None) -> str:
+    return "no tensor" if spec is None else f"a tensor of shape {list(spec.shape)}"

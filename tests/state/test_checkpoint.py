@@ -1,0 +1,239 @@
+"""Checkpoints are complete or absent, and a save in the background holds the moment it was started."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import load as torch_load
+from torch.distributed.checkpoint import save as torch_save
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+
+from compile_fsdp.errors import CheckpointError, StateMismatchError
+from compile_fsdp.state import async_save, checkpoint, find_latest, folder, load, optim_state_dict, save
+from harness import run_ranks
+from optimizers import OPTIMIZERS, assert_same, everything, groups_of, train, whole
+
+Run = tuple[Any, torch.optim.Optimizer]
+
+
+def _run(steps: int = 0, mesh: Any = None, name: str = "adamw_foreach") -> Run:
+    model = everything(mesh)
+    optim = OPTIMIZERS[name](groups_of(model))
+    train(model, optim, range(steps))
+    return model, optim
+
+
+def _assert_at(path: Path, step: int) -> None:
+    """The newest checkpoint is of that step, complete and right."""
+    loaded, expected = _run(), _run(step)
+    assert load(*loaded, path) == step
+    assert_same(optim_state_dict(*loaded), optim_state_dict(*expected))
+    for name, value in expected[0].state_dict().items():
+        assert torch.equal(loaded[0].state_dict()[name], value)
+
+
+def _names(path: Path) -> set[str]:
+    return {each.name for each in path.iterdir()}
+
+
+def test_save_and_load_without_a_process_group(tmp_path: Path) -> None:
+    path = tmp_path / "made" / "on the way"
+    assert find_latest(path) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        target = save(*_run(2), path, 2, files={"notes.txt": "of step 2"})
+        _assert_at(path, 2)
+    assert target == find_latest(path) == path / "step-00000002"
+    assert (target / "notes.txt").read_text() == "of step 2"
+    save(*_run(3), path, 3)
+    _assert_at(path, 3)
+    _assert_at(target, 2)  # a certain one
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("stage", ["write_tensors", "rename", "replace"])
+@pytest.mark.parametrize("step", [2, 3], ids=["same step", "next step"])
+def test_an_interrupted_save_leaves_the_previous_one(
+    stage: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(*_run(2), tmp_path, 2)
+
+    def interrupt(*args: Any) -> None:
+        raise Interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint if stage == "write_tensors" else folder.os, stage, interrupt)
+        with pytest.raises((Interrupted, CheckpointError)):
+            save(*_run(3), tmp_path, step)
+    _assert_at(tmp_path, 2)
+    save(*_run(4), tmp_path, 4)
+    _assert_at(tmp_path, 4)
+    assert not any(name.endswith(".part") for name in _names(tmp_path))
+
+
+def test_the_same_step_twice(tmp_path: Path) -> None:
+    for steps in (2, 3, 4):
+        save(*_run(steps), tmp_path, 7)
+        loaded = _run()
+        assert load(*loaded, tmp_path) == 7
+        assert_same(optim_state_dict(*loaded), optim_state_dict(*_run(steps)))
+        assert len(_names(tmp_path)) == 2
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    run = _run()
+    with pytest.raises(CheckpointError, match="found none"):
+        load(*run, tmp_path)
+    file = tmp_path / "file"
+    file.write_text("")
+    for call in (lambda: load(*run, file), lambda: save(*run, file, 1), lambda: find_latest(file)):
+        with pytest.raises(CheckpointError, match=f"got the file {file}"):
+            call()
+    (tmp_path / "latest").write_text("step-00000009\n")
+    with pytest.raises(CheckpointError, match="names step-00000009, which is no complete checkpoint"):
+        load(*run, tmp_path)
+    torch_save({"weights": torch.ones(2)}, checkpoint_id=tmp_path / "other", no_dist=True)
+    with pytest.raises(CheckpointError, match=r"got one of \['weights'\]"):
+        load(*run, tmp_path / "other")
+
+
+def test_a_full_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(*_run(2), tmp_path, 2)
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", full)
+        with pytest.raises(CheckpointError, match=r"cannot write .*step-00000003.part: rank 0: OSError: .*No space"):
+            save(*_run(3), tmp_path, 3)
+        pending = async_save(*_run(3), tmp_path, 3)
+        with pytest.raises(CheckpointError, match="No space"):
+            pending.wait()
+    _assert_at(tmp_path, 2)
+
+
+class Described(nn.Linear):
+    """Has buffers, and state that is no tensor."""
+
+    def __init__(self, note: str) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("running", torch.zeros(3))
+        self.note = note
+
+    def get_extra_state(self) -> Any:
+        return {"note": self.note, "values": [1, 2]}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state["values"] == [1, 2]
+        self.note = state["note"]
+
+
+def test_buffers_and_extra_state_come_along(tmp_path: Path) -> None:
+    model = Described("as saved")
+    model.running.fill_(3.0)
+    save(model, torch.optim.SGD(model.parameters()), tmp_path, 1)
+    other = Described("as made")
+    load(other, torch.optim.SGD(other.parameters()), tmp_path)
+    assert other.note == "as saved" and torch.equal(other.running, torch.full((3,), 3.0))
+
+
+def _torch_reads_ours_and_we_read_torchs(rank: int, path: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    # torch's functions want state for every trainable parameter: all of them get gradients.
+    model, optim = _run(2, mesh)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optim.step()
+    expected = optim_state_dict(model, optim)
+    target = save(model, optim, path, 3)
+
+    other, other_optim = _run(0, mesh)
+    weights, state = get_state_dict(other, other_optim)
+    torch_load({"model": weights, "optimizer": state}, checkpoint_id=target)
+    set_state_dict(other, other_optim, model_state_dict=weights, optim_state_dict=state)
+    trainable = [name for name, parameter in other.named_parameters() if parameter.requires_grad]
+    got = optim_state_dict(other, other_optim)
+    for fqn in trainable:
+        for key, value in expected["state"][fqn].items():
+            assert torch.equal(whole(got["state"][fqn][key]), whole(value)), (fqn, key)
+
+    weights, state = get_state_dict(model, optim)
+    torch_save({"model": weights, "optimizer": state}, checkpoint_id=f"{path}/torch")
+    other, other_optim = _run(0, mesh)
+    with pytest.raises(StateMismatchError, match="missing: step"):
+        load(other, other_optim, f"{path}/torch")
+    assert load(other, other_optim, f"{path}/torch", strict=False) == 0
+    assert_same(optim_state_dict(other, other_optim), expected)
+
+
+def test_torch_reads_ours_and_we_read_torchs(tmp_path: Path) -> None:
+    run_ranks(2, _torch_reads_ours_and_we_read_torchs, str(tmp_path))
+
+
+def _training_goes_on_during_a_save(rank: int, path: str, name: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    model, optim = _run(2, mesh, name)
+    expected = optim_state_dict(model, optim, full=True)
+    weights = {key: whole(value).clone() for key, value in model.state_dict().items()}
+    pending = async_save(model, optim, path, 2, files={"notes.txt": "background"})
+    train(model, optim, range(2, 12))  # collectives of the training and of the save at the same time
+    target = pending.wait()
+    assert pending.done() and pending.wait() == target
+    loaded, loaded_optim = _run(0, mesh, name)
+    assert load(loaded, loaded_optim, path) == 2
+    assert_same(optim_state_dict(loaded, loaded_optim), expected)
+    assert all(torch.equal(whole(value), weights[key]) for key, value in loaded.state_dict().items())
+    assert (target / "notes.txt").read_text() == "background"
+    train(loaded, loaded_optim, range(2, 12))
+    assert_same(optim_state_dict(loaded, loaded_optim), optim_state_dict(model, optim))
+
+
+@pytest.mark.parametrize("name", ["adamw_fused", "hoarder"])
+def test_training_goes_on_during_a_save(name: str, tmp_path: Path) -> None:
+    run_ranks(2, _training_goes_on_during_a_save, str(tmp_path), name)
+
+
+def _saves_and_loads_wait_for_a_running_save(rank: int, path: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    model, optim = _run(1, mesh)
+    for step in range(1, 4):
+        async_save(model, optim, path, step)
+        train(model, optim, [step])
+    assert load(*_run(0, mesh), path) == 3
+    save(model, optim, path, 4)
+    assert load(*_run(0, mesh), path) == 4
+    dist.barrier()
+    assert _names(Path(path)) == {"latest", *(f"step-0000000{step}" for step in range(1, 5))}
+
+
+def test_saves_and_loads_wait_for_a_running_save(tmp_path: Path) -> None:
+    run_ranks(2, _saves_and_loads_wait_for_a_running_save, str(tmp_path))
+
+
+def test_a_failed_background_save_is_raised_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(*_run(2), tmp_path, 2)
+
+    def refuse(*args: Any) -> None:
+        raise OSError("read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder.os, "rename", refuse)
+        pending = async_save(*_run(3), tmp_path, 3)
+        while not pending.done():
+            pass
+        with pytest.raises(CheckpointError, match="read-only file system"):
+            save(*_run(4), tmp_path, 4)
+    _assert_at(tmp_path, 2)
+    save(*_run(4), tmp_path, 4)
+    _assert_at(tmp_path, 4)

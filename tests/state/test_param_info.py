@@ -1,0 +1,163 @@
+"""`param_info` names every managed parameter and says where its parts are, without any communication."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import compile_fsdp
+from compile_fsdp.errors import ForeignParameterError
+from compile_fsdp.state import Region, optim_state_dict, param_info
+from harness import fake_world, run_ranks
+from models import Stack
+from optimizers import everything
+
+
+def _stack(layers: int = 2, dim: int = 8) -> Stack:
+    return Stack(dim=dim, layers=layers)
+
+
+def test_group_shape_dtype_placement_aliases() -> None:
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        infos = param_info(everything(mesh, blocks=(0, 2)))
+    assert list(infos) == [name for name, _ in everything().named_parameters() if name != "plain"]  # is not managed
+    embedding = infos["embedding.weight"]
+    assert embedding.group == ("",) and embedding.aliases == ("head.weight",)
+    assert embedding.shape == (11, 6) and embedding.dtype == torch.float32
+    assert embedding.placements == (Shard(0),) and embedding.mesh == mesh
+    assert infos["layers.0.weight"].group == ("layers.0",)
+    assert infos["layers.1.weight"].group == ("",)
+
+
+def test_uneven_and_empty_shards() -> None:
+    with fake_world(4):
+        infos = param_info(everything(init_device_mesh("cpu", (4,))))
+        assert infos["embedding.weight"].regions == {
+            0: Region((0, 0), (3, 6)),
+            1: Region((3, 0), (3, 6)),
+            2: Region((6, 0), (3, 6)),
+            3: Region((9, 0), (2, 6)),
+        }
+        assert infos["scale"].regions[0] == Region((0,), (1,))
+        assert [infos["scale"].regions[rank].numel for rank in range(4)] == [1, 0, 0, 0]
+
+
+def test_a_group_of_several_modules() -> None:
+    with fake_world(2):
+        model = _stack()
+        compile_fsdp.fully_shard([model.layers[0], model.layers[1]])
+        compile_fsdp.fully_shard(model)
+        infos = param_info(model)
+    assert infos["layers.1.up.weight"].group == ("layers.0", "layers.1")
+    assert infos["inp.weight"].group == ("",)
+
+
+def test_names_are_those_of_the_module_that_was_given() -> None:
+    with fake_world(2):
+        model = _stack()
+        compile_fsdp.fully_shard(model.layers[0])
+        compile_fsdp.fully_shard(model)
+        wrapper = nn.ModuleDict({"generator": model, "critic": nn.Linear(8, 8)})
+        expected = [name for name, _ in model.named_parameters()]
+        assert list(param_info(model)) == expected
+        assert list(param_info(wrapper)) == [f"generator.{name}" for name in expected]
+        assert param_info(wrapper)["generator.layers.0.scale"].group == ("generator.layers.0",)
+        assert list(param_info(model.layers[0])) == [name for name, _ in model.layers[0].named_parameters()]
+        assert param_info(model.layers[0])["scale"].group == ("",)
+
+
+def test_wrappers_leave_no_trace_in_a_name() -> None:
+    with fake_world(2):
+        model = _stack()
+        expected = [name for name, _ in model.named_parameters()]
+        for index, layer in enumerate(model.layers):
+            compile_fsdp.fully_shard(layer)
+            model.layers[index] = torch.compile(checkpoint_wrapper(layer), backend="eager")
+        compile_fsdp.fully_shard(model)
+        compiled = torch.compile(model, backend="eager")
+        assert list(param_info(compiled)) == expected
+        optim = torch.optim.SGD(compiled.parameters())
+        assert optim_state_dict(compiled, optim)["param_groups"][0]["params"] == expected
+
+
+def test_a_wrapper_that_is_only_called_like_one_stays_in_the_name() -> None:
+    with fake_world(2):
+        model = nn.Sequential()
+        model.module = _stack()  # no DDP
+        compile_fsdp.fully_shard(model)
+        assert "module.inp.weight" in param_info(model)
+        distributed = nn.parallel.DistributedDataParallel(_stack())
+        names = optim_state_dict(distributed, torch.optim.SGD(distributed.parameters()))["param_groups"][0]["params"]
+        assert names[0] == "inp.weight"
+
+
+def test_parameters_of_an_unsharded_model_keep_their_names() -> None:
+    with fake_world(2):
+        model = _stack()
+        compile_fsdp.fully_shard(model)
+        before = param_info(model)
+        optim = torch.optim.SGD(model.parameters())
+        model.unshard()
+        assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        assert param_info(model) == before
+        assert optim_state_dict(model, optim)["param_groups"][0]["params"] == list(before)
+
+
+def test_an_optimizer_from_before_sharding_is_refused() -> None:
+    with fake_world(2):
+        model = _stack(layers=1)
+        optim = torch.optim.SGD([model.inp.weight, model.out.bias])
+        compile_fsdp.fully_shard(model)
+        with pytest.raises(ForeignParameterError, match=r"group 0, parameter 0, shape \[8, 8\]; group 0, parameter 1"):
+            optim_state_dict(model, optim)
+
+
+def _fill(model: nn.Module) -> None:
+    """Every element gets its own index as its value."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.arange(parameter.numel(), dtype=parameter.dtype).view(parameter.shape))
+
+
+def _every_rank_holds_its_region(rank: int, layout: str) -> None:
+    model = _stack(layers=2, dim={"fsdp": 7, "hsdp": 7, "tensor parallel": 6}.get(layout, 8))
+    _fill(model)
+    wholes = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    if layout == "fsdp":
+        mesh = init_device_mesh("cpu", (4,))
+        compile_fsdp.fully_shard(model, mesh=mesh)
+    elif layout == "columns":
+        mesh = init_device_mesh("cpu", (4,))
+        compile_fsdp.fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    elif layout == "hsdp":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        compile_fsdp.fully_shard(model, mesh=mesh)
+    elif layout == "replicate":
+        mesh = init_device_mesh("cpu", (4,))
+        replicate(model, mesh=mesh)
+    else:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        for block in model.layers:
+            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        compile_fsdp.fully_shard(model, mesh=mesh["dp"])
+    infos = param_info(model)
+    assert list(infos) == list(wholes)
+    for name, parameter in model.named_parameters():
+        info = infos[name]
+        assert info.shape == wholes[name].shape and isinstance(parameter, DTensor)
+        assert torch.equal(parameter.to_local(), wholes[name][info.regions[rank].slices]), (layout, name)
+    if layout == "hsdp":
+        info = infos["inp.weight"]
+        assert info.placements == (Replicate(), Shard(0)) and info.regions[0] == info.regions[2]
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "columns", "hsdp", "replicate", "tensor parallel"])
+def test_every_rank_holds_its_region(layout: str) -> None:
+    run_ranks(4, _every_rank_holds_its_region, layout)

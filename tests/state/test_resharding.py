@@ -1,0 +1,145 @@
+"""What one run saves, a run of another world size, mesh or wrapping loads, element by element."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import compile_fsdp
+from compile_fsdp.state import load, load_optim_state_dict, optim_state_dict, rekey_optim_state, save
+from harness import run_ranks
+from models import Stack
+from optimizers import OPTIMIZERS, assert_same, everything, groups_of, train, whole
+from worlds import world_of
+
+
+def _model_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: whole(value) for name, value in model.state_dict().items()}
+
+
+def _through_world_sizes(rank: int, folder: str, name: str) -> None:
+    torch.set_num_threads(1)
+    model = everything()
+    optim = OPTIMIZERS[name](groups_of(model))
+    train(model, optim, range(2))
+    expected = rekey_optim_state(optim.state_dict(), model, to="fqn", optim=optim)
+    weights = _model_state(model)
+    with world_of(rank, 1, folder, "start") as inside:
+        if inside:  # the checkpoint of an unsharded run
+            save(model, optim, f"{folder}/run", 2)
+    wrappings = ((0, 1, 2), (1,), (0, 2), ())
+    for number, (size, blocks) in enumerate(zip((2, 4, 1, 3), wrappings, strict=True)):
+        with world_of(rank, size, folder, str(number)) as inside:
+            if not inside:
+                continue
+            sharded = everything(init_device_mesh("cpu", (size,)), blocks)
+            with torch.no_grad():
+                for parameter in sharded.parameters():
+                    parameter.zero_()
+            sharded_optim = OPTIMIZERS[name](groups_of(sharded))
+            assert load(sharded, sharded_optim, f"{folder}/run") == number + 2
+            assert_same(optim_state_dict(sharded, sharded_optim), expected)
+            for fqn, value in _model_state(sharded).items():
+                assert torch.equal(value, weights[fqn])
+            save(sharded, sharded_optim, f"{folder}/run", number + 3)
+
+
+@pytest.mark.parametrize("name", ["adamw_foreach", "adafactor", "hoarder"])
+def test_through_world_sizes(name: str, tmp_path: Path) -> None:
+    run_ranks(4, _through_world_sizes, str(tmp_path), name)
+
+
+LAYOUTS = ("1-d", "hsdp", "columns", "unsharded", "tensor parallel", "list")
+
+
+def _build(layout: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = Stack(dim=12)
+    line = init_device_mesh("cpu", (4,))
+    if layout == "1-d":
+        for block in model.layers:
+            compile_fsdp.fully_shard(block, mesh=line)
+        compile_fsdp.fully_shard(model, mesh=line)
+    elif layout == "hsdp":
+        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        compile_fsdp.fully_shard(model, mesh=grid)
+    elif layout == "columns":
+        for block in model.layers:
+            compile_fsdp.fully_shard(block, mesh=line, shard_placement_fn=lambda p: Shard(p.ndim - 1))
+        compile_fsdp.fully_shard(model, mesh=line)
+    elif layout == "tensor parallel":
+        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        for block in model.layers:
+            parallelize_module(block, grid["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            compile_fsdp.fully_shard(block, mesh=grid["dp"])
+        compile_fsdp.fully_shard(model, mesh=grid["dp"])
+    elif layout == "list":
+        compile_fsdp.fully_shard(list(model.layers), mesh=line)
+        compile_fsdp.fully_shard(model, mesh=line)
+    return model
+
+
+def _step(model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    torch.manual_seed(7)
+    model(torch.randn(4, 12), torch.randn(4, 3)).backward()
+    optim.step()
+    optim.zero_grad()
+
+
+def _from_each_layout_to_the_next(rank: int, folder: str) -> None:
+    state, source = None, None
+    expected: Any = None
+    for layout in (*LAYOUTS, LAYOUTS[0]):
+        model = _build(layout)
+        optim = torch.optim.AdamW(model.parameters(), foreach=False)
+        if state is None:
+            _step(model, optim)
+            expected = optim_state_dict(model, optim, full=True)
+        else:
+            load_optim_state_dict(model, optim, state)
+            assert_same(optim_state_dict(model, optim, full=True), expected)
+            fresh = torch.optim.AdamW(model.parameters(), foreach=False)
+            assert load(model, fresh, source) == 1
+            assert_same(optim_state_dict(model, fresh), expected)
+            alone = optim_state_dict(model, fresh, full=True, rank0_only=True)
+            if rank == 0:
+                assert_same(alone, expected)
+            fresh = torch.optim.AdamW(model.parameters(), foreach=False)
+            load_optim_state_dict(model, fresh, alone)
+            assert_same(optim_state_dict(model, fresh), expected)
+        state = optim_state_dict(model, optim)
+        source = save(model, optim, f"{folder}/{layout}", 1)
+        if layout != "1-d":
+            _step(model, fresh)  # what is loaded is laid out so that the optimizer can go on
+    assert expected is not None
+
+
+def test_from_each_layout_to_the_next(tmp_path: Path) -> None:
+    run_ranks(4, _from_each_layout_to_the_next, str(tmp_path))
+
+
+def test_the_last_of_them_resumes_alone(tmp_path: Path) -> None:
+    """A sharded run's checkpoint in an unsharded run without a process group, and back."""
+    run_ranks(4, _save_sharded, str(tmp_path))
+    model = everything()
+    optim = OPTIMIZERS["adamw_foreach"](groups_of(model))
+    assert load(model, optim, tmp_path) == 2
+    expected = everything()
+    expected_optim = OPTIMIZERS["adamw_foreach"](groups_of(expected))
+    train(expected, expected_optim, range(2))
+    by_name = rekey_optim_state(expected_optim.state_dict(), expected, to="fqn", optim=expected_optim)
+    assert_same(optim_state_dict(model, optim), by_name, exact=False)
+
+
+def _save_sharded(rank: int, folder: str) -> None:
+    model = everything(init_device_mesh("cpu", (4,)))
+    optim = OPTIMIZERS["adamw_foreach"](groups_of(model))
+    train(model, optim, range(2))
+    save(model, optim, folder, 2)
