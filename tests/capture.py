@@ -49,7 +49,7 @@ def render_step(model: nn.Module, run: Callable[[], torch.Tensor], **options: An
 
 
 def events(graph: str) -> list[str]:
-    """The collectives and matrix products of a rendered graph, in order: "gather[16]", "wait", "mm", "reduce[8]"."""
+    """The collectives and matrix products of a rendered graph, in order: "gather[16]", "mm[2, 4]", "reduce[8]"."""
     names = {"all_gather_into_tensor": "gather", "reduce_scatter_tensor": "reduce", "mm": "mm"}
     found = []
     for line in graph.splitlines():
