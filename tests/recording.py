@@ -34,15 +34,19 @@ class Collective:
         return f"{self.kind}({self.dtype.lower()}[{self.numel}], {self.group})"
 
 
-def entries() -> list[dict[str, Any]]:
-    """What the flight recorder has of every collective so far."""
+def _entries() -> list[dict[str, Any]]:
     trace = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())
     return list(trace.get("entries", []))
 
 
+def executed() -> int:
+    """How many collectives this process has executed so far; the recorder itself keeps but the last ones."""
+    return 1 + max((entry["record_id"] for entry in _entries()), default=-1)
+
+
 def collectives_of(run: Callable[[], None]) -> list[Collective]:
     """The collectives that `run` issues on this rank, in order."""
-    before = max((entry["record_id"] for entry in entries()), default=-1)
+    before = executed()
     run()
     names = dist.distributed_c10d._world.pg_names
     ranks = {name: dist.get_process_group_ranks(group) for group, name in names.items()}
@@ -53,8 +57,8 @@ def collectives_of(run: Callable[[], None]) -> list[Collective]:
             dtype=entry["input_dtypes"][0],
             numel=sum(math.prod(size) for size in entry["input_sizes"]),
         )
-        for entry in entries()
-        if entry["record_id"] > before
+        for entry in _entries()
+        if entry["record_id"] >= before
     ]
 
 

@@ -15,7 +15,7 @@ import compile_fsdp
 from harness import run_ranks
 from models import Case
 from parity import build, loss_of
-from recording import entries
+from recording import executed
 
 
 def _watch(case: Case, seen: list[str]) -> None:
@@ -118,7 +118,7 @@ def _optimizer_in_backward(rank: int) -> tuple[list[tuple[str, int]], bool, bool
     differentiable: list[bool] = []
 
     def hook(parameter: nn.Parameter) -> None:
-        calls.append((names[parameter], len(entries())))
+        calls.append((names[parameter], executed()))
         grad = parameter.grad
         assert isinstance(grad, DTensor)
         kept.append(grad.to_local())
