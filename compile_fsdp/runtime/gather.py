@@ -99,12 +99,13 @@ def pack(
     """What this rank sends: its inputs, on `device` and in the dtypes in which they travel, one behind the other."""
     sent = []
     described = [Input(*each) for each in inputs]
+    as_bytes = _travels_as_bytes(described)
     for tensor, each in zip(tensors, described, strict=True):
         if device is not None:
             tensor = tensor.to(device, non_blocking=True)
         if each.is_cast:
             tensor = tensor.to(each.dtype)
-        sent.append(tensor.view(torch.uint8) if _travels_as_bytes(described) else tensor)
+        sent.append(tensor.view(torch.uint8) if as_bytes else tensor)
     return sent[0] if len(sent) == 1 else torch.cat(sent)
 
 

@@ -26,7 +26,7 @@ from compile_fsdp.compat import (
 )
 from compile_fsdp.runtime import checks, scope
 from compile_fsdp.runtime.group import TraceableGroup, start_backward
-from compile_fsdp.runtime.outputs import find_tensors
+from compile_fsdp.runtime.outputs import cast_floating, find_tensors
 
 
 class StateHooks:
@@ -68,7 +68,7 @@ class StateHooks:
                 member.is_awaited = True
         policy = self.state._mp_policy
         if policy.cast_forward_inputs and policy.param_dtype is not None:
-            args, kwargs = _cast((args, kwargs), policy.param_dtype)
+            args, kwargs = cast_floating((args, kwargs), policy.param_dtype)
         for group in self.groups:
             reason = checks.unsupported_setting(group.group)
             if reason is not None:
@@ -112,7 +112,7 @@ class StateHooks:
 
     def cast_output(self, output: Any) -> Any:
         dtype = self.state._mp_policy.output_dtype
-        return output if dtype is None else _cast(output, dtype)
+        return output if dtype is None else cast_floating(output, dtype)
 
     def reset(self) -> None:
         """For real: forget a step that was interrupted."""
@@ -219,12 +219,6 @@ def _after_backward(hooks: StateHooks, grad: torch.Tensor) -> torch.Tensor:
     for group in hooks.groups:
         group.end_frozen()
     return grad
-
-
-def _cast(nested: Any, dtype: torch.dtype) -> Any:
-    return tree_map_only(
-        torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, nested
-    )
 
 
 # What follows runs for real while Dynamo traces.

@@ -1,4 +1,4 @@
-"""Find the tensors in what a module returns, in code that Dynamo can trace."""
+"""Find and cast the tensors in what a module takes or returns, in code that Dynamo can trace."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import dataclasses
 from typing import Any
 
 import torch
+
+from compile_fsdp.compat import tree_map_only
 
 # What may stand in an output beside tensors and the containers below.
 _PLAIN = (int, float, bool, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -36,3 +38,10 @@ def find_tensors(output: Any, found: list[torch.Tensor], unknown: list[str]) -> 
             find_tensors(getattr(output, field.name), found, unknown)
     else:
         unknown.append(type(output).__name__)
+
+
+def cast_floating(nested: Any, dtype: torch.dtype) -> Any:
+    """The same with its floating-point tensors in `dtype`."""
+    return tree_map_only(
+        torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, nested
+    )

@@ -61,11 +61,15 @@ class TensorSpec:
 
 def regions(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> dict[int, Region]:
     """What every rank of the mesh holds of a tensor, by global rank; ranks that replicate each other hold the same."""
-    found = {}
-    for coordinate in itertools.product(*map(range, mesh.shape)):
-        sizes, offsets = shard_extent(shape, mesh.shape, coordinate, placements)
-        found[int(mesh.mesh[coordinate])] = Region(tuple(offsets), tuple(sizes))
-    return found
+    coordinates = itertools.product(*map(range, mesh.shape))
+    return {int(mesh.mesh[each]): _region_at(shape, mesh, each, placements) for each in coordinates}
+
+
+def _region_at(
+    shape: Sequence[int], mesh: DeviceMesh, coordinate: Sequence[int], placements: Sequence[Placement]
+) -> Region:
+    sizes, offsets = shard_extent(shape, mesh.shape, coordinate, placements)
+    return Region(tuple(offsets), tuple(sizes))
 
 
 def region_here(spec: TensorSpec) -> Region:
@@ -74,8 +78,7 @@ def region_here(spec: TensorSpec) -> Region:
     coordinate = spec.mesh.get_coordinate()
     if coordinate is None:
         return Region((0,) * len(spec.shape), (0,) * len(spec.shape))
-    sizes, offsets = shard_extent(spec.shape, spec.mesh.shape, coordinate, spec.placements)
-    return Region(tuple(offsets), tuple(sizes))
+    return _region_at(spec.shape, spec.mesh, coordinate, spec.placements)
 
 
 def wrap_local(local: Tensor, spec: TensorSpec) -> DTensor:

@@ -16,7 +16,7 @@ from torch import nn
 
 from compile_fsdp.compat import fsdp_state
 from compile_fsdp.errors import SharedParameterError
-from compile_fsdp.wrap.tree import below, in_post_order, names_of
+from compile_fsdp.wrap.tree import below, group_name, in_post_order, names_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,8 +28,7 @@ class Draft:
 
     def name(self, names: Mapping[nn.Module, str]) -> str:
         """`layers.0`, or `[embedding, head]`."""
-        fqns = [names[module] for module in self.modules]
-        return fqns[0] if len(fqns) == 1 else f"[{', '.join(fqns)}]"
+        return group_name([names[module] for module in self.modules])
 
 
 class Held(NamedTuple):

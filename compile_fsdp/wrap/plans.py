@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from compile_fsdp.wrap.layout import shard_count
-from compile_fsdp.wrap.tree import ROOT
+from compile_fsdp.wrap.tree import ROOT, group_name, names_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Group:
     @property
     def name(self) -> str:
         """`layers.0`, `[embedding, head]` or `the root`."""
-        return self.fqns[0] or ROOT if len(self.fqns) == 1 else f"[{', '.join(self.fqns)}]"
+        return group_name([fqn or ROOT for fqn in self.fqns])
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Plan:
             f"{numel:,} parameters, {size:,} bytes per rank"
         )
         if self.full_precision:
-            names = {module: fqn or ROOT for fqn, module in self.root.named_modules()}
+            names = names_of(self.root)
             lines.append(f"in full precision: {', '.join(names[module] for module in self.full_precision)}")
         return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
 

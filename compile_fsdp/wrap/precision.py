@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from compile_fsdp.compat import tree_map_only
-from compile_fsdp.runtime.outputs import find_tensors
+from compile_fsdp.runtime.outputs import cast_floating, find_tensors
 
 
 class FullPrecision:
@@ -28,9 +28,7 @@ class FullPrecision:
         output = super().forward(*args, **kwargs)  # type: ignore[misc]
         if not dtypes:
             return output
-        return tree_map_only(
-            torch.Tensor, lambda tensor: tensor.to(dtypes[0]) if tensor.is_floating_point() else tensor, output
-        )
+        return cast_floating(output, dtypes[0])
 
 
 def _cast_up(tensor: torch.Tensor) -> torch.Tensor:

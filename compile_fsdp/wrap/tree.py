@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
@@ -24,6 +24,11 @@ def has_parameters(module: nn.Module) -> bool:
 def names_of(root: nn.Module) -> dict[nn.Module, str]:
     """FQN of each module by the first path that leads to it, in pre-order; `ROOT` for the root itself."""
     return {module: fqn or ROOT for fqn, module in root.named_modules()}
+
+
+def group_name(names: Sequence[str]) -> str:
+    """The name of one module as it is, `[embedding, head]` for several."""
+    return names[0] if len(names) == 1 else f"[{', '.join(names)}]"
 
 
 def in_post_order(root: nn.Module) -> list[nn.Module]:

@@ -25,4 +25,3 @@ def test_all_ranks_of_a_large_world_have_one_graph() -> None:
     assert first == last
     assert events(first[1]) == ["gather[4096]", "mm[3, 12]", "gather[12288]", "mm[3, 2]"]
     assert "reduce[4]" in events(first[3]) and "reduce[12]" in events(first[3])
-
