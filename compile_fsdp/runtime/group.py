@@ -36,7 +36,7 @@ from compile_fsdp.ops import hand_over, issue_ticket
 from compile_fsdp.runtime.gather import GatherPlan, Launched, fill, free, pack, unpack
 from compile_fsdp.runtime.parameter import TraceableParam
 from compile_fsdp.runtime.reduction import Reduction, all_reduce, plan_reduction, reduce_scatter
-from compile_fsdp.runtime.states import POST_FORWARD, SHARDED, UNSHARDED, enter
+from compile_fsdp.runtime.states import POST_FORWARD, SHARDED, UNSHARDED, enter, params_follow
 
 
 class BackwardCall(Protocol):
@@ -52,6 +52,7 @@ class TraceableGroup:
     Attributes:
         active: True while a compiled backward runs; the gradient hooks do nothing otherwise.
         pending: Unsharded parameters of this backward whose gradients are still to come; 0 outside of it.
+        modules_hold_shards: Whether the modules hold the sharded parameters all through this backward.
         deferred: Another forward's backward follows in this one, and its gradients are reduced with these.
         backward_prefetch: When a backward gathers the groups that it needs next; None for no prefetch.
         prefetch_last: What to gather once this group's gradients are computed.
@@ -78,6 +79,7 @@ class TraceableGroup:
         self.calls: weakref.WeakSet[BackwardCall] = weakref.WeakSet()
         self.active = False
         self.pending = 0
+        self.modules_hold_shards = False
         self.deferred = False
         self.backward_prefetch: BackwardPrefetch | None = None
         self.prefetch_last: list[TraceableGroup] = []
@@ -147,7 +149,7 @@ class TraceableGroup:
             if self._is_extended_now():
                 tensors, inputs = self._extended_inputs(plan)
             else:
-                tensors, inputs = [param.gather_input() for param in self.params], plan.inputs
+                tensors, inputs = [param.gather_input(self.group._sharded_state) for param in self.params], plan.inputs
             output = pack(tensors, inputs, plan.device)
             if plan.shard_count > 1 and not isinstance(self.group._all_gather_comm, PLAIN_ALL_GATHERS):
                 output = self._gather_with_custom(output)
@@ -171,7 +173,7 @@ class TraceableGroup:
                 tensors += own
                 inputs += [(each.numel(), each.dtype) for each in own]
             else:
-                tensors.append(param.gather_input())
+                tensors.append(param.gather_input(self.group._sharded_state))
                 inputs.append(described)
         return tensors, inputs
 
@@ -206,7 +208,7 @@ class TraceableGroup:
         if self.group._sharded_state is POST_FORWARD:
             for param in self.params:
                 param.free_post_forward()
-        enter(self.group, UNSHARDED)
+        enter(self, UNSHARDED)
 
     def _extended_values(self, gathered: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         values, first = [], 0
@@ -226,7 +228,7 @@ class TraceableGroup:
                 param.free_post_forward()
         else:
             self._free()
-        enter(self.group, SHARDED)
+        enter(self, SHARDED)
 
     def _free(self) -> None:
         free([param.leaf for param in self.params], self._gather_plan().storage_bytes)
@@ -244,16 +246,19 @@ class TraceableGroup:
                     param.keep_slice(self.post_forward_count, self.post_forward_rank)
                     param.register_post_forward()
             self._free()
-            enter(self.group, POST_FORWARD)
+            enter(self, POST_FORWARD)
+            params_follow(self)
         else:
             self.reshard()
             self.register_sharded()
 
     def register_unsharded(self) -> None:
+        params_follow(self)
         for param in self.params:
             param.register_unsharded()
 
     def register_sharded(self) -> None:
+        params_follow(self)
         for param in self.params:
             param.register_sharded()
 
@@ -269,6 +274,7 @@ class TraceableGroup:
             return  # another output, or another use of the module, came first
         self.group._training_state = TrainingState.PRE_BACKWARD
         self.pending = len([param for param in self.params if param.leaf.requires_grad])
+        self.modules_hold_shards = self.group._sharded_state is SHARDED
         if self.group.unshard_in_backward and not self.is_unsharded:
             self.unshard()
         if self.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
@@ -300,7 +306,10 @@ class TraceableGroup:
         needed_again = self.deferred and not self.group._reshard_after_forward
         if self.group.reshard_after_backward and not needed_again:
             self.reshard()
-            self.register_sharded()
+            if not self.modules_hold_shards:
+                self.register_sharded()
+        else:
+            params_follow(self)
 
     def reduce(self) -> None:
         """Reduce the gradients that have arrived."""
@@ -389,6 +398,7 @@ class TraceableGroup:
         """Forget the backward, also one that failed."""
         self.active = False
         self.pending = 0
+        self.modules_hold_shards = False
         self.deferred = False
         self.prefetch_last = []
         self.launched = None

@@ -136,9 +136,9 @@ class TraceableParam:
 
     # All-gather
 
-    def gather_input(self) -> torch.Tensor:
+    def gather_input(self, state: ShardedState) -> torch.Tensor:
         """What this rank sends of a parameter that is not extended: 1-D, before it is moved and cast."""
-        if self.param.sharded_state is ShardedState.SHARDED_POST_FORWARD:
+        if state is ShardedState.SHARDED_POST_FORWARD:
             assert self.post_forward is not None
             return self.post_forward.data
         return self.param._sharded_param_data  # (shard_numel,)

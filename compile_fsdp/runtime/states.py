@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from compile_fsdp.compat import FSDPParamGroup, ShardedState
+from typing import TYPE_CHECKING
+
+from compile_fsdp.compat import ShardedState
+
+if TYPE_CHECKING:
+    from compile_fsdp.runtime.group import TraceableGroup
 
 SHARDED, POST_FORWARD, UNSHARDED = ShardedState.SHARDED, ShardedState.SHARDED_POST_FORWARD, ShardedState.UNSHARDED
 
@@ -15,12 +20,21 @@ LEGAL = (
 )
 
 
-def enter(group: FSDPParamGroup, state: ShardedState) -> None:
-    """Take a group and all of its parameters to another state.
+def enter(group: TraceableGroup, state: ShardedState) -> None:
+    """Take a group to another state.
 
     Run while a step is traced, so that the check costs nothing when the graph runs.
     """
-    assert (group._sharded_state, state) in LEGAL, "an illegal step of a parameter group's state"
-    group._sharded_state = state
-    for param in group.fsdp_params:
-        param.sharded_state = state
+    assert (group.group._sharded_state, state) in LEGAL, "an illegal step of a parameter group's state"
+    group.group._sharded_state = state
+
+
+def params_follow(group: TraceableGroup) -> None:
+    """Take a group's parameters to its state.
+
+    Their states are for code outside of graphs. Dynamo takes milliseconds for each, so a backward that shards again
+    what it has unsharded leaves them alone.
+    """
+    state = group.group._sharded_state
+    for each in group.params:
+        each.param.sharded_state = state
