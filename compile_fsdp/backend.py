@@ -11,17 +11,20 @@ from torch import fx, nn
 
 from compile_fsdp.boundary import ForwardGraph
 from compile_fsdp.compat import (
+    CACHEABLE_FUNCTIONS,
     FailOnRecompileLimitHit,
     Unsupported,
     compile_graph,
     fake_mode_of,
     graph_input_example,
     graph_input_position,
+    has_hooks_input,
     release_real_tensors,
     restore_hook_bodies_now,
 )
+from compile_fsdp.deferred_hooks import DeferredHooks, call_hooks, take_hooks
 from compile_fsdp.errors import NotRootError, NotShardedError, UnsupportedFeatureError
-from compile_fsdp.ops import ensure_lowerings, ensure_ops
+from compile_fsdp.ops import accumulate_gradient, ensure_lowerings, ensure_ops, watch
 from compile_fsdp.options import Options
 from compile_fsdp.passes import PassReport, Pipeline, expand_calls, legalize_windows
 from compile_fsdp.reports import Direction, GraphReport, record
@@ -30,6 +33,7 @@ from compile_fsdp.runtime.checks import describe
 from compile_fsdp.runtime.gather import GROUP_CALLS
 from compile_fsdp.runtime.group import TraceableGroup, owner_of
 from compile_fsdp.runtime.module import belongs_to_traceable
+from compile_fsdp.stable_calls import stabilise_calls
 
 _log = logging.getLogger("compile_fsdp")
 
@@ -65,17 +69,24 @@ def compile_fsdp(
     expand_calls(gm.graph, GROUP_CALLS)
     gm.recompile()
     inputs = _GraphInputs(gm)
-    run = _compile(gm, example_inputs, parsed, "forward", inputs)
     if not inputs.managed:
+        run = _compile(gm, example_inputs, parsed, "forward", inputs)
         inputs.check_sharded()
         return run
-    hooked = {group for hooks in traced.left for group in hooks.groups}
+    gm, hooks = take_hooks(gm) if parsed.inner_backend == "inductor" else (gm, None)
+    if hooks is not None:
+        gm.recompile()
+        inputs = _GraphInputs(gm)
+        example_inputs, _ = hooks.split(example_inputs)
+    run = _compile(gm, example_inputs, parsed, "forward", inputs)
+    hooked = {group for each in traced.left for group in each.groups}
     return ForwardGraph(
         run=run,
         managed=tuple(inputs.managed),
         open=frozenset(i for i, group in inputs.managed.items() if group not in hooked),
         backward_prefetch=parsed.backward_prefetch,
-        compile_backward=_BackwardCompiler(parsed),
+        hooks=hooks,
+        compile_backward=_BackwardCompiler(parsed, hooks),
     )
 
 
@@ -139,8 +150,13 @@ def _compile(
     config = dict(options.inductor)
     if options.inner_backend == "inductor":
         ensure_lowerings()
-        config["post_grad_custom_pre_pass"] = Pipeline(inputs.name, recorder, options.disabled_passes)
-    compiled = compile_graph(gm, example_inputs, options.inner_backend, config)
+        config["post_grad_custom_pre_pass"] = pipeline = Pipeline(inputs.name, recorder, options.disabled_passes)
+        # They stand in ops/, which the pipeline's key covers.
+        ours = {f"{each.__module__}.{each.__name__}": pipeline.uuid() for each in (watch, accumulate_gradient)}
+        config[CACHEABLE_FUNCTIONS] = {**config.get(CACHEABLE_FUNCTIONS, {}), **ours}
+    # Hooks that stay in the graph keep it out of the caches, and are inputs of a backward that Inductor cannot take.
+    is_captured = direction == "forward" and bool(inputs.managed) and not has_hooks_input(gm)
+    compiled = compile_graph(gm, example_inputs, options.inner_backend, config, is_captured)
     recorder.finish()
     return compiled
 
@@ -185,17 +201,27 @@ class _Recorder:
 
 
 class _BackwardCompiler:
-    """Compiles what compiled autograd captures, as one graph; where that fails, runs it op by op."""
+    """Compiles what compiled autograd captures, as one graph; where that fails, runs it op by op.
 
-    def __init__(self, options: Options) -> None:
+    Attributes:
+        state: The object with the hooks of the forward whose backward runs now.
+    """
+
+    def __init__(self, options: Options, hooks: DeferredHooks | None) -> None:
         self.options = options
+        self.hooks = hooks
+        self.state: Any = None
         self._fake_modes: list[Any] = []  # of graphs that were compiled since the last run
 
     def __call__(self, captured: fx.GraphModule) -> Callable[..., Any]:
+        if self.hooks is not None:
+            call_hooks(captured, self.hooks)
         # Not the module itself: its handling of an exception would be compiled too, and fail with another one.
         compiled = torch.compile(captured.forward, backend=self._backend, fullgraph=True)
 
         def run(inputs: list[Any], *rest: Any) -> Any:
+            if self.hooks is not None:
+                rest = (*rest, self.state)
             try:
                 return compiled(inputs, *rest)
             except (Unsupported, FailOnRecompileLimitHit) as error:
@@ -221,5 +247,6 @@ class _BackwardCompiler:
                 f"{[f'{fqn}: {reason.value}' for fqn, reason in unmoved]}; leave out the hooks that change these "
                 "parameters in the backward, or run this step eagerly"
             )
+        stabilise_calls(gm.graph, fake_mode)
         gm.recompile()
         return _compile(gm, example_inputs, self.options, "backward", inputs)

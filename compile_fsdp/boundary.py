@@ -12,16 +12,29 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.fsdp import BackwardPrefetch
 
 from compile_fsdp.compat import compiled_autograd, get_versions, runs_plain_backward, set_versions, will_run
+from compile_fsdp.deferred_hooks import DeferredHooks
 from compile_fsdp.errors import DoubleBackwardError, PartialBackwardError, SecondBackwardError
 from compile_fsdp.runtime.group import TraceableGroup, owner_of, start_backward
 
 GraphFn = Callable[..., Sequence[Any]]
+
+
+class BackwardCompiler(Protocol):
+    """Compiles the graph that compiled autograd captures.
+
+    Attributes:
+        state: The object with the hooks of the forward whose backward runs now.
+    """
+
+    state: Any
+
+    def __call__(self, captured: torch.fx.GraphModule) -> Callable[..., Any]: ...
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -36,6 +49,7 @@ class ForwardGraph:
         managed: Positions of the graph inputs that are unsharded parameters.
         open: Those of `managed` whose pre-backward hook is in another graph, behind a graph break.
         backward_prefetch: When the backward gathers the groups that it needs next.
+        hooks: Which of its inputs holds the hooks on its intermediates, if it has any; `run` does not take that one.
         compile_backward: Compiles the graph that compiled autograd captures.
     """
 
@@ -43,34 +57,39 @@ class ForwardGraph:
     managed: tuple[int, ...]
     open: frozenset[int]
     backward_prefetch: BackwardPrefetch | None
-    compile_backward: Callable[[torch.fx.GraphModule], Callable[..., Any]]
+    hooks: DeferredHooks | None
+    compile_backward: BackwardCompiler
 
-    def __call__(self, *args: Any) -> Sequence[Any]:
+    def __call__(self, *inputs: Any) -> Sequence[Any]:
+        args, hooks_state = (list(inputs), None) if self.hooks is None else self.hooks.split(inputs)
         if not torch.is_grad_enabled():
             return self.run(*args)
         groups: dict[TraceableGroup, bool] = {}  # group: whether it is open
         for position in self.managed:
             if (group := owner_of(args[position])) is not None:
                 groups[group] = position in self.open
-        call = _Call(self, args, groups)
+        call = _Call(self, args, groups, hooks_state)
         sharded = [each.param.sharded_param for group in groups for each in group.params]
         trainable = [parameter for parameter in sharded if parameter.requires_grad]
         if not trainable and not call.differentiable:
             return self.run(*args)
-        inputs = [args[i] for i in call.differentiable]
+        differentiable = [args[i] for i in call.differentiable]
         # A tensor's own hooks would be called with the gradient that the boundary does not have.
         anchors = [p for p in trainable if not (p._backward_hooks or p._post_accumulate_grad_hooks)]
         leaf = torch.empty(0, requires_grad=True)
-        return tuple(_Boundary.apply(call, *inputs, leaf, *anchors))  # type: ignore[no-untyped-call]
+        return tuple(_Boundary.apply(call, *differentiable, leaf, *anchors))  # type: ignore[no-untyped-call]
 
 
 class _Call:
     """One forward run: its inner autograd graph, until a backward has used it."""
 
-    def __init__(self, graph: ForwardGraph, args: tuple[Any, ...], groups: dict[TraceableGroup, bool]) -> None:
+    def __init__(
+        self, graph: ForwardGraph, args: list[Any], groups: dict[TraceableGroup, bool], hooks_state: Any
+    ) -> None:
         self.graph = graph
         self.args = args
         self.groups = groups
+        self.hooks_state = hooks_state
         managed = set(graph.managed)
         self.differentiable = [
             i
@@ -86,7 +105,7 @@ class _Call:
             group.calls.add(self)
 
     def forward(self) -> tuple[Any, ...]:
-        args, self.args = list(self.args), ()
+        args, self.args = self.args, []
         for i in self.differentiable:
             args[i] = args[i].detach().requires_grad_()
             self.inner_inputs.append(args[i])
@@ -125,8 +144,10 @@ class _Call:
         # Another forward may have filled the same parameters since, with the same values.
         set_versions(self.managed, self.versions)
         self._begin()
+        compiler = self.graph.compile_backward
+        outer, compiler.state = compiler.state, self.hooks_state
         try:
-            with compiled_autograd(self.graph.compile_backward):
+            with compiled_autograd(compiler):
                 torch.autograd.backward(outputs, [grad for _, grad in pairs])
             for group in self.groups:
                 group.store_gradients()
@@ -135,6 +156,7 @@ class _Call:
                 group.end_backward()
             raise
         finally:
+            compiler.state = outer
             for group in self.groups:
                 group.active = False
         return [tensor.grad for tensor in inputs]

@@ -7,6 +7,7 @@ its full path, and never as an AttributeError inside a hook.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -32,6 +33,9 @@ from torch._dynamo.utils import (
     _disable_side_effect_safety_checks_for_current_subtracer as _call_with_side_effects,
 )
 
+# Per-call settings of AOTAutograd, and the input of a graph that gets its hooks after it has run. (2.13.0)
+from torch._functorch import config as functorch_config
+
 # --- FSDP2 ----------------------------------------------------------------------------------------------------
 # The state that torch's own fully_shard builds; the runtime reads and writes these classes' attributes. (2.13.0)
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
@@ -43,6 +47,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState as Shar
 from torch.distributed.fsdp._fully_shard._fsdp_param import free_storage as free_storage
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup as FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as FSDPState
+from torch.fx.experimental._backward_state import BackwardState
 from torch.utils._pytree import tree_map_only as tree_map_only
 
 # Communicators that do what the functional collectives do; the second of each differs in who allocates. (2.13.0)
@@ -336,20 +341,139 @@ def compile_graph(
     example_inputs: Sequence[Any],
     backend: str,
     inductor_config: Mapping[str, Any],
+    backward_is_captured: bool,
 ) -> Callable[..., Any]:
-    """Compile a Dynamo graph with a registered backend; `inductor_config` is for "inductor" alone. (2.13.0)"""
-    from torch._functorch import config as functorch_config
+    """Compile a Dynamo graph with a registered backend. (2.13.0)
 
+    Args:
+        gm: The graph; it is the compiler's from now on.
+        example_inputs: Its inputs.
+        backend: The registered backend.
+        inductor_config: For "inductor" alone.
+        backward_is_captured: The backward of the graph, if it has one, runs under compiled autograd only, and has no
+            BackwardState.
+    """
     # A saved view of an unsharded parameter would keep its storage alive, or read it after it was freed:
     # views are computed again in the backward from the parameter itself.
-    with functorch_config.patch(recompute_views=True):
-        if backend == "inductor":
-            from torch._inductor.compile_fx import compile_fx
+    settings: dict[str, Any] = {"recompute_views": True}
+    if backend != "inductor":
+        with functorch_config.patch(settings):
+            return cast(Callable[..., Any], torch._dynamo.lookup_backend(backend)(gm, list(example_inputs)))
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-            compiled: Any = compile_fx(gm, list(example_inputs), config_patches=dict(inductor_config))
-        else:
-            compiled = torch._dynamo.lookup_backend(backend)(gm, list(example_inputs))
-        return cast(Callable[..., Any], compiled)
+    config = dict(inductor_config)
+    compile_inner: Any = compile_fx_inner
+    if backward_is_captured:
+        from compile_fsdp.unused_backward import ForwardCompiler, Partitioner
+
+        config["custom_partitioner_fn"] = Partitioner(config.get("custom_partitioner_fn"))
+        compile_inner = ForwardCompiler(compile_fx_inner)
+        # AOTAutograd stores a graph once it has both compiled halves: it is to ask for the second at once.
+        settings["force_non_lazy_backward_lowering"] = True
+    with functorch_config.patch(settings):
+        compiled: Any = compile_fx(gm, list(example_inputs), compile_inner, config_patches=config)
+    return cast(Callable[..., Any], compiled)
+
+
+def inductor_output_type() -> Any:
+    """The class of what Inductor compiles a graph to, which AOTAutograd's cache stores. (2.13.0)"""
+    from torch._inductor.output_code import OutputCode
+
+    return OutputCode
+
+
+def copy_cache_key(source: Any, target: Any) -> None:
+    """Let AOTAutograd's cache refer to a compiled graph as if it was another one. (2.13.0)"""
+    for name in ("_fx_graph_cache_key", "_fx_graph_cache_debug_lines", "guards_expr"):
+        setattr(target, name, getattr(source, name, None))
+
+
+def min_cut_partition(
+    gm: torch.fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """Inductor's own choice of what the forward saves for the backward. (2.13.0)"""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+
+def set_tracer(gm: torch.fx.GraphModule, tracer: type[torch.fx.Tracer]) -> None:
+    """Choose who makes a graph of the module's code again when it is read back. (2.13.0)"""
+    gm._tracer_cls = tracer
+
+
+def rename(node: torch.fx.Node, name: str) -> None:
+    """Give a node another name, which must be free. (2.13.0)"""
+    node._rename(name)
+
+
+# Inductor's option with the functions, by full name, that a graph may call and still be cached. (2.13.0)
+CACHEABLE_FUNCTIONS = "unsafe_marked_cacheable_functions"
+
+
+# --- Dynamo's graphs ----------------------------------------------------------------------------------------------
+
+
+class DeferredHook(NamedTuple):
+    """A call in a Dynamo graph that registers a hook from Dynamo's BackwardState on an intermediate."""
+
+    tensor: torch.fx.Node
+    name: str  # the attribute of the BackwardState
+
+
+def deferred_hook(node: torch.fx.Node) -> DeferredHook | None:
+    """What a node that uses a BackwardState does with it; None if it is not such a call. (2.13.0)"""
+    if getattr(node.target, "__name__", "") != "_register_hook_trampoline" or len(node.args) != 2 or node.users:
+        return None
+    variables = inspect.getclosurevars(cast(Any, node.target)).nonlocals
+    tensor = node.args[0]
+    if variables.get("name") != "register_hook" or "hook_name" not in variables:
+        return None
+    return DeferredHook(tensor, variables["hook_name"]) if isinstance(tensor, torch.fx.Node) else None
+
+
+def is_hooks_input(node: torch.fx.Node) -> bool:
+    """Whether a placeholder of a Dynamo graph is the BackwardState, which gets the hooks after the forward. (2.13.0)"""
+    return isinstance(node.meta.get("example_value"), BackwardState)
+
+
+def has_hooks_input(gm: torch.fx.GraphModule) -> bool:
+    """Whether a Dynamo graph gets a BackwardState. (2.13.0)"""
+    return any(is_hooks_input(node) for node in gm.graph.find_nodes(op="placeholder"))
+
+
+def copy_dynamo_graph(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """A copy of a Dynamo graph with what AOTAutograd reads of it: metadata, attributes, sources of inputs. (2.13.0)"""
+    graph = torch.fx.Graph()
+    copies: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in gm.graph.nodes:
+        copies[node] = graph.node_copy(node, lambda each: copies[each])
+        if hasattr(node, "_dynamo_source"):
+            copies[node]._dynamo_source = node._dynamo_source
+    copied = torch.fx.GraphModule(gm, graph)
+    for name, value in vars(gm).items():
+        if name not in vars(copied):
+            setattr(copied, name, value)
+    copied.meta = dict(gm.meta)
+    return copied
+
+
+def compiled_autograd_function(name: str) -> Callable[..., Any]:
+    """The function that compiled autograd has bound for a kind of autograd node. (2.13.0)"""
+    bound: Callable[..., Any] = _compiled_autograd.ops.get(name)
+    return bound
+
+
+def is_accumulate_grad(target: object) -> bool:
+    """Whether a node's target is compiled autograd's gradient accumulation. (2.13.0)"""
+    return isinstance(target, _compiled_autograd.Op) and target.__name__ == "AccumulateGrad"
+
+
+def may_hand_on(target: object) -> bool:
+    """Whether a node's target is a function of compiled autograd that often returns its arguments. (2.13.0)"""
+    if isinstance(target, _compiled_autograd.Op):
+        return target.__name__ == "validate_outputs"
+    return getattr(target, "__name__", "") == "call_aot_bwd_prologue"
 
 
 def fake_mode_of(gm: torch.fx.GraphModule) -> Any:
@@ -384,10 +508,11 @@ def graph_input_position(node: torch.fx.Node) -> int | None:
 OpOverloadPacket = torch._ops.OpOverloadPacket
 HigherOrderOperator = torch._ops.HigherOrderOperator
 
-# The class Inductor wants for a pass whose compiled graphs it may cache. (checked on 2.13.0)
+# The classes Inductor wants for a pass and a partitioner whose compiled graphs it may cache. (checked on 2.13.0)
 # The traceable version-counter ops; importing them defines them. (checked on 2.13.0)
 from torch._dynamo import tensor_version_op as _tensor_version_op  # noqa: E402
 from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass  # noqa: E402
+from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn  # noqa: E402
 
 tensor_version: OpOverload = _tensor_version_op._tensor_version
 set_version_counter: OpOverload = _tensor_version_op._unsafe_set_version_counter

@@ -52,9 +52,8 @@ class TestTwoLayers(expecttest.TestCase):
 primals_1: f32[2, 4]
 primals_2: f32[8]
 primals_3: f32[4, 4]
-primals_4
-primals_5: f32[8]
-primals_6: f32[4, 4]
+primals_4: f32[8]
+primals_5: f32[4, 4]
 %0: f32[16] = all_gather_into_tensor(primals_2, 2, dp)
 %1: f32[16] = wait_tensor(%0)
 %2: f32[2, 8] = reshape(%1, [2, 8])
@@ -66,18 +65,18 @@ copy_(primals_3, %5)
 %6: f32[2, 4] = mm(primals_1, primals_3)
 %7: f32[2, 4] = tanh(%6)
 resize_storage_bytes_(primals_3, 0)
-%8: f32[16] = all_gather_into_tensor(primals_5, 2, dp)
+%8: f32[16] = all_gather_into_tensor(primals_4, 2, dp)
 %9: f32[16] = wait_tensor(%8)
 %10: f32[2, 8] = reshape(%9, [2, 8])
 %11 = split_with_sizes(%10, [8], 1)
 %12: f32[2, 8] = getitem(%11, 0)
 %13: f32[4, 4] = reshape(%12, [4, 4])
-resize_storage_bytes_(primals_6, 64)
-copy_(primals_6, %13)
-%14: f32[2, 4] = mm(%7, primals_6)
+resize_storage_bytes_(primals_5, 64)
+copy_(primals_5, %13)
+%14: f32[2, 4] = mm(%7, primals_5)
 %15: f32[2, 4] = tanh(%14)
-resize_storage_bytes_(primals_6, 0)
-return (%15, primals_1, primals_6, %7, %15)
+resize_storage_bytes_(primals_5, 0)
+return (%15, primals_1, primals_5, %7, %15)
 """)
 
     def test_forward_after(self) -> None:
@@ -85,9 +84,8 @@ return (%15, primals_1, primals_6, %7, %15)
 primals_1: f32[2, 4]
 primals_2: f32[8]
 primals_3: f32[4, 4]
-primals_4
-primals_5: f32[8]
-primals_6: f32[4, 4]
+primals_4: f32[8]
+primals_5: f32[4, 4]
 %0: f32[16] = all_gather_into_tensor(primals_2, 2, dp)
 %1: f32[16] = wait_tensor(%0)
 %2: f32[2, 8] = reshape(%1, [2, 8])
@@ -96,7 +94,7 @@ primals_6: f32[4, 4]
 %5: f32[4, 4] = reshape(%4, [4, 4])
 %6: f32[2, 4] = mm(primals_1, %5)
 %7: f32[2, 4] = tanh(%6)
-%8: f32[16] = all_gather_into_tensor(primals_5, 2, dp)
+%8: f32[16] = all_gather_into_tensor(primals_4, 2, dp)
 %9: f32[16] = wait_tensor(%8)
 %10: f32[2, 8] = reshape(%9, [2, 8])
 %11 = split_with_sizes(%10, [8], 1)
@@ -104,7 +102,7 @@ primals_6: f32[4, 4]
 %13: f32[4, 4] = reshape(%12, [4, 4])
 %14: f32[2, 4] = mm(%7, %13)
 %15: f32[2, 4] = tanh(%14)
-return (%15, primals_1, primals_6, %7, %15)
+return (%15, primals_1, primals_5, %7, %15)
 """)
 
     def test_backward_before(self) -> None:
