@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,12 +26,19 @@ from compile_fsdp.deferred_hooks import DeferredHooks, call_hooks, take_hooks
 from compile_fsdp.errors import NotRootError, NotShardedError, UnsupportedFeatureError
 from compile_fsdp.ops import accumulate_gradient, ensure_lowerings, ensure_ops, watch
 from compile_fsdp.options import Options
-from compile_fsdp.passes import PassReport, Pipeline, expand_calls, legalize_windows
+from compile_fsdp.passes import (
+    CountReport,
+    PassReport,
+    Pipeline,
+    expand_calls,
+    keep_unsharded,
+    legalize_windows,
+)
 from compile_fsdp.reports import Direction, GraphReport, record
 from compile_fsdp.runtime import scope
 from compile_fsdp.runtime.checks import describe
-from compile_fsdp.runtime.gather import GROUP_CALLS
 from compile_fsdp.runtime.group import TraceableGroup, owner_of
+from compile_fsdp.runtime.group_calls import GROUP_CALLS
 from compile_fsdp.runtime.module import belongs_to_traceable
 from compile_fsdp.stable_calls import stabilise_calls
 
@@ -78,16 +85,29 @@ def compile_fsdp(
         gm.recompile()
         inputs = _GraphInputs(gm)
         example_inputs, _ = hooks.split(example_inputs)
+    kept = _keep_unsharded(gm, parsed, inputs)
     run = _compile(gm, example_inputs, parsed, "forward", inputs)
     hooked = {group for each in traced.left for group in each.groups}
     return ForwardGraph(
         run=run,
         managed=tuple(inputs.managed),
         open=frozenset(i for i, group in inputs.managed.items() if group not in hooked),
+        kept=frozenset(i for i, group in inputs.managed.items() if group in kept),
         backward_prefetch=parsed.backward_prefetch,
         hooks=hooks,
         compile_backward=_BackwardCompiler(parsed, hooks),
     )
+
+
+def _keep_unsharded(gm: fx.GraphModule, options: Options, inputs: _GraphInputs) -> Collection[Any]:
+    """The groups that a forward leaves unsharded for its backward, by the user's memory budget."""
+    if options.memory_budget is None or not torch.is_grad_enabled():
+        return ()
+    groups = {node: group for node, group in inputs.managed_nodes() if group.group.unshard_in_backward}
+    ranks = max((group.shard_count for group in groups.values()), default=1)
+    kept = keep_unsharded(gm.graph, groups, ranks, options.memory_budget, options.costs)
+    gm.recompile()
+    return kept
 
 
 def _check_roots(traced: scope.TraceScope) -> None:
@@ -122,6 +142,11 @@ class _GraphInputs:
             elif isinstance(example, nn.Parameter):
                 self._parameters.append(example)
 
+    def managed_nodes(self) -> list[tuple[fx.Node, TraceableGroup]]:
+        """The placeholders that are unsharded parameters."""
+        positions = self._positions.items()
+        return [(node, self.managed[position]) for node, position in positions if position in self.managed]
+
     def name_before(self, node: fx.Node) -> str:
         """FQN of the parameter behind a placeholder, or an item of one, of the Dynamo graph itself."""
         source, item = node.args if node.op == "call_function" else (node, 0)
@@ -150,7 +175,15 @@ def _compile(
     config = dict(options.inductor)
     if options.inner_backend == "inductor":
         ensure_lowerings()
-        config["post_grad_custom_pre_pass"] = pipeline = Pipeline(inputs.name, recorder, options.disabled_passes)
+        config.setdefault("reorder_for_peak_memory", False)  # passes/schedule_collectives.py: who keeps the order
+        config["post_grad_custom_pre_pass"] = pipeline = Pipeline(
+            inputs.name,
+            recorder,
+            options.disabled_passes,
+            hoist=direction == "forward",
+            merge=options.memory_budget is not None,
+            costs=options.costs,
+        )
         # They stand in ops/, which the pipeline's key covers.
         ours = {f"{each.__module__}.{each.__name__}": pipeline.uuid() for each in (watch, accumulate_gradient)}
         config[CACHEABLE_FUNCTIONS] = {**config.get(CACHEABLE_FUNCTIONS, {}), **ours}
@@ -170,16 +203,17 @@ class _Recorder:
         self.nodes = nodes
         self.recorded = False
 
-    def __call__(self, passes: tuple[PassReport, ...]) -> None:
+    def __call__(self, passes: tuple[PassReport | CountReport, ...]) -> None:
+        windows = [p for p in passes if isinstance(p, PassReport)]
         record(
             GraphReport(
                 # Inductor compiles the backward of a graph without sharded modules by itself, as a second graph.
                 direction="backward" if self.recorded else self.direction,
                 inner_backend=self.inner_backend,
-                windows_removed=sum(p.windows_removed for p in passes),
-                copies_removed=sum(p.copies_removed for p in passes),
-                resizes_removed=sum(p.resizes_removed for p in passes),
-                kept=tuple((fqn, reason.value) for p in passes for fqn, reason in p.kept),
+                windows_removed=sum(p.windows_removed for p in windows),
+                copies_removed=sum(p.copies_removed for p in windows),
+                resizes_removed=sum(p.resizes_removed for p in windows),
+                kept=tuple((fqn, reason.value) for p in windows for fqn, reason in p.kept),
                 nodes_before=passes[0].nodes_before if passes else self.nodes,
                 nodes_after=passes[-1].nodes_after if passes else self.nodes,
                 seconds=sum(p.seconds for p in passes),
@@ -192,11 +226,7 @@ class _Recorder:
         """Report a graph that no pass has seen: another inner backend, or one from Inductor's cache."""
         if not self.recorded:
             cached = self.inner_backend == "inductor"
-            record(
-                GraphReport(
-                    self.direction, self.inner_backend, 0, 0, 0, (), self.nodes, self.nodes, 0.0, cached
-                )
-            )
+            record(GraphReport(self.direction, self.inner_backend, 0, 0, 0, (), self.nodes, self.nodes, 0.0, cached))
             self.recorded = True
 
 

@@ -48,6 +48,7 @@ class ForwardGraph:
         run: The graph, compiled by the inner backend.
         managed: Positions of the graph inputs that are unsharded parameters.
         open: Those of `managed` whose pre-backward hook is in another graph, behind a graph break.
+        kept: Those of `managed` that the graph leaves unsharded for its backward.
         backward_prefetch: When the backward gathers the groups that it needs next.
         hooks: Which of its inputs holds the hooks on its intermediates, if it has any; `run` does not take that one.
         compile_backward: Compiles the graph that compiled autograd captures.
@@ -56,6 +57,7 @@ class ForwardGraph:
     run: GraphFn
     managed: tuple[int, ...]
     open: frozenset[int]
+    kept: frozenset[int]
     backward_prefetch: BackwardPrefetch | None
     hooks: DeferredHooks | None
     compile_backward: BackwardCompiler
@@ -64,10 +66,10 @@ class ForwardGraph:
         args, hooks_state = (list(inputs), None) if self.hooks is None else self.hooks.split(inputs)
         if not torch.is_grad_enabled():
             return self.run(*args)
-        groups: dict[TraceableGroup, bool] = {}  # group: whether it is open
+        groups: dict[TraceableGroup, int] = {}  # group: the position of one of its parameters
         for position in self.managed:
             if (group := owner_of(args[position])) is not None:
-                groups[group] = position in self.open
+                groups[group] = position
         call = _Call(self, args, groups, hooks_state)
         sharded = [each.param.sharded_param for group in groups for each in group.params]
         trainable = [parameter for parameter in sharded if parameter.requires_grad]
@@ -84,7 +86,7 @@ class _Call:
     """One forward run: its inner autograd graph, until a backward has used it."""
 
     def __init__(
-        self, graph: ForwardGraph, args: list[Any], groups: dict[TraceableGroup, bool], hooks_state: Any
+        self, graph: ForwardGraph, args: list[Any], groups: dict[TraceableGroup, int], hooks_state: Any
     ) -> None:
         self.graph = graph
         self.args = args
@@ -167,13 +169,15 @@ class _Call:
 
     def _begin(self) -> None:
         start_backward(next(iter(self.groups)).state)
-        for group, is_open in self.groups.items():
+        for group, position in self.groups.items():
             group.active = True
             group.backward_prefetch = self.graph.backward_prefetch
             group.deferred = any(call.is_to_come() for call in group.calls)
-            if is_open:
+            if position in self.graph.open:
                 group.group.unshard()
                 group.group.wait_for_unshard()
+            elif position in self.graph.kept:
+                group.resume_unsharded()
 
 
 class _Boundary(torch.autograd.Function):

@@ -554,6 +554,13 @@ def packet_overloads(packet: OpOverloadPacket) -> tuple[OpOverload, ...]:
     return tuple(getattr(packet, name) for name in packet.overloads())
 
 
+def flop_formula(op: OpOverload) -> Callable[..., int] | None:
+    """Counts the floating-point operations of a call from its arguments and result, if torch can. (2.13.0)"""
+    from torch.utils.flop_counter import flop_registry
+
+    return cast("Callable[..., int] | None", flop_registry.get(op.overloadpacket))
+
+
 def returns_nothing(op: OpOverload) -> bool:
     """Whether the op is called only for what it writes. (checked on 2.13.0)"""
     return not op._schema.returns

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import BackwardPrefetch
 
 from compile_fsdp.compat import inductor_mode_options, inductor_option_names, list_backends
 from compile_fsdp.errors import UnknownOptionError
-from compile_fsdp.passes import PASSES
+from compile_fsdp.passes import PASSES, Costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,19 @@ class Options:
             computed (as eager FSDP2 does), BACKWARD_POST after, None when it is reached. The enum of
             torch.distributed.fsdp or its member's name. A module's own set_modules_to_backward_prefetch replaces
             which modules are gathered.
+        memory_budget: Most bytes of unsharded parameters that a rank may hold at a time. What fits is kept from the
+            forward to the backward, and not gathered a second time: docs/passes.md. None keeps nothing that
+            `reshard_after_forward` does not.
+        costs: What collectives, copies and compute cost, for the passes that decide by it; equal on all ranks. The
+            numbers for the device in `compile_fsdp.passes.COSTS`, unless given.
         inductor: Options of Inductor, by the names that `torch.compile(options=...)` knows.
     """
 
     inner_backend: str = "inductor"
     disabled_passes: frozenset[str] = frozenset()
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
+    memory_budget: int | None = None
+    costs: Costs | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -75,6 +82,12 @@ def _checked(ours: dict[str, Any]) -> dict[str, Any]:
     elif not (prefetch is None or isinstance(prefetch, BackwardPrefetch)):
         names = list(BackwardPrefetch.__members__)
         raise UnknownOptionError(f"expected backward_prefetch to be one of {names} or None, got {prefetch!r}")
+    budget = ours.get("memory_budget")
+    if not (budget is None or (type(budget) is int and budget >= 0)):
+        raise UnknownOptionError(f"expected memory_budget to be a number of bytes or None, got {budget!r}")
+    costs = ours.get("costs")
+    if not (costs is None or isinstance(costs, Costs)):
+        raise UnknownOptionError(f"expected costs to be compile_fsdp.passes.Costs or None, got {costs!r}")
     if "disabled_passes" in ours:
         passes = {p.__name__ for p in PASSES}
         disabled = ours["disabled_passes"]

@@ -25,8 +25,8 @@ from compile_fsdp.compat import plain_dispatch
 class Receiver(Protocol):
     """Who gets gradients."""
 
-    def receive(self, reduced: Tensor, params: Sequence[int]) -> None:
-        """Take `reduced`, 1-D and nobody else's, with the gradients of the parameters at these positions."""
+    def receive(self, reduced: Sequence[Tensor], params: Sequence[int]) -> None:
+        """Take `reduced`, 1-D and nobody else's: the gradients of the parameters at these positions."""
 
 
 _receivers: WeakValueDictionary[int, Receiver] = WeakValueDictionary()
@@ -41,13 +41,13 @@ def issue_ticket(receiver: Receiver) -> Tensor:
 
 
 @torch.library.custom_op("compile_fsdp::hand_over", mutates_args=("ticket",))
-def hand_over(reduced: Tensor, ticket: Tensor, params: Sequence[int]) -> None:
+def hand_over(reduced: Sequence[Tensor], ticket: Tensor, params: Sequence[int]) -> None:
     """Call `receive` of the ticket's owner; see `Receiver`."""
     _call(reduced, ticket, params)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # Dynamo compiles what runs inside of a compiled graph.
-def _call(reduced: Tensor, ticket: Tensor, params: Sequence[int]) -> None:
+def _call(reduced: Sequence[Tensor], ticket: Tensor, params: Sequence[int]) -> None:
     with plain_dispatch():
         # The compiler may use the memory of `reduced` again.
-        _receivers[int(ticket)].receive(reduced.clone(), params)
+        _receivers[int(ticket)].receive([each.clone() for each in reduced], params)

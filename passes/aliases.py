@@ -11,6 +11,7 @@ keeps the metadata it had as a view of the parameter. So ask these classes, and 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx
@@ -28,6 +29,11 @@ def fake_value(node: fx.Node) -> object:
     """
     value = node.meta.get("val", UNKNOWN)
     return node.meta.get("example_value", UNKNOWN) if value is UNKNOWN else value
+
+
+def fake_arguments(arguments: Any) -> Any:
+    """Arguments of a node with values in the place of nodes."""
+    return fx.node.map_arg(arguments, fake_value)  # type: ignore[arg-type]  # It maps to anything.
 
 
 def find_fake_tensor(node: object) -> torch.Tensor | None:

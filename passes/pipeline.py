@@ -15,16 +15,27 @@ from torch import fx
 
 from compile_fsdp import ops
 from compile_fsdp.compat import CustomGraphPass, trace_artifact
+from compile_fsdp.passes.costs import Costs
+from compile_fsdp.passes.pack_gathers import pack_gathers
+from compile_fsdp.passes.pack_reductions import pack_reductions
+from compile_fsdp.passes.remove_unread import remove_unread
 from compile_fsdp.passes.remove_unshard_copies import Names, remove_unshard_copies
-from compile_fsdp.passes.report import PassReport
+from compile_fsdp.passes.report import CountReport, PassReport
+from compile_fsdp.passes.schedule_collectives import schedule_collectives
 
-Pass = Callable[[fx.Graph, Names], PassReport]
-OnReport = Callable[[tuple[PassReport, ...]], None]
+Report = PassReport | CountReport
+Pass = Callable[..., Report]
+OnReport = Callable[[tuple[Report, ...]], None]
 
 PASSES: tuple[Pass, ...] = (
     # First: while parameters are copied into, every read of one depends on a mutation, and no other pass may
     # move it; afterwards the graph is functional in them.
     remove_unshard_copies,
+    # Then the collectives as they are to be issued, and last their order.
+    remove_unread,
+    pack_gathers,
+    pack_reductions,
+    schedule_collectives,
 )
 
 _log = logging.getLogger("compile_fsdp.passes")
@@ -37,20 +48,39 @@ class Pipeline(CustomGraphPass):
         names: Parameter FQN of a placeholder. Only reports use it, so it is no part of `uuid()`.
         on_report: Called once per graph, with the reports in the order the passes ran.
         disabled: Names of passes to leave out.
+        hoist: See `schedule_collectives`.
+        merge: See `pack_gathers` and `pack_reductions`.
+        costs: The numbers by which passes decide, in place of those for the device.
     Raises:
         ValueError: `disabled` names a pass that does not exist.
     """
 
-    def __init__(self, names: Names, on_report: OnReport, disabled: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        names: Names,
+        on_report: OnReport,
+        disabled: frozenset[str] = frozenset(),
+        *,
+        hoist: bool = True,
+        merge: bool = False,
+        costs: Costs | None = None,
+    ) -> None:
         known = [p.__name__ for p in PASSES]
         if unknown := sorted(disabled.difference(known)):
             raise ValueError(f"expected disabled passes among {known}, got {unknown}; see docs/passes.md")
-        self._names = names
         self._on_report = on_report
         self._disabled = disabled
+        self._arguments: dict[Pass, dict[str, object]] = {
+            remove_unshard_copies: {"names": names},
+            remove_unread: {},
+            pack_gathers: {"merge": merge, "costs": costs},
+            pack_reductions: {"merge": merge, "costs": costs},
+            schedule_collectives: {"hoist": hoist, "costs": costs},
+        }
+        self._key = {"disabled": sorted(disabled), "hoist": hoist, "merge": merge, "costs": repr(costs)}
 
     def __call__(self, graph: fx.Graph) -> None:
-        reports = tuple(_timed(p, graph, self._names) for p in PASSES if p.__name__ not in self._disabled)
+        reports = tuple(self._run(p, graph) for p in PASSES if p.__name__ not in self._disabled)
         graph.lint()
         for report in reports:
             _log.info("%s", report)
@@ -59,14 +89,13 @@ class Pipeline(CustomGraphPass):
 
     def uuid(self) -> str:
         """Changes with any source file of `passes/` and `ops/` and with the options, with nothing else."""
-        text = json.dumps({"sources": _hash_sources(), "disabled": sorted(self._disabled)})
+        text = json.dumps({"sources": _hash_sources(), **self._key})
         return hashlib.sha256(text.encode()).hexdigest()
 
-
-def _timed(run: Pass, graph: fx.Graph, names: Names) -> PassReport:
-    start = time.perf_counter()
-    report = run(graph, names)
-    return replace(report, seconds=time.perf_counter() - start)
+    def _run(self, run: Pass, graph: fx.Graph) -> Report:
+        start = time.perf_counter()
+        report = run(graph, **self._arguments[run])
+        return replace(report, seconds=time.perf_counter() - start)
 
 
 @functools.cache
@@ -80,10 +109,11 @@ def _hash_sources() -> str:
     return digest.hexdigest()
 
 
-def _to_json(reports: tuple[PassReport, ...]) -> str:
+def _to_json(reports: tuple[Report, ...]) -> str:
     rows = []
     for report in reports:
         row = asdict(report)
-        row["kept"] = [{"parameter": name, "reason": reason.value} for name, reason in report.kept]
+        if isinstance(report, PassReport):
+            row["kept"] = [{"parameter": name, "reason": reason.value} for name, reason in report.kept]
         rows.append(row)
     return json.dumps(rows)

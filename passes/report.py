@@ -82,6 +82,32 @@ class PassReport:
 
 
 @dataclass(frozen=True, slots=True)
+class CountReport:
+    """The result of a pass that only counts what it did.
+
+    Attributes:
+        name: The pass.
+        nodes_before: Nodes of the graph that the pass got.
+        nodes_after: Nodes of the graph it left.
+        counts: (what, how often), as the pass's file states it; names that begin with "bytes" count bytes.
+        seconds: Time in the pass, without linting and logging. The pipeline measures it.
+    """
+
+    name: str
+    nodes_before: int
+    nodes_after: int
+    counts: tuple[tuple[str, int], ...]
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        counts = (
+            f"{_mib(count)} {what.removeprefix('bytes_')}" if what.startswith("bytes_") else f"{count} {what}"
+            for what, count in self.counts
+        )
+        return f"{self.name}: " + ", ".join(counts).replace("_", " ")
+
+
+@dataclass(frozen=True, slots=True)
 class LegalizeReport:
     """The result of `legalize_windows` on one graph.
 

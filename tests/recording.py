@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +68,10 @@ def record(run: Callable[[], None]) -> tuple[list[Collective], int]:
     collectives: list[Collective] = []
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         collectives += collectives_of(run)
+        # gloo's threads let go of a collective's tensors some time after it is over, and report that to the profiler
+        # under which it was launched. It must not be gone by then.
+        dist.barrier()
+        time.sleep(0.02)
     level = peak = 0
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
     for event in profile.profiler.kineto_results.events():

@@ -1,36 +1,18 @@
-"""The all-gather of one parameter group as ops of a graph: what is sent, and what is made of it.
-
-[Note: One call for a whole group]
-Dynamo interprets what it traces bytecode by bytecode, which takes milliseconds for every op of a parameter. The
-functions here work on all parameters of a group at once, and Dynamo puts a call of each, unread, into its graph. The
-backend then puts the call's ops in its place (`passes/expand_calls.py`), before anything else looks at the graph. So
-these functions run on fake tensors, on fx proxies and, where a backward falls back to eager, on real ones: they
-decide on constants alone.
-"""
+"""The all-gather of one parameter group as ops of a graph: what is sent, and what is made of it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from compile_fsdp.compat import preserve_version_counter, set_version_counter, tensor_version
 from compile_fsdp.ops import copy_, resize_storage_bytes_
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-# See [Note: One call for a whole group].
-GROUP_CALLS: set[Callable[..., Any]] = set()
-
-
-def _group_call(function: _Function) -> _Function:
-    GROUP_CALLS.add(function)
-    marked: _Function = torch.compiler.allow_in_graph(function)
-    return marked
+from compile_fsdp.runtime.group_calls import group_call
 
 
 class Input(NamedTuple):
@@ -92,7 +74,7 @@ def _travels_as_bytes(inputs: Sequence[Input]) -> bool:
     return len({each.dtype for each in inputs}) > 1
 
 
-@_group_call
+@group_call
 def pack(
     tensors: Sequence[torch.Tensor], inputs: Sequence[tuple[Any, ...]], device: torch.device | None
 ) -> torch.Tensor:
@@ -109,7 +91,7 @@ def pack(
     return sent[0] if len(sent) == 1 else torch.cat(sent)
 
 
-@_group_call
+@group_call
 def unpack(output: torch.Tensor, shard_count: int, inputs: Sequence[tuple[Any, ...]]) -> tuple[torch.Tensor, ...]:
     """By input, what the ranks' `pack`s make together; `output` has been waited for."""
     described = [Input(*each) for each in inputs]
@@ -136,7 +118,7 @@ def _join(rows: torch.Tensor, shard_count: int, each: Input) -> torch.Tensor:
     return full if length == each.size[0] else full[: each.size[0]]
 
 
-@_group_call
+@group_call
 def fill(leaves: Sequence[torch.Tensor], values: Sequence[torch.Tensor], storage_bytes: Sequence[int]) -> None:
     """Allocate unsharded parameters and fill them."""
     for leaf, value, size in zip(leaves, values, storage_bytes, strict=True):
@@ -156,7 +138,7 @@ def _refill(leaf: Any, value: Any) -> None:
             copy_(leaf, value)
 
 
-@_group_call
+@group_call
 def free(leaves: Sequence[torch.Tensor], storage_bytes: Sequence[int]) -> None:
     """Free unsharded parameters."""
     for leaf, size in zip(leaves, storage_bytes, strict=True):

@@ -35,7 +35,7 @@ from compile_fsdp.compat import (
 from compile_fsdp.ops import hand_over, issue_ticket
 from compile_fsdp.runtime.gather import GatherPlan, Launched, fill, free, pack, unpack
 from compile_fsdp.runtime.parameter import TraceableParam
-from compile_fsdp.runtime.reduction import Reduction, all_reduce, plan_reduction, reduce_scatter
+from compile_fsdp.runtime.reduction import Reduction, all_reduce, part, plan_reduction, reduce_scatter
 from compile_fsdp.runtime.states import POST_FORWARD, SHARDED, UNSHARDED, enter, params_follow
 
 
@@ -83,7 +83,7 @@ class TraceableGroup:
         self.deferred = False
         self.backward_prefetch: BackwardPrefetch | None = None
         self.prefetch_last: list[TraceableGroup] = []
-        self.reduced: torch.Tensor | None = None  # (sum of padded shard numels,), in the parameters' dtype
+        self.reduced: Sequence[torch.Tensor] = ()  # by parameter, (padded shard numel,), in the parameters' dtype
         self.reduced_params: list[int] = []
         self.ticket = issue_ticket(self)
 
@@ -264,6 +264,15 @@ class TraceableGroup:
 
     # Backward
 
+    def resume_unsharded(self) -> None:
+        """For real: enter the state in which a forward has left the storages, that the states do not know of.
+
+        Whatever has freed them since, another forward for example, has made them sharded.
+        """
+        if not self.is_unsharded and all(param.is_filled for param in self.params):
+            enter(self, UNSHARDED)
+            params_follow(self)
+
     def begin_backward(self, then_prefetch: list[TraceableGroup]) -> None:
         """Unshard before the first gradient computation that may need the group.
 
@@ -323,13 +332,14 @@ class TraceableGroup:
                 arrived.append(index)
                 grads.append(grad)
         with torch.no_grad():
-            dims = _shard_dims(self, self.plan_text)
+            dims, numels = _shard_layout(self, self.plan_text)
             rows = [self._rows_first(dims[i], grad) for i, grad in zip(arrived, grads, strict=True)]
-            reduced = self._reduce(rows)
-        if reduced is not None and _has_gradient_hooks(self):
+            flat = self._reduce(rows)
+            reduced = () if flat is None else part(flat, [numels[i] for i in arrived])
+        if flat is not None and _has_gradient_hooks(self):
             hand_over(reduced, self.ticket, arrived)
         else:
-            self.reduced, self.reduced_params = reduced, arrived
+            self.reduced, self.reduced_params = reduced, arrived if flat is not None else []
 
     def _rows_first(self, dim: int, grad: torch.Tensor) -> torch.Tensor:
         # A gradient sharded on another dim is rearranged so that each rank's shard is a block of rows.
@@ -369,22 +379,19 @@ class TraceableGroup:
         for traceable in self.params:
             traceable.hand_back_gradient()
         reduced, params = self.reduced, self.reduced_params
-        self.reduced, self.reduced_params = None, []
-        if reduced is not None:
-            self.receive(reduced, params)
+        self.reduced, self.reduced_params = (), []
+        self.receive(reduced, params)
 
-    def receive(self, reduced: torch.Tensor, params: Sequence[int]) -> None:
+    def receive(self, reduced: Sequence[torch.Tensor], params: Sequence[int]) -> None:
         """For real: add gradients to the sharded parameters', and run the hooks on those.
 
         Args:
-            reduced: (sum of the padded shards' numels,), the parameters' shards one behind the other.
+            reduced: For each parameter, (numel of its padded shard,).
             params: Positions of the parameters.
         """
-        offset = 0
-        for index in params:
+        for index, flat in zip(params, reduced, strict=True):
             param = self.params[index].param
-            local = reduced.as_strided(param.sharded_size, param.contiguous_sharded_stride, offset)
-            offset += self.params[index].plan.shard_numel
+            local = flat.as_strided(param.sharded_size, param.contiguous_sharded_stride)
             sharded = param.sharded_param
             if sharded.grad is None:
                 sharded.grad = param.to_sharded_dtensor(local)
@@ -402,9 +409,8 @@ class TraceableGroup:
         self.deferred = False
         self.prefetch_last = []
         self.launched = None
-        self.reduced = None
+        self.reduced = ()
         self.reduced_params = []
-
 
     def reset(self) -> None:
         """Shard the group wherever an exception has left it, and drop the gradients of the interrupted step.
@@ -438,8 +444,9 @@ def _plan_gather(group: TraceableGroup, plan_text: str, state: ShardedState) -> 
 
 
 @runs_while_tracing
-def _shard_dims(group: TraceableGroup, plan_text: str) -> list[int]:
-    return [param.plan.shard_dim for param in group.params]
+def _shard_layout(group: TraceableGroup, plan_text: str) -> tuple[list[int], list[int]]:
+    plans = [param.plan for param in group.params]
+    return [plan.shard_dim for plan in plans], [plan.shard_numel for plan in plans]
 
 
 @runs_while_tracing

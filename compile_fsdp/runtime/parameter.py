@@ -134,6 +134,11 @@ class TraceableParam:
         if self.post_forward is None:
             self.post_forward = _PostForwardShard(self.param, self.leaf, shard_count, self.plan)
 
+    @property
+    def is_filled(self) -> bool:
+        """Whether the unsharded parameter has its memory."""
+        return self.leaf.untyped_storage().nbytes() >= self.plan.storage_bytes
+
     # All-gather
 
     def gather_input(self, state: ShardedState) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from compile_fsdp.compat import (
     functional_collectives,
     gradient_divide_factors,
 )
+from compile_fsdp.runtime.group_calls import group_call
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,3 +114,15 @@ def all_reduce(flat: torch.Tensor, reduction: Reduction) -> torch.Tensor:
     launched = functional_collectives.all_reduce(flat, reduction.replica_op, reduction.replica_group)
     waited: torch.Tensor = functional_collectives.wait_tensor(launched)
     return waited
+
+
+@group_call
+def part(reduced: torch.Tensor, numels: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """The parameters' shards of the flat reduced gradient, as values of their own.
+
+    A graph that returned the flat one could not reduce one gradient apart from the others.
+    """
+    if len(numels) == 1:
+        return (reduced,)
+    shards = reduced.split(list(numels))
+    return tuple([shards[i].clone() for i in range(len(numels))])

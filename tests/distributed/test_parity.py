@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config
 import torch._inductor.config
 
 from harness import run_ranks
@@ -31,8 +32,9 @@ FULLGRAPH = [
 
 
 def _train(rank: int, case: str, inner_backend: str, steps: int, fullgraph: bool) -> Parity:
-    # No pass runs on a graph from Inductor's cache.
-    with torch._inductor.config.patch(force_disable_caches=True):
+    # No pass runs on a graph from a cache.
+    graphs, halves = torch._inductor.config, torch._functorch.config
+    with graphs.patch(fx_graph_cache=False), halves.patch(enable_autograd_cache=False):
         return train_both(rank, case, inner_backend, steps, fullgraph)
 
 

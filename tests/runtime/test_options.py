@@ -12,7 +12,7 @@ from compile_fsdp.errors import UnknownOptionError
 
 
 def test_defaults() -> None:
-    assert Options.parse(None) == Options("inductor", frozenset(), BackwardPrefetch.BACKWARD_PRE, {})
+    assert Options.parse(None) == Options("inductor", frozenset(), BackwardPrefetch.BACKWARD_PRE, None, None, {})
 
 
 @pytest.mark.parametrize("given", ["BACKWARD_POST", BackwardPrefetch.BACKWARD_POST])
@@ -40,6 +40,9 @@ def test_a_mode_gives_way_to_options() -> None:
         ({"inner_backend": "compile_fsdp"}, ["'compile_fsdp'"]),
         ({"disabled_passes": {"no_such_pass"}}, ["no_such_pass", "remove_unshard_copies"]),
         ({"disabled_passes": "remove_unshard_copies"}, ["expected disabled_passes to be a set"]),
+        ({"memory_budget": -1}, ["expected memory_budget to be a number of bytes"]),
+        ({"memory_budget": 1.5}, ["expected memory_budget to be a number of bytes"]),
+        ({"costs": 3}, ["expected costs to be compile_fsdp.passes.Costs"]),
         ({"post_grad_custom_pre_pass": None}, ["post_grad_custom_pre_pass"]),
     ],
 )

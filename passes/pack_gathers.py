@@ -1,0 +1,137 @@
+"""Decide which parameters share an all-gather.
+
+Precondition  packed all-gathers, see `collectives.py`
+Match         shards whose copies into the pack and out of it cost more than a collective of their own; packs of more
+              bytes than `Costs.pack_bytes`; with `merge`, neighbouring packs whose parameters stay unsharded
+Rewrite       such a shard gets an all-gather of its own, straight from the shard and into the parameter's own buffer;
+              the others are packed by `plan_packs`
+Report        gathers before and after; parameters that are gathered by themselves; bytes no longer copied
+
+    before                                    after
+    packed = cat([wide, narrow])              %0 = wait_tensor(all_gather_into_tensor(wide))
+    %0 = wait_tensor(all_gather...(packed))   w = reshape(reshape(%0, [ranks, -1]), [8, 4])
+    rows = reshape(%0, [ranks, -1])           %1 = wait_tensor(all_gather_into_tensor(narrow))
+    parts = split_with_sizes(rows, ...)       n = reshape(reshape(%1, [ranks, -1]), [4])
+    w = reshape(clone(parts[0]), [8, 4])
+    n = reshape(clone(parts[1]), [4])
+
+[Note: Who pays for a merged pack]
+What is gathered early lies in memory until it is used. Parameters that stay unsharded to the end of the graph are all
+there in the end, so gathering them together does not raise the peak by more than the pack; others are never merged.
+"""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx
+
+from compile_fsdp.passes.collectives import (
+    GATHER,
+    WAIT,
+    Packed,
+    aten,
+    find_packed,
+    insert,
+    is_rearrangement,
+    neighbours,
+    numel,
+)
+from compile_fsdp.passes.costs import Costs, are_contiguous, device_costs, plan_packs, size_bytes
+from compile_fsdp.passes.effects import find_resizes, get_argument, is_copy
+from compile_fsdp.passes.layout import get_size, is_zero
+from compile_fsdp.passes.report import CountReport
+
+
+def pack_gathers(graph: fx.Graph, *, merge: bool = False, costs: Costs | None = None) -> CountReport:
+    """Pack the graph's all-gathers anew.
+
+    Args:
+        graph: A post-grad graph.
+        merge: Whether packs may be joined. See [Note: Who pays for a merged pack].
+        costs: Those of the device the graph runs on, unless given.
+    """
+    nodes_before = len(graph.nodes)
+    before = after = alone = copied = 0
+    freed = _freed_parameters(graph) if merge else set()
+    for run in neighbours(find_packed(graph, GATHER), lambda each: merge and _stays_unsharded(each, freed)):
+        shards = [shard for packed in run for shard in packed.inputs]
+        sizes = [size_bytes(shard) for shard in shards]
+        packs = _plan(shards, sizes, run[0].ranks, costs or device_costs(run[0].collective))
+        if len(packs) == len(run) == 1:
+            continue
+        _pack(graph, run, packs)
+        single = [pack[0] for pack in packs if len(pack) == 1]
+        before += len(run)
+        after += len(packs)
+        alone += len(single)
+        copied += sum((1 + run[0].ranks) * sizes[i] for i in single)
+    counts = (("gathers_packed_anew", before), ("now", after), ("gathered_alone", alone), ("bytes_not_copied", copied))
+    return CountReport(pack_gathers.__name__, nodes_before, len(graph.nodes), counts)
+
+
+def _plan(shards: list[fx.Node], sizes: list[int], ranks: int, costs: Costs) -> list[list[int]]:
+    if not are_contiguous(shards):
+        return [list(range(len(sizes)))]
+    alone = [costs.copy(size) + costs.copy(size * ranks) > costs.latency for size in sizes]
+    return plan_packs(sizes, alone, costs.pack_bytes(ranks))
+
+
+def _freed_parameters(graph: fx.Graph) -> set[object]:
+    frees = (node for node in find_resizes(graph) if is_zero(get_size(get_argument(node, 1, "new_size"))))
+    return {get_argument(node, 0, "variable") for node in frees}
+
+
+def _stays_unsharded(packed: Packed, freed: set[object]) -> bool:
+    """Whether all that is gathered, of what the graph takes in, goes into parameters that the graph does not free."""
+    # A shard itself, or its cast.
+    sources = [shard.all_input_nodes or [shard] for shard in packed.inputs]
+    if any(node.op != "placeholder" for nodes in sources for node in nodes):
+        return False
+    stack = [item for item in packed.outputs if item is not None]
+    while stack:
+        for user in stack.pop().users:
+            if is_rearrangement(user):
+                stack.append(user)
+            elif not is_copy(user) or get_argument(user, 0, "tensor") in freed:
+                return False
+    return True
+
+
+def _pack(graph: fx.Graph, run: list[Packed], packs: list[list[int]]) -> None:
+    first = run[0]
+    shards = [shard for packed in run for shard in packed.inputs]
+    outputs = [output for packed in run for output in packed.outputs]
+    for cast in (shard for packed in run[1:] for shard in packed.inputs if shard.op != "placeholder"):
+        first.pack.prepend(cast)
+    with graph.inserting_before(first.pack):
+        for pack in packs:
+            sent = [shards[i] for i in pack]
+            if len(pack) == 1:
+                _replace(outputs[pack[0]], _gather(graph, first, sent[0]))
+                continue
+            rows = _gather(graph, first, insert(graph, aten.cat.default, sent, like=first.pack))
+            numels = [numel(each) for each in sent]
+            split = insert(graph, aten.split_with_sizes.default, rows, numels, 1, like=rows)
+            for position, i in enumerate(pack):
+                _replace(outputs[i], insert(graph, operator.getitem, split, position, like=rows))
+    for packed in run:
+        packed.erase()
+
+
+def _gather(graph: fx.Graph, packed: Packed, sent: fx.Node) -> fx.Node:
+    """What all ranks send, as [ranks, numel]."""
+    launched = insert(graph, GATHER, sent, *packed.collective.args[1:], like=packed.collective)
+    waited = insert(graph, WAIT, launched, like=packed.after[0])
+    return insert(graph, aten.reshape.default, waited, [packed.ranks, numel(sent)], like=packed.after[-1])
+
+
+def _replace(item: fx.Node | None, rows: fx.Node) -> None:
+    if item is None:
+        return
+    users = list(item.users)
+    item.replace_all_uses_with(rows)
+    if len(users) == 1 and users[0].target is aten.clone.default and rows.target is not operator.getitem:
+        # The rows lay apart in the pack; now they are contiguous, and nobody else reads them.
+        users[0].replace_all_uses_with(rows)
+        rows.graph.erase_node(users[0])

@@ -1,0 +1,109 @@
+"""Decide which gradients share a reduce-scatter.
+
+Precondition  packed reduce-scatters, see `collectives.py`; their results are returned parameter by parameter
+Match         gradients whose copy into the pack costs more than a collective of their own; packs of more bytes than
+              `Costs.pack_bytes`; with `merge`, neighbouring packs
+Rewrite       such a gradient gets a reduce-scatter of its own, from where it lies; `plan_packs` packs the others
+Report        reductions before and after; gradients that are reduced by themselves; bytes no longer copied
+
+    before                                                  after
+    packed = cat([reshape(wide, [ranks, -1]), ...], 1)      %0 = reduce_scatter_tensor(reshape(wide, [-1]))
+    %0 = reduce_scatter_tensor(reshape(packed, [-1]))       return wait_tensor(%0), ...
+    parts = split_with_sizes(wait_tensor(%0), ...)
+    return parts[0], ...
+
+A gradient that waits for others in its pack takes its unsharded memory: at most `Costs.pack_bytes` per rank.
+"""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx
+
+from compile_fsdp.passes.collectives import (
+    REDUCE,
+    RESHAPES,
+    Packed,
+    aten,
+    find_packed,
+    insert,
+    neighbours,
+    numel,
+)
+from compile_fsdp.passes.costs import Costs, are_contiguous, device_costs, plan_packs, size_bytes
+from compile_fsdp.passes.report import CountReport
+
+
+def pack_reductions(graph: fx.Graph, *, merge: bool = False, costs: Costs | None = None) -> CountReport:
+    """Pack the graph's reduce-scatters anew.
+
+    Args:
+        graph: A post-grad graph.
+        merge: Whether packs of several groups may be joined.
+        costs: Those of the device the graph runs on, unless given.
+    """
+    nodes_before = len(graph.nodes)
+    before = after = alone = copied = 0
+    for run in neighbours(find_packed(graph, REDUCE), lambda each: merge):
+        gradients = [rows for packed in run for rows in packed.inputs]
+        sizes = [size_bytes(rows) for rows in gradients]
+        packs = _plan(gradients, sizes, run[0].ranks, costs or device_costs(run[0].collective))
+        if len(packs) == len(run) == 1:
+            continue
+        _pack(graph, run, packs)
+        single = [pack[0] for pack in packs if len(pack) == 1]
+        before += len(run)
+        after += len(packs)
+        alone += len(single)
+        copied += sum(sizes[i] for i in single)
+    counts = (
+        ("reductions_packed_anew", before),
+        ("now", after),
+        ("reduced_alone", alone),
+        ("bytes_not_copied", copied),
+    )
+    return CountReport(pack_reductions.__name__, nodes_before, len(graph.nodes), counts)
+
+
+def _plan(gradients: list[fx.Node], sizes: list[int], ranks: int, costs: Costs) -> list[list[int]]:
+    if not are_contiguous(gradients):
+        return [list(range(len(sizes)))]
+    alone = [costs.copy(size) > costs.latency for size in sizes]
+    return plan_packs(sizes, alone, costs.pack_bytes(ranks) * ranks)
+
+
+def _pack(graph: fx.Graph, run: list[Packed], packs: list[list[int]]) -> None:
+    last = run[-1]
+    gradients = [rows for packed in run for rows in packed.inputs]
+    outputs = [output for packed in run for output in packed.outputs]
+    with graph.inserting_before(last.pack):
+        for pack in packs:
+            rows = [gradients[i] for i in pack]
+            joined = rows[0] if len(pack) == 1 else insert(graph, aten.cat.default, rows, 1, like=last.pack)
+            reduced = _reduce(graph, last, insert(graph, aten.reshape.default, joined, [-1], like=last.pack))
+            if len(pack) == 1:
+                _replace(outputs[pack[0]], reduced)
+                continue
+            numels = [numel(each) // last.ranks for each in rows]
+            split = insert(graph, aten.split_with_sizes.default, reduced, numels, like=reduced)
+            for position, i in enumerate(pack):
+                _replace(outputs[i], insert(graph, operator.getitem, split, position, like=reduced))
+    for packed in run:
+        packed.erase()
+
+
+def _replace(item: fx.Node | None, shard: fx.Node) -> None:
+    if item is not None:
+        item.replace_all_uses_with(shard)
+
+
+def _reduce(graph: fx.Graph, packed: Packed, flat: fx.Node) -> fx.Node:
+    """What the pack's nodes make of its flat buffer, done with another one."""
+    result = flat
+    for node in (*packed.before, packed.collective, *packed.after):
+        if node.target not in RESHAPES:
+            assert callable(node.target)
+            args = tuple(result if isinstance(each, fx.Node) else each for each in node.args)
+            result = insert(graph, node.target, *args, like=node, **node.kwargs)
+    return result

@@ -1,0 +1,51 @@
+"""With memory to spare, the backward gathers less, and trains the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from harness import run_ranks
+from parity import Parity, loss_of
+from recording import collectives_of
+from twins import Twins
+
+PLENTY = 10**9
+
+
+def _gathers(twins: Twins) -> int:
+    """All-gathers of one compiled step; gradients are dropped."""
+
+    def step() -> None:
+        loss_of(twins.ours.model, twins.batch()).backward()
+
+    found = collectives_of(step)
+    for parameter in twins.ours.model.parameters():
+        parameter.grad = None
+    return sum(each.kind == "all_gather" for each in found)
+
+
+def _train(rank: int, budget: int, inner_backend: str) -> tuple[Parity, int]:
+    options = {"inner_backend": inner_backend, "memory_budget": budget}
+    twins = Twins(rank, options=options)
+    twins.train()
+    twins.train()
+    gathers = _gathers(twins)
+    twins.evaluate(torch.no_grad)  # gathers, and frees, what a forward has kept
+    loss_of(twins.ours.model, twins.batch())  # without a backward
+    twins.train()
+    with torch.compiler.set_stance("force_eager"):
+        twins.train()
+    twins.train()
+    return twins.result, gathers
+
+
+@pytest.mark.parametrize(("inner_backend", "gathers_of_forward"), [("aot_eager", 3), ("inductor", 1)])
+def test_what_fits_is_gathered_once(inner_backend: str, gathers_of_forward: int) -> None:
+    counts = []
+    for budget in (PLENTY, 0):
+        for result, gathers in run_ranks(2, _train, budget, inner_backend):
+            assert result.differing == [] if inner_backend == "aot_eager" else result.worst < 2e-6
+            counts.append(gathers)
+    # Two blocks and the root, joined by `pack_gathers`; without the budget the blocks are gathered again.
+    assert counts == [gathers_of_forward, gathers_of_forward, 5, 5]

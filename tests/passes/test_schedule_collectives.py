@@ -1,0 +1,187 @@
+"""Where collectives are placed: in time, within their bounds, and never before what they need."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import fx
+
+from compile_fsdp.passes import Costs, schedule_collectives
+from graphs import GraphBuilder, aten, c10d, gather, reduce
+from ranks import run_rank_zero
+from render import render
+
+# A (8, 8) product takes a second, and a collective its latency.
+MM_FLOPS = 2 * 8**3
+
+
+def taking(latency: float) -> Costs:
+    return Costs(latency=latency, comm_bandwidth=1e30, memory_bandwidth=1e30, flops=MM_FLOPS)
+
+
+class Model:
+    """(8, 8) layers on two ranks, each layer's weight gathered where it is used."""
+
+    def __init__(self, layers: int) -> None:
+        self.build = GraphBuilder()
+        self.x = self.build.input("x", (8, 8))
+        self.shards = [self.build.input(f"w{i}", (32,)) for i in range(layers)]
+        self.saved = [self.build.input(f"h{i}", (8, 8)) for i in range(layers)]
+
+    def gather(self, layer: int) -> fx.Node:
+        rows = gather(self.build, [self.shards[layer]], 2)[0]
+        return self.build.call(aten.reshape.default, rows, [8, 8])
+
+    def mm(self, left: fx.Node, right: fx.Node) -> fx.Node:
+        return self.build.call(aten.mm.default, left, right)
+
+
+def forward(layers: int = 3) -> fx.Graph:
+    model = Model(layers)
+    x = model.x
+    for layer in range(layers):
+        x = model.mm(x, model.gather(layer))
+    return model.build.output(x)
+
+
+def backward(layers: int = 3) -> fx.Graph:
+    """Each layer's weight is asked for before the layer behind it is worked on, as BACKWARD_PRE has it."""
+    model = Model(layers)
+    grad, gradients = model.x, []
+    weight = model.gather(layers - 1)
+    for layer in reversed(range(layers)):
+        following = model.gather(layer - 1) if layer > 0 else weight
+        gradients.append(model.mm(grad, model.saved[layer]))
+        grad = model.mm(grad, weight)
+        gradients += reduce(model.build, [gradients.pop(), model.build.call(aten.sum.dim_IntList, grad, [1])], 2)
+        weight = following
+    return model.build.output(grad, *gradients)
+
+
+def events(graph: fx.Graph) -> str:
+    """The graph's products and collectives in order: g0 launches the gather of w0, u0 waits for it; r and v reduce."""
+    found, numbers = [], {}
+    for line in render(graph).splitlines():
+        match = re.match(r"(%\d+).*? = (mm|all_gather_into_tensor|reduce_scatter_tensor|wait_tensor)\(([\w%]+)", line)
+        if match is None:
+            continue
+        result, op, argument = match.groups()
+        if op == "all_gather_into_tensor":
+            numbers[result] = ("u", argument.removeprefix("w"))
+            found.append("g" + argument.removeprefix("w"))
+        elif op == "reduce_scatter_tensor":
+            numbers[result] = ("v", str(sum(kind == "v" for kind, _ in numbers.values())))
+            found.append("r" + numbers[result][1])
+        else:
+            found.append("mm" if op == "mm" else "".join(numbers[argument]))
+    return " ".join(found)
+
+
+def scheduled(graph: fx.Graph, latency: float, hoist: bool = True) -> str:
+    report = schedule_collectives(graph, hoist=hoist, costs=taking(latency))
+    graph.lint()
+    assert dict(report.counts)["left_in_place"] == 0
+    return events(graph)
+
+
+def test_gather_is_hidden_behind_the_product_before() -> None:
+    graph = forward()
+    assert events(graph) == "g0 u0 mm g1 u1 mm g2 u2 mm"
+    assert scheduled(graph, latency=1) == "g0 g1 u0 mm g2 u1 mm u2 mm"
+    assert_expected_inline(render(graph), """\
+x: f32[8, 8]
+w0: f32[32]
+w1: f32[32]
+w2: f32[32]
+h0: f32[8, 8]
+h1: f32[8, 8]
+h2: f32[8, 8]
+%0: f32[64] = all_gather_into_tensor(w0, 2, 'dp')
+%1: f32[64] = all_gather_into_tensor(w1, 2, 'dp')
+%2: f32[64] = wait_tensor(%0)
+%3: f32[2, 32] = reshape(%2, [2, 32])
+%4: f32[8, 8] = reshape(%3, [8, 8])
+%5: f32[8, 8] = mm(x, %4)
+%6: f32[64] = all_gather_into_tensor(w2, 2, 'dp')
+%7: f32[64] = wait_tensor(%1)
+%8: f32[2, 32] = reshape(%7, [2, 32])
+%9: f32[8, 8] = reshape(%8, [8, 8])
+%10: f32[8, 8] = mm(%5, %9)
+%11: f32[64] = wait_tensor(%6)
+%12: f32[2, 32] = reshape(%11, [2, 32])
+%13: f32[8, 8] = reshape(%12, [8, 8])
+%14: f32[8, 8] = mm(%10, %13)
+return (%14,)
+""")
+
+
+def test_forward_gathers_one_group_ahead_however_slow() -> None:
+    assert scheduled(forward(4), latency=100) == "g0 g1 u0 mm g2 u1 mm g3 u2 mm u3 mm"
+
+
+def test_gather_without_cost_is_not_launched_early() -> None:
+    assert scheduled(forward(), latency=0) == "g0 u0 mm g1 u1 mm g2 u2 mm"
+
+
+def test_backward_reduces_at_once_and_gathers_no_earlier_than_traced() -> None:
+    graph = backward()
+    assert events(graph) == "g2 u2 g1 u1 mm mm r0 v0 g0 u0 mm mm r1 v1 mm mm r2 v2"
+    assert scheduled(graph, latency=1, hoist=False) == "g2 mm u2 mm r0 g1 mm v0 u1 mm r1 g0 mm v1 u0 mm r2 v2"
+
+
+def test_backward_keeps_a_late_prefetch_late() -> None:
+    assert scheduled(forward(), latency=100, hoist=False) == "g0 u0 mm g1 u1 mm g2 u2 mm"
+
+
+def test_gradients_in_flight_are_no_more_than_the_largest() -> None:
+    order = scheduled(backward(4), latency=100, hoist=False).split()
+    flying = 0
+    for event in order:
+        flying += (event[0] == "r") - (event[0] == "v")
+        assert flying <= 1
+
+
+def test_collective_stays_behind_an_op_that_may_write_its_input() -> None:
+    model = Model(2)
+    y = model.mm(model.x, model.gather(0))
+    model.build.graph.call_function(aten.add_.Tensor, (model.saved[0], 1.0))
+    y = model.mm(y, model.gather(1))
+    assert scheduled(model.build.output(y), latency=100) == "g0 u0 mm g1 u1 mm"
+
+
+@pytest.mark.parametrize("op", [aten.zero_.default, torch.ops.inductor.resize_storage_bytes_.default])
+def test_gather_of_what_the_graph_writes_is_left_alone(op: torch._ops.OpOverload) -> None:
+    model = Model(2)
+    y = model.mm(model.x, model.gather(0))
+    weight = model.gather(1)
+    model.build.graph.call_function(op, (model.shards[1],) if op is aten.zero_.default else (model.shards[1], 0))
+    graph = model.build.output(model.mm(y, weight))
+    report = schedule_collectives(graph, costs=taking(100))
+    assert dict(report.counts) == {"collectives_scheduled": 1, "left_in_place": 1}
+    assert events(graph) == "g0 u0 mm g1 u1 mm"
+
+
+def test_gather_of_activations_is_left_alone() -> None:
+    build = GraphBuilder()
+    x = build.input("x", (64,))
+    y = build.call(aten.relu.default, x)
+    launched = build.call(c10d.all_gather_into_tensor.default, y, 2, "tp")
+    graph = build.output(build.call(aten.neg.default, build.call(c10d.wait_tensor.default, launched)))
+    before = render(graph)
+    assert dict(schedule_collectives(graph, costs=taking(1)).counts)["left_in_place"] == 1
+    assert render(graph) == before
+
+
+@given(st.integers(1, 6), st.floats(0, 10), st.booleans(), st.booleans())
+def test_order_changes_no_result(layers: int, latency: float, is_forward: bool, hoist: bool) -> None:
+    graph = forward(layers) if is_forward else backward(layers)
+    inputs = [torch.randn(8, 8), *torch.randn(layers, 32), *torch.randn(layers, 8, 8)]
+    before = run_rank_zero(graph, *inputs)
+    scheduled(graph, latency, hoist)
+    for expected, got in zip(before, run_rank_zero(graph, *inputs), strict=True):
+        assert torch.equal(got, expected)
