@@ -4,6 +4,7 @@
 #   make test    check and test the installed package
 #   make test-all    the same with the slow rows of the parity table (half an hour on two cores)
 #   make parity  write docs/parity.md from a run of the whole parity table (half an hour on two cores)
+#   make bench   run every benchmark (half an hour on two cores); TORCHTITAN is a checkout of it, for SimpleFSDP
 #   make setup   create the virtual environment with everything for both
 #
 # PYTHON chooses the interpreter, VENV the place of the virtual environment, DEMO_ARGS adds options to the demo.
@@ -11,6 +12,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 DEMO_ARGS ?=
+TORCHTITAN ?=
 BIN := $(VENV)/bin
 
 PACKAGE_FILES := pyproject.toml README.md LICENSE $(shell find compile_fsdp passes ops -name '*.py' -o -name py.typed)
@@ -22,7 +24,7 @@ export PYTHONSAFEPATH := 1
 
 # Both kinds of installation write into the same virtual environment.
 .NOTPARALLEL:
-.PHONY: setup demo test test-all parity clean
+.PHONY: setup demo test test-all parity bench clean
 
 setup: $(VENV)/.deps-test $(VENV)/.package
 
@@ -48,6 +50,13 @@ test-all: setup
 parity: setup
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -m 'slow or not slow' tests/distributed/test_features.py \
 		--parity-report docs/parity.md
+
+bench: setup
+	$(BIN)/python benchmarks/pass_scaling.py
+	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/steps.py $(if $(TORCHTITAN),--torchtitan $(TORCHTITAN))
+	$(BIN)/python benchmarks/first_step.py --layers 8 32 $(if $(TORCHTITAN),--torchtitan $(TORCHTITAN))
+	$(BIN)/python benchmarks/full_optim_state.py
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -1,9 +1,9 @@
-"""Does the removal pass stay cheap, and linear, on large graphs?
+"""Do the passes stay cheap, and linear, on large graphs?
 
-Synthetic layers, each one window around a gathered parameter (all-gather, wait, resize, copy, transpose,
-matmul, activation, residual, resize), until the graph has 1k, 10k and 100k nodes. Sizes take turns in each
-round; a graph is built anew for each measurement, outside of the timed part, since the pass takes its windows
-out. CPU time is measured, garbage collection included, so that other processes do not count.
+Synthetic layers, each with two parameters that are gathered in one pack (all-gather, wait, split, resize, copy), a
+matmul, a gradient of each, and one reduce-scatter for both, until the graph has 1k, 10k and 100k nodes. Sizes take
+turns in each round; a graph is built anew for each measurement, outside of the timed part, since the passes change it.
+CPU time is measured, garbage collection included, so that other processes do not count.
 
     python benchmarks/pass_scaling.py [--rounds 7]
 """
@@ -12,20 +12,25 @@ from __future__ import annotations
 
 import argparse
 import gc
+import operator
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from compile_fsdp.ops import copy_, resize_storage_bytes_
-from compile_fsdp.passes import PassReport, remove_unshard_copies
+from compile_fsdp.passes import Costs, PassReport, Pipeline
+from compile_fsdp.passes.pipeline import Report
+from compile_fsdp.passes.remove_unshard_copies import node_name
 
 SIZES = (1_000, 10_000, 100_000)
-NODES_PER_LAYER = 11  # a parameter, its shard, and nine ops
-LIMIT_US = 20.0  # per node, at the largest size
+NODES_PER_LAYER = 37  # two parameters, their shards, and 33 ops
+LIMIT_US = 60.0  # per node, at the largest size
 LIMIT_GROWTH = 1.2  # of the time per node, from one size to any larger one
+RANKS = 2
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -38,50 +43,80 @@ class Builder:
         self.mode = FakeTensorMode()
         self.graph = fx.Graph()
 
-    def fresh(self, node: fx.Node) -> fx.Node:
-        node.meta["val"] = FakeTensor(self.mode, torch.empty(8, 8, device="meta"), torch.device("cpu"))
+    def fresh(self, node: fx.Node, *shape: int) -> fx.Node:
+        node.meta["val"] = FakeTensor(self.mode, torch.empty(*shape, device="meta"), torch.device("cpu"))
         return node
 
-    def view(self, node: fx.Node, base: fx.Node) -> fx.Node:
-        node.meta["val"] = base.meta["val"]  # The same size and storage, which is what the pass looks at.
+    def view(self, node: fx.Node, base: fx.Node, *shape: int) -> fx.Node:
+        with self.mode:
+            node.meta["val"] = base.meta["val"].as_strided(shape, torch.empty(shape, device="meta").stride())
         return node
 
-    def call(self, target: torch._ops.OpOverload, *args: object) -> fx.Node:
+    def call(self, target: Callable[..., object], *args: object) -> fx.Node:
         return self.graph.call_function(target, args)
+
+    def items(self, split: fx.Node, base: fx.Node, *shape: int) -> list[fx.Node]:
+        return [self.view(self.call(operator.getitem, split, i), base, *shape) for i in range(2)]
 
 
 def synthetic_graph(nodes: int) -> fx.Graph:
     """A stack of layers with about this many nodes."""
     build = Builder()
-    x = build.fresh(build.graph.placeholder("x"))
+    x = build.fresh(build.graph.placeholder("x"), 8, 8)
     layers = (nodes - 2) // NODES_PER_LAYER
     inputs = [
-        (build.fresh(build.graph.placeholder(f"p{i}")), build.fresh(build.graph.placeholder(f"s{i}")))
+        (
+            [build.fresh(build.graph.placeholder(f"p{i}_{j}"), 8, 8) for j in range(2)],
+            [build.fresh(build.graph.placeholder(f"s{i}_{j}"), 32) for j in range(2)],
+        )
         for i in range(layers)
     ]
-    for weight, shard in inputs:
-        gathered = build.fresh(build.call(c10d.all_gather_into_tensor.default, shard, 1, "dp"))
-        value = build.fresh(build.call(c10d.wait_tensor.default, gathered))
-        build.call(resize_storage_bytes_, weight, 256)
-        build.call(copy_, weight, value)
-        transposed = build.view(build.call(aten.t.default, weight), weight)
-        hidden = build.fresh(build.call(aten.mm.default, x, transposed))
-        active = build.fresh(build.call(aten.relu.default, hidden))
-        x = build.fresh(build.call(aten.add.Tensor, active, x))
-        build.call(resize_storage_bytes_, weight, 0)
-    build.graph.output((x,))
-    return build.graph
+    results: list[fx.Node] = []
+    for weights, shards in inputs:
+        packed = build.fresh(build.call(aten.cat.default, shards), 64)
+        gathered = build.fresh(build.call(c10d.all_gather_into_tensor.default, packed, RANKS, "dp"), 128)
+        waited = build.fresh(build.call(c10d.wait_tensor.default, gathered), 128)
+        rows = build.view(build.call(aten.reshape.default, waited, [2, 64]), waited, 2, 64)
+        split = build.call(aten.split_with_sizes.default, rows, [32, 32], 1)
+        split.meta["val"] = [rows.meta["val"]] * 2
+        gradients = []
+        for weight, item in zip(weights, build.items(split, rows, 2, 32), strict=True):
+            value = build.fresh(build.call(aten.clone.default, item), 2, 32)
+            value = build.view(build.call(aten.reshape.default, value, [8, 8]), value, 8, 8)
+            build.call(resize_storage_bytes_, weight, 256)
+            build.call(copy_, weight, value)
+            transposed = build.view(build.call(aten.t.default, weight), weight, 8, 8)
+            gradients.append(build.fresh(build.call(aten.mm.default, x, x), 8, 8))
+            x = build.fresh(build.call(aten.mm.default, x, transposed), 8, 8)
+            x = build.fresh(build.call(aten.relu.default, x), 8, 8)
+            build.call(resize_storage_bytes_, weight, 0)
+        rows_of = [build.view(build.call(aten.reshape.default, g, [2, -1]), g, 2, 32) for g in gradients]
+        packed = build.fresh(build.call(aten.cat.default, rows_of, 1), 2, 64)
+        flat = build.view(build.call(aten.reshape.default, packed, [-1]), packed, 128)
+        reduced = build.fresh(build.call(c10d.reduce_scatter_tensor.default, flat, "avg", RANKS, "dp"), 64)
+        waited = build.fresh(build.call(c10d.wait_tensor.default, reduced), 64)
+        split = build.call(aten.split_with_sizes.default, waited, [32, 32])
+        split.meta["val"] = [waited.meta["val"]] * 2
+        results += build.items(split, waited, 32)
+    build.graph.output((x, *results))
+    return fx.GraphModule(torch.nn.Module(), build.graph).graph
 
 
-def measure(nodes: int) -> tuple[float, PassReport]:
+def measure(nodes: int) -> float:
     """Microseconds per node of one run."""
     graph = synthetic_graph(nodes)
+    reports: list[tuple[Report, ...]] = []
+    # Costs under which every pass has work to do.
+    costs = Costs(latency=1e-9, comm_bandwidth=1e9, memory_bandwidth=1e12, flops=1e12)
+    pipeline = Pipeline(node_name, reports.append, costs=costs)
     gc.collect()
     start = time.process_time()
-    report = remove_unshard_copies(graph)
+    pipeline(graph)
     seconds = time.process_time() - start
-    assert report.windows_removed == (nodes - 2) // NODES_PER_LAYER and not report.kept
-    return seconds * 1e6 / report.nodes_before, report
+    (report,) = reports
+    assert isinstance(report[0], PassReport)
+    assert report[0].windows_removed == 2 * ((nodes - 2) // NODES_PER_LAYER) and not report[0].kept
+    return seconds * 1e6 / report[0].nodes_before
 
 
 def main() -> None:
@@ -92,7 +127,7 @@ def main() -> None:
     per_node: dict[int, list[float]] = {size: [] for size in SIZES}
     for _ in range(rounds):
         for size in SIZES:
-            per_node[size].append(measure(size)[0])
+            per_node[size].append(measure(size))
     print(f"torch {torch.__version__}, {rounds} rounds; microseconds per node")
     print(f"{'nodes':>8} {'median':>8} {'min':>8} {'max':>8} {'growth':>8}")
     smallest = statistics.median(per_node[SIZES[0]])

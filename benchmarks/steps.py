@@ -8,8 +8,9 @@ most, over what there was before it, from the allocator's own events; collective
                                [--torchtitan PATH] [--json FILE]
 
 Modes: `eager` is torch's FSDP2; `block` compiles each block before sharding it; `whole` compiles the sharded model,
-with its graph breaks; `simple` is SimpleFSDP, from the checkout of torchtitan at PATH; `bound` is one model without
-sharding, compiled; `compile_fsdp` is this project.
+with its graph breaks; `simple` is SimpleFSDP, from the checkout of torchtitan at PATH, `simple_bucket` the same with
+all of Inductor's collective bucketing, `simple_block` with buckets of a block's size; `bound` is one model without
+sharding, compiled; `compile_fsdp` is this project, `compile_fsdp_kept` with memory for all unsharded parameters.
 """
 
 from __future__ import annotations
@@ -77,9 +78,17 @@ def _whole(model: Any) -> Any:
     return model
 
 
-def _compile_fsdp(model: Any) -> Any:
-    _shard(model, compile_fsdp.fully_shard).compile(backend="compile_fsdp", fullgraph=True)
+def _compile_fsdp(model: Any, **options: Any) -> Any:
+    _shard(model, compile_fsdp.fully_shard).compile(backend="compile_fsdp", fullgraph=True, options=options)
     return model
+
+
+def _compile_fsdp_kept(model: Any) -> Any:
+    return _compile_fsdp(model, memory_budget=2 * _bytes(model))
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
 
 
 def _bound(model: Any) -> Any:
@@ -87,12 +96,31 @@ def _bound(model: Any) -> Any:
     return model
 
 
-def _simple(model: Any) -> Any:
+def _simple(model: Any, **options: Any) -> Any:
     from torchtitan.experiments.graph_trainer.simple_fsdp import data_parallel
 
     model = data_parallel(model, init_device_mesh("cpu", (RANKS,)), mode="fully_shard")
-    model.compile(fullgraph=True)
+    model.compile(fullgraph=True, options=options)
     return model
+
+
+def _simple_bucket(model: Any) -> Any:
+    return _simple(model, bucket_all_gathers_fx="all", bucket_reduce_scatters_fx="all")
+
+
+def _simple_block(model: Any) -> Any:
+    size_mb = _bytes(model.layers[0]) / 2**20
+
+    def determine(bucket: int) -> float:
+        return size_mb
+
+    return _simple(
+        model,
+        bucket_all_gathers_fx="all",
+        bucket_all_gathers_fx_bucket_size_determinator=determine,
+        bucket_reduce_scatters_fx="all",
+        bucket_reduce_scatters_fx_bucket_size_determinator=determine,
+    )
 
 
 MODES: dict[str, Callable[[Any], Any]] = {
@@ -100,8 +128,11 @@ MODES: dict[str, Callable[[Any], Any]] = {
     "block": _block,
     "whole": _whole,
     "simple": _simple,
+    "simple_bucket": _simple_bucket,
+    "simple_block": _simple_block,
     "bound": _bound,
     "compile_fsdp": _compile_fsdp,
+    "compile_fsdp_kept": _compile_fsdp_kept,
 }
 
 
@@ -113,7 +144,8 @@ class Result:
         ratio: Median over the rounds of the time of a step by that of `eager` in the same round.
         spread: The lower and the upper quartile of these ratios.
         step_ms: Median time of a step.
-        peak_mib: Most memory that one step allocates.
+        peak_mib: Most memory that one step allocates: the median of five, since gloo's threads may hold on to the last
+            collective's tensors.
         collectives: Of one step, on one rank.
         first_step_s: The first step, with whatever is in the compilers' caches.
     """
@@ -153,6 +185,10 @@ class Run:
 def peak_bytes(run: Callable[[], None]) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run()
+        # gloo's threads let go of a collective's tensors some time after it is over, and report that to the profiler
+        # under which it was launched. It must not be gone by then.
+        dist.barrier()
+        time.sleep(0.02)
     level = peak = 0
     for event in profile.profiler.kineto_results.events():
         if event.name() == "[memory]":
@@ -189,7 +225,7 @@ def measure(size: Size, modes: list[str], rounds: int, rank: int) -> dict[str, R
             ratio=statistics.median(ratios),
             spread=(lower, upper),
             step_ms=1000 * statistics.median(seconds[mode]),
-            peak_mib=peak_bytes(run.step) / 2**20,
+            peak_mib=statistics.median(peak_bytes(run.step) for _ in range(5)) / 2**20,
             collectives=collectives,
             first_step_s=first[mode],
         )
@@ -198,6 +234,7 @@ def measure(size: Size, modes: list[str], rounds: int, rank: int) -> dict[str, R
 
 def _serve(rank: int, store: str, options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
+    torch._dynamo.config.recompile_limit = 100  # Modes share the code of the model.
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
     if options.torchtitan is not None:
         sys.path.append(str(options.torchtitan))
@@ -231,10 +268,10 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--modes", nargs="+", choices=MODES, help="all whose packages there are, unless given")
     parser.add_argument("--rounds", type=int, default=15, help="turns of each mode, at least 2")
-    parser.add_argument("--torchtitan", type=Path, help="a checkout of torchtitan, for the mode simple")
+    parser.add_argument("--torchtitan", type=Path, help="a checkout of torchtitan, for the modes simple*")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
-    options.modes = options.modes or [mode for mode in MODES if mode != "simple" or options.torchtitan]
+    options.modes = options.modes or [m for m in MODES if not m.startswith("simple") or options.torchtitan]
     if "eager" not in options.modes:
         options.modes.insert(0, "eager")
     os.environ["OMP_NUM_THREADS"] = "1"
