@@ -15,7 +15,7 @@ in the same layout:
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,6 +157,12 @@ def numel(node: fx.Node) -> int:
     tensor = find_fake_tensor(node)
     size = -1 if tensor is None else tensor.numel()
     return size if isinstance(size, int) else -1
+
+
+def replace_uses(replaced: Mapping[fx.Node, fx.Node]) -> None:
+    """Replace nodes wherever they are read, all at once: one by one, the graph's output is rewritten for each."""
+    for user in dict.fromkeys(user for node in replaced for user in node.users):
+        user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), lambda node: replaced.get(node, node))
 
 
 def insert(graph: fx.Graph, target: Callable[..., Any], *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:

@@ -30,6 +30,7 @@ from compile_fsdp.passes.collectives import (
     insert,
     neighbours,
     numel,
+    replace_uses,
 )
 from compile_fsdp.passes.costs import Costs, are_contiguous, device_costs, plan_packs, size_bytes
 from compile_fsdp.passes.report import CountReport
@@ -45,18 +46,24 @@ def pack_reductions(graph: fx.Graph, *, merge: bool = False, costs: Costs | None
     """
     nodes_before = len(graph.nodes)
     before = after = alone = copied = 0
+    replaced: dict[fx.Node, fx.Node] = {}
+    obsolete: list[Packed] = []
     for run in neighbours(find_packed(graph, REDUCE), lambda each: merge):
         gradients = [rows for packed in run for rows in packed.inputs]
         sizes = [size_bytes(rows) for rows in gradients]
         packs = _plan(gradients, sizes, run[0].ranks, costs or device_costs(run[0].collective))
         if len(packs) == len(run) == 1:
             continue
-        _pack(graph, run, packs)
+        replaced |= _pack(graph, run, packs)
+        obsolete += run
         single = [pack[0] for pack in packs if len(pack) == 1]
         before += len(run)
         after += len(packs)
         alone += len(single)
         copied += sum(sizes[i] for i in single)
+    replace_uses(replaced)
+    for packed in obsolete:
+        packed.erase()
     counts = (
         ("reductions_packed_anew", before),
         ("now", after),
@@ -73,29 +80,26 @@ def _plan(gradients: list[fx.Node], sizes: list[int], ranks: int, costs: Costs) 
     return plan_packs(sizes, alone, costs.pack_bytes(ranks) * ranks)
 
 
-def _pack(graph: fx.Graph, run: list[Packed], packs: list[list[int]]) -> None:
+def _pack(graph: fx.Graph, run: list[Packed], packs: list[list[int]]) -> dict[fx.Node, fx.Node]:
+    """By item of the old packs, what is to be read instead."""
     last = run[-1]
     gradients = [rows for packed in run for rows in packed.inputs]
     outputs = [output for packed in run for output in packed.outputs]
+    replacements: list[tuple[fx.Node | None, fx.Node]] = []
     with graph.inserting_before(last.pack):
         for pack in packs:
             rows = [gradients[i] for i in pack]
             joined = rows[0] if len(pack) == 1 else insert(graph, aten.cat.default, rows, 1, like=last.pack)
             reduced = _reduce(graph, last, insert(graph, aten.reshape.default, joined, [-1], like=last.pack))
             if len(pack) == 1:
-                _replace(outputs[pack[0]], reduced)
+                replacements.append((outputs[pack[0]], reduced))
                 continue
             numels = [numel(each) // last.ranks for each in rows]
             split = insert(graph, aten.split_with_sizes.default, reduced, numels, like=reduced)
             for position, i in enumerate(pack):
-                _replace(outputs[i], insert(graph, operator.getitem, split, position, like=reduced))
-    for packed in run:
-        packed.erase()
-
-
-def _replace(item: fx.Node | None, shard: fx.Node) -> None:
-    if item is not None:
-        item.replace_all_uses_with(shard)
+                item = insert(graph, operator.getitem, split, position, like=reduced)
+                replacements.append((outputs[i], item))
+    return {old: new for old, new in replacements if old is not None}
 
 
 def _reduce(graph: fx.Graph, packed: Packed, flat: fx.Node) -> fx.Node:
