@@ -67,9 +67,7 @@ class Packed:
 
     @property
     def ranks(self) -> int:
-        ranks = self.collective.args[1 if self.collective.target is GATHER else 2]
-        assert isinstance(ranks, int)
-        return ranks
+        return ranks_of(self.collective)
 
     @property
     def kind(self) -> object:
@@ -86,6 +84,13 @@ class Packed:
         chain = (self.pack, *self.before, self.collective, *self.after, split, *split.users)
         for node in reversed(chain):
             node.graph.erase_node(node)
+
+
+def ranks_of(collective: fx.Node) -> int:
+    """How many ranks an all-gather or reduce-scatter goes over."""
+    ranks = collective.args[1 if collective.target is GATHER else 2]
+    assert isinstance(ranks, int)
+    return ranks
 
 
 def find_packed(graph: fx.Graph, target: Callable[..., Any]) -> list[Packed]:

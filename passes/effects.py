@@ -126,6 +126,10 @@ class Effects:
         self._schemas: dict[int, _Schema] = {}  # by id: an op outlives the graph, and is slow to hash
         self._summaries: dict[int, _Summary] = {}
 
+    def find_written(self, graph: fx.Graph) -> set[fx.Node]:
+        """Every node whose data or storage some node of the graph may change."""
+        return {written for node in graph.nodes for written in self.written_inputs(node)}
+
     def written_inputs(self, node: fx.Node) -> Sequence[fx.Node]:
         """Inputs whose data or storage the node may change."""
         if node.op in ("placeholder", "get_attr", "output"):

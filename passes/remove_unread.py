@@ -53,8 +53,7 @@ def _has_no_effect(node: fx.Node) -> bool:
 
 def _join_repeated(graph: fx.Graph) -> int:
     order = {node: i for i, node in enumerate(graph.nodes)}
-    effects = Effects(graph.owning_module)
-    written = {each for node in graph.nodes for each in effects.written_inputs(node)}
+    written = Effects(graph.owning_module).find_written(graph)
     first: dict[object, fx.Node] = {}
     joined = 0
     for node in graph.find_nodes(op="call_function", target=GATHER):

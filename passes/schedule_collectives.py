@@ -33,7 +33,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from compile_fsdp.passes.collectives import GATHER, REDUCE, WAIT, is_rearrangement
+from compile_fsdp.passes.collectives import GATHER, REDUCE, WAIT, is_rearrangement, ranks_of
 from compile_fsdp.passes.costs import Costs, compute_seconds, device_costs, size_bytes
 from compile_fsdp.passes.effects import Effects, is_copy, is_resize
 from compile_fsdp.passes.report import CountReport
@@ -100,7 +100,7 @@ class _Moves:
     def __init__(self, graph: fx.Graph) -> None:
         effects = Effects(graph.owning_module)
         order = {node: i for i, node in enumerate(graph.nodes)}
-        written = {each for node in graph.nodes for each in effects.written_inputs(node)}
+        written = effects.find_written(graph)
         self.gathers: list[_Collective] = []
         self.reductions: list[_Collective] = []
         self.left = 0
@@ -190,11 +190,10 @@ class _Timeline:
         for node in fixed[:-1]:
             self.starts.append(self.starts[-1] + compute_seconds(node, costs))
 
-    def measure(self, each: _Collective, is_gather: bool) -> None:
-        ranks = each.collective.args[1 if is_gather else 2]
-        assert isinstance(ranks, int)
-        sent = size_bytes(each.launch[-1].all_input_nodes[0])
-        each.size = sent * ranks if is_gather else sent
+    def measure(self, each: _Collective) -> None:
+        ranks = ranks_of(each.collective)
+        sent = size_bytes(each.collective.all_input_nodes[0])
+        each.size = sent * ranks if each.collective.target is GATHER else sent
         each.seconds = self.costs.collective(each.size // ranks, ranks)
 
     def last_before(self, second: float) -> int:
@@ -212,7 +211,7 @@ def _place_gathers(gathers: list[_Collective], timeline: _Timeline, hoist: bool)
     before = dict(zip(traced, traced[:1] + traced, strict=False))  # where the group before was traced
     free_until = float("inf")
     for each in sorted(gathers, key=lambda each: each.due, reverse=True):
-        timeline.measure(each, is_gather=True)
+        timeline.measure(each)
         # See [Note: Bounds of a prefetch].
         earliest = max(each.ready, before[each.traced] if hoist else each.traced)
         start = min(timeline.starts[each.due], free_until) - each.seconds
@@ -224,7 +223,7 @@ def _place_gathers(gathers: list[_Collective], timeline: _Timeline, hoist: bool)
 def _place_reductions(reductions: list[_Collective], timeline: _Timeline) -> None:
     """Each as soon as it can be; the waits in the same order, and early enough for the bound on what is in flight."""
     for each in reductions:
-        timeline.measure(each, is_gather=False)
+        timeline.measure(each)
         each.slot = each.ready
     limit = max((each.size for each in reductions), default=0)
     flying: list[_Collective] = []
