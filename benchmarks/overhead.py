@@ -25,28 +25,37 @@ import compile_fsdp
 WIDTH = 16
 
 
-def _stack(modules: int) -> nn.Sequential:
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(modules)))
+class _Stack(nn.Module):
+    """A class of its own, since Dynamo skips frames of torch's containers."""
+
+    def __init__(self, modules: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(modules))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
 
 
-def _shard(model: nn.Sequential, shard: Callable[[nn.Module], object]) -> nn.Sequential:
-    for module in (*model, model):
+def _shard(model: _Stack, shard: Callable[[nn.Module], object]) -> _Stack:
+    for module in (*model.layers, model):
         shard(module)
     return model
 
 
 def _eager(modules: int) -> nn.Module:
-    return _shard(_stack(modules), fully_shard)
+    return _shard(_Stack(modules), fully_shard)
 
 
 def _bound(modules: int) -> nn.Module:
-    model = _stack(modules)
+    model = _Stack(modules)
     model.compile(fullgraph=True)
     return model
 
 
 def _compile_fsdp(modules: int) -> nn.Module:
-    model = _shard(_stack(modules), compile_fsdp.fully_shard)
+    model = _shard(_Stack(modules), compile_fsdp.fully_shard)
     model.compile(backend="compile_fsdp", fullgraph=True)
     return model
 

@@ -99,7 +99,8 @@ def _bound(model: Any) -> Any:
 def _simple(model: Any, **options: Any) -> Any:
     from torchtitan.experiments.graph_trainer.simple_fsdp import data_parallel
 
-    model = data_parallel(model, init_device_mesh("cpu", (RANKS,)), mode="fully_shard")
+    device = next(model.parameters()).device.type
+    model = data_parallel(model, init_device_mesh(device, (dist.get_world_size(),)), mode="fully_shard")
     model.compile(fullgraph=True, options=options)
     return model
 

@@ -43,18 +43,18 @@ class Costs:
         return 2 * size_bytes / self.memory_bandwidth
 
     def pack_bytes(self, ranks: int) -> int:
-        """Most bytes of shards in one collective, as long as several fit: its latency is then a fifth of its time.
+        """Most bytes of shards in one collective, as long as several fit: its latency is then a third of its time.
 
         A pack is in memory from its first use to its last, so small packs are better.
         """
-        return int(4 * self.latency * self.comm_bandwidth / max(ranks - 1, 1))
+        return int(2 * self.latency * self.comm_bandwidth / max(ranks - 1, 1))
 
 
-# By device type. The CPU's: two gloo ranks on one core each (benchmarks/results/collectives_cpu_202611.md). CUDA's: the
+# By device type. The CPU's: two gloo ranks on one core each (benchmarks/results/steps_cpu_202611.md). CUDA's: the
 # data sheet of an H100 SXM, 8 of them connected by NVLink, at about 60 % of its peaks.
 COSTS: Mapping[str, Costs] = MappingProxyType(
     {
-        "cpu": Costs(latency=0.5e-3, comm_bandwidth=0.6e9, memory_bandwidth=6e9, flops=30e9),
+        "cpu": Costs(latency=1e-3, comm_bandwidth=0.6e9, memory_bandwidth=6e9, flops=30e9),
         "cuda": Costs(latency=20e-6, comm_bandwidth=250e9, memory_bandwidth=2e12, flops=500e12),
     }
 )

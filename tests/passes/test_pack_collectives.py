@@ -24,7 +24,7 @@ def above(elements: int, pack: float = 1e9) -> Costs:
     Of packs of two ranks' shards, with at most `pack` elements, none is split.
     """
     latency = 8 * elements
-    return Costs(latency, comm_bandwidth=pack / max(latency, 1), memory_bandwidth=1.0, flops=1.0)
+    return Costs(latency, comm_bandwidth=2 * pack / max(latency, 1), memory_bandwidth=1.0, flops=1.0)
 
 
 def gather_graph(numels: list[int], ranks: int = 2, dtype: torch.dtype = torch.float32) -> fx.Graph:

@@ -1,0 +1,160 @@
+"""What does one card gain: step time, MFU, peak memory and kernels launched, for an 8B-like model in bfloat16?
+
+    python benchmarks/gpu.py [--worlds fake8 fake64 nccl1] [--modes eager block ...] [--layers 32] [--rounds 2]
+                             [--torchtitan PATH] [--json FILE] [--device cpu]
+
+`fake8` and `fake64` are rank 0 of 8 and of 64 on the fake process group: shards of that size, gathered into full
+parameters, and collectives that take no time. `nccl1` is NCCL with one rank. The modes are those of steps.py. Each
+runs in a process of its own, since a card holds one such model at a time, and the modes take turns in every round.
+`--device cpu` is a rehearsal with a tiny model, on which no figure means anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from steps import MODES, Run, Size, peak_bytes
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from compile_fsdp.train.config import ModelConfig
+
+WORLDS = {"fake8": ("fake", 8), "fake64": ("fake", 64), "nccl1": ("nccl", 1)}
+LARGE = Size(ModelConfig(dim=4096, layers=32, heads=32, hidden=14336, vocab_size=128256), batch=1, seq_len=4096)
+TINY = Size(ModelConfig(dim=64, layers=2, heads=4, hidden=192), batch=1, seq_len=16)
+PEAK_FLOPS = 989e12  # bfloat16 without sparsity, data sheets of H100 SXM and H200 SXM
+WARM_UP, STEPS = 3, 10
+
+
+def flops_per_step(size: Size) -> float:
+    """Of forward and backward without recomputation, causal attention counted in full: PaLM (arXiv 2204.02311), app. B."""
+    config = size.model
+    embedding = config.vocab_size * config.dim
+    tokens = size.batch * size.seq_len
+    return tokens * (6 * (config.parameter_count() - embedding) + 12 * config.layers * config.dim * size.seq_len)
+
+
+def layers_that_fit(size: Size, memory: int) -> int:
+    """How many blocks a card of so many bytes holds in every mode, `bound` without sharding included.
+
+    A block has parameters and gradients, and keeps about 14 activations of the model's width and 4 of the hidden one.
+    """
+    config = size.model
+    one, tokens = replace(config, layers=1).parameter_count(), size.batch * size.seq_len
+    tables = 2 * config.vocab_size * config.dim
+    block = 2 * 2 * (one - tables) + 2 * tokens * (14 * config.dim + 4 * config.hidden)
+    logits = 3 * 4 * tokens * config.vocab_size  # float32: logits, their softmax and their gradient
+    return max(1, min(config.layers, int((0.85 * memory - 2 * 2 * tables - logits) / block)))
+
+
+def _measure(mode: str, world: str, layers: int, device: str) -> dict[str, Any]:
+    backend, ranks = WORLDS[world]
+    on_cuda = device == "cuda"
+    with tempfile.TemporaryDirectory() as folder:
+        store: Any = FakeStore() if backend == "fake" else dist.FileStore(f"{folder}/store", ranks)
+        dist.init_process_group(backend if on_cuda or backend == "fake" else "gloo", store=store, rank=0, world_size=ranks)
+        size = LARGE if on_cuda else TINY
+        size = replace(size, model=replace(size.model, layers=layers))
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device(device):
+            run = Run(mode, size, rank=0)
+            start = time.perf_counter()
+            run.step()
+            _wait(on_cuda)
+            first = time.perf_counter() - start
+            for _ in range(WARM_UP):
+                run.step()
+            _wait(on_cuda)
+            start = time.perf_counter()
+            for _ in range(STEPS):
+                run.step()
+            _wait(on_cuda)
+            seconds = (time.perf_counter() - start) / STEPS
+            peak, kernels = _cuda_peak(run) if on_cuda else (peak_bytes(run.step), 0)
+        dist.destroy_process_group()
+    mfu = flops_per_step(size) / seconds / PEAK_FLOPS
+    return {"ms": 1e3 * seconds, "mfu": mfu, "peak_gib": peak / 2**30, "kernels": kernels, "first_step_s": first}
+
+
+def _wait(on_cuda: bool) -> None:
+    if on_cuda:
+        torch.cuda.synchronize()
+
+
+def _cuda_peak(run: Run) -> tuple[int, int]:
+    """Bytes allocated at most, parameters included, and the kernels that one step launches."""
+    torch.cuda.reset_peak_memory_stats()
+    run.step()
+    peak = torch.cuda.max_memory_allocated()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run.step()
+        torch.cuda.synchronize()
+    events = profile.profiler.kineto_results.events()
+    kernels = [e for e in events if e.device_type() == torch.profiler.DeviceType.CUDA and not e.is_user_annotation()]
+    return peak, len(kernels)
+
+
+def _start(mode: str, world: str, options: argparse.Namespace) -> dict[str, Any]:
+    paths = [*([str(options.torchtitan)] if options.torchtitan else []), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, __file__, "--only", mode, world, "--layers", str(options.layers), "--device", options.device]
+    output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+    result: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worlds", nargs="+", choices=WORLDS, default=list(WORLDS))
+    parser.add_argument("--modes", nargs="+", choices=MODES, help="all whose packages there are, unless given")
+    parser.add_argument("--layers", type=int, help="blocks; as many as fit, unless given")
+    parser.add_argument("--rounds", type=int, default=2, help="processes for each mode")
+    parser.add_argument("--torchtitan", type=Path, help="a checkout of torchtitan, for the modes simple*")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.only:
+        print(json.dumps(_measure(*options.only, options.layers, options.device)))
+        return
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("expected a GPU that torch can use, got none; --device cpu rehearses with a tiny model")
+    modes = options.modes or [m for m in MODES if not m.startswith("simple") or options.torchtitan]
+    if options.layers is None:
+        memory = torch.cuda.get_device_properties(0).total_memory if options.device == "cuda" else 2**34
+        options.layers = layers_that_fit(LARGE if options.device == "cuda" else TINY, memory)
+    print(f"torch {torch.__version__}, {options.layers} blocks, {options.device}\n")
+    tables: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for world in options.worlds:
+        rows = tables[world] = {mode: [] for mode in modes}
+        for _ in range(options.rounds):
+            for mode in modes:
+                rows[mode].append(_start(mode, world, options))
+        print(_format(world, rows), flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps(tables, indent=1) + "\n")
+
+
+def _format(world: str, table: dict[str, list[dict[str, Any]]]) -> str:
+    columns = ("ms", "mfu", "peak_gib", "kernels", "first_step_s")
+    lines = [f"| {world} | " + " | ".join(columns) + " | ms of each round |", "| --- |" + " ---: |" * (len(columns) + 1)]
+    for mode, rounds in table.items():
+        median = (statistics.median(each[name] for each in rounds) for name in columns)
+        cells = [f"{value:.4g}" for value in median]
+        lines.append(f"| `{mode}` | " + " | ".join([*cells, ", ".join(f"{each['ms']:.1f}" for each in rounds)]) + " |")
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    main()
