@@ -38,7 +38,7 @@ WARM_UP, STEPS = 3, 10
 
 
 def flops_per_step(size: Size) -> float:
-    """Of forward and backward without recomputation, causal attention counted in full: PaLM (arXiv 2204.02311), app. B."""
+    """Of forward and backward without recomputation, attention in full: PaLM (arXiv 2204.02311), appendix B."""
     config = size.model
     embedding = config.vocab_size * config.dim
     tokens = size.batch * size.seq_len
@@ -63,7 +63,9 @@ def _measure(mode: str, world: str, layers: int, device: str) -> dict[str, Any]:
     on_cuda = device == "cuda"
     with tempfile.TemporaryDirectory() as folder:
         store: Any = FakeStore() if backend == "fake" else dist.FileStore(f"{folder}/store", ranks)
-        dist.init_process_group(backend if on_cuda or backend == "fake" else "gloo", store=store, rank=0, world_size=ranks)
+        if backend == "nccl" and not on_cuda:
+            backend = "gloo"
+        dist.init_process_group(backend, store=store, rank=0, world_size=ranks)
         size = LARGE if on_cuda else TINY
         size = replace(size, model=replace(size.model, layers=layers))
         torch.set_default_dtype(torch.bfloat16)
@@ -108,7 +110,8 @@ def _cuda_peak(run: Run) -> tuple[int, int]:
 def _start(mode: str, world: str, options: argparse.Namespace) -> dict[str, Any]:
     paths = [*([str(options.torchtitan)] if options.torchtitan else []), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, __file__, "--only", mode, world, "--layers", str(options.layers), "--device", options.device]
+    arguments = ["--only", mode, world, "--layers", str(options.layers), "--device", options.device]
+    command = [sys.executable, __file__, *arguments]
     output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
     result: dict[str, Any] = json.loads(output.splitlines()[-1])
     return result
@@ -148,7 +151,8 @@ def main() -> None:
 
 def _format(world: str, table: dict[str, list[dict[str, Any]]]) -> str:
     columns = ("ms", "mfu", "peak_gib", "kernels", "first_step_s")
-    lines = [f"| {world} | " + " | ".join(columns) + " | ms of each round |", "| --- |" + " ---: |" * (len(columns) + 1)]
+    head = f"| {world} | " + " | ".join(columns) + " | ms of each round |"
+    lines = [head, "| --- |" + " ---: |" * (len(columns) + 1)]
     for mode, rounds in table.items():
         median = (statistics.median(each[name] for each in rounds) for name in columns)
         cells = [f"{value:.4g}" for value in median]
