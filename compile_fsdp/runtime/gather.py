@@ -109,12 +109,13 @@ def _join(rows: torch.Tensor, shard_count: int, each: Input) -> torch.Tensor:
     if each.kind == "inputs":
         return rows
     if each.kind == "flat":
-        return rows.reshape(-1)[: math.prod(each.size)].view(each.size)
+        return rows.contiguous().view(-1)[: math.prod(each.size)].view(each.size)
     if each.kind == "columns":
         shards = rows.reshape(shard_count, *each.shard_size).unbind(0)
         return torch.cat([shards[i] for i in range(shard_count)], dim=each.dim)
     length = each.shard_size[0] * shard_count
-    full = rows.reshape(length, *each.shard_size[1:])
+    # Not reshape(), which returns a view with gaps where a rank has one row.
+    full = rows.contiguous().view(length, *each.shard_size[1:])
     return full if length == each.size[0] else full[: each.size[0]]
 
 

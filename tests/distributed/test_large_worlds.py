@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch._inductor.config
 from torch import nn
 
 import compile_fsdp
@@ -25,3 +26,18 @@ def test_all_ranks_of_a_large_world_have_one_graph() -> None:
     assert first == last
     assert events(first[1]) == ["gather[4096]", "gather[12288]", "mm[3, 12]", "mm[3, 2]"]
     assert "reduce[4]" in events(first[3]) and "reduce[12]" in events(first[3])
+
+
+def test_shards_of_one_row_leave_no_windows() -> None:
+    compile_fsdp.reset_reports()
+    with fake_world(64):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64))
+        for module in (model[0], model[2], model):
+            compile_fsdp.fully_shard(module)
+        step = torch.compile(model, backend="compile_fsdp", fullgraph=True)
+        with torch._inductor.config.patch(force_disable_caches=True):  # what comes from a cache has no counts
+            step(torch.ones(3, 32)).sum().backward()
+    forward, backward = compile_fsdp.reports()
+    assert (forward.windows_removed, forward.kept) == (4, ())
+    assert (backward.windows_removed, backward.kept) == (4, ())
