@@ -4,7 +4,8 @@
 #   make test    check and test the installed package
 #   make test-all    the same with the slow rows of the parity table (half an hour on two cores)
 #   make parity  write docs/parity.md from a run of the whole parity table (half an hour on two cores)
-#   make bench   run every benchmark (half an hour on two cores); TORCHTITAN is a checkout of it, for SimpleFSDP
+#   make bench   run every benchmark (an hour on two cores); TORCHTITAN is a checkout of it, for SimpleFSDP
+#   make docs    build the documentation into site/, with warnings as errors
 #   make setup   create the virtual environment with everything for both
 #
 # PYTHON chooses the interpreter, VENV the place of the virtual environment, DEMO_ARGS adds options to the demo.
@@ -15,7 +16,7 @@ DEMO_ARGS ?=
 TORCHTITAN ?=
 BIN := $(VENV)/bin
 
-PACKAGE_FILES := pyproject.toml README.md LICENSE $(shell find compile_fsdp passes ops -name '*.py' -o -name py.typed)
+PACKAGE_FILES := pyproject.toml README.md LICENSE $(shell find compile_fsdp passes ops -name '*.py' -o -name py.typed -o -name 'page.*')
 
 # The checkout must not stand in for the installed package: compile_fsdp/ in the working directory lacks passes and
 # ops. The commands below are therefore scripts, for which Python does not add the working directory to its path;
@@ -24,7 +25,7 @@ export PYTHONSAFEPATH := 1
 
 # Both kinds of installation write into the same virtual environment.
 .NOTPARALLEL:
-.PHONY: setup demo test test-all parity bench clean
+.PHONY: setup demo test test-all parity bench docs clean
 
 setup: $(VENV)/.deps-test $(VENV)/.package
 
@@ -54,9 +55,16 @@ parity: setup
 bench: setup
 	$(BIN)/python benchmarks/pass_scaling.py
 	$(BIN)/python benchmarks/overhead.py
-	$(BIN)/python benchmarks/steps.py $(if $(TORCHTITAN),--torchtitan $(TORCHTITAN))
-	$(BIN)/python benchmarks/first_step.py --layers 8 32 $(if $(TORCHTITAN),--torchtitan $(TORCHTITAN))
+	PYTHONPATH=$(TORCHTITAN) $(BIN)/python benchmarks/steps.py
+	PYTHONPATH=$(TORCHTITAN) $(BIN)/python benchmarks/first_step.py --layers 8 32 \
+		--modes block bound $(if $(TORCHTITAN),simple) compile
 	$(BIN)/python benchmarks/full_optim_state.py
+	if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+		PYTHONPATH=$(TORCHTITAN) $(BIN)/python benchmarks/gpu.py; \
+	fi
+
+docs: $(VENV)/.deps-docs $(VENV)/.package
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -76,4 +84,4 @@ $(VENV)/.package: $(PACKAGE_FILES) | $(BIN)/python
 	touch $@
 
 clean:
-	rm -rf $(VENV) build demo-out
+	rm -rf $(VENV) build demo-out site

@@ -3,9 +3,9 @@
 For each mode and number of blocks, two gloo ranks start twice with one cache folder, empty at first. The time is that
 of the first forward and backward, the slowest rank's, after imports and sharding; the counters are those of rank 0.
 
-    python benchmarks/first_step.py [--modes block simple ...] [--size overhead] [--layers 8 32] [--torchtitan PATH]
+    python benchmarks/first_step.py [--modes block simple ...] [--size overhead] [--layers 8 32] 
 
-The modes and sizes are those of steps.py.
+The modes and sizes are those of `compile-fsdp bench`; those of SimpleFSDP need torchtitan on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -17,13 +17,17 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from steps import MODES, RANKS, SIZES, Run
 from torch._dynamo.utils import counters
+
+from compile_fsdp.bench.measure import Run
+from compile_fsdp.bench.modes import MODES
+from compile_fsdp.bench.workloads import SIZES
+
+RANKS = 2
 
 COUNTERS = (
     ("aot_autograd", "autograd_cache_hit"),
@@ -50,10 +54,9 @@ def _serve(rank: int, store: str, mode: str, size_name: str, layers: int) -> Non
     dist.destroy_process_group()
 
 
-def _start(mode: str, size: str, layers: int, cache: str, torchtitan: Path | None) -> list[str]:
+def _start(mode: str, size: str, layers: int, cache: str) -> list[str]:
     """Seconds and counters of a first step in fresh processes."""
-    paths = [*([str(torchtitan)] if torchtitan else []), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "PYTHONPATH": os.pathsep.join(paths)}
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
     command = [sys.executable, __file__, "--only", mode, "--size", size, "--layers", str(layers)]
     output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
     return output.split()
@@ -61,10 +64,9 @@ def _start(mode: str, size: str, layers: int, cache: str, torchtitan: Path | Non
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=["block", "bound", "compile_fsdp"])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["block", "bound", "compile"])
     parser.add_argument("--size", choices=SIZES, default="overhead")
     parser.add_argument("--layers", nargs="+", type=int, default=[8])
-    parser.add_argument("--torchtitan", type=Path, help="a checkout of torchtitan, for the modes simple*")
     parser.add_argument("--only", choices=MODES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -78,7 +80,7 @@ def main() -> None:
         for mode in options.modes:
             with tempfile.TemporaryDirectory() as cache:
                 for start in ("cold", "warm"):
-                    row = _start(mode, options.size, layers, cache, options.torchtitan)
+                    row = _start(mode, options.size, layers, cache)
                     print(f"| `{mode}` | {layers} | {start} | " + " | ".join(row) + " |", flush=True)
 
 

@@ -1,19 +1,20 @@
 """What does one card gain: step time, MFU, peak memory and kernels launched, for an 8B-like model in bfloat16?
 
     python benchmarks/gpu.py [--worlds fake8 fake64 nccl1] [--modes eager block ...] [--layers 32] [--rounds 2]
-                             [--torchtitan PATH] [--json FILE] [--device cpu]
+                             [--json FILE] [--device cpu]
 
 `fake8` and `fake64` are rank 0 of 8 and of 64 on the fake process group: shards of that size, gathered into full
-parameters, and collectives that take no time. `nccl1` is NCCL with one rank. The modes are those of steps.py. Each
-runs in a process of its own, since a card holds one such model at a time, and the modes take turns in every round.
+parameters, and collectives that take no time. `nccl1` is NCCL with one rank. The modes are those of `compile-fsdp
+bench`; those of SimpleFSDP need torchtitan on PYTHONPATH. Each runs in a process of its own, since a card holds one
+such model at a time, and the modes take turns in every round.
 `--device cpu` is a rehearsal with a tiny model, on which no figure means anything.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -25,19 +26,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from steps import MODES, Run, Size, peak_bytes
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from compile_fsdp.bench.measure import Run
+from compile_fsdp.bench.modes import MODES
+from compile_fsdp.bench.workloads import Decoder
 from compile_fsdp.train.config import ModelConfig
 
 WORLDS = {"fake8": ("fake", 8), "fake64": ("fake", 64), "nccl1": ("nccl", 1)}
-LARGE = Size(ModelConfig(dim=4096, layers=32, heads=32, hidden=14336, vocab_size=128256), batch=1, seq_len=4096)
-TINY = Size(ModelConfig(dim=64, layers=2, heads=4, hidden=192), batch=1, seq_len=16)
+LARGE = Decoder(ModelConfig(dim=4096, layers=32, heads=32, hidden=14336, vocab_size=128256), batch=1, seq_len=4096)
+TINY = Decoder(ModelConfig(dim=64, layers=2, heads=4, hidden=192), batch=1, seq_len=16)
 PEAK_FLOPS = 989e12  # bfloat16 without sparsity, data sheets of H100 SXM and H200 SXM
 WARM_UP, STEPS = 3, 10
 
 
-def flops_per_step(size: Size) -> float:
+def flops_per_step(size: Decoder) -> float:
     """Of forward and backward without recomputation, attention in full: PaLM (arXiv 2204.02311), appendix B."""
     config = size.model
     embedding = config.vocab_size * config.dim
@@ -45,7 +48,7 @@ def flops_per_step(size: Size) -> float:
     return tokens * (6 * (config.parameter_count() - embedding) + 12 * config.layers * config.dim * size.seq_len)
 
 
-def layers_that_fit(size: Size, memory: int) -> int:
+def layers_that_fit(size: Decoder, memory: int) -> int:
     """How many blocks a card of so many bytes holds in every mode, `bound` without sharding included.
 
     A block has parameters and gradients, and keeps about 14 activations of the model's width and 4 of the hidden one.
@@ -83,7 +86,7 @@ def _measure(mode: str, world: str, layers: int, device: str) -> dict[str, Any]:
                 run.step()
             _wait(on_cuda)
             seconds = (time.perf_counter() - start) / STEPS
-            peak, kernels = _cuda_peak(run) if on_cuda else (peak_bytes(run.step), 0)
+            peak, kernels = _cuda_peak(run) if on_cuda else (run.peak_bytes(), 0)
         dist.destroy_process_group()
     mfu = flops_per_step(size) / seconds / PEAK_FLOPS
     return {"ms": 1e3 * seconds, "mfu": mfu, "peak_gib": peak / 2**30, "kernels": kernels, "first_step_s": first}
@@ -108,11 +111,9 @@ def _cuda_peak(run: Run) -> tuple[int, int]:
 
 
 def _start(mode: str, world: str, options: argparse.Namespace) -> dict[str, Any]:
-    paths = [*([str(options.torchtitan)] if options.torchtitan else []), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     arguments = ["--only", mode, world, "--layers", str(options.layers), "--device", options.device]
     command = [sys.executable, __file__, *arguments]
-    output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     result: dict[str, Any] = json.loads(output.splitlines()[-1])
     return result
 
@@ -123,7 +124,6 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", choices=MODES, help="all whose packages there are, unless given")
     parser.add_argument("--layers", type=int, help="blocks; as many as fit, unless given")
     parser.add_argument("--rounds", type=int, default=2, help="processes for each mode")
-    parser.add_argument("--torchtitan", type=Path, help="a checkout of torchtitan, for the modes simple*")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", nargs=2, help=argparse.SUPPRESS)
@@ -133,7 +133,8 @@ def main() -> None:
         return
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("expected a GPU that torch can use, got none; --device cpu rehearses with a tiny model")
-    modes = options.modes or [m for m in MODES if not m.startswith("simple") or options.torchtitan]
+    has_simple = importlib.util.find_spec("torchtitan") is not None
+    modes = options.modes or [mode for mode in MODES if has_simple or not mode.startswith("simple")]
     if options.layers is None:
         memory = torch.cuda.get_device_properties(0).total_memory if options.device == "cuda" else 2**34
         options.layers = layers_that_fit(LARGE if options.device == "cuda" else TINY, memory)

@@ -34,7 +34,8 @@ from compile_fsdp.passes import (
     keep_unsharded,
     legalize_windows,
 )
-from compile_fsdp.reports import Direction, GraphReport, record
+from compile_fsdp.progress import Phase
+from compile_fsdp.reports import Direction, GraphReport, present_observer, record
 from compile_fsdp.runtime import scope
 from compile_fsdp.runtime.checks import describe
 from compile_fsdp.runtime.group import TraceableGroup, owner_of
@@ -173,9 +174,14 @@ def _compile(
 ) -> Callable[..., Any]:
     recorder = _Recorder(direction, options.inner_backend, len(gm.graph.nodes))
     config = dict(options.inductor)
+    observer = None
+    if (watching := present_observer()) is not None:
+        observer = watching.begin(direction, gm, dict.fromkeys(inputs.managed.values()), options.costs)
     if options.inner_backend == "inductor":
         ensure_lowerings()
         config.setdefault("reorder_for_peak_memory", False)  # passes/schedule_collectives.py: who keeps the order
+        if observer is not None:
+            config["force_disable_caches"] = True  # no pass runs on what comes from a cache
         config["post_grad_custom_pre_pass"] = pipeline = Pipeline(
             inputs.name,
             recorder,
@@ -183,13 +189,18 @@ def _compile(
             hoist=direction == "forward",
             merge=options.memory_budget is not None,
             costs=options.costs,
+            observer=observer,
         )
         # They stand in ops/, which the pipeline's key covers.
         ours = {f"{each.__module__}.{each.__name__}": pipeline.uuid() for each in (watch, accumulate_gradient)}
         config[CACHEABLE_FUNCTIONS] = {**config.get(CACHEABLE_FUNCTIONS, {}), **ours}
     # Hooks that stay in the graph keep it out of the caches, and are inputs of a backward that Inductor cannot take.
     is_captured = direction == "forward" and bool(inputs.managed) and not has_hooks_input(gm)
-    compiled = compile_graph(gm, example_inputs, options.inner_backend, config, is_captured)
+    phase = Phase(f"compiling the {direction} graph, {len(gm.graph.nodes)} nodes,", options.progress)
+    try:
+        compiled = compile_graph(gm, example_inputs, options.inner_backend, config, is_captured)
+    finally:
+        phase.end()
     recorder.finish()
     return compiled
 
@@ -242,16 +253,21 @@ class _BackwardCompiler:
         self.hooks = hooks
         self.state: Any = None
         self._fake_modes: list[Any] = []  # of graphs that were compiled since the last run
+        self._tracing: Phase | None = None  # from the first run until Dynamo has traced it
 
     def __call__(self, captured: fx.GraphModule) -> Callable[..., Any]:
         if self.hooks is not None:
             call_hooks(captured, self.hooks)
         # Not the module itself: its handling of an exception would be compiled too, and fail with another one.
         compiled = torch.compile(captured.forward, backend=self._backend, fullgraph=True)
+        is_traced = False
 
         def run(inputs: list[Any], *rest: Any) -> Any:
+            nonlocal is_traced
             if self.hooks is not None:
                 rest = (*rest, self.state)
+            if not is_traced:
+                is_traced, self._tracing = True, Phase("tracing the backward", self.options.progress)
             try:
                 return compiled(inputs, *rest)
             except (Unsupported, FailOnRecompileLimitHit) as error:
@@ -260,12 +276,19 @@ class _BackwardCompiler:
                 _log.warning("backward falls back to eager, op by op: %s", error)
                 return captured(inputs, *rest)
             finally:
+                self._end_tracing()
                 while self._fake_modes:
                     release_real_tensors(self._fake_modes.pop())
 
         return run
 
+    def _end_tracing(self) -> None:
+        if self._tracing is not None:
+            self._tracing.end()
+            self._tracing = None
+
     def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        self._end_tracing()
         if (fake_mode := fake_mode_of(gm)) is not None:
             self._fake_modes.append(fake_mode)
         expand_calls(gm.graph, GROUP_CALLS)

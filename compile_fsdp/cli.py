@@ -7,7 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from compile_fsdp.errors import UnknownOptionError
+from compile_fsdp.bench import command as bench_command
+from compile_fsdp.errors import EstimateError, ExplainError, PlanError, UnknownOptionError
+from compile_fsdp.explain import command as explain_command
+from compile_fsdp.planning import command as planning_command
 from compile_fsdp.train import command as train_command
 from compile_fsdp.train.config import TrainError
 
@@ -16,6 +19,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="compile-fsdp", description="FSDP2 under torch.compile.")
     subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     train_command.add_parser(subcommands)
+    planning_command.add_parser(subcommands)
+    explain_command.add_parser(subcommands)
+    bench_command.add_parser(subcommands)
     return parser
 
 
@@ -24,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         args.run(args)
-    except (TrainError, UnknownOptionError) as error:
+    except (EstimateError, ExplainError, PlanError, TrainError, UnknownOptionError) as error:
         where = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
         message = str(error).partition("\n")[0]  # Dynamo appends advice on its own log settings
         print(f"compile-fsdp: error{where}: {message}", file=sys.stderr)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -36,6 +38,10 @@ from torch._dynamo.utils import (
 # Per-call settings of AOTAutograd, and the input of a graph that gets its hooks after it has run. (2.13.0)
 from torch._functorch import config as functorch_config
 
+# --- Estimating -----------------------------------------------------------------------------------------------
+# Tensors without data on any device, and a mode that sees every op below autograd. (2.13.0)
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+
 # --- FSDP2 ----------------------------------------------------------------------------------------------------
 # The state that torch's own fully_shard builds; the runtime reads and writes these classes' attributes. (2.13.0)
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
@@ -48,6 +54,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import free_storage as free
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup as FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as FSDPState
 from torch.fx.experimental._backward_state import BackwardState
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 
 # Communicators that do what the functional collectives do; the second of each differs in who allocates. (2.13.0)
@@ -587,3 +595,87 @@ def trace_artifact(name: str, payload: Callable[[], str]) -> None:
         payload_fn=payload,
         expect_trace_id=False,
     )
+
+
+# --- Explaining -----------------------------------------------------------------------------------------------
+class Recompilation(NamedTuple):
+    """A frame that Dynamo has compiled again."""
+
+    compile_id: str
+    function: str
+    filename: str
+    line: int  # of the function
+    reason: str
+
+
+def recompilations(since_us: int) -> list[Recompilation]:
+    """Those that have started since, in microseconds of the epoch, of the last 64 compilations. (2.13.0)"""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    return [
+        Recompilation(
+            str(each.compile_id), each.co_name or "", each.co_filename or "", each.co_firstlineno or 0, reason
+        )
+        for each in get_compilation_metrics()
+        if (reason := each.recompile_reason) is not None and (each.start_time_us or 0) >= since_us
+    ]
+
+
+def graph_break_logger() -> logging.Logger:
+    """Where Dynamo says of each graph break, at level DEBUG, in which line of whose code it is and why. (2.13.0)"""
+    return torch._logging.getArtifactLogger(  # type: ignore[attr-defined]
+        "torch._dynamo.symbolic_convert", "graph_breaks"
+    )
+
+
+def current_compile_id() -> str:
+    """Which frame, and which attempt at it, Dynamo compiles now. (2.13.0)"""
+    return str(torch._guards.CompileContext.current_compile_id())
+
+
+def innermost_module(node: torch.fx.Node) -> str | None:
+    """How Dynamo refers to the innermost module of a node of the forward: "L['self'].layers.0". (2.13.0)"""
+    stack = node.meta.get("nn_module_stack")
+    return str(next(reversed(stack.values()))[0]) if stack else None
+
+
+def graph_output_positions(output: torch.fx.Node) -> list[int | None]:
+    """By result of Inductor's graph, its position among those of the Dynamo graph. (2.13.0)"""
+    return [getattr(each, "idx", None) for each in output.meta.get("desc") or ()]
+
+
+def group_module_fqn(group: FSDPParamGroup) -> str | None:
+    """The FQN of the module, or modules, of a group that is initialised; empty for the root. (2.13.0)"""
+    return group._module_fqn
+
+
+def init_fake_process_group(world_size: int) -> None:
+    """Make this process rank 0 of a world whose collectives do nothing. (2.13.0)"""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+
+
+# --- Measuring ------------------------------------------------------------------------------------------------
+# TORCH_FR_BUFFER_SIZE in the environment, before process groups are created: the flight recorder keeps so many entries.
+TRACE_BUFFER_SIZE = "4000"
+
+
+def executed_collectives() -> int:
+    """How many collectives this process has executed, by torch's flight recorder. (2.13.0)"""
+    # Pickled by this process itself.
+    dump: Callable[[], bytes] = torch._C._distributed_c10d._dump_fr_trace  # type: ignore[attr-defined]
+    entries = pickle.loads(dump()).get("entries", [])
+    return 1 + max((int(entry["record_id"]) for entry in entries), default=-1)
+
+
+def allocation_sizes(profile: torch.profiler.profile) -> Iterator[int]:
+    """Bytes of each allocation, and negative ones of each release, in a profile of memory that is over. (2.13.0)"""
+    assert profile.profiler is not None and profile.profiler.kineto_results is not None
+    events: list[Any] = profile.profiler.kineto_results.events()
+    return (event.nbytes() for event in events if event.name() == "[memory]")
+
+
+def allow_recompiles() -> contextlib.AbstractContextManager[object]:
+    """Within it, one function may be compiled for many models. (2.13.0)"""
+    return torch._dynamo.config.patch(recompile_limit=1000)  # type: ignore[no-any-return]

@@ -127,5 +127,13 @@ class CheckpointError(StateError):
     """A checkpoint cannot be found, read or written."""
 
 
+class EstimateError(CompileFSDPError):
+    """A model, an option or a file of which no memory and communication can be estimated."""
+
+
 class OpDefinitionError(CompileFSDPError):
     """An operator of torch is defined otherwise than the runtime needs it."""
+
+
+class ExplainError(CompileFSDPError):
+    """A step cannot be explained: no world to explain it for, or a script that does not run."""

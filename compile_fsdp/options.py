@@ -32,6 +32,7 @@ class Options:
             `reshard_after_forward` does not.
         costs: What collectives, copies and compute cost, for the passes that decide by it; equal on all ranks. The
             numbers for the device in `compile_fsdp.passes.COSTS`, unless given.
+        progress: Whether rank 0 says on stderr what is being traced or compiled when that takes more than two seconds.
         inductor: Options of Inductor, by the names that `torch.compile(options=...)` knows.
     """
 
@@ -40,6 +41,7 @@ class Options:
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
     memory_budget: int | None = None
     costs: Costs | None = None
+    progress: bool = True
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -88,6 +90,8 @@ def _checked(ours: dict[str, Any]) -> dict[str, Any]:
     costs = ours.get("costs")
     if not (costs is None or isinstance(costs, Costs)):
         raise UnknownOptionError(f"expected costs to be compile_fsdp.passes.Costs or None, got {costs!r}")
+    if not isinstance(progress := ours.get("progress", True), bool):
+        raise UnknownOptionError(f"expected progress to be True or False, got {progress!r}")
     if "disabled_passes" in ours:
         passes = {p.__name__ for p in PASSES}
         disabled = ours["disabled_passes"]

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from torch import fx
+
+from compile_fsdp.passes import Costs, GraphObserver
+
+if TYPE_CHECKING:
+    from compile_fsdp.runtime.group import TraceableGroup
 
 Direction = Literal["forward", "backward"]
 
@@ -69,3 +78,37 @@ def record(report: GraphReport) -> None:
     with _lock:
         _reports.append(report)
     _log.info("%s", report)
+
+
+class CompileObserver(Protocol):
+    """Is told of every graph that is about to be compiled."""
+
+    def begin(
+        self, direction: Direction, gm: fx.GraphModule, groups: Collection[TraceableGroup], costs: Costs | None
+    ) -> GraphObserver:
+        """What is to see the graph on its way through the passes, if Inductor compiles it.
+
+        Args:
+            direction: Which half of the step the graph is.
+            gm: The Dynamo graph.
+            groups: Those whose unsharded parameters it takes in.
+            costs: By which its passes decide; None for those of the device.
+        """
+
+
+_observer: CompileObserver | None = None
+
+
+@contextmanager
+def observing(observer: CompileObserver) -> Iterator[None]:
+    """Inside, on all threads: every graph is compiled anew, past the compilers' caches, and shown to the observer."""
+    global _observer
+    outer, _observer = _observer, observer
+    try:
+        yield
+    finally:
+        _observer = outer
+
+
+def present_observer() -> CompileObserver | None:
+    return _observer

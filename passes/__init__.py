@@ -6,7 +6,7 @@ from compile_fsdp.passes.keep_unsharded import keep_unsharded
 from compile_fsdp.passes.legalize_windows import legalize_windows
 from compile_fsdp.passes.pack_gathers import pack_gathers
 from compile_fsdp.passes.pack_reductions import pack_reductions
-from compile_fsdp.passes.pipeline import PASSES, Pipeline
+from compile_fsdp.passes.pipeline import PASSES, GraphObserver, Pipeline
 from compile_fsdp.passes.remove_unread import remove_unread
 from compile_fsdp.passes.remove_unshard_copies import remove_unshard_copies
 from compile_fsdp.passes.report import CountReport, Kept, LegalizeReport, PassReport, Unmoved
@@ -17,6 +17,7 @@ __all__ = [
     "PASSES",
     "Costs",
     "CountReport",
+    "GraphObserver",
     "Kept",
     "LegalizeReport",
     "PassReport",

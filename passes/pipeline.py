@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Protocol
 
 from torch import fx
 
@@ -41,6 +42,19 @@ PASSES: tuple[Pass, ...] = (
 _log = logging.getLogger("compile_fsdp.passes")
 
 
+class GraphObserver(Protocol):
+    """Looks at a graph before, between and after the passes, and leaves it as it is."""
+
+    def start(self, graph: fx.Graph) -> None:
+        """No pass has run yet. Called again for another graph that the same pipeline gets."""
+
+    def after(self, graph: fx.Graph, report: Report) -> None:
+        """A pass has run."""
+
+    def end(self, graph: fx.Graph) -> None:
+        """All passes have run."""
+
+
 class Pipeline(CustomGraphPass):
     """Runs `PASSES` on a post-grad graph. Set it as Inductor's `post_grad_custom_pre_pass`.
 
@@ -51,6 +65,7 @@ class Pipeline(CustomGraphPass):
         hoist: See `schedule_collectives`.
         merge: See `pack_gathers` and `pack_reductions`.
         costs: The numbers by which passes decide, in place of those for the device.
+        observer: Sees each graph. What Inductor takes from its cache passes it by.
     Raises:
         ValueError: `disabled` names a pass that does not exist.
     """
@@ -64,11 +79,13 @@ class Pipeline(CustomGraphPass):
         hoist: bool = True,
         merge: bool = False,
         costs: Costs | None = None,
+        observer: GraphObserver | None = None,
     ) -> None:
         known = [p.__name__ for p in PASSES]
         if unknown := sorted(disabled.difference(known)):
             raise ValueError(f"expected disabled passes among {known}, got {unknown}; see docs/passes.md")
         self._on_report = on_report
+        self._observer = observer
         self._disabled = disabled
         self._arguments: dict[Pass, dict[str, object]] = {
             remove_unshard_copies: {"names": names},
@@ -80,8 +97,12 @@ class Pipeline(CustomGraphPass):
         self._key = {"disabled": sorted(disabled), "hoist": hoist, "merge": merge, "costs": repr(costs)}
 
     def __call__(self, graph: fx.Graph) -> None:
+        if self._observer is not None:
+            self._observer.start(graph)
         reports = tuple(self._run(p, graph) for p in PASSES if p.__name__ not in self._disabled)
         graph.lint()
+        if self._observer is not None:
+            self._observer.end(graph)
         for report in reports:
             _log.info("%s", report)
         trace_artifact("compile_fsdp_passes", lambda: _to_json(reports))
@@ -95,7 +116,10 @@ class Pipeline(CustomGraphPass):
     def _run(self, run: Pass, graph: fx.Graph) -> Report:
         start = time.perf_counter()
         report = run(graph, **self._arguments[run])
-        return replace(report, seconds=time.perf_counter() - start)
+        report = replace(report, seconds=time.perf_counter() - start)
+        if self._observer is not None:
+            self._observer.after(graph, report)
+        return report
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from recording import BUFFER_SIZE
+from compile_fsdp.compat import TRACE_BUFFER_SIZE
 
 DEFAULT_TIMEOUT_S = 150.0
 
@@ -165,8 +165,8 @@ def _serve(rank: int, world_size: int, connection: Connection, stack_file: str) 
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         os.environ["OMP_NUM_THREADS"] = "1"
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a pool of compilers costs more than it saves here
-        os.environ["TORCH_FR_BUFFER_SIZE"] = BUFFER_SIZE
-        os.environ["KINETO_LOG_LEVEL"] = "5"  # no line for every profile taken
+        os.environ["TORCH_FR_BUFFER_SIZE"] = TRACE_BUFFER_SIZE
+        os.environ["KINETO_LOG_LEVEL"] = "6"  # no line for every profile taken
         import torch
 
         torch.set_num_threads(1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# torch's flight recorder keeps this many collectives; read where process groups are created.
-BUFFER_SIZE = "4000"
+from compile_fsdp.bench.measure import peak_bytes
+from compile_fsdp.compat import executed_collectives
 
 _ITEM_BYTES = {"Float": 4, "Double": 8, "Half": 2, "BFloat16": 2, "Byte": 1, "Int": 4, "Long": 8}
 
@@ -40,14 +39,9 @@ def _entries() -> list[dict[str, Any]]:
     return list(trace.get("entries", []))
 
 
-def executed() -> int:
-    """How many collectives this process has executed so far; the recorder itself keeps but the last ones."""
-    return 1 + max((entry["record_id"] for entry in _entries()), default=-1)
-
-
 def collectives_of(run: Callable[[], None]) -> list[Collective]:
     """The collectives that `run` issues on this rank, in order."""
-    before = executed()
+    before = executed_collectives()
     run()
     names = dist.distributed_c10d._world.pg_names
     ranks = {name: dist.get_process_group_ranks(group) for group, name in names.items()}
@@ -66,16 +60,5 @@ def collectives_of(run: Callable[[], None]) -> list[Collective]:
 def record(run: Callable[[], None]) -> tuple[list[Collective], int]:
     """The collectives of `run`, and the most bytes it has allocated at one time over what was there before."""
     collectives: list[Collective] = []
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        collectives += collectives_of(run)
-        # gloo's threads let go of a collective's tensors some time after it is over, and report that to the profiler
-        # under which it was launched. It must not be gone by then.
-        dist.barrier()
-        time.sleep(0.02)
-    level = peak = 0
-    assert profile.profiler is not None and profile.profiler.kineto_results is not None
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            level += event.nbytes()
-            peak = max(peak, level)
+    peak = peak_bytes(lambda: collectives.extend(collectives_of(run)))
     return collectives, peak

@@ -12,10 +12,10 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 import compile_fsdp
+from compile_fsdp.compat import executed_collectives
 from harness import run_ranks
 from models import Case
 from parity import build, loss_of
-from recording import executed
 
 
 def _watch(case: Case, seen: list[str]) -> None:
@@ -118,7 +118,7 @@ def _optimizer_in_backward(rank: int) -> tuple[list[tuple[str, int]], bool, bool
     differentiable: list[bool] = []
 
     def hook(parameter: nn.Parameter) -> None:
-        calls.append((names[parameter], executed()))
+        calls.append((names[parameter], executed_collectives()))
         grad = parameter.grad
         assert isinstance(grad, DTensor)
         kept.append(grad.to_local())

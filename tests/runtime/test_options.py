@@ -12,7 +12,7 @@ from compile_fsdp.errors import UnknownOptionError
 
 
 def test_defaults() -> None:
-    assert Options.parse(None) == Options("inductor", frozenset(), BackwardPrefetch.BACKWARD_PRE, None, None, {})
+    assert Options.parse(None) == Options("inductor", frozenset(), BackwardPrefetch.BACKWARD_PRE, None, None, True, {})
 
 
 @pytest.mark.parametrize("given", ["BACKWARD_POST", BackwardPrefetch.BACKWARD_POST])

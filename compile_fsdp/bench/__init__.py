@@ -1,0 +1,1 @@
+"""`compile-fsdp bench`: a training step against the other ways to run FSDP2."""

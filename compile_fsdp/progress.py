@@ -1,0 +1,50 @@
+"""Say on the first rank what the compiler is busy with, once it has been for a while."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+import torch.distributed as dist
+
+PATIENCE_S = 2.0
+
+
+class Phase:
+    """A piece of work from its creation to `end()`, announced on stderr if it takes longer than `PATIENCE_S`.
+
+    Args:
+        text: What is being done, as in "compiling the forward graph".
+        shown: Whether anything is to be written.
+    """
+
+    def __init__(self, text: str, shown: bool = True) -> None:
+        self._text = text
+        self._start = time.monotonic()
+        self._lock = threading.Lock()
+        self._timer: threading.Timer | None = None
+        self._announced = False
+        if shown and (not dist.is_initialized() or dist.get_rank() == 0):
+            self._timer = threading.Timer(PATIENCE_S, self._announce)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _announce(self) -> None:
+        with self._lock:
+            if self._timer is not None:
+                self._announced = True
+                self._write("...")
+
+    def end(self) -> None:
+        """Called when the work is over, also if it has failed; a second call does nothing."""
+        with self._lock:
+            timer, self._timer = self._timer, None
+        if timer is None:
+            return
+        timer.cancel()
+        if self._announced:
+            self._write(f"took {time.monotonic() - self._start:.0f} s")
+
+    def _write(self, what: str) -> None:
+        print(f"compile_fsdp: {self._text} {what}", file=sys.stderr, flush=True)

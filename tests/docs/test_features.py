@@ -1,0 +1,19 @@
+"""docs/features.md names every row of the parity table, and no other."""
+
+from __future__ import annotations
+
+import re
+
+from pages import DOCS
+
+
+def _parity_rows() -> set[str]:
+    """First cells of rows whose second one is a number of ranks."""
+    return set(re.findall(r"^\| ([^|]+) \| \d+ \|", (DOCS / "parity.md").read_text(), flags=re.MULTILINE))
+
+
+def test_every_row_of_the_parity_table_is_named() -> None:
+    combined = re.compile(r".+, (dp|hsdp|tp), (fp32|bf16), .+, .+")
+    last_cells = re.findall(r"^\| [^*|]+ \|.*\| (`.+`) \|$", (DOCS / "features.md").read_text(), flags=re.MULTILINE)
+    named = {name for cell in last_cells for name in re.findall(r"`([^`]+)`", cell)}
+    assert named == {row for row in _parity_rows() if not combined.fullmatch(row)}
