@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from compile_fsdp.cli import main
+from launcher import torchrun
 
-TIMEOUT_S = 600  # compiling takes minutes on a machine that is busy with other things
 TINY = ["--batch-size", "2", "--seq-len", "32", "--device", "cpu"]
 
 Summary = dict[str, Any]
@@ -58,28 +54,6 @@ def train_on_two_ranks(tmp_path: Path, text: Path) -> Train:
         return summary
 
     return run
-
-
-def torchrun(folder: Path, *command: object) -> str:
-    """Run `command` on two ranks, in `folder` so that the repository's own folders are not imported."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    process = subprocess.Popen(
-        [*launcher, *map(str, command)],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=TIMEOUT_S)
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)  # torchrun and its ranks
-        process.wait()
-        raise
-    assert process.returncode == 0, output
-    return output
 
 
 @pytest.fixture

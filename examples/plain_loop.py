@@ -1,0 +1,54 @@
+"""A plain PyTorch loop: shard, compile, train.
+
+torchrun --nproc-per-node 2 examples/plain_loop.py
+"""
+
+import argparse
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import compile_fsdp
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--eager", action="store_true", help="torch's own FSDP2, not compiled")
+args = parser.parse_args()
+
+dist.init_process_group("gloo")
+rank, mesh = dist.get_rank(), dist.init_device_mesh("cpu", (dist.get_world_size(),))
+torch.manual_seed(0)
+blocks = nn.Sequential(Block(32), Block(32))
+model = nn.Sequential(nn.Embedding(256, 32), blocks, nn.Linear(32, 256))
+
+fully_shard = torch.distributed.fsdp.fully_shard if args.eager else compile_fsdp.fully_shard
+for block in blocks:
+    fully_shard(block, mesh=mesh)
+fully_shard(model, mesh=mesh)
+if not args.eager:
+    model.compile(backend="compile_fsdp", fullgraph=True)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+inputs, targets = torch.randint(256, (2, 128), generator=torch.Generator().manual_seed(rank))  # a batch for each rank
+for step in range(6):
+    loss = nn.functional.cross_entropy(model(inputs), targets)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if rank == 0:
+        print(f"step {step}: loss {loss.item():.7f}")
+
+if rank == 0:
+    print(*compile_fsdp.reports(), sep="\n")
+dist.destroy_process_group()

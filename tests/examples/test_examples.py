@@ -1,0 +1,41 @@
+"""Every example runs as its docstring says, and trains as it does on torch's own FSDP2."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from launcher import torchrun
+
+FOLDER = Path(__file__).parents[2] / "examples"
+EXAMPLES = sorted(FOLDER.glob("*.py"))
+
+
+def _losses(output: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", output, flags=re.MULTILINE)]
+
+
+def _graphs(output: str) -> list[str]:
+    """Directions of the reports that the example prints."""
+    return re.findall(r"^(forward|backward) graph ", output, flags=re.MULTILINE)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_example_learns_what_the_eager_run_learns(example: Path, tmp_path: Path) -> None:
+    eager, compiled = torchrun(tmp_path, example, "--eager"), torchrun(tmp_path, example)
+    losses = _losses(compiled)
+    assert len(losses) == 6
+    assert losses[-1] < losses[0] - 0.5
+    # Inductor orders float32 sums otherwise than eager kernels do.
+    assert losses == pytest.approx(_losses(eager), rel=1e-5)
+    assert (_graphs(compiled), _graphs(eager)) == (["forward", "backward"], [])
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_command_is_in_docstring_and_readme(example: Path) -> None:
+    docstring = example.read_text().split('"""')[1]
+    assert f"\ntorchrun --nproc-per-node 2 examples/{example.name}\n" in docstring
+    assert f"| [`{example.name}`]({example.name}) |" in (FOLDER / "README.md").read_text()

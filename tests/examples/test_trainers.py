@@ -1,0 +1,114 @@
+"""Models that a trainer shards with torch's own `fully_shard`, and compiles before or block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import compile_fsdp
+from compile_fsdp.errors import NotShardedError
+from harness import device_type, run_ranks
+from models import Stack
+from parity import Parity, compare, compare_grads
+
+COMPILE: Any = {"backend": "compile_fsdp", "options": {"inner_backend": "aot_eager"}}
+
+
+def _model() -> Stack:
+    torch.manual_seed(0)
+    return Stack().to(device_type())
+
+
+def _shard(blocks: nn.ModuleList, root: nn.Module) -> None:
+    mesh = init_device_mesh(device_type(), (2,))
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(root, mesh=mesh)
+
+
+def _compile_before_sharding(model: Stack) -> nn.Module:
+    """accelerate's order: the compiled module becomes the root."""
+    optimized: nn.Module = torch.compile(model, fullgraph=True, **COMPILE)
+    _shard(model.layers, optimized)
+    return compile_fsdp.make_traceable(optimized)
+
+
+def _compile_in_place_before_sharding(model: Stack) -> nn.Module:
+    model.compile(**COMPILE)
+    _shard(model.layers, model)
+    return compile_fsdp.make_traceable(model)
+
+
+def _compile_again(model: Stack) -> nn.Module:
+    _compile_in_place_before_sharding(model).compile(fullgraph=True, **COMPILE)
+    return model
+
+
+def _compile_blocks(model: Stack) -> nn.Module:
+    """Regional compilation."""
+    _shard(model.layers, model)
+    compile_fsdp.make_traceable(model)
+    for block in model.layers:
+        block.compile(fullgraph=True, **COMPILE)
+    return model
+
+
+ORDERS: dict[str, Callable[[Stack], nn.Module]] = {
+    "before sharding": _compile_before_sharding,
+    "in place before sharding": _compile_in_place_before_sharding,
+    "in place, and again": _compile_again,
+    "block by block": _compile_blocks,
+}
+
+
+def _compare_with_eager(rank: int, order: str) -> Parity:
+    eager, own = _model(), _model()
+    _shard(eager.layers, eager)
+    ours = ORDERS[order](own)
+    compile_fsdp.reset_reports()
+    result = Parity()
+    for step in range(2):
+        torch.manual_seed(10 * step + rank)
+        x = torch.randn(4, 8, device=device_type())
+        losses = [model(x) for model in (ours, eager)]
+        for loss in losses:
+            loss.backward()
+        compare(result, f"step {step}: loss", losses[0].detach(), losses[1].detach())
+        compare_grads(result, f"step {step}", own, eager)
+    result.directions = [report.direction for report in compile_fsdp.reports()]
+    return result
+
+
+@pytest.mark.parametrize(
+    ("order", "forwards", "backwards"),
+    [
+        ("before sharding", 1, 1),
+        ("in place before sharding", 2, 1),
+        ("in place, and again", 1, 1),
+        ("block by block", 2, 2),
+    ],
+)
+def test_order_of_compiling_and_sharding(order: str, forwards: int, backwards: int) -> None:
+    for result in run_ranks(2, _compare_with_eager, order):
+        assert result.differing == []
+        assert (result.directions.count("forward"), result.directions.count("backward")) == (forwards, backwards)
+
+
+def _forget_make_traceable(rank: int) -> str:
+    model = _model()
+    _shard(model.layers, model)
+    model.compile(**COMPILE)
+    with pytest.raises(NotShardedError) as error:
+        model(torch.randn(4, 8, device=device_type()))
+    return str(error.value)
+
+
+def test_error_of_a_model_that_a_trainer_has_sharded_names_the_remedy() -> None:
+    for message in run_ranks(2, _forget_make_traceable):
+        assert "call compile_fsdp.make_traceable()" in message
