@@ -68,8 +68,7 @@ def run(args: argparse.Namespace) -> None:
     """Measure, and report on the first rank.
 
     [Note: A process for each workload]
-    gloo's threads may report a release to a profiler that is gone, which ends the process some time later. Profiles of
-    memory are therefore the last thing that a process does.
+    No compiled model of another one, and no profiler that gloo's threads may still report to, is in its processes.
 
     Raises:
         TrainError: the options or the installation do not allow the run.
