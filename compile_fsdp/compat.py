@@ -280,6 +280,22 @@ def register_inductor_lowering(op: OpOverload, lowering: Callable[..., object]) 
     register_lowering(op, type_promotion_kind=None)(lowering)
 
 
+def register_gather_lowering(op: OpOverload) -> None:
+    """Lower an op with the signature of the functional all-gather as Inductor lowers that one. (2.13.0)
+
+    Inductor then keeps what is sent and what is received as they are until the wait.
+    """
+    from torch._inductor import ir
+    from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides
+
+    def lower(tensor: Any, group_size: int, group_name: str) -> object:
+        launched: Any = ir._CollectiveKernel.create_out_of_place(op, tensor, group_size, group_name)
+        return ir.TensorBox.create(launched)
+
+    add_layout_constraint(op, constrain_to_fx_strides)
+    register_inductor_lowering(op, lower)
+
+
 # --- Optimizers and wrappers ------------------------------------------------------------------------------------
 
 

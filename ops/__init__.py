@@ -1,6 +1,7 @@
 """The ops that open, fill and close a window, that hand gradients over in a graph, and that mark where hooks run."""
 
 from compile_fsdp.ops.accumulate_gradient import accumulate_gradient
+from compile_fsdp.ops.all_gather import all_gather_into_tensor
 from compile_fsdp.ops.ensure import ensure_lowerings, ensure_ops
 from compile_fsdp.ops.fsdp_copy import copy_
 from compile_fsdp.ops.hand_over import Receiver, hand_over, issue_ticket
@@ -10,6 +11,7 @@ from compile_fsdp.ops.resize_storage_bytes import resize_storage_bytes_
 __all__ = [
     "Receiver",
     "accumulate_gradient",
+    "all_gather_into_tensor",
     "copy_",
     "ensure_lowerings",
     "ensure_ops",

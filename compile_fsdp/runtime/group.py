@@ -33,7 +33,7 @@ from compile_fsdp.compat import (
     runs_while_tracing,
 )
 from compile_fsdp.ops import hand_over, issue_ticket
-from compile_fsdp.runtime.gather import GatherPlan, Launched, fill, free, pack, unpack
+from compile_fsdp.runtime.gather import GatherPlan, Launched, all_gather, fill, free, pack, unpack
 from compile_fsdp.runtime.parameter import TraceableParam
 from compile_fsdp.runtime.reduction import Reduction, all_reduce, part, plan_reduction, reduce_scatter
 from compile_fsdp.runtime.states import POST_FORWARD, SHARDED, UNSHARDED, enter, params_follow
@@ -154,7 +154,7 @@ class TraceableGroup:
             if plan.shard_count > 1 and not isinstance(self.group._all_gather_comm, PLAIN_ALL_GATHERS):
                 output = self._gather_with_custom(output)
             elif plan.shard_count > 1:
-                output = functional_collectives.all_gather_into_tensor(output, plan.shard_count, plan.process_group)
+                output = all_gather(output, plan.shard_count, plan.process_group)
             self.launched = Launched(output, inputs)
 
     def _gather_plan(self) -> GatherPlan:
