@@ -14,6 +14,7 @@ from compile_fsdp.compat import (
     CACHEABLE_FUNCTIONS,
     FailOnRecompileLimitHit,
     Unsupported,
+    compile_for_many,
     compile_graph,
     fake_mode_of,
     graph_input_example,
@@ -259,7 +260,7 @@ class _BackwardCompiler:
         if self.hooks is not None:
             call_hooks(captured, self.hooks)
         # Not the module itself: its handling of an exception would be compiled too, and fail with another one.
-        compiled = torch.compile(captured.forward, backend=self._backend, fullgraph=True)
+        compiled = compile_for_many(captured.forward, self._backend)
         is_traced = False
 
         def run(inputs: list[Any], *rest: Any) -> Any:

@@ -692,6 +692,15 @@ def allocation_sizes(profile: torch.profiler.profile) -> Iterator[int]:
     return (event.nbytes() for event in events if event.name() == "[memory]")
 
 
+def compile_for_many(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compile without graph breaks, of a function that many modules share, each with its own graph. (2.13.0)"""
+    arguments: dict[str, Any] = {"fullgraph": True, "backend": backend}
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        arguments["recompile_limit"] = 1000
+    compiled: Callable[..., Any] = torch.compile(function, **arguments)
+    return compiled
+
+
 def allow_recompiles() -> contextlib.AbstractContextManager[object]:
     """Within it, one function may be compiled for many models. (2.13.0)"""
     return torch._dynamo.config.patch(recompile_limit=1000)  # type: ignore[no-any-return]

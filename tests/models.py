@@ -443,4 +443,5 @@ CASES: dict[str, Callable[[], Case]] = {
     "late_backward": lambda: late(in_backward=True),
     "wrapped": wrapped,
     "graph_break": lambda: stack(breaks=True),
+    "graph_breaks": lambda: stack(breaks=True, layers=10),
 }

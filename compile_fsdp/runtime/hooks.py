@@ -4,12 +4,19 @@
 torch.compile starts tracing below `Module.__call__`, so that a compiled module's own hooks would become graphs
 of their own. `TraceableModule._call_impl` is the frame that is compiled instead: hooks and forward of the root
 are then inlined into one graph, as those of every other module are.
+
+[Note: Code of its own for every module]
+Behind a graph break, hooks are frames that Dynamo compiles on their own, each for its module. Dynamo counts what it
+compiles by code object and stops at the recompile limit, 8 by default: hooks that shared their code would run eagerly
+from the ninth module on.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -181,7 +188,8 @@ class ModuleHooks:
         before, after = self.module._forward_pre_hooks, self.module._forward_hooks
         (pre_id,), (post_id,) = ids & before.keys(), ids & after.keys()
         self.eager_pre_forward, self.eager_post_forward = before[pre_id], after[post_id]
-        before[pre_id], after[post_id] = self.pre_forward, self.post_forward
+        before[pre_id] = _with_own_code(self.pre_forward)
+        after[post_id] = _with_own_code(self.post_forward)
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
@@ -204,6 +212,17 @@ class ModuleHooks:
             if not any([member.is_awaited for member in self.hooks.members]):
                 return self.hooks.after_forward(output)
         return self.hooks.cast_output(output)
+
+
+def _with_own_code(method: Any) -> Any:
+    """See [Note: Code of its own for every module]."""
+    function = method.__func__
+    # A copy with the same name would be equal, and so the same to Dynamo's tables.
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_copies)}")
+    return MethodType(FunctionType(code, function.__globals__, function.__name__), method.__self__)
+
+
+_copies = itertools.count()
 
 
 def _pre_backward(hooks: StateHooks, previous: StateHooks | None, grad: torch.Tensor) -> torch.Tensor:
