@@ -280,16 +280,16 @@ def register_inductor_lowering(op: OpOverload, lowering: Callable[..., object]) 
     register_lowering(op, type_promotion_kind=None)(lowering)
 
 
-def register_gather_lowering(op: OpOverload) -> None:
-    """Lower an op with the signature of the functional all-gather as Inductor lowers that one. (2.13.0)
+def register_collective_lowering(op: OpOverload) -> None:
+    """Lower an op that starts a collective as Inductor lowers the functional collectives. (2.13.0)
 
     Inductor then keeps what is sent and what is received as they are until the wait.
     """
     from torch._inductor import ir
     from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides
 
-    def lower(tensor: Any, group_size: int, group_name: str) -> object:
-        launched: Any = ir._CollectiveKernel.create_out_of_place(op, tensor, group_size, group_name)
+    def lower(tensor: Any, *args: object) -> object:
+        launched: Any = ir._CollectiveKernel.create_out_of_place(op, tensor, *args)
         return ir.TensorBox.create(launched)
 
     add_layout_constraint(op, constrain_to_fx_strides)
@@ -673,6 +673,8 @@ def init_fake_process_group(world_size: int) -> None:
 
 
 # --- Measuring ------------------------------------------------------------------------------------------------
+# Whether a profiler is on in this thread. (2.13.0)
+is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 # TORCH_FR_BUFFER_SIZE in the environment, before process groups are created: the flight recorder keeps so many entries.
 TRACE_BUFFER_SIZE = "4000"
 

@@ -1,11 +1,11 @@
 """The ops that open, fill and close a window, that hand gradients over in a graph, and that mark where hooks run."""
 
 from compile_fsdp.ops.accumulate_gradient import accumulate_gradient
-from compile_fsdp.ops.all_gather import all_gather_into_tensor
 from compile_fsdp.ops.ensure import ensure_lowerings, ensure_ops
 from compile_fsdp.ops.fsdp_copy import copy_
 from compile_fsdp.ops.hand_over import Receiver, hand_over, issue_ticket
 from compile_fsdp.ops.hook_point import hook_point, watch
+from compile_fsdp.ops.named_collectives import all_gather_into_tensor, reduce_scatter_tensor
 from compile_fsdp.ops.resize_storage_bytes import resize_storage_bytes_
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "hand_over",
     "hook_point",
     "issue_ticket",
+    "reduce_scatter_tensor",
     "resize_storage_bytes_",
     "watch",
 ]

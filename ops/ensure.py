@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from compile_fsdp.ops import fsdp_copy, resize_storage_bytes
-from compile_fsdp.ops.all_gather import ensure_gather_lowering
 from compile_fsdp.ops.definition import ensure_lowering
+from compile_fsdp.ops.named_collectives import ensure_collective_lowerings
 
 
 def ensure_ops() -> None:
@@ -25,4 +25,4 @@ def ensure_lowerings() -> None:
     """
     ensure_lowering(fsdp_copy.DEFINITION)
     ensure_lowering(resize_storage_bytes.DEFINITION)
-    ensure_gather_lowering()
+    ensure_collective_lowerings()

@@ -15,7 +15,7 @@ in the same layout:
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ c10d = torch.ops._c10d_functional
 GATHER = c10d.all_gather_into_tensor.default
 REDUCE = c10d.reduce_scatter_tensor.default
 WAIT = c10d.wait_tensor.default
+NAME = "compile_fsdp_name"  # the key of a collective's name in its node's meta
 RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _SPLIT = aten.split_with_sizes.default
 
@@ -164,6 +165,12 @@ def numel(node: fx.Node) -> int:
     return size if isinstance(size, int) else -1
 
 
+def rename(launched: fx.Node, packed: Iterable[Packed]) -> None:
+    """Name a collective that does the work of several."""
+    names = dict.fromkeys(each.collective.meta.get(NAME, "") for each in packed)
+    launched.meta[NAME] = ", ".join(filter(None, names))
+
+
 def replace_uses(replaced: Mapping[fx.Node, fx.Node]) -> None:
     """Replace nodes wherever they are read, all at once: one by one, the graph's output is rewritten for each."""
     for user in dict.fromkeys(user for node in replaced for user in node.users):
@@ -173,7 +180,7 @@ def replace_uses(replaced: Mapping[fx.Node, fx.Node]) -> None:
 def insert(graph: fx.Graph, target: Callable[..., Any], *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
     """Add a call at the graph's insertion point, with its fake value; `like` is where it comes from."""
     node = graph.call_function(target, args, kwargs)
-    for key in ("stack_trace", "nn_module_stack"):
+    for key in ("stack_trace", "nn_module_stack", NAME):
         if key in like.meta:
             node.meta[key] = like.meta[key]
     node.meta["val"] = _infer(target, *fake_arguments(args), **kwargs)

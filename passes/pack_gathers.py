@@ -36,6 +36,7 @@ from compile_fsdp.passes.collectives import (
     is_rearrangement,
     neighbours,
     numel,
+    rename,
 )
 from compile_fsdp.passes.costs import Costs, are_contiguous, device_costs, plan_packs, size_bytes
 from compile_fsdp.passes.effects import find_resizes, get_argument, is_copy
@@ -102,15 +103,17 @@ def _pack(graph: fx.Graph, run: list[Packed], packs: list[list[int]]) -> None:
     first = run[0]
     shards = [shard for packed in run for shard in packed.inputs]
     outputs = [output for packed in run for output in packed.outputs]
+    owners = [packed for packed in run for _ in packed.inputs]
     for cast in (shard for packed in run[1:] for shard in packed.inputs if shard.op != "placeholder"):
         first.pack.prepend(cast)
     with graph.inserting_before(first.pack):
         for pack in packs:
             sent = [shards[i] for i in pack]
+            sources = [owners[i] for i in pack]
             if len(pack) == 1:
-                _replace(outputs[pack[0]], _gather(graph, first, sent[0]))
+                _replace(outputs[pack[0]], _gather(graph, sources, sent[0]))
                 continue
-            rows = _gather(graph, first, insert(graph, aten.cat.default, sent, like=first.pack))
+            rows = _gather(graph, sources, insert(graph, aten.cat.default, sent, like=first.pack))
             numels = [numel(each) for each in sent]
             split = insert(graph, aten.split_with_sizes.default, rows, numels, 1, like=rows)
             for position, i in enumerate(pack):
@@ -119,9 +122,11 @@ def _pack(graph: fx.Graph, run: list[Packed], packs: list[list[int]]) -> None:
         packed.erase()
 
 
-def _gather(graph: fx.Graph, packed: Packed, sent: fx.Node) -> fx.Node:
-    """What all ranks send, as [ranks, numel]."""
+def _gather(graph: fx.Graph, sources: list[Packed], sent: fx.Node) -> fx.Node:
+    """What all ranks send, as [ranks, numel], of which `sources` were to send parts."""
+    packed = sources[0]
     launched = insert(graph, GATHER, sent, *packed.collective.args[1:], like=packed.collective)
+    rename(launched, sources)
     waited = insert(graph, WAIT, launched, like=packed.after[0])
     return insert(graph, aten.reshape.default, waited, [packed.ranks, numel(sent)], like=packed.after[-1])
 

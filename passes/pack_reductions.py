@@ -30,6 +30,7 @@ from compile_fsdp.passes.collectives import (
     insert,
     neighbours,
     numel,
+    rename,
     replace_uses,
 )
 from compile_fsdp.passes.costs import Costs, are_contiguous, device_costs, plan_packs, size_bytes
@@ -85,12 +86,14 @@ def _pack(graph: fx.Graph, run: list[Packed], packs: list[list[int]]) -> dict[fx
     last = run[-1]
     gradients = [rows for packed in run for rows in packed.inputs]
     outputs = [output for packed in run for output in packed.outputs]
+    owners = [packed for packed in run for _ in packed.inputs]
     replacements: list[tuple[fx.Node | None, fx.Node]] = []
     with graph.inserting_before(last.pack):
         for pack in packs:
             rows = [gradients[i] for i in pack]
             joined = rows[0] if len(pack) == 1 else insert(graph, aten.cat.default, rows, 1, like=last.pack)
-            reduced = _reduce(graph, last, insert(graph, aten.reshape.default, joined, [-1], like=last.pack))
+            flat = insert(graph, aten.reshape.default, joined, [-1], like=last.pack)
+            reduced = _reduce(graph, last, flat, [owners[i] for i in pack])
             if len(pack) == 1:
                 replacements.append((outputs[pack[0]], reduced))
                 continue
@@ -102,12 +105,14 @@ def _pack(graph: fx.Graph, run: list[Packed], packs: list[list[int]]) -> dict[fx
     return {old: new for old, new in replacements if old is not None}
 
 
-def _reduce(graph: fx.Graph, packed: Packed, flat: fx.Node) -> fx.Node:
-    """What the pack's nodes make of its flat buffer, done with another one."""
+def _reduce(graph: fx.Graph, packed: Packed, flat: fx.Node, sources: list[Packed]) -> fx.Node:
+    """What the pack's nodes make of its flat buffer, done with another one, of which `sources` were to reduce parts."""
     result = flat
     for node in (*packed.before, packed.collective, *packed.after):
         if node.target not in RESHAPES:
             assert callable(node.target)
             args = tuple(result if isinstance(each, fx.Node) else each for each in node.args)
             result = insert(graph, node.target, *args, like=node, **node.kwargs)
+            if node is packed.collective:
+                rename(result, sources)
     return result

@@ -17,7 +17,7 @@ from torch import fx
 from compile_fsdp import ops
 from compile_fsdp.compat import CustomGraphPass, trace_artifact
 from compile_fsdp.passes.costs import Costs
-from compile_fsdp.passes.gather_op import use_safe_gathers, use_torch_gathers
+from compile_fsdp.passes.named_collectives import use_named_collectives, use_torch_collectives
 from compile_fsdp.passes.pack_gathers import pack_gathers
 from compile_fsdp.passes.pack_reductions import pack_reductions
 from compile_fsdp.passes.remove_unread import remove_unread
@@ -98,14 +98,14 @@ class Pipeline(CustomGraphPass):
         self._key = {"disabled": sorted(disabled), "hoist": hoist, "merge": merge, "costs": repr(costs)}
 
     def __call__(self, graph: fx.Graph) -> None:
-        use_torch_gathers(graph)
+        use_torch_collectives(graph)
         if self._observer is not None:
             self._observer.start(graph)
         reports = tuple(self._run(p, graph) for p in PASSES if p.__name__ not in self._disabled)
         graph.lint()
         if self._observer is not None:
             self._observer.end(graph)
-        use_safe_gathers(graph)
+        use_named_collectives(graph)
         for report in reports:
             _log.info("%s", report)
         trace_artifact("compile_fsdp_passes", lambda: _to_json(reports))

@@ -45,7 +45,7 @@ def render_step(model: nn.Module, run: Callable[[], torch.Tensor], **options: An
     with _rendering() as graphs:
         model.compile(backend="compile_fsdp", fullgraph=True, options=options)
         run().backward()
-    return [re.sub(r", '\w+'\)$", ", dp)", graph, flags=re.M) for graph in graphs]
+    return [re.sub(r", '\w+'(, 'FSDP::.*')?\)$", ", dp)", graph, flags=re.M) for graph in graphs]
 
 
 def events(graph: str) -> list[str]:

@@ -27,12 +27,13 @@ from compile_fsdp.compat import (
     innermost_module,
     is_accumulate_grad,
 )
-from compile_fsdp.ops import accumulate_gradient
+from compile_fsdp.ops import accumulate_gradient, reduce_scatter_tensor
 from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.runtime.states import SHARDED
 from compile_fsdp.wrap.tree import ROOT
 
 _REDUCTIONS = (
+    reduce_scatter_tensor,
     functional_collectives.reduce_scatter_tensor,
     functional_collectives.reduce_scatter_tensor.default,
 )

@@ -10,13 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from compile_fsdp.compat import (
-    functional_collectives,
-    preserve_version_counter,
-    set_version_counter,
-    tensor_version,
-)
-from compile_fsdp.ops import all_gather_into_tensor, copy_, resize_storage_bytes_
+from compile_fsdp.compat import preserve_version_counter, set_version_counter, tensor_version
+from compile_fsdp.ops import copy_, resize_storage_bytes_
 from compile_fsdp.runtime.group_calls import group_call
 
 
@@ -94,14 +89,6 @@ def pack(
             tensor = tensor.to(each.dtype)
         sent.append(tensor.view(torch.uint8) if as_bytes else tensor)
     return sent[0] if len(sent) == 1 else torch.cat(sent)
-
-
-def all_gather(sent: torch.Tensor, shard_count: int, process_group: str) -> torch.Tensor:
-    """Start the gather of what the ranks' `pack`s return; the result is to be waited for."""
-    is_cpu = sent.device.type == "cpu"  # see ops/all_gather.py
-    gather = all_gather_into_tensor if is_cpu else functional_collectives.all_gather_into_tensor
-    output: torch.Tensor = gather(sent, shard_count, process_group)
-    return output
 
 
 @group_call

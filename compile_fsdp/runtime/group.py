@@ -32,8 +32,8 @@ from compile_fsdp.compat import (
     param_groups,
     runs_while_tracing,
 )
-from compile_fsdp.ops import hand_over, issue_ticket
-from compile_fsdp.runtime.gather import GatherPlan, Launched, all_gather, fill, free, pack, unpack
+from compile_fsdp.ops import all_gather_into_tensor, hand_over, issue_ticket
+from compile_fsdp.runtime.gather import GatherPlan, Launched, fill, free, pack, unpack
 from compile_fsdp.runtime.parameter import TraceableParam
 from compile_fsdp.runtime.reduction import Reduction, all_reduce, part, plan_reduction, reduce_scatter
 from compile_fsdp.runtime.states import POST_FORWARD, SHARDED, UNSHARDED, enter, params_follow
@@ -72,6 +72,7 @@ class TraceableGroup:
         # All numbers that a graph depends on. As numbers, those that differ from module to module would become symbols
         # where Dynamo compiles a hook as a frame of its own, and Inductor resizes a storage to a plain number only.
         self.plan_text = ""
+        self.gather_name = self.reduce_name = ""  # of the ranges in a profile, as eager FSDP2 names them
         self.is_extended = False
         self.post_forward_rank: torch.Tensor | None = None  # (1,) int64
         self.watched: set[int] = set()  # parameters whose gradient hook is registered
@@ -106,6 +107,8 @@ class TraceableGroup:
         self.is_extended = any(param.extended for param in self.params)
         routes = (self.shard_count, self.gather_group, self.post_forward_count, self.post_forward_group)
         self.plan_text = repr((routes, [param.plan for param in self.params]))
+        self.gather_name = group._with_fqn("FSDP::all_gather")
+        self.reduce_name = group._with_fqn("FSDP::post_backward_reduce")
 
     def _prepare_post_forward(self) -> None:
         mesh_info = self.group.post_forward_mesh_info
@@ -154,7 +157,7 @@ class TraceableGroup:
             if plan.shard_count > 1 and not isinstance(self.group._all_gather_comm, PLAIN_ALL_GATHERS):
                 output = self._gather_with_custom(output)
             elif plan.shard_count > 1:
-                output = all_gather(output, plan.shard_count, plan.process_group)
+                output = all_gather_into_tensor(output, plan.shard_count, plan.process_group, self.gather_name)
             self.launched = Launched(output, inputs)
 
     def _gather_plan(self) -> GatherPlan:
@@ -355,7 +358,7 @@ class TraceableGroup:
         if reduce_dtype is not None:
             grads = [grad.to(reduce_dtype) for grad in grads]
         plain = isinstance(group._reduce_scatter_comm, PLAIN_REDUCE_SCATTERS)
-        flat = reduce_scatter(grads, reduction, None if plain else self._reduce_with_custom)
+        flat = reduce_scatter(grads, reduction, self.reduce_name, None if plain else self._reduce_with_custom)
         if reduction.replica_group:
             partial_output = group._partial_reduce_output
             if partial_output is not None:

@@ -16,6 +16,7 @@ from compile_fsdp.compat import (
     functional_collectives,
     gradient_divide_factors,
 )
+from compile_fsdp.ops import reduce_scatter_tensor
 from compile_fsdp.runtime.group_calls import group_call
 
 
@@ -83,6 +84,7 @@ def _op_name(op: object) -> str:
 def reduce_scatter(
     grads: list[torch.Tensor],
     reduction: Reduction,
+    name: str,
     custom: Callable[[torch.Tensor, str], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """This rank's padded shards of all gradients, flat, one behind the other.
@@ -90,6 +92,7 @@ def reduce_scatter(
     Args:
         grads: Unsharded gradients of one dtype; a rank's shard is a block of rows of each.
         reduction: Which group, and how to average.
+        name: Of the range in a profile.
         custom: The user's own communicator, with the operation's name.
     """
     flat: torch.Tensor = chunk_cat(grads, 0, reduction.shard_count).view(-1)
@@ -100,8 +103,8 @@ def reduce_scatter(
     if custom is not None and reduction.shard_count > 1:
         flat = custom(flat, reduction.scatter_op)
     elif reduction.shard_count > 1:
-        launched = functional_collectives.reduce_scatter_tensor(
-            flat, reduction.scatter_op, reduction.shard_count, reduction.scatter_group
+        launched = reduce_scatter_tensor(
+            flat, reduction.scatter_op, reduction.shard_count, reduction.scatter_group, name
         )
         flat = functional_collectives.wait_tensor(launched)
     elif reduction.lone_divisor is not None:

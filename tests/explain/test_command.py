@@ -6,12 +6,14 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from compile_fsdp.cli import main
+from launcher import torchrun
 
 SCRIPT = """\
 import sys
@@ -43,6 +45,12 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
+def _data(page: Path) -> Any:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.S)
+    assert found is not None
+    return json.loads(found[1])
+
+
 def test_a_script_is_explained(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = script.parent / "report.html"
     before = list(sys.argv), list(sys.path)
@@ -52,9 +60,7 @@ def test_a_script_is_explained(script: Path, capsys: pytest.CaptureFixture[str])
     out = capsys.readouterr().out
     for part in ("ranks 16", "script.py on 16 ranks", "1 forward, 1 backward", f"wrote {page}"):
         assert part in out
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.S)
-    assert found is not None
-    data = json.loads(found[1])
+    data = _data(page)
     assert [graph["direction"] for graph in data["graphs"]] == ["forward", "backward"]
     assert {row["facts"]["name"] for row in data["groups"]} == {"0", "the root"}
 
@@ -83,6 +89,14 @@ def test_mistakes_are_one_line(
     assert expected in error and error.count("\n") == 1
     assert not (tmp_path / "r.html").exists()
     assert not dist.is_initialized()
+
+
+def test_a_live_run_is_explained_by_its_first_rank(script: Path) -> None:
+    page = script.parent / "report.html"
+    command = ("-m", "compile_fsdp", "explain", "--out", page, script, "--width", "8")
+    out = torchrun(script.parent, *command)
+    assert "script.py on 2 ranks" in out and out.count(f"wrote {page}") == 1
+    assert [graph["direction"] for graph in _data(page)["graphs"]] == ["forward", "backward"]
 
 
 def test_a_script_may_raise_its_own_errors(tmp_path: Path) -> None:

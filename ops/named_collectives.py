@@ -1,0 +1,70 @@
+"""Torch's functional all-gather and reduce-scatter, with a name for profiles.
+
+Each takes what torch's op takes, and the name of the range that a profile shows around it; empty for none.
+
+[Note: Two gathers at a time end the process]
+torch (2.13.0) runs `_c10d_functional.all_gather_into_tensor` on gloo as ALLGATHER_COALESCED. After each collective, a
+worker thread of `ProcessGroupGloo` assigns the collective's name to a string that all its threads share, unlocked. Up
+to 15 characters lie within the string itself; this name is allocated, and where two gathers end at a time it is freed
+twice: "malloc(): unaligned tcache chunk detected", or a segmentation fault, some steps later. The out variant, which
+the gather below calls, runs as ALLGATHER, which fits. docs/passes.md has a program that shows it.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from compile_fsdp.compat import (
+    functional_collectives,
+    has_inductor_lowering,
+    is_profiling,
+    register_collective_lowering,
+)
+
+_LIBRARY = torch.library.Library("compile_fsdp", "FRAGMENT")
+_LIBRARY.define("all_gather_into_tensor(Tensor input, int group_size, str group_name, str name) -> Tensor")
+_LIBRARY.define(
+    "reduce_scatter_tensor(Tensor input, str reduce_op, int group_size, str group_name, str name) -> Tensor"
+)
+
+all_gather_into_tensor = torch.ops.compile_fsdp.all_gather_into_tensor.default
+reduce_scatter_tensor = torch.ops.compile_fsdp.reduce_scatter_tensor.default
+
+
+def _range(name: str) -> AbstractContextManager[object]:
+    return torch.profiler.record_function(name) if name and is_profiling() else nullcontext()
+
+
+@torch.library.impl(_LIBRARY, "all_gather_into_tensor", "Meta")
+def _gathered(input: Tensor, group_size: int, group_name: str, name: str) -> Tensor:
+    return input.new_empty((input.shape[0] * group_size, *input.shape[1:]))
+
+
+@torch.library.impl(_LIBRARY, "all_gather_into_tensor", "CompositeExplicitAutograd")
+def _all_gather(input: Tensor, group_size: int, group_name: str, name: str) -> Tensor:
+    with _range(name):
+        output = _gathered(input, group_size, group_name, name)
+        functional_collectives.all_gather_into_tensor_out(input, group_size, group_name, out=output)
+    return output
+
+
+@torch.library.impl(_LIBRARY, "reduce_scatter_tensor", "Meta")
+def _reduced(input: Tensor, reduce_op: str, group_size: int, group_name: str, name: str) -> Tensor:
+    return input.new_empty((input.shape[0] // group_size, *input.shape[1:]))
+
+
+@torch.library.impl(_LIBRARY, "reduce_scatter_tensor", "CompositeExplicitAutograd")
+def _reduce_scatter(input: Tensor, reduce_op: str, group_size: int, group_name: str, name: str) -> Tensor:
+    with _range(name):
+        output: Tensor = functional_collectives.reduce_scatter_tensor(input, reduce_op, group_size, group_name)
+    return output
+
+
+def ensure_collective_lowerings() -> None:
+    """Make the ops known to Inductor as collectives. Imports Inductor."""
+    for op in (all_gather_into_tensor, reduce_scatter_tensor):
+        if not has_inductor_lowering(op):
+            register_collective_lowering(op)
