@@ -24,6 +24,10 @@ from compile_fsdp.compat import (
     register_collective_lowering,
 )
 
+# Overloads: to find one of a packet takes as long as the call.
+_GATHER_INTO = functional_collectives.all_gather_into_tensor_out.default
+_REDUCE = functional_collectives.reduce_scatter_tensor.default
+
 _LIBRARY = torch.library.Library("compile_fsdp", "FRAGMENT")
 _LIBRARY.define("all_gather_into_tensor(Tensor input, int group_size, str group_name, str name) -> Tensor")
 _LIBRARY.define(
@@ -47,7 +51,7 @@ def _gathered(input: Tensor, group_size: int, group_name: str, name: str) -> Ten
 def _all_gather(input: Tensor, group_size: int, group_name: str, name: str) -> Tensor:
     with _range(name):
         output = _gathered(input, group_size, group_name, name)
-        functional_collectives.all_gather_into_tensor_out(input, group_size, group_name, out=output)
+        _GATHER_INTO(input, group_size, group_name, out=output)
     return output
 
 
@@ -59,7 +63,7 @@ def _reduced(input: Tensor, reduce_op: str, group_size: int, group_name: str, na
 @torch.library.impl(_LIBRARY, "reduce_scatter_tensor", "CompositeExplicitAutograd")
 def _reduce_scatter(input: Tensor, reduce_op: str, group_size: int, group_name: str, name: str) -> Tensor:
     with _range(name):
-        output: Tensor = functional_collectives.reduce_scatter_tensor(input, reduce_op, group_size, group_name)
+        output: Tensor = _REDUCE(input, reduce_op, group_size, group_name)
     return output
 
 
