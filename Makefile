@@ -55,6 +55,7 @@ parity: setup
 bench: setup
 	$(BIN)/python benchmarks/pass_scaling.py
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/passes.py
 	PYTHONPATH=$(TORCHTITAN) $(BIN)/python benchmarks/steps.py
 	PYTHONPATH=$(TORCHTITAN) $(BIN)/python benchmarks/first_step.py --layers 8 32 \
 		--modes block bound $(if $(TORCHTITAN),simple) compile

@@ -399,6 +399,15 @@ def compile_graph(
     return cast(Callable[..., Any], compiled)
 
 
+def compile_for_many(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compile without graph breaks, of a function that many modules share, each with its own graph. (2.13.0)"""
+    arguments: dict[str, Any] = {"fullgraph": True, "backend": backend}
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        arguments["recompile_limit"] = 1000
+    compiled: Callable[..., Any] = torch.compile(function, **arguments)
+    return compiled
+
+
 def inductor_output_type() -> Any:
     """The class of what Inductor compiles a graph to, which AOTAutograd's cache stores. (2.13.0)"""
     from torch._inductor.output_code import OutputCode
@@ -692,15 +701,6 @@ def allocation_sizes(profile: torch.profiler.profile) -> Iterator[int]:
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
     events: list[Any] = profile.profiler.kineto_results.events()
     return (event.nbytes() for event in events if event.name() == "[memory]")
-
-
-def compile_for_many(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile without graph breaks, of a function that many modules share, each with its own graph. (2.13.0)"""
-    arguments: dict[str, Any] = {"fullgraph": True, "backend": backend}
-    if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        arguments["recompile_limit"] = 1000
-    compiled: Callable[..., Any] = torch.compile(function, **arguments)
-    return compiled
 
 
 def allow_recompiles() -> contextlib.AbstractContextManager[object]:
