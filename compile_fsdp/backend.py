@@ -27,16 +27,10 @@ from compile_fsdp.deferred_hooks import DeferredHooks, call_hooks, take_hooks
 from compile_fsdp.errors import NotRootError, NotShardedError, UnsupportedFeatureError
 from compile_fsdp.ops import accumulate_gradient, ensure_lowerings, ensure_ops, watch
 from compile_fsdp.options import Options
-from compile_fsdp.passes import (
-    CountReport,
-    PassReport,
-    Pipeline,
-    expand_calls,
-    keep_unsharded,
-    legalize_windows,
-)
+from compile_fsdp.passes import Pipeline, expand_calls, keep_unsharded, legalize_windows
 from compile_fsdp.progress import Phase
-from compile_fsdp.reports import Direction, GraphReport, present_observer, record
+from compile_fsdp.recorder import Recorder
+from compile_fsdp.reports import Direction, present_observer
 from compile_fsdp.runtime import scope
 from compile_fsdp.runtime.checks import describe
 from compile_fsdp.runtime.group import TraceableGroup, owner_of
@@ -173,7 +167,7 @@ class _GraphInputs:
 def _compile(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, direction: Direction, inputs: _GraphInputs
 ) -> Callable[..., Any]:
-    recorder = _Recorder(direction, options.inner_backend, len(gm.graph.nodes))
+    recorder = Recorder(direction, options.inner_backend, len(gm.graph.nodes))
     config = dict(options.inductor)
     observer = None
     if (watching := present_observer()) is not None:
@@ -204,42 +198,6 @@ def _compile(
         phase.end()
     recorder.finish()
     return compiled
-
-
-class _Recorder:
-    """Turns the passes' reports of one Dynamo graph into the user's reports."""
-
-    def __init__(self, direction: Direction, inner_backend: str, nodes: int) -> None:
-        self.direction = direction
-        self.inner_backend = inner_backend
-        self.nodes = nodes
-        self.recorded = False
-
-    def __call__(self, passes: tuple[PassReport | CountReport, ...]) -> None:
-        windows = [p for p in passes if isinstance(p, PassReport)]
-        record(
-            GraphReport(
-                # Inductor compiles the backward of a graph without sharded modules by itself, as a second graph.
-                direction="backward" if self.recorded else self.direction,
-                inner_backend=self.inner_backend,
-                windows_removed=sum(p.windows_removed for p in windows),
-                copies_removed=sum(p.copies_removed for p in windows),
-                resizes_removed=sum(p.resizes_removed for p in windows),
-                kept=tuple((fqn, reason.value) for p in windows for fqn, reason in p.kept),
-                nodes_before=passes[0].nodes_before if passes else self.nodes,
-                nodes_after=passes[-1].nodes_after if passes else self.nodes,
-                seconds=sum(p.seconds for p in passes),
-                cached=False,
-            )
-        )
-        self.recorded = True
-
-    def finish(self) -> None:
-        """Report a graph that no pass has seen: another inner backend, or one from Inductor's cache."""
-        if not self.recorded:
-            cached = self.inner_backend == "inductor"
-            record(GraphReport(self.direction, self.inner_backend, 0, 0, 0, (), self.nodes, self.nodes, 0.0, cached))
-            self.recorded = True
 
 
 class _BackwardCompiler:

@@ -35,7 +35,8 @@ class GraphReport:
         nodes_before: Nodes of the graph that the passes got.
         nodes_after: Nodes of the graph that they left.
         seconds: Time in the passes.
-        cached: True if Inductor took the compiled graph from its cache, so that no pass ran and the counts are 0.
+        cached: True if Inductor took the compiled graph from its cache, so that no pass ran. The rest is then what
+            was reported when the graph was compiled.
     """
 
     direction: Direction

@@ -1,4 +1,7 @@
-"""The passes in their order, as the one custom pass that Inductor runs before its own post-grad passes."""
+"""The passes in their order, as the one custom pass that Inductor runs before its own post-grad passes.
+
+They do not run on a graph that Inductor takes from its cache; their reports are stored with it, as a note.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +11,23 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 from torch import fx
 
 from compile_fsdp import ops
-from compile_fsdp.compat import CustomGraphPass, trace_artifact
+from compile_fsdp.compat import CustomGraphPass, leave_note, trace_artifact
 from compile_fsdp.passes.costs import Costs
 from compile_fsdp.passes.named_collectives import use_named_collectives, use_torch_collectives
 from compile_fsdp.passes.pack_gathers import pack_gathers
 from compile_fsdp.passes.pack_reductions import pack_reductions
 from compile_fsdp.passes.remove_unread import remove_unread
 from compile_fsdp.passes.remove_unshard_copies import Names, remove_unshard_copies
-from compile_fsdp.passes.report import CountReport, PassReport
+from compile_fsdp.passes.report import Report, to_json
 from compile_fsdp.passes.schedule_collectives import schedule_collectives
 
-Report = PassReport | CountReport
 Pass = Callable[..., Report]
 OnReport = Callable[[tuple[Report, ...]], None]
 
@@ -108,7 +110,9 @@ class Pipeline(CustomGraphPass):
         use_named_collectives(graph)
         for report in reports:
             _log.info("%s", report)
-        trace_artifact("compile_fsdp_passes", lambda: _to_json(reports))
+        note = to_json(reports)
+        leave_note(note)
+        trace_artifact("compile_fsdp_passes", lambda: note)
         self._on_report(reports)
 
     def uuid(self) -> str:
@@ -134,13 +138,3 @@ def _hash_sources() -> str:
             content = path.read_bytes()
             digest.update(f"{name}/{path.relative_to(folder).as_posix()} {len(content)}\n".encode() + content)
     return digest.hexdigest()
-
-
-def _to_json(reports: tuple[Report, ...]) -> str:
-    rows = []
-    for report in reports:
-        row = asdict(report)
-        if isinstance(report, PassReport):
-            row["kept"] = [{"parameter": name, "reason": reason.value} for name, reason in report.kept]
-        rows.append(row)
-    return json.dumps(rows)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 MIB = 2**20
 
@@ -105,6 +107,32 @@ class CountReport:
             for what, count in self.counts
         )
         return f"{self.name}: " + ", ".join(counts).replace("_", " ")
+
+
+Report = PassReport | CountReport
+
+
+def to_json(reports: Iterable[Report]) -> str:
+    rows = []
+    for report in reports:
+        row = asdict(report)
+        if isinstance(report, PassReport):
+            row["kept"] = [{"parameter": name, "reason": reason.value} for name, reason in report.kept]
+        rows.append(row)
+    return json.dumps(rows)
+
+
+def from_json(text: str) -> tuple[Report, ...]:
+    """The reports that `to_json` wrote."""
+    return tuple(_from_row(row) for row in json.loads(text))
+
+
+def _from_row(row: dict[str, Any]) -> Report:
+    if "counts" in row:
+        counts = tuple((what, count) for what, count in row.pop("counts"))
+        return CountReport(**row, counts=counts)
+    kept = tuple((each["parameter"], Kept(each["reason"])) for each in row.pop("kept"))
+    return PassReport(**row, kept=kept)
 
 
 @dataclass(frozen=True, slots=True)

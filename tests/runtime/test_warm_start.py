@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 _STEP = """
-import json, sys
+import dataclasses, json, sys
 import torch
 from torch import nn
 import torch._dynamo.utils
@@ -34,15 +34,15 @@ with fake_world(2, rank):
     if warm_up:  # compiled graphs before ours change the numbers that torch gives them
         torch.compile(torch.sin)(torch.ones(2, requires_grad=True)).sum().backward()
         torch._dynamo.utils.counters.clear()
-    model = nn.Sequential(Block(), Block())
-    for module in (*model, model):
+    model = nn.Sequential(Block(), Block(), nn.Linear(4, 1))
+    for module in (*model[:2], model):
         compile_fsdp.fully_shard(module)
     model.compile(backend="compile_fsdp", fullgraph=True)
     model(torch.ones(3, 4)).square().mean().backward()
     counters = torch._dynamo.utils.counters
     print(json.dumps({
         "counters": {**counters["aot_autograd"], **counters["inductor"]},
-        "cached": [report.cached for report in compile_fsdp.reports()],
+        "reports": [dataclasses.asdict(report) for report in compile_fsdp.reports()],
         "captures": counters["compiled_autograd"]["captures"],
     }))
 """
@@ -66,14 +66,14 @@ def _run(cache: Path, rank: int, warm_up: bool = False) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The cache that a first process on rank 0 has left."""
+def cold(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The cache that a first process on rank 0 has left, and what that one said."""
     folder = tmp_path_factory.mktemp("cache")
     cold = _run(folder, rank=0)
-    assert cold["cached"] == [False, False]
+    assert [report["cached"] for report in cold["reports"]] == [False, False]
     assert _count(cold, "autograd_cache") == {"miss": 2, "saved": 2}
     assert _count(cold, "fxgraph_cache") == {"miss": 2}
-    return folder
+    return folder, cold
 
 
 def _count(result: dict[str, Any], cache: str) -> dict[str, int]:
@@ -84,10 +84,14 @@ def _count(result: dict[str, Any], cache: str) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("rank", "warm_up"), [(0, False), (1, False), (0, True)], ids=["restart", "other rank", "after other graphs"]
 )
-def test_forward_and_backward_come_from_the_cache(cache: Path, rank: int, warm_up: bool) -> None:
-    warm = _run(cache, rank, warm_up)
-    assert warm["cached"] == [True, True]
+def test_forward_and_backward_come_from_the_cache(cold: tuple[Path, dict[str, Any]], rank: int, warm_up: bool) -> None:
+    folder, first = cold
+    warm = _run(folder, rank, warm_up)
     assert warm["captures"] == 1
     # Two loads for the forward, the second of which stands for the backward that nobody runs, and one for ours.
     assert _count(warm, "autograd_cache") == {"hit": 2}
     assert _count(warm, "fxgraph_cache") == {"hit": 3}
+    # They are reported as they were when they were compiled.
+    assert warm["reports"] == [report | {"cached": True} for report in first["reports"]]
+    assert [report["windows_removed"] for report in warm["reports"]] == [8, 8]
+    assert {fqn for fqn, _ in warm["reports"][0]["kept"]} == {"2.weight", "2.bias"}
