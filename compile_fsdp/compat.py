@@ -18,6 +18,9 @@ import torch
 # --- Tracing --------------------------------------------------------------------------------------------------
 import torch._dynamo
 from torch import nn
+
+# The key-value stores that process groups meet at. (2.13.0)
+from torch._C._distributed_c10d import Store as Store
 from torch._dynamo import compiled_autograd as _compiled_autograd
 
 # Frames of this code are not compiled on their own, but are still inlined into a compiled caller. (2.13.0)
@@ -704,6 +707,34 @@ def init_fake_process_group(world_size: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+
+
+# --- Agreeing ---------------------------------------------------------------------------------------------------
+def resolve_group(name: str) -> torch.distributed.ProcessGroup:
+    """The process group that ops of a graph call by this name. (2.13.0)"""
+    from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+
+    group: torch.distributed.ProcessGroup = _resolve_process_group(name)  # type: ignore[arg-type]
+    return group
+
+
+def group_store(group: torch.distributed.ProcessGroup) -> Store:
+    """The key-value store that the ranks of a process group have met at. (2.13.0)"""
+    from torch.distributed.distributed_c10d import _world
+
+    return _world.pg_map[group][1]
+
+
+def collective_arguments(node: torch.fx.Node) -> dict[str, object] | None:
+    """What a node calls a collective with, and its "kind"; None if it is none. (2.13.0)"""
+    target = node.target
+    op = target.default if isinstance(target, OpOverloadPacket) and hasattr(target, "default") else target
+    if not isinstance(op, OpOverload) or op.namespace not in ("_c10d_functional", "compile_fsdp"):
+        return None
+    names = [argument.name for argument in op._schema.arguments]
+    if "group_name" not in names:
+        return None
+    return {"kind": op_name(op).split("::")[1], **dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 # --- Measuring ------------------------------------------------------------------------------------------------

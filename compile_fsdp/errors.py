@@ -51,6 +51,14 @@ class UnsupportedFeatureError(CompileFSDPError):
     """A feature of FSDP2 that works eagerly and cannot be compiled yet."""
 
 
+class CollectiveMismatchError(CompileFSDPError):
+    """Ranks have compiled graphs with different collectives. All of them raise, before any of these is issued."""
+
+
+class RankMissingError(CompileFSDPError):
+    """A rank has not compiled the graph that the others wait to run."""
+
+
 class BackwardError(CompileFSDPError):
     """Base of the errors for what a compiled backward cannot do."""
 

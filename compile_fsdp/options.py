@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.distributed.fsdp import BackwardPrefetch
 
+from compile_fsdp.agreement import DEFAULT_LIMIT_S
 from compile_fsdp.compat import inductor_mode_options, inductor_option_names, list_backends
 from compile_fsdp.errors import UnknownOptionError
 from compile_fsdp.passes import PASSES, Costs
@@ -33,6 +34,8 @@ class Options:
         costs: What collectives, copies and compute cost, for the passes that decide by it; equal on all ranks. The
             numbers for the device in `compile_fsdp.passes.COSTS`, unless given.
         progress: Whether rank 0 says on stderr what is being traced or compiled when that takes more than two seconds.
+        agreement_timeout_s: Seconds that ranks wait for each other before a graph first runs, where one compiles longer
+            than another.
         inductor: Options of Inductor, by the names that `torch.compile(options=...)` knows.
     """
 
@@ -42,6 +45,7 @@ class Options:
     memory_budget: int | None = None
     costs: Costs | None = None
     progress: bool = True
+    agreement_timeout_s: float = DEFAULT_LIMIT_S
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -92,6 +96,9 @@ def _checked(ours: dict[str, Any]) -> dict[str, Any]:
         raise UnknownOptionError(f"expected costs to be compile_fsdp.passes.Costs or None, got {costs!r}")
     if not isinstance(progress := ours.get("progress", True), bool):
         raise UnknownOptionError(f"expected progress to be True or False, got {progress!r}")
+    limit = ours.get("agreement_timeout_s", 1.0)
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
+        raise UnknownOptionError(f"expected agreement_timeout_s to be a number of seconds above 0, got {limit!r}")
     if "disabled_passes" in ours:
         passes = {p.__name__ for p in PASSES}
         disabled = ours["disabled_passes"]
