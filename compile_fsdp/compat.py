@@ -725,6 +725,11 @@ def group_store(group: torch.distributed.ProcessGroup) -> Store:
     return _world.pg_map[group][1]
 
 
+def is_collective(node: torch.fx.Node) -> bool:
+    """Whether a node launches a collective. (2.13.0)"""
+    return collective_arguments(node) is not None
+
+
 def collective_arguments(node: torch.fx.Node) -> dict[str, object] | None:
     """What a node calls a collective with, and its "kind"; None if it is none. (2.13.0)"""
     target = node.target

@@ -20,6 +20,12 @@ A backward launches no gather before the place at which the runtime has traced i
 and the modules' prefetch lists have it. Within these bounds a gather goes as late as the costs allow, since what is
 gathered takes memory. A gradient in flight keeps its unsharded memory: never more than the largest reduction's.
 
+[Note: One order on all ranks]
+Ranks may differ in what they compute with, batches of several lengths for example, and hence in what computing costs.
+Their collectives must be issued in one order all the same. So costs decide on the place of a gather between two other
+collectives, and never on its order among them: gathers keep the order in which they were traced, and each goes before
+the first other collective behind the earliest place that it could have.
+
 [Note: Who keeps the order]
 Inductor lowers the nodes in graph order, and moves kernels afterwards only to save memory. That pass knows nothing of
 communication and is switched off for our graphs (`backend.py`); everything else keeps the order of collectives, which
@@ -30,9 +36,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import fx
 
+from compile_fsdp.compat import is_collective
 from compile_fsdp.passes.collectives import GATHER, REDUCE, WAIT, is_rearrangement, ranks_of
 from compile_fsdp.passes.costs import Costs, compute_seconds, device_costs, size_bytes
 from compile_fsdp.passes.effects import Effects, is_copy, is_resize
@@ -54,8 +62,8 @@ def schedule_collectives(graph: fx.Graph, *, hoist: bool = True, costs: Costs | 
     if moved:
         costs = costs or device_costs(moved[0].collective)
         timeline = _Timeline(moves.fixed, costs)
-        _place_gathers(moves.gathers, timeline, hoist)
         _place_reductions(moves.reductions, timeline)
+        _place_gathers(moves, timeline, hoist)
         _reorder(graph, moves)
     counts = (("collectives_scheduled", len(moved)), ("left_in_place", moves.left))
     return CountReport(schedule_collectives.__name__, nodes, nodes, counts)
@@ -95,6 +103,7 @@ class _Moves:
         gathers: In the order in which they were traced.
         reductions: The same.
         left: Collectives of both kinds that stay where they are.
+        collectives: Positions of all collectives among the fixed nodes.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -115,6 +124,7 @@ class _Moves:
             else:
                 self.left += 1
         self.fixed = [node for node in graph.nodes if node not in moving]
+        self.collectives = [i for i, node in enumerate(self.fixed) if is_collective(node)]
         self._find_positions(order, {node for node in self.fixed if _is_barrier(node, effects)})
 
     def _find_positions(self, order: dict[fx.Node, int], barriers: set[fx.Node]) -> None:
@@ -205,17 +215,21 @@ class _Timeline:
         return min(bisect_left(self.starts, second), len(self.starts) - 1)
 
 
-def _place_gathers(gathers: list[_Collective], timeline: _Timeline, hoist: bool) -> None:
+def _place_gathers(moves: _Moves, timeline: _Timeline, hoist: bool) -> None:
     """Each as late as it can be, from the last one back, one collective at a time."""
-    traced = sorted({each.traced for each in gathers})
+    traced = sorted({each.traced for each in moves.gathers})
     before = dict(zip(traced, traced[:1] + traced, strict=False))  # where the group before was traced
+    own = (max(each.ready, before[each.traced] if hoist else each.traced) for each in moves.gathers)
+    earliest = list(accumulate(own, max))  # See [Note: One order on all ranks].
+    # A gather at a reduction's place is launched behind it, at a fixed collective's place before it.
+    stops = sorted([each.slot - 1 for each in moves.reductions] + moves.collectives)
+    latest = len(moves.fixed)
     free_until = float("inf")
-    for each in sorted(gathers, key=lambda each: each.due, reverse=True):
+    for each, first in reversed(list(zip(moves.gathers, earliest, strict=True))):
         timeline.measure(each)
-        # See [Note: Bounds of a prefetch].
-        earliest = max(each.ready, before[each.traced] if hoist else each.traced)
+        latest = min([each.due, latest, *stops[bisect_left(stops, first) :][:1]])
         start = min(timeline.starts[each.due], free_until) - each.seconds
-        each.slot = min(max(timeline.last_before(start), earliest), each.due)
+        each.slot = latest = min(max(timeline.last_before(start), first), latest)
         each.wait_slot = each.due
         free_until = start
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,10 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
+from compile_fsdp.compat import is_collective
 from compile_fsdp.passes import Costs, schedule_collectives
 from graphs import GraphBuilder, aten, c10d, gather, reduce
 from ranks import run_rank_zero
 from render import render
+
+ALL_REDUCE = c10d.all_reduce.default
 
 # A (8, 8) product takes a second, and a collective its latency.
 MM_FLOPS = 2 * 8**3
@@ -131,7 +135,7 @@ def test_gather_without_cost_is_not_launched_early() -> None:
 def test_backward_reduces_at_once_and_gathers_no_earlier_than_traced() -> None:
     graph = backward()
     assert events(graph) == "g2 u2 g1 u1 mm mm r0 v0 g0 u0 mm mm r1 v1 mm mm r2 v2"
-    assert scheduled(graph, latency=1, hoist=False) == "g2 mm u2 mm r0 g1 mm v0 u1 mm r1 g0 mm v1 u0 mm r2 v2"
+    assert scheduled(graph, latency=1, hoist=False) == "g2 mm u2 mm g1 r0 mm v0 u1 mm g0 r1 mm v1 u0 mm r2 v2"
 
 
 def test_backward_keeps_a_late_prefetch_late() -> None:
@@ -175,6 +179,38 @@ def test_gather_of_activations_is_left_alone() -> None:
     before = render(graph)
     assert dict(schedule_collectives(graph, costs=taking(1)).counts)["left_in_place"] == 1
     assert render(graph) == before
+
+
+def with_other_collectives(layers: int, places: set[int]) -> fx.Graph:
+    """A backward in which an activation is reduced over all ranks too, at some of the layers."""
+    model = Model(layers)
+    grad, gradients = model.x, []
+    for layer in reversed(range(layers)):
+        weight = model.gather(layer)
+        grad = model.mm(grad, weight)
+        if layer in places:
+            grad = model.build.call(c10d.wait_tensor.default, model.build.call(ALL_REDUCE, grad, "sum", "dp"))
+        gradients += reduce(model.build, [model.mm(grad, model.saved[layer]), grad], 2)
+    return model.build.output(grad, *gradients)
+
+
+@given(
+    st.integers(1, 6),
+    st.sets(st.integers(0, 5)),
+    st.floats(0, 10),
+    st.sampled_from([forward, backward, None]),
+    st.booleans(),
+)
+def test_collectives_have_one_order_however_long_the_rank_computes(
+    layers: int, places: set[int], latency: float, build: Callable[[int], fx.Graph] | None, hoist: bool
+) -> None:
+    orders = []
+    for each in (0.0, latency, 1e3):
+        graph = with_other_collectives(layers, places) if build is None else build(layers)
+        schedule_collectives(graph, hoist=hoist, costs=taking(each))
+        graph.lint()
+        orders.append([f"{node.name} {node.args}" for node in graph.nodes if is_collective(node)])
+    assert orders[0] == orders[1] == orders[2]
 
 
 @given(st.integers(1, 6), st.floats(0, 10), st.booleans(), st.booleans())
