@@ -3,8 +3,9 @@
 A rank whose graph has other collectives than its peers' hangs, and they with it, until a watchdog ends the job. So each
 rank compares what it has compiled with the others, and all of them raise where there is a difference. The comparison
 runs over the process groups' key-value stores, not over collectives: it has a time limit of its own, which covers that
-some ranks find in a cache what others compile for minutes. Collectives that tensor subclasses issue themselves, as
-DTensor does for tensor parallelism, are in no graph of Dynamo's, and are not compared.
+some ranks find in a cache what others compile for minutes. With Inductor it covers all that the compiled graph issues,
+in the order of the passes; with another inner backend what Dynamo has traced, which lacks the collectives that tensor
+subclasses issue themselves, as DTensor does for tensor parallelism.
 
 [Note: Agreed once is agreed]
 A rank may compile a graph that the others do not, for a batch of another size for example. Its collectives are those
@@ -20,13 +21,11 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
-from torch import fx
 
-from compile_fsdp.compat import Store, collective_arguments, group_store, resolve_group
+from compile_fsdp.compat import Store, group_store, resolve_group
 from compile_fsdp.errors import CollectiveMismatchError, RankMissingError
-from compile_fsdp.passes.aliases import fake_value
+from compile_fsdp.passes.sequence import CollectiveSequence
 from compile_fsdp.progress import Phase
 
 DEFAULT_LIMIT_S = 1800.0
@@ -50,69 +49,27 @@ class _Agreed:
 _agreed: WeakKeyDictionary[dist.ProcessGroup, _Agreed] = WeakKeyDictionary()
 
 
-@dataclass(frozen=True, slots=True)
-class Sequence:
-    """The collectives of a graph.
-
-    Attributes:
-        lines: One for each, equal on all ranks that issue the same: a process group is its number in the order of first
-            use, and its size.
-        groups: Names of the process groups.
-    """
-
-    lines: tuple[str, ...]
-    groups: tuple[str, ...]
-
-
-def agree(sequence: Sequence, what: str, settings: str, limit_s: float, shown: bool) -> None:
+def agree(sequence: CollectiveSequence, what: str, limit_s: float, shown: bool) -> None:
     """Compare the collectives of a graph with those of the other ranks of its process groups.
 
     Args:
-        sequence: The collectives, in the order that Dynamo has traced.
+        sequence: The collectives.
         what: The graph's name in errors and messages.
-        settings: What decides about the passes; ranks whose settings differ would issue different collectives.
         limit_s: Seconds to wait for the other ranks.
         shown: Whether rank 0 says that it waits.
     Raises:
         CollectiveMismatchError: on every rank of a group whose ranks differ.
         RankMissingError: a rank does not come within the limit.
     """
-    lines = (f"passes by {settings}", *sequence.lines)
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    digest = hashlib.sha256("\n".join(sequence.lines).encode()).hexdigest()
     phase = Phase(f"waiting for the other ranks' {what}", shown)
     try:
         for name in sorted(sequence.groups):
             group = resolve_group(name)
             if group.size() > 1 and dist.get_backend(group) != _FAKE:
-                _agree_in(group, name, what, digest, lines, limit_s)
+                _agree_in(group, name, what, digest, sequence.lines, limit_s)
     finally:
         phase.end()
-
-
-def read_collectives(graph: fx.Graph) -> Sequence:
-    """The collectives of a graph as Dynamo traces it, with calls expanded."""
-    lines = []
-    groups: dict[str, int] = {}
-    for node in graph.nodes:
-        arguments = collective_arguments(node)
-        if arguments is None:
-            continue
-        name = str(arguments["group_name"])
-        number = groups.setdefault(name, len(groups))
-        where = f"group {number} of {resolve_group(name).size()} ranks"
-        label = f" for {arguments['name']}" if arguments.get("name") else ""
-        lines.append(f"{arguments['kind']} of {_describe(node)} in {where}{label}")
-    return Sequence(tuple(lines), tuple(groups))
-
-
-def _describe(node: fx.Node) -> str:
-    tensors = [value for each in node.all_input_nodes if isinstance(value := fake_value(each), torch.Tensor)]
-    return ", ".join(f"{str(tensor.dtype).removeprefix('torch.')}[{_numel(tensor)}]" for tensor in tensors)
-
-
-def _numel(tensor: torch.Tensor) -> object:
-    size = tensor.numel()
-    return size if isinstance(size, int) else "dynamic"  # ranks may differ in it
 
 
 def _agree_in(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from compile_fsdp.agreement import agree, read_collectives
+from compile_fsdp.agreement import agree
 from compile_fsdp.boundary import ForwardGraph
 from compile_fsdp.compat import (
     CACHEABLE_FUNCTIONS,
@@ -29,7 +29,7 @@ from compile_fsdp.errors import NotRootError, NotShardedError, UnsupportedFeatur
 from compile_fsdp.ops import accumulate_gradient, ensure_lowerings, ensure_ops, watch
 from compile_fsdp.options import Options
 from compile_fsdp.passes import Pipeline, expand_calls, keep_unsharded, legalize_windows
-from compile_fsdp.passes.remove_unshard_copies import node_name
+from compile_fsdp.passes.sequence import read_collectives
 from compile_fsdp.progress import Phase
 from compile_fsdp.recorder import Recorder
 from compile_fsdp.reports import Direction, present_observer
@@ -169,7 +169,7 @@ class _GraphInputs:
 def _compile(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, direction: Direction, inputs: _GraphInputs
 ) -> Callable[..., Any]:
-    sequence = read_collectives(gm.graph)  # now, for the graph is the compiler's from here on
+    traced = read_collectives(gm.graph)  # now, for the graph is the compiler's from here on
     recorder = Recorder(direction, options.inner_backend, len(gm.graph.nodes))
     config = dict(options.inductor)
     observer = None
@@ -199,16 +199,9 @@ def _compile(
         compiled = compile_graph(gm, example_inputs, options.inner_backend, config, is_captured)
     finally:
         phase.end()
-    recorder.finish()
-    agree(sequence, f"{direction} graph", _settings(options), options.agreement_timeout_s, options.progress)
+    collectives = recorder.finish() or traced
+    agree(collectives, f"{direction} graph", options.agreement_timeout_s, options.progress)
     return compiled
-
-
-def _settings(options: Options) -> str:
-    """What decides about the passes, as text that is equal in all processes."""
-    merge = options.memory_budget is not None
-    pipeline = Pipeline(node_name, print, options.disabled_passes, merge=merge, costs=options.costs)
-    return f"{options.inner_backend}, passes {pipeline.uuid()[:12]}"
 
 
 class _BackwardCompiler:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from compile_fsdp.compat import take_notes
-from compile_fsdp.passes import PassReport, Report, reports_from_json
+from compile_fsdp.passes.pipeline import take_graph_notes
+from compile_fsdp.passes.report import PassReport, Report
+from compile_fsdp.passes.sequence import CollectiveSequence
 from compile_fsdp.reports import Direction, GraphReport, record
 
 
@@ -22,21 +23,25 @@ class Recorder:
     def __init__(self, direction: Direction, inner_backend: str, nodes: int) -> None:
         self._next = GraphReport(direction, inner_backend, 0, 0, 0, (), nodes, nodes, 0.0, cached=False)
         self._recorded = False
-        take_notes()  # of a backward that Inductor compiled by itself, later than its forward
+        take_graph_notes()  # of a backward that Inductor compiled by itself, later than its forward
 
     def __call__(self, passes: Sequence[Report]) -> None:
         """Report the graph that the passes have run on."""
         self._record(passes, cached=False)
 
-    def finish(self) -> None:
-        """Report what no pass has seen: graphs of another inner backend, or from Inductor's cache."""
-        notes = take_notes()
-        if self._recorded:
-            return
-        for note in notes:
-            self._record(reports_from_json(note), cached=True)
-        if not notes:
+    def finish(self) -> CollectiveSequence | None:
+        """Report what no pass has seen: graphs of another inner backend, or from Inductor's cache.
+
+        Returns:
+            The collectives that the graph issues; None where another inner backend decides on them.
+        """
+        notes = take_graph_notes()
+        if not self._recorded:
+            for note in notes:
+                self._record(note.reports, cached=True)
+        if not self._recorded:
             self._record((), cached=self._next.inner_backend == "inductor")
+        return notes[0].collectives if notes else None
 
     def _record(self, passes: Sequence[Report], cached: bool) -> None:
         windows = [p for p in passes if isinstance(p, PassReport)]

@@ -9,8 +9,7 @@ from compile_fsdp.passes.pack_reductions import pack_reductions
 from compile_fsdp.passes.pipeline import PASSES, GraphObserver, Pipeline
 from compile_fsdp.passes.remove_unread import remove_unread
 from compile_fsdp.passes.remove_unshard_copies import remove_unshard_copies
-from compile_fsdp.passes.report import CountReport, Kept, LegalizeReport, PassReport, Report, Unmoved
-from compile_fsdp.passes.report import from_json as reports_from_json
+from compile_fsdp.passes.report import CountReport, Kept, LegalizeReport, PassReport, Unmoved
 from compile_fsdp.passes.schedule_collectives import schedule_collectives
 
 __all__ = [
@@ -23,7 +22,6 @@ __all__ = [
     "LegalizeReport",
     "PassReport",
     "Pipeline",
-    "Report",
     "Unmoved",
     "expand_calls",
     "keep_unsharded",
@@ -32,6 +30,5 @@ __all__ = [
     "pack_reductions",
     "remove_unread",
     "remove_unshard_copies",
-    "reports_from_json",
     "schedule_collectives",
 ]

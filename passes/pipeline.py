@@ -1,6 +1,6 @@
 """The passes in their order, as the one custom pass that Inductor runs before its own post-grad passes.
 
-They do not run on a graph that Inductor takes from its cache; their reports are stored with it, as a note.
+They do not run on a graph that Inductor takes from its cache; what they have to say is stored with it, as a note.
 """
 
 from __future__ import annotations
@@ -11,22 +11,23 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from torch import fx
 
 from compile_fsdp import ops
-from compile_fsdp.compat import CustomGraphPass, leave_note, trace_artifact
+from compile_fsdp.compat import CustomGraphPass, leave_note, take_notes, trace_artifact
 from compile_fsdp.passes.costs import Costs
 from compile_fsdp.passes.named_collectives import use_named_collectives, use_torch_collectives
 from compile_fsdp.passes.pack_gathers import pack_gathers
 from compile_fsdp.passes.pack_reductions import pack_reductions
 from compile_fsdp.passes.remove_unread import remove_unread
 from compile_fsdp.passes.remove_unshard_copies import Names, remove_unshard_copies
-from compile_fsdp.passes.report import Report, to_json
+from compile_fsdp.passes.report import Report, from_json, to_json
 from compile_fsdp.passes.schedule_collectives import schedule_collectives
+from compile_fsdp.passes.sequence import CollectiveSequence, read_collectives
 
 Pass = Callable[..., Report]
 OnReport = Callable[[tuple[Report, ...]], None]
@@ -56,6 +57,29 @@ class GraphObserver(Protocol):
 
     def end(self, graph: fx.Graph) -> None:
         """All passes have run."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphNote:
+    """What is stored with a graph.
+
+    Attributes:
+        reports: Of the passes, in their order.
+        collectives: What the graph issues.
+    """
+
+    reports: tuple[Report, ...]
+    collectives: CollectiveSequence
+
+
+def take_graph_notes() -> list[GraphNote]:
+    """The notes of all graphs that were compiled, or came from a cache, since the last call."""
+    return [_parse_note(*json.loads(text)) for text in take_notes()]
+
+
+def _parse_note(reports: str, collectives: dict[str, list[str]]) -> GraphNote:
+    sequence = CollectiveSequence(tuple(collectives["lines"]), tuple(collectives["groups"]))
+    return GraphNote(from_json(reports), sequence)
 
 
 class Pipeline(CustomGraphPass):
@@ -110,9 +134,9 @@ class Pipeline(CustomGraphPass):
         use_named_collectives(graph)
         for report in reports:
             _log.info("%s", report)
-        note = to_json(reports)
-        leave_note(note)
-        trace_artifact("compile_fsdp_passes", lambda: note)
+        text = to_json(reports)
+        leave_note(json.dumps([text, asdict(read_collectives(graph))]))
+        trace_artifact("compile_fsdp_passes", lambda: text)
         self._on_report(reports)
 
     def uuid(self) -> str:
