@@ -2,7 +2,8 @@
 
 [Note: Costs are equal on all ranks]
 Ranks that decided differently would issue different collectives, and hang. So costs are constants and never measured
-by the process that uses them, and they are applied to sizes that all ranks share: padded shards and whole parameters.
+by the process that uses them, and what is decided by them depends on sizes that all ranks share: padded shards and
+whole parameters.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ class Costs:
         comm_bandwidth: Bytes per second that a rank receives.
         memory_bandwidth: Bytes per second that a kernel reads and writes together.
         flops: Floating-point operations per second.
+        rows: Tokens, or other rows of a batch, that a rank usually computes with at a time. Nothing is decided by the
+            real number where all ranks have to decide alike.
     """
 
     latency: float
     comm_bandwidth: float
     memory_bandwidth: float
     flops: float
+    rows: int = 256
 
     def collective(self, shard_bytes: int, ranks: int) -> float:
         """Seconds for an all-gather of shards of this size, or for a reduce-scatter into them."""
@@ -54,8 +58,8 @@ class Costs:
 # data sheet of an H100 SXM, 8 of them connected by NVLink, at about 60 % of its peaks.
 COSTS: Mapping[str, Costs] = MappingProxyType(
     {
-        "cpu": Costs(latency=1e-3, comm_bandwidth=0.6e9, memory_bandwidth=6e9, flops=30e9),
-        "cuda": Costs(latency=20e-6, comm_bandwidth=250e9, memory_bandwidth=2e12, flops=500e12),
+        "cpu": Costs(latency=1e-3, comm_bandwidth=0.6e9, memory_bandwidth=6e9, flops=30e9, rows=512),
+        "cuda": Costs(latency=20e-6, comm_bandwidth=250e9, memory_bandwidth=2e12, flops=500e12, rows=8192),
     }
 )
 
@@ -91,6 +95,12 @@ def compute_seconds(node: fx.Node, costs: Costs) -> float:
         return moved
     args, kwargs = fake_arguments((node.args, node.kwargs))
     return max(moved, formula(*args, **kwargs, out_val=fake_value(node)) / costs.flops)
+
+
+def usual_compute_seconds(node: fx.Node, parameter_numel: int, costs: Costs) -> float:
+    """What a product with a parameter, or one that makes its gradient, takes with the usual rows; others are free."""
+    counts = isinstance(node.target, OpOverload) and flop_formula(node.target) is not None
+    return 2 * costs.rows * parameter_numel / costs.flops if counts else 0.0
 
 
 def plan_packs(sizes: Sequence[int], are_alone: Sequence[bool], limit: int) -> list[list[int]]:

@@ -21,10 +21,9 @@ and the modules' prefetch lists have it. Within these bounds a gather goes as la
 gathered takes memory. A gradient in flight keeps its unsharded memory: never more than the largest reduction's.
 
 [Note: One order on all ranks]
-Ranks may differ in what they compute with, batches of several lengths for example, and hence in what computing costs.
-Their collectives must be issued in one order all the same. So costs decide on the place of a gather between two other
-collectives, and never on its order among them: gathers keep the order in which they were traced, and each goes before
-the first other collective behind the earliest place that it could have.
+Ranks may differ in what they compute with, batches of several lengths for example, and hence in how long they compute.
+Their collectives must be issued in one order all the same. So the order is that of a schedule for the usual batch
+(`Costs.rows`), in which only products with parameters take time; what this rank computes decides on the places between.
 
 [Note: Who keeps the order]
 Inductor lowers the nodes in graph order, and moves kernels afterwards only to save memory. That pass knows nothing of
@@ -35,14 +34,15 @@ are calls that nothing is fused with.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
 from torch import fx
 
 from compile_fsdp.compat import is_collective
-from compile_fsdp.passes.collectives import GATHER, REDUCE, WAIT, is_rearrangement, ranks_of
-from compile_fsdp.passes.costs import Costs, compute_seconds, device_costs, size_bytes
+from compile_fsdp.passes.collectives import GATHER, REDUCE, WAIT, is_rearrangement, numel, ranks_of
+from compile_fsdp.passes.costs import Costs, compute_seconds, device_costs, size_bytes, usual_compute_seconds
 from compile_fsdp.passes.effects import Effects, is_copy, is_resize
 from compile_fsdp.passes.report import CountReport
 
@@ -61,7 +61,7 @@ def schedule_collectives(graph: fx.Graph, *, hoist: bool = True, costs: Costs | 
     moved = moves.gathers + moves.reductions
     if moved:
         costs = costs or device_costs(moved[0].collective)
-        timeline = _Timeline(moves.fixed, costs)
+        timeline = _Timeline((compute_seconds(node, costs) for node in moves.fixed), costs)
         _place_reductions(moves.reductions, timeline)
         _place_gathers(moves, timeline, hoist)
         _reorder(graph, moves)
@@ -192,13 +192,16 @@ def _is_barrier(node: fx.Node, effects: Effects) -> bool:
 
 
 class _Timeline:
-    """When each fixed node starts, if nothing has to wait."""
+    """When each fixed node starts, if nothing has to wait.
 
-    def __init__(self, fixed: list[fx.Node], costs: Costs) -> None:
+    Args:
+        seconds: Of each fixed node.
+        costs: For the collectives.
+    """
+
+    def __init__(self, seconds: Iterable[float], costs: Costs) -> None:
         self.costs = costs
-        self.starts = [0.0]
-        for node in fixed[:-1]:
-            self.starts.append(self.starts[-1] + compute_seconds(node, costs))
+        self.starts = [0.0, *accumulate(seconds)][:-1]
 
     def measure(self, each: _Collective) -> None:
         ranks = ranks_of(each.collective)
@@ -215,21 +218,41 @@ class _Timeline:
         return min(bisect_left(self.starts, second), len(self.starts) - 1)
 
 
+def _usual_seconds(moves: _Moves, costs: Costs) -> Iterator[float]:
+    """What each fixed node takes with the usual batch. See [Note: One order on all ranks]."""
+    parameters = {node for each in moves.gathers for node in each.results}
+    gradients = {node for each in moves.reductions for launched in each.launch for node in launched.all_input_nodes}
+    for node in moves.fixed:
+        involved = [each for each in node.all_input_nodes if each in parameters] + [node] * (node in gradients)
+        yield usual_compute_seconds(node, max(map(numel, involved), default=0), costs)
+
+
 def _place_gathers(moves: _Moves, timeline: _Timeline, hoist: bool) -> None:
-    """Each as late as it can be, from the last one back, one collective at a time."""
     traced = sorted({each.traced for each in moves.gathers})
     before = dict(zip(traced, traced[:1] + traced, strict=False))  # where the group before was traced
+    # See [Note: Bounds of a prefetch].
     own = (max(each.ready, before[each.traced] if hoist else each.traced) for each in moves.gathers)
-    earliest = list(accumulate(own, max))  # See [Note: One order on all ranks].
-    # A gather at a reduction's place is launched behind it, at a fixed collective's place before it.
-    stops = sorted([each.slot - 1 for each in moves.reductions] + moves.collectives)
-    latest = len(moves.fixed)
+    earliest = list(accumulate(own, max))  # gathers keep the order in which they were traced
+    usual = _Timeline(_usual_seconds(moves, timeline.costs), timeline.costs)
+    _place_late(moves.gathers, earliest, [each.due for each in moves.gathers], usual)
+    # Positions from which on a gather is launched behind some other collective.
+    others = sorted([each.slot for each in moves.reductions] + [i + 1 for i in moves.collectives])
+    latest = []
+    for i, each in enumerate(moves.gathers):
+        behind = bisect_right(others, each.slot)
+        earliest[i] = max([earliest[i], *others[:behind][-1:]])
+        latest.append(min([each.due, *(other - 1 for other in others[behind:][:1])]))
+    _place_late(moves.gathers, earliest, latest, timeline)
+
+
+def _place_late(gathers: list[_Collective], earliest: list[int], latest: list[int], timeline: _Timeline) -> None:
+    """Each as late as it can be within its bounds, from the last one back, one collective at a time."""
+    following = max(latest, default=0)
     free_until = float("inf")
-    for each, first in reversed(list(zip(moves.gathers, earliest, strict=True))):
+    for each, first, last in reversed(list(zip(gathers, earliest, latest, strict=True))):
         timeline.measure(each)
-        latest = min([each.due, latest, *stops[bisect_left(stops, first) :][:1]])
         start = min(timeline.starts[each.due], free_until) - each.seconds
-        each.slot = latest = min(max(timeline.last_before(start), first), latest)
+        each.slot = following = min(max(timeline.last_before(start), first), last, following)
         each.wait_slot = each.due
         free_until = start
 
