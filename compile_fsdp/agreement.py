@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import NoReturn
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from compile_fsdp.compat import Store, group_store, resolve_group
+from compile_fsdp.compat import group_store, resolve_group
 from compile_fsdp.errors import CollectiveMismatchError, RankMissingError
 from compile_fsdp.passes.sequence import CollectiveSequence
 from compile_fsdp.progress import Phase
@@ -49,7 +51,7 @@ class _Agreed:
 _agreed: WeakKeyDictionary[dist.ProcessGroup, _Agreed] = WeakKeyDictionary()
 
 
-def agree(sequence: CollectiveSequence, what: str, limit_s: float, shown: bool) -> None:
+def agree(sequence: CollectiveSequence, what: str, limit_s: float, shown: bool) -> bool:
     """Compare the collectives of a graph with those of the other ranks of its process groups.
 
     Args:
@@ -57,63 +59,106 @@ def agree(sequence: CollectiveSequence, what: str, limit_s: float, shown: bool) 
         what: The graph's name in errors and messages.
         limit_s: Seconds to wait for the other ranks.
         shown: Whether rank 0 says that it waits.
+    Returns:
+        Whether all ranks of all these groups were here. False where they had agreed on the sequence before.
     Raises:
         CollectiveMismatchError: on every rank of a group whose ranks differ.
         RankMissingError: a rank does not come within the limit.
     """
     digest = hashlib.sha256("\n".join(sequence.lines).encode()).hexdigest()
-    phase = Phase(f"waiting for the other ranks' {what}", shown)
-    try:
-        for name in sorted(sequence.groups):
-            group = resolve_group(name)
-            if group.size() > 1 and dist.get_backend(group) != _FAKE:
-                _agree_in(group, name, what, digest, sequence.lines, limit_s)
-    finally:
-        phase.end()
+    are_all_here = True
+    with _Meeting(what, limit_s, shown) as meeting:
+        for name, group in _real_groups(sequence):
+            if digest in _agreed_in(group).digests:
+                are_all_here = False  # See [Note: Agreed once is agreed].
+                continue
+            verdict = meeting.decide(group, name, digest, _first_other)
+            if verdict:
+                _raise_mismatch(meeting, group, int(verdict), sequence.lines)
+            _agreed_in(group).digests.add(digest)
+    return are_all_here
 
 
-def _agree_in(
-    group: dist.ProcessGroup, name: str, what: str, digest: str, lines: tuple[str, ...], limit_s: float
-) -> None:
-    agreed = _agreed.setdefault(group, _Agreed())
-    if digest in agreed.digests:
-        return  # See [Note: Agreed once is agreed].
-    store = group_store(group)
-    prefix = f"compile_fsdp/{name}/{agreed.rounds}"
-    agreed.rounds += 1
-    # A process group that was destroyed and made again may meet at the same store.
-    prefix += f"/{(store.add(f'{prefix}/arrivals', 1) - 1) // group.size()}"
-    rank, limit = group.rank(), timedelta(seconds=limit_s)
-    store.set(f"{prefix}/lines/{rank}", json.dumps(lines))
-    store.set(f"{prefix}/digest/{rank}", digest)
-    if rank == 0:
-        differing = None
-        for other in range(1, group.size()):
-            _wait(store, f"{prefix}/digest/{other}", limit, group, other, what, limit_s)
-            if differing is None and store.get(f"{prefix}/digest/{other}").decode() != digest:
-                differing = other
-        store.set(f"{prefix}/verdict", json.dumps(differing))
-    _wait(store, f"{prefix}/verdict", limit, group, 0, what, limit_s)
-    differing = json.loads(store.get(f"{prefix}/verdict"))
-    if differing is None:
-        agreed.digests.add(digest)
-        return
-    first, second = (json.loads(store.get(f"{prefix}/lines/{each}")) for each in (0, differing))
-    ranks = [dist.get_global_rank(group, each) for each in (0, differing)]
-    raise CollectiveMismatchError(_difference(what, ranks, first, second))
+def share_problem(sequence: CollectiveSequence, what: str, problem: str, limit_s: float) -> str:
+    """What is wrong on the first rank that has a problem, on all ranks of the process groups; "" if none has.
+
+    Args:
+        sequence: Whose process groups.
+        what: What the ranks look at, in errors.
+        problem: What is wrong on this rank, or "".
+        limit_s: Seconds to wait for the other ranks.
+    Raises:
+        RankMissingError: a rank does not come within the limit.
+    """
+    with _Meeting(what, limit_s, shown=False) as meeting:
+        for name, group in _real_groups(sequence):
+            problem = meeting.decide(group, name, problem, lambda problems: next(filter(None, problems), ""))
+    return problem
 
 
-def _wait(
-    store: Store, key: str, limit: timedelta, group: dist.ProcessGroup, other: int, what: str, limit_s: float
-) -> None:
-    try:
-        store.wait([key], limit)
-    except RuntimeError as error:  # a FileStore has no error of its own for it
-        raise RankMissingError(
-            f"expected rank {dist.get_global_rank(group, other)} to compile its {what} within {limit_s:g} s, got "
-            "nothing from it; look for its error, or for a step that it does not compile; if it only needs longer, "
-            "raise the option agreement_timeout_s"
-        ) from error
+def _real_groups(sequence: CollectiveSequence) -> Iterator[tuple[str, dist.ProcessGroup]]:
+    for name in sorted(sequence.groups):
+        group = resolve_group(name)
+        if group.size() > 1 and dist.get_backend(group) != _FAKE:
+            yield name, group
+
+
+def _agreed_in(group: dist.ProcessGroup) -> _Agreed:
+    return _agreed.setdefault(group, _Agreed())
+
+
+def _first_other(digests: Sequence[str]) -> str:
+    return next((str(rank) for rank, digest in enumerate(digests) if digest != digests[0]), "")
+
+
+class _Meeting:
+    """Where ranks wait for each other."""
+
+    def __init__(self, what: str, limit_s: float, shown: bool) -> None:
+        self.what = what
+        self.limit_s = limit_s
+        self.prefix = ""  # of the keys of the present decision
+        self._phase = Phase(f"waiting for the other ranks' {what}", shown)
+
+    def __enter__(self) -> _Meeting:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._phase.end()
+
+    def decide(self, group: dist.ProcessGroup, name: str, own: str, judge: Callable[[Sequence[str]], str]) -> str:
+        """What the first rank of a group makes of what all of its ranks say, by rank."""
+        agreed, store = _agreed_in(group), group_store(group)
+        prefix = f"compile_fsdp/{name}/{agreed.rounds}"
+        agreed.rounds += 1
+        # A process group that was destroyed and made again may meet at the same store.
+        self.prefix = f"{prefix}/{(store.add(f'{prefix}/arrivals', 1) - 1) // group.size()}"
+        store.set(f"{self.prefix}/{group.rank()}", own)
+        if group.rank() == 0:
+            texts = [self.get(group, rank, str(rank)) for rank in range(group.size())]
+            store.set(f"{self.prefix}/verdict", judge(texts))
+        return self.get(group, 0, "verdict")
+
+    def get(self, group: dist.ProcessGroup, rank: int, key: str) -> str:
+        """What a rank says."""
+        store = group_store(group)
+        try:
+            store.wait([f"{self.prefix}/{key}"], timedelta(seconds=self.limit_s))
+        except RuntimeError as error:  # a FileStore has no error of its own for it
+            raise RankMissingError(
+                f"expected rank {dist.get_global_rank(group, rank)} to compile its {self.what} within "
+                f"{self.limit_s:g} s, got nothing from it; look for its error, or for a step that it does not compile; "
+                "if it only needs longer, raise the option agreement_timeout_s"
+            ) from error
+        return store.get(f"{self.prefix}/{key}").decode()
+
+
+def _raise_mismatch(meeting: _Meeting, group: dist.ProcessGroup, other: int, lines: tuple[str, ...]) -> NoReturn:
+    if group.rank() in (0, other):
+        group_store(group).set(f"{meeting.prefix}/lines/{group.rank()}", json.dumps(lines))
+    first, second = (json.loads(meeting.get(group, rank, f"lines/{rank}")) for rank in (0, other))
+    ranks = [dist.get_global_rank(group, rank) for rank in (0, other)]
+    raise CollectiveMismatchError(_difference(meeting.what, ranks, first, second))
 
 
 def _difference(what: str, ranks: list[int], first: list[str], second: list[str]) -> str:

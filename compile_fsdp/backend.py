@@ -17,6 +17,7 @@ from compile_fsdp.compat import (
     Unsupported,
     compile_for_many,
     compile_graph,
+    copy_dynamo_graph,
     fake_mode_of,
     graph_input_example,
     graph_input_position,
@@ -34,11 +35,13 @@ from compile_fsdp.progress import Phase
 from compile_fsdp.recorder import Recorder
 from compile_fsdp.reports import Direction, present_observer
 from compile_fsdp.runtime import scope
+from compile_fsdp.runtime.calls import outermost
 from compile_fsdp.runtime.checks import describe
 from compile_fsdp.runtime.group import TraceableGroup, owner_of
 from compile_fsdp.runtime.group_calls import GROUP_CALLS
 from compile_fsdp.runtime.module import belongs_to_traceable
 from compile_fsdp.stable_calls import stabilise_calls
+from compile_fsdp.verify import VerifiedGraph, VerifiedStep, is_repeatable
 
 _log = logging.getLogger("compile_fsdp")
 
@@ -169,7 +172,9 @@ class _GraphInputs:
 def _compile(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, direction: Direction, inputs: _GraphInputs
 ) -> Callable[..., Any]:
-    traced = read_collectives(gm.graph)  # now, for the graph is the compiler's from here on
+    # Now, for the graph is the compiler's from here on.
+    traced = read_collectives(gm.graph)
+    original = copy_dynamo_graph(gm) if options.verify and inputs.managed and is_repeatable(gm.graph) else None
     recorder = Recorder(direction, options.inner_backend, len(gm.graph.nodes))
     config = dict(options.inductor)
     observer = None
@@ -178,8 +183,10 @@ def _compile(
     if options.inner_backend == "inductor":
         ensure_lowerings()
         config.setdefault("reorder_for_peak_memory", False)  # passes/schedule_collectives.py: who keeps the order
-        if observer is not None:
+        if observer is not None or options.verify:
             config["force_disable_caches"] = True  # no pass runs on what comes from a cache
+        if options.verify:
+            config["fallback_random"] = True  # the traced graph's random numbers are torch's
         config["post_grad_custom_pre_pass"] = pipeline = Pipeline(
             inputs.name,
             recorder,
@@ -188,6 +195,7 @@ def _compile(
             merge=options.memory_budget is not None,
             costs=options.costs,
             observer=observer,
+            check=options.verify,
         )
         # They stand in ops/, which the pipeline's key covers.
         ours = {f"{each.__module__}.{each.__name__}": pipeline.uuid() for each in (watch, accumulate_gradient)}
@@ -200,8 +208,13 @@ def _compile(
     finally:
         phase.end()
     collectives = recorder.finish() or traced
-    agree(collectives, f"{direction} graph", options.agreement_timeout_s, options.progress)
-    return compiled
+    what, limit_s = f"{direction} graph", options.agreement_timeout_s
+    are_all_here = agree(collectives, what, limit_s, options.progress)
+    if not (options.verify and inputs.managed and are_all_here):
+        return compiled
+    if direction == "forward" and torch.is_grad_enabled() and (call := outermost()) is not None:
+        VerifiedStep(call, collectives, limit_s)
+    return compiled if original is None else VerifiedGraph(compiled, original, what, collectives, limit_s)
 
 
 class _BackwardCompiler:

@@ -58,6 +58,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as FSDPState
 from torch.fx.experimental._backward_state import BackwardState
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 
@@ -740,6 +741,29 @@ def collective_arguments(node: torch.fx.Node) -> dict[str, object] | None:
     if "group_name" not in names:
         return None
     return {"kind": op_name(op).split("::")[1], **dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+# --- Verifying ------------------------------------------------------------------------------------------------
+def after_backward(callback: Callable[[], None]) -> None:
+    """Inside a backward: run a function when all of it is over. (2.13.0)"""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def autocast_dtypes() -> list[torch.dtype]:
+    """The dtypes that autocast casts to here, of all devices for which it is on. (2.13.0)"""
+    devices = {"cpu", accelerator.type} if (accelerator := torch.accelerator.current_accelerator()) else {"cpu"}
+    return [torch.get_autocast_dtype(device) for device in devices if torch.is_autocast_enabled(device)]
+
+
+def plain_tensors(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested values; of a subclass that wraps others, those. (2.13.0)"""
+    for value in tree_leaves(values):
+        if isinstance(value, torch.Tensor):
+            parts: Any = value
+            if is_traceable_wrapper_subclass(parts):
+                yield from plain_tensors([getattr(parts, name) for name in parts.__tensor_flatten__()[0]])
+            else:
+                yield value
 
 
 # --- Measuring ------------------------------------------------------------------------------------------------

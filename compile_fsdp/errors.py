@@ -1,6 +1,6 @@
 """What can go wrong on the user's side: one exception type for each mistake, with what to do about it.
 
-All of them are raised before any collective is issued and leave model and state usable.
+All of them leave model and state usable, and all but `VerificationError` are raised before any collective is issued.
 """
 
 from __future__ import annotations
@@ -57,6 +57,10 @@ class CollectiveMismatchError(CompileFSDPError):
 
 class RankMissingError(CompileFSDPError):
     """A rank has not compiled the graph that the others wait to run."""
+
+
+class VerificationError(CompileFSDPError):
+    """With `options={"verify": True}`: something compiled differs from what it stands for. Raised on all ranks."""
 
 
 class BackwardError(CompileFSDPError):

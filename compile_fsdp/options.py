@@ -36,6 +36,9 @@ class Options:
         progress: Whether rank 0 says on stderr what is being traced or compiled when that takes more than two seconds.
         agreement_timeout_s: Seconds that ranks wait for each other before a graph first runs, where one compiles longer
             than another.
+        verify: Whether each graph is compared with what it was compiled from when it first runs, and the gradients of
+            the first step with those of eager FSDP2; the passes are checked one by one. For finding errors: the first
+            step takes several times the memory.
         inductor: Options of Inductor, by the names that `torch.compile(options=...)` knows.
     """
 
@@ -46,6 +49,7 @@ class Options:
     costs: Costs | None = None
     progress: bool = True
     agreement_timeout_s: float = DEFAULT_LIMIT_S
+    verify: bool = False
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -94,8 +98,9 @@ def _checked(ours: dict[str, Any]) -> dict[str, Any]:
     costs = ours.get("costs")
     if not (costs is None or isinstance(costs, Costs)):
         raise UnknownOptionError(f"expected costs to be compile_fsdp.passes.Costs or None, got {costs!r}")
-    if not isinstance(progress := ours.get("progress", True), bool):
-        raise UnknownOptionError(f"expected progress to be True or False, got {progress!r}")
+    for name in ("progress", "verify"):
+        if not isinstance(value := ours.get(name, True), bool):
+            raise UnknownOptionError(f"expected {name} to be True or False, got {value!r}")
     limit = ours.get("agreement_timeout_s", 1.0)
     if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
         raise UnknownOptionError(f"expected agreement_timeout_s to be a number of seconds above 0, got {limit!r}")

@@ -11,6 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -19,6 +20,7 @@ from torch import fx
 
 from compile_fsdp import ops
 from compile_fsdp.compat import CustomGraphPass, leave_note, take_notes, trace_artifact
+from compile_fsdp.passes.check import checking
 from compile_fsdp.passes.costs import Costs
 from compile_fsdp.passes.named_collectives import use_named_collectives, use_torch_collectives
 from compile_fsdp.passes.pack_gathers import pack_gathers
@@ -93,8 +95,10 @@ class Pipeline(CustomGraphPass):
         merge: See `pack_gathers` and `pack_reductions`.
         costs: The numbers by which passes decide, in place of those for the device.
         observer: Sees each graph. What Inductor takes from its cache passes it by.
+        check: Whether to look for faults after every pass, see `passes/check.py`.
     Raises:
         ValueError: `disabled` names a pass that does not exist.
+        VerificationError: when called, a pass has made a fault.
     """
 
     def __init__(
@@ -107,12 +111,14 @@ class Pipeline(CustomGraphPass):
         merge: bool = False,
         costs: Costs | None = None,
         observer: GraphObserver | None = None,
+        check: bool = False,
     ) -> None:
         known = [p.__name__ for p in PASSES]
         if unknown := sorted(disabled.difference(known)):
             raise ValueError(f"expected disabled passes among {known}, got {unknown}; see docs/passes.md")
         self._on_report = on_report
         self._observer = observer
+        self._check = check
         self._disabled = disabled
         self._arguments: dict[Pass, dict[str, object]] = {
             remove_unshard_copies: {"names": names},
@@ -145,9 +151,10 @@ class Pipeline(CustomGraphPass):
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _run(self, run: Pass, graph: fx.Graph) -> Report:
-        start = time.perf_counter()
-        report = run(graph, **self._arguments[run])
-        report = replace(report, seconds=time.perf_counter() - start)
+        with checking(graph, run.__name__) if self._check else nullcontext():
+            start = time.perf_counter()
+            report = run(graph, **self._arguments[run])
+            report = replace(report, seconds=time.perf_counter() - start)
         if self._observer is not None:
             self._observer.after(graph, report)
         return report

@@ -418,13 +418,13 @@ class TraceableGroup:
     def reset(self) -> None:
         """Shard the group wherever an exception has left it, and drop the gradients of the interrupted step.
 
-        An interrupted graph has changed storages, but none of the states.
+        An interrupted graph has changed storages, but none of the states; an interrupted eager backward has left
+        gradients that the next one would add to.
         """
         self.end_backward()
         self.calls.clear()
         for param in self.params:
-            if hasattr(param, "leaf"):
-                param.reset()
+            param.reset()
         self.group._sharded_state = SHARDED
 
 

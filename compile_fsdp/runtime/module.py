@@ -15,7 +15,7 @@ from compile_fsdp.compat import (
     restore_hook_bodies_now,
     skip_code,
 )
-from compile_fsdp.runtime import scope
+from compile_fsdp.runtime import calls, scope
 from compile_fsdp.runtime.checks import describe
 from compile_fsdp.runtime.hooks import StateHooks
 
@@ -30,13 +30,18 @@ class TraceableModule:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        call = calls.begin(self, args, kwargs)  # type: ignore[arg-type]
         try:
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+            output = super().__call__(*args, **kwargs)  # type: ignore[misc]
         except Unsupported as error:
             _name_module(error)
             raise
         finally:
+            calls.end()
             restore_hook_bodies_now()  # where a trace has stopped before it did so itself
+        if call.on_output is not None:
+            call.on_output(output)
+        return output
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
         return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
@@ -50,8 +55,9 @@ class TraceableModule:
             each._compile_fsdp_hooks.reset()
 
 
-# Not a frame to compile on its own: `_call_impl` below it is.
-skip_code(TraceableModule.__call__.__code__)
+# No frames to compile on their own: `_call_impl` below them is.
+for _function in (TraceableModule.__call__, calls.Call.__init__, calls.begin, calls.end):
+    skip_code(_function.__code__)
 
 
 def _name_module(error: Unsupported) -> None:

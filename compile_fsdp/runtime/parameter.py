@@ -199,10 +199,15 @@ class TraceableParam:
     def reset(self) -> None:
         """For real: free everything there may be, whatever the state says, and drop the gradient."""
         param = self.param
+        param.unsharded_accumulated_grad = None
+        if (unsharded := getattr(param, "_unsharded_param", None)) is not None:
+            unsharded.grad = None
+        if not hasattr(self, "leaf"):
+            return  # never traced: torch's own reset has freed it
         if self.post_forward is not None:
             self.post_forward.free(param)
         free_storage(self.leaf.data)
-        self.leaf.grad = param._unsharded_param.grad = param.unsharded_accumulated_grad = None
+        self.leaf.grad = None
         param.sharded_state = ShardedState.SHARDED
         self.register_sharded()
 

@@ -1,0 +1,166 @@
+"""An exception anywhere in a step leaves a model that trains on as if the step had not been."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import compile_fsdp
+from compile_fsdp.compat import compile_counts, fsdp_state, param_groups
+from harness import run_ranks
+
+
+class _Injected(RuntimeError):
+    pass
+
+
+KINDS = (_Injected, KeyboardInterrupt, torch.OutOfMemoryError)
+
+
+class _Points:
+    """Counts the points that a step passes, and raises at one of them."""
+
+    def __init__(self) -> None:
+        self.passed = 0
+        self.armed = -1
+
+    def visit(self) -> None:
+        self.passed += 1
+        if self.passed == self.armed + 1:
+            raise KINDS[self.armed % len(KINDS)](f"at point {self.armed}")
+
+    @contextmanager
+    def watch(self, armed: int = -1) -> Iterator[None]:
+        self.passed, self.armed = 0, armed
+        try:
+            yield
+        finally:
+            self.armed = -1
+
+
+_points = _Points()
+
+
+@torch.library.custom_op("compile_fsdp_tests::point", mutates_args=())
+def _point(x: torch.Tensor) -> torch.Tensor:
+    """A point of a graph, in its forward and in its backward."""
+    _points.visit()
+    return x.clone()
+
+
+@_point.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+_point.register_autograd(lambda ctx, grad: _point(grad))
+
+
+class _Block(nn.Module):
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 10), nn.Linear(10, 6)
+        self.checkpointed = checkpointed
+
+    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+        return _point(self.second(_point(torch.tanh(_point(self.first(x))))))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (checkpoint(self._inner, x, use_reentrant=False) if self.checkpointed else self._inner(x))
+
+
+def _build(checkpointed: bool, reshard: bool) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(_Block(checkpointed) for _ in range(4)), nn.Linear(6, 1))
+    for block in model[:4]:
+        # The user's hooks, on a module's input, output and gradient.
+        block.register_forward_pre_hook(lambda module, args: (_point(args[0]),))
+        block.register_forward_hook(lambda module, args, output: _point(output))
+        compile_fsdp.fully_shard(block, reshard_after_forward=reshard)
+    compile_fsdp.fully_shard(model)
+    return model
+
+
+def _unsharded_bytes(model: nn.Module) -> int:
+    """What unsharded parameters, and what they were gathered into, hold on this rank."""
+    held = 0
+    for state in filter(None, map(fsdp_state, model.modules())):
+        for group in param_groups(state):
+            for param in group.fsdp_params:
+                tensors = [*param.all_gather_outputs, getattr(param, "_unsharded_param", None)]
+                held += sum(t.untyped_storage().nbytes() for t in tensors if t is not None)
+    return held
+
+
+def _inject(rank: int, options: dict[str, Any] | None, checkpointed: bool, reshard: bool) -> list[str]:
+    """What is wrong, by point; an exception is raised at each of them in turn."""
+    model = _build(checkpointed, reshard)
+    if options is not None:
+        model.compile(backend="compile_fsdp", fullgraph=True, options=options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer.register_step_pre_hook(lambda *_: _points.visit())
+    optimizer.register_step_post_hook(lambda *_: _points.visit())
+    torch.manual_seed(rank)
+    x = torch.randn(4, 6)
+
+    def step(armed: int = -1) -> list[torch.Tensor]:
+        with _points.watch(armed):
+            model(x).square().mean().backward()
+            optimizer.step()
+        grads = [parameter.grad.to_local().clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+        optimizer.zero_grad()
+        return grads
+
+    expected = step()
+    expected_again, points = step(), _points.passed
+    weights = {name: value.to_local().clone() for name, value in model.state_dict().items()}
+    counts = compile_counts()
+    wrong = [] if points >= 40 and all(map(torch.equal, expected, expected_again)) else [f"{points} points"]
+    for armed in range(points):
+        try:
+            step(armed)
+        except KINDS as error:
+            if f"at point {armed}" not in str(error):
+                wrong.append(f"{armed}: {error}")
+        else:
+            wrong.append(f"{armed}: nothing raised")
+        model.reset_iter_state()  # type: ignore[operator]
+        grads = [parameter.grad for parameter in model.parameters()]
+        if not all(g is None or torch.equal(g.to_local(), e) for g, e in zip(grads, expected, strict=True)):
+            wrong.append(f"{armed}: half a gradient")
+        optimizer.zero_grad()
+        if _unsharded_bytes(model):
+            wrong.append(f"{armed}: {_unsharded_bytes(model)} unsharded bytes")
+        if not all(torch.equal(value.to_local(), weights[name]) for name, value in model.state_dict().items()):
+            wrong.append(f"{armed}: other weights")
+        if not all(map(torch.equal, expected, step())):
+            wrong.append(f"{armed}: other gradients in the next step")
+    if compile_counts() != counts:
+        wrong.append("compiled again")
+    return [f"{points} points", *wrong]
+
+
+AOT_EAGER = {"inner_backend": "aot_eager"}
+
+
+@pytest.mark.parametrize(
+    ("options", "checkpointed", "reshard"),
+    [
+        (None, False, True),
+        (AOT_EAGER, False, True),
+        (AOT_EAGER, True, True),
+        (AOT_EAGER, False, False),
+        ({}, False, True),
+        ({"memory_budget": 2**20}, False, True),
+    ],
+    ids=["eager", "aot_eager", "checkpointed", "not resharded", "inductor", "kept"],
+)
+def test_every_point(options: dict[str, Any] | None, checkpointed: bool, reshard: bool) -> None:
+    for points, *wrong in run_ranks(2, _inject, options, checkpointed, reshard):
+        assert wrong == [], points
