@@ -42,6 +42,7 @@ from compile_fsdp.runtime.group_calls import GROUP_CALLS
 from compile_fsdp.runtime.module import belongs_to_traceable
 from compile_fsdp.stable_calls import stabilise_calls
 from compile_fsdp.verify import VerifiedGraph, VerifiedStep, is_repeatable
+from compile_fsdp.versions import check_names
 
 _log = logging.getLogger("compile_fsdp")
 
@@ -72,6 +73,7 @@ def compile_fsdp(
     restore_hook_bodies_now()
     traced = scope.take()
     parsed = Options.parse(options, mode)
+    check_names()
     ensure_ops()
     _check_roots(traced)
     expand_calls(gm.graph, GROUP_CALLS)

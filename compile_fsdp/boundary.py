@@ -9,6 +9,7 @@ the gradient computation, and no global setting has to change.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -149,10 +150,12 @@ class _Call:
         compiler = self.graph.compile_backward
         outer, compiler.state = compiler.state, self.hooks_state
         try:
-            with compiled_autograd(compiler):
+            with _without_nan_check(), compiled_autograd(compiler):
                 torch.autograd.backward(outputs, [grad for _, grad in pairs])
             for group in self.groups:
                 group.store_gradients()
+                if torch.is_anomaly_check_nan_enabled():
+                    group.check_nan()
         except BaseException:
             for group in self.groups:
                 group.end_backward()
@@ -178,6 +181,13 @@ class _Call:
                 group.group.wait_for_unshard()
             elif position in self.graph.kept:
                 group.resume_unsharded()
+
+
+def _without_nan_check() -> contextlib.AbstractContextManager[None]:
+    """Keeps anomaly mode from looking for gradients that only the sharded parameters will have."""
+    if not torch.is_anomaly_check_nan_enabled():
+        return contextlib.nullcontext()
+    return torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False)
 
 
 class _Boundary(torch.autograd.Function):

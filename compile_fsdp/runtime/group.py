@@ -29,6 +29,7 @@ from compile_fsdp.compat import (
     ShardedState,
     TrainingState,
     functional_collectives,
+    local_tensor,
     param_groups,
     runs_while_tracing,
 )
@@ -384,6 +385,17 @@ class TraceableGroup:
         reduced, params = self.reduced, self.reduced_params
         self.reduced, self.reduced_params = (), []
         self.receive(reduced, params)
+
+    def check_nan(self) -> None:
+        """For anomaly mode: refuse gradients that are NaN.
+
+        Raises:
+            RuntimeError: one is, as torch's own check raises.
+        """
+        for traceable in self.params:
+            grad = traceable.param.sharded_param.grad
+            if grad is not None and local_tensor(grad).isnan().any():
+                raise RuntimeError(f"expected no nan in the gradient of {traceable.param._param_fqn}, got some")
 
     def receive(self, reduced: Sequence[torch.Tensor], params: Sequence[int]) -> None:
         """For real: add gradients to the sharded parameters', and run the hooks on those.

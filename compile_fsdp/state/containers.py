@@ -17,7 +17,7 @@ from torch import Tensor
 PICTURE = "__containers__"  # the key of the picture in an encoded state
 
 
-class _Place:
+class Place:
     """Stands in a picture for a tensor that is saved beside it."""
 
     def __init__(self, name: str) -> None:
@@ -56,7 +56,7 @@ def encode(state: dict[Any, Any]) -> dict[str, Any]:
         if not isinstance(leaf, Tensor):
             return leaf
         tensors[name] = leaf
-        return _Place(name)
+        return Place(name)
 
     picture = map_leaves(state, take_out)
     return {**tensors, PICTURE: (picture,)}  # in a tuple, DCP pickles it as it is
@@ -68,7 +68,7 @@ def decode(state: dict[str, Any]) -> dict[Any, Any]:
         return state
     (picture,) = state[PICTURE]
     decoded: dict[Any, Any] = map_leaves(
-        picture, lambda _, leaf: state[leaf.name] if isinstance(leaf, _Place) else leaf
+        picture, lambda _, leaf: state[leaf.name] if isinstance(leaf, Place) else leaf
     )
     return decoded
 

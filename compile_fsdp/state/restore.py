@@ -11,19 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
 from compile_fsdp.errors import CheckpointError
 from compile_fsdp.state.checkpoint import finish_running, quietly_alone, text_of
-from compile_fsdp.state.containers import decode, map_leaves
+from compile_fsdp.state.containers import Place, decode, map_leaves
 from compile_fsdp.state.folder import find_checkpoint
 from compile_fsdp.state.layout import TensorSpec, empty
 from compile_fsdp.state.loading import LoadPlan, plan_load
 from compile_fsdp.state.ranks import on_first
+from compile_fsdp.state.safe import SafePlanner, SafeReader
 from compile_fsdp.state.verify import Differences
 
 
@@ -93,7 +92,7 @@ def read_outline(folder: Path) -> Outline:
         CheckpointError: it cannot be read, or holds no `{"model": ..., "optimizer": ...}`.
     """
     try:
-        reader = FileSystemReader(folder)
+        reader = SafeReader(folder)
         metadata = reader.read_metadata()
         paths: Mapping[str, tuple[str | int, ...]] = metadata.planner_data
         values: dict[str, Any] = {}
@@ -106,7 +105,7 @@ def read_outline(folder: Path) -> Outline:
                 small[name] = torch.empty(stored.size, dtype=stored.properties.dtype)
             else:
                 values[name] = TensorSpec(stored.size, stored.properties.dtype)
-        planner = DefaultLoadPlanner()
+        planner = SafePlanner([Place])
         planner.set_up_planner(small, metadata, is_coordinator=True)
         reader.set_up_storage_reader(metadata, is_coordinator=True)
         reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
@@ -171,7 +170,7 @@ _CPU = torch.device("cpu")
 def _read(tensors: dict[str, Tensor], folder: Path) -> None:
     try:
         with quietly_alone():
-            load_tensors(tensors, checkpoint_id=folder)
+            load_tensors(tensors, storage_reader=SafeReader(folder))
     except CheckpointException as error:
         raise CheckpointError(f"cannot read the checkpoint {folder}: {text_of(error)}") from error
 

@@ -1,0 +1,82 @@
+"""Read checkpoints of torch.distributed.checkpoint without running what somebody may have put into them.
+
+Its own reader unpickles the file `.metadata`, and its planner every value that is no tensor, whatever they contain: a
+pickle can call any function. Here only what describes tensors is taken from the one, and only what
+`torch.load(weights_only=True)` takes, numbers, strings, containers and tensors, from the other.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+
+# Modules whose classes only hold data.
+_DESCRIPTIONS = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+# Others that do nothing but make a value: a layout, and the folder that was written to, among them.
+_PLAIN = {
+    ("torch", "Size"),
+    ("collections", "OrderedDict"),
+    ("builtins", "set"),
+    ("builtins", "frozenset"),
+    ("torch.serialization", "_get_layout"),
+    *((module, f"{kind}Path") for module in ("pathlib", "pathlib._local") for kind in ("Posix", "Windows")),
+}
+
+
+class SafeReader(FileSystemReader):
+    """Reads checkpoints from a folder; see the module."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What torch's own reader reads.
+
+        Raises:
+            pickle.UnpicklingError: the file holds something else than descriptions of tensors.
+        """
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            metadata = _Unpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f"expected Metadata, got {type(metadata).__name__}")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        found = None
+        if module == "torch" or module in _DESCRIPTIONS or (module, name) in _PLAIN:
+            found = super().find_class(module, name)
+        is_description = module in _DESCRIPTIONS and isinstance(found, type) and found.__module__ == module
+        if is_description or isinstance(found, torch.dtype) or (module, name) in _PLAIN:
+            return found
+        raise pickle.UnpicklingError(f"expected only descriptions of tensors in .metadata, got {module}.{name}")
+
+
+class SafePlanner(DefaultLoadPlanner):
+    """Takes values that are no tensors from a checkpoint, into a flat state dict; see the module.
+
+    Args:
+        allowed: Classes that may be among them, beside those of `torch.serialization.add_safe_globals`.
+    """
+
+    def __init__(self, allowed: Sequence[type]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._allowed: list[Any] = list(allowed)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Take one value.
+
+        Raises:
+            pickle.UnpicklingError: it contains an object of another class.
+        """
+        with torch.serialization.safe_globals(self._allowed):
+            self.original_state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)

@@ -1,0 +1,90 @@
+"""Global settings of torch, set before or between steps: compiled steps still do what eager FSDP2 does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+import compile_fsdp
+from harness import run_ranks
+from twins import Twins
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def default_dtype() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def anomaly() -> torch.autograd.detect_anomaly:
+    return torch.autograd.detect_anomaly(check_nan=True)
+
+
+SETTINGS = {each.__name__: each for each in (deterministic, default_dtype, anomaly)}
+
+
+def _train_under(rank: int, name: str, inner_backend: str) -> tuple[list[str], float, int]:
+    setting: Callable[[], contextmanager[None]] = SETTINGS[name]
+    with setting():
+        twins = Twins(rank, "transformer_tied", options={"inner_backend": inner_backend})
+        twins.train()
+        twins.train()
+    graphs = len(compile_fsdp.reports())
+    twins.train()  # without the setting
+    return twins.result.differing, twins.result.worst, graphs
+
+
+@pytest.mark.parametrize("inner_backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("name", list(SETTINGS))
+def test_setting(name: str, inner_backend: str) -> None:
+    for differing, worst, graphs in run_ranks(2, _train_under, name, inner_backend):
+        assert worst < 1e-5
+        assert differing == [] or inner_backend == "inductor"
+        assert graphs == 2
+
+
+def _infer(rank: int) -> tuple[list[str], bool]:
+    twins = Twins(rank)
+    twins.train()
+    with torch.inference_mode():
+        batch = {name: value.clone() for name, value in twins.batch().items()}
+        losses = [case.model(**batch) for case in (twins.eager, twins.ours)]
+    twins.train()
+    return twins.result.differing, torch.equal(*losses)
+
+
+def test_inference_mode_between_steps() -> None:
+    assert run_ranks(2, _infer) == [([], True)] * 2
+
+
+def _train_on_nan(rank: int, inner_backend: str) -> str:
+    twins = Twins(rank, options={"inner_backend": inner_backend})
+    batch = {name: value * float("nan") for name, value in twins.batch().items() if value.is_floating_point()}
+    with anomaly():
+        loss = twins.ours.model(**{**twins.batch(), **batch})
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("inner_backend", ["aot_eager", "inductor"])
+def test_anomaly_mode_names_a_gradient_that_is_nan(inner_backend: str) -> None:
+    for message in run_ranks(2, _train_on_nan, inner_backend):
+        assert "expected no nan in the gradient of " in message

@@ -1,0 +1,59 @@
+"""A torch that does not fit is refused at import, with its version or the name that is missing."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from compile_fsdp import compat, versions
+
+_REPLACED = """
+import torch
+{change}
+import compile_fsdp
+"""
+
+
+@pytest.mark.parametrize("version", ["2.10.0", "2.16.0.dev20270101+cu130", "3.0.0", "1.13.1"])
+def test_other_versions_are_refused_with_the_range(version: str) -> None:
+    with pytest.raises(ImportError, match=rf"works with torch 2\.11 to 2\.15, found torch {version.split('+')[0]}"):
+        versions.check_version(version)
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.15.3"])
+def test_versions_of_the_range_are_taken(version: str) -> None:
+    versions.check_version(version)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("torch.__version__ = '2.9.1'", "works with torch 2.11 to 2.15, found torch 2.9.1"),
+        ("from torch._dynamo import exc; del exc.ShortenTraceback", "cannot import name 'ShortenTraceback'"),
+        ("del torch.autograd._unsafe_preserve_version_counter", "_unsafe_preserve_version_counter"),
+    ],
+)
+def test_import_says_what_is_missing(change: str, expected: str, tmp_path: Path) -> None:
+    code = _REPLACED.format(change=change)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: compile_fsdp ") and expected in last
+
+
+def test_names_that_are_used_later_are_complete() -> None:
+    source = ast.parse(Path(compat.__file__).read_text())
+    functions = [node for node in ast.walk(source) if isinstance(node, ast.FunctionDef)]
+    imports = [node for function in functions for node in ast.walk(function) if isinstance(node, ast.ImportFrom)]
+    found = {f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+    assert {name for name in found if name.startswith("torch.")} == set(versions.USED_LATER)
+
+
+def test_a_name_that_has_moved_is_reported_before_the_first_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions.check_names()
+    monkeypatch.setattr(versions, "USED_LATER", ("torch._inductor.compile_fx.gone",))
+    with pytest.raises(ImportError, match=r"torch._inductor.compile_fx' has no attribute 'gone'"):
+        versions.check_names()
