@@ -12,7 +12,10 @@ from compile_fsdp.errors import UnknownOptionError
 
 
 def test_defaults() -> None:
-    assert Options.parse(None) == Options("inductor", frozenset(), BackwardPrefetch.BACKWARD_PRE, None, None, True, {})
+    options = Options.parse(None)
+    assert (options.inner_backend, options.disabled_passes, options.inductor) == ("inductor", frozenset(), {})
+    assert options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+    assert options == Options()
 
 
 @pytest.mark.parametrize("given", ["BACKWARD_POST", BackwardPrefetch.BACKWARD_POST])

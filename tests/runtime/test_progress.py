@@ -42,6 +42,7 @@ def test_phases_of_a_step(
             step(torch.ones(2, 4)).sum().backward()
     lines = [line for line in capsys.readouterr().err.splitlines() if line.endswith("...")]
     starts = [line.partition(",")[0] for line in lines]
-    phases = ["compiling the forward graph", "tracing the backward", "compiling the backward graph"]
+    phases = ["compiling the forward graph", "waiting for the other ranks' forward graph", "tracing the backward"]
+    phases += ["compiling the backward graph", "waiting for the other ranks' backward graph"]
     wanted = [f"compile_fsdp: {phase}" for phase in phases] if rank == 0 and shown else []
     assert [line.removesuffix(" ...") for line in starts] == wanted
