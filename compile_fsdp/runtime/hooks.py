@@ -138,20 +138,20 @@ class StateHooks:
                 tensor.register_hook(partial(_after_backward, self))
                 restore_hook_bodies()
 
-    def next_in_backward(self, previous: StateHooks | None, group: TraceableGroup) -> list[TraceableGroup]:
+    def next_in_backward(self, previous: int, group: TraceableGroup) -> list[TraceableGroup]:
         """What `group` gathers ahead: the user's list, else the module whose forward ended before this one's."""
         if group is not self.groups[-1]:
             return []
         states = self.state._states_to_backward_prefetch
         if states:
             hooks = [state._compile_fsdp_hooks for state in states]  # type: ignore[attr-defined]
-        elif group.backward_prefetch is not None and previous is not None:
-            hooks = [previous]
+        elif group.backward_prefetch is not None and previous >= 0:
+            hooks = [self.state._state_ctx.all_states[previous]._compile_fsdp_hooks]
         else:
             return []
         return [each for of_state in hooks for each in reversed(of_state.groups)]
 
-    def _watch_outputs(self, output: Any, previous: StateHooks | None) -> None:
+    def _watch_outputs(self, output: Any, previous: int) -> None:
         tensors: list[torch.Tensor] = []
         unknown: list[str] = []
         find_tensors(output, tensors, unknown)
@@ -225,7 +225,7 @@ def _with_own_code(method: Any) -> Any:
 _copies = itertools.count()
 
 
-def _pre_backward(hooks: StateHooks, previous: StateHooks | None, grad: torch.Tensor) -> torch.Tensor:
+def _pre_backward(hooks: StateHooks, previous: int, grad: torch.Tensor) -> torch.Tensor:
     if not torch.compiler.is_dynamo_compiling():
         # A hook that runs outside of a compiled backward, since its forward frame fell back to eager.
         start_backward(hooks.state)
@@ -262,8 +262,13 @@ def _enter(hooks: StateHooks) -> None:
 
 
 @runs_while_tracing
-def _leave(hooks: StateHooks) -> StateHooks | None:
-    return scope.leave(hooks)
+def _leave(hooks: StateHooks) -> int:
+    """Which of the root's states ended its forward before, in this trace; -1 for none.
+
+    Not the state's hooks: Dynamo never forgets a result, and the model would live as long as the process.
+    """
+    previous = scope.leave(hooks)
+    return -1 if previous is None else hooks.state._state_ctx.all_states.index(previous.state)
 
 
 @runs_while_tracing
