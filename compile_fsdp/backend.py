@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from compile_fsdp.runtime.module import belongs_to_traceable
 from compile_fsdp.stable_calls import stabilise_calls
 from compile_fsdp.verify import VerifiedGraph, VerifiedStep, is_repeatable
 from compile_fsdp.versions import check_names
+from compile_fsdp.weakly import weakly
 
 _log = logging.getLogger("compile_fsdp")
 
@@ -222,6 +224,10 @@ def _compile(
 class _BackwardCompiler:
     """Compiles what compiled autograd captures, as one graph; where that fails, runs it op by op.
 
+    Compiled autograd's cache keeps what it is given as long as the process lives, and so does torch.compile with
+    a backend. Both get functions that only refer to this object: it belongs to the compiled forward graph, which Dynamo
+    drops with the model.
+
     Attributes:
         state: The object with the hooks of the forward whose backward runs now.
     """
@@ -230,6 +236,7 @@ class _BackwardCompiler:
         self.options = options
         self.hooks = hooks
         self.state: Any = None
+        self._runs: list[Callable[..., Any]] = []
         self._fake_modes: list[Any] = []  # of graphs that were compiled since the last run
         self._tracing: Phase | None = None  # from the first run until Dynamo has traced it
 
@@ -237,7 +244,9 @@ class _BackwardCompiler:
         if self.hooks is not None:
             call_hooks(captured, self.hooks)
         # Not the module itself: its handling of an exception would be compiled too, and fail with another one.
-        compiled = compile_for_many(captured.forward, self._backend)
+        # And a copy, since what Dynamo keeps with code and globals would live as long as the captured graph.
+        forward = FunctionType(captured.forward.__code__.replace(), dict(captured.forward.__globals__))
+        compiled = compile_for_many(MethodType(forward, captured), weakly(self._backend))
         is_traced = False
 
         def run(inputs: list[Any], *rest: Any) -> Any:
@@ -258,7 +267,9 @@ class _BackwardCompiler:
                 while self._fake_modes:
                     release_real_tensors(self._fake_modes.pop())
 
-        return run
+        self._runs.append(run)
+        # Where AOTAutograd does not make every graph unique, a model may come upon the graph of one that is gone.
+        return weakly(run, otherwise=captured)
 
     def _end_tracing(self) -> None:
         if self._tracing is not None:

@@ -22,6 +22,7 @@ from compile_fsdp.compat import compiled_autograd, get_versions, runs_plain_back
 from compile_fsdp.deferred_hooks import DeferredHooks
 from compile_fsdp.errors import DoubleBackwardError, PartialBackwardError, SecondBackwardError
 from compile_fsdp.runtime.group import TraceableGroup, owner_of, start_backward
+from compile_fsdp.weakly import weakly
 
 GraphFn = Callable[..., Sequence[Any]]
 
@@ -150,7 +151,7 @@ class _Call:
         compiler = self.graph.compile_backward
         outer, compiler.state = compiler.state, self.hooks_state
         try:
-            with _without_nan_check(), compiled_autograd(compiler):
+            with _without_nan_check(), compiled_autograd(weakly(compiler.__call__)):
                 torch.autograd.backward(outputs, [grad for _, grad in pairs])
             for group in self.groups:
                 group.store_gradients()

@@ -127,7 +127,8 @@ class TraceableGroup:
         if not leaf.requires_grad or index in self.watched:
             return
         self.watched.add(index)
-        leaf.register_post_accumulate_grad_hook(partial(_gradient_accumulated, self))
+        # A weak reference: the garbage collector does not see that a tensor in C++ holds its hooks.
+        leaf.register_post_accumulate_grad_hook(partial(_gradient_accumulated, weakref.ref(self)))
 
     def fqn(self, leaf: torch.Tensor) -> str:
         """The fully qualified name of one of the group's unsharded parameters."""
@@ -497,6 +498,7 @@ def owner_of(leaf: object) -> TraceableGroup | None:
     return None if owner is None else owner()
 
 
-def _gradient_accumulated(group: TraceableGroup, leaf: torch.Tensor) -> None:
-    if group.active:
+def _gradient_accumulated(owner: weakref.ref[TraceableGroup], leaf: torch.Tensor) -> None:
+    group = owner()
+    if group is not None and group.active:
         group.accumulate()

@@ -6,9 +6,9 @@ of their own. `TraceableModule._call_impl` is the frame that is compiled instead
 are then inlined into one graph, as those of every other module are.
 
 [Note: Code of its own for every module]
-Behind a graph break, hooks are frames that Dynamo compiles on their own, each for its module. Dynamo counts what it
-compiles by code object and stops at the recompile limit, 8 by default: hooks that shared their code would run eagerly
-from the ninth module on.
+Dynamo counts what it compiles by code object, and stops at the recompile limit, 8 by default. Roots that shared the
+code of `_call_impl` could not be compiled from the ninth model on. Behind a graph break, hooks are frames that Dynamo
+compiles on their own as well, each for its module.
 """
 
 from __future__ import annotations
@@ -188,8 +188,8 @@ class ModuleHooks:
         before, after = self.module._forward_pre_hooks, self.module._forward_hooks
         (pre_id,), (post_id,) = ids & before.keys(), ids & after.keys()
         self.eager_pre_forward, self.eager_post_forward = before[pre_id], after[post_id]
-        before[pre_id] = _with_own_code(self.pre_forward)
-        after[post_id] = _with_own_code(self.post_forward)
+        before[pre_id] = with_own_code(self.pre_forward)
+        after[post_id] = with_own_code(self.post_forward)
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
@@ -214,12 +214,14 @@ class ModuleHooks:
         return self.hooks.cast_output(output)
 
 
-def _with_own_code(method: Any) -> Any:
+def with_own_code(method: Any) -> Any:
     """See [Note: Code of its own for every module]."""
     function = method.__func__
     # A copy with the same name would be equal, and so the same to Dynamo's tables.
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(_copies)}")
-    return MethodType(FunctionType(code, function.__globals__, function.__name__), method.__self__)
+    # Globals of its own, too: Dynamo puts results of ours there, and never takes them away.
+    copied = FunctionType(code, dict(function.__globals__), function.__name__, closure=function.__closure__)
+    return MethodType(copied, method.__self__)
 
 
 _copies = itertools.count()

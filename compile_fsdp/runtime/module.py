@@ -17,7 +17,7 @@ from compile_fsdp.compat import (
 )
 from compile_fsdp.runtime import calls, scope
 from compile_fsdp.runtime.checks import describe
-from compile_fsdp.runtime.hooks import StateHooks
+from compile_fsdp.runtime.hooks import StateHooks, with_own_code
 
 
 class TraceableModule:
@@ -43,7 +43,7 @@ class TraceableModule:
             call.on_output(output)
         return output
 
-    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:  # a copy is an attribute of every module: `install`
         return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
 
     def reset_iter_state(self) -> None:
@@ -94,4 +94,5 @@ def install(module: nn.Module) -> None:
     next(member for member in hooks.members if member.module is module).install()
     cls: Any = type(module)
     module.__class__ = _traceable_class(cls)
+    module._call_impl = with_own_code(module._call_impl)  # type: ignore[method-assign]
     _installed.add(module)

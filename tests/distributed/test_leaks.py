@@ -9,21 +9,24 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import compile_fsdp
+from compile_fsdp.compat import TRACE_BUFFER_SIZE
 from harness import run_ranks
 from parity import build, loss_of
 
 
 def _held() -> dict[str, int]:
-    """What this process holds."""
-    gc.collect()
+    """What this process holds; `ours`: objects of this project."""
+    for _ in range(2):
+        gc.collect()  # what the first time ends, code of Dynamo's for example, holds more
     objects = gc.get_objects()
     tensors = [each for each in objects if type(each) in (torch.Tensor, torch.nn.Parameter)]
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
     held = {"objects": len(objects), "tensors": len(tensors), "bytes": sum(storages.values())}
-    if os.path.isdir("/proc/self/fd"):
-        held["files"] = len(os.listdir("/proc/self/fd"))
+    held["ours"] = sum(str(type(each).__module__).startswith("compile_fsdp") for each in objects)
+    held["files"] = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     return held
 
 
@@ -50,28 +53,37 @@ def _many_steps(rank: int, steps: int, options: dict[str, Any]) -> tuple[dict[st
 def test_steps_leave_nothing_behind(steps: int, options: dict[str, Any]) -> None:
     for before, after, graphs in run_ranks(2, _many_steps, steps, options, timeout_s=600.0):
         assert graphs == 2
-        assert {**after, "objects": 0} == {**before, "objects": 0}
+        assert after["bytes"] == before["bytes"] and after["tensors"] <= before["tensors"]
+        assert after["files"] == before["files"]
         # What others do in the background, logging for example, is not a matter of steps.
         assert after["objects"] - before["objects"] < 100
 
 
-def _many_models(rank: int, count: int) -> tuple[list[dict[str, int]], int]:
-    held, alive = [], []
-    for _ in range(count):
-        case = build("mlp", compile_fsdp.fully_shard)
-        case.model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
-        loss_of(case.model, case.batch()).backward()
-        alive += [weakref.ref(case.model), *(weakref.ref(parameter) for parameter in case.model.parameters())]
+def _many_models(rank: int, count: int) -> tuple[dict[str, int], dict[str, int], int]:
+    alive: list[weakref.ref[Any]] = []
+
+    def train(count: int) -> None:
+        for _ in range(count):
+            case = build("mlp", compile_fsdp.fully_shard)
+            case.model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
+            loss_of(case.model, case.batch()).backward()
+            alive.extend(weakref.ref(each) for each in (case.model, *case.model.parameters()))
+            compile_fsdp.reset_reports()
         del case
-        compile_fsdp.reset_reports()
-        held.append(_held())
-    return held, sum(each() is not None for each in alive)
+        # torch's flight recorder keeps the code that has issued its last collectives, and so what Dynamo made of it.
+        for _ in range(int(TRACE_BUFFER_SIZE)):
+            dist.all_reduce(torch.ones(1))
+
+    train(3)
+    before = _held()
+    train(count)
+    return before, _held(), sum(each() is not None for each in alive)
 
 
 @pytest.mark.parametrize("count", [12, pytest.param(50, marks=pytest.mark.slow)])
 def test_deleted_models_leave_nothing_behind(count: int) -> None:
-    for held, alive in run_ranks(2, _many_models, count, timeout_s=600.0):
+    for before, after, alive in run_ranks(2, _many_models, count, timeout_s=600.0):
         assert alive == 0
-        assert [each["bytes"] for each in held[2:]] == [held[2]["bytes"]] * (count - 2)
-        assert held[-1]["files"] == held[2]["files"]
-        assert held[-1]["objects"] - held[2]["objects"] < 100 * count
+        # Objects of torch's stay: the cache of compiled autograd keeps all that it has captured.
+        for name in ("bytes", "ours", "files"):
+            assert after[name] <= before[name], name
