@@ -155,7 +155,7 @@ class _Call:
                 torch.autograd.backward(outputs, [grad for _, grad in pairs])
             for group in self.groups:
                 group.store_gradients()
-                if torch.is_anomaly_check_nan_enabled():
+                if _checks_nan():
                     group.check_nan()
         except BaseException:
             for group in self.groups:
@@ -184,11 +184,15 @@ class _Call:
                 group.resume_unsharded()
 
 
+def _checks_nan() -> bool:
+    return torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+
+
 def _without_nan_check() -> contextlib.AbstractContextManager[None]:
     """Keeps anomaly mode from looking for gradients that only the sharded parameters will have."""
-    if not torch.is_anomaly_check_nan_enabled():
+    if not _checks_nan():
         return contextlib.nullcontext()
-    return torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False)
+    return torch.autograd.set_detect_anomaly(True, check_nan=False)
 
 
 class _Boundary(torch.autograd.Function):

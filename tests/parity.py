@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -195,10 +196,11 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def relative_difference(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest absolute difference over the largest absolute expected value; 0 for empty tensors."""
+    """Largest absolute difference over the largest absolute expected value; 0 for empty tensors, inf for nan."""
     if expected.numel() == 0:
         return 0.0
-    return ((got - expected).abs().max() / expected.abs().max().clamp_min(1e-30)).item()
+    difference = ((got - expected).abs().max() / expected.abs().max().clamp_min(1e-30)).item()
+    return difference if math.isfinite(difference) else math.inf
 
 
 def check_parity(feature: Feature, inner_backend: str, steps: int = 3) -> Outcome:

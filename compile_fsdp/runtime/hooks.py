@@ -112,9 +112,9 @@ class StateHooks:
             member.is_awaited = False
         for group in self.groups:
             group.reshard_after_forward()
-        previous = _leave(self)
-        if torch.is_grad_enabled():
-            self._watch_outputs(output, previous)
+        previous, is_whole = _leave(self)
+        if torch.is_grad_enabled() and self.groups:
+            self._watch_outputs(output, previous, is_whole)
         return self.cast_output(output)
 
     def cast_output(self, output: Any) -> Any:
@@ -151,7 +151,7 @@ class StateHooks:
             return []
         return [each for of_state in hooks for each in reversed(of_state.groups)]
 
-    def _watch_outputs(self, output: Any, previous: int) -> None:
+    def _watch_outputs(self, output: Any, previous: int, is_whole: bool) -> None:
         tensors: list[torch.Tensor] = []
         unknown: list[str] = []
         find_tensors(output, tensors, unknown)
@@ -161,7 +161,7 @@ class StateHooks:
             _refuse_output(self, tuple(unknown))
         for tensor in tensors:
             defer_hook_bodies()
-            tensor.register_hook(partial(_pre_backward, self, previous))
+            tensor.register_hook(partial(_pre_backward, self, previous, is_whole))
             restore_hook_bodies()
 
 
@@ -227,12 +227,15 @@ def with_own_code(method: Any) -> Any:
 _copies = itertools.count()
 
 
-def _pre_backward(hooks: StateHooks, previous: int, grad: torch.Tensor) -> torch.Tensor:
+def _pre_backward(hooks: StateHooks, previous: int, is_whole: bool, grad: torch.Tensor) -> torch.Tensor:
     if not torch.compiler.is_dynamo_compiling():
         # A hook that runs outside of a compiled backward, since its forward frame fell back to eager.
         start_backward(hooks.state)
     for group in hooks.groups:
         group.begin_backward(hooks.next_in_backward(previous, group))
+        if not is_whole:
+            # A checkpoint may run the forward again, as eager code that looks into the modules.
+            group.register_unsharded()
     return grad
 
 
@@ -264,13 +267,16 @@ def _enter(hooks: StateHooks) -> None:
 
 
 @runs_while_tracing
-def _leave(hooks: StateHooks) -> int:
-    """Which of the root's states ended its forward before, in this trace; -1 for none.
+def _leave(hooks: StateHooks) -> tuple[int, bool]:
+    """Which of the root's states ended its forward before, in this trace; and whether this forward is all in it.
 
-    Not the state's hooks: Dynamo never forgets a result, and the model would live as long as the process.
+    The first is -1 for none, or another root's. It is not the state's hooks: Dynamo never forgets a result, and the
+    model would live as long as the process.
     """
-    previous = scope.leave(hooks)
-    return -1 if previous is None else hooks.state._state_ctx.all_states.index(previous.state)
+    previous, is_whole = scope.leave(hooks)
+    states = hooks.state._state_ctx.all_states
+    index = states.index(previous.state) if previous is not None and previous.state in states else -1
+    return index, is_whole
 
 
 @runs_while_tracing

@@ -42,15 +42,19 @@ def enter(hooks: StateHooks) -> None:
     scope.entered[hooks] = None
 
 
-def leave(hooks: StateHooks) -> StateHooks | None:
-    """Record that a forward has ended; the one that ended before it in this trace, None for the first."""
+def leave(hooks: StateHooks) -> tuple[StateHooks | None, bool]:
+    """Record that a forward has ended.
+
+    Returns:
+        The one that ended before it in this trace, None for the first; and whether it has begun in this trace.
+    """
     scope = _current()
     previous = scope.last_left
     scope.left[hooks] = None
     scope.last_left = hooks
     if hooks in scope.stack:
         del scope.stack[scope.stack.index(hooks) :]
-    return previous
+    return previous, hooks in scope.entered
 
 
 def _current() -> TraceScope:

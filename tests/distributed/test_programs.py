@@ -1,0 +1,97 @@
+"""Random programs: three steps, eager and compiled, are the same in everything.
+
+Another seed, for more than the same programs: `pytest -m slow --hypothesis-seed=N distributed/test_programs.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+import compile_fsdp
+from harness import run_ranks
+from parity import Parity, compare, full
+from programs import PROGRAMS, Part, Program, Training
+
+
+def _train(rank: int, program: Program, inner_backend: str) -> Parity | None:
+    """What differs; None for what torch's eager FSDP2 cannot train."""
+    result = Parity()
+    try:
+        eager = Training(program, torch_fully_shard)
+        expected = []
+        for number in range(len(program.steps)):
+            eager.step(number, rank)
+            assert all(loss.isfinite() for loss in eager.losses)
+            expected.append((eager.losses, {n: _gradient(p) for n, p in eager.model.named_parameters()}))
+            eager.update()
+    except Exception:
+        return None
+    ours = Training(program, compile_fsdp.fully_shard)
+    options: dict[str, Any] = {"inner_backend": inner_backend, "memory_budget": program.memory_budget}
+    ours.model.compile(backend="compile_fsdp", fullgraph=not program.has_breaks, options=options)
+    for number, (losses, grads) in enumerate(expected):
+        ours.step(number, rank)
+        for mine, theirs in zip(ours.losses, losses, strict=True):
+            compare(result, f"step {number}: loss", mine, theirs)
+        for name, parameter in ours.model.named_parameters():
+            mine, theirs = _gradient(parameter), grads[name]
+            if mine is None or theirs is None:
+                if mine is not theirs:
+                    result.differing.append(f"step {number}: {name}: None on one side only")
+                    result.worst = float("inf")
+            else:
+                compare(result, f"step {number}: {name}", mine, theirs)
+        ours.update()
+    state, wanted = ours.model.state_dict(), eager.model.state_dict()
+    assert list(state) == list(wanted)
+    for name, value in wanted.items():
+        compare(result, f"state_dict {name}", full(state[name]), full(value))
+    return result
+
+
+def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    return None if parameter.grad is None else full(parameter.grad).clone()
+
+
+LINEAR = Part("linear")
+# Shrunk from programs that once failed.
+KEPT = {
+    "no parameters behind a break": Part("chain", (Part("gate", (LINEAR,)), Part("buffer", is_sharded=True))),
+    "a break in a checkpoint": Part(
+        "chain", (Part("break", (LINEAR,), is_checkpointed=True, is_sharded=True), LINEAR)
+    ),
+    "a break in a frozen checkpoint": Part(
+        "chain", (LINEAR, Part("gate", (replace(LINEAR, frozen="all"),), is_checkpointed=True, is_sharded=True))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_kept_programs(name: str) -> None:
+    assert _check(Program(KEPT[name]))
+
+
+def test_gradients_that_are_added_in_another_order() -> None:
+    assert _check(Program(Part("chain", (Part("mlp", is_sharded=True, times=2),)), ("sum", "sum", "plain")))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+@given(PROGRAMS)
+def test_five_hundred_random_programs(program: Program) -> None:
+    assume(_check(program))
+
+
+def _check(program: Program) -> bool:
+    """Whether torch's eager FSDP2 can train the program; then it has trained equally."""
+    results = run_ranks(2, _train, program, "aot_eager")
+    for result in results:
+        assert result is None or result.worst <= program.tolerance, result.differing
+    return None not in results

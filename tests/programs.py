@@ -1,0 +1,290 @@
+"""Random training programs: trees of modules with any sharing, freezing, checkpointing, control flow and sharding.
+
+A program is a value: what hypothesis has shrunk can be printed, and kept as a test.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
+
+FEATURES = 5  # of every activation: nothing is a multiple of it
+ROWS = 3
+
+LEAVES = ("linear", "mlp", "norm", "scale", "buffer", "again")
+INNER = ("chain", "sum", "dict", "gate", "break")
+STEPS = ("plain", "sum", "apart", "no_grad", "accumulate", "eval")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One module.
+
+    Attributes:
+        kind: What its forward does, see `PartModule.body`.
+        children: Modules of an inner part.
+        number: The hidden width of an "mlp"; which earlier sharded module "again" runs.
+        times: How often the forward runs it, one after the other.
+        frozen: Which of its own parameters are: none, all, or those that are not matrices.
+        is_checkpointed: Whether its activations are recomputed.
+        is_sharded: Whether it is a parameter group of its own.
+        keeps: Whether it stays unsharded between forward and backward; None leaves it to torch.
+    """
+
+    kind: str
+    children: tuple[Part, ...] = ()
+    number: int = 3
+    times: int = 1
+    frozen: str = ""
+    is_checkpointed: bool = False
+    is_sharded: bool = False
+    keeps: bool | None = None
+
+
+@dataclass(frozen=True)
+class Program:
+    """A model and how it is trained.
+
+    Attributes:
+        root: The model; always sharded.
+        steps: What each step does, see `train`.
+        flags: Of each step, which way the control flow goes; the same on all ranks.
+        in_bfloat16: Whether parameters are gathered, and computed with, in 16 bits.
+        prefetches: Whether every sharded module names the next one to gather.
+        memory_budget: The backend's option.
+    """
+
+    root: Part
+    steps: tuple[str, ...] = ("plain", "plain", "plain")
+    flags: tuple[bool, ...] = (True, True, True)
+    in_bfloat16: bool = False
+    prefetches: bool = False
+    memory_budget: int | None = None
+
+    @property
+    def has_breaks(self) -> bool:
+        return any(part.kind in ("gate", "break") for part in _walk(self.root))
+
+    @property
+    def adds_in_another_order(self) -> bool:
+        """Whether a layer may run several times in each of several forwards that share a backward.
+
+        Eager autograd adds up all its gradients one after the other, AOTAutograd first those of one forward.
+        """
+        return "sum" in self.steps and any(part.times > 1 or part.kind == "again" for part in _walk(self.root))
+
+    @property
+    def tolerance(self) -> float:
+        """Largest relative difference between eager and compiled training, op by op."""
+        if not self.adds_in_another_order:
+            return 0.0
+        return 2e-2 if self.in_bfloat16 else 1e-5
+
+
+def _walk(part: Part) -> Iterator[Part]:
+    yield part
+    for child in part.children:
+        yield from _walk(child)
+
+
+class PartModule(nn.Module):
+    """The module of a part.
+
+    Attributes:
+        part: What it is.
+        children_: The children's modules.
+    """
+
+    def __init__(self, part: Part, earlier: list[PartModule]) -> None:
+        super().__init__()
+        self.part = part
+        self.parts = nn.ModuleList(PartModule(child, earlier) for child in part.children)
+        match part.kind:
+            case "linear":
+                self.linear = nn.Linear(FEATURES, FEATURES)
+            case "mlp":
+                self.up, self.down = nn.Linear(FEATURES, part.number), nn.Linear(part.number, FEATURES, bias=False)
+            case "norm":
+                self.norm = nn.LayerNorm(FEATURES)
+            case "scale":
+                self.scale = nn.Parameter(torch.ones(FEATURES))
+                self.unused = nn.Parameter(torch.ones(FEATURES + 1, 2))
+            case "buffer":
+                self.register_buffer("mean", torch.zeros(FEATURES))
+            case "again" if earlier:
+                self.parts.append(earlier[part.number % len(earlier)])
+        for parameter in self.parameters(recurse=False):
+            parameter.requires_grad_(part.frozen == "" or (part.frozen == "vectors" and parameter.ndim > 1))
+        for module in self.children():
+            if module is not self.parts:
+                for parameter in module.parameters():
+                    parameter.requires_grad_(part.frozen == "" or (part.frozen == "vectors" and parameter.ndim > 1))
+        if part.is_sharded:
+            earlier.append(self)
+
+    def forward(self, x: torch.Tensor, flag: torch.Tensor) -> Any:
+        output: Any = x
+        for _ in range(self.part.times):
+            x = tensor_of(output)
+            if self.part.is_checkpointed:
+                output = checkpoint(self.body, x, flag, use_reentrant=False)
+            else:
+                output = self.body(x, flag)
+        return output
+
+    def body(self, x: torch.Tensor, flag: torch.Tensor) -> Any:
+        match self.part.kind:
+            case "linear":
+                return x + torch.tanh(self.linear(x))
+            case "mlp":
+                return x + self.down(nn.functional.gelu(self.up(x)))
+            case "norm":
+                return self.norm(x)
+            case "scale":
+                return x * self.scale
+            case "buffer":
+                self.mean.lerp_(x.detach().mean(0), 0.5)
+                return x - self.mean
+            case "sum":
+                return sum((tensor_of(each(x, flag)) for each in self.parts), x) / (1 + len(self.parts))
+            case "gate" if len(self.parts):
+                chosen = self.parts[0] if flag.item() > 0 else self.parts[-1]
+                return chosen(x, flag)
+            case "break":
+                torch._dynamo.graph_break()
+        for each in self.parts:
+            x = tensor_of(each(x, flag))
+        return {"x": x, "others": [x.sigmoid().mean()]} if self.part.kind == "dict" else x
+
+
+def tensor_of(output: Any) -> torch.Tensor:
+    """What the next module takes of an output."""
+    tensor: torch.Tensor = output["x"] + output["others"][0] if isinstance(output, dict) else output
+    return tensor
+
+
+def build(program: Program, fully_shard: Any) -> nn.Module:
+    """The program's model, with the same weights on every rank and at every call."""
+    torch.manual_seed(0)
+    model = PartModule(program.root, [])
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if program.in_bfloat16 else MixedPrecisionPolicy()
+    _shard(model, fully_shard, policy, set())
+    fully_shard(model, mp_policy=policy, reshard_after_forward=_reshard(program.root))
+    if program.prefetches:
+        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for module, following in itertools.pairwise(sharded):
+            module.set_modules_to_forward_prefetch([following])
+    return model
+
+
+def _shard(module: PartModule, fully_shard: Any, policy: MixedPrecisionPolicy, done: set[nn.Module]) -> None:
+    for each in module.parts:
+        assert isinstance(each, PartModule)
+        if each not in done:
+            done.add(each)
+            _shard(each, fully_shard, policy, done)
+            if each.part.is_sharded:
+                fully_shard(each, mp_policy=policy, reshard_after_forward=_reshard(each.part))
+
+
+def _reshard(part: Part) -> bool | None:
+    return None if part.keeps is None else not part.keeps
+
+
+class Training:
+    """A program's model in training."""
+
+    def __init__(self, program: Program, fully_shard: Any) -> None:
+        self.program = program
+        self.model = build(program, fully_shard)
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.SGD(parameters, lr=0.05) if parameters else None
+        self.losses: list[torch.Tensor] = []
+
+    def step(self, number: int, rank: int) -> None:
+        """Forwards and backwards; the gradients stay."""
+        torch.manual_seed(100 * number + rank)
+        self.losses = []
+        batches = [torch.randn(ROWS, FEATURES) for _ in range(2)]
+        flag = torch.ones(()) if self.program.flags[number] else -torch.ones(())
+        match self.program.steps[number]:
+            case "plain":
+                self._backward(self._loss(batches[0], flag))
+            case "sum":
+                self._backward(self._loss(batches[0], flag) + self._loss(batches[1], flag))
+            case "apart":
+                first, second = (self._loss(batch, flag) for batch in batches)
+                self._backward(first)
+                self._backward(second)
+            case "no_grad":
+                with torch.no_grad():
+                    self._loss(batches[1], flag)
+                self._backward(self._loss(batches[0], flag))
+            case "eval":
+                self.model.eval()
+                with torch.no_grad():
+                    self._loss(batches[1], flag)
+                self.model.train()
+            case "accumulate":
+                assert isinstance(self.model, FSDPModule)
+                self.model.set_requires_gradient_sync(False)
+                self._backward(self._loss(batches[1], flag))
+                self.model.set_requires_gradient_sync(True)
+                self._backward(self._loss(batches[0], flag))
+
+    def _loss(self, batch: torch.Tensor, flag: torch.Tensor) -> torch.Tensor:
+        loss = tensor_of(self.model(batch, flag)).float().square().mean()
+        self.losses.append(loss.detach())
+        return loss
+
+    @staticmethod
+    def _backward(loss: torch.Tensor) -> None:
+        if loss.requires_grad:
+            loss.backward()
+
+    def update(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+_FLAGS = {
+    "frozen": st.sampled_from(["", "", "", "all", "vectors"]),
+    "is_checkpointed": st.sampled_from([False, False, True]),
+    "is_sharded": st.booleans(),
+    "keeps": st.sampled_from([None, None, False, True]),
+    "times": st.sampled_from([1, 1, 2]),
+}
+_LEAVES = st.builds(Part, st.sampled_from(LEAVES), number=st.integers(1, 7), **_FLAGS)
+
+
+def _inner(parts: st.SearchStrategy[Part]) -> st.SearchStrategy[Part]:
+    children = st.lists(parts, min_size=1, max_size=3).map(tuple)
+    return st.builds(Part, st.sampled_from(INNER), children, **_FLAGS)
+
+
+_TREES = st.recursive(_LEAVES, _inner, max_leaves=6)
+_ROOTS = st.builds(
+    Part,
+    st.sampled_from(INNER),
+    st.lists(_TREES, min_size=1, max_size=3).map(tuple),
+    is_checkpointed=_FLAGS["is_checkpointed"],
+    keeps=_FLAGS["keeps"],
+)
+PROGRAMS: st.SearchStrategy[Program] = st.builds(
+    Program,
+    _ROOTS,
+    st.tuples(*[st.sampled_from(STEPS)] * 3),
+    st.tuples(*[st.booleans()] * 3),
+    in_bfloat16=st.sampled_from([False, False, True]),
+    prefetches=st.booleans(),
+    memory_budget=st.sampled_from([None, None, 0, 200, 2**20]),
+)
