@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -67,7 +67,7 @@ class ForwardGraph:
     def __call__(self, *inputs: Any) -> Sequence[Any]:
         args, hooks_state = (list(inputs), None) if self.hooks is None else self.hooks.split(inputs)
         if not torch.is_grad_enabled():
-            return self.run(*args)
+            return self._run_plain(args)
         groups: dict[TraceableGroup, int] = {}  # group: the position of one of its parameters
         for position in self.managed:
             if (group := owner_of(args[position])) is not None:
@@ -76,12 +76,16 @@ class ForwardGraph:
         sharded = [each.param.sharded_param for group in groups for each in group.params]
         trainable = [parameter for parameter in sharded if parameter.requires_grad]
         if not trainable and not call.differentiable:
-            return self.run(*args)
+            return self._run_plain(args)
         differentiable = [args[i] for i in call.differentiable]
         # A tensor's own hooks would be called with the gradient that the boundary does not have.
         anchors = [p for p in trainable if not (p._backward_hooks or p._post_accumulate_grad_hooks)]
         leaf = torch.empty(0, requires_grad=True)
         return tuple(_Boundary.apply(call, *differentiable, leaf, *anchors))  # type: ignore[no-untyped-call]
+
+    def _run_plain(self, args: list[Any]) -> Sequence[Any]:
+        with _unchanged([args[i] for i in self.managed]):
+            return self.run(*args)
 
 
 class _Call:
@@ -113,9 +117,10 @@ class _Call:
         for i in self.differentiable:
             args[i] = args[i].detach().requires_grad_()
             self.inner_inputs.append(args[i])
-        with torch.enable_grad():
-            self.inner_outputs = self.graph.run(*args)
-        self.versions = get_versions(self.managed)
+        with _unchanged(self.managed):
+            with torch.enable_grad():
+                self.inner_outputs = self.graph.run(*args)
+            self.versions = get_versions(self.managed)
         return tuple(out.detach() if isinstance(out, torch.Tensor) else out for out in self.inner_outputs)
 
     def check(self, leaf: torch.Tensor) -> None:
@@ -145,14 +150,18 @@ class _Call:
         ]
         inputs, self.inner_outputs, self.inner_inputs = self.inner_inputs, None, []
         outputs = [out for out, _ in pairs]
-        # Another forward may have filled the same parameters since, with the same values.
-        set_versions(self.managed, self.versions)
+        with _unchanged(self.managed):
+            set_versions(self.managed, self.versions)
+            self._run_backward(outputs, [grad for _, grad in pairs])
+        return [tensor.grad for tensor in inputs]
+
+    def _run_backward(self, outputs: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
         self._begin()
         compiler = self.graph.compile_backward
         outer, compiler.state = compiler.state, self.hooks_state
         try:
             with _without_nan_check(), compiled_autograd(weakly(compiler.__call__)):
-                torch.autograd.backward(outputs, [grad for _, grad in pairs])
+                torch.autograd.backward(outputs, grads)
             for group in self.groups:
                 group.store_gradients()
                 if _checks_nan():
@@ -165,7 +174,6 @@ class _Call:
             compiler.state = outer
             for group in self.groups:
                 group.active = False
-        return [tensor.grad for tensor in inputs]
 
     def is_to_come(self) -> bool:
         """Whether the backward that runs now goes through this call, and has not yet."""
@@ -182,6 +190,19 @@ class _Call:
                 group.group.wait_for_unshard()
             elif position in self.graph.kept:
                 group.resume_unsharded()
+
+
+@contextlib.contextmanager
+def _unchanged(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Keeps version counters: autograd would take a fill with the same values for a change of what it has saved.
+
+    As eager FSDP2 does around its own fills. What has saved them may be eager code between graphs.
+    """
+    versions = get_versions(parameters)
+    try:
+        yield
+    finally:
+        set_versions(parameters, versions)
 
 
 def _checks_nan() -> bool:

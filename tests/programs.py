@@ -75,11 +75,13 @@ class Program:
 
     @property
     def adds_in_another_order(self) -> bool:
-        """Whether a layer may run several times in each of several forwards that share a backward.
+        """Whether a layer may run several times, in each of several forwards that share a backward or in a checkpoint.
 
-        Eager autograd adds up all its gradients one after the other, AOTAutograd first those of one forward.
+        Eager autograd adds up all its gradients one after the other, AOTAutograd first those of one forward graph.
         """
-        return "sum" in self.steps and any(part.times > 1 or part.kind == "again" for part in _walk(self.root))
+        parts = list(_walk(self.root))
+        is_split = "sum" in self.steps or any(part.is_checkpointed for part in parts)
+        return is_split and any(part.times > 1 or part.kind == "again" for part in parts)
 
     @property
     def tolerance(self) -> float:
@@ -100,8 +102,11 @@ class PartModule(nn.Module):
 
     Attributes:
         part: What it is.
-        children_: The children's modules.
+        parts: The children's modules.
+        mutates: Whether a "buffer" is written. A checkpoint would write it again, and compute with another value.
     """
+
+    mutates = True
 
     def __init__(self, part: Part, earlier: list[PartModule]) -> None:
         super().__init__()
@@ -151,7 +156,8 @@ class PartModule(nn.Module):
             case "scale":
                 return x * self.scale
             case "buffer":
-                self.mean.lerp_(x.detach().mean(0), 0.5)
+                if self.mutates:
+                    self.mean.lerp_(x.detach().mean(0), 0.5)
                 return x - self.mean
             case "sum":
                 return sum((tensor_of(each(x, flag)) for each in self.parts), x) / (1 + len(self.parts))
@@ -175,6 +181,9 @@ def build(program: Program, fully_shard: Any) -> nn.Module:
     """The program's model, with the same weights on every rank and at every call."""
     torch.manual_seed(0)
     model = PartModule(program.root, [])
+    for module in model.modules():
+        if isinstance(module, PartModule):
+            module.mutates = not any(part.is_checkpointed for part in _walk(program.root))
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if program.in_bfloat16 else MixedPrecisionPolicy()
     _shard(model, fully_shard, policy, set())
     fully_shard(model, mp_policy=policy, reshard_after_forward=_reshard(program.root))

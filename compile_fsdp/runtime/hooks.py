@@ -24,6 +24,7 @@ from torch import nn
 
 from compile_fsdp.compat import (
     FSDPState,
+    TrainingState,
     call_with_side_effects,
     defer_hook_bodies,
     param_groups,
@@ -231,6 +232,10 @@ def _pre_backward(hooks: StateHooks, previous: int, is_whole: bool, grad: torch.
     if not torch.compiler.is_dynamo_compiling():
         # A hook that runs outside of a compiled backward, since its forward frame fell back to eager.
         start_backward(hooks.state)
+        for group in hooks.groups:
+            if group.group._training_state is TrainingState.IDLE and not group.active:
+                # Nothing of it has run in this backward, and torch's own hooks may have begun that one.
+                group.end_backward()
     for group in hooks.groups:
         group.begin_backward(hooks.next_in_backward(previous, group))
         if not is_whole:

@@ -30,6 +30,8 @@ class TraceableModule:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if calls.outermost() is None:
+            self._take_own_code()
         call = calls.begin(self, args, kwargs)  # type: ignore[arg-type]
         try:
             output = super().__call__(*args, **kwargs)  # type: ignore[misc]
@@ -43,8 +45,18 @@ class TraceableModule:
             call.on_output(output)
         return output
 
-    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:  # a copy is an attribute of every module: `install`
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
         return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        self._take_own_code()
+        super().compile(*args, **kwargs)  # type: ignore[misc]
+
+    def _take_own_code(self) -> None:
+        # See [Note: Code of its own for every module]; of a root alone, or its parts would be called `self._call_impl`
+        # in graphs, and not by their names.
+        if "_call_impl" not in self.__dict__:
+            self.__dict__["_call_impl"] = with_own_code(self._call_impl)
 
     def reset_iter_state(self) -> None:
         """torch's own, for the root after an exception; also frees what a compiled graph has left unsharded."""
@@ -56,7 +68,15 @@ class TraceableModule:
 
 
 # No frames to compile on their own: `_call_impl` below them is.
-for _function in (TraceableModule.__call__, calls.Call.__init__, calls.begin, calls.end):
+for _function in (
+    TraceableModule.__call__,
+    TraceableModule._take_own_code,
+    with_own_code,
+    calls.outermost,
+    calls.Call.__init__,
+    calls.begin,
+    calls.end,
+):
     skip_code(_function.__code__)
 
 
@@ -94,5 +114,4 @@ def install(module: nn.Module) -> None:
     next(member for member in hooks.members if member.module is module).install()
     cls: Any = type(module)
     module.__class__ = _traceable_class(cls)
-    module._call_impl = with_own_code(module._call_impl)  # type: ignore[method-assign]
     _installed.add(module)

@@ -53,7 +53,7 @@ def _many_steps(rank: int, steps: int, options: dict[str, Any]) -> tuple[dict[st
 def test_steps_leave_nothing_behind(steps: int, options: dict[str, Any]) -> None:
     for before, after, graphs in run_ranks(2, _many_steps, steps, options, timeout_s=600.0):
         assert graphs == 2
-        assert after["bytes"] == before["bytes"] and after["tensors"] <= before["tensors"]
+        assert after["bytes"] <= before["bytes"] and after["tensors"] <= before["tensors"]
         assert after["files"] == before["files"]
         # What others do in the background, logging for example, is not a matter of steps.
         assert after["objects"] - before["objects"] < 100
