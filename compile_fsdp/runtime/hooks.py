@@ -241,6 +241,7 @@ def _pre_backward(hooks: StateHooks, previous: int, is_whole: bool, grad: torch.
         if not is_whole:
             # A checkpoint may run the forward again, as eager code that looks into the modules.
             group.register_unsharded()
+            group.modules_hold_shards = False
     return grad
 
 
