@@ -55,7 +55,7 @@ class Program:
 
     Attributes:
         root: The model; always sharded.
-        steps: What each step does, see `train`.
+        steps: What each step does, see `Training.step`.
         flags: Of each step, which way the control flow goes; the same on all ranks.
         in_bfloat16: Whether parameters are gathered, and computed with, in 16 bits.
         prefetches: Whether every sharded module names the next one to gather.
@@ -126,12 +126,9 @@ class PartModule(nn.Module):
                 self.register_buffer("mean", torch.zeros(FEATURES))
             case "again" if earlier:
                 self.parts.append(earlier[part.number % len(earlier)])
-        for parameter in self.parameters(recurse=False):
-            parameter.requires_grad_(part.frozen == "" or (part.frozen == "vectors" and parameter.ndim > 1))
-        for module in self.children():
-            if module is not self.parts:
-                for parameter in module.parameters():
-                    parameter.requires_grad_(part.frozen == "" or (part.frozen == "vectors" and parameter.ndim > 1))
+        for name, parameter in self.named_parameters():
+            if not name.startswith("parts."):
+                parameter.requires_grad_(part.frozen == "" or (part.frozen == "vectors" and parameter.ndim > 1))
         if part.is_sharded:
             earlier.append(self)
 

@@ -12,10 +12,17 @@ from compile_fsdp.errors import UnknownOptionError
 
 
 def test_defaults() -> None:
-    options = Options.parse(None)
-    assert (options.inner_backend, options.disabled_passes, options.inductor) == ("inductor", frozenset(), {})
-    assert options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
-    assert options == Options()
+    assert Options.parse(None) == Options(
+        inner_backend="inductor",
+        disabled_passes=frozenset(),
+        backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+        memory_budget=None,
+        costs=None,
+        progress=True,
+        agreement_timeout_s=1800.0,
+        verify=False,
+        inductor={},
+    )
 
 
 @pytest.mark.parametrize("given", ["BACKWARD_POST", BackwardPrefetch.BACKWARD_POST])
