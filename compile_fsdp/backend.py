@@ -38,6 +38,7 @@ from compile_fsdp.reports import Direction, present_observer
 from compile_fsdp.runtime import scope
 from compile_fsdp.runtime.calls import outermost
 from compile_fsdp.runtime.checks import describe
+from compile_fsdp.runtime.gather import is_upkeep
 from compile_fsdp.runtime.group import TraceableGroup, owner_of
 from compile_fsdp.runtime.group_calls import GROUP_CALLS
 from compile_fsdp.runtime.module import belongs_to_traceable
@@ -90,13 +91,17 @@ def compile_fsdp(
         gm.recompile()
         inputs = _GraphInputs(gm)
         example_inputs, _ = hooks.split(example_inputs)
+    read = inputs.read_positions()
     kept = _keep_unsharded(gm, parsed, inputs)
     run = _compile(gm, example_inputs, parsed, "forward", inputs)
-    hooked = {group for each in traced.left for group in each.groups}
+    left = {group for each in traced.left for group in each.groups}
+    entered = {group for each in traced.entered for group in each.groups}
     return ForwardGraph(
         run=run,
         managed=tuple(inputs.managed),
-        open=frozenset(i for i, group in inputs.managed.items() if group not in hooked),
+        read=read,
+        whole=frozenset(i for i, group in inputs.managed.items() if group in entered and group in left),
+        open=frozenset(i for i, group in inputs.managed.items() if group not in left),
         kept=frozenset(i for i, group in inputs.managed.items() if group in kept),
         backward_prefetch=parsed.backward_prefetch,
         hooks=hooks,
@@ -151,6 +156,12 @@ class _GraphInputs:
         """The placeholders that are unsharded parameters."""
         positions = self._positions.items()
         return [(node, self.managed[position]) for node, position in positions if position in self.managed]
+
+    def read_positions(self) -> frozenset[int]:
+        """Those of `managed` that something is computed with; the others are only filled and freed."""
+        nodes = [node for node, _ in self.managed_nodes()]
+        read = [node for node in nodes if not all(map(is_upkeep, node.users))]
+        return frozenset(self._positions[node] for node in read)
 
     def name_before(self, node: fx.Node) -> str:
         """FQN of the parameter behind a placeholder, or an item of one, of the Dynamo graph itself."""

@@ -13,7 +13,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.distributed.fsdp import BackwardPrefetch
@@ -21,6 +21,7 @@ from torch.distributed.fsdp import BackwardPrefetch
 from compile_fsdp.compat import compiled_autograd, get_versions, runs_plain_backward, set_versions, will_run
 from compile_fsdp.deferred_hooks import DeferredHooks
 from compile_fsdp.errors import DoubleBackwardError, PartialBackwardError, SecondBackwardError
+from compile_fsdp.runtime import calls
 from compile_fsdp.runtime.group import TraceableGroup, owner_of, start_backward
 from compile_fsdp.weakly import weakly
 
@@ -49,6 +50,8 @@ class ForwardGraph:
     Attributes:
         run: The graph, compiled by the inner backend.
         managed: Positions of the graph inputs that are unsharded parameters.
+        read: Those of `managed` that something is computed with; of those alone a gradient may come.
+        whole: Those of `managed` whose module runs in this graph from its inputs to its outputs.
         open: Those of `managed` whose pre-backward hook is in another graph, behind a graph break.
         kept: Those of `managed` that the graph leaves unsharded for its backward.
         backward_prefetch: When the backward gathers the groups that it needs next.
@@ -58,6 +61,8 @@ class ForwardGraph:
 
     run: GraphFn
     managed: tuple[int, ...]
+    read: frozenset[int]
+    whole: frozenset[int]
     open: frozenset[int]
     kept: frozenset[int]
     backward_prefetch: BackwardPrefetch | None
@@ -68,10 +73,12 @@ class ForwardGraph:
         args, hooks_state = (list(inputs), None) if self.hooks is None else self.hooks.split(inputs)
         if not torch.is_grad_enabled():
             return self._run_plain(args)
-        groups: dict[TraceableGroup, int] = {}  # group: the position of one of its parameters
+        groups: dict[TraceableGroup, _Use] = {}
         for position in self.managed:
             if (group := owner_of(args[position])) is not None:
-                groups[group] = position
+                use = groups.setdefault(group, _Use(position, []))
+                if position in self.read:
+                    use.read.append(args[position])
         call = _Call(self, args, groups, hooks_state)
         sharded = [each.param.sharded_param for group in groups for each in group.params]
         trainable = [parameter for parameter in sharded if parameter.requires_grad]
@@ -88,15 +95,24 @@ class ForwardGraph:
             return self.run(*args)
 
 
+class _Use(NamedTuple):
+    """What a graph has to do with one parameter group: the position of one of its parameters, and those it reads."""
+
+    position: int
+    read: list[torch.Tensor]
+
+
 class _Call:
     """One forward run: its inner autograd graph, until a backward has used it."""
 
     def __init__(
-        self, graph: ForwardGraph, args: list[Any], groups: dict[TraceableGroup, int], hooks_state: Any
+        self, graph: ForwardGraph, args: list[Any], groups: dict[TraceableGroup, _Use], hooks_state: Any
     ) -> None:
         self.graph = graph
         self.args = args
         self.groups = groups
+        outermost = calls.outermost()
+        self.forward_id = object() if outermost is None else outermost.forward_id
         self.hooks_state = hooks_state
         managed = set(graph.managed)
         self.differentiable = [
@@ -166,6 +182,8 @@ class _Call:
                 group.store_gradients()
                 if _checks_nan():
                     group.check_nan()
+                if group.is_unsharded and group.modules_hold_shards:
+                    group.register_unsharded()  # eager code may come next, or torch's final callback
         except BaseException:
             for group in self.groups:
                 group.end_backward()
@@ -181,8 +199,9 @@ class _Call:
 
     def _begin(self) -> None:
         start_backward(next(iter(self.groups)).state)
-        for group, position in self.groups.items():
+        for group, (position, read) in self.groups.items():
             group.active = True
+            group.expect(read, None if position in self.graph.whole else self.forward_id)
             group.backward_prefetch = self.graph.backward_prefetch
             group.deferred = any(call.is_to_come() for call in group.calls)
             if position in self.graph.open:

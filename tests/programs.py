@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -85,10 +85,8 @@ class Program:
 
     @property
     def tolerance(self) -> float:
-        """Largest relative difference between eager and compiled training, op by op."""
-        if not self.adds_in_another_order:
-            return 0.0
-        return 2e-2 if self.in_bfloat16 else 1e-5
+        """Largest relative difference between eager and compiled training in float32, op by op."""
+        return 1e-5 if self.adds_in_another_order else 0.0
 
 
 def _walk(part: Part) -> Iterator[Part]:
@@ -277,6 +275,11 @@ def _inner(parts: st.SearchStrategy[Part]) -> st.SearchStrategy[Part]:
     return st.builds(Part, st.sampled_from(INNER), children, **_FLAGS)
 
 
+def _is_comparable(program: Program) -> bool:
+    # Sums of 16-bit gradients in another order may differ by anything.
+    return not (program.in_bfloat16 and program.adds_in_another_order)
+
+
 _TREES = st.recursive(_LEAVES, _inner, max_leaves=6)
 _ROOTS = st.builds(
     Part,
@@ -293,4 +296,4 @@ PROGRAMS: st.SearchStrategy[Program] = st.builds(
     in_bfloat16=st.sampled_from([False, False, True]),
     prefetches=st.booleans(),
     memory_budget=st.sampled_from([None, None, 0, 200, 2**20]),
-)
+).map(lambda program: program if _is_comparable(program) else replace(program, in_bfloat16=False))

@@ -29,7 +29,6 @@ from compile_fsdp.compat import (
 )
 from compile_fsdp.ops import accumulate_gradient, reduce_scatter_tensor
 from compile_fsdp.runtime.group import TraceableGroup
-from compile_fsdp.runtime.states import SHARDED
 from compile_fsdp.wrap.tree import ROOT
 
 _REDUCTIONS = (
@@ -77,7 +76,7 @@ class GraphNames:
 
 
 def describe_group(group: TraceableGroup) -> GroupFacts:
-    shards = [param.gather_input(SHARDED) for param in group.params]
+    shards = [param.gather_input(is_post_forward=False) for param in group.params]
     return GroupFacts(
         name=group_module_fqn(group.group) or ROOT,
         parameters=tuple(group.fqn(param.leaf) for param in group.params),
@@ -95,7 +94,7 @@ def name_graph(gm: fx.GraphModule, groups: Collection[TraceableGroup]) -> GraphN
         for param in group.params:
             fqn = group.fqn(param.leaf)
             tensors[id(param.leaf)] = fqn, False
-            tensors[id(param.gather_input(SHARDED))] = fqn, True
+            tensors[id(param.gather_input(is_post_forward=False))] = fqn, True
     names = GraphNames({}, {}, {})
     of_node: dict[tuple[fx.Node, int], str] = {}  # unsharded parameters in the Dynamo graph: placeholder, item
     position = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -18,12 +18,14 @@ class Call:
         module: What is called.
         args: With what.
         kwargs: And with what by name.
+        forward_id: Tells this call from every other.
         on_output: Gets what it returns, if set in the meantime.
     """
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    forward_id: object = field(default_factory=object)
     on_output: Callable[[Any], None] | None = None
 
 

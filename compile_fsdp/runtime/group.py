@@ -37,7 +37,7 @@ from compile_fsdp.ops import all_gather_into_tensor, hand_over, issue_ticket
 from compile_fsdp.runtime.gather import GatherPlan, Launched, fill, free, pack, unpack
 from compile_fsdp.runtime.parameter import TraceableParam
 from compile_fsdp.runtime.reduction import Reduction, all_reduce, part, plan_reduction, reduce_scatter
-from compile_fsdp.runtime.states import POST_FORWARD, SHARDED, UNSHARDED, enter, params_follow
+from compile_fsdp.runtime.states import KNOWN, enter, params_follow
 
 
 class BackwardCall(Protocol):
@@ -52,7 +52,11 @@ class TraceableGroup:
 
     Attributes:
         active: True while a compiled backward runs; the gradient hooks do nothing otherwise.
-        pending: Unsharded parameters of this backward whose gradients are still to come; 0 outside of it.
+        expected_text: How many of its parameters the compiled backward that runs now has gradients for, as text; why,
+            see `plan_text`.
+        pending: How many of them are still to come; None outside of it, and until the first thing of the group happens.
+        cut_forward: Which forward, of those that were cut into several graphs, a backward goes through at present.
+        seen: Unsharded parameters, by id, whose gradients in it have come or are about to.
         modules_hold_shards: Whether the modules hold the sharded parameters all through this backward.
         deferred: Another forward's backward follows in this one, and its gradients are reduced with these.
         backward_prefetch: When a backward gathers the groups that it needs next; None for no prefetch.
@@ -64,6 +68,7 @@ class TraceableGroup:
     def __init__(self, group: FSDPParamGroup, state: FSDPState) -> None:
         self.group = group
         self.state = state
+        self.known = KNOWN  # see [Note: States that Dynamo guards]
         group._compile_fsdp_traceable = self  # type: ignore[attr-defined]
         self.params = [TraceableParam(param) for param in group.fsdp_params]
         self.shard_count = 1  # ranks that the parameters are sharded over
@@ -80,7 +85,10 @@ class TraceableGroup:
         self.launched: Launched | None = None
         self.calls: weakref.WeakSet[BackwardCall] = weakref.WeakSet()
         self.active = False
-        self.pending = 0
+        self.expected_text = "0"
+        self.pending: int | None = None
+        self.cut_forward: object = None
+        self.seen: set[int] = set()
         self.modules_hold_shards = False
         self.deferred = False
         self.backward_prefetch: BackwardPrefetch | None = None
@@ -138,7 +146,11 @@ class TraceableGroup:
 
     @property
     def is_unsharded(self) -> bool:
-        return self.group._sharded_state is UNSHARDED
+        return self.group._sharded_state is self.known.unsharded
+
+    @property
+    def is_post_forward(self) -> bool:
+        return self.group._sharded_state is self.known.post_forward
 
     @property
     def is_frozen(self) -> bool:
@@ -154,20 +166,20 @@ class TraceableGroup:
             if self._is_extended_now():
                 tensors, inputs = self._extended_inputs(plan)
             else:
-                tensors, inputs = [param.gather_input(self.group._sharded_state) for param in self.params], plan.inputs
+                tensors, inputs = [param.gather_input(self.is_post_forward) for param in self.params], plan.inputs
             output = pack(tensors, inputs, plan.device)
             if plan.shard_count > 1 and not isinstance(self.group._all_gather_comm, PLAIN_ALL_GATHERS):
                 output = self._gather_with_custom(output)
             elif plan.shard_count > 1:
                 output = all_gather_into_tensor(output, plan.shard_count, plan.process_group, self.gather_name)
-            self.launched = Launched(output, inputs)
+            self.launched = Launched(output, inputs if self._is_extended_now() else None)
 
     def _gather_plan(self) -> GatherPlan:
         # The text goes in for Dynamo to guard on.
         return _plan_gather(self, self.plan_text, self.group._sharded_state)
 
     def _is_extended_now(self) -> bool:
-        return self.is_extended and self.group._sharded_state is not POST_FORWARD
+        return self.is_extended and not self.is_post_forward
 
     def _extended_inputs(self, plan: GatherPlan) -> tuple[list[torch.Tensor], list[tuple[Any, ...]]]:
         tensors: list[torch.Tensor] = []
@@ -178,7 +190,7 @@ class TraceableGroup:
                 tensors += own
                 inputs += [(each.numel(), each.dtype) for each in own]
             else:
-                tensors.append(param.gather_input(self.group._sharded_state))
+                tensors.append(param.gather_input(self.is_post_forward))
                 inputs.append(described)
         return tensors, inputs
 
@@ -206,14 +218,14 @@ class TraceableGroup:
             output = launched.output
             if plan.shard_count > 1:
                 output = functional_collectives.wait_tensor(output)
-            values: Sequence[torch.Tensor] = unpack(output, plan.shard_count, launched.inputs)
+            values: Sequence[torch.Tensor] = unpack(output, plan.shard_count, launched.inputs or plan.inputs)
             if self._is_extended_now():
                 values = self._extended_values(values)
             fill([param.leaf for param in self.params], values, plan.storage_bytes)
-        if self.group._sharded_state is POST_FORWARD:
+        if self.is_post_forward:
             for param in self.params:
                 param.free_post_forward()
-        enter(self, UNSHARDED)
+        enter(self, self.known.unsharded)
 
     def _extended_values(self, gathered: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         values, first = [], 0
@@ -226,14 +238,14 @@ class TraceableGroup:
 
     def reshard(self) -> None:
         """Free the unsharded parameters."""
-        if self.group._sharded_state is SHARDED:
+        if self.group._sharded_state is self.known.sharded:
             return
-        if self.group._sharded_state is POST_FORWARD:
+        if self.is_post_forward:
             for param in self.params:
                 param.free_post_forward()
         else:
             self._free()
-        enter(self, SHARDED)
+        enter(self, self.known.sharded)
 
     def _free(self) -> None:
         free([param.leaf for param in self.params], self._gather_plan().storage_bytes)
@@ -251,7 +263,7 @@ class TraceableGroup:
                     param.keep_slice(self.post_forward_count, self.post_forward_rank)
                     param.register_post_forward()
             self._free()
-            enter(self, POST_FORWARD)
+            enter(self, self.known.post_forward)
             params_follow(self)
         else:
             self.reshard()
@@ -275,8 +287,25 @@ class TraceableGroup:
         Whatever has freed them since, another forward for example, has made them sharded.
         """
         if not self.is_unsharded and all(param.is_filled for param in self.params):
-            enter(self, UNSHARDED)
+            enter(self, self.known.unsharded)
             params_follow(self)
+
+    def expect(self, read: Sequence[torch.Tensor], cut_forward: object) -> None:
+        """For real: settle how many gradients complete the group in the compiled backward that runs next.
+
+        Args:
+            read: The unsharded parameters that its forward graph computes with.
+            cut_forward: None if that graph holds the whole forward of the group's module. Else which forward it is a
+                piece of: the group is complete, and may be freed, only when all its parameters have their gradients.
+        """
+        expected = len([leaf for leaf in read if leaf.requires_grad])
+        if cut_forward is not None:
+            if cut_forward is not self.cut_forward:
+                self.cut_forward, self.seen = cut_forward, set()
+            self.seen.update(map(id, read))
+            if any(param.leaf.requires_grad and id(param.leaf) not in self.seen for param in self.params):
+                expected = len(self.params) + 1  # never
+        self.expected_text, self.pending = str(expected), None
 
     def begin_backward(self, then_prefetch: list[TraceableGroup]) -> None:
         """Unshard before the first gradient computation that may need the group.
@@ -284,11 +313,11 @@ class TraceableGroup:
         Args:
             then_prefetch: Groups to gather next, before this group's gradients are computed or after.
         """
-        if self.pending > 0:
+        if self.pending:
             return  # another output, or another use of the module, came first
         self.group._training_state = TrainingState.PRE_BACKWARD
-        self.pending = len([param for param in self.params if param.leaf.requires_grad])
-        self.modules_hold_shards = self.group._sharded_state is SHARDED
+        self._await_gradients()
+        self.modules_hold_shards = self.group._sharded_state is self.known.sharded
         if self.group.unshard_in_backward and not self.is_unsharded:
             self.unshard()
         if self.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
@@ -296,19 +325,28 @@ class TraceableGroup:
         else:
             _prefetch(then_prefetch)
 
+    def _await_gradients(self) -> int:
+        # Not only where the backward begins, since that may have been in another graph.
+        if self.pending is None:
+            self.pending = int(self.expected_text)
+        return self.pending
+
     def accumulate(self) -> None:
         """Count a gradient that has just been accumulated; reduce once the group is complete.
 
-        Parameters that get no gradient leave the group incomplete: torch's own final callback then reduces
-        what has arrived, at the end of the backward.
+        Parameters that are read and get no gradient leave the group incomplete: torch's own final callback then
+        reduces what has arrived, at the end of the backward.
         """
-        self.pending -= 1
+        self.pending = self._await_gradients() - 1
         if self.pending > 0:
             return
         _prefetch(self.prefetch_last)
         self.prefetch_last = []
         self._reshard_after_backward()
-        if self.group.reduce_grads and not self.deferred:
+        if self.deferred:
+            # Or torch's own hooks, if the other backward is an eager one, would take the group for unsharded.
+            self.group._training_state = TrainingState.IDLE
+        elif self.group.reduce_grads:
             self.reduce()
 
     def end_frozen(self) -> None:
@@ -420,7 +458,8 @@ class TraceableGroup:
     def end_backward(self) -> None:
         """Forget the backward, also one that failed."""
         self.active = False
-        self.pending = 0
+        self.pending = None
+        self.cut_forward, self.seen = None, set()
         self.modules_hold_shards = False
         self.deferred = False
         self.prefetch_last = []
@@ -438,7 +477,7 @@ class TraceableGroup:
         self.calls.clear()
         for param in self.params:
             param.reset()
-        self.group._sharded_state = SHARDED
+        self.group._sharded_state = self.known.sharded
 
 
 def _prefetch(groups: list[TraceableGroup]) -> None:
@@ -451,7 +490,7 @@ def _prefetch(groups: list[TraceableGroup]) -> None:
 def _plan_gather(group: TraceableGroup, plan_text: str, state: ShardedState) -> GatherPlan:
     params = group.params
     storage_bytes = [param.plan.storage_bytes for param in params]
-    if state is POST_FORWARD:
+    if state is KNOWN.post_forward:
         inputs = [tuple(param.post_forward_input()) for param in params]
         return GatherPlan(group.post_forward_count, group.post_forward_group, None, inputs, storage_bytes)
     device = group.group.device if params[0].param.offload_to_cpu else None
@@ -502,3 +541,5 @@ def _gradient_accumulated(owner: weakref.ref[TraceableGroup], leaf: torch.Tensor
     group = owner()
     if group is not None and group.active:
         group.accumulate()
+    elif group is not None:
+        group.seen.add(id(leaf))

@@ -141,9 +141,9 @@ class TraceableParam:
 
     # All-gather
 
-    def gather_input(self, state: ShardedState) -> torch.Tensor:
+    def gather_input(self, is_post_forward: bool) -> torch.Tensor:
         """What this rank sends of a parameter that is not extended: 1-D, before it is moved and cast."""
-        if state is ShardedState.SHARDED_POST_FORWARD:
+        if is_post_forward:
             assert self.post_forward is not None
             return self.post_forward.data
         return self.param._sharded_param_data  # (shard_numel,)

@@ -83,6 +83,23 @@ KEPT = {
         ),
         APART,
     ),
+    "a state that Dynamo did not guard": Program(
+        Part("chain", (LINEAR, Part("chain", (LINEAR,), is_sharded=True, keeps=True)), keeps=False),
+        ("apart", "plain", "plain"),
+        in_bfloat16=True,
+        memory_budget=2**20,
+    ),
+    "an unused parameter in two forwards before their backward": Program(
+        Part("break", (Part("chain", (Part("scale"), Part("norm"))),)), ("apart", "sum", "plain")
+    ),
+    "a backward by eager code after a compiled one": Program(
+        Part(
+            "chain",
+            (Part("break", (Part("scale", is_sharded=True), Part("again", number=4, is_checkpointed=True))),),
+        ),
+        ("sum", "plain", "plain"),
+        prefetches=True,
+    ),
 }
 
 
