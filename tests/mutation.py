@@ -1,6 +1,6 @@
 """Disable each precondition of each pass in turn: a test of tests/passes must fail.
 
-    python mutation.py [--modules windows layout] [--functions windows._Matcher]
+    python mutation.py [--modules windows layout] [--functions windows._Matcher] [--longest 5]
 
 Runs in tests/, and exits with 1 if a mutant survives that is not one of EQUIVALENT. See [Note: What counts as a
 precondition] in `mutants.py`.
@@ -73,10 +73,11 @@ class Run:
         outcomes: How many mutants were "killed", "survived" or ran into the "timeout".
     """
 
-    def __init__(self, mutants: list[Mutant]) -> None:
+    def __init__(self, mutants: list[Mutant], longest: float) -> None:
         self.survivors: list[Mutant] = []
         self.outcomes: Counter[str] = Counter()
         self._mutants = mutants
+        self._longest = longest
         self._seconds: dict[str, float] = {}
         self._seen: dict[Mutant, list[pytest.Item]] = {}
 
@@ -113,7 +114,7 @@ class Run:
             if _fails([item]):
                 raise pytest.UsageError(f"expected tests that pass without a mutant, {item.nodeid} fails")
             self._seconds[item.nodeid] = time.perf_counter() - start
-            for mutant in seen:
+            for mutant in seen if self._seconds[item.nodeid] <= self._longest else ():
                 self._seen.setdefault(mutant, []).append(item)
         for module in modules:
             restore(module)
@@ -151,8 +152,9 @@ def _fails(items: list[pytest.Item]) -> bool:
     return False
 
 
-def run(mutants: list[Mutant], tests: str = "passes") -> Run:
-    plugin = Run(mutants)
+def run(mutants: list[Mutant], tests: str = "passes", longest: float = float("inf")) -> Run:
+    """Run the tests in that folder, or file, with each mutant; those that take more seconds are left out."""
+    plugin = Run(mutants, longest)
     # No reports of tests, and hence none of the options for them.
     options = ["-s", "-p", "no:terminal", "-p", "no:cacheprovider", "-o", "addopts="]
     code = pytest.main([*options, "--import-mode=importlib", "-m", "not slow", tests], plugins=[plugin])
@@ -165,11 +167,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modules", nargs="+", choices=MODULES, default=list(MODULES))
     parser.add_argument("--functions", nargs="+", default=[""], help="prefixes of qualified names")
+    parser.add_argument("--longest", type=float, default=float("inf"), help="leave out tests of more seconds")
     arguments = parser.parse_args()
     mutants = [mutant for name in arguments.modules for mutant in find_mutants(pass_module(name))]
     mutants = [mutant for mutant in mutants if mutant.function.startswith(tuple(arguments.functions))]
     os.chdir(Path(__file__).parent)
-    result = run(mutants)
+    result = run(mutants, longest=arguments.longest)
     survivors = [mutant for mutant in result.survivors if mutant.key not in EQUIVALENT]
     for mutant in survivors:
         module = mutant.function.split(".")[0]

@@ -20,13 +20,16 @@ RANKS = 2
 
 _CAST = torch.ops.prims.convert_element_type.default
 
-# What a step does; those that come several times are what it is about.
-ACTIONS = (
-    "window", "window", "window", "gather", "gather", "gather_item", "fill", "free", "read", "read", "read_value",
-    "read_value", "view", "read_view", "gradients", "gradients", "reduce", "reduce", "reduce", "accumulate",
-    "write_input", "write_shard", "write_row_of_shard", "write_value", "write_gradient", "write_weight",
-    "write_reduced", "all_reduce", "gather_activations", "empty",
+# What a step does, by what it is about.
+_WITH_PARAMETERS = (
+    "window", "gather", "gather_item", "fill_all", "fill", "free", "read", "read_value", "read_old_value", "view",
+    "read_view", "write_shard", "write_row_of_shard", "write_value", "write_weight", "empty",
 )  # fmt: skip
+_WITH_GRADIENTS = (
+    "gradients", "reduce", "reduce_anew", "accumulate", "write_gradient", "write_reduced", "write_input",
+    "all_reduce", "gather_activations",
+)  # fmt: skip
+_SUBJECTS = (_WITH_PARAMETERS, _WITH_GRADIENTS, _WITH_PARAMETERS + _WITH_GRADIENTS)
 
 Action = tuple[str, int, int]  # what, with which group, and which of several
 
@@ -67,12 +70,21 @@ _group_plans = st.builds(
     st.sampled_from([torch.float32, torch.float32, torch.bfloat16]),
     st.sampled_from(["dp", "dp", "other"]),
 )
-_actions = st.tuples(st.sampled_from(ACTIONS), st.integers(0, 2), st.integers(0, 3))
+
+
+@st.composite
+def _actions(draw: st.DrawFn) -> tuple[Action, ...]:
+    """A step does few kinds of things, and those often: what goes wrong together then meets."""
+    actions = draw(st.sampled_from(_SUBJECTS))
+    kinds = draw(st.lists(st.sampled_from(actions), min_size=2, max_size=6, unique=True))
+    action = st.tuples(st.sampled_from(kinds), st.integers(0, 2), st.integers(0, 3))
+    return tuple(draw(st.lists(action, min_size=2, max_size=14)))
+
 
 step_plans = st.builds(
     StepPlan,
     st.lists(_group_plans, min_size=1, max_size=3).map(tuple),
-    st.lists(_actions, min_size=1, max_size=14).map(tuple),
+    _actions(),
     st.booleans(),
 )
 
@@ -94,6 +106,7 @@ class _Group:
     plan: GroupPlan
     parameters: list[_Parameter]
     values: list[fx.Node] = field(default_factory=list)  # as last gathered
+    old_values: list[fx.Node] = field(default_factory=list)
     gradients: list[fx.Node] = field(default_factory=list)
     reduced: list[list[fx.Node]] = field(default_factory=list)
 
@@ -168,15 +181,20 @@ class RandomStep:
             case "gather_item":  # not packed, and only one parameter of the group
                 shards = self._cast([parameter.shard], group)
                 self._read(gather(self._build, shards, RANKS, group.plan.process_group)[0])
-            case "fill" if len(group.values) == len(group.parameters):
+            case "fill" if group.values:
                 self._fill(parameter, group.values[group.parameters.index(parameter)])
             case "free" if parameter.is_full:
                 self._free(parameter)
+            case "fill_all" if group.values:
+                for each, value in zip(group.parameters, group.values, strict=True):
+                    self._fill(each, value)
+            case "read_old_value" if group.old_values:
+                self._read(group.old_values[index % len(group.old_values)])
             case "read_value" if item is not None:
                 self._read(group.values[item])
             case "write_value" if item is not None:
                 self._write(group.values[item])
-            case "gradients" | "reduce" | "accumulate" | "write_gradient" | "write_reduced":
+            case "gradients" | "reduce" | "reduce_anew" | "accumulate" | "write_gradient" | "write_reduced":
                 self._act_on_gradients(action, group, index)
             case "write_input":
                 self._write(parameter.saved if index else self._x)
@@ -204,10 +222,10 @@ class RandomStep:
 
     def _act_on_gradients(self, action: str, group: _Group, index: int) -> None:
         build = self._build
-        if action == "gradients":
+        if action in ("gradients", "reduce_anew"):
             transposed = build.call(aten.permute.default, self._x, [1, 0])
             group.gradients = [build.call(aten.mm.default, transposed, each.saved) for each in group.parameters]
-        elif action == "reduce" and group.gradients:
+        if action in ("reduce", "reduce_anew") and group.gradients:
             group.reduced.append(self._reduce(group))
         elif action == "accumulate" and len(group.reduced) > 1:
             pairs = zip(group.reduced.pop(), group.reduced.pop(), strict=True)
@@ -219,6 +237,7 @@ class RandomStep:
 
     def _gather(self, group: _Group) -> None:
         shards = self._cast([parameter.shard for parameter in group.parameters], group)
+        group.old_values = group.values
         group.values = gather(self._build, shards, RANKS, group.plan.process_group)
 
     def _cast(self, tensors: list[fx.Node], group: _Group) -> list[fx.Node]:

@@ -6,7 +6,6 @@ import operator
 
 import torch
 from expecttest import assert_expected_inline
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
@@ -14,6 +13,7 @@ from compile_fsdp.compat import set_version_counter, tensor_version
 from compile_fsdp.ops import copy_, resize_storage_bytes_
 from compile_fsdp.passes import LegalizeReport, Unmoved, legalize_windows
 from execution import freed, run, storage_sizes
+from fuzzing import MANY, fuzz
 from graphs import GraphBuilder, Layer
 from render import render
 
@@ -327,9 +327,7 @@ def without_events(graph: fx.Graph) -> fx.Graph:
     return module.graph
 
 
-@settings(max_examples=150, deadline=None)
-@given(backward_orders())
-def test_any_order_runs_right_once_legalized(order: list[tuple[str, int]]) -> None:
+def check_order(order: list[tuple[str, int]]) -> None:
     graph = build_backward(order)
     values = {"v0": torch.arange(4.0).view(2, 2), "v1": torch.full((2, 2), 3.0)}
 
@@ -343,3 +341,8 @@ def test_any_order_runs_right_once_legalized(order: list[tuple[str, int]]) -> No
     torch.testing.assert_close(run(graph, given_inputs), expected, rtol=0, atol=0)
     sizes = storage_sizes(given_inputs)
     assert (sizes["p0"], sizes["p1"]) == (0, 0)
+
+
+@MANY
+def test_any_order_runs_right_once_legalized(examples: int) -> None:
+    fuzz(check_order, examples, backward_orders())
