@@ -1,6 +1,6 @@
 """Disable each precondition of each pass in turn: a test of tests/passes must fail.
 
-    python mutation.py [--modules windows layout] [--functions windows._Matcher] [--longest 5]
+    python mutation.py [--modules windows layout] [--functions windows._Matcher] [--keywords 'not order']
 
 Runs in tests/, and exits with 1 if a mutant survives that is not one of EQUIVALENT. See [Note: What counts as a
 precondition] in `mutants.py`.
@@ -73,11 +73,10 @@ class Run:
         outcomes: How many mutants were "killed", "survived" or ran into the "timeout".
     """
 
-    def __init__(self, mutants: list[Mutant], longest: float) -> None:
+    def __init__(self, mutants: list[Mutant]) -> None:
         self.survivors: list[Mutant] = []
         self.outcomes: Counter[str] = Counter()
         self._mutants = mutants
-        self._longest = longest
         self._seconds: dict[str, float] = {}
         self._seen: dict[Mutant, list[pytest.Item]] = {}
 
@@ -93,7 +92,7 @@ class Run:
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         self._run_without_mutant(session.items)
-        for mutant in self._mutants:
+        for mutant in sorted(self._mutants, key=self._cost):
             start = time.perf_counter()
             outcome = self._run(mutant)
             self.outcomes[outcome] += 1
@@ -109,15 +108,19 @@ class Run:
         for module in modules:
             watch(module, seen.add)
         for item in items:
-            start = time.perf_counter()
+            start = time.process_time()
             seen.clear()
             if _fails([item]):
-                raise pytest.UsageError(f"expected tests that pass without a mutant, {item.nodeid} fails")
-            self._seconds[item.nodeid] = time.perf_counter() - start
-            for mutant in seen if self._seconds[item.nodeid] <= self._longest else ():
+                raise SystemExit(f"expected tests that pass without a mutant, {item.nodeid} fails")
+            self._seconds[item.nodeid] = time.process_time() - start
+            for mutant in seen:
                 self._seen.setdefault(mutant, []).append(item)
         for module in modules:
             restore(module)
+
+    def _cost(self, mutant: Mutant) -> float:
+        """Seconds of the tests that can tell; those without any are known to survive, and come first."""
+        return sum(self._seconds[item.nodeid] for item in self._seen.get(mutant, []))
 
     def _run(self, mutant: Mutant) -> str:
         name = mutant.function.split(".")[0]
@@ -126,6 +129,7 @@ class Run:
         child = os.fork() if items else -1
         if child == 0:
             signal.setitimer(signal.ITIMER_VIRTUAL, TIMEOUT_SECONDS)  # It ends the process.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Mutants make torch talk.
             try:
                 apply(mutant, pass_module(name))
                 os._exit(_fails(items))
@@ -152,12 +156,12 @@ def _fails(items: list[pytest.Item]) -> bool:
     return False
 
 
-def run(mutants: list[Mutant], tests: str = "passes", longest: float = float("inf")) -> Run:
-    """Run the tests in that folder, or file, with each mutant; those that take more seconds are left out."""
-    plugin = Run(mutants, longest)
+def run(mutants: list[Mutant], tests: str, keywords: str) -> Run:
+    """Run the tests in that folder, or file, whose names fit the keywords, with each mutant."""
+    plugin = Run(mutants)
     # No reports of tests, and hence none of the options for them.
     options = ["-s", "-p", "no:terminal", "-p", "no:cacheprovider", "-o", "addopts="]
-    code = pytest.main([*options, "--import-mode=importlib", "-m", "not slow", tests], plugins=[plugin])
+    code = pytest.main([*options, "--import-mode=importlib", "-m", "not slow", "-k", keywords, tests], plugins=[plugin])
     if not plugin.outcomes.total() and mutants:
         raise SystemExit(f"expected the tests to run, pytest ended with {code!r}")
     return plugin
@@ -167,12 +171,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modules", nargs="+", choices=MODULES, default=list(MODULES))
     parser.add_argument("--functions", nargs="+", default=[""], help="prefixes of qualified names")
-    parser.add_argument("--longest", type=float, default=float("inf"), help="leave out tests of more seconds")
+    parser.add_argument("--tests", default="passes", help="folder or file of the tests")
+    parser.add_argument("--keywords", default="", help="which of them, as pytest's -k has it")
     arguments = parser.parse_args()
     mutants = [mutant for name in arguments.modules for mutant in find_mutants(pass_module(name))]
     mutants = [mutant for mutant in mutants if mutant.function.startswith(tuple(arguments.functions))]
     os.chdir(Path(__file__).parent)
-    result = run(mutants, longest=arguments.longest)
+    result = run(mutants, arguments.tests, arguments.keywords)
     survivors = [mutant for mutant in result.survivors if mutant.key not in EQUIVALENT]
     for mutant in survivors:
         module = mutant.function.split(".")[0]
