@@ -177,7 +177,7 @@ class Effects:
 
     def subgraph(self, node: fx.Node) -> fx.GraphModule | None:
         """The graph module that a get_attr node stands for, if it does."""
-        if node.op != "get_attr" or self._module is None:
+        if node.op != "get_attr":
             return None
         found: object = self._module
         for name in str(node.target).split("."):

@@ -83,3 +83,27 @@ def test_faults_from_before_are_not_the_passs() -> None:
 @pytest.mark.parametrize("build", [gathered, window])
 def test_the_pipeline_checks_its_passes(build: Callable[[], fx.Graph]) -> None:
     Pipeline(node_name, lambda reports: None, check=True)(build())
+
+
+def test_read_of_a_freed_parameter_is_named_so() -> None:
+    graph = window()
+    with pytest.raises(VerificationError, match="weight is read while it is freed"), checking(graph, "careless"):
+        relu = find(graph, "relu")
+        find(graph, "output").prepend(relu)
+
+
+def test_ops_that_write_or_whose_sizes_are_not_known_are_not_repeated() -> None:
+    build = GraphBuilder()
+    assert build.fake_mode.shape_env is not None
+    symbol = build.fake_mode.shape_env.create_unbacked_symint()
+    rows = build.input_like("rows", symbol)
+    x, y = build.input("x", (4, 4)), build.input("y", (symbol, 4))
+    build.graph.call_function(aten.add_.Tensor, (x, 1)).meta["val"] = None
+    build.graph.call_function(aten.full.default, ([2, 2], 0)).meta["val"] = torch.empty(3)
+    unknown = build.call_opaque(aten.neg.default, x)
+    for source in (unknown, y):
+        build.graph.call_function(aten.neg.default, (source,)).meta["val"] = build.value(x)
+    build.graph.call_function(aten.full_like.default, (x, rows)).meta["val"] = build.value(y)
+    graph = build.output(x)
+    with checking(graph, "careful"):
+        graph.call_function(aten.neg.default, (x,))

@@ -346,3 +346,37 @@ def check_order(order: list[tuple[str, int]]) -> None:
 @MANY
 def test_any_order_runs_right_once_legalized(examples: int) -> None:
     fuzz(check_order, examples, backward_orders())
+
+
+def test_only_inputs_are_parameters() -> None:
+    layer = dynamo_layer()
+    build = layer.build
+    buffer = build.call(torch.neg, layer.value)
+    item = build.call(operator.getitem, build.call(torch.split, layer.value, 2), 0)
+    early = build.call(torch.matmul, layer.x, buffer)
+    for each in (buffer, item):
+        build.full(each)
+        build.free(each)
+    build.copy(buffer, layer.value)
+    assert refused(layer, early, build.call(torch.neg, item)) == ()
+
+
+def test_item_of_an_input_is_a_parameter() -> None:
+    build = GraphBuilder(meta_key="example_value")
+    with build.fake_mode:
+        inputs = build.input_like("inputs", [torch.empty(4, 4), torch.empty(4, 4)])
+    weight, value = (build.call(operator.getitem, inputs, i) for i in range(2))
+    early = build.call(torch.neg, weight)
+    build.fill(weight, value)
+    assert legalized(build.output(early)).nodes_sunk == 1
+
+
+def test_other_copies_and_resizes_are_no_events() -> None:
+    layer = dynamo_layer()
+    build = layer.build
+    other = build.call(torch.neg, layer.value)
+    build.copy(other, layer.value)
+    layer.fill()
+    early = build.call(torch.neg, other)
+    layer.free()
+    assert refused(layer, early) == ()
