@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from compile_fsdp.passes.aliases import Aliases, find_fake_tensor
 from compile_fsdp.passes.effects import Effects
@@ -61,3 +62,11 @@ def test_attribute_without_a_value_may_be_anything_but_a_subgraph() -> None:
     aliases = Aliases(module.graph, Effects(module))
     assert aliases.classes(region) == ()
     assert len(aliases.classes(tensor)) == 1
+
+
+def test_wrapper_is_in_the_classes_of_what_it_wraps() -> None:
+    build = GraphBuilder()
+    a, b = torch.empty(4), torch.empty(4)
+    inputs = [build.input_like("a", a), build.input_like("b", b), build.input_like("both", TwoTensor(a, b))]
+    classes = [aliases_of(build).classes(each) for each in inputs]
+    assert classes[2] == classes[0] + classes[1]

@@ -98,12 +98,18 @@ def test_ops_that_write_or_whose_sizes_are_not_known_are_not_repeated() -> None:
     symbol = build.fake_mode.shape_env.create_unbacked_symint()
     rows = build.input_like("rows", symbol)
     x, y = build.input("x", (4, 4)), build.input("y", (symbol, 4))
-    build.graph.call_function(aten.add_.Tensor, (x, 1)).meta["val"] = None
-    build.graph.call_function(aten.full.default, ([2, 2], 0)).meta["val"] = torch.empty(3)
     unknown = build.call_opaque(aten.neg.default, x)
-    for source in (unknown, y):
-        build.graph.call_function(aten.neg.default, (source,)).meta["val"] = build.value(x)
-    build.graph.call_function(aten.full_like.default, (x, rows)).meta["val"] = build.value(y)
     graph = build.output(x)
-    with checking(graph, "careful"):
+
+    def call(target: Callable[..., object], *args: object, noted: object) -> None:
+        graph.call_function(target, args).meta["val"] = noted
+
+    value = build.value(x)
+    with checking(graph, "careful"), graph.inserting_before(graph.output_node()):
+        call(aten.add_.Tensor, x, 1, noted=None)
+        call(aten.full.default, [2, 2], 0, noted=torch.empty(3))
+        call(aten.sym_size.int, x, 0, noted=4)
+        call(aten.neg.default, unknown, noted=value)
+        call(aten.neg.default, y, noted=value)
+        call(aten.new_empty.default, x, [rows, 4], noted=value)
         graph.call_function(aten.neg.default, (x,))

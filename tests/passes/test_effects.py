@@ -74,6 +74,7 @@ def call(target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> fx.Node
         (call(higher_order.wrap_activation_checkpoint, aten.add.Tensor, "x", "y"), ""),
         (call(higher_order.wrap_activation_checkpoint, aten.add_.Tensor, "x", "y"), "xy"),
         (call(higher_order.wrap_activation_checkpoint, aten.add, "x", "y"), "xy"),
+        (call(higher_order.wrap_activation_checkpoint, aten.relu.default, aten.add_, "x"), "x"),
         (call(higher_order.wrap_activation_checkpoint, "x", "y"), "xy"),
     ],
     ids=str,

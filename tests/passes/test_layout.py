@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from compile_fsdp.passes import Kept
-from compile_fsdp.passes.layout import find_copy_fault, is_full, needed_bytes
+from compile_fsdp.passes.layout import find_copy_fault, is_full, needed_bytes, size_hint
 
 STRIDED = torch.empty(4, 4)
 SPARSE = torch.empty(4, 4, layout=torch.sparse_coo)
@@ -51,3 +53,11 @@ def test_copy_that_does_more_than_move_bytes_is_a_fault(
     parameter: torch.Tensor | None, value: torch.Tensor | None, fault: Kept | None
 ) -> None:
     assert find_copy_fault(parameter, value) is fault
+
+
+def test_symbolic_size_counts_with_its_hint() -> None:
+    shape_env = ShapeEnv()
+    symbol = shape_env.create_symbol(6, ConstantSource("rows"), DimDynamic.DYNAMIC)
+    assert size_hint(shape_env.create_symintnode(symbol, hint=6)) == 6
+    assert size_hint(shape_env.create_unbacked_symint()) == 0
+    assert (size_hint(6), size_hint(None)) == (6, 0)

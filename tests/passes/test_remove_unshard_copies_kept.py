@@ -87,6 +87,14 @@ def resize_of_a_view_of_the_value(layer: Layer) -> list[fx.Node]:
 
 
 @case(Kept.MUTATED)
+def view_of_parameter_resized(layer: Layer) -> list[fx.Node]:
+    layer.fill()
+    layer.build.free(layer.build.call(aten.t.default, layer.weight))
+    layer.free()
+    return [layer.x]
+
+
+@case(Kept.MUTATED)
 def parameter_mutated(layer: Layer) -> list[fx.Node]:
     layer.fill()
     layer.build.call(aten.add_.Tensor, layer.weight, 1)
@@ -404,3 +412,24 @@ def test_subgraph_that_is_no_operand_of_a_call_is_kept() -> None:
     region = layer.build.subgraph("region", body.output_module(inside))
     layer.build.call_opaque(print, region, layer.x, layer.weight)
     assert remove_unshard_copies(layer.build.output(layer.x)).windows_removed == 0
+
+
+def test_value_written_after_its_window_may_be_read_in_it() -> None:
+    layer = Layer()
+    layer.fill()
+    result = layer.read()
+    layer.free()
+    layer.build.call(aten.add_.Tensor, layer.value, 1)
+    assert remove_unshard_copies(layer.build.output(result)).windows_removed == 1
+
+
+def test_window_beside_a_constant_is_removed() -> None:
+    layer = Layer()
+    layer.fill()
+    result = layer.read()
+    layer.free()
+    module = layer.build.output_module(result)
+    module.register_buffer("constant", torch.empty(4))
+    with module.graph.inserting_before():
+        module.graph.get_attr("constant")
+    assert remove_unshard_copies(module.graph).windows_removed == 1
