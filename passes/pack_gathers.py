@@ -23,6 +23,7 @@ there in the end, so gathering them together does not raise the peak by more tha
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 
 from torch import fx
 
@@ -56,7 +57,7 @@ def pack_gathers(graph: fx.Graph, *, merge: bool = False, costs: Costs | None = 
     """
     nodes_before = len(graph.nodes)
     before = after = alone = copied = 0
-    may_join = _Joining(graph) if merge else lambda earlier, later: False
+    may_join: Callable[[Packed, Packed], bool] = _Joining(graph) if merge else lambda earlier, later: False
     for run in neighbours(find_packed(graph, GATHER), may_join):
         shards = [shard for packed in run for shard in packed.inputs]
         sizes = [size_bytes(shard) for shard in shards]
