@@ -5,6 +5,7 @@
 #   make test-all    the same with the slow rows of the parity table (half an hour on two cores)
 #   make parity  write docs/parity.md from a run of the whole parity table (half an hour on two cores)
 #   make bench   run every benchmark (an hour on two cores); TORCHTITAN is a checkout of it, for SimpleFSDP
+#   make mutate  disable each precondition of each pass in turn; a test must fail (an hour on one core)
 #   make docs    build the documentation into site/, with warnings as errors
 #   make setup   create the virtual environment with everything for both
 #
@@ -25,7 +26,7 @@ export PYTHONSAFEPATH := 1
 
 # Both kinds of installation write into the same virtual environment.
 .NOTPARALLEL:
-.PHONY: setup demo test test-all parity bench docs clean
+.PHONY: setup demo test test-all parity mutate bench docs clean
 
 setup: $(VENV)/.deps-test $(VENV)/.package
 
@@ -51,6 +52,9 @@ test-all: setup
 parity: setup
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -m 'slow or not slow' tests/distributed/test_features.py \
 		--parity-report docs/parity.md
+
+mutate: setup
+	cd tests && OMP_NUM_THREADS=1 $(abspath $(BIN))/python mutation.py
 
 bench: setup
 	$(BIN)/python benchmarks/pass_scaling.py

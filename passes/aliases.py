@@ -48,13 +48,9 @@ class Aliases:
         self._joined: dict[int, int] = {}
         self._keys: dict[fx.Node, tuple[int, ...]] = {}
         for index, node in enumerate(graph.nodes):
-            if keys := self._find_keys(node, effects, unknown_key=-1 - index):
-                self._keys[node] = keys
+            self._keys[node] = self._find_keys(node, effects, unknown_key=-1 - index)
         for node, keys in self._keys.items() if self._joined else ():
-            if len(keys) == 1:
-                self._keys[node] = (self._root(keys[0]),)
-            else:
-                self._keys[node] = tuple(dict.fromkeys(self._root(key) for key in keys))
+            self._keys[node] = tuple(dict.fromkeys(self._root(key) for key in keys))
 
     def classes(self, node: fx.Node) -> tuple[int, ...]:
         """The classes that the node's results lie in: none, or one per storage."""
@@ -67,12 +63,11 @@ class Aliases:
         keys = tuple(dict.fromkeys(unknown_key if key is None else key for key in _storage_keys(value)))
         for source in effects.view_inputs(node) if keys else ():
             for key in self._keys.get(source, ()):
-                if key not in keys:
-                    self._join(keys[0], key)
+                self._join(keys[0], key)
         return keys
 
     def _keys_without_value(self, node: fx.Node, effects: Effects, unknown_key: int) -> tuple[int, ...]:
-        if not effects.has_result(node) or (node.op == "get_attr" and effects.subgraph(node) is not None):
+        if not effects.has_result(node) or effects.subgraph(node) is not None:
             return ()
         for source in node.all_input_nodes:
             for key in self._keys.get(source, ()):

@@ -17,6 +17,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch import fx
 
 from compile_fsdp.compat import OpOverload, argument_aliasing
 from compile_fsdp.passes.aliases import fake_arguments, find_fake_tensor
+from compile_fsdp.passes.effects import Effects, is_barrier
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -100,15 +102,42 @@ def find_packed(graph: fx.Graph, target: Callable[..., Any]) -> list[Packed]:
     return [each for each in found if each is not None]
 
 
-def neighbours(packed: Sequence[Packed], may_merge: Callable[[Packed], bool]) -> list[list[Packed]]:
-    """The collectives in order, those that follow each other and may share packs in one list."""
+class Places:
+    """Where the nodes of a graph stand, and what is written between them."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        effects = Effects(graph.owning_module)
+        self._order = {node: i for i, node in enumerate(graph.nodes)}
+        self._barriers = list(accumulate(is_barrier(node, effects) for node in graph.nodes))
+
+    def is_behind(self, node: fx.Node, other: fx.Node) -> bool:
+        return self._order[node] > self._order[other]
+
+    def is_written_between(self, first: fx.Node, last: fx.Node) -> bool:
+        """Whether a node between the two may write anything but the parameters that windows fill."""
+        return self._barriers[self._order[first]] != self._barriers[self._order[last]]
+
+
+def neighbours(packed: Sequence[Packed], may_join: Callable[[Packed, Packed], bool]) -> list[list[Packed]]:
+    """The collectives in order, those that follow each other and may share packs in one list.
+
+    Args:
+        packed: The collectives.
+        may_join: Whether a collective, and one behind it of the same kind, may be issued at one place.
+    """
     runs: list[list[Packed]] = []
     for each in packed:
-        if runs and may_merge(each) and may_merge(runs[-1][-1]) and each.kind == runs[-1][-1].kind:
+        if runs and each.kind == runs[-1][-1].kind and all(may_join(earlier, each) for earlier in runs[-1]):
             runs[-1].append(each)
         else:
             runs.append([each])
     return runs
+
+
+def positions(run: Sequence[Packed]) -> list[list[int]]:
+    """Of what the collectives send, one behind the other, the positions that each sends: what `plan_packs` returns."""
+    ends = accumulate((len(each.inputs) for each in run), initial=0)
+    return [list(range(start, end)) for start, end in pairwise(ends)]
 
 
 def _match(collective: fx.Node) -> Packed | None:

@@ -26,6 +26,7 @@ from compile_fsdp.compat import (
 from compile_fsdp.ops import copy_, resize_storage_bytes_
 
 _aten = torch.ops.aten
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 # They take a mutable op, and by definition return what it would have written.
 _FUNCTIONAL_HIGHER_ORDER_OPS = frozenset(
@@ -85,6 +86,13 @@ def nodes_in(argument: object) -> Iterator[fx.Node]:
     elif isinstance(argument, dict):
         for item in argument.values():
             yield from nodes_in(item)
+
+
+def is_barrier(node: fx.Node, effects: Effects) -> bool:
+    """Whether the node may write something beyond the parameter that it resizes or fills."""
+    if node.op in ("placeholder", "output", "get_attr") or is_resize(node) or is_copy(node):
+        return False
+    return node.target is not _WAIT and bool(effects.written_inputs(node))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +177,7 @@ class Effects:
 
     def subgraph(self, node: fx.Node) -> fx.GraphModule | None:
         """The graph module that a get_attr node stands for, if it does."""
-        if node.op != "get_attr" or self._module is None:
+        if node.op != "get_attr":
             return None
         found: object = self._module
         for name in str(node.target).split("."):

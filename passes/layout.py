@@ -41,7 +41,7 @@ def needed_bytes(tensor: torch.Tensor) -> int | SymInt:
 
 
 def is_zero(size: int | SymInt | None) -> bool:
-    return size is not None and _is_known(size == 0)
+    return _is_known(size == 0)
 
 
 def is_full(size: int | SymInt | None, tensor: torch.Tensor | None) -> bool:
@@ -73,4 +73,4 @@ def _are_equal(left: tuple[int, ...], right: tuple[int, ...]) -> bool:
 
 
 def _is_known(condition: bool | torch.SymBool) -> bool:
-    return condition if isinstance(condition, bool) else bool(statically_known_true(condition))
+    return bool(statically_known_true(condition))

@@ -23,6 +23,7 @@ there in the end, so gathering them together does not raise the peak by more tha
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 
 from torch import fx
 
@@ -30,12 +31,14 @@ from compile_fsdp.passes.collectives import (
     GATHER,
     WAIT,
     Packed,
+    Places,
     aten,
     find_packed,
     insert,
     is_rearrangement,
     neighbours,
     numel,
+    positions,
     rename,
 )
 from compile_fsdp.passes.costs import Costs, are_contiguous, device_costs, plan_packs, size_bytes
@@ -54,12 +57,12 @@ def pack_gathers(graph: fx.Graph, *, merge: bool = False, costs: Costs | None = 
     """
     nodes_before = len(graph.nodes)
     before = after = alone = copied = 0
-    freed = _freed_parameters(graph) if merge else set()
-    for run in neighbours(find_packed(graph, GATHER), lambda each: merge and _stays_unsharded(each, freed)):
+    may_join: Callable[[Packed, Packed], bool] = _Joining(graph) if merge else lambda earlier, later: False
+    for run in neighbours(find_packed(graph, GATHER), may_join):
         shards = [shard for packed in run for shard in packed.inputs]
         sizes = [size_bytes(shard) for shard in shards]
         packs = _plan(shards, sizes, run[0].ranks, costs or device_costs(run[0].collective))
-        if len(packs) == len(run) == 1:
+        if packs == positions(run):
             continue
         _pack(graph, run, packs)
         single = [pack[0] for pack in packs if len(pack) == 1]
@@ -78,9 +81,27 @@ def _plan(shards: list[fx.Node], sizes: list[int], ranks: int, costs: Costs) -> 
     return plan_packs(sizes, alone, costs.pack_bytes(ranks))
 
 
-def _freed_parameters(graph: fx.Graph) -> set[object]:
-    frees = (node for node in find_resizes(graph) if is_zero(get_size(get_argument(node, 1, "new_size"))))
-    return {get_argument(node, 0, "variable") for node in frees}
+class _Joining:
+    """Tells of two packed gathers whether the later one may be issued with the earlier one.
+
+    See [Note: Who pays for a merged pack]. What is gathered must be there then, and the same.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        frees = (node for node in find_resizes(graph) if is_zero(get_size(get_argument(node, 1, "new_size"))))
+        self._freed = {get_argument(node, 0, "variable") for node in frees}
+        self._places = Places(graph)
+        self._stays: dict[fx.Node, bool] = {}
+
+    def __call__(self, earlier: Packed, later: Packed) -> bool:
+        if not (self._stays_unsharded(earlier) and self._stays_unsharded(later)):
+            return False
+        return not self._places.is_written_between(earlier.pack, later.pack)
+
+    def _stays_unsharded(self, packed: Packed) -> bool:
+        if packed.pack not in self._stays:
+            self._stays[packed.pack] = _stays_unsharded(packed, self._freed)
+        return self._stays[packed.pack]
 
 
 def _stays_unsharded(packed: Packed, freed: set[object]) -> bool:

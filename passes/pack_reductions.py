@@ -25,11 +25,13 @@ from compile_fsdp.passes.collectives import (
     REDUCE,
     RESHAPES,
     Packed,
+    Places,
     aten,
     find_packed,
     insert,
     neighbours,
     numel,
+    positions,
     rename,
     replace_uses,
 )
@@ -49,11 +51,12 @@ def pack_reductions(graph: fx.Graph, *, merge: bool = False, costs: Costs | None
     before = after = alone = copied = 0
     replaced: dict[fx.Node, fx.Node] = {}
     obsolete: list[Packed] = []
-    for run in neighbours(find_packed(graph, REDUCE), lambda each: merge):
+    places = Places(graph) if merge else None
+    for run in neighbours(find_packed(graph, REDUCE), lambda *pair: places is not None and _may_join(*pair, places)):
         gradients = [rows for packed in run for rows in packed.inputs]
         sizes = [size_bytes(rows) for rows in gradients]
         packs = _plan(gradients, sizes, run[0].ranks, costs or device_costs(run[0].collective))
-        if len(packs) == len(run) == 1:
+        if packs == positions(run):
             continue
         replaced |= _pack(graph, run, packs)
         obsolete += run
@@ -72,6 +75,14 @@ def pack_reductions(graph: fx.Graph, *, merge: bool = False, costs: Costs | None
         ("bytes_not_copied", copied),
     )
     return CountReport(pack_reductions.__name__, nodes_before, len(graph.nodes), counts)
+
+
+def _may_join(earlier: Packed, later: Packed, places: Places) -> bool:
+    """Whether the earlier gradients may be reduced where the later ones are: unchanged till then, and not yet read."""
+    readers = (user for item in earlier.outputs if item is not None for user in item.users)
+    if not all(places.is_behind(reader, later.pack) for reader in readers):
+        return False
+    return not places.is_written_between(earlier.pack, later.pack)
 
 
 def _plan(gradients: list[fx.Node], sizes: list[int], ranks: int, costs: Costs) -> list[list[int]]:

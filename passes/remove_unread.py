@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from compile_fsdp.passes.aliases import Aliases
 from compile_fsdp.passes.collectives import GATHER, WAIT, aten, is_rearrangement
 from compile_fsdp.passes.effects import Effects
 from compile_fsdp.passes.report import CountReport
@@ -53,13 +54,17 @@ def _has_no_effect(node: fx.Node) -> bool:
 
 def _join_repeated(graph: fx.Graph) -> int:
     order = {node: i for i, node in enumerate(graph.nodes)}
-    written = Effects(graph.owning_module).find_written(graph)
+    effects = Effects(graph.owning_module)
+    aliases = Aliases(graph, effects)
+    written = {key for node in effects.find_written(graph) for key in aliases.classes(node)}
     first: dict[object, fx.Node] = {}
     joined = 0
     for node in graph.find_nodes(op="call_function", target=GATHER):
-        if (key := _sent(node, written)) is None or [user.target for user in node.users] != [WAIT]:
+        if (key := _sent(node)) is None or [user.target for user in node.users] != [WAIT]:
             continue
         waited = next(iter(node.users))
+        if any(each in written for source in (*key[0], waited) for each in aliases.classes(source)):
+            continue  # The two need not gather the same, or the first value may no longer be what it was.
         earlier = first.get(key)
         if earlier is not None and _last_read(earlier, order) > order[waited]:
             waited.replace_all_uses_with(earlier)
@@ -69,14 +74,14 @@ def _join_repeated(graph: fx.Graph) -> int:
     return joined
 
 
-def _sent(gather: fx.Node, written: set[fx.Node]) -> object:
-    """What tells apart what two gathers send; None where it may change, or is not an input of the graph."""
+def _sent(gather: fx.Node) -> tuple[tuple[fx.Node, ...], tuple[object, ...]] | None:
+    """What tells apart what two gathers send: inputs of the graph, and how; None where it is something else."""
     source, *rest = gather.args
     assert isinstance(source, fx.Node)
     shards = tuple(source.args[0]) if source.target is aten.cat.default else (source,)  # type: ignore[arg-type]
-    if any(not isinstance(each, fx.Node) or each.op != "placeholder" or each in written for each in shards):
+    if any(not isinstance(each, fx.Node) or each.op != "placeholder" for each in shards):
         return None
-    return (shards, *rest)
+    return shards, tuple(rest)
 
 
 def _last_read(waited: fx.Node, order: dict[fx.Node, int]) -> int:

@@ -43,7 +43,7 @@ from torch import fx
 from compile_fsdp.compat import is_collective
 from compile_fsdp.passes.collectives import GATHER, REDUCE, WAIT, is_rearrangement, numel, ranks_of
 from compile_fsdp.passes.costs import Costs, compute_seconds, device_costs, size_bytes, usual_compute_seconds
-from compile_fsdp.passes.effects import Effects, is_copy, is_resize
+from compile_fsdp.passes.effects import Effects, is_barrier
 from compile_fsdp.passes.report import CountReport
 
 
@@ -125,7 +125,7 @@ class _Moves:
                 self.left += 1
         self.fixed = [node for node in graph.nodes if node not in moving]
         self.collectives = [i for i, node in enumerate(self.fixed) if is_collective(node)]
-        self._find_positions(order, {node for node in self.fixed if _is_barrier(node, effects)})
+        self._find_positions(order, {node for node in self.fixed if is_barrier(node, effects)})
 
     def _find_positions(self, order: dict[fx.Node, int], barriers: set[fx.Node]) -> None:
         position = {node: i for i, node in enumerate(self.fixed)}
@@ -182,13 +182,6 @@ def _is_movable(each: _Collective, written: set[fx.Node]) -> bool:
         return False  # It gathers activations, and is not ours.
     touched = inputs | set(each.launch) | set(each.results) - {each.results[0]}
     return not touched & written
-
-
-def _is_barrier(node: fx.Node, effects: Effects) -> bool:
-    """Whether the node may write something beyond the parameter that it resizes or fills."""
-    if node.op in ("placeholder", "output", "get_attr") or is_resize(node) or is_copy(node):
-        return False
-    return node.target is not WAIT and bool(effects.written_inputs(node))
 
 
 class _Timeline:

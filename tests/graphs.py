@@ -140,11 +140,11 @@ class Layer:
         self.build.free(self.weight)
 
 
-def gather(build: GraphBuilder, shards: Sequence[fx.Node], ranks: int) -> list[fx.Node]:
+def gather(build: GraphBuilder, shards: Sequence[fx.Node], ranks: int, group: str = "dp") -> list[fx.Node]:
     """One packed all-gather, as the runtime traces it: what the ranks' 1-D `shards` make together, [ranks, numel]."""
     numels = [build.value(shard).numel() for shard in shards]
     packed = build.call(aten.cat.default, list(shards)) if len(shards) > 1 else shards[0]
-    launched = build.call(c10d.all_gather_into_tensor.default, packed, ranks, "dp")
+    launched = build.call(c10d.all_gather_into_tensor.default, packed, ranks, group)
     waited = build.call(c10d.wait_tensor.default, launched)
     rows = build.call(aten.reshape.default, waited, [ranks, sum(numels)])
     if len(shards) == 1:
@@ -154,13 +154,13 @@ def gather(build: GraphBuilder, shards: Sequence[fx.Node], ranks: int) -> list[f
     return [build.call(aten.clone.default, item, memory_format=torch.contiguous_format) for item in items]
 
 
-def reduce(build: GraphBuilder, gradients: Sequence[fx.Node], ranks: int) -> list[fx.Node]:
+def reduce(build: GraphBuilder, gradients: Sequence[fx.Node], ranks: int, group: str = "dp") -> list[fx.Node]:
     """One packed reduce-scatter, as the runtime traces it: this rank's 1-D shards of the averaged `gradients`."""
     rows = [build.call(aten.reshape.default, gradient, [ranks, -1]) for gradient in gradients]
     numels = [build.value(each).shape[1] for each in rows]
     packed = build.call(aten.cat.default, rows, 1)
     flat = build.call(aten.reshape.default, packed, [-1])
-    launched = build.call(c10d.reduce_scatter_tensor.default, flat, "avg", ranks, "dp")
+    launched = build.call(c10d.reduce_scatter_tensor.default, flat, "avg", ranks, group)
     waited = build.call(c10d.wait_tensor.default, launched)
     split = build.call(aten.split_with_sizes.default, waited, numels)
     return [build.call(operator.getitem, split, i) for i in range(len(gradients))]

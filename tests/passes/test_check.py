@@ -83,3 +83,33 @@ def test_faults_from_before_are_not_the_passs() -> None:
 @pytest.mark.parametrize("build", [gathered, window])
 def test_the_pipeline_checks_its_passes(build: Callable[[], fx.Graph]) -> None:
     Pipeline(node_name, lambda reports: None, check=True)(build())
+
+
+def test_read_of_a_freed_parameter_is_named_so() -> None:
+    graph = window()
+    with pytest.raises(VerificationError, match="weight is read while it is freed"), checking(graph, "careless"):
+        relu = find(graph, "relu")
+        find(graph, "output").prepend(relu)
+
+
+def test_ops_that_write_or_whose_sizes_are_not_known_are_not_repeated() -> None:
+    build = GraphBuilder()
+    assert build.fake_mode.shape_env is not None
+    symbol = build.fake_mode.shape_env.create_unbacked_symint()
+    rows = build.input_like("rows", symbol)
+    x, y = build.input("x", (4, 4)), build.input("y", (symbol, 4))
+    unknown = build.call_opaque(aten.neg.default, x)
+    graph = build.output(x)
+
+    def call(target: Callable[..., object], *args: object, noted: object) -> None:
+        graph.call_function(target, args).meta["val"] = noted
+
+    value = build.value(x)
+    with checking(graph, "careful"), graph.inserting_before(graph.output_node()):
+        call(aten.add_.Tensor, x, 1, noted=None)
+        call(aten.full.default, [2, 2], 0, noted=torch.empty(3))
+        call(aten.sym_size.int, x, 0, noted=4)
+        call(aten.neg.default, unknown, noted=value)
+        call(aten.neg.default, y, noted=value)
+        call(aten.new_empty.default, x, [rows, 4], noted=value)
+        graph.call_function(aten.neg.default, (x,))

@@ -9,6 +9,7 @@ from expecttest import assert_expected_inline
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from compile_fsdp.compat import set_version_counter
 from compile_fsdp.passes import expand_calls
 from render import render
 
@@ -75,3 +76,21 @@ def test_other_calls_stay() -> None:
     before = render(graph)
     expand_calls(graph, set())
     assert render(graph) == before
+
+
+def test_what_a_call_writes_is_not_written_again() -> None:
+    def refill(tensors: list[torch.Tensor], values: list[torch.Tensor], sizes: list[int]) -> None:
+        for tensor, value, size in zip(tensors, values, sizes, strict=True):
+            torch.ops.inductor.resize_storage_bytes_.default(tensor, size)
+            torch.ops.fsdp.copy_.default(tensor, value)
+            set_version_counter((tensor,), (7,))
+
+    graph = _graph()
+    a, b = graph.find_nodes(op="placeholder")
+    with graph.inserting_before(graph.output_node()):
+        graph.call_function(refill, ([a], [b], [64]))
+    value = a.meta["example_value"]
+    before = (value._version, value.untyped_storage().nbytes())
+    expand_calls(graph, {refill})
+    assert len([node for node in graph.nodes if node.target is set_version_counter]) == 1
+    assert (value._version, value.untyped_storage().nbytes()) == before

@@ -86,3 +86,17 @@ def test_group_that_is_filled_twice_is_left_alone() -> None:
     before = render(graph)
     assert keep_unsharded(graph, {weight: 0}, ranks=2, budget=10**6, costs=COSTS) == []
     assert render(graph) == before
+
+
+def test_what_is_no_parameter_of_a_group_is_left_alone() -> None:
+    build = GraphBuilder(meta_key="example_value")
+    weight, other, value = (build.input(name, (4, 4)) for name in ("w", "other", "value"))
+    for each in (weight, other):
+        build.fill(each, value)
+        build.free(each)
+    graph = build.output(value)
+    assert keep_unsharded(graph, {weight: 0}, ranks=2, budget=10**6) == [0]
+    assert len([node for node in graph.nodes if node.args and node.args[0] is weight]) == 2
+    assert len([node for node in graph.nodes if node.args and node.args[0] is other]) == 3
+    assert keep_unsharded(graph, {value: 0}, ranks=2, budget=10**6) == []
+    assert keep_unsharded(graph, {}, ranks=2, budget=10**6) == []

@@ -6,7 +6,6 @@ import operator
 
 import torch
 from expecttest import assert_expected_inline
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
@@ -14,6 +13,7 @@ from compile_fsdp.compat import set_version_counter, tensor_version
 from compile_fsdp.ops import copy_, resize_storage_bytes_
 from compile_fsdp.passes import LegalizeReport, Unmoved, legalize_windows
 from execution import freed, run, storage_sizes
+from fuzzing import MANY, fuzz
 from graphs import GraphBuilder, Layer
 from render import render
 
@@ -327,9 +327,7 @@ def without_events(graph: fx.Graph) -> fx.Graph:
     return module.graph
 
 
-@settings(max_examples=150, deadline=None)
-@given(backward_orders())
-def test_any_order_runs_right_once_legalized(order: list[tuple[str, int]]) -> None:
+def check_order(order: list[tuple[str, int]]) -> None:
     graph = build_backward(order)
     values = {"v0": torch.arange(4.0).view(2, 2), "v1": torch.full((2, 2), 3.0)}
 
@@ -343,3 +341,42 @@ def test_any_order_runs_right_once_legalized(order: list[tuple[str, int]]) -> No
     torch.testing.assert_close(run(graph, given_inputs), expected, rtol=0, atol=0)
     sizes = storage_sizes(given_inputs)
     assert (sizes["p0"], sizes["p1"]) == (0, 0)
+
+
+@MANY
+def test_any_order_runs_right_once_legalized(examples: int) -> None:
+    fuzz(check_order, examples, backward_orders())
+
+
+def test_only_inputs_are_parameters() -> None:
+    layer = dynamo_layer()
+    build = layer.build
+    buffer = build.call(torch.neg, layer.value)
+    item = build.call(operator.getitem, build.call(torch.split, layer.value, 2), 0)
+    early = build.call(torch.matmul, layer.x, buffer)
+    for each in (buffer, item):
+        build.full(each)
+        build.free(each)
+    build.copy(buffer, layer.value)
+    assert refused(layer, early, build.call(torch.neg, item)) == ()
+
+
+def test_item_of_an_input_is_a_parameter() -> None:
+    build = GraphBuilder(meta_key="example_value")
+    with build.fake_mode:
+        inputs = build.input_like("inputs", [torch.empty(4, 4), torch.empty(4, 4)])
+    weight, value = (build.call(operator.getitem, inputs, i) for i in range(2))
+    early = build.call(torch.neg, weight)
+    build.fill(weight, value)
+    assert legalized(build.output(early)).nodes_sunk == 1
+
+
+def test_other_copies_and_resizes_are_no_events() -> None:
+    layer = dynamo_layer()
+    build = layer.build
+    other = build.call(torch.neg, layer.value)
+    build.copy(other, layer.value)
+    layer.fill()
+    early = build.call(torch.neg, other)
+    layer.free()
+    assert refused(layer, early) == ()

@@ -87,3 +87,44 @@ def test_collective_of_the_user_stays_though_nobody_reads_it() -> None:
     before = render(graph)
     remove_unread(graph)
     assert render(graph) == before
+
+
+def two_gathers(build: GraphBuilder, first: fx.Node, second: fx.Node) -> fx.Graph:
+    """Two gathers, the first of which is still to be read where the second is."""
+    old, new = gather(build, [first], 2)[0], gather(build, [second], 2)[0]
+    return build.output(build.call(aten.sin.default, new), build.call(aten.cos.default, old))
+
+
+def test_gathers_of_what_the_graph_computes_are_not_compared() -> None:
+    build = GraphBuilder()
+    computed = build.call(aten.neg.default, build.input("a", (2,)))
+    graph = two_gathers(build, computed, computed)
+    assert dict(remove_unread(graph).counts)["gathers_repeated"] == 0
+
+
+def test_gathers_of_several_shards_are_told_apart() -> None:
+    build = GraphBuilder()
+    graph = two_gathers(build, build.input("a", (2,)), build.input("b", (2,)))
+    assert dict(remove_unread(graph).counts)["gathers_repeated"] == 0
+
+
+def test_gather_that_is_not_just_waited_for_is_not_compared() -> None:
+    build = GraphBuilder()
+    shard = build.input("a", (2,))
+    results = []
+    for _ in range(2):
+        launched = build.call(GATHER, shard, 2, "dp")
+        results += [build.call(c10d.wait_tensor.default, launched) for _ in range(2)]
+    graph = build.output(*(build.call(aten.neg.default, each) for each in (*results, results[0])))
+    assert dict(remove_unread(graph).counts)["gathers_repeated"] == 0
+
+
+def test_gather_that_somebody_else_waits_for_stays() -> None:
+    build = GraphBuilder()
+    launched = build.call(GATHER, build.input("a", (2,)), 2, "dp")
+    read = build.call(c10d.wait_tensor.default, launched)
+    build.call(c10d.wait_tensor.default, launched)
+    graph = build.output(build.call(aten.neg.default, read))
+    before = render(graph)
+    remove_unread(graph)
+    assert render(graph) == before

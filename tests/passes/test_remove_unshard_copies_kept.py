@@ -68,6 +68,32 @@ def resized_to_an_unknown_size(layer: Layer) -> list[fx.Node]:
     return [result]
 
 
+@case(Kept.NOT_FULL)
+def resized_to_a_size_without_a_value(layer: Layer) -> list[fx.Node]:
+    layer.build.resize(layer.weight, layer.build.call_opaque(len, layer.x))
+    layer.build.copy(layer.weight, layer.value)
+    result = layer.read()
+    layer.free()
+    return [result]
+
+
+@case(Kept.VALUE_RESIZED)
+def resize_of_a_view_of_the_value(layer: Layer) -> list[fx.Node]:
+    row = layer.build.call(aten.select.int, layer.value, 0, 0)
+    layer.fill()
+    layer.build.free(row)
+    layer.free()
+    return [layer.x]
+
+
+@case(Kept.MUTATED)
+def view_of_parameter_resized(layer: Layer) -> list[fx.Node]:
+    layer.fill()
+    layer.build.free(layer.build.call(aten.t.default, layer.weight))
+    layer.free()
+    return [layer.x]
+
+
 @case(Kept.MUTATED)
 def parameter_mutated(layer: Layer) -> list[fx.Node]:
     layer.fill()
@@ -361,3 +387,49 @@ def test_report_names_parameters() -> None:
     assert str(report) == (
         "remove_unshard_copies: 0 of 1 windows removed, 0 MiB; kept 1 (open at return: layers.3.weight)"
     )
+
+
+def test_resize_of_what_is_no_input_opens_no_window() -> None:
+    layer = Layer()
+    build = layer.build
+    buffer = build.call(aten.neg.default, layer.value)
+    build.fill(buffer, layer.value)
+    result = build.call(aten.neg.default, buffer)
+    build.free(buffer)
+    graph = build.output(result)
+    before = render(graph)
+    report = remove_unshard_copies(graph)
+    assert (report.windows_removed, report.kept, render(graph)) == (0, (), before)
+
+
+def test_subgraph_that_is_no_operand_of_a_call_is_kept() -> None:
+    layer = Layer()
+    body = GraphBuilder(fake_mode=layer.build.fake_mode)
+    x, w = body.input("x", (4, 4)), body.input("w", (4, 4))
+    body.fill(w, x)
+    inside = body.call(aten.neg.default, w)
+    body.free(w)
+    region = layer.build.subgraph("region", body.output_module(inside))
+    layer.build.call_opaque(print, region, layer.x, layer.weight)
+    assert remove_unshard_copies(layer.build.output(layer.x)).windows_removed == 0
+
+
+def test_value_written_after_its_window_may_be_read_in_it() -> None:
+    layer = Layer()
+    layer.fill()
+    result = layer.read()
+    layer.free()
+    layer.build.call(aten.add_.Tensor, layer.value, 1)
+    assert remove_unshard_copies(layer.build.output(result)).windows_removed == 1
+
+
+def test_window_beside_a_constant_is_removed() -> None:
+    layer = Layer()
+    layer.fill()
+    result = layer.read()
+    layer.free()
+    module = layer.build.output_module(result)
+    module.register_buffer("constant", torch.empty(4))
+    with module.graph.inserting_before():
+        module.graph.get_attr("constant")
+    assert remove_unshard_copies(module.graph).windows_removed == 1

@@ -11,6 +11,7 @@ from torch import fx
 
 from compile_fsdp.passes import remove_unshard_copies
 from execution import freed, run, storage_sizes
+from fuzzing import MANY, fuzz
 from graphs import GraphBuilder, aten
 from render import render
 
@@ -159,9 +160,7 @@ def assert_same(before: list[torch.Tensor], after: list[torch.Tensor]) -> None:
     torch.testing.assert_close(before, after, rtol=0, atol=0)
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.lists(st.booleans(), min_size=PARAMETERS, max_size=PARAMETERS), sequences())
-def test_results_and_storages_stay(arrives_filled: list[bool], given_actions: Actions) -> None:
+def check_sequence(arrives_filled: list[bool], given_actions: Actions) -> None:
     graph, defined = random_graph(arrives_filled, given_actions)
     before = outcome(graph, arrives_filled, defined)
     report = remove_unshard_copies(graph)
@@ -173,6 +172,12 @@ def test_results_and_storages_stay(arrives_filled: list[bool], given_actions: Ac
     again = remove_unshard_copies(graph)
     assert (again.windows_removed, render(graph)) == (0, text)
     assert report.nodes_before - report.nodes_after == 3 * report.windows_removed
+
+
+@MANY
+def test_results_and_storages_stay(examples: int) -> None:
+    arrive_filled = st.lists(st.booleans(), min_size=PARAMETERS, max_size=PARAMETERS)
+    fuzz(check_sequence, examples, arrive_filled, sequences())
 
 
 @settings(max_examples=50, deadline=None)

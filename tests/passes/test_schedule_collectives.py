@@ -227,3 +227,60 @@ def test_order_changes_no_result(layers: int, latency: float, is_forward: bool, 
     scheduled(graph, latency, hoist)
     for expected, got in zip(before, run_rank_zero(graph, *inputs), strict=True):
         assert torch.equal(got, expected)
+
+
+def is_unchanged(graph: fx.Graph) -> bool:
+    """Whether what the scheduled graph computes is what it computed."""
+    inputs = [torch.randn(node.meta["val"].shape) for node in graph.find_nodes(op="placeholder")]
+    before = run_rank_zero(graph, *inputs)
+    schedule_collectives(graph, costs=taking(100))
+    graph.lint()
+    return all(map(torch.equal, before, run_rank_zero(graph, *inputs)))
+
+
+def test_gather_with_two_waits_is_left_alone() -> None:
+    model = Model(2)
+    y = model.mm(model.x, model.gather(0))
+    launched = model.build.call(c10d.all_gather_into_tensor.default, model.shards[1], 2, "dp")
+    waits = [model.build.call(c10d.wait_tensor.default, launched) for _ in range(2)]
+    weights = [model.build.call(aten.reshape.default, waited, [8, 8]) for waited in waits]
+    graph = model.build.output(model.mm(model.mm(y, weights[0]), weights[1]))
+    assert dict(schedule_collectives(graph, costs=taking(100)).counts)["left_in_place"] == 1
+
+
+def test_what_is_made_of_two_gathers_stands_behind_both() -> None:
+    model = Model(2)
+    weights = [model.gather(0), model.gather(1)]
+    both = model.build.call(aten.cat.default, weights)
+    y = model.mm(model.x, weights[0])
+    assert is_unchanged(model.build.output(y, model.build.call(aten.neg.default, both)))
+
+
+def test_what_others_read_too_is_not_moved_with_a_gather() -> None:
+    model = Model(2)
+    cast = model.build.call(aten._to_copy.default, model.shards[1], dtype=torch.float32)
+    early = model.build.call(aten.neg.default, cast)
+    y = model.mm(model.x, model.gather(0))
+    (rows,) = gather(model.build, [cast], 2)
+    weight = model.build.call(aten.reshape.default, rows, [8, 8])
+    assert is_unchanged(model.build.output(early, model.mm(y, weight)))
+
+
+def test_collective_of_what_another_has_received_is_left_alone() -> None:
+    model = Model(1)
+    weight = model.gather(0)
+    (shard,) = reduce(model.build, [weight], 2)
+    assert is_unchanged(model.build.output(shard, model.mm(model.x, weight)))
+
+
+def test_small_gradients_are_in_flight_together() -> None:
+    model = Model(2)
+    (large,) = model.reduced(model.weight_gradient(0, model.x), model.x)[:1]
+    x, small = model.x, []
+    for layer in range(2):
+        x = model.mm(x, model.gather(layer))
+        small += reduce(model.build, [model.build.call(aten.sum.dim_IntList, x, [0])], 2)
+    for saved in model.saved * 2:
+        x = model.mm(x, saved)
+    order = scheduled(model.build.output(large, *small, x), latency=100).split()
+    assert order.index("r2") < order.index("v1")

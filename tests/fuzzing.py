@@ -1,0 +1,19 @@
+"""How many random graphs a test looks at: a few in every run of the tests, 10,000 in the slow one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis.strategies import SearchStrategy
+
+MANY = pytest.mark.parametrize(
+    "examples", [120, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(4 * 3600)])]
+)
+
+
+def fuzz(check: Callable[..., None], examples: int, *strategies: SearchStrategy[Any]) -> None:
+    """Call `check` with so many drawn arguments."""
+    settings(max_examples=examples, suppress_health_check=[HealthCheck.too_slow])(given(*strategies)(check))()

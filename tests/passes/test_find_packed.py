@@ -1,0 +1,87 @@
+"""What is taken for a packed collective, and what only resembles one."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+import pytest
+from torch import fx
+
+from compile_fsdp.passes.collectives import GATHER, WAIT, find_packed, is_rearrangement
+from graphs import GraphBuilder, aten, gather
+
+
+def found_after(change: Callable[[fx.Graph, dict[str, fx.Node]], object]) -> int:
+    """How many packed gathers there are in a graph of one, once it has been changed."""
+    build = GraphBuilder()
+    build.output(*gather(build, [build.input("a", (2,)), build.input("b", (3,))], 2))
+    targets = {"pack": aten.cat.default, "wait": WAIT, "split": aten.split_with_sizes.default, "launch": GATHER}
+    nodes = {
+        name: next(node for node in build.graph.nodes if node.target is target) for name, target in targets.items()
+    }
+    with build.graph.inserting_before(build.graph.output_node()):
+        change(build.graph, nodes)
+    return len(find_packed(build.graph, GATHER))
+
+
+def split_into(*sizes: int) -> Callable[[fx.Graph, dict[str, fx.Node]], object]:
+    def change(graph: fx.Graph, nodes: dict[str, fx.Node]) -> None:
+        nodes["split"].args = (nodes["split"].args[0], list(sizes), 1)
+
+    return change
+
+
+def read(name: str) -> Callable[[fx.Graph, dict[str, fx.Node]], object]:
+    return lambda graph, nodes: graph.call_function(aten.neg.default, (nodes[name],))
+
+
+def take_item_again(graph: fx.Graph, nodes: dict[str, fx.Node]) -> None:
+    graph.call_function(operator.getitem, (nodes["split"], 0))
+
+
+def do_not_wait(graph: fx.Graph, nodes: dict[str, fx.Node]) -> None:
+    nodes["wait"].replace_all_uses_with(nodes["launch"])
+    graph.erase_node(nodes["wait"])
+
+
+def split_what_was_launched(graph: fx.Graph, nodes: dict[str, fx.Node]) -> None:
+    nodes["split"].args = (nodes["launch"], *nodes["split"].args[1:])
+    for node in (nodes["wait"].next, nodes["wait"]):
+        graph.erase_node(node)
+
+
+def stack_instead_of_split(graph: fx.Graph, nodes: dict[str, fx.Node]) -> None:
+    nodes["split"].target = aten.split.Tensor
+
+
+def test_pack_of_the_runtime_is_found() -> None:
+    assert found_after(lambda graph, nodes: None) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        split_into(3, 2),
+        split_into(2, 2, 1),
+        read("pack"),
+        read("launch"),
+        read("wait"),
+        read("split"),
+        take_item_again,
+        do_not_wait,
+        split_what_was_launched,
+        stack_instead_of_split,
+    ],
+)
+def test_what_resembles_a_pack_is_left_alone(change: Callable[[fx.Graph, dict[str, fx.Node]], object]) -> None:
+    assert found_after(change) == 0
+
+
+def test_cast_is_a_rearrangement_and_a_product_is_none() -> None:
+    build = GraphBuilder()
+    x = build.input("x", (2, 2))
+    assert is_rearrangement(build.call(aten._to_copy.default, x, dtype=None))
+    assert is_rearrangement(build.call(aten.t.default, x))
+    assert not is_rearrangement(build.call(aten.mm.default, x, x))
+    assert not is_rearrangement(build.call(aten.add_.Tensor, x, 1))

@@ -1,0 +1,61 @@
+"""What `make mutate` does: preconditions are found, disabled and enabled again, and tests tell."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from compile_fsdp.passes import Kept, layout, remove_unshard_copies
+from equivalent_mutants import EQUIVALENT
+from graphs import Layer
+from mutants import Mutant, apply, find_mutants, restore
+from mutation import MODULES, pass_module
+
+
+def mutant_of(module: str, key: str) -> Mutant:
+    return next(mutant for mutant in find_mutants(pass_module(module)) if mutant.key == f"{module}.{key}")
+
+
+def kept_reasons() -> set[Kept]:
+    layer = Layer()
+    layer.fill(layer.build.input("other", (4, 4), torch.bfloat16))
+    result = layer.read()
+    layer.free()
+    return {reason for _, reason in remove_unshard_copies(layer.build.output(result)).kept}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_preconditions_of_every_module_are_found(module: str) -> None:
+    assert len(find_mutants(pass_module(module))) >= 7
+
+
+def test_disabled_precondition_never_refuses_wherever_it_is_called_from() -> None:
+    assert kept_reasons() == {Kept.COPY_CONVERTS}
+    mutant = mutant_of("layout", "find_copy_fault: param.dtype != value.dtype -> False")
+    try:
+        apply(mutant, layout)
+        assert kept_reasons() == set()
+    finally:
+        restore(layout)
+    assert kept_reasons() == {Kept.COPY_CONVERTS}
+
+
+def test_every_equivalent_mutant_is_still_there() -> None:
+    keys = {mutant.key for module in MODULES for mutant in find_mutants(pass_module(module))}
+    assert set(EQUIVALENT) <= keys
+
+
+def test_tests_kill_a_mutant_that_they_see_and_no_other() -> None:
+    tests = Path(__file__).parents[1]
+    command = [sys.executable, "mutation.py", "--functions", "keep_unsharded.keep_unsharded", "pipeline.Pipeline._run"]
+    command += ["--tests", "passes/test_keep_unsharded.py"]
+    run = subprocess.run(command, cwd=tests, capture_output=True, text=True, check=False)
+    outcomes = {line.split("  ")[-1]: line.split()[0] for line in run.stdout.splitlines() if " -> " in line}
+    assert outcomes["keep_unsharded.keep_unsharded: count > 1 -> True"] == "killed", run.stderr
+    # These tests run no pipeline.
+    assert {line for key, line in outcomes.items() if key.startswith("pipeline.")} == {"survivor:"}
+    assert run.returncode == 1

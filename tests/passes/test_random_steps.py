@@ -1,0 +1,153 @@
+"""Whatever a step does, no pass changes what it computes: random graphs, run on two simulated ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import fx
+
+from compile_fsdp.passes import (
+    PASSES,
+    Costs,
+    Pipeline,
+    pack_gathers,
+    pack_reductions,
+    remove_unread,
+    remove_unshard_copies,
+    schedule_collectives,
+)
+from compile_fsdp.passes.remove_unshard_copies import node_name
+from compile_fsdp.passes.sequence import read_collectives
+from execution import storage_sizes
+from fuzzing import MANY, fuzz
+from lockstep import run_ranks
+from random_steps import RANKS, Action, GroupPlan, RandomStep, StepPlan, step_plans
+
+NAMES = [each.__name__ for each in PASSES]
+
+def costs_of(latency: int, pack: int) -> Costs:
+    """A collective pays for `latency` bytes copied, or as many flops; a pack has at most `pack` bytes."""
+    return Costs(latency, comm_bandwidth=pack / max(2 * latency, 1), memory_bandwidth=2.0, flops=1.0, rows=3)
+
+
+costs = st.builds(costs_of, st.sampled_from([0, 8, 40, 10**6]), st.sampled_from([1, 16, 10**9]))
+
+
+def copied(graph: fx.Graph) -> fx.Graph:
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    return copy
+
+
+Outcome = tuple[list[list[torch.Tensor]], list[dict[str, int]]]
+
+
+def outcome(step: RandomStep, graph: fx.Graph) -> Outcome:
+    """By rank: results and inputs that mean something, and the sizes of the inputs' storages."""
+    inputs = [step.inputs(rank) for rank in range(RANKS)]
+    results = run_ranks(graph, inputs)
+    tensors = [own + [each[name] for name in step.defined()] for own, each in zip(results, inputs, strict=True)]
+    return tensors, [storage_sizes(each) for each in inputs]
+
+
+def assert_same(expected: Outcome, got: Outcome) -> None:
+    assert expected[1] == got[1]
+    torch.testing.assert_close(got[0], expected[0], rtol=0, atol=0)
+
+
+def nodes_of(graph: fx.Graph) -> list[object]:
+    return [(node, node.target, node.args, node.kwargs) for node in graph.nodes]
+
+
+def check_each_pass(plan: StepPlan, costs: Costs, hoist: bool, merge: bool) -> None:
+    step = RandomStep(plan)
+    expected = outcome(step, step.graph)
+    runs: dict[str, Callable[[fx.Graph], object]] = {
+        "remove_unshard_copies": remove_unshard_copies,
+        "remove_unread": remove_unread,
+        "pack_gathers": lambda graph: pack_gathers(graph, merge=merge, costs=costs),
+        "pack_reductions": lambda graph: pack_reductions(graph, merge=merge, costs=costs),
+        "schedule_collectives": lambda graph: schedule_collectives(graph, hoist=hoist, costs=costs),
+    }
+    for name, run in runs.items():
+        graph = copied(step.graph)
+        run(graph)
+        graph.lint()
+        assert_same(expected, outcome(step, graph))
+        if name != "schedule_collectives":  # What it has placed is then traced at another place.
+            before = nodes_of(graph)
+            run(graph)
+            assert nodes_of(graph) == before, name
+
+
+def check_pipeline(plan: StepPlan, costs: Costs, disabled: frozenset[str], hoist: bool, merge: bool) -> None:
+    step = RandomStep(plan)
+    expected = outcome(step, step.graph)
+    Pipeline(node_name, lambda reports: None, disabled, hoist=hoist, merge=merge, costs=costs)(step.graph)
+    assert_same(expected, outcome(step, step.graph))
+
+
+def check_order(plan: StepPlan, costs: Costs, hoist: bool, merge: bool, rows: int) -> None:
+    """Ranks whose batches have 3 and so many rows issue the same collectives."""
+    issued = []
+    for each in (3, rows):
+        graph = RandomStep(plan, each).graph
+        Pipeline(node_name, lambda reports: None, hoist=hoist, merge=merge, costs=costs)(graph)
+        issued.append(read_collectives(graph))
+    assert issued[0] == issued[1]
+
+
+@MANY
+def test_no_pass_changes_what_a_step_computes(examples: int) -> None:
+    unnamed = step_plans.map(lambda plan: replace(plan, is_named=False))  # as the pipeline hands them to the passes
+    fuzz(check_each_pass, examples, unnamed, costs, st.booleans(), st.booleans())
+
+
+@MANY
+def test_the_pipeline_does_not_change_what_a_step_computes(examples: int) -> None:
+    disabled = st.frozensets(st.sampled_from(NAMES), max_size=2)
+    fuzz(check_pipeline, examples, step_plans, costs, disabled, st.booleans(), st.booleans())
+
+
+@MANY
+def test_ranks_with_other_batches_issue_the_same_collectives(examples: int) -> None:
+    rows = st.sampled_from([1, 80, 5000])
+    fuzz(check_order, examples, step_plans, costs, st.booleans(), st.booleans(), rows)
+
+
+def steps(*actions: str) -> tuple[Action, ...]:
+    return tuple((action, 0, 0) for action in actions)
+
+
+# Each of them once came out wrong, or as no legal graph.
+@pytest.mark.parametrize(
+    "actions",
+    [
+        # A shard written between two gathers that were merged.
+        steps("gather", "fill_all", "write_shard", "gather", "fill_all", "read"),
+        # A part of it written between two gathers that were taken for the same.
+        steps("gather", "write_row_of_shard", "gather", "read_value", "read_old_value"),
+        # The first gather's value written, and read in the place of the second's.
+        steps("gather_item", "gather", "write_value", "gather", "read_value", "read_old_value"),
+        # A gradient written between two reductions that were merged.
+        steps("reduce_anew", "write_gradient", "reduce"),
+        # The result of the first one read between them.
+        steps("reduce_anew", "write_reduced", "reduce_anew"),
+        steps("reduce_anew", "reduce_anew", "accumulate", "reduce_anew"),
+        # Merged packs, packed once more by a second run.
+        steps("gather", "gather"),
+    ],
+)
+@pytest.mark.parametrize("numels", [(1,), (1, 1, 1), (1, 2)])
+@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("costs", [costs_of(0, 1), costs_of(40, 16), costs_of(40, 10**9)])
+def test_step_that_was_wrong_is_right(
+    actions: tuple[Action, ...], numels: tuple[int, ...], merge: bool, costs: Costs
+) -> None:
+    plan = StepPlan((GroupPlan(numels, torch.float32, "dp"),), actions)
+    check_each_pass(plan, costs, hoist=True, merge=merge)
+    check_pipeline(plan, costs, frozenset(), hoist=True, merge=merge)
