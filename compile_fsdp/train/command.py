@@ -47,6 +47,14 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     add_choice(running, "--device", DeviceChoice, DeviceChoice.AUTO, "where to train")
     add_choice(running, "--precision", Precision, Precision.FLOAT32, "of gathered parameters and activations")
 
+    running.add_argument(
+        "--timeout-s",
+        type=float,
+        default=1800.0,
+        metavar="X",
+        help="seconds that a rank waits for the others, while they compile as well (default 1800)",
+    )
+
     training = parser.add_argument_group("training")
     training.add_argument(
         "--data", type=Path, metavar="PATH", help="file or folder (default: Python's own library)"
@@ -108,6 +116,7 @@ def parse_options(args: argparse.Namespace) -> TrainOptions:
         data=args.data,
         checkpoint=args.checkpoint,
         save_every=args.save_every,
+        timeout_s=args.timeout_s,
     )
 
 
@@ -136,7 +145,7 @@ def run(args: argparse.Namespace) -> None:
     from compile_fsdp.train.world import join_world
 
     options = parse_options(args)
-    with join_world(options.device) as world:
+    with join_world(options.device, options.timeout_s) as world:
         console = Console(highlight=False, markup=False, soft_wrap=True, quiet=not world.is_first)
         summary = train(options, world, console)
         if world.is_first:

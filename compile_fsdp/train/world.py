@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from compile_fsdp.train.config import DeviceChoice, TrainError
+from compile_fsdp.train.meeting import meet
+
+DEFAULT_TIMEOUT_S = 1800.0  # torch's own with gloo
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,25 +51,36 @@ class World:
 
 
 @contextmanager
-def join_world(choice: DeviceChoice) -> Iterator[World]:
+def join_world(choice: DeviceChoice, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[World]:
     """Set up the process group, NCCL for GPUs and gloo for CPUs, and take it down at the end, also on errors.
 
+    Args:
+        choice: Where to train.
+        timeout_s: Seconds that a rank waits for the others, to start and in a collective.
     Raises:
-        TrainError: the chosen device is missing, or has to be shared between ranks.
+        TrainError: the chosen device is missing, or has to be shared between ranks; a rank does not start in time.
     """
     device = pick_device(choice)
     # gloo carries checkpoints' CPU tensors; on a CPU it carries everything.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if dist.is_torchelastic_launched():
-        dist.init_process_group(backend)
-    else:
-        # A process alone needs no rendezvous, and therefore no port.
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    store, rank, size = find_store(timeout_s)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+    )
     try:
         mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
         yield World(dist.get_rank(), dist.get_world_size(), device, mesh)
     finally:
         dist.destroy_process_group()
+
+
+def find_store(timeout_s: float) -> tuple[dist.Store, int, int]:
+    """Where the ranks of this start meet, the rank of this process and the number of ranks."""
+    if not dist.is_torchelastic_launched():
+        # A process alone needs no rendezvous, and therefore no port.
+        return dist.HashStore(), 0, 1  # type: ignore[attr-defined]
+    store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    return dist.PrefixStore(meet(store, rank, size, timeout_s), store), rank, size
 
 
 def pick_device(choice: DeviceChoice) -> torch.device:
