@@ -18,6 +18,9 @@ PHASES = ("forward", "backward", "optimizer", "save", "compile")
 SAVE_EVERY = 2
 STEPS_BETWEEN_KILLS = 2 * SAVE_EVERY  # at most: a rank dies in its fourth step at the latest
 PATIENCE_S = 60.0
+TIMEOUT_S = 300.0  # of a rank that waits for another one
+
+PLAN, RECORD, CHECKPOINTS = "plan.json", "record.jsonl", "checkpoint"  # in the folder of a job
 
 _JOB = "COMPILE_FSDP_TEST_JOB"  # an environment variable by which the processes of a job are found
 
@@ -64,27 +67,34 @@ def run_job(folder: Path, steps: int, kills: Sequence[Kill], inner_backend: str)
     Raises:
         AssertionError: torchrun ends with an error, or processes of the job are left.
     """
-    folder.mkdir()
-    plan, record = folder / "plan.json", folder / "record.jsonl"
-    plan.write_text(json.dumps([asdict(kill) for kill in kills]))
-    record.touch()
-    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 400)
+    command = prepare(folder, steps, kills, inner_backend, TIMEOUT_S)
     job = uuid.uuid4().hex
-    command = ["train", "--device", "cpu", "--data", "text.txt", "--steps", steps, "--inner-backend", inner_backend]
-    files = ["--checkpoint", "checkpoint", "--save-every", SAVE_EVERY, "--output", "out"]
     start = time.monotonic()
-    output = torchrun(
-        folder,
-        *(Path(__file__).with_name("faulted.py"), plan, record, *command, *files, "--timeout-s", 300),
-        max_restarts=len(kills),
-        # Inductor's caches as the killed ranks left them, and none from before.
-        environment={_JOB: job, "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")},
-    )
+    # Inductor's caches are as the killed ranks left them, and hold nothing from before.
+    environment = {_JOB: job, "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
+    output = torchrun(folder, *command, max_restarts=len(kills), environment=environment)
     seconds = time.monotonic() - start
     assert not _wait_for_the_end_of(job)
-    summary = json.loads((folder / "out" / "summary.json").read_text())
-    entries = [json.loads(line) for line in record.read_text().splitlines()]
+    summary = read_summary(folder)
+    entries = [json.loads(line) for line in (folder / RECORD).read_text().splitlines()]
     return Outcome(summary["losses"], summary["first_step"], entries, output, seconds)
+
+
+def prepare(folder: Path, steps: int, kills: Sequence[Kill], inner_backend: str, timeout_s: float) -> list[object]:
+    """Make the folder of a job; what every rank is to run there."""
+    folder.mkdir()
+    (folder / PLAN).write_text(json.dumps([asdict(kill) for kill in kills]))
+    (folder / RECORD).touch()
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 400)
+    command = ["train", "--device", "cpu", "--data", "text.txt", "--steps", steps, "--inner-backend", inner_backend]
+    files = ["--checkpoint", CHECKPOINTS, "--save-every", SAVE_EVERY, "--output", "out", "--timeout-s", timeout_s]
+    return [Path(__file__).with_name("faulted.py"), PLAN, RECORD, *command, *files]
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """The final report of the job in a folder."""
+    summary: dict[str, Any] = json.loads((folder / "out" / "summary.json").read_text())
+    return summary
 
 
 def draw_kills(rng: random.Random, per_phase: int, undisturbed: Outcome) -> list[Kill]:

@@ -17,13 +17,14 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from compile_fsdp.compat import Store
 from compile_fsdp.train.config import TrainError
 
 _FIRST = "compile_fsdp/first"  # where rank 0 puts its name, over that of the one before it
 _PATIENCE_S = 1.0  # until a rank looks whether there is another rank 0
 
 
-def meet(store: dist.Store, rank: int, size: int, limit_s: float) -> str:
+def meet(store: Store, rank: int, size: int, limit_s: float) -> str:
     """A name that the ranks started together have in common, and no earlier ones. All of them call it together.
 
     Args:
@@ -53,7 +54,7 @@ def meet(store: dist.Store, rank: int, size: int, limit_s: float) -> str:
 _REMEDY = "look for its error, or whether this host reaches its; if it only needs longer, raise --timeout-s"
 
 
-def _gather(store: dist.Store, name: str, size: int, limit_s: float) -> str:
+def _gather(store: Store, name: str, size: int, limit_s: float) -> str:
     """What rank 0 does: wait for all, and tell them that it is the one that they look for."""
     store.set(_FIRST, name)
     keys = {rank: f"{name}/{rank}" for rank in range(1, size)}
@@ -64,7 +65,7 @@ def _gather(store: dist.Store, name: str, size: int, limit_s: float) -> str:
     return name
 
 
-def _is_set(store: dist.Store, keys: list[str], limit_s: float) -> bool:
+def _is_set(store: Store, keys: list[str], limit_s: float) -> bool:
     """Whether all keys are there within the limit."""
     if not keys:
         return True

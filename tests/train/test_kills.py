@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from faults import PHASES, SAVE_EVERY, STEPS_BETWEEN_KILLS, Outcome, draw_kills, run_job
+from faults import CHECKPOINTS, PHASES, SAVE_EVERY, STEPS_BETWEEN_KILLS, Outcome, draw_kills, run_job
 
 SLOW = pytest.mark.slow
 
@@ -48,5 +48,5 @@ def test_restarts_continue_the_loss_curve(
     assert Counter(kill.phase for kill in kills) == dict.fromkeys(PHASES, kills_per_phase)
     assert outcome.losses == expected.losses[:steps]
     assert outcome.first_step > 0
-    assert not list((tmp_path / "killed" / "checkpoint").glob("*.part"))
+    assert not list((tmp_path / "killed" / CHECKPOINTS).glob("*.part"))
     print(f"{expected.seconds:.0f} s undisturbed, {outcome.seconds:.0f} s with {len(kills)} kills")
