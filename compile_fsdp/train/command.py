@@ -9,7 +9,16 @@ from enum import Enum
 from pathlib import Path
 from typing import TypeVar
 
-from compile_fsdp.train.config import PRESETS, DeviceChoice, Mode, Precision, Preset, TrainError, TrainOptions
+from compile_fsdp.train.config import (
+    DEFAULT_TIMEOUT_S,
+    PRESETS,
+    DeviceChoice,
+    Mode,
+    Precision,
+    Preset,
+    TrainError,
+    TrainOptions,
+)
 
 EXTRA_MODULES = ("rich", "matplotlib")
 DESCRIPTION = """\
@@ -50,9 +59,9 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     running.add_argument(
         "--timeout-s",
         type=float,
-        default=1800.0,
+        default=DEFAULT_TIMEOUT_S,
         metavar="X",
-        help="seconds that a rank waits for the others, while they compile as well (default 1800)",
+        help=f"seconds that a rank waits for the others, also to compile (default {DEFAULT_TIMEOUT_S:g})",
     )
 
     training = parser.add_argument_group("training")

@@ -21,8 +21,6 @@ from compile_fsdp.errors import RankMissingError
 from compile_fsdp.train.config import DeviceChoice, TrainError
 from compile_fsdp.train.meeting import meet
 
-DEFAULT_TIMEOUT_S = 1800.0  # torch's own with gloo
-
 
 @dataclass(frozen=True, slots=True)
 class World:
@@ -56,7 +54,7 @@ class World:
 
 
 @contextmanager
-def join_world(choice: DeviceChoice, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[World]:
+def join_world(choice: DeviceChoice, timeout_s: float) -> Iterator[World]:
     """Set up the process group, NCCL for GPUs and gloo for CPUs, and take it down at the end, also on errors.
 
     Args:
@@ -69,13 +67,23 @@ def join_world(choice: DeviceChoice, timeout_s: float = DEFAULT_TIMEOUT_S) -> It
     device = pick_device(choice)
     # gloo carries checkpoints' CPU tensors; on a CPU it carries everything.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store, rank, size = find_store(timeout_s)
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
-    )
+    with naming_lost_ranks(timeout_s):
+        store, rank, size = find_store(timeout_s)
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        try:
+            yield World(rank, size, device, init_device_mesh(device.type, (size,), mesh_dim_names=("dp",)))
+        finally:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def naming_lost_ranks(timeout_s: float) -> Iterator[None]:
+    """Turn the errors that another rank's end leads to into a TrainError that says so."""
     try:
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
-        yield World(dist.get_rank(), dist.get_world_size(), device, mesh)
+        yield
+    except RankMissingError as error:
+        raise TrainError(f"{error}, here --timeout-s") from error
     except RuntimeError as error:
         if (what := describe_lost_rank(error)) is None:
             raise
@@ -84,13 +92,11 @@ def join_world(choice: DeviceChoice, timeout_s: float = DEFAULT_TIMEOUT_S) -> It
             "errors, or whether this host reaches theirs; with --checkpoint, the next start goes on from the newest "
             "checkpoint"
         ) from error
-    finally:
-        dist.destroy_process_group()
 
 
 def describe_lost_rank(error: RuntimeError) -> str | None:
     """What an error says of a rank that died or cannot be reached; None where it is another error."""
-    if isinstance(error, RankMissingError | dist.DistError):
+    if isinstance(error, dist.DistError):
         return str(error).partition("\n")[0]
     # gloo has no error type of its own. Its texts begin with a place in its source and go on with guesses.
     found = re.search(r"gloo/\S+\] (.*?)(?:\. This is typically|$)", str(error), flags=re.MULTILINE)

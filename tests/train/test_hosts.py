@@ -16,7 +16,7 @@ from launcher import stop
 
 pytestmark = pytest.mark.skipif(missing_for_hosts() is not None, reason=str(missing_for_hosts()))
 
-STEPS = 120
+STEPS = 60
 TIMEOUT_S = 40  # covers how long one rank takes longer than the other to start and to compile
 CONF = "read_timeout=200"  # seconds that torchrun bears to be without the rendezvous
 SLACK_S = 30  # a busy machine

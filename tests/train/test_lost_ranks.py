@@ -14,6 +14,7 @@ import pytest
 from faults import Kill, prepare
 
 TIMEOUT_S = 60
+LOST = f"expected an answer of the other ranks within {TIMEOUT_S} s"
 LIMIT_S = 240  # start, imports and compilation come before
 
 
@@ -35,9 +36,9 @@ def start_rank(folder: Path, rank: int, port: int, command: list[object]) -> sub
 @pytest.mark.parametrize(
     ("phase", "expected"),
     [
-        pytest.param("compile", f"expected rank 1 to compile its forward graph within {TIMEOUT_S} s", id="compile"),
-        pytest.param("backward", "", id="backward"),
-        pytest.param("save", "", id="save"),
+        ("compile", f"expected rank 1 to compile its forward graph within {TIMEOUT_S} s, got nothing from it"),
+        ("backward", LOST),
+        ("save", LOST),
     ],
 )
 def test_the_survivor_ends_with_an_error_that_says_so(phase: str, expected: str, tmp_path: Path) -> None:
@@ -59,4 +60,5 @@ def test_the_survivor_ends_with_an_error_that_says_so(phase: str, expected: str,
     last = output.splitlines()[-1]
     assert last.startswith("compile-fsdp: error (rank 0): "), output
     assert expected in last
-    assert "--timeout-s" in last or "checkpoint" in last
+    assert "--timeout-s" in last
+    assert "Timed out" not in last  # the connection breaks at once
