@@ -22,6 +22,7 @@ from compile_fsdp.train.config import TrainError
 
 _FIRST = "compile_fsdp/first"  # where rank 0 puts its name, over that of the one before it
 _PATIENCE_S = 1.0  # until a rank looks whether there is another rank 0
+_REMEDY = "look for its error, or whether this host reaches its; if it only needs longer, raise --timeout-s"
 
 
 def meet(store: Store, rank: int, size: int, limit_s: float) -> str:
@@ -49,9 +50,6 @@ def meet(store: Store, rank: int, size: int, limit_s: float) -> str:
                 return name
             time.sleep(min(left_s, _PATIENCE_S / 10))  # a rank 0 of earlier: the present one has yet to come
     raise TrainError(f"expected rank 0 to start within {limit_s:g} s, got nothing from it; {_REMEDY}")
-
-
-_REMEDY = "look for its error, or whether this host reaches its; if it only needs longer, raise --timeout-s"
 
 
 def _gather(store: Store, name: str, size: int, limit_s: float) -> str:

@@ -14,8 +14,6 @@ from faults import CHECKPOINTS, prepare, read_summary, run_job
 from hosts import missing_for_hosts, two_hosts
 from launcher import stop
 
-pytestmark = pytest.mark.skipif(missing_for_hosts() is not None, reason=str(missing_for_hosts()))
-
 STEPS = 60
 TIMEOUT_S = 40  # covers how long one rank takes longer than the other to start and to compile
 CONF = "read_timeout=200"  # seconds that torchrun bears to be without the rendezvous
@@ -32,6 +30,8 @@ PATIENCE_S = 300
     ],
 )
 def test_a_host_that_was_cut_off_comes_back(is_switched_off: bool, tmp_path: Path) -> None:
+    if (reason := missing_for_hosts()) is not None:
+        pytest.skip(reason)
     folder, logs = tmp_path / "job", [tmp_path / "first.log", tmp_path / "second.log"]
     command = prepare(folder, STEPS, [], "aot_eager", TIMEOUT_S)
     with two_hosts() as (first, second), stopping() as jobs:
