@@ -83,7 +83,7 @@ def naming_lost_ranks(timeout_s: float) -> Iterator[None]:
     try:
         yield
     except RankMissingError as error:
-        raise TrainError(f"{error}, here --timeout-s") from error
+        raise TrainError(f"{first_line(error)}, here --timeout-s") from error
     except RuntimeError as error:
         if (what := describe_lost_rank(error)) is None:
             raise
@@ -97,10 +97,15 @@ def naming_lost_ranks(timeout_s: float) -> Iterator[None]:
 def describe_lost_rank(error: RuntimeError) -> str | None:
     """What an error says of a rank that died or cannot be reached; None where it is another error."""
     if isinstance(error, dist.DistError):
-        return str(error).partition("\n")[0]
+        return first_line(error)
     # gloo has no error type of its own. Its texts begin with a place in its source and go on with guesses.
     found = re.search(r"gloo/\S+\] (.*?)(?:\. This is typically|$)", str(error), flags=re.MULTILINE)
     return None if found is None else found[1]
+
+
+def first_line(error: Exception) -> str:
+    """An error's own text: Dynamo adds advice below it, and C++ its stack."""
+    return str(error).partition("\n")[0]
 
 
 def find_store(timeout_s: float) -> tuple[Store, int, int]:
