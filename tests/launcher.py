@@ -6,33 +6,48 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 TIMEOUT_S = 600  # compiling takes minutes on a machine that is busy with other things
+GRACE_S = 60  # torchrun gives its ranks 30
 
 
-def torchrun(folder: Path, *command: object) -> str:
+def torchrun(
+    folder: Path, *command: object, max_restarts: int = 0, environment: Mapping[str, str] | None = None
+) -> str:
     """Run `command` on two ranks and return what they print.
 
     Args:
         folder: Where to run it; not the repository, so that its folders do not stand in for the installed package.
         command: A Python file, or "-m" and a module, and the arguments.
+        max_restarts: How often torchrun starts the ranks again when one fails.
+        environment: Variables besides this process's own.
     """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     process = subprocess.Popen(
-        [*launcher, *map(str, command)],
+        [*launcher, "--max-restarts", str(max_restarts), *map(str, command)],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=TIMEOUT_S)
+        output, _ = process.communicate(timeout=TIMEOUT_S * (1 + max_restarts))
     except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)  # torchrun and its ranks
-        process.wait()
+        stop(process)
         raise
     assert process.returncode == 0, output
     return output
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """End torchrun with its ranks, which are in sessions of their own: only torchrun knows them."""
+    process.terminate()
+    try:
+        process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -9,7 +9,16 @@ from enum import Enum
 from pathlib import Path
 from typing import TypeVar
 
-from compile_fsdp.train.config import PRESETS, DeviceChoice, Mode, Precision, Preset, TrainError, TrainOptions
+from compile_fsdp.train.config import (
+    DEFAULT_TIMEOUT_S,
+    PRESETS,
+    DeviceChoice,
+    Mode,
+    Precision,
+    Preset,
+    TrainError,
+    TrainOptions,
+)
 
 EXTRA_MODULES = ("rich", "matplotlib")
 DESCRIPTION = """\
@@ -46,6 +55,14 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     add_choice(running, "--device", DeviceChoice, DeviceChoice.AUTO, "where to train")
     add_choice(running, "--precision", Precision, Precision.FLOAT32, "of gathered parameters and activations")
+
+    running.add_argument(
+        "--timeout-s",
+        type=float,
+        default=DEFAULT_TIMEOUT_S,
+        metavar="X",
+        help=f"seconds that a rank waits for the others, also to compile (default {DEFAULT_TIMEOUT_S:g})",
+    )
 
     training = parser.add_argument_group("training")
     training.add_argument(
@@ -108,6 +125,7 @@ def parse_options(args: argparse.Namespace) -> TrainOptions:
         data=args.data,
         checkpoint=args.checkpoint,
         save_every=args.save_every,
+        timeout_s=args.timeout_s,
     )
 
 
@@ -136,7 +154,7 @@ def run(args: argparse.Namespace) -> None:
     from compile_fsdp.train.world import join_world
 
     options = parse_options(args)
-    with join_world(options.device) as world:
+    with join_world(options.device, options.timeout_s) as world:
         console = Console(highlight=False, markup=False, soft_wrap=True, quiet=not world.is_first)
         summary = train(options, world, console)
         if world.is_first:

@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass
 from pathlib import Path
 
+DEFAULT_TIMEOUT_S = 1800.0  # torch's own with gloo
+
 
 class TrainError(Exception):
     """A mistake in the options, the data or the checkpoint of a run; shown without a traceback."""
@@ -124,9 +126,11 @@ class TrainOptions:
     """Folder to resume from and to save to; None does neither."""
     save_every: int = 100
     """Steps between checkpoints; the last step is always saved."""
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    """Seconds that a rank waits for the others: to start, in a collective, and before a graph first runs."""
 
     def __post_init__(self) -> None:
-        positive = ("seq_len", "batch_size", "learning_rate", "steps", "grad_clip", "save_every")
+        positive = ("seq_len", "batch_size", "learning_rate", "steps", "grad_clip", "save_every", "timeout_s")
         offenders = {name: getattr(self, name) for name in positive if not getattr(self, name) > 0}
         if self.warmup_steps < 0:
             offenders["warmup_steps"] = self.warmup_steps

@@ -35,7 +35,9 @@ def build_model(options: TrainOptions, world: World) -> Transformer:
         fully_shard(block, mesh=world.mesh, mp_policy=policy)
     fully_shard(model, mesh=world.mesh, mp_policy=policy)
     if options.mode is Mode.COMPILE:
-        backend_options = None if options.inner_backend is None else {"inner_backend": options.inner_backend}
+        backend_options: dict[str, object] = {"agreement_timeout_s": options.timeout_s}
+        if options.inner_backend is not None:
+            backend_options["inner_backend"] = options.inner_backend
         model.compile(backend="compile_fsdp", fullgraph=True, options=backend_options)
     return model
 
