@@ -18,6 +18,7 @@ A gradient that waits for others in its pack takes its unsharded memory: at most
 from __future__ import annotations
 
 import operator
+from functools import partial
 
 from torch import fx
 
@@ -51,8 +52,8 @@ def pack_reductions(graph: fx.Graph, *, merge: bool = False, costs: Costs | None
     before = after = alone = copied = 0
     replaced: dict[fx.Node, fx.Node] = {}
     obsolete: list[Packed] = []
-    places = Places(graph) if merge else None
-    for run in neighbours(find_packed(graph, REDUCE), lambda *pair: places is not None and _may_join(*pair, places)):
+    may_join = partial(_may_join, Places(graph) if merge else None)
+    for run in neighbours(find_packed(graph, REDUCE), may_join):
         gradients = [rows for packed in run for rows in packed.inputs]
         sizes = [size_bytes(rows) for rows in gradients]
         packs = _plan(gradients, sizes, run[0].ranks, costs or device_costs(run[0].collective))
@@ -77,8 +78,10 @@ def pack_reductions(graph: fx.Graph, *, merge: bool = False, costs: Costs | None
     return CountReport(pack_reductions.__name__, nodes_before, len(graph.nodes), counts)
 
 
-def _may_join(earlier: Packed, later: Packed, places: Places) -> bool:
+def _may_join(places: Places | None, earlier: Packed, later: Packed) -> bool:
     """Whether the earlier gradients may be reduced where the later ones are: unchanged till then, and not yet read."""
+    if places is None:
+        return False
     readers = (user for item in earlier.outputs if item is not None for user in item.users)
     if not all(places.is_behind(reader, later.pack) for reader in readers):
         return False

@@ -92,6 +92,11 @@ KEPT = {
     "an unused parameter in two forwards before their backward": Program(
         Part("break", (Part("chain", (Part("scale"), Part("norm"))),)), ("apart", "sum", "plain")
     ),
+    "a gather that is on its way at a break": Program(
+        Part("chain", (Part("scale", is_sharded=True), Part("break", (replace(LINEAR, is_sharded=True),)))),
+        ("accumulate", "plain", "plain"),
+        prefetches=True,
+    ),
     "a backward by eager code after a compiled one": Program(
         Part(
             "chain",

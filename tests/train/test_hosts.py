@@ -21,14 +21,9 @@ SLACK_S = 30  # a busy machine
 PATIENCE_S = 300
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    "is_switched_off",
-    [
-        pytest.param(True, id="switched off and on"),
-        pytest.param(False, id="connected again", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("is_switched_off", [True, False], ids=["switched off and on", "connected again"])
 def test_a_host_that_was_cut_off_comes_back(is_switched_off: bool, tmp_path: Path) -> None:
     if (reason := missing_for_hosts()) is not None:
         pytest.skip(reason)
