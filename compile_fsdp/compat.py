@@ -66,7 +66,11 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 PLAIN_ALL_GATHERS = (_fsdp_collectives.DefaultAllGather, _fsdp_collectives.ProcessGroupAllocAllGather)
 PLAIN_REDUCE_SCATTERS = (_fsdp_collectives.DefaultReduceScatter, _fsdp_collectives.ProcessGroupAllocReduceScatter)
 # Communicators over symmetric memory, which a graph cannot allocate. (2.13.0)
-SYMMETRIC_MEMORY_COMMS = (_fsdp_collectives.SymmMemAllGather, _fsdp_collectives.SymmMemReduceScatter)
+SYMMETRIC_MEMORY_COMMS = tuple(
+    getattr(_fsdp_collectives, name)
+    for name in ("SymmMemAllGather", "SymmMemReduceScatter")
+    if hasattr(_fsdp_collectives, name)  # since 2.12
+)
 gradient_divide_factors = _fsdp_collectives._get_gradient_divide_factors
 
 call_with_side_effects = _call_with_side_effects
@@ -98,6 +102,11 @@ def param_groups(state: FSDPState) -> list[FSDPParamGroup]:
         return list(state._fsdp_param_groups)
     group = state._fsdp_param_group
     return [] if group is None else [group]
+
+
+def reduces_unused(group: FSDPParamGroup) -> bool:
+    """Whether zeros are reduced for parameters without a gradient, see `set_reduce_scatter_unused_params`. (2.13.0)"""
+    return bool(getattr(group, "reduce_scatter_unused_params", False))
 
 
 def parameter_owners(parameter: FSDPParam) -> list[tuple[nn.Module, str]]:

@@ -31,6 +31,7 @@ from compile_fsdp.compat import (
     functional_collectives,
     local_tensor,
     param_groups,
+    reduces_unused,
     runs_while_tracing,
 )
 from compile_fsdp.ops import all_gather_into_tensor, hand_over, issue_ticket
@@ -296,10 +297,11 @@ class TraceableGroup:
         Args:
             read: The unsharded parameters that its forward graph computes with.
             cut_forward: None if that graph holds the whole forward of the group's module. Else which forward it is a
-                piece of: the group is complete, and may be freed, only when all its parameters have their gradients.
+                piece of: the group is complete, and may be freed, only when all its parameters have their gradients. So
+                it is where torch reduces zeros for those that are not used.
         """
         expected = len([leaf for leaf in read if leaf.requires_grad])
-        if cut_forward is not None:
+        if cut_forward is not None or reduces_unused(self.group):
             if cut_forward is not self.cut_forward:
                 self.cut_forward, self.seen = cut_forward, set()
             self.seen.update(map(id, read))
