@@ -3,6 +3,8 @@
 #   make demo    train a small model on every GPU, or on two CPU ranks; results in demo-out/
 #   make test    check and test the installed package
 #   make test-all    the same with the slow rows of the parity table (half an hour on two cores)
+#   make test-matrix    run the tests with every supported torch, and write docs/compatibility.md (hours; MATRIX_ARGS for
+#                       pytest; where there is no GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu)
 #   make parity  write docs/parity.md from a run of the whole parity table (half an hour on two cores)
 #   make bench   run every benchmark (an hour on two cores); TORCHTITAN is a checkout of it, for SimpleFSDP
 #   make mutate  disable each precondition of each pass in turn; a test must fail (an hour on one core)
@@ -15,6 +17,9 @@ PYTHON ?= python3
 VENV ?= .venv
 DEMO_ARGS ?=
 TORCHTITAN ?=
+TORCHES ?= 2.11.0 2.12.0 2.13.0 2.14.0 2.15.0
+MATRIX_ARGS ?=
+CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 
 PACKAGE_FILES := pyproject.toml README.md LICENSE $(shell find compile_fsdp passes ops -name '*.py' -o -name py.typed -o -name 'page.*')
@@ -26,7 +31,7 @@ export PYTHONSAFEPATH := 1
 
 # Both kinds of installation write into the same virtual environment.
 .NOTPARALLEL:
-.PHONY: setup demo test test-all parity mutate bench docs clean
+.PHONY: setup demo test test-all test-matrix parity mutate bench docs clean
 
 setup: $(VENV)/.deps-test $(VENV)/.package
 
@@ -48,6 +53,9 @@ test: setup
 
 test-all: setup
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -m 'slow or not slow'
+
+test-matrix:
+	$(PYTHON) tests/matrix.py $(TORCHES) -- $(MATRIX_ARGS)
 
 parity: setup
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -m 'slow or not slow' tests/distributed/test_features.py \
@@ -75,8 +83,8 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # The dependencies of an extra are installed once, and again when the versions change.
-$(VENV)/.deps-%: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install -c constraints.txt 'setuptools>=77' '.[$*]'
+$(VENV)/.deps-%: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+	$(BIN)/python -m pip install -c $(CONSTRAINTS) 'setuptools>=77' '.[$*]'
 	rm -rf build
 	rm -f $(VENV)/.package
 	touch $@
@@ -89,4 +97,4 @@ $(VENV)/.package: $(PACKAGE_FILES) | $(BIN)/python
 	touch $@
 
 clean:
-	rm -rf $(VENV) build demo-out site
+	rm -rf $(VENV) .venv-torch-* build demo-out site

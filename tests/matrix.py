@@ -1,0 +1,87 @@
+"""`make test-matrix`: run the tests with several releases of torch, and write docs/compatibility.md.
+
+    python tests/matrix.py 2.12.0 2.13.0 -- passes ops
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "compatibility.md"
+
+HEAD = """# Compatibility
+
+The tests with every supported release of torch: `make test-matrix` writes this page. A torch outside of the range is
+refused at import. The development version, which `make test` runs with, is the one in `constraints.txt`.
+
+"""
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one release: how many tests passed and were skipped, and the names of those that failed."""
+
+    torch: str
+    tests: str
+    passed: int
+    skipped: int
+    failed: tuple[str, ...]
+    minutes: float
+
+    def row(self) -> str:
+        counts = f"{self.passed} | {len(self.failed)} | {self.skipped}"
+        return f"| {self.torch} | {self.tests} | {counts} | {self.minutes:.0f} |"
+
+
+def run(torch: str, arguments: list[str]) -> Result:
+    """Test with one release, in a virtual environment of its own, which is kept for the next time."""
+    venv = ROOT / f".venv-torch-{torch}"
+    venv.mkdir(exist_ok=True)
+    constraints, log = venv / "constraints.txt", venv / "results.xml"
+    pinned = re.sub(r"^torch==.*$", f"torch=={torch}", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
+    if not constraints.exists() or constraints.read_text() != pinned:
+        constraints.write_text(pinned)
+    subprocess.run(["make", "setup", f"VENV={venv.name}", f"CONSTRAINTS={constraints}"], cwd=ROOT, check=True)
+    log.unlink(missing_ok=True)
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", **os.environ}
+    command = [str(venv / "bin" / "pytest"), "-p", "no:cacheprovider", f"--junitxml={log}", *arguments]
+    subprocess.run(command, cwd=ROOT / "tests", env=environment, check=False)
+    return read(log, torch, " ".join(arguments) or "all of `make test`")
+
+
+def read(log: Path, torch: str, tests: str) -> Result:
+    """What pytest has written with `--junitxml`."""
+    suite = ElementTree.parse(log).getroot().find("testsuite")
+    assert suite is not None
+    cases = suite.findall("testcase")
+    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = [case for case in cases if case.find("skipped") is not None]
+    names = sorted({f"{case.get('classname')}::{case.get('name')}" for case in failed})
+    passed = len(cases) - len(failed) - len(skipped)
+    return Result(torch, tests, passed, len(skipped), tuple(names), float(suite.get("time", 0)) / 60)
+
+
+def render(results: list[Result]) -> str:
+    today = datetime.datetime.now(datetime.timezone.utc).date()
+    lines = [f"{today}, Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} cores:", ""]
+    lines += ["| torch | tests | passed | failed | skipped | minutes |", "| --- | --- | --- | --- | --- | --- |"]
+    lines += [result.row() for result in results]
+    for result in results:
+        if result.failed:
+            lines += ["", f"## Failures with torch {result.torch}", "", *(f"* `{name}`" for name in result.failed)]
+    return HEAD + "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    given = sys.argv[1:]
+    at = given.index("--") if "--" in given else len(given)
+    PAGE.write_text(render([run(torch, given[at + 1 :]) for torch in given[:at]]))
