@@ -63,7 +63,8 @@ def _compile_fsdp(modules: int) -> nn.Module:
 MODES = {"eager": _eager, "bound": _bound, "compile_fsdp": _compile_fsdp}
 
 
-def _step(model: nn.Module, batch: torch.Tensor) -> float:
+def time_step(model: nn.Module, batch: torch.Tensor) -> float:
+    """Seconds of one forward and backward."""
     start = time.perf_counter()
     model(batch).sum().backward()
     seconds = time.perf_counter() - start
@@ -85,10 +86,10 @@ def main() -> None:
     times: dict[tuple[str, int], list[float]] = {key: [] for key in models}
     for model in models.values():
         for _ in range(3):
-            _step(model, batch)
+            time_step(model, batch)
     for _ in range(options.rounds):
         for key, model in models.items():
-            times[key].append(min(_step(model, batch) for _ in range(3)))
+            times[key].append(min(time_step(model, batch) for _ in range(3)))
     low, high = min(options.modules), max(options.modules)
     print("| mode | " + " | ".join(f"{count} modules, us" for count in options.modules) + " | us per module |")
     print("| --- |" + " ---: |" * (len(options.modules) + 1))
