@@ -31,6 +31,7 @@ from compile_fsdp.errors import NotRootError, NotShardedError, UnsupportedFeatur
 from compile_fsdp.ops import accumulate_gradient, ensure_lowerings, ensure_ops, watch
 from compile_fsdp.options import Options
 from compile_fsdp.passes import Pipeline, expand_calls, keep_unsharded, legalize_windows
+from compile_fsdp.passes.eager_effects import is_upkeep
 from compile_fsdp.passes.sequence import read_collectives
 from compile_fsdp.progress import Phase
 from compile_fsdp.recorder import Recorder
@@ -38,7 +39,6 @@ from compile_fsdp.reports import Direction, present_observer
 from compile_fsdp.runtime import scope
 from compile_fsdp.runtime.calls import outermost
 from compile_fsdp.runtime.checks import describe
-from compile_fsdp.runtime.gather import is_upkeep
 from compile_fsdp.runtime.group import TraceableGroup, owner_of
 from compile_fsdp.runtime.group_calls import GROUP_CALLS
 from compile_fsdp.runtime.module import belongs_to_traceable

@@ -118,13 +118,15 @@ class Places:
         return self._barriers[self._order[first]] != self._barriers[self._order[last]]
 
 
-def neighbours(packed: Sequence[Packed], may_join: Callable[[Packed, Packed], bool]) -> list[list[Packed]]:
+def neighbours(packed: Sequence[Packed], may_join: Callable[[Packed, Packed], bool] | None) -> list[list[Packed]]:
     """The collectives in order, those that follow each other and may share packs in one list.
 
     Args:
         packed: The collectives.
-        may_join: Whether a collective, and one behind it of the same kind, may be issued at one place.
+        may_join: Whether a collective, and one behind it of the same kind, may be issued at one place; None for never.
     """
+    if may_join is None:
+        return [[each] for each in packed]
     runs: list[list[Packed]] = []
     for each in packed:
         if runs and each.kind == runs[-1][-1].kind and all(may_join(earlier, each) for earlier in runs[-1]):

@@ -22,7 +22,7 @@ from compile_fsdp.compat import (
     set_version_counter,
     tensor_version,
 )
-from compile_fsdp.passes.effects import Effects, nodes_in
+from compile_fsdp.passes.effects import Effects, is_copy, is_resize, nodes_in
 
 # Pieces of the names of torch functions that draw random numbers. Attention has a dropout argument.
 _RANDOM_NAMES = (
@@ -48,6 +48,11 @@ _INPLACE_OPERATORS = frozenset(
 def is_version_op(node: fx.Node) -> bool:
     """Whether the node reads or sets version counters: it concerns a tensor's history, not its data."""
     return node.target is tensor_version or is_version_setter(node)
+
+
+def is_upkeep(node: fx.Node) -> bool:
+    """Whether a node that takes an unsharded parameter fills or frees it, and computes nothing with it."""
+    return is_resize(node) or is_copy(node) or is_version_op(node)
 
 
 def is_version_setter(node: fx.Node) -> bool:

@@ -20,8 +20,7 @@ import torch
 from torch import fx
 
 from compile_fsdp.passes.aliases import fake_value
-from compile_fsdp.passes.eager_effects import is_version_op
-from compile_fsdp.passes.effects import is_copy, is_resize
+from compile_fsdp.passes.eager_effects import is_upkeep
 
 
 def expand_calls(graph: fx.Graph, functions: Container[Callable[..., Any]]) -> None:
@@ -62,7 +61,7 @@ def _expand(node: fx.Node) -> None:
 
 def _evaluate(node: fx.Node) -> None:
     """Give a node its fake value; what only writes has none, and wrote when Dynamo ran the call."""
-    if is_resize(node) or is_copy(node) or is_version_op(node):
+    if is_upkeep(node):
         node.meta["example_value"] = None
         return
     args, kwargs = _replace_nodes((node.args, node.kwargs), fake_value)

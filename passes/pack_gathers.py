@@ -23,7 +23,6 @@ there in the end, so gathering them together does not raise the peak by more tha
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 
 from torch import fx
 
@@ -57,8 +56,7 @@ def pack_gathers(graph: fx.Graph, *, merge: bool = False, costs: Costs | None = 
     """
     nodes_before = len(graph.nodes)
     before = after = alone = copied = 0
-    may_join: Callable[[Packed, Packed], bool] = _Joining(graph) if merge else lambda earlier, later: False
-    for run in neighbours(find_packed(graph, GATHER), may_join):
+    for run in neighbours(find_packed(graph, GATHER), _Joining(graph) if merge else None):
         shards = [shard for packed in run for shard in packed.inputs]
         sizes = [size_bytes(shard) for shard in shards]
         packs = _plan(shards, sizes, run[0].ranks, costs or device_costs(run[0].collective))

@@ -52,7 +52,7 @@ def pack_reductions(graph: fx.Graph, *, merge: bool = False, costs: Costs | None
     before = after = alone = copied = 0
     replaced: dict[fx.Node, fx.Node] = {}
     obsolete: list[Packed] = []
-    may_join = partial(_may_join, Places(graph) if merge else None)
+    may_join = partial(_may_join, Places(graph)) if merge else None
     for run in neighbours(find_packed(graph, REDUCE), may_join):
         gradients = [rows for packed in run for rows in packed.inputs]
         sizes = [size_bytes(rows) for rows in gradients]
@@ -78,10 +78,8 @@ def pack_reductions(graph: fx.Graph, *, merge: bool = False, costs: Costs | None
     return CountReport(pack_reductions.__name__, nodes_before, len(graph.nodes), counts)
 
 
-def _may_join(places: Places | None, earlier: Packed, later: Packed) -> bool:
+def _may_join(places: Places, earlier: Packed, later: Packed) -> bool:
     """Whether the earlier gradients may be reduced where the later ones are: unchanged till then, and not yet read."""
-    if places is None:
-        return False
     readers = (user for item in earlier.outputs if item is not None for user in item.users)
     if not all(places.is_behind(reader, later.pack) for reader in readers):
         return False

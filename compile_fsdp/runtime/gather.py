@@ -12,7 +12,6 @@ from torch import fx
 
 from compile_fsdp.compat import preserve_version_counter, set_version_counter, tensor_version
 from compile_fsdp.ops import copy_, resize_storage_bytes_
-from compile_fsdp.passes.effects import is_call_to
 from compile_fsdp.runtime.group_calls import group_call
 
 
@@ -147,8 +146,3 @@ def free(leaves: Sequence[torch.Tensor], storage_bytes: Sequence[int]) -> None:
     for leaf, size in zip(leaves, storage_bytes, strict=True):
         if size > 0:
             resize_storage_bytes_(leaf, 0)
-
-
-def is_upkeep(node: fx.Node) -> bool:
-    """Whether a node that takes an unsharded parameter fills or frees it, and computes nothing with it."""
-    return any(is_call_to(node, op) for op in (resize_storage_bytes_, copy_, tensor_version, set_version_counter))
