@@ -62,7 +62,7 @@ parity: setup
 		--parity-report docs/parity.md
 
 mutate: setup
-	cd tests && OMP_NUM_THREADS=1 $(abspath $(BIN))/python mutation.py
+	cd tests && PYTHONPATH=. OMP_NUM_THREADS=1 $(abspath $(BIN))/python mutation.py
 
 bench: setup
 	$(BIN)/python benchmarks/pass_scaling.py

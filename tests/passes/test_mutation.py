@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -53,9 +54,10 @@ def test_tests_kill_a_mutant_that_they_see_and_no_other() -> None:
     tests = Path(__file__).parents[1]
     command = [sys.executable, "mutation.py", "--functions", "keep_unsharded.keep_unsharded", "pipeline.Pipeline._run"]
     command += ["--tests", "passes/test_keep_unsharded.py"]
-    run = subprocess.run(command, cwd=tests, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "PYTHONPATH": str(tests)}  # as in the Makefile
+    run = subprocess.run(command, env=environment, cwd=tests, capture_output=True, text=True, check=False)
+    assert run.returncode == 1, run.stderr
     outcomes = {line.split("  ")[-1]: line.split()[0] for line in run.stdout.splitlines() if " -> " in line}
-    assert outcomes["keep_unsharded.keep_unsharded: count > 1 -> True"] == "killed", run.stderr
+    assert outcomes["keep_unsharded.keep_unsharded: count > 1 -> True"] == "killed"
     # These tests run no pipeline.
     assert {line for key, line in outcomes.items() if key.startswith("pipeline.")} == {"survivor:"}
-    assert run.returncode == 1
