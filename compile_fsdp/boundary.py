@@ -18,7 +18,15 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.distributed.fsdp import BackwardPrefetch
 
-from compile_fsdp.compat import compiled_autograd, get_versions, runs_plain_backward, set_versions, will_run
+from compile_fsdp.compat import (
+    compiled_autograd,
+    fix_gradient_dtypes,
+    free_gradient_dtypes,
+    get_versions,
+    runs_plain_backward,
+    set_versions,
+    will_run,
+)
 from compile_fsdp.deferred_hooks import DeferredHooks
 from compile_fsdp.errors import DoubleBackwardError, PartialBackwardError, SecondBackwardError
 from compile_fsdp.runtime import calls
@@ -192,6 +200,7 @@ class _Call:
             compiler.state = outer
             for group in self.groups:
                 group.active = False
+                fix_gradient_dtypes(group.group)
 
     def is_to_come(self) -> bool:
         """Whether the backward that runs now goes through this call, and has not yet."""
@@ -202,6 +211,7 @@ class _Call:
         for group, (position, read) in self.groups.items():
             group.active = True
             group.expect(read, None if position in self.graph.whole else self.forward_id)
+            free_gradient_dtypes(group.group)
             group.backward_prefetch = self.graph.backward_prefetch
             group.deferred = any(call.is_to_come() for call in group.calls)
             if position in self.graph.open:

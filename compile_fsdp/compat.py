@@ -7,6 +7,7 @@ its full path, and never as an AttributeError inside a hook.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import inspect
 import logging
 import pickle
@@ -56,6 +57,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState as Shar
 from torch.distributed.fsdp._fully_shard._fsdp_param import free_storage as free_storage
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup as FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as FSDPState
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.fx.experimental._backward_state import BackwardState
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -83,9 +85,31 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def runs_while_tracing(function: _Function) -> _Function:
-    """Decorator: run the function for real while Dynamo traces its caller; its result becomes a constant. (2.13.0)"""
+    """Decorator: run the function for real while Dynamo traces its caller; its result becomes a constant. (2.13.0)
+
+    The arguments are constants, too; for an object as the first, see `runs_while_tracing_for`.
+    """
     marked: _Function = torch._dynamo.assume_constant_result(function)
     return marked
+
+
+def runs_while_tracing_for(function: _Function) -> _Function:
+    """The same for a function of any object and further constants; the graph is guarded by the object's identity.
+
+    torch 2.11 takes nothing but constants: there the function gets the object's id, by which Dynamo guards. (2.13.0)
+    """
+    if torch.__version__ >= "2.12":
+        return runs_while_tracing(function)
+
+    @runs_while_tracing
+    def call_by_id(number: int, *constants: Any) -> Any:
+        # The caller holds the object.
+        return function(ctypes.cast(number, ctypes.py_object).value, *constants)
+
+    def call(subject: object, *constants: Any) -> Any:
+        return call_by_id(id(subject), *constants)
+
+    return call  # type: ignore[return-value]
 
 
 def fsdp_state(module: nn.Module) -> FSDPState | None:
@@ -107,6 +131,110 @@ def param_groups(state: FSDPState) -> list[FSDPParamGroup]:
 def reduces_unused(group: FSDPParamGroup) -> bool:
     """Whether zeros are reduced for parameters without a gradient, see `set_reduce_scatter_unused_params`. (2.13.0)"""
     return bool(getattr(group, "reduce_scatter_unused_params", False))
+
+
+# Dynamo cannot trace a comparison of versions.
+_UNSHARDED_SPEC = "_unsharded_dtensor_spec" if torch.__version__ >= "2.12" else "_tp_spec"
+
+
+def unsharded_spec(parameter: FSDPParam) -> DTensorSpec:
+    """Mesh, placements and shape of the unsharded parameter, which is a DTensor. (2.13.0)"""
+    spec = getattr(parameter, _UNSHARDED_SPEC)
+    assert isinstance(spec, DTensorSpec)
+    return spec
+
+
+def has_spmd_mesh(parameter: FSDPParam) -> bool:
+    """Whether the parameter is a DTensor over a mesh whose data-parallel dims were named; since 2.12. (2.13.0)"""
+    return bool(getattr(parameter.mesh_info, "is_spmd_mesh", False))
+
+
+def has_spmd_types(parameter: FSDPParam) -> bool:
+    """Whether the parameter has SPMD types in place of placements; since 2.15. (2.15.0)"""
+    return bool(getattr(parameter, "is_spmd_types", False))
+
+
+def has_own_grad_dtype(parameter: FSDPParam) -> bool:
+    """Whether the user has set the sharded parameter's `grad_dtype`, which FSDP2 heeds since 2.15. (2.15.0)"""
+    return bool(getattr(parameter, "_has_sharded_grad_dtype_override", False))
+
+
+def ends_backward_by_hand(state: FSDPState) -> bool:
+    """Whether the user calls `finalize_backward` after each backward; since 2.15. (2.15.0)"""
+    return bool(getattr(state._state_ctx, "manual_backward_finalization", False))
+
+
+# 2.15 has rebuilt the gradients of FSDP2 around `Tensor.grad_dtype`.
+_HAS_GRAD_DTYPES = torch.__version__ >= "2.15"
+
+
+def reduce_dtype(group: FSDPParamGroup, original: torch.dtype) -> torch.dtype | None:
+    """In which dtype gradients are reduced; None for their own. (2.13.0, 2.15.0)
+
+    Args:
+        group: Whose policy tells.
+        original: The parameters' dtype.
+    """
+    if group._reduce_dtype is None and _HAS_GRAD_DTYPES:
+        return original
+    return group._reduce_dtype
+
+
+def accumulated_gradient(parameter: FSDPParam) -> torch.Tensor | None:
+    """The unsharded gradient of earlier microbatches, if it is kept apart; see `free_gradient_dtypes`. (2.13.0)"""
+    grad: torch.Tensor | None = getattr(parameter, _ACCUMULATED_GRAD, None)
+    return grad
+
+
+def set_accumulated_gradient(parameter: FSDPParam, grad: torch.Tensor | None) -> None:
+    """Keep that gradient apart, or forget it. (2.13.0)"""
+    setattr(parameter, _ACCUMULATED_GRAD, grad)
+
+
+# Eager FSDP2 kept gradients that are not in the unsharded parameter's dtype apart up to 2.14; since then we do.
+_ACCUMULATED_GRAD = "_compile_fsdp_accumulated_grad" if _HAS_GRAD_DTYPES else "unsharded_accumulated_grad"
+
+
+def describe_partial_output(group: FSDPParamGroup, params: Sequence[FSDPParam]) -> None:
+    """Say whose gradients are in the output that awaits its all-reduce; eager FSDP2 asks since 2.15. (2.15.0)"""
+    if not _HAS_GRAD_DTYPES:
+        return
+    layout: dict[FSDPParam, tuple[int, int]] = group._partial_reduce_output_layout  # type: ignore[attr-defined]
+    layout.clear()
+    offset = 0
+    for param in params:
+        numel = param.padded_sharded_param_size.numel()
+        layout[param] = (offset, numel)
+        offset += numel
+
+
+def free_gradient_dtypes(group: FSDPParamGroup) -> None:
+    """Let a compiled backward accumulate gradients in the dtype it computes them in; fixed since 2.15. (2.15.0)
+
+    Those of earlier microbatches that have another one are kept apart: a graph takes no parameter with such a gradient.
+    """
+    for param in _with_gradient_dtype(group):
+        unsharded, earlier = param._unsharded_param, None
+        if unsharded.grad is not None and unsharded.grad.dtype != unsharded.dtype:
+            earlier, unsharded.grad = unsharded.grad, None
+        set_accumulated_gradient(param, earlier)
+        unsharded.grad_dtype = None  # type: ignore[attr-defined]
+
+
+def fix_gradient_dtypes(group: FSDPParamGroup) -> None:
+    """Leave unsharded gradients as eager FSDP2 accumulates them since 2.15. (2.15.0)"""
+    for param in _with_gradient_dtype(group):
+        unsharded, dtype = param._unsharded_param, param.unsharded_grad_dtype  # type: ignore[attr-defined]
+        grads = [grad for grad in (accumulated_gradient(param), unsharded.grad) if grad is not None]
+        set_accumulated_gradient(param, None)
+        unsharded.grad = None
+        unsharded.grad_dtype = dtype
+        if grads:
+            unsharded.grad = sum(grad.to(dtype) for grad in grads)
+
+
+def _with_gradient_dtype(group: FSDPParamGroup) -> list[FSDPParam]:
+    return [param for param in group.fsdp_params if _HAS_GRAD_DTYPES and param.sharded_param.requires_grad]
 
 
 def parameter_owners(parameter: FSDPParam) -> list[tuple[nn.Module, str]]:

@@ -218,6 +218,11 @@ def _fused(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
+# Their names since 2.12, and before.
+_ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
 class _Loud(AllGather, ReduceScatter):
     """A communicator of the user's own, of plain collectives."""
 
@@ -233,8 +238,8 @@ class _Loud(AllGather, ReduceScatter):
         async_op: bool = False,
     ) -> Any:
         if op is None:
-            return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
-        return dist.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+            return _ALL_GATHER(output_tensor, input_tensor, group=group, async_op=async_op)
+        return _REDUCE_SCATTER(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 def _custom_communication(case: Case) -> None:

@@ -23,6 +23,14 @@ HEAD = """# Compatibility
 The tests with every supported release of torch: `make test-matrix` writes this page. A torch outside of the range is
 refused at import. The development version, which `make test` runs with, is the one in `constraints.txt`.
 
+What differs from release to release, beside what a release lacks:
+
+* 2.11: Dynamo calls functions of ours with constants only, so that objects reach them by their id. Without sharding,
+  too, `aot_eager` rounds some gradients in bfloat16 otherwise than eager code, by less than 1 %.
+* 2.15: eager FSDP2 reduces gradients in the parameters' own dtype, not the one they are computed in, unless the policy
+  has a `reduce_dtype`; so do compiled steps. What it has brought and is refused stands in the
+  [parity table](parity.md#refused).
+
 """
 
 

@@ -7,6 +7,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from compile_fsdp.compat import param_groups
+
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     """Every call of `fully_shard` that was made on a model, in the order of its modules, and what it has led to."""
@@ -19,7 +21,7 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
                 "modules": [names[module] for module in state._modules],
                 "mp_policy": state._mp_policy,
                 "auto_reshard": state._auto_reshard_after_forward,
-                "groups": [_group(group, names) for group in state._fsdp_param_groups],
+                "groups": [_group(group, names) for group in param_groups(state)],
             }
         )
     return found

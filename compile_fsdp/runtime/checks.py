@@ -15,6 +15,9 @@ from compile_fsdp.compat import (
     FSDPParamGroup,
     FSDPState,
     fsdp_state,
+    has_own_grad_dtype,
+    has_spmd_mesh,
+    has_spmd_types,
     param_groups,
 )
 from compile_fsdp.errors import (
@@ -87,8 +90,12 @@ def _unsupported_structure(group: FSDPParamGroup) -> str | None:
         if isinstance(comm, SYMMETRIC_MEMORY_COMMS):
             return f"symmetric memory for its collectives ({type(comm).__name__})"
     for param in group.fsdp_params:
-        if param.mesh_info.is_spmd_mesh:
+        if has_spmd_mesh(param):
             return f"{param._param_fqn}: dp_mesh_dims"
+        if has_spmd_types(param):
+            return f"{param._param_fqn}: SPMD types"
+        if has_own_grad_dtype(param):
+            return f"{param._param_fqn}: a grad_dtype of its own"
     return None
 
 

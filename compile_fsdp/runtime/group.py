@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch
 from torch.distributed.tensor import DTensor
@@ -28,14 +27,18 @@ from compile_fsdp.compat import (
     FSDPState,
     ShardedState,
     TrainingState,
+    describe_partial_output,
     functional_collectives,
     local_tensor,
     param_groups,
+    reduce_dtype,
     reduces_unused,
-    runs_while_tracing,
+    runs_while_tracing_for,
 )
 from compile_fsdp.ops import all_gather_into_tensor, hand_over, issue_ticket
+from compile_fsdp.runtime import communicators
 from compile_fsdp.runtime.gather import GatherPlan, Launched, fill, free, pack, unpack
+from compile_fsdp.runtime.gradient_count import GradientCount
 from compile_fsdp.runtime.parameter import TraceableParam
 from compile_fsdp.runtime.reduction import Reduction, all_reduce, part, plan_reduction, reduce_scatter
 from compile_fsdp.runtime.states import KNOWN, enter, params_follow
@@ -53,11 +56,7 @@ class TraceableGroup:
 
     Attributes:
         active: True while a compiled backward runs; the gradient hooks do nothing otherwise.
-        expected_text: How many of its parameters the compiled backward that runs now has gradients for, as text; why,
-            see `plan_text`.
-        pending: How many of them are still to come; None outside of it, and until the first thing of the group happens.
-        cut_forward: Which forward, of those that were cut into several graphs, a backward goes through at present.
-        seen: Unsharded parameters, by id, whose gradients in it have come or are about to.
+        gradients: Counts them in a compiled backward.
         modules_hold_shards: Whether the modules hold the sharded parameters all through this backward.
         deferred: Another forward's backward follows in this one, and its gradients are reduced with these.
         backward_prefetch: When a backward gathers the groups that it needs next; None for no prefetch.
@@ -86,16 +85,14 @@ class TraceableGroup:
         self.launched: Launched | None = None
         self.calls: weakref.WeakSet[BackwardCall] = weakref.WeakSet()
         self.active = False
-        self.expected_text = "0"
-        self.pending: int | None = None
-        self.cut_forward: object = None
-        self.seen: set[int] = set()
+        self.gradients = GradientCount()
         self.modules_hold_shards = False
         self.deferred = False
         self.backward_prefetch: BackwardPrefetch | None = None
         self.prefetch_last: list[TraceableGroup] = []
         self.reduced: Sequence[torch.Tensor] = ()  # by parameter, (padded shard numel,), in the parameters' dtype
         self.reduced_params: list[int] = []
+        self.unreplicated_params: list[int] = []  # whose gradients await a later backward's all-reduce
         self.ticket = issue_ticket(self)
 
     # Setting up, for real and before anything is traced
@@ -170,7 +167,7 @@ class TraceableGroup:
                 tensors, inputs = [param.gather_input(self.is_post_forward) for param in self.params], plan.inputs
             output = pack(tensors, inputs, plan.device)
             if plan.shard_count > 1 and not isinstance(self.group._all_gather_comm, PLAIN_ALL_GATHERS):
-                output = self._gather_with_custom(output)
+                output = communicators.gather(self.group, output)
             elif plan.shard_count > 1:
                 output = all_gather_into_tensor(output, plan.shard_count, plan.process_group, self.gather_name)
             self.launched = Launched(output, inputs if self._is_extended_now() else None)
@@ -194,20 +191,6 @@ class TraceableGroup:
                 tensors.append(param.gather_input(self.is_post_forward))
                 inputs.append(described)
         return tensors, inputs
-
-    def _gather_with_custom(self, own: torch.Tensor) -> torch.Tensor:
-        # Dynamo turns what the communicator calls, torch.distributed's own collectives, into ops of the graph.
-        comm, process_group = self.group._all_gather_comm, self.group._all_gather_process_group
-        output = comm.allocate((own.numel() * process_group.size(),), dtype=own.dtype, device=own.device)
-        comm(output_tensor=output, input_tensor=own, group=process_group, async_op=False)
-        return output
-
-    def _reduce_with_custom(self, flat: torch.Tensor, op: str) -> torch.Tensor:
-        comm, process_group = self.group._reduce_scatter_comm, self.group._reduce_scatter_process_group
-        output = comm.allocate((flat.numel() // process_group.size(),), dtype=flat.dtype, device=flat.device)
-        reduce_op = dist.ReduceOp.AVG if op == "avg" else dist.ReduceOp.SUM
-        comm(output_tensor=output, input_tensor=flat, group=process_group, op=reduce_op, async_op=False)
-        return output
 
     def unshard(self) -> None:
         """All-gather the shards, allocate the unsharded parameters and fill them."""
@@ -300,14 +283,8 @@ class TraceableGroup:
                 piece of: the group is complete, and may be freed, only when all its parameters have their gradients. So
                 it is where torch reduces zeros for those that are not used.
         """
-        expected = len([leaf for leaf in read if leaf.requires_grad])
-        if cut_forward is not None or reduces_unused(self.group):
-            if cut_forward is not self.cut_forward:
-                self.cut_forward, self.seen = cut_forward, set()
-            self.seen.update(map(id, read))
-            if any(param.leaf.requires_grad and id(param.leaf) not in self.seen for param in self.params):
-                expected = len(self.params) + 1  # never
-        self.expected_text, self.pending = str(expected), None
+        needs_all = cut_forward is not None or reduces_unused(self.group)
+        self.gradients.expect(read, [param.leaf for param in self.params] if needs_all else [], cut_forward)
 
     def begin_backward(self, then_prefetch: list[TraceableGroup]) -> None:
         """Unshard before the first gradient computation that may need the group.
@@ -315,10 +292,10 @@ class TraceableGroup:
         Args:
             then_prefetch: Groups to gather next, before this group's gradients are computed or after.
         """
-        if self.pending:
+        if self.gradients.pending:
             return  # another output, or another use of the module, came first
         self.group._training_state = TrainingState.PRE_BACKWARD
-        self._await_gradients()
+        self.gradients.start()
         self.modules_hold_shards = self.group._sharded_state is self.known.sharded
         if self.group.unshard_in_backward and not self.is_unsharded:
             self.unshard()
@@ -327,20 +304,13 @@ class TraceableGroup:
         else:
             _prefetch(then_prefetch)
 
-    def _await_gradients(self) -> int:
-        # Not only where the backward begins, since that may have been in another graph.
-        if self.pending is None:
-            self.pending = int(self.expected_text)
-        return self.pending
-
     def accumulate(self) -> None:
         """Count a gradient that has just been accumulated; reduce once the group is complete.
 
         Parameters that are read and get no gradient leave the group incomplete: torch's own final callback then
         reduces what has arrived, at the end of the backward.
         """
-        self.pending = self._await_gradients() - 1
-        if self.pending > 0:
+        if not self.gradients.arrive():
             return
         _prefetch(self.prefetch_last)
         self.prefetch_last = []
@@ -379,28 +349,31 @@ class TraceableGroup:
         with torch.no_grad():
             dims, numels = _shard_layout(self, self.plan_text)
             rows = [self._rows_first(dims[i], grad) for i, grad in zip(arrived, grads, strict=True)]
-            flat = self._reduce(rows)
+            flat = self._reduce(rows, self.params[arrived[0]].param.orig_dtype)
             reduced = () if flat is None else part(flat, [numels[i] for i in arrived])
         if flat is not None and _has_gradient_hooks(self):
             hand_over(reduced, self.ticket, arrived)
         else:
             self.reduced, self.reduced_params = reduced, arrived if flat is not None else []
+            self.unreplicated_params = arrived if flat is None else []
 
     def _rows_first(self, dim: int, grad: torch.Tensor) -> torch.Tensor:
         # A gradient sharded on another dim is rearranged so that each rank's shard is a block of rows.
         return grad if dim == 0 or self.shard_count == 1 else torch.cat(grad.chunk(self.shard_count, dim=dim))
 
-    def _reduce(self, grads: list[torch.Tensor]) -> torch.Tensor | None:
+    def _reduce(self, grads: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor | None:
         # None if the all-reduce is left to a later backward.
         group = self.group
+        wanted = reduce_dtype(group, dtype)
+        if wanted is not None:
+            grads = [grad.to(wanted) for grad in grads]
         # The settings go in as arguments for Dynamo to guard on: it traces again when one has changed.
         own_group = getattr(group.mesh_info, "reduce_scatter_process_group", None)
-        reduction = _reduction(self, group.gradient_divide_factor, group.force_sum_reduction_for_comms, own_group)
-        reduce_dtype = group._reduce_dtype
-        if reduce_dtype is not None:
-            grads = [grad.to(reduce_dtype) for grad in grads]
+        settings = group.gradient_divide_factor, group.force_sum_reduction_for_comms, own_group
+        reduction = _reduction(self, grads[0].dtype, *settings)
         plain = isinstance(group._reduce_scatter_comm, PLAIN_REDUCE_SCATTERS)
-        flat = reduce_scatter(grads, reduction, self.reduce_name, None if plain else self._reduce_with_custom)
+        custom = None if plain else partial(communicators.reduce, group)
+        flat = reduce_scatter(grads, reduction, self.reduce_name, custom)
         if reduction.replica_group:
             partial_output = group._partial_reduce_output
             if partial_output is not None:
@@ -414,7 +387,7 @@ class TraceableGroup:
             group._all_reduce_hook(flat)
         if reduction.post_divisor is not None:
             flat = flat / reduction.post_divisor
-        flat = flat if group._orig_dtype is None else flat.to(group._orig_dtype)
+        flat = flat.to(dtype)
         return flat.to("cpu") if self.params[0].param.offload_to_cpu else flat
 
     # After the backward, for real
@@ -425,6 +398,9 @@ class TraceableGroup:
             traceable.hand_back_gradient()
         reduced, params = self.reduced, self.reduced_params
         self.reduced, self.reduced_params = (), []
+        if self.unreplicated_params:
+            describe_partial_output(self.group, [self.params[index].param for index in self.unreplicated_params])
+            self.unreplicated_params = []
         self.receive(reduced, params)
 
     def check_nan(self) -> None:
@@ -460,14 +436,14 @@ class TraceableGroup:
     def end_backward(self) -> None:
         """Forget the backward, also one that failed."""
         self.active = False
-        self.pending = None
-        self.cut_forward, self.seen = None, set()
+        self.gradients.forget()
         self.modules_hold_shards = False
         self.deferred = False
         self.prefetch_last = []
         self.launched = None
         self.reduced = ()
         self.reduced_params = []
+        self.unreplicated_params = []
 
     def reset(self) -> None:
         """Shard the group wherever an exception has left it, and drop the gradients of the interrupted step.
@@ -488,7 +464,7 @@ def _prefetch(groups: list[TraceableGroup]) -> None:
             group.launch()
 
 
-@runs_while_tracing
+@runs_while_tracing_for
 def _plan_gather(group: TraceableGroup, plan_text: str, state: ShardedState) -> GatherPlan:
     params = group.params
     storage_bytes = [param.plan.storage_bytes for param in params]
@@ -500,21 +476,21 @@ def _plan_gather(group: TraceableGroup, plan_text: str, state: ShardedState) -> 
     return GatherPlan(group.shard_count, group.gather_group, device, inputs, storage_bytes)
 
 
-@runs_while_tracing
+@runs_while_tracing_for
 def _shard_layout(group: TraceableGroup, plan_text: str) -> tuple[list[int], list[int]]:
     plans = [param.plan for param in group.params]
     return [plan.shard_dim for plan in plans], [plan.shard_numel for plan in plans]
 
 
-@runs_while_tracing
+@runs_while_tracing_for
 def _has_gradient_hooks(group: TraceableGroup) -> bool:
     # Not guarded: hooks that come later run after the graph.
     return any(each.param.sharded_param._post_accumulate_grad_hooks for each in group.params)
 
 
-@runs_while_tracing
-def _reduction(group: TraceableGroup, *settings: object) -> Reduction:
-    return plan_reduction(group.group, group.params[0].leaf.dtype)
+@runs_while_tracing_for
+def _reduction(group: TraceableGroup, dtype: torch.dtype, *settings: object) -> Reduction:
+    return plan_reduction(group.group, dtype)
 
 
 def start_backward(state: FSDPState) -> None:
@@ -544,4 +520,4 @@ def _gradient_accumulated(owner: weakref.ref[TraceableGroup], leaf: torch.Tensor
     if group is not None and group.active:
         group.accumulate()
     elif group is not None:
-        group.seen.add(id(leaf))
+        group.gradients.seen.add(id(leaf))

@@ -27,9 +27,10 @@ from compile_fsdp.compat import (
     TrainingState,
     call_with_side_effects,
     defer_hook_bodies,
+    ends_backward_by_hand,
     param_groups,
     restore_hook_bodies,
-    runs_while_tracing,
+    runs_while_tracing_for,
     tree_map_only,
 )
 from compile_fsdp.runtime import checks, scope
@@ -74,6 +75,8 @@ class StateHooks:
         if is_first and len(self.members) > 1:
             for member in self.members:
                 member.is_awaited = True
+        if ends_backward_by_hand(self.state):
+            _refuse(self, "set_manual_backward_finalization")
         policy = self.state._mp_policy
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             args, kwargs = cast_floating((args, kwargs), policy.param_dtype)
@@ -254,7 +257,7 @@ def _after_backward(hooks: StateHooks, grad: torch.Tensor) -> torch.Tensor:
 # What follows runs for real while Dynamo traces.
 
 
-@runs_while_tracing
+@runs_while_tracing_for
 def _enter(hooks: StateHooks) -> None:
     """Initialise the FSDP2 state and refuse what cannot be compiled, before the graph gets any op."""
     state = hooks.state
@@ -272,7 +275,7 @@ def _enter(hooks: StateHooks) -> None:
     scope.enter(hooks)
 
 
-@runs_while_tracing
+@runs_while_tracing_for
 def _leave(hooks: StateHooks) -> tuple[int, bool]:
     """Which of the root's states ended its forward before, in this trace; and whether this forward is all in it.
 
@@ -285,16 +288,16 @@ def _leave(hooks: StateHooks) -> tuple[int, bool]:
     return index, is_whole
 
 
-@runs_while_tracing
+@runs_while_tracing_for
 def _refuse(hooks: StateHooks, reason: str) -> None:
     checks.refuse(hooks.module, hooks.state, reason)
 
 
-@runs_while_tracing
+@runs_while_tracing_for
 def _refuse_not_root(hooks: StateHooks) -> None:
     checks.refuse_not_root(hooks.module, hooks.state)
 
 
-@runs_while_tracing
+@runs_while_tracing_for
 def _refuse_output(hooks: StateHooks, types: tuple[str, ...]) -> None:
     checks.refuse_output(hooks.module, hooks.state, types)

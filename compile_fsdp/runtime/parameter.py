@@ -27,9 +27,12 @@ from torch.distributed.tensor import DTensor
 from compile_fsdp.compat import (
     FSDPParam,
     ShardedState,
+    accumulated_gradient,
     free_storage,
     local_tensor,
     mark_static,
+    set_accumulated_gradient,
+    unsharded_spec,
 )
 from compile_fsdp.ops import copy_
 from compile_fsdp.runtime.checks import check_unsharded
@@ -199,7 +202,7 @@ class TraceableParam:
     def reset(self) -> None:
         """For real: free everything there may be, whatever the state says, and drop the gradient."""
         param = self.param
-        param.unsharded_accumulated_grad = None
+        set_accumulated_gradient(param, None)
         if (unsharded := getattr(param, "_unsharded_param", None)) is not None:
             unsharded.grad = None
         if not hasattr(self, "leaf"):
@@ -226,8 +229,8 @@ class TraceableParam:
         if not self.param.is_dtensor:
             self._register(self.leaf)
             return
-        spec = self.param._unsharded_dtensor_spec
-        assert spec is not None and spec.tensor_meta is not None
+        spec = unsharded_spec(self.param)
+        assert spec.tensor_meta is not None
         # See [Note: Leaves are plain].
         self._register(
             DTensor.from_local(
@@ -261,9 +264,9 @@ class TraceableParam:
         """The unsharded gradient of this backward and of microbatches before it, plain; None if there is none."""
         param = self.param
         grad, self.leaf.grad = self.leaf.grad, None
-        earlier = param.unsharded_accumulated_grad  # in the reduce dtype
+        earlier = accumulated_gradient(param)  # in the reduce dtype
         if earlier is not None:
-            param.unsharded_accumulated_grad = None
+            set_accumulated_gradient(param, None)
         elif param.is_dtensor:
             earlier, param._unsharded_param.grad = param._unsharded_param.grad, None
         if earlier is None:
@@ -280,7 +283,7 @@ class TraceableParam:
             return
         self.leaf.grad = None
         unsharded = param._unsharded_param
-        spec = param._get_unsharded_dtensor_spec(grad)
+        spec = unsharded_spec(param)
         wrapped = DTensor.from_local(
             grad, spec.mesh, spec.placements, run_check=False, shape=unsharded.shape, stride=unsharded.stride()
         )

@@ -47,8 +47,8 @@ class Reduction:
     post_divisor: float | None = None
 
 
-def plan_reduction(group: FSDPParamGroup, grad_dtype: torch.dtype) -> Reduction:
-    """The reduction that eager FSDP2 chooses for the group's present settings."""
+def plan_reduction(group: FSDPParamGroup, dtype: torch.dtype) -> Reduction:
+    """The reduction of gradients of that dtype that eager FSDP2 chooses for the group's present settings."""
     scatter = group._reduce_scatter_process_group if isinstance(group.mesh_info, FSDPMeshInfo) else None
     replica = group._all_reduce_process_group if isinstance(group.mesh_info, DDPMeshInfo) else None
     shard_count = 1 if scatter is None else scatter.size()
@@ -56,7 +56,6 @@ def plan_reduction(group: FSDPParamGroup, grad_dtype: torch.dtype) -> Reduction:
     scatter_name = "" if scatter is None else scatter.group_name
     replica_name = "" if replica is None else replica.group_name
     lone_divisor = factor if shard_count == 1 else None
-    dtype = group._reduce_dtype or grad_dtype
     is_safe = dtype in (torch.float32, torch.bfloat16) and not group.force_sum_reduction_for_comms
     if is_safe and factor is not None and factor != shard_count:
         # Eager FSDP2 asks the collective itself to multiply, which NCCL alone can do.

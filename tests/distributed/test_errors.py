@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import DataParallelMeshDims, FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import SymmMemAllGather
 from torch.distributed.tensor import Shard, distribute_module
 
 import compile_fsdp
 from compile_fsdp import errors
+from compile_fsdp.compat import param_groups
 from extensions import Float8Weight, LowPrecision, use
 from harness import run_ranks
 from models import Stack
@@ -152,6 +152,8 @@ def _pending_unshard() -> None:
 
 
 def _symmetric_memory() -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import SymmMemAllGather
+
     model = _sharded()
     # Made without its __init__, which wants NCCL.
     model.layers[0].set_custom_all_gather(SymmMemAllGather.__new__(SymmMemAllGather))
@@ -159,11 +161,26 @@ def _symmetric_memory() -> None:
 
 
 def _spmd_mesh() -> None:
+    from torch.distributed.fsdp import DataParallelMeshDims
+
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     model = nn.Linear(8, 8)
     distribute_module(model, mesh)
     compile_fsdp.fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
     _compile(model)(torch.ones(4, 8))
+
+
+def _by_hand() -> None:
+    model = _sharded()
+    model._get_fsdp_state()._state_ctx.manual_backward_finalization = True  # as its setter does since 2.15
+    _compile(model)(**_batch())
+
+
+def _own_grad_dtype() -> None:
+    model = _sharded()
+    (group,) = param_groups(model.layers[0]._get_fsdp_state())
+    group.fsdp_params[0]._has_sharded_grad_dtype_override = True  # as sharding finds it since 2.15
+    _compile(model)(**_batch())
 
 
 class _StaysSubclass(Float8Weight):
@@ -196,7 +213,11 @@ CASES: list[tuple[Callable[[], None], type[Exception], str]] = [
     (_symmetric_memory, errors.UnsupportedFeatureError, "layers.0 cannot be compiled with symmetric memory"),
     (_unsharded_subclass, errors.UnsupportedFeatureError, "extension that returns a LowPrecision"),
     (_spmd_mesh, errors.UnsupportedFeatureError, "weight: dp_mesh_dims"),
+    (_by_hand, errors.UnsupportedFeatureError, "compiled with set_manual_backward_finalization"),
+    (_own_grad_dtype, errors.UnsupportedFeatureError, "layers.0.norm.weight: a grad_dtype of its own"),
 ]
+
+_SINCE_2_12 = (_symmetric_memory, _spmd_mesh)
 
 
 def _raises(rank: int, name: str) -> tuple[str, str, int]:
@@ -212,6 +233,8 @@ def _raises(rank: int, name: str) -> tuple[str, str, int]:
 
 @pytest.mark.parametrize(("program", "expected", "message"), CASES, ids=lambda v: getattr(v, "__name__", ""))
 def test_raises(program: Callable[[], None], expected: type[Exception], message: str) -> None:
+    if program in _SINCE_2_12 and torch.__version__ < "2.12":
+        pytest.skip("torch 2.12 has brought it")
     for name, text, collectives in run_ranks(2, _raises, program.__name__):
         assert (name, message in text) == (expected.__name__, True), text
         assert collectives == 0

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import compile_fsdp
 import compile_fsdp.backend as backend
 from capture import render_step
+from compile_fsdp.compat import param_groups
 from harness import run_ranks
 
 
@@ -215,7 +216,7 @@ def _invariants(rank: int) -> list[str]:
 
     model.compile(backend=capture, fullgraph=True)
     x = torch.ones(2, 4)
-    params = [p for layer in model for g in layer._get_fsdp_state()._fsdp_param_groups for p in g.fsdp_params]
+    params = [p for layer in model for g in param_groups(layer._get_fsdp_state()) for p in g.fsdp_params]
     unsharded = []
     for _ in range(3):
         model(x).sum().backward()

@@ -1,0 +1,61 @@
+"""How many gradients complete a parameter group in the compiled backward that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class GradientCount:
+    """Of one group.
+
+    Attributes:
+        expected_text: How many gradients the compiled backward that runs now has for the group, as text; why, see
+            `TraceableGroup.plan_text`.
+        pending: How many of them are still to come; None outside of it, and until the first thing of the group happens.
+        cut_forward: Which forward, of those that were cut into several graphs, a backward goes through at present.
+        seen: Unsharded parameters, by id, whose gradients in it have come or are about to.
+    """
+
+    def __init__(self) -> None:
+        self.expected_text = "0"
+        self.pending: int | None = None
+        self.cut_forward: object = None
+        self.seen: set[int] = set()
+
+    def expect(self, read: Sequence[torch.Tensor], required: Sequence[torch.Tensor], cut_forward: object) -> None:
+        """For real: settle what completes the group in the compiled backward that runs next.
+
+        Args:
+            read: The unsharded parameters that its forward graph computes with.
+            required: Those that must have a gradient, from this backward or another one of the same forward, before
+                the group is complete; empty if what this backward has is enough.
+            cut_forward: None if that graph holds the whole forward of the group's module. Else which forward it is a
+                piece of.
+        """
+        expected = len([leaf for leaf in read if leaf.requires_grad])
+        if required:
+            if cut_forward is not self.cut_forward:
+                self.cut_forward, self.seen = cut_forward, set()
+            self.seen.update(map(id, read))
+            if any(leaf.requires_grad and id(leaf) not in self.seen for leaf in required):
+                expected += 1  # which never comes
+        self.expected_text, self.pending = str(expected), None
+
+    def start(self) -> None:
+        """At the first thing of the group that happens in this backward, which may have begun in another graph."""
+        if self.pending is None:
+            self.pending = int(self.expected_text)
+
+    def arrive(self) -> bool:
+        """Count a gradient; whether the group is complete with it."""
+        self.start()
+        assert self.pending is not None
+        self.pending -= 1
+        return self.pending <= 0
+
+    def forget(self) -> None:
+        """The backward is over, or has failed."""
+        self.pending = None
+        self.cut_forward, self.seen = None, set()
