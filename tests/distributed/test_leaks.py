@@ -49,7 +49,7 @@ def _many_steps(rank: int, steps: int, options: dict[str, Any]) -> tuple[dict[st
 
 
 @pytest.mark.parametrize("options", [{}, {"inner_backend": "aot_eager"}, {"memory_budget": 2**20}])
-@pytest.mark.parametrize("steps", [500, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [200, pytest.param(5000, marks=pytest.mark.slow)])
 def test_steps_leave_nothing_behind(steps: int, options: dict[str, Any]) -> None:
     for before, after, graphs in run_ranks(2, _many_steps, steps, options, timeout_s=600.0):
         assert graphs == 2
@@ -80,7 +80,7 @@ def _many_models(rank: int, count: int) -> tuple[dict[str, int], dict[str, int],
     return before, _held(), sum(each() is not None for each in alive)
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [5, pytest.param(50, marks=pytest.mark.slow)])
 def test_deleted_models_leave_nothing_behind(count: int) -> None:
     for before, after, alive in run_ranks(2, _many_models, count, timeout_s=600.0):
         assert alive == 0

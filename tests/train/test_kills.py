@@ -21,10 +21,10 @@ def steps_for(kills: int) -> int:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
-    """The run without kills, by inner backend, as long as the longest of the others."""
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Outcome]:
+    """The run without kills, by inner backend and number of steps."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    return functools.cache(lambda inner_backend: run_job(folder / inner_backend, steps_for(10), [], inner_backend))
+    return functools.cache(lambda inner, steps: run_job(folder / f"{inner}_{steps}", steps, [], inner))
 
 
 @pytest.mark.timeout(3600)  # beside other work, a start takes from ten seconds to a minute
@@ -37,18 +37,18 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Out
     ],
 )
 def test_restarts_continue_the_loss_curve(
-    seed: int, kills_per_phase: int, inner_backend: str, tmp_path: Path, undisturbed: Callable[[str], Outcome]
+    seed: int, kills_per_phase: int, inner_backend: str, tmp_path: Path, undisturbed: Callable[[str, int], Outcome]
 ) -> None:
-    expected = undisturbed(inner_backend)
+    steps = steps_for(kills_per_phase * len(PHASES))
+    expected = undisturbed(inner_backend, steps)
     kills = draw_kills(random.Random(seed), kills_per_phase, expected)
     if inner_backend == "inductor":
         kills.sort(key=lambda kill: kill.phase != "compile")  # first, while there is nothing in Inductor's caches
-    steps = steps_for(len(kills))
     outcome = run_job(tmp_path / "killed", steps, kills, inner_backend)
     planned = [{"start": start, "phase": kill.phase, "rank": kill.rank} for start, kill in enumerate(kills)]
     assert outcome.record == planned
     assert Counter(kill.phase for kill in kills) == dict.fromkeys(PHASES, kills_per_phase)
-    assert outcome.losses == expected.losses[:steps]
+    assert outcome.losses == expected.losses
     assert outcome.first_step > 0
     assert not list((tmp_path / "killed" / CHECKPOINTS).glob("*.part"))
     print(f"{expected.seconds:.0f} s undisturbed, {outcome.seconds:.0f} s with {len(kills)} kills")
