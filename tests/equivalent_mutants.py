@@ -4,6 +4,7 @@ from __future__ import annotations
 
 _NODE = "type: what a schema has as a tensor is a node; mypy has to know"
 _AGAIN = "speed: looked at again, it gives the same"
+_NO_EVENT = "type: what is noted of no parameter is never asked for; mypy has to know"
 
 EQUIVALENT: dict[str, str] = {
     "aliases.Aliases.__init__: self._joined -> True": "speed: without joins, every class is its own root",
@@ -14,6 +15,7 @@ EQUIVALENT: dict[str, str] = {
     "effects._read_schema.select: not a.keyword_only -> True": "no call has so many positional arguments",
     "effects.Effects._summary_of_module: (known := self._summaries.get(id(module))) is None -> True": _AGAIN,
     "keep_unsharded.keep_unsharded: not isinstance(parameter, fx.Node) -> False": _NODE,
+    "legalize_windows._find_delays: event is not None -> True": _NO_EVENT,
     "legalize_windows._is_input: isinstance(source, fx.Node) -> True": _NODE,
     "legalize_windows._resized_inputs: isinstance(node, fx.Node) -> True": _NODE,
     "legalize_windows.legalize_windows: not nodes -> False": "speed: it would find nothing to move",
@@ -27,6 +29,7 @@ EQUIVALENT: dict[str, str] = {
     "schedule_collectives._preparations: node not in found -> True": _AGAIN,
     "schedule_collectives._results: node not in found -> True": _AGAIN,
     "sinking.Scan.find_event: isinstance(target, fx.Node) -> True": _NODE,
+    "sinking._FirstFills.visit: parameter is None -> False": _NO_EVENT,
     "subgraphs._Search.visit: aliases -> False": _AGAIN,
     "subgraphs._Search.visit: id(module) not in self._visited -> True": _AGAIN,
     "windows.resized_placeholders: isinstance(node, fx.Node) -> True": _NODE,

@@ -54,7 +54,7 @@ MODULES: dict[str, tuple[str, ...]] = {
 _LEFT_OUT = (
     "test_inductor_compiles_without_the_windows",
     "test_uuid_is_the_same_in_another_process",
-    "test_mutation",
+    "test_mutation.py",
 )
 
 
