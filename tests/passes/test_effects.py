@@ -79,6 +79,7 @@ def call_module(*args: str) -> fx.Node:
         (call(higher_order.auto_functionalized, aten.add_.Tensor, "x", "y"), ""),
         (call(higher_order.wrap_activation_checkpoint, aten.add.Tensor, "x", "y"), ""),
         (call(higher_order.wrap_activation_checkpoint, aten.add_.Tensor, "x", "y"), "xy"),
+        (call(higher_order.wrap_activation_checkpoint, aten.add.Tensor, "x", "y", hook=aten.add_.Tensor), "xy"),
         (call(higher_order.wrap_activation_checkpoint, aten.add, "x", "y"), "xy"),
         (call(higher_order.wrap_activation_checkpoint, aten.relu.default, aten.add_, "x"), "x"),
         (call(higher_order.wrap_activation_checkpoint, "x", "y"), "xy"),
