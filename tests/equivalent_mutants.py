@@ -31,6 +31,7 @@ EQUIVALENT: dict[str, str] = {
     "remove_unshard_copies._Removal._run_one: bool(windows) -> True": "speed: compiled again",
     "remove_unshard_copies._find_window_fault: node is not None -> True": "type: a window has one; mypy has to know",
     "schedule_collectives._preparations: node not in found -> True": _AGAIN,
+    "schedule_collectives._reorder: fixed is not end -> True": "fx: put before itself, a node stays where it is",
     "schedule_collectives._results: node not in found -> True": _AGAIN,
     "sinking.Scan.find_event: isinstance(target, fx.Node) -> True": _NODE,
     "sinking._FirstFills.visit: parameter is None -> False": _NO_EVENT,
