@@ -7,7 +7,7 @@
 #                       pytest; where there is no GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu)
 #   make parity  write docs/parity.md from a run of the whole parity table (half an hour on two cores)
 #   make bench   run every benchmark (an hour on two cores); TORCHTITAN is a checkout of it, for SimpleFSDP
-#   make mutate  disable each precondition of each pass in turn; a test must fail (an hour on one core)
+#   make mutate  disable each precondition of each pass in turn; a test must fail (half an hour on one core)
 #   make docs    build the documentation into site/, with warnings as errors
 #   make setup   create the virtual environment with everything for both
 #
@@ -63,6 +63,7 @@ parity: setup
 
 mutate: setup
 	cd tests && PYTHONPATH=. OMP_NUM_THREADS=1 $(abspath $(BIN))/python mutation.py
+	cd tests && PYTHONPATH=. OMP_NUM_THREADS=1 $(abspath $(BIN))/python mutation.py --equivalent
 
 bench: setup
 	$(BIN)/python benchmarks/pass_scaling.py

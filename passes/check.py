@@ -66,7 +66,7 @@ def _window_faults(graph: fx.Graph) -> Iterator[str]:
 def _size_faults(graph: fx.Graph) -> Iterator[str]:
     for node in graph.nodes:
         noted = fake_value(node)
-        if noted is UNKNOWN or not _is_repeatable(node):
+        if not _is_repeatable(node):
             continue
         args, kwargs = fake_arguments((node.args, node.kwargs))
         leaves = tree_leaves((args, kwargs))

@@ -159,7 +159,7 @@ def _match(collective: fx.Node) -> Packed | None:
         return None
     inputs, sizes = node.args[0], split.args[1]
     assert isinstance(inputs, Sequence) and isinstance(sizes, Sequence)
-    if not after or after[0].target is not WAIT or len(inputs) != len(sizes):
+    if not after or after[0].target is not WAIT:
         return None
     items = {item.args[1]: item for item in split.users if item.target is operator.getitem}
     tensors = tuple(each for each in inputs if isinstance(each, fx.Node))

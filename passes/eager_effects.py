@@ -80,8 +80,6 @@ class EagerEffects(Effects):
 
     def written_inputs(self, node: fx.Node) -> Sequence[fx.Node]:
         """See [Note: Names tell what torch functions write]."""
-        if is_version_op(node):
-            return ()
         if not _is_torch_function(node):
             return super().written_inputs(node)
         name = _name(node)
@@ -92,7 +90,7 @@ class EagerEffects(Effects):
 
     def is_ordered(self, node: fx.Node) -> bool:
         """Whether the node must keep its place among its like: random ops, and what may run some."""
-        if node.op not in ("call_function", "call_method", "call_module") or is_version_op(node):
+        if node.op not in ("call_function", "call_method", "call_module"):
             return False
         if isinstance(node.target, OpOverload):
             return _is_seeded(node.target)

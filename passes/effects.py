@@ -26,7 +26,6 @@ from compile_fsdp.compat import (
 from compile_fsdp.ops import copy_, resize_storage_bytes_
 
 _aten = torch.ops.aten
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 # They take a mutable op, and by definition return what it would have written.
 _FUNCTIONAL_HIGHER_ORDER_OPS = frozenset(
@@ -90,9 +89,7 @@ def nodes_in(argument: object) -> Iterator[fx.Node]:
 
 def is_barrier(node: fx.Node, effects: Effects) -> bool:
     """Whether the node may write something beyond the parameter that it resizes or fills."""
-    if node.op in ("placeholder", "output", "get_attr") or is_resize(node) or is_copy(node):
-        return False
-    return node.target is not _WAIT and bool(effects.written_inputs(node))
+    return not (is_resize(node) or is_copy(node)) and bool(effects.written_inputs(node))
 
 
 @dataclass(frozen=True, slots=True)

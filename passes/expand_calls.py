@@ -32,7 +32,7 @@ def expand_calls(graph: fx.Graph, functions: Container[Callable[..., Any]]) -> N
             or nothing.
     """
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.target in functions:
+        if node.target in functions:
             _expand(node)
 
 
@@ -51,7 +51,7 @@ def _expand(node: fx.Node) -> None:
         _evaluate(before)
     if isinstance(result, fx.Proxy):
         node.replace_all_uses_with(result.node)
-    elif result is not None:
+    else:
         for user in list(node.users):
             assert user.target is operator.getitem
             user.replace_all_uses_with(result[user.args[1]].node)

@@ -92,7 +92,7 @@ def _find_delays(graph: fx.Graph, scan: Scan, aliases: Aliases) -> dict[fx.Node,
             continue
         event = scan.find_event(node)
         for parameter in scan.aliased_by(node.all_input_nodes, aliases):
-            if parameter is not event and parameter in freed:
+            if parameter is not event:
                 last_read[parameter] = node
         if event is not None:
             end_gap(event)

@@ -259,7 +259,7 @@ def _place_reductions(reductions: list[_Collective], timeline: _Timeline) -> Non
     flying: list[_Collective] = []
     arrived = 0.0
     for each in sorted(reductions, key=lambda each: each.slot):
-        while flying and sum(other.size for other in flying) + each.size > limit:
+        while sum(other.size for other in flying) + each.size > limit:
             first = flying.pop(0)
             first.wait_slot = max(min(first.wait_slot, each.slot), first.slot)
         arrived = max(timeline.starts[each.slot], arrived) + each.seconds

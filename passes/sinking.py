@@ -150,7 +150,7 @@ class Sinking:
         self._ordered = -1
 
     def visit(self, position: int, node: fx.Node) -> None:
-        if node.op in ("placeholder", "get_attr", "output") or is_version_op(node) or is_passed_through(node):
+        if is_version_op(node) or is_passed_through(node):
             return
         event = self._scan.find_event(node)
         read = self._shared_classes(node.all_input_nodes)

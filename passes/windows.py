@@ -30,13 +30,13 @@ class Span:
 
     Attributes:
         resize: The op that starts the span, None at the start of the graph.
-        filled_at: Position of the first copy in the graph.
+        filled_at: Position of the copy in the graph, the last one if there are several.
         end: Position of the next span's resize, or the number of nodes.
         size_bytes: What `resize` asks for, None if unknown.
         frees: Whether it asks for 0 bytes.
         full: Whether it surely makes room for the whole parameter.
         copies: The fills, `fsdp.copy_` into the parameter itself.
-        readers: Nodes that take the parameter itself and do not write it.
+        readers: Nodes that take the parameter or a view of it, and are no fill of it.
         uses: Number of nodes other than `resize` and the output that take the parameter or a view of it.
         has_stale_view: A view made in this span is used in another one, or the other way round.
         view_escapes: A view made in this span is returned.
@@ -130,8 +130,7 @@ class _Matcher:
 
     def visit(self, position: int, node: fx.Node) -> None:
         written = self._effects.written_inputs(node)
-        if written:
-            self._visit_writes(position, written, is_resize(node))
+        self._visit_writes(position, written, is_resize(node))
         for parameter, sources in self._touched(node):
             if node.op == "output":
                 self._visit_output(sources)
@@ -194,14 +193,13 @@ class _Matcher:
             if home is not span:
                 home.has_stale_view = span.has_stale_view = True
         if is_copy(node) and get_argument(node, 0, "tensor") is parameter.node:
-            span.filled_at = span.filled_at or position
+            span.filled_at = position
             span.copies.append(node)
             return
         span.read_before_copy |= not span.copies
         span.mutated |= any(source in written for source in sources)
         span.fills_another |= is_copy(node)
         span.read_by_storage |= self._effects.reads_storage(node)
-        if parameter.node in sources:
-            span.readers.append(node)
+        span.readers.append(node)
         if any(parameter in self._by_class.get(key, ()) for key in self._aliases.classes(node)):
             self._home[node] = span

@@ -77,6 +77,14 @@ class GraphBuilder:
         setattr(self._root, name, module)
         return self.graph.get_attr(name)
 
+    def attribute(self, name: str, shape: Sequence[int]) -> fx.Node:
+        """A tensor that the graph's module holds."""
+        setattr(self._root, name, torch.empty(tuple(shape)))
+        node = self.graph.get_attr(name)
+        with self.fake_mode:
+            node.meta[self._meta_key] = torch.empty(tuple(shape))
+        return node
+
     def resize(self, parameter: fx.Node, size_bytes: Size) -> fx.Node:
         # Not run: the fake storage keeps its size, as graphs do not say which size it had when.
         return self.graph.call_function(resize_storage_bytes_, (parameter, size_bytes))

@@ -1,9 +1,10 @@
 """Disable each precondition of each pass in turn: a test of tests/passes must fail.
 
     python mutation.py [--modules windows layout] [--functions windows._Matcher] [--keywords 'not order']
+    python mutation.py --equivalent
 
-Runs in tests/, and exits with 1 if a mutant survives that is not one of EQUIVALENT. See [Note: What counts as a
-precondition] in `mutants.py`.
+Runs in tests/, and exits with 1 if a mutant survives that is not one of EQUIVALENT, or with `--equivalent` if one of
+these does not. See [Note: What counts as a precondition] in `mutants.py`.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ import pytest
 from equivalent_mutants import EQUIVALENT
 from mutants import Mutant, apply, find_mutants, restore, watch
 
-TIMEOUT_SECONDS = 60  # of the processor's time, whatever else the machine does
+# Of the processor's time, whatever else the machine does: beyond twice what the tests take without a mutant.
+TIMEOUT_SECONDS = 60
 
 # Every module that decides something about a graph, and the test files (parts of their names) that know it best.
 MODULES: dict[str, tuple[str, ...]] = {
-    "aliases": ("remove_unshard_copies", "legalize"),
+    "aliases": ("test_aliases", "remove_unshard_copies", "legalize"),
     "check": ("check",),
-    "collectives": ("pack_collectives", "schedule"),
-    "costs": ("pack_collectives", "schedule"),
-    "eager_effects": ("legalize",),
-    "effects": ("remove_unshard_copies", "legalize"),
+    "collectives": ("find_packed", "pack_collectives", "schedule"),
+    "costs": ("test_costs", "pack_collectives", "schedule"),
+    "eager_effects": ("test_effects", "legalize"),
+    "effects": ("test_effects", "remove_unshard_copies", "legalize"),
     "expand_calls": ("expand_calls",),
     "keep_unsharded": ("keep_unsharded",),
     "layout": ("remove_unshard_copies",),
@@ -46,7 +48,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "remove_unshard_copies": ("remove_unshard_copies",),
     "schedule_collectives": ("schedule",),
     "sinking": ("legalize",),
-    "subgraphs": ("remove_unshard_copies",),
+    "subgraphs": ("test_subgraphs", "remove_unshard_copies",),
     "windows": ("remove_unshard_copies",),
 }
 
@@ -54,7 +56,7 @@ MODULES: dict[str, tuple[str, ...]] = {
 _LEFT_OUT = (
     "test_inductor_compiles_without_the_windows",
     "test_uuid_is_the_same_in_another_process",
-    "test_mutation",
+    "test_mutation.py",
 )
 
 
@@ -125,10 +127,11 @@ class Run:
     def _run(self, mutant: Mutant) -> str:
         name = mutant.function.split(".")[0]
         items = self._seen.get(mutant, [])
-        items.sort(key=lambda item: (not _is_own(item, name), self._seconds[item.nodeid]))
+        # The quick tests first, and of the module's own also slower ones.
+        items.sort(key=lambda item: self._seconds[item.nodeid] / (10 if _is_own(item, name) else 1))
         child = os.fork() if items else -1
         if child == 0:
-            signal.setitimer(signal.ITIMER_VIRTUAL, TIMEOUT_SECONDS)  # It ends the process.
+            signal.setitimer(signal.ITIMER_VIRTUAL, TIMEOUT_SECONDS + 2 * self._cost(mutant))  # It ends the process.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Mutants make torch talk.
             try:
                 apply(mutant, pass_module(name))
@@ -173,18 +176,22 @@ def main() -> int:
     parser.add_argument("--functions", nargs="+", default=[""], help="prefixes of qualified names")
     parser.add_argument("--tests", default="passes", help="folder or file of the tests")
     parser.add_argument("--keywords", default="", help="which of them, as pytest's -k has it")
+    parser.add_argument("--equivalent", action="store_true", help="disable those of EQUIVALENT, and no others")
     arguments = parser.parse_args()
     mutants = [mutant for name in arguments.modules for mutant in find_mutants(pass_module(name))]
     mutants = [mutant for mutant in mutants if mutant.function.startswith(tuple(arguments.functions))]
+    mutants = [mutant for mutant in mutants if (mutant.key in EQUIVALENT) == arguments.equivalent]
     os.chdir(Path(__file__).parent)
     result = run(mutants, arguments.tests, arguments.keywords)
-    survivors = [mutant for mutant in result.survivors if mutant.key not in EQUIVALENT]
-    for mutant in survivors:
+    wrong = result.survivors
+    if arguments.equivalent:
+        wrong = [mutant for mutant in mutants if mutant not in result.survivors]
+    for mutant in wrong:
         module = mutant.function.split(".")[0]
-        print(f"survivor: passes/{module}.py:{mutant.place[0]}  {mutant.key}")
-    equivalent = len(result.survivors) - len(survivors)
-    print(f"{len(mutants)} mutants: {dict(result.outcomes)}, {equivalent} of the survivors equivalent")
-    return int(bool(survivors))
+        what = "not equivalent" if arguments.equivalent else "survivor"
+        print(f"{what}: passes/{module}.py:{mutant.place[0]}  {mutant.key}")
+    print(f"{len(mutants)} mutants: {dict(result.outcomes)}")
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

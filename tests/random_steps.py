@@ -140,6 +140,10 @@ class RandomStep:
                     node.meta[NAME] = f"of {node.name}"
             use_named_collectives(self.graph)
 
+    def groups(self) -> dict[fx.Node, int]:
+        """By unsharded parameter, the number of its group."""
+        return {each.weight: i for i, group in enumerate(self._groups) for each in group.parameters}
+
     def inputs(self, rank: int) -> dict[str, torch.Tensor]:
         """What the rank's graph takes in: small whole numbers, of which sums and products are exact."""
         generator = torch.Generator().manual_seed(rank)

@@ -64,6 +64,16 @@ def test_attribute_without_a_value_may_be_anything_but_a_subgraph() -> None:
     assert len(aliases.classes(tensor)) == 1
 
 
+def test_called_module_without_a_value_may_return_what_it_takes() -> None:
+    build = GraphBuilder()
+    body = GraphBuilder(fake_mode=build.fake_mode)
+    build.subgraph("region", body.output_module(body.input("x", (4, 4))))
+    x = build.input("x", (4, 4))
+    called = build.graph.call_module("region", (x,))
+    aliases = Aliases(build.graph, Effects(build.output_module()))
+    assert aliases.classes(called) == aliases.classes(x) != ()
+
+
 def test_wrapper_is_in_the_classes_of_what_it_wraps() -> None:
     build = GraphBuilder()
     a, b = torch.empty(4), torch.empty(4)

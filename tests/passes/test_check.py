@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from compile_fsdp.errors import VerificationError
-from compile_fsdp.passes import Pipeline
+from compile_fsdp.ops import copy_, resize_storage_bytes_
+from compile_fsdp.passes import CountReport, Pipeline, pipeline
 from compile_fsdp.passes.check import checking
 from compile_fsdp.passes.remove_unshard_copies import node_name
 from graphs import GraphBuilder, aten, gather, one_window
@@ -85,6 +86,46 @@ def test_the_pipeline_checks_its_passes(build: Callable[[], fx.Graph]) -> None:
     Pipeline(node_name, lambda reports: None, check=True)(build())
 
 
+def test_the_pipeline_checks_its_passes_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    def careless(graph: fx.Graph) -> CountReport:
+        fill_too_late(graph)
+        return CountReport("careless", 0, 0, ())
+
+    monkeypatch.setattr(pipeline, "PASSES", (careless,))
+    monkeypatch.setattr(pipeline, "remove_unread", careless)
+    Pipeline(node_name, lambda reports: None)(window())
+    with pytest.raises(VerificationError, match="expected careless to make no faults"):
+        Pipeline(node_name, lambda reports: None, check=True)(window())
+
+
+def test_view_of_another_window_is_found() -> None:
+    build = GraphBuilder()
+    weight, value = build.input("weight", (4, 4)), build.input("value", (4, 4))
+    build.fill(weight, value)
+    view = build.call(aten.t.default, weight)
+    build.free(weight)
+    build.fill(weight, value)
+    late = build.call(aten.neg.default, weight)
+    graph = build.output(late)
+    with pytest.raises(VerificationError, match="a view of weight is used in another"), checking(graph, "careless"):
+        late.args = (view,)
+
+
+def test_windows_and_reads_of_what_arrives_filled_are_no_faults() -> None:
+    build = GraphBuilder()
+    weight, value = build.input("weight", (4, 4)), build.input("value", (4, 4))
+    free = build.free(weight)
+    graph = build.output(value)
+    with checking(graph, "careful"):
+        with graph.inserting_before(free):
+            graph.call_function(aten.neg.default, (weight,))
+        with graph.inserting_before(graph.output_node()):
+            graph.call_function(resize_storage_bytes_, (weight, 64))
+            graph.call_function(copy_, (weight, value))
+            graph.call_function(aten.neg.default, (weight,))
+            graph.call_function(resize_storage_bytes_, (weight, 0))
+
+
 def test_read_of_a_freed_parameter_is_named_so() -> None:
     graph = window()
     with pytest.raises(VerificationError, match="weight is read while it is freed"), checking(graph, "careless"):
@@ -109,7 +150,7 @@ def test_ops_that_write_or_whose_sizes_are_not_known_are_not_repeated() -> None:
         call(aten.add_.Tensor, x, 1, noted=None)
         call(aten.full.default, [2, 2], 0, noted=torch.empty(3))
         call(aten.sym_size.int, x, 0, noted=4)
-        call(aten.neg.default, unknown, noted=value)
+        call(aten.add.Tensor, unknown, x, noted=value)
         call(aten.neg.default, y, noted=value)
         call(aten.new_empty.default, x, [rows, 4], noted=value)
         graph.call_function(aten.neg.default, (x,))

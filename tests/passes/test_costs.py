@@ -6,7 +6,7 @@ import math
 
 from compile_fsdp.passes import Costs
 from compile_fsdp.passes.collectives import numel
-from compile_fsdp.passes.costs import are_contiguous, compute_seconds, size_bytes
+from compile_fsdp.passes.costs import are_contiguous, compute_seconds, size_bytes, usual_compute_seconds
 from graphs import GraphBuilder, aten
 
 COSTS = Costs(latency=1.0, comm_bandwidth=1.0, memory_bandwidth=1.0, flops=1.0)
@@ -36,3 +36,11 @@ def test_views_and_strangers_take_no_time_and_products_that_of_their_flops() -> 
     assert compute_seconds(view, COSTS) == compute_seconds(stranger, COSTS) == 0.0
     assert compute_seconds(build.call(aten.neg.default, x), COSTS) == 64
     assert compute_seconds(build.call(aten.mm.default, x, x), COSTS) == 2 * 4**3
+
+
+def test_usual_batch_takes_time_only_in_products() -> None:
+    build = GraphBuilder()
+    x = build.input("x", (4, 4))
+    product, sum_ = build.call(aten.mm.default, x, x), build.call(aten.add.Tensor, x, x)
+    assert usual_compute_seconds(product, 16, COSTS) == 2 * COSTS.rows * 16
+    assert usual_compute_seconds(sum_, 16, COSTS) == 0.0

@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from compile_fsdp.compat import set_version_counter, tensor_version
-from compile_fsdp.ops import resize_storage_bytes_
-from compile_fsdp.passes.eager_effects import EagerEffects, is_passed_through
+from compile_fsdp.ops import copy_, resize_storage_bytes_
+from compile_fsdp.passes.eager_effects import EagerEffects, is_passed_through, is_upkeep
 from compile_fsdp.passes.effects import Effects, get_argument
 from graphs import GraphBuilder, aten
 
@@ -42,6 +42,11 @@ def call(target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> fx.Node
     return graph.call_function(target, args, kwargs)
 
 
+def call_module(*args: str) -> fx.Node:
+    graph = fx.Graph()
+    return graph.call_module("layer_", tuple(map(graph.placeholder, args)))
+
+
 @pytest.mark.parametrize(
     ("node", "written"),
     [
@@ -62,6 +67,7 @@ def call(target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> fx.Node
         (call(functional.batch_norm, "x", "y", "z"), "xyz"),
         (call(torch.distributed.broadcast, "x", 0), "x"),
         (call(somebodys, "x", "y"), "xy"),
+        (call_module("x", "y"), "xy"),
         (call(tensor_version, "x"), ""),
         (call(set_version_counter, ("x",), (1,)), ""),
         (call(aten.add.Tensor, "x", "y"), ""),
@@ -73,6 +79,7 @@ def call(target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> fx.Node
         (call(higher_order.auto_functionalized, aten.add_.Tensor, "x", "y"), ""),
         (call(higher_order.wrap_activation_checkpoint, aten.add.Tensor, "x", "y"), ""),
         (call(higher_order.wrap_activation_checkpoint, aten.add_.Tensor, "x", "y"), "xy"),
+        (call(higher_order.wrap_activation_checkpoint, aten.add.Tensor, "x", "y", hook=aten.add_.Tensor), "xy"),
         (call(higher_order.wrap_activation_checkpoint, aten.add, "x", "y"), "xy"),
         (call(higher_order.wrap_activation_checkpoint, aten.relu.default, aten.add_, "x"), "x"),
         (call(higher_order.wrap_activation_checkpoint, "x", "y"), "xy"),
@@ -91,6 +98,7 @@ def test_written_inputs(node: fx.Node, written: str) -> None:
         (call("bernoulli_", "x"), True),
         (call(len, "x"), False),
         (call(somebodys, "x"), True),
+        (call_module("x"), True),
         (call(tensor_version, "x"), False),
         (call(set_version_counter, ("x",), (1,)), False),
         (call(aten.relu.default, "x"), False),
@@ -103,6 +111,22 @@ def test_written_inputs(node: fx.Node, written: str) -> None:
 )
 def test_random_ops_and_strangers_are_ordered(node: fx.Node, is_ordered: bool) -> None:
     assert EagerEffects(None).is_ordered(node) == is_ordered
+
+
+@pytest.mark.parametrize(
+    ("node", "expected"),
+    [
+        (call(resize_storage_bytes_, "x", 0), True),
+        (call(copy_, "x", "y"), True),
+        (call(tensor_version, "x"), True),
+        (call(set_version_counter, ("x",), (1,)), True),
+        (call(aten.copy_.default, "x", "y"), False),
+        (call(torch.relu, "x"), False),
+    ],
+    ids=str,
+)
+def test_upkeep_of_a_parameter_computes_nothing_with_it(node: fx.Node, expected: bool) -> None:
+    assert is_upkeep(node) == expected
 
 
 def test_prologue_hands_its_inputs_on() -> None:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 from torch import fx
 
-from compile_fsdp.passes.collectives import GATHER, WAIT, find_packed, is_rearrangement
-from graphs import GraphBuilder, aten, gather
+from compile_fsdp.passes.collectives import GATHER, REDUCE, WAIT, find_packed, is_rearrangement
+from graphs import GraphBuilder, aten, c10d, gather, reduce
 
 
 def found_after(change: Callable[[fx.Graph, dict[str, fx.Node]], object]) -> int:
@@ -76,6 +76,50 @@ def test_pack_of_the_runtime_is_found() -> None:
 )
 def test_what_resembles_a_pack_is_left_alone(change: Callable[[fx.Graph, dict[str, fx.Node]], object]) -> None:
     assert found_after(change) == 0
+
+
+def test_split_of_what_is_no_pack_is_left_alone() -> None:
+    build = GraphBuilder()
+    whole = build.call(aten.neg.default, build.input("a", (5,)))
+    launched = build.call(c10d.all_gather_into_tensor.default, whole, 2, "dp")
+    rows = build.call(aten.reshape.default, build.call(WAIT, launched), [2, 5])
+    split = build.call(aten.split_with_sizes.default, rows, [2, 3], 1)
+    for i in range(2):
+        build.call(operator.getitem, split, i)
+    assert find_packed(build.graph, GATHER) == []
+
+
+def reduction_after(change: Callable[[fx.Graph, fx.Node, fx.Node], object]) -> int:
+    """How many packed reductions there are in a graph of one, whose flat pack and result have been changed."""
+    build = GraphBuilder()
+    build.output(*reduce(build, [build.input("a", (2, 2)), build.input("b", (2, 3))], 2))
+    (launched,) = build.graph.find_nodes(op="call_function", target=REDUCE)
+    change(build.graph, launched.args[0], next(iter(launched.users)))
+    return len(find_packed(build.graph, REDUCE))
+
+
+def test_pack_of_gradients_that_is_read_before_it_is_sent_is_left_alone() -> None:
+    def read_flat(graph: fx.Graph, flat: fx.Node, waited: fx.Node) -> None:
+        with graph.inserting_before(graph.output_node()):
+            graph.call_function(aten.neg.default, (flat,))
+
+    assert reduction_after(lambda graph, flat, waited: None) == 1
+    assert reduction_after(read_flat) == 0
+
+
+def test_pack_of_gradients_is_scaled_by_constants_only() -> None:
+    def scale(by_input: bool) -> Callable[[fx.Graph, fx.Node, fx.Node], None]:
+        def change(graph: fx.Graph, flat: fx.Node, waited: fx.Node) -> None:
+            with graph.inserting_after(waited):
+                scaled = graph.call_function(aten.mul.Tensor, (waited, 2.0))
+            waited.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
+            if by_input:
+                scaled.args = (waited, graph.find_nodes(op="placeholder")[0])
+
+        return change
+
+    assert reduction_after(scale(by_input=False)) == 1
+    assert reduction_after(scale(by_input=True)) == 0
 
 
 def test_cast_is_a_rearrangement_and_a_product_is_none() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
 
+from compile_fsdp.ops import copy_, resize_storage_bytes_
 from compile_fsdp.passes import Costs, keep_unsharded
 from compile_fsdp.passes.keep_unsharded import choose_kept
 from graphs import GraphBuilder, aten
@@ -86,6 +89,30 @@ def test_group_that_is_filled_twice_is_left_alone() -> None:
     before = render(graph)
     assert keep_unsharded(graph, {weight: 0}, ranks=2, budget=10**6, costs=COSTS) == []
     assert render(graph) == before
+
+
+def test_fills_and_frees_are_found_however_their_arguments_are_passed() -> None:
+    build = GraphBuilder(meta_key="example_value")
+    weight, value = build.input("w", (4, 4)), build.input("value", (4, 4))
+    call = build.graph.call_function
+    call(resize_storage_bytes_, (), {"variable": weight, "new_size": 64})
+    call(copy_, (), {"tensor": weight, "data": value})
+    free = call(resize_storage_bytes_, (), {"variable": weight, "new_size": 0})
+    graph = build.output(value)
+    assert keep_unsharded(graph, {weight: 0}, ranks=2, budget=64, costs=COSTS) == [0]
+    assert free not in graph.nodes
+
+
+@pytest.mark.parametrize(("latency", "kept"), [(1.0, 0), (0.0, 3)])
+def test_given_costs_decide(latency: float, kept: int) -> None:
+    build = GraphBuilder(meta_key="example_value")
+    weights = [build.input(f"w{i}", (numel,)) for i, numel in enumerate((2, 4, 4, 4))]
+    for weight in weights:
+        build.fill(weight, weight)
+        build.free(weight)
+    groups = {weight: i for i, weight in enumerate(weights)}
+    costs = replace(COSTS, latency=latency)
+    assert keep_unsharded(build.output(), groups, ranks=2, budget=48, costs=costs) == [kept]
 
 
 def test_what_is_no_parameter_of_a_group_is_left_alone() -> None:

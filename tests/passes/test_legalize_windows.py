@@ -141,6 +141,33 @@ return (%1,)
 """)
 
 
+def test_reads_sink_behind_the_copies_and_version_counters_of_several_fills() -> None:
+    layer = dynamo_layer()
+    build = layer.build
+    late = build.input("late", (4, 4))
+    early = matmul(layer)
+    for each in (layer.weight, late):
+        build.full(each)
+    build.copy(layer.weight, layer.value)
+    build.copy(late, layer.x)
+    build.call_opaque(set_version_counter, (layer.weight, late), (0, 0))
+    graph = build.output(early)
+    assert legalized(graph).nodes_sunk == 1
+    assert_expected_inline(render(graph), """\
+weight: f32[4, 4]
+value: f32[4, 4]
+x: f32[4, 4]
+late: f32[4, 4]
+resize_storage_bytes_(weight, 64)
+resize_storage_bytes_(late, 64)
+copy_(weight, value)
+copy_(late, x)
+_unsafe_set_version_counter((weight, late), (0, 0))
+%0: f32[4, 4] = matmul(x, weight)
+return (%0,)
+""")
+
+
 def test_writes_keep_their_order_with_what_sinks() -> None:
     layer = dynamo_layer()
     build = layer.build
@@ -181,6 +208,48 @@ copy_(weight, value)
 %2: f32[4, 4] = neg(x)
 return (%2,)
 """)
+
+
+def test_write_of_a_parameter_that_arrives_filled_keeps_its_order_with_reads_that_sink() -> None:
+    layer = dynamo_layer()
+    build = layer.build
+    other = build.input("other", (4, 4))
+    early = build.call(torch.matmul, layer.weight, other)
+    build.call_method("add_", other, 1)
+    layer.fill()
+    build.free(other)
+    graph = build.output(early)
+    assert legalized(graph) == LegalizeReport(nodes_sunk=2, frees_delayed=0, unmoved=())
+    assert_expected_inline(render(graph), """\
+weight: f32[4, 4]
+value: f32[4, 4]
+x: f32[4, 4]
+other: f32[4, 4]
+resize_storage_bytes_(weight, 64)
+copy_(weight, value)
+%0: f32[4, 4] = matmul(weight, other)
+%1: f32[4, 4] = .add_(other, 1)
+resize_storage_bytes_(other, 0)
+return (%0,)
+""")
+
+
+def test_copy_into_another_tensor_sinks_like_any_write() -> None:
+    layer = dynamo_layer()
+    build = layer.build
+    buffer = build.call(torch.neg, layer.value)
+    build.copy(buffer, matmul(layer))
+    late = build.call(torch.relu, buffer)
+    layer.fill()
+    assert legalized(build.output(late)) == LegalizeReport(nodes_sunk=3, frees_delayed=0, unmoved=())
+
+
+def test_random_op_stays_where_only_other_ops_sink() -> None:
+    layer = dynamo_layer()
+    early = matmul(layer)
+    noise = layer.build.call(torch.rand_like, layer.x)
+    layer.fill()
+    assert legalized(layer.build.output(early, noise)).nodes_sunk == 1
 
 
 def test_random_ops_keep_their_order() -> None:
@@ -224,6 +293,23 @@ def test_parameter_that_arrives_filled_is_read_where_it_stands() -> None:
     assert legalized(graph) == LegalizeReport(nodes_sunk=0, frees_delayed=0, unmoved=())
 
 
+def test_events_are_found_however_their_arguments_are_passed() -> None:
+    layer = dynamo_layer()
+    early = matmul(layer)
+    graph = layer.build.graph
+    graph.call_function(resize_storage_bytes_, (), {"variable": layer.weight, "new_size": 64})
+    graph.call_function(copy_, (), {"tensor": layer.weight, "data": layer.value})
+    assert legalized(layer.build.output(early)).nodes_sunk == 1
+
+
+def test_attribute_named_autocast_is_no_switch() -> None:
+    layer = dynamo_layer()
+    early = matmul(layer)
+    layer.build.subgraph("autocast_region", GraphBuilder().output_module())
+    layer.fill()
+    assert legalized(layer.build.output(early)).nodes_sunk == 1
+
+
 def refused(layer: Layer, *results: fx.Node) -> tuple[tuple[str, Unmoved], ...]:
     graph = layer.build.output(*results)
     before = list(graph.nodes)
@@ -257,6 +343,23 @@ def test_read_of_a_parameter_that_is_never_filled_is_not_moved() -> None:
     assert refused(layer, early) == (("weight", Unmoved.NO_COPY),)
 
 
+def test_read_of_a_parameter_that_is_freed_before_it_is_filled_is_not_moved() -> None:
+    layer = dynamo_layer()
+    early = matmul(layer)
+    layer.build.full(layer.weight)
+    layer.free()
+    layer.fill()
+    assert refused(layer, early) == (("weight", Unmoved.NO_COPY),)
+
+
+def test_copy_into_a_parameter_that_arrives_filled_is_no_first_fill() -> None:
+    layer = dynamo_layer()
+    early = matmul(layer)
+    layer.build.copy(layer.weight, layer.value)
+    layer.free()
+    assert refused(layer, early) == ()
+
+
 def test_mutated_parameter_is_left_alone() -> None:
     layer = dynamo_layer()
     early = matmul(layer)
@@ -271,6 +374,35 @@ def test_free_of_a_mutated_parameter_is_left_alone() -> None:
     layer.build.call_method("add_", layer.weight, 1)
     layer.free()
     assert refused(layer, matmul(layer)) == (("weight", Unmoved.MUTATED),)
+
+
+def test_mutated_parameter_with_legal_reads_is_no_fault() -> None:
+    layer = dynamo_layer()
+    layer.fill()
+    layer.build.call_method("add_", layer.weight, 1)
+    result = matmul(layer)
+    layer.free()
+    assert refused(layer, result) == ()
+
+
+def test_second_resize_to_full_is_no_free() -> None:
+    layer = dynamo_layer()
+    layer.fill()
+    layer.build.full(layer.weight)
+    result = matmul(layer)
+    layer.free()
+    assert refused(layer, result) == ()
+
+
+def test_version_counters_are_no_reads() -> None:
+    layer = dynamo_layer()
+    build = layer.build
+    layer.fill()
+    result = matmul(layer)
+    layer.free()
+    version = build.call(tensor_version, layer.weight)
+    build.call_opaque(set_version_counter, (layer.weight,), (version,))
+    assert refused(layer, result) == ()
 
 
 def test_report_is_one_line() -> None:
@@ -369,6 +501,18 @@ def test_item_of_an_input_is_a_parameter() -> None:
     early = build.call(torch.neg, weight)
     build.fill(weight, value)
     assert legalized(build.output(early)).nodes_sunk == 1
+
+
+def test_item_of_the_same_input_is_no_read() -> None:
+    build = GraphBuilder(meta_key="example_value")
+    with build.fake_mode:
+        inputs = build.input_like("inputs", [torch.empty(4, 4), torch.empty(4, 4)])
+    weight, value = (build.call(operator.getitem, inputs, i) for i in range(2))
+    build.fill(weight, value)
+    result = build.call(torch.neg, weight)
+    build.free(weight)
+    graph = build.output(result, build.call(operator.getitem, inputs, 1))
+    assert legalized(graph) == LegalizeReport(nodes_sunk=0, frees_delayed=0, unmoved=())
 
 
 def test_other_copies_and_resizes_are_no_events() -> None:

@@ -106,12 +106,12 @@ def test_item_is_copied_where_others_read_it_too_or_do_something_else() -> None:
 
 
 class Groups:
-    """Two groups of two parameters, gathered one after the other into parameters that stay unsharded."""
+    """Groups of two parameters, gathered one after the other into parameters that stay unsharded."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = 2) -> None:
         self.build = GraphBuilder()
-        self.shards = [[self.build.input(f"s{i}{j}", (2,)) for j in range(2)] for i in range(2)]
-        self.weights = [[self.build.input(f"w{i}{j}", (2, 2)) for j in range(2)] for i in range(2)]
+        self.shards = [[self.build.input(f"s{i}{j}", (2,)) for j in range(2)] for i in range(count)]
+        self.weights = [[self.build.input(f"w{i}{j}", (2, 2)) for j in range(2)] for i in range(count)]
 
     def fill(self, group: int, shards: Sequence[fx.Node] | None = None) -> list[fx.Node]:
         values = gather(self.build, shards or self.shards[group], 2)
@@ -128,10 +128,11 @@ class Groups:
         return graph
 
 
-def test_groups_that_stay_are_gathered_together_in_front_of_the_first() -> None:
-    groups = Groups()
-    groups.fill(0)
-    groups.fill(1)
+@pytest.mark.parametrize("count", [2, 3])
+def test_groups_that_stay_are_gathered_together_in_front_of_the_first(count: int) -> None:
+    groups = Groups(count)
+    for group in range(count):
+        groups.fill(group)
     assert launched(groups.merged(), GATHER) == 1
 
 

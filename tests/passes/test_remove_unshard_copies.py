@@ -299,6 +299,34 @@ region:
 """)
 
 
+def test_module_of_a_subgraph_runs_without_its_window() -> None:
+    layer = Layer()
+    body = GraphBuilder(fake_mode=layer.build.fake_mode)
+    x, w = body.input("x", (4, 4)), body.input("w", (4, 4))
+    body.fill(w, body.call(aten.neg.default, x))
+    inside = body.call(aten.mm.default, x, w)
+    body.free(w)
+    module = body.output_module(inside)
+    removed(layer.build.output(checkpointed(module, layer)))
+    weight = torch.zeros(4, 4)
+    (result,) = module(torch.eye(4), weight)
+    assert torch.equal(result, -torch.eye(4))
+    size_bytes = weight.untyped_storage().nbytes()  # A tensor without memory cannot be shown in a failed assertion.
+    assert size_bytes == 64
+
+
+def test_view_of_one_parameter_that_takes_another_is_no_view_of_that() -> None:
+    layer = Layer()
+    other = layer.build.input("other", (4, 4))
+    layer.fill()
+    layer.build.fill(other, layer.x)
+    view = layer.build.call(aten.expand_as.default, layer.weight, other)
+    result = layer.build.call(aten.neg.default, view)
+    layer.free()
+    layer.build.free(other)
+    assert removed(layer.build.output(result)).windows_removed == 2
+
+
 def test_metadata_and_stack_traces_stay() -> None:
     layer = Layer()
     layer.fill()

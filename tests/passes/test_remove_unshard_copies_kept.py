@@ -402,6 +402,16 @@ def test_resize_of_what_is_no_input_opens_no_window() -> None:
     assert (report.windows_removed, report.kept, render(graph)) == (0, (), before)
 
 
+def test_resize_of_an_attribute_opens_no_window() -> None:
+    layer = Layer()
+    buffer = layer.build.attribute("buffer", (4, 4))
+    layer.build.fill(buffer, layer.value)
+    result = layer.build.call(aten.neg.default, buffer)
+    layer.build.free(buffer)
+    report = remove_unshard_copies(layer.build.output(result))
+    assert (report.windows_removed, report.kept) == (0, ())
+
+
 def test_subgraph_that_is_no_operand_of_a_call_is_kept() -> None:
     layer = Layer()
     body = GraphBuilder(fake_mode=layer.build.fake_mode)
@@ -410,7 +420,7 @@ def test_subgraph_that_is_no_operand_of_a_call_is_kept() -> None:
     inside = body.call(aten.neg.default, w)
     body.free(w)
     region = layer.build.subgraph("region", body.output_module(inside))
-    layer.build.call_opaque(print, region, layer.x, layer.weight)
+    layer.build.call_opaque(print, region, layer.x, layer.weight, value=4)
     assert remove_unshard_copies(layer.build.output(layer.x)).windows_removed == 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -127,6 +128,41 @@ h2: f32[8, 8]
 %14: f32[8, 8] = mm(%10, %13)
 return (%14,)
 """)
+
+
+def receiving(bandwidth: float) -> Costs:
+    return replace(taking(latency=0), comm_bandwidth=bandwidth)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"), [(1, "g0 u0 mm g1 mm u1 mm"), (2, "g0 g1 u0 mm mm u1 mm"), (3, "g0 g1 u0 mm mm u1 mm")]
+)
+def test_gather_takes_as_long_as_its_bytes(seconds: int, expected: str) -> None:
+    model = Model(2)
+    y = model.mm(model.x, model.gather(0))
+    graph = model.build.output(model.mm(model.mm(y, y), model.gather(1)))
+    schedule_collectives(graph, costs=receiving(bandwidth=4 * 32 / seconds))
+    assert events(graph) == expected
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(1, "mm r0 mm v0 mm mm"), (2, "mm r0 mm mm v0 mm")])
+def test_reduction_takes_as_long_as_its_bytes(seconds: int, expected: str) -> None:
+    model = Model(1)
+    gradients = model.reduced(model.weight_gradient(0, model.x), model.x)
+    y = model.x
+    for _ in range(3):
+        y = model.mm(y, y)
+    graph = model.build.output(y, *gradients)
+    schedule_collectives(graph, costs=receiving(bandwidth=4 * 36 / seconds))
+    assert events(graph) == expected
+
+
+def test_graph_without_collectives_comes_back_untouched() -> None:
+    model = Model(1)
+    graph = model.build.output(model.mm(model.x, model.x))
+    before = render(graph)
+    assert dict(schedule_collectives(graph).counts) == {"collectives_scheduled": 0, "left_in_place": 0}
+    assert render(graph) == before
 
 
 def test_forward_gathers_one_group_ahead_however_slow() -> None:
@@ -254,6 +290,14 @@ def test_what_is_made_of_two_gathers_stands_behind_both() -> None:
     both = model.build.call(aten.cat.default, weights)
     y = model.mm(model.x, weights[0])
     assert is_unchanged(model.build.output(y, model.build.call(aten.neg.default, both)))
+
+
+def test_gathers_that_are_read_together_both_move() -> None:
+    model = Model(2)
+    y = model.mm(model.x, model.x)
+    both = model.build.call(aten.cat.default, [model.gather(0), model.gather(1)])
+    graph = model.build.output(model.mm(y, model.build.call(aten.permute.default, both, [1, 0])))
+    assert scheduled(graph, latency=1) == "mm g0 g1 u0 u1 mm"
 
 
 def test_what_others_read_too_is_not_moved_with_a_gather() -> None:
