@@ -218,19 +218,20 @@ def free_gradient_dtypes(group: FSDPParamGroup) -> None:
         if unsharded.grad is not None and unsharded.grad.dtype != unsharded.dtype:
             earlier, unsharded.grad = unsharded.grad, None
         set_accumulated_gradient(param, earlier)
-        unsharded.grad_dtype = None  # type: ignore[attr-defined]
+        unsharded.grad_dtype = None
 
 
 def fix_gradient_dtypes(group: FSDPParamGroup) -> None:
     """Leave unsharded gradients as eager FSDP2 accumulates them since 2.15. (2.15.0)"""
     for param in _with_gradient_dtype(group):
         unsharded, dtype = param._unsharded_param, param.unsharded_grad_dtype  # type: ignore[attr-defined]
-        grads = [grad for grad in (accumulated_gradient(param), unsharded.grad) if grad is not None]
+        earlier, grad = accumulated_gradient(param), unsharded.grad
+        if earlier is not None:
+            grad = earlier if grad is None else earlier + grad
         set_accumulated_gradient(param, None)
         unsharded.grad = None
         unsharded.grad_dtype = dtype
-        if grads:
-            unsharded.grad = sum(grad.to(dtype) for grad in grads)
+        unsharded.grad = None if grad is None else grad.to(dtype)
 
 
 def _with_gradient_dtype(group: FSDPParamGroup) -> list[FSDPParam]:
