@@ -377,6 +377,9 @@ FEATURES: dict[str, Feature] = {
     "below a wrapper": Feature(case="wrapped", shard=_shard_below_wrapper),
 }
 
+# By row, the release of torch that has brought it.
+SINCE = {"meshes by parameter": "2.12", "reduce-scatter group of its own": "2.12", "unused, reduced": "2.13"}
+
 # Rows whose meshes need them.
 FOUR_RANKS = {
     "meshes by parameter",

@@ -12,6 +12,7 @@ from torch import nn
 from compile_fsdp.compat import (
     Unsupported,
     fsdp_state,
+    reset_iter_state,
     restore_hook_bodies_now,
     skip_code,
 )
@@ -60,9 +61,9 @@ class TraceableModule:
 
     def reset_iter_state(self) -> None:
         """torch's own, for the root after an exception; also frees what a compiled graph has left unsharded."""
-        super().reset_iter_state()  # type: ignore[misc]
         state = fsdp_state(self)  # type: ignore[arg-type]
         assert state is not None
+        reset_iter_state(state)
         for each in state._state_ctx.all_states:
             each._compile_fsdp_hooks.reset()
 
