@@ -378,7 +378,7 @@ FEATURES: dict[str, Feature] = {
 }
 
 # By row, the release of torch that has brought it.
-SINCE = {"meshes by parameter": "2.12", "reduce-scatter group of its own": "2.12", "unused, reduced": "2.13"}
+SINCE = {"meshes by parameter": "2.12", "reduce-scatter group of its own": "2.13", "unused, reduced": "2.13"}
 
 # Rows whose meshes need them.
 FOUR_RANKS = {

@@ -26,7 +26,11 @@ refused at import. The development version, which `make test` runs with, is the 
 What differs from release to release, beside what a release lacks:
 
 * 2.11: Dynamo calls functions of ours with constants only, so that objects reach them by their id. Without sharding,
-  too, `aot_eager` rounds some gradients in bfloat16 otherwise than eager code, by less than 1 %.
+  too, `aot_eager` rounds some gradients in bfloat16 otherwise than eager code, by less than 1 %. AOTAutograd writes a
+  gradient's clone as `empty_strided` and a copy, so the two golden graphs of a whole backward differ. A rank
+  died once with `free(): invalid pointer`, in "frozen between"; in five further runs of that row none did.
+* 2.11 and 2.12: eager FSDP2 keeps a group of several modules unsharded into the backward if one of them does not run.
+  Compiled steps free it, as eager ones do since 2.13, and gather it once more.
 * 2.15: eager FSDP2 reduces gradients in the parameters' own dtype, not the one they are computed in, unless the policy
   has a `reduce_dtype`; so do compiled steps. What it has brought and is refused stands in the
   [parity table](parity.md#refused).
