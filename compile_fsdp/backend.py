@@ -93,15 +93,19 @@ def compile_fsdp(
         example_inputs, _ = hooks.split(example_inputs)
     read = inputs.read_positions()
     kept = _keep_unsharded(gm, parsed, inputs)
+    recomputed = inputs.recomputed_positions()
     run = _compile(gm, example_inputs, parsed, "forward", inputs)
     left = {group for each in traced.left for group in each.groups}
     entered = {group for each in traced.entered for group in each.groups}
+    unwatched = {group for each in traced.unwatched for group in each.groups}
     return ForwardGraph(
         run=run,
         managed=tuple(inputs.managed),
         read=read,
         whole=frozenset(i for i, group in inputs.managed.items() if group in entered and group in left),
-        open=frozenset(i for i, group in inputs.managed.items() if group not in left),
+        open=frozenset(
+            i for i, group in inputs.managed.items() if group not in left or (group in unwatched and i in recomputed)
+        ),
         kept=frozenset(i for i, group in inputs.managed.items() if group in kept),
         backward_prefetch=parsed.backward_prefetch,
         hooks=hooks,
@@ -162,6 +166,14 @@ class _GraphInputs:
         nodes = [node for node, _ in self.managed_nodes()]
         read = [node for node in nodes if not all(map(is_upkeep, node.users))]
         return frozenset(self._positions[node] for node in read)
+
+    def recomputed_positions(self) -> frozenset[int]:
+        """Those of `managed` that a checkpoint takes, which the backward may read again."""
+        return frozenset(
+            self._positions[node]
+            for node, _ in self.managed_nodes()
+            if any(user.target is torch.ops.higher_order.tag_activation_checkpoint for user in node.users)
+        )
 
     def name_before(self, node: fx.Node) -> str:
         """FQN of the parameter behind a placeholder, or an item of one, of the Dynamo graph itself."""

@@ -60,7 +60,9 @@ class ForwardGraph:
         managed: Positions of the graph inputs that are unsharded parameters.
         read: Those of `managed` that something is computed with; of those alone a gradient may come.
         whole: Those of `managed` whose module runs in this graph from its inputs to its outputs.
-        open: Those of `managed` whose pre-backward hook is in another graph, behind a graph break.
+        open: Those of `managed` that no pre-backward hook gathers in time. Either it is in another graph, behind a
+            graph break; or there is none, since their module returned nothing with a gradient, in a checkpoint that
+            runs it again.
         kept: Those of `managed` that the graph leaves unsharded for its backward.
         backward_prefetch: When the backward gathers the groups that it needs next.
         hooks: Which of its inputs holds the hooks on its intermediates, if it has any; `run` does not take that one.

@@ -163,6 +163,8 @@ class StateHooks:
         if unknown and not tensors:
             # Beside tensors such an object is harmless, a key-value cache for example.
             _refuse_output(self, tuple(unknown))
+        if not tensors:
+            _leave_unwatched(self)
         for tensor in tensors:
             defer_hook_bodies()
             tensor.register_hook(partial(_pre_backward, self, previous, is_whole))
@@ -290,6 +292,11 @@ def _leave(hooks: StateHooks) -> tuple[int, bool]:
     states = hooks.state._state_ctx.all_states
     index = states.index(previous.state) if previous is not None and previous.state in states else -1
     return index, is_whole
+
+
+@runs_while_tracing_for
+def _leave_unwatched(hooks: StateHooks) -> None:
+    scope.leave_unwatched(hooks)
 
 
 @runs_while_tracing_for

@@ -75,6 +75,20 @@ KEPT = {
     "eager code saves what a second forward fills": Program(
         Part("chain", (Part("break", (Part("scale"),), times=2),), keeps=False), APART
     ),
+    "a checkpoint begins with frozen layers": Program(
+        Part("chain", (Part("scale", frozen="all", is_sharded=True), LINEAR), is_checkpointed=True),
+        ("accumulate", "sum", "apart"),
+    ),
+    "a checkpoint inside begins with frozen layers": Program(
+        Part(
+            "chain",
+            (
+                Part("chain", (Part("scale", frozen="all", is_sharded=True), LINEAR), is_checkpointed=True),
+                replace(LINEAR, is_sharded=True),
+            ),
+        ),
+        ("plain", "no_grad", "apart"),
+    ),
     "two backwards of a checkpoint with a break": Program(
         Part(
             "gate",
