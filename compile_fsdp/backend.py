@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -41,6 +41,7 @@ from compile_fsdp.runtime.calls import outermost
 from compile_fsdp.runtime.checks import describe
 from compile_fsdp.runtime.group import TraceableGroup, owner_of
 from compile_fsdp.runtime.group_calls import GROUP_CALLS
+from compile_fsdp.runtime.hooks import StateHooks
 from compile_fsdp.runtime.module import belongs_to_traceable
 from compile_fsdp.stable_calls import stabilise_calls
 from compile_fsdp.verify import VerifiedGraph, VerifiedStep, is_repeatable
@@ -95,9 +96,7 @@ def compile_fsdp(
     kept = _keep_unsharded(gm, parsed, inputs)
     recomputed = inputs.recomputed_positions()
     run = _compile(gm, example_inputs, parsed, "forward", inputs)
-    left = {group for each in traced.left for group in each.groups}
-    entered = {group for each in traced.entered for group in each.groups}
-    unwatched = {group for each in traced.unwatched for group in each.groups}
+    left, entered, unwatched = map(_groups, (traced.left, traced.entered, traced.unwatched))
     return ForwardGraph(
         run=run,
         managed=tuple(inputs.managed),
@@ -111,6 +110,10 @@ def compile_fsdp(
         hooks=hooks,
         compile_backward=_BackwardCompiler(parsed, hooks),
     )
+
+
+def _groups(modules: Iterable[StateHooks]) -> set[TraceableGroup]:
+    return {group for hooks in modules for group in hooks.groups}
 
 
 def _keep_unsharded(gm: fx.GraphModule, options: Options, inputs: _GraphInputs) -> Collection[Any]:

@@ -21,6 +21,7 @@ from extensions import Float8Weight, LowPrecision, use
 from harness import run_ranks
 from models import Stack
 from parity import build, loss_of
+from releases import skip_before
 
 AOT_EAGER = {"inner_backend": "aot_eager"}
 
@@ -233,8 +234,8 @@ def _raises(rank: int, name: str) -> tuple[str, str, int]:
 
 @pytest.mark.parametrize(("program", "expected", "message"), CASES, ids=lambda v: getattr(v, "__name__", ""))
 def test_raises(program: Callable[[], None], expected: type[Exception], message: str) -> None:
-    if program in _SINCE_2_12 and torch.__version__ < "2.12":
-        pytest.skip("torch 2.12 has brought it")
+    if program in _SINCE_2_12:
+        skip_before("2.12")
     for name, text, collectives in run_ranks(2, _raises, program.__name__):
         assert (name, message in text) == (expected.__name__, True), text
         assert collectives == 0

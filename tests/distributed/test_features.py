@@ -6,12 +6,12 @@ import itertools
 from typing import Any
 
 import pytest
-import torch
 
 from features import FEATURES, FOUR_RANKS, SINCE
 from harness import run_ranks
 from pairs import PAIRS, cover_pairs
 from parity import Outcome, check_parity, more_collectives
+from releases import skip_before
 from table import ParityTable
 
 QUICK_WITH_INDUCTOR = {"bf16, reduced in fp32", "two forwards", "int8 gather"}
@@ -22,8 +22,8 @@ def _train(rank: int, row: str, inner_backend: str) -> Outcome:
 
 
 def _check(row: str, inner_backend: str, tolerance: float, table: ParityTable) -> None:
-    if row in SINCE and torch.__version__ < SINCE[row]:
-        pytest.skip(f"torch {SINCE[row]} has brought it")
+    if row in SINCE:
+        skip_before(SINCE[row])
     feature = {**FEATURES, **PAIRS}[row]
     world_size = 4 if row in FOUR_RANKS or row in PAIRS else 2
     outcomes = run_ranks(world_size, _train, row, inner_backend, timeout_s=280.0)
