@@ -45,6 +45,7 @@ class StateHooks:
         groups: Its parameter groups; more than one if `shard_placement_fn` returns several meshes.
         members: Its modules.
         grouped: Of a root: the hooks of several modules below it.
+        is_traced: Of a root: whether the forward that runs is compiled, at least in part.
     """
 
     def __init__(self, state: FSDPState) -> None:
@@ -53,6 +54,7 @@ class StateHooks:
         self.groups = [TraceableGroup(group, state) for group in param_groups(state)]
         self.members = [ModuleHooks(self, module) for module in state._modules]
         self.grouped: list[StateHooks] = []
+        self.is_traced = False
 
     @property
     def module(self) -> nn.Module:
@@ -65,6 +67,7 @@ class StateHooks:
             if not self.state._is_root:
                 _refuse_not_root(self)
             context.iter_forward_root = self.state
+            self.is_traced = True
             # For the whole forward, since the user's hooks are to be traced with the backward as well. Otherwise
             # Dynamo would trace a tensor's hook on the spot, and forget what ours have done so far.
             defer_hook_bodies()
@@ -108,6 +111,7 @@ class StateHooks:
                 for group in state._compile_fsdp_hooks.groups:
                     group.launched = None  # of a module that was prefetched and did not run
             context.iter_forward_root = None
+            self.is_traced = False
             restore_hook_bodies()
         return output
 
@@ -129,8 +133,17 @@ class StateHooks:
         """For real: forget a step that was interrupted."""
         for member in self.members:
             member.is_awaited = False
+        self.is_traced = False
         for group in self.groups:
             group.reset()
+
+    def wait_for_prefetched(self) -> None:
+        """For real: complete what eager code of a compiled forward has sent ahead, since a graph cannot."""
+        root = self.state._state_ctx.iter_forward_root
+        if root is not None and root._compile_fsdp_hooks.is_traced:  # type: ignore[attr-defined]
+            for state in self.state._states_to_forward_prefetch:
+                for group in param_groups(state):
+                    group.wait_for_unshard()
 
     def _watch_inputs(self, inputs: Any) -> None:
         # No gradient tells when the backward of frozen parameters is over; the inputs' gradients do.
@@ -206,7 +219,9 @@ class ModuleHooks:
             _enter(self.hooks)
             return call_with_side_effects(self.hooks.before_forward, args, kwargs)
         assert self.eager_pre_forward is not None
-        return self.eager_pre_forward(module, args, kwargs)
+        inputs = self.eager_pre_forward(module, args, kwargs)
+        self.hooks.wait_for_prefetched()
+        return inputs
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():

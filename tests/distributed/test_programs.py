@@ -111,6 +111,13 @@ KEPT = {
         ("accumulate", "plain", "plain"),
         prefetches=True,
     ),
+    "a gather that eager code has sent": Program(
+        Part(
+            "chain",
+            (Part("gate", (replace(LINEAR, is_sharded=True),), is_checkpointed=True), replace(LINEAR, is_sharded=True)),
+        ),
+        prefetches=True,
+    ),
     "a backward by eager code after a compiled one": Program(
         Part(
             "chain",
