@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import FunctionType, MethodType
 from typing import Any
@@ -32,7 +33,8 @@ from compile_fsdp.ops import accumulate_gradient, ensure_lowerings, ensure_ops, 
 from compile_fsdp.options import Options
 from compile_fsdp.passes import Pipeline, expand_calls, keep_unsharded, legalize_windows
 from compile_fsdp.passes.eager_effects import is_upkeep
-from compile_fsdp.passes.sequence import read_collectives
+from compile_fsdp.passes.sequence import CollectiveSequence, read_collectives
+from compile_fsdp.passes.unfilled_reads import find_unfilled_reads
 from compile_fsdp.progress import Phase
 from compile_fsdp.recorder import Recorder
 from compile_fsdp.reports import Direction, present_observer
@@ -44,6 +46,7 @@ from compile_fsdp.runtime.group_calls import GROUP_CALLS
 from compile_fsdp.runtime.hooks import StateHooks
 from compile_fsdp.runtime.module import belongs_to_traceable
 from compile_fsdp.stable_calls import stabilise_calls
+from compile_fsdp.unfilled import FilledFirst, gather_inputs
 from compile_fsdp.verify import VerifiedGraph, VerifiedStep, is_repeatable
 from compile_fsdp.versions import check_names
 from compile_fsdp.weakly import weakly
@@ -94,17 +97,14 @@ def compile_fsdp(
         example_inputs, _ = hooks.split(example_inputs)
     read = inputs.read_positions()
     kept = _keep_unsharded(gm, parsed, inputs)
-    recomputed = inputs.recomputed_positions()
     run = _compile(gm, example_inputs, parsed, "forward", inputs)
-    left, entered, unwatched = map(_groups, (traced.left, traced.entered, traced.unwatched))
+    left, entered = _groups(traced.left), _groups(traced.entered)
     return ForwardGraph(
         run=run,
         managed=tuple(inputs.managed),
         read=read,
         whole=frozenset(i for i, group in inputs.managed.items() if group in entered and group in left),
-        open=frozenset(
-            i for i, group in inputs.managed.items() if group not in left or (group in unwatched and i in recomputed)
-        ),
+        open=frozenset(i for i, group in inputs.managed.items() if group not in left),
         kept=frozenset(i for i, group in inputs.managed.items() if group in kept),
         backward_prefetch=parsed.backward_prefetch,
         hooks=hooks,
@@ -170,19 +170,26 @@ class _GraphInputs:
         read = [node for node in nodes if not all(map(is_upkeep, node.users))]
         return frozenset(self._positions[node] for node in read)
 
-    def recomputed_positions(self) -> frozenset[int]:
-        """Those of `managed` that a checkpoint takes, which the backward may read again."""
-        return frozenset(
-            self._positions[node]
-            for node, _ in self.managed_nodes()
-            if any(user.target is torch.ops.higher_order.tag_activation_checkpoint for user in node.users)
-        )
+    def unfilled_positions(self, graph: fx.Graph) -> list[int]:
+        """Of the Dynamo graph itself, a backward: those of `managed` that it reads and never fills."""
+        items = [user for node in self._positions for user in node.users if user.target is operator.getitem]
+        managed = [node for node in (*self._positions, *items) if self._position(node) in self.managed]
+        return [self._position(node) for node in find_unfilled_reads(graph, managed)]
+
+    def gathers(self, positions: Iterable[int]) -> CollectiveSequence:
+        """Those that fill some of `managed` outside of the graph."""
+        groups = dict.fromkeys(self.managed[position] for position in positions)
+        lines = [f"all-gather of {group.group._module_fqn or 'the root'}, unless it is unsharded" for group in groups]
+        return CollectiveSequence(tuple(lines), tuple(group.gather_group for group in groups if group.gather_group))
 
     def name_before(self, node: fx.Node) -> str:
         """FQN of the parameter behind a placeholder, or an item of one, of the Dynamo graph itself."""
+        return self._fqns.get(self._position(node), node.name)
+
+    def _position(self, node: fx.Node) -> int:
         source, item = node.args if node.op == "call_function" else (node, 0)
         assert isinstance(source, fx.Node) and isinstance(item, int)
-        return self._fqns.get(self._positions[source] + item, node.name)
+        return self._positions[source] + item
 
     def name(self, node: fx.Node) -> str:
         """FQN of the parameter behind a placeholder of the inner compiler's graph, else the node's name."""
@@ -200,7 +207,12 @@ class _GraphInputs:
 
 
 def _compile(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, direction: Direction, inputs: _GraphInputs
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    direction: Direction,
+    inputs: _GraphInputs,
+    before: CollectiveSequence | None = None,
 ) -> Callable[..., Any]:
     # Now, for the graph is the compiler's from here on.
     traced = read_collectives(gm.graph)
@@ -238,6 +250,8 @@ def _compile(
     finally:
         phase.end()
     collectives = recorder.finish() or traced
+    if before is not None:
+        collectives = collectives.after(before)
     what, limit_s = f"{direction} graph", options.agreement_timeout_s
     are_all_here = agree(collectives, what, limit_s, options.progress)
     if not (options.verify and inputs.managed and are_all_here):
@@ -286,7 +300,8 @@ class _BackwardCompiler:
             except (Unsupported, FailOnRecompileLimitHit) as error:
                 if not inputs:
                     raise  # The compiled graph has emptied the list: it has run, and failed.
-                _log.warning("backward falls back to eager, op by op: %s", error)
+                _log.warning("backward falls back to eager, op by op, with all its parameters unsharded: %s", error)
+                gather_inputs(inputs)
                 return captured(inputs, *rest)
             finally:
                 self._end_tracing()
@@ -317,4 +332,8 @@ class _BackwardCompiler:
             )
         stabilise_calls(gm.graph, fake_mode)
         gm.recompile()
-        return _compile(gm, example_inputs, self.options, "backward", inputs)
+        unfilled = inputs.unfilled_positions(gm.graph)
+        if not unfilled:
+            return _compile(gm, example_inputs, self.options, "backward", inputs)
+        gathers = inputs.gathers(unfilled)
+        return FilledFirst(_compile(gm, example_inputs, self.options, "backward", inputs, gathers), unfilled)

@@ -60,9 +60,7 @@ class ForwardGraph:
         managed: Positions of the graph inputs that are unsharded parameters.
         read: Those of `managed` that something is computed with; of those alone a gradient may come.
         whole: Those of `managed` whose module runs in this graph from its inputs to its outputs.
-        open: Those of `managed` that no pre-backward hook gathers in time. Either it is in another graph, behind a
-            graph break; or there is none, since their module returned nothing with a gradient, in a checkpoint that
-            runs it again.
+        open: Those of `managed` whose pre-backward hook is in another graph, behind a graph break.
         kept: Those of `managed` that the graph leaves unsharded for its backward.
         backward_prefetch: When the backward gathers the groups that it needs next.
         hooks: Which of its inputs holds the hooks on its intermediates, if it has any; `run` does not take that one.
@@ -217,8 +215,7 @@ class _Call:
             group.backward_prefetch = self.graph.backward_prefetch
             group.deferred = any(call.is_to_come() for call in group.calls)
             if position in self.graph.open:
-                group.group.unshard()
-                group.group.wait_for_unshard()
+                group.unshard_now()
             elif position in self.graph.kept:
                 group.resume_unsharded()
 

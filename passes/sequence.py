@@ -23,6 +23,11 @@ class CollectiveSequence:
     lines: tuple[str, ...]
     groups: tuple[str, ...]
 
+    def after(self, earlier: CollectiveSequence) -> CollectiveSequence:
+        """Together with collectives that are issued before these."""
+        groups = dict.fromkeys((*self.groups, *earlier.groups))
+        return CollectiveSequence((*earlier.lines, *self.lines), tuple(groups))
+
 
 def read_collectives(graph: fx.Graph) -> CollectiveSequence:
     """The collectives of a graph of Dynamo's, with calls expanded, or of a post-grad graph."""

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from compile_fsdp.compat import param_groups
+from compile_fsdp.compat import fsdp_state, param_groups
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
@@ -60,3 +60,14 @@ def snapshot(model: nn.Module) -> list[Any]:
         )
         for fqn, module in model.named_modules()
     ]
+
+
+def unsharded_bytes(model: nn.Module) -> int:
+    """What unsharded parameters, and what they were gathered into, hold on this rank."""
+    held = 0
+    for state in filter(None, map(fsdp_state, model.modules())):
+        for group in param_groups(state):
+            for param in group.fsdp_params:
+                tensors = [*param.all_gather_outputs, getattr(param, "_unsharded_param", None)]
+                held += sum(t.untyped_storage().nbytes() for t in tensors if t is not None)
+    return held

@@ -270,9 +270,19 @@ class TraceableGroup:
 
         Whatever has freed them since, another forward for example, has made them sharded.
         """
-        if not self.is_unsharded and all(param.is_filled for param in self.params):
+        if not self.is_unsharded and self.is_filled:
             enter(self, self.known.unsharded)
             params_follow(self)
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether the unsharded parameters have their memory, whatever the states say."""
+        return all(param.is_filled for param in self.params)
+
+    def unshard_now(self) -> None:
+        """For real: gather for a backward graph that reads the parameters and does not gather them itself."""
+        self.group.unshard()
+        self.group.wait_for_unshard()
 
     def expect(self, read: Sequence[torch.Tensor], cut_forward: object) -> None:
         """For real: settle how many gradients complete the group in the compiled backward that runs next.

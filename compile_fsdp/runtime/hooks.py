@@ -140,7 +140,7 @@ class StateHooks:
     def wait_for_prefetched(self) -> None:
         """For real: complete what eager code of a compiled forward has sent ahead, since a graph cannot."""
         root = self.state._state_ctx.iter_forward_root
-        if root is not None and root._compile_fsdp_hooks.is_traced:  # type: ignore[attr-defined]
+        if root is not None and root._compile_fsdp_hooks.is_traced:
             for state in self.state._states_to_forward_prefetch:
                 for group in param_groups(state):
                     group.wait_for_unshard()
@@ -176,8 +176,6 @@ class StateHooks:
         if unknown and not tensors:
             # Beside tensors such an object is harmless, a key-value cache for example.
             _refuse_output(self, tuple(unknown))
-        if not tensors:
-            _leave_unwatched(self)
         for tensor in tensors:
             defer_hook_bodies()
             tensor.register_hook(partial(_pre_backward, self, previous, is_whole))
@@ -260,6 +258,10 @@ def _pre_backward(hooks: StateHooks, previous: int, is_whole: bool, grad: torch.
             if group.group._training_state is TrainingState.IDLE and not group.active:
                 # Nothing of it has run in this backward, and torch's own hooks may have begun that one.
                 group.end_backward()
+            elif not group.active:
+                # Only a compiled backward counts gradients down: whatever an earlier one has left would look as if
+                # the group were gathered, while an eager part of this one has freed it.
+                group.gradients.pending = None
     for group in hooks.groups:
         group.begin_backward(hooks.next_in_backward(previous, group))
         if not is_whole:
@@ -307,11 +309,6 @@ def _leave(hooks: StateHooks) -> tuple[int, bool]:
     states = hooks.state._state_ctx.all_states
     index = states.index(previous.state) if previous is not None and previous.state in states else -1
     return index, is_whole
-
-
-@runs_while_tracing_for
-def _leave_unwatched(hooks: StateHooks) -> None:
-    scope.leave_unwatched(hooks)
 
 
 @runs_while_tracing_for

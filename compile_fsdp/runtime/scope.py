@@ -22,7 +22,6 @@ class TraceScope:
         stack: Modules that were entered and not left, the innermost last.
         entered: Modules whose pre-forward hook was traced.
         left: Modules whose post-forward hook, and with it the pre-backward hook, was traced.
-        unwatched: Those of them that returned nothing with a gradient, and so have no pre-backward hook.
         last_left: The module whose post-forward hook was traced last.
     """
 
@@ -31,7 +30,6 @@ class TraceScope:
         self.stack: list[StateHooks] = []
         self.entered: dict[StateHooks, None] = {}
         self.left: dict[StateHooks, None] = {}
-        self.unwatched: dict[StateHooks, None] = {}
         self.last_left: StateHooks | None = None
 
 
@@ -57,11 +55,6 @@ def leave(hooks: StateHooks) -> tuple[StateHooks | None, bool]:
     if hooks in scope.stack:
         del scope.stack[scope.stack.index(hooks) :]
     return previous, hooks in scope.entered
-
-
-def leave_unwatched(hooks: StateHooks) -> None:
-    """Record that nothing a forward has returned will get a gradient."""
-    _current().unwatched[hooks] = None
 
 
 def _current() -> TraceScope:

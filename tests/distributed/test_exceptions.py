@@ -13,9 +13,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import compile_fsdp
-from compile_fsdp.compat import compile_counts, fsdp_state, param_groups
+from compile_fsdp.compat import compile_counts
 from compile_fsdp.ops import named_collectives
 from harness import run_ranks
+from sharded import unsharded_bytes
 
 
 class _Injected(RuntimeError):
@@ -99,17 +100,6 @@ def _build(checkpointed: bool, reshard: bool) -> nn.Module:
     return model
 
 
-def _unsharded_bytes(model: nn.Module) -> int:
-    """What unsharded parameters, and what they were gathered into, hold on this rank."""
-    held = 0
-    for state in filter(None, map(fsdp_state, model.modules())):
-        for group in param_groups(state):
-            for param in group.fsdp_params:
-                tensors = [*param.all_gather_outputs, getattr(param, "_unsharded_param", None)]
-                held += sum(t.untyped_storage().nbytes() for t in tensors if t is not None)
-    return held
-
-
 def _inject(rank: int, *case: Any) -> list[str]:
     """What is wrong, by point; an exception is raised at each of them in turn."""
     collectives = {name: _failing(getattr(named_collectives, name)) for name in ("_GATHER_INTO", "_REDUCE")}
@@ -154,8 +144,8 @@ def _inject_all(rank: int, options: dict[str, Any] | None, checkpointed: bool, r
         if not all(g is None or torch.equal(g.to_local(), e) for g, e in zip(grads, expected, strict=True)):
             wrong.append(f"{armed}: half a gradient")
         optimizer.zero_grad()
-        if _unsharded_bytes(model):
-            wrong.append(f"{armed}: {_unsharded_bytes(model)} unsharded bytes")
+        if unsharded_bytes(model):
+            wrong.append(f"{armed}: {unsharded_bytes(model)} unsharded bytes")
         if not all(torch.equal(value.to_local(), weights[name]) for name, value in model.state_dict().items()):
             wrong.append(f"{armed}: other weights")
         if not all(map(torch.equal, expected, step())):

@@ -89,6 +89,30 @@ KEPT = {
         ),
         ("plain", "no_grad", "apart"),
     ),
+    "frozen layers that the partitioner computes again": Program(
+        Part(
+            "chain",
+            (Part("scale", frozen="all", is_sharded=True), Part("scale", is_checkpointed=True, is_sharded=True)),
+        ),
+        APART,
+    ),
+    "eager code frees what an earlier compiled backward has counted": Program(
+        Part(
+            "break",
+            (
+                Part("chain", (LINEAR,), is_sharded=True),
+                Part(
+                    "dict",
+                    (
+                        Part("scale", is_sharded=True),
+                        Part("gate", (Part("again", is_checkpointed=True), LINEAR), is_sharded=True),
+                    ),
+                ),
+            ),
+        ),
+        ("accumulate", "plain", "plain"),
+        (False, True, True),
+    ),
     "two backwards of a checkpoint with a break": Program(
         Part(
             "gate",

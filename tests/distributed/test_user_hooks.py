@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +11,14 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import compile_fsdp
 from compile_fsdp.compat import executed_collectives
 from harness import run_ranks
 from models import Case
 from parity import build, loss_of
+from sharded import unsharded_bytes
 
 
 def _watch(case: Case, seen: list[str]) -> None:
@@ -102,6 +105,63 @@ def _module_backward_hooks(rank: int) -> list[bool]:
 def test_module_backward_hooks() -> None:
     for equal in run_ranks(2, _module_backward_hooks):
         assert all(equal)
+
+
+class _Recomputed(nn.Module):
+    """A checkpoint that begins with a frozen layer, whose backward runs through a hook that cannot be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = checkpoint(lambda x: self.second(torch.tanh(self.first(x))).tanh(), x, use_reentrant=False)
+        output.register_hook(_untraceable)
+        return output.square().mean()
+
+
+def _untraceable(grad: torch.Tensor) -> torch.Tensor:
+    torch._dynamo.graph_break()
+    return grad * 0.5
+
+
+class _Messages(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _backward_op_by_op(rank: int) -> tuple[bool, list[str], int]:
+    """Whether two steps gave eager's gradients, what was logged, and the bytes that stayed unsharded."""
+    results = []
+    messages, logger = _Messages(), logging.getLogger("compile_fsdp")
+    logger.addHandler(messages)
+    try:
+        for fully_shard in (torch_fully_shard, compile_fsdp.fully_shard):
+            torch.manual_seed(0)
+            model = _Recomputed()
+            fully_shard(model.first)
+            fully_shard(model.second)
+            fully_shard(model)
+            if fully_shard is compile_fsdp.fully_shard:
+                model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
+            torch.manual_seed(rank)
+            for _ in range(2):
+                model(torch.randn(3, 4)).backward()
+            results.append([parameter.grad.full_tensor() for parameter in model.second.parameters()])  # type: ignore[union-attr]
+    finally:
+        logger.removeHandler(messages)
+    return all(map(torch.equal, *results)), messages.texts, unsharded_bytes(model)
+
+
+def test_a_backward_that_runs_op_by_op_gathers_what_a_checkpoint_computes_again() -> None:
+    for equal, messages, unsharded in run_ranks(2, _backward_op_by_op):
+        assert equal
+        assert unsharded == 0
+        assert any("op by op" in message for message in messages)
 
 
 class _Undo(RuntimeError):

@@ -1,0 +1,50 @@
+"""Gather for real what a backward reads and does not gather itself.
+
+[Note: Reads without a gather]
+A pre-backward hook gathers a module before its gradients are computed. A module whose output gets no gradient has
+none, frozen first layers for example; but its forward may still run again in the backward, for an activation checkpoint
+that begins with it, or because AOTAutograd's partitioner computes its output rather than saving it. Whether it does is
+known once the backward graph is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from compile_fsdp.runtime.group import TraceableGroup, owner_of
+
+
+class FilledFirst:
+    """A compiled backward graph before which some parameter groups are gathered, unless they are there already."""
+
+    def __init__(self, run: Callable[..., Any], positions: Sequence[int]) -> None:
+        """`positions`: of parameters of these groups among the graph's inputs, those in a list counted one by one."""
+        self.run = run
+        self.positions = positions
+
+    def __call__(self, *args: Any) -> Any:
+        flat = [each for arg in args for each in (arg if isinstance(arg, list) else (arg,))]
+        gathered = _gather(owner_of(flat[position]) for position in self.positions)
+        del flat
+        try:
+            return self.run(*args)
+        finally:
+            for group in gathered:
+                if group.group.reshard_after_backward:
+                    group.group.reshard()
+
+
+def gather_inputs(inputs: Iterable[Any]) -> None:
+    """Gather all that a backward may read that runs op by op: no pass has put its reads behind the hooks that gather.
+
+    The hooks free each group as usual; torch frees what has none at the end of the backward.
+    """
+    _gather(map(owner_of, inputs))
+
+
+def _gather(groups: Iterable[TraceableGroup | None]) -> list[TraceableGroup]:
+    unfilled = [group for group in dict.fromkeys(groups) if group is not None and not group.is_filled]
+    for group in unfilled:
+        group.unshard_now()
+    return unfilled
