@@ -26,7 +26,7 @@ class FilledFirst:
     def __call__(self, *args: Any) -> Any:
         flat = [each for arg in args for each in (arg if isinstance(arg, list) else (arg,))]
         gathered = _gather(owner_of(flat[position]) for position in self.positions)
-        del flat
+        del flat  # The graph frees what it takes from the list; these references would keep it.
         try:
             return self.run(*args)
         finally:
