@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from torch import fx
 
+from compile_fsdp.ops import accumulate_gradient
 from compile_fsdp.passes.aliases import Aliases
 from compile_fsdp.passes.eager_effects import EagerEffects, is_passed_through, is_upkeep
 from compile_fsdp.passes.effects import get_argument, is_copy
@@ -26,8 +27,14 @@ def find_unfilled_reads(graph: fx.Graph, parameters: Iterable[fx.Node]) -> list[
     read = {
         key
         for node in graph.nodes
-        if not (node.op == "output" or is_upkeep(node) or is_passed_through(node))
+        if not _is_no_read(node)
         for source in node.all_input_nodes
         for key in aliases.classes(source)
     }
     return [parameter for parameter in unfilled if not read.isdisjoint(aliases.classes(parameter))]
+
+
+def _is_no_read(node: fx.Node) -> bool:
+    # What accumulates a gradient asks for the parameter's layout alone.
+    accumulates = node.target is accumulate_gradient
+    return node.op == "output" or accumulates or is_upkeep(node) or is_passed_through(node)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from compile_fsdp.ops import accumulate_gradient
 from compile_fsdp.passes.unfilled_reads import find_unfilled_reads
 from graphs import Layer
 
@@ -42,6 +43,12 @@ def test_a_window_fills() -> None:
     result = layer.build.call(torch.matmul, layer.x, layer.weight)
     layer.free()
     assert _unfilled(layer, result) == []
+
+
+def test_accumulating_a_gradient_is_no_read() -> None:
+    layer = Layer(meta_key="example_value")
+    layer.build.call_opaque(accumulate_gradient, [layer.value], layer.weight, None, False)
+    assert _unfilled(layer, layer.build.call(torch.neg, layer.x)) == []
 
 
 def test_freeing_and_handing_on_are_no_reads() -> None:
