@@ -49,16 +49,16 @@ demo: $(VENV)/.deps-train $(VENV)/.package
 test: setup
 	$(BIN)/ruff check .
 	cd tests && $(abspath $(BIN))/mypy --config-file ../pyproject.toml -p compile_fsdp
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest
+	$(BIN)/pytest
 
 test-all: setup
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -m 'slow or not slow'
+	$(BIN)/pytest -m 'slow or not slow'
 
 test-matrix:
 	$(PYTHON) tests/matrix.py $(TORCHES) -- $(MATRIX_ARGS)
 
 parity: setup
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -m 'slow or not slow' tests/distributed/test_features.py \
+	$(BIN)/pytest -m 'slow or not slow' tests/distributed/test_features.py \
 		--parity-report docs/parity.md
 
 mutate: setup

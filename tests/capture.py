@@ -12,6 +12,7 @@ from torch import fx, nn
 
 import compile_fsdp.backend as backend
 from compile_fsdp.passes import Pipeline
+from graph_caches import without_graph_caches
 from render import render
 
 
@@ -31,7 +32,7 @@ def _rendering() -> Iterator[list[str]]:
     _Rendering.graphs = []
     backend.Pipeline, original = _Rendering, backend.Pipeline  # type: ignore[misc]
     try:
-        with torch._inductor.config.patch(force_disable_caches=True):
+        with without_graph_caches():
             yield _Rendering.graphs
     finally:
         backend.Pipeline = original  # type: ignore[misc]

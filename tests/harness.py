@@ -163,8 +163,6 @@ def close_pools() -> None:
 def _serve(rank: int, world_size: int, connection: Connection, stack_file: str) -> None:
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        os.environ["OMP_NUM_THREADS"] = "1"
-        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a pool of compilers costs more than it saves here
         os.environ["TORCH_FR_BUFFER_SIZE"] = TRACE_BUFFER_SIZE
         os.environ["KINETO_LOG_LEVEL"] = "6"  # no line for every profile taken
         import torch

@@ -54,7 +54,7 @@ class Host:
             return subprocess.Popen(
                 ["ip", "netns", "exec", self.name, *launcher, "--rdzv-conf", f"{is_host},{conf}", *map(str, command)],
                 cwd=folder,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": self.interface, **environment},
+                env={**os.environ, "GLOO_SOCKET_IFNAME": self.interface, **environment},
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 text=True,

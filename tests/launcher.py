@@ -28,7 +28,7 @@ def torchrun(
     process = subprocess.Popen(
         [*launcher, "--max-restarts", str(max_restarts), *map(str, command)],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+        env={**os.environ, **(environment or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

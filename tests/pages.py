@@ -94,7 +94,6 @@ def run_page(page: Path, setting: Setting, folder: Path) -> None:
 
 def _serve(page: Path, setting: Setting, folder: Path, connection: Connection) -> None:
     # Compilers leave what they have cached with the page's own files.
-    os.environ.update({"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"})
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "cache")
     os.chdir(folder)
     try:

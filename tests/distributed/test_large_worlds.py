@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch._inductor.config
 from torch import nn
 
 import compile_fsdp
 from capture import events, render_step
+from graph_caches import without_graph_caches
 from harness import fake_world
 
 
@@ -36,7 +36,7 @@ def test_shards_of_one_row_leave_no_windows() -> None:
         for module in (model[0], model[2], model):
             compile_fsdp.fully_shard(module)
         step = torch.compile(model, backend="compile_fsdp", fullgraph=True)
-        with torch._inductor.config.patch(force_disable_caches=True):  # what comes from a cache has no counts
+        with without_graph_caches():
             step(torch.ones(3, 32)).sum().backward()
     forward, backward = compile_fsdp.reports()
     assert (forward.windows_removed, forward.kept) == (4, ())

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import torch
-
 import compile_fsdp
+from graph_caches import without_graph_caches
 from harness import run_ranks
 from parity import build, loss_of
 
@@ -21,7 +20,7 @@ def _step(rank: int, options: dict[str, Any]) -> tuple[list[compile_fsdp.GraphRe
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
-        with torch._inductor.config.patch(force_disable_caches=True):
+        with without_graph_caches():
             case = build("mlp", compile_fsdp.fully_shard)
             case.model.compile(backend="compile_fsdp", fullgraph=True, options=options)
             loss_of(case.model, case.batch()).backward()

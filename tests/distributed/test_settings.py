@@ -40,8 +40,10 @@ SETTINGS = {each.__name__: each for each in (deterministic, default_dtype, anoma
 
 def _train_under(rank: int, name: str, inner_backend: str) -> tuple[list[str], float, int]:
     setting: Callable[[], contextmanager[None]] = SETTINGS[name]
+    # Of an embedding's gradient torch has a deterministic kernel and another; and tokens have no floating-point dtype.
+    case = "mlp" if name == "anomaly" else "transformer_tied"
     with setting():
-        twins = Twins(rank, "transformer_tied", options={"inner_backend": inner_backend})
+        twins = Twins(rank, case, options={"inner_backend": inner_backend})
         twins.train()
         twins.train()
     graphs = len(compile_fsdp.reports())

@@ -45,8 +45,6 @@ def _start(cache: Path, **environment: str) -> subprocess.Popen[str]:
     variables = {
         **os.environ,
         "PYTHONPATH": str(Path(__file__).parent.parent),
-        "OMP_NUM_THREADS": "1",
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TORCHINDUCTOR_CACHE_DIR": str(cache),
         **environment,
     }

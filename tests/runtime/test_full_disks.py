@@ -63,8 +63,6 @@ def _run(mount: str, folder: Path, *command: str) -> subprocess.CompletedProcess
     environment = {
         **os.environ,
         "PYTHONPATH": str(Path(__file__).parent.parent),
-        "OMP_NUM_THREADS": "1",
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
         "TMPDIR": str(folder),
     }

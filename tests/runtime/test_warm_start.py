@@ -54,8 +54,6 @@ def _run(cache: Path, rank: int, warm_up: bool = False) -> dict[str, Any]:
     environment = {
         **os.environ,
         "PYTHONPATH": tests,
-        "OMP_NUM_THREADS": "1",
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TORCHINDUCTOR_CACHE_DIR": str(cache),
     }
     command = [sys.executable, "-c", _STEP, json.dumps([warm_up, rank])]
