@@ -31,7 +31,7 @@ from compile_fsdp.deferred_hooks import DeferredHooks, call_hooks, take_hooks
 from compile_fsdp.errors import NotRootError, NotShardedError, UnsupportedFeatureError
 from compile_fsdp.ops import accumulate_gradient, ensure_lowerings, ensure_ops, watch
 from compile_fsdp.options import Options
-from compile_fsdp.passes import Pipeline, expand_calls, keep_unsharded, legalize_windows
+from compile_fsdp.passes import Pipeline, expand_calls, keep_unsharded, legalize_windows, save_frozen_outputs
 from compile_fsdp.passes.eager_effects import is_upkeep
 from compile_fsdp.passes.sequence import CollectiveSequence, read_collectives
 from compile_fsdp.passes.unfilled_reads import find_unfilled_reads
@@ -97,6 +97,8 @@ def compile_fsdp(
         example_inputs, _ = hooks.split(example_inputs)
     read = inputs.read_positions()
     kept = _keep_unsharded(gm, parsed, inputs)
+    if torch.is_grad_enabled():
+        save_frozen_outputs(gm.graph, inputs.frozen_nodes())
     run = _compile(gm, example_inputs, parsed, "forward", inputs)
     left, entered = _groups(traced.left), _groups(traced.entered)
     return ForwardGraph(
@@ -163,6 +165,10 @@ class _GraphInputs:
         """The placeholders that are unsharded parameters."""
         positions = self._positions.items()
         return [(node, self.managed[position]) for node, position in positions if position in self.managed]
+
+    def frozen_nodes(self) -> list[fx.Node]:
+        """Those that need no gradient."""
+        return [node for node, _ in self.managed_nodes() if not graph_input_example(node).requires_grad]
 
     def read_positions(self) -> frozenset[int]:
         """Those of `managed` that something is computed with; the others are only filled and freed."""

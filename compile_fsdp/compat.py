@@ -63,6 +63,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy
 
 # Communicators that do what the functional collectives do; the second of each differs in who allocates. (2.13.0)
 PLAIN_ALL_GATHERS = (_fsdp_collectives.DefaultAllGather, _fsdp_collectives.ProcessGroupAllocAllGather)
@@ -734,6 +735,11 @@ def graph_input_example(node: torch.fx.Node) -> Any:
     """The real object behind a placeholder of a Dynamo graph, while Dynamo compiles it. (2.13.0)"""
     argument = node.meta.get("grapharg")
     return None if argument is None else argument.example
+
+
+def ban_recomputation(node: torch.fx.Node) -> None:
+    """Keep AOTAutograd's partitioner from computing a node of a Dynamo graph again in the backward. (2.13.0)"""
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def graph_input_position(node: torch.fx.Node) -> int | None:

@@ -10,6 +10,7 @@ from compile_fsdp.passes.pipeline import PASSES, GraphObserver, Pipeline
 from compile_fsdp.passes.remove_unread import remove_unread
 from compile_fsdp.passes.remove_unshard_copies import remove_unshard_copies
 from compile_fsdp.passes.report import CountReport, Kept, LegalizeReport, PassReport, Unmoved
+from compile_fsdp.passes.save_frozen_outputs import save_frozen_outputs
 from compile_fsdp.passes.schedule_collectives import schedule_collectives
 
 __all__ = [
@@ -30,5 +31,6 @@ __all__ = [
     "pack_reductions",
     "remove_unread",
     "remove_unshard_copies",
+    "save_frozen_outputs",
     "schedule_collectives",
 ]

@@ -313,6 +313,7 @@ FEATURES: dict[str, Feature] = {
     "group of modules, in part": Feature(case="tied_ends_in_part", blocks=_with_ends),
     "frozen": Feature(case="frozen"),
     "frozen layers": Feature(case="frozen_layers"),
+    "frozen layers first": Feature(case="frozen_first"),
     "frozen layers, checkpointed": Feature(case="frozen_checkpoint"),
     "frozen between": Feature(
         before_step=_freeze, graphs=("forward", "backward") * 2, later_graphs=2, has_reference=False

@@ -127,6 +127,34 @@ def frozen_layers(**kwargs: Any) -> Case:
     return case
 
 
+class Scale(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+class Scaled(nn.Module):
+    """A partitioner rather computes the first scale again, for the gradient of the second, than saves its result."""
+
+    def __init__(self, dim: int = 8) -> None:
+        super().__init__()
+        self.first, self.second = Scale(dim), Scale(dim)
+        self.out = nn.Linear(dim, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        x = checkpoint(self.second, self.first(x), use_reentrant=False)
+        return _loss(self.out(x), y)
+
+
+def frozen_first() -> Case:
+    model = Scaled()
+    model.first.requires_grad_(False)  # and no gradient passes through it
+    return Case(model, [model.first, model.second], _rows())
+
+
 class WithSpare(Block):
     """Has a parameter that no forward uses."""
 
@@ -427,6 +455,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "checkpoint_inside": lambda: stack(checkpointed=True),
     "checkpoint_outside": lambda: stack(checkpoint_outside=True),
     "frozen": frozen,
+    "frozen_first": frozen_first,
     "frozen_layers": frozen_layers,
     "frozen_checkpoint": lambda: frozen_layers(checkpoint_outside=True),
     "uneven": uneven,

@@ -27,6 +27,7 @@ from compile_fsdp.compat import (
     FSDPState,
     ShardedState,
     TrainingState,
+    after_backward,
     describe_partial_output,
     functional_collectives,
     local_tensor,
@@ -517,6 +518,19 @@ def start_backward(state: FSDPState) -> None:
             if (traceable := getattr(group, "_compile_fsdp_traceable", None)) is not None:
                 traceable.end_backward()  # of the last one, which may have left parameters without gradients
     state._register_root_post_backward_final_callback()
+    after_backward(partial(_end_prefetch, context.all_states))
+
+
+def _end_prefetch(states: Sequence[FSDPState]) -> None:
+    """Drop what was gathered ahead for modules whose backward did not come, frozen ones for example.
+
+    The next forward would take it for its own, with values that may have changed since.
+    """
+    for state in states:
+        for group in param_groups(state):
+            if (traceable := getattr(group, "_compile_fsdp_traceable", None)) and traceable.launched is not None:
+                functional_collectives.wait_tensor(traceable.launched.output)
+                traceable.launched = None
 
 
 def owner_of(leaf: object) -> TraceableGroup | None:

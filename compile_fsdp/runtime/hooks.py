@@ -120,9 +120,12 @@ class StateHooks:
             member.is_awaited = False
         for group in self.groups:
             group.reshard_after_forward()
-        previous, is_whole = _leave(self)
-        if torch.is_grad_enabled() and self.groups:
-            self._watch_outputs(output, previous, is_whole)
+        watched = self._watched_outputs(output)
+        previous, is_whole = _leave(self, bool(watched))
+        for tensor in watched:
+            defer_hook_bodies()
+            tensor.register_hook(partial(_pre_backward, self, previous, is_whole))
+            restore_hook_bodies()
         return self.cast_output(output)
 
     def cast_output(self, output: Any) -> Any:
@@ -168,18 +171,18 @@ class StateHooks:
             return []
         return [each for of_state in hooks for each in reversed(of_state.groups)]
 
-    def _watch_outputs(self, output: Any, previous: int, is_whole: bool) -> None:
+    def _watched_outputs(self, output: Any) -> list[torch.Tensor]:
+        """Those whose gradients start the backward of the module."""
         tensors: list[torch.Tensor] = []
         unknown: list[str] = []
+        if not torch.is_grad_enabled() or not self.groups:
+            return tensors
         find_tensors(output, tensors, unknown)
         tensors = [tensor for tensor in tensors if tensor.requires_grad]
         if unknown and not tensors:
             # Beside tensors such an object is harmless, a key-value cache for example.
             _refuse_output(self, tuple(unknown))
-        for tensor in tensors:
-            defer_hook_bodies()
-            tensor.register_hook(partial(_pre_backward, self, previous, is_whole))
-            restore_hook_bodies()
+        return tensors
 
 
 class ModuleHooks:
@@ -299,13 +302,13 @@ def _enter(hooks: StateHooks) -> None:
 
 
 @runs_while_tracing_for
-def _leave(hooks: StateHooks) -> tuple[int, bool]:
+def _leave(hooks: StateHooks, has_backward: bool) -> tuple[int, bool]:
     """Which of the root's states ended its forward before, in this trace; and whether this forward is all in it.
 
-    The first is -1 for none, or another root's. It is not the state's hooks: Dynamo never forgets a result, and the
-    model would live as long as the process.
+    The first is of those that have a backward, or -1 for none, or another root's. It is not the state's hooks: Dynamo
+    never forgets a result, and the model would live as long as the process.
     """
-    previous, is_whole = scope.leave(hooks)
+    previous, is_whole = scope.leave(hooks, has_backward)
     states = hooks.state._state_ctx.all_states
     index = states.index(previous.state) if previous is not None and previous.state in states else -1
     return index, is_whole

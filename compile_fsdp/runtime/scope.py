@@ -22,7 +22,7 @@ class TraceScope:
         stack: Modules that were entered and not left, the innermost last.
         entered: Modules whose pre-forward hook was traced.
         left: Modules whose post-forward hook, and with it the pre-backward hook, was traced.
-        last_left: The module whose post-forward hook was traced last.
+        last_left: The module with a backward whose post-forward hook was traced last.
     """
 
     def __init__(self, context: object = None) -> None:
@@ -42,16 +42,18 @@ def enter(hooks: StateHooks) -> None:
     scope.entered[hooks] = None
 
 
-def leave(hooks: StateHooks) -> tuple[StateHooks | None, bool]:
-    """Record that a forward has ended.
+def leave(hooks: StateHooks, has_backward: bool) -> tuple[StateHooks | None, bool]:
+    """Record that a forward has ended, and whether it has a backward.
 
     Returns:
-        The one that ended before it in this trace, None for the first; and whether it has begun in this trace.
+        The one with a backward that ended before it in this trace, None if there is none; and whether it has begun in
+        this trace.
     """
     scope = _current()
     previous = scope.last_left
     scope.left[hooks] = None
-    scope.last_left = hooks
+    if has_backward:
+        scope.last_left = hooks
     if hooks in scope.stack:
         del scope.stack[scope.stack.index(hooks) :]
     return previous, hooks in scope.entered

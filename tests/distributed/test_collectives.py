@@ -10,6 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from harness import device_type, run_ranks
 from parity import loss_of
+from recording import collectives_of
 from twins import Twins
 
 
@@ -59,3 +60,18 @@ def test_a_gather_of_several_modules_names_them_all() -> None:
     for eager, ours in run_ranks(2, _steps, options):
         assert set(_ranges(ours)) == set(_ranges(eager))
         assert any(", FSDP::" in name for name in ours)
+
+
+def _gathers(rank: int, inner_backend: str) -> list[str]:
+    twins = Twins(rank, "frozen_first", options={"inner_backend": inner_backend})
+    twins.train()
+    batch = twins.batch()
+    found = collectives_of(lambda: loss_of(twins.ours.model, batch).backward())
+    return [each.kind for each in found if each.kind == "all_gather"]
+
+
+# The backward's hook gathers the trained layer, though no gradient needs it; a pass takes the gather out.
+@pytest.mark.parametrize(("inner_backend", "of_backward"), [("aot_eager", 1), ("inductor", 0)])
+def test_a_backward_gathers_no_frozen_layer_that_it_does_not_pass(inner_backend: str, of_backward: int) -> None:
+    for gathers in run_ranks(2, _gathers, inner_backend):
+        assert len(gathers) == 3 + of_backward  # of the forward: the root, the frozen and the trained layer

@@ -126,6 +126,32 @@ def _freezing_between(rank: int) -> Parity:
     return twins.result
 
 
+def _frozen_values_change_between(rank: int, is_listed: bool) -> Parity:
+    twins = Twins(rank, "frozen_first")
+    for case in (twins.eager, twins.ours):
+        if is_listed:
+            frozen, trained = case.blocks
+            trained.set_modules_to_backward_prefetch([frozen])
+    twins.train()
+    for _ in range(2):
+        # No backward uses what one may have gathered of the frozen block.
+        for case in (twins.eager, twins.ours):
+            with torch.no_grad():
+                for parameter in case.blocks[0].parameters():
+                    parameter.mul_(1.5)
+        twins.train()
+    assert len(compile_fsdp.reports()) == 2
+    return twins.result
+
+
+def _frozen_values_change(rank: int) -> Parity:
+    return _frozen_values_change_between(rank, is_listed=False)
+
+
+def _frozen_and_prefetched_values_change(rank: int) -> Parity:
+    return _frozen_values_change_between(rank, is_listed=True)
+
+
 def _backward_in_force_eager(rank: int) -> Parity:
     twins = Twins(rank)
     twins.train()
@@ -150,6 +176,8 @@ def _backward_in_force_eager(rank: int) -> Parity:
         _recompile_limit,
         _changing_batch_sizes,
         _freezing_between,
+        _frozen_values_change,
+        _frozen_and_prefetched_values_change,
         _backward_in_force_eager,
     ],
     ids=lambda program: program.__name__.removeprefix("_"),
