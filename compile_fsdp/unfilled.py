@@ -3,8 +3,8 @@
 [Note: Reads without a gather]
 A pre-backward hook gathers a module before its gradients are computed. A module whose output gets no gradient has
 none, frozen first layers for example; but its forward may still run again in the backward, for an activation checkpoint
-that begins with it, or because AOTAutograd's partitioner computes its output rather than saving it. Whether it does is
-known once the backward graph is there.
+that begins with it. Whether it does is known once the backward graph is there. `passes/save_frozen_outputs.py` keeps
+AOTAutograd's partitioner from doing the same unasked.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from compile_fsdp.compat import HigherOrderOperator, ban_recomputation
+from compile_fsdp.compat import HigherOrderOperator, ban_recomputation, tree_leaves
 from compile_fsdp.passes.aliases import Aliases, fake_value
-from compile_fsdp.passes.eager_effects import EagerEffects, is_upkeep
+from compile_fsdp.passes.eager_effects import EagerEffects
 
 
 def save_frozen_outputs(graph: fx.Graph, frozen: Iterable[fx.Node]) -> int:
@@ -37,18 +37,19 @@ def save_frozen_outputs(graph: fx.Graph, frozen: Iterable[fx.Node]) -> int:
     parameters = {key for node in frozen for key in aliases.classes(node)}
     count = 0
     for node in graph.nodes:
-        if node.op not in ("call_function", "call_method") or isinstance(node.target, HigherOrderOperator):
+        if isinstance(node.target, HigherOrderOperator) or not _is_without_gradient(node):
             continue
-        reads = any(not parameters.isdisjoint(aliases.classes(source)) for source in node.all_input_nodes)
         # A view of a parameter is the parameter itself; what computes with the view is marked.
-        is_view = not parameters.isdisjoint(aliases.classes(node))
-        if reads and not is_view and not is_upkeep(node) and not _needs_gradient(node):
+        if parameters.isdisjoint(aliases.classes(node)) and _reads(node, parameters, aliases):
             ban_recomputation(node)
             count += 1
     return count
 
 
-def _needs_gradient(node: fx.Node) -> bool:
-    values: list[object] = []
-    fx.node.map_aggregate(fake_value(node), values.append)  # type: ignore[arg-type]  # It maps anything.
-    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
+def _reads(node: fx.Node, parameters: set[int], aliases: Aliases) -> bool:
+    return any(not parameters.isdisjoint(aliases.classes(source)) for source in node.all_input_nodes)
+
+
+def _is_without_gradient(node: fx.Node) -> bool:
+    tensors = [value for value in tree_leaves(fake_value(node)) if isinstance(value, torch.Tensor)]
+    return bool(tensors) and not any(tensor.requires_grad for tensor in tensors)

@@ -30,6 +30,7 @@ EQUIVALENT: dict[str, str] = {
     "remove_unshard_copies._Removal.run: self._run_one(module.graph, _below(path)) -> True": "speed: compiled again",
     "remove_unshard_copies._Removal._run_one: bool(windows) -> True": "speed: compiled again",
     "remove_unshard_copies._find_window_fault: node is not None -> True": "type: a window has one; mypy has to know",
+    "save_frozen_outputs.save_frozen_outputs: not frozen -> False": "speed: it would find nothing to mark",
     "schedule_collectives._preparations: node not in found -> True": _AGAIN,
     "schedule_collectives._reorder: fixed is not end -> True": "fx: put before itself, a node stays where it is",
     "schedule_collectives._results: node not in found -> True": _AGAIN,
@@ -38,5 +39,6 @@ EQUIVALENT: dict[str, str] = {
     "subgraphs._Search.visit: aliases -> False": _AGAIN,
     "subgraphs._Search.visit: id(module) not in self._visited -> True": _AGAIN,
     "subgraphs._Search.visit: id(module) in self.found -> True": "speed: shared is only asked about what was found",
+    "unfilled_reads.find_unfilled_reads: not unfilled -> False": "speed: it would find no read",
     "windows.resized_placeholders: isinstance(node, fx.Node) -> True": _NODE,
 }

@@ -46,9 +46,11 @@ MODULES: dict[str, tuple[str, ...]] = {
     "pipeline": ("pipeline",),
     "remove_unread": ("remove_unread",),
     "remove_unshard_copies": ("remove_unshard_copies",),
+    "save_frozen_outputs": ("save_frozen_outputs",),
     "schedule_collectives": ("schedule",),
     "sinking": ("legalize",),
     "subgraphs": ("test_subgraphs", "remove_unshard_copies",),
+    "unfilled_reads": ("unfilled_reads",),
     "windows": ("remove_unshard_copies",),
 }
 

@@ -56,3 +56,8 @@ def test_freeing_and_handing_on_are_no_reads() -> None:
     layer.build.call(call_aot_bwd_prologue, layer.weight, layer.x)
     layer.free()
     assert _unfilled(layer, layer.build.call(torch.neg, layer.x)) == []
+
+
+def test_returning_a_parameter_is_no_read() -> None:
+    layer = Layer(meta_key="example_value")
+    assert _unfilled(layer, layer.weight) == []
