@@ -275,6 +275,10 @@ class Training:
             loss.backward()
 
     def update(self) -> None:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                if not parameter.requires_grad:
+                    parameter.mul_(1.125)  # as the user's code may do: nothing gathered before is right any more
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad()

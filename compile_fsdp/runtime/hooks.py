@@ -159,7 +159,7 @@ class StateHooks:
                 restore_hook_bodies()
 
     def next_in_backward(self, previous: int, group: TraceableGroup) -> list[TraceableGroup]:
-        """What `group` gathers ahead: the user's list, else the module whose forward ended before this one's."""
+        """What `group` gathers ahead: the user's list, else the module with a backward that ran before this one."""
         if group is not self.groups[-1]:
             return []
         states = self.state._states_to_backward_prefetch
