@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-# Inductor reads them when it is imported, here and in the processes that tests start. What tests compile runs for
-# milliseconds: a pool of compilers, and C++ with vectors, which g++ is first tried on, cost more than they save.
-os.environ.update({"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"})
+# Read when torch is imported, here and in the processes that tests start. A pool of compilers for each of them costs
+# more than it saves.
+os.environ.update({"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"})
 
 import hypothesis
 import pytest

@@ -46,6 +46,7 @@ def _start(cache: Path, **environment: str) -> subprocess.Popen[str]:
         **os.environ,
         "PYTHONPATH": str(Path(__file__).parent.parent),
         "TORCHINDUCTOR_CACHE_DIR": str(cache),
+        "TORCHINDUCTOR_VEC_ISA_OK": "0",  # or g++ is tried on vectors for each new cache, for ten seconds
         **environment,
     }
     command = [sys.executable, "-c", _STEP]
