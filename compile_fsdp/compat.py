@@ -951,8 +951,9 @@ def plain_tensors(values: Any) -> Iterator[torch.Tensor]:
 # --- Measuring ------------------------------------------------------------------------------------------------
 # Whether a profiler is on in this thread. (2.13.0)
 is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-# TORCH_FR_BUFFER_SIZE in the environment, before process groups are created: the flight recorder keeps so many entries.
-TRACE_BUFFER_SIZE = "4000"
+# TORCH_FR_BUFFER_SIZE in the environment, before process groups are created: the flight recorder keeps so many entries,
+# and with them the code that issued them, what that was compiled to, and its process groups with their threads.
+TRACE_BUFFER_SIZE = "8"
 
 
 def executed_collectives() -> int:
