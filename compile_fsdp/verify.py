@@ -242,7 +242,8 @@ class VerifiedStep:
     def _find_problem(self, named: dict[str, nn.Parameter], ours: dict[str, torch.Tensor | None]) -> str:
         dtypes = {*self._dtypes, *(parameter.dtype for parameter in named.values())}
         for group in _groups(self._module):
-            dtypes.update(each for each in (group.mp_policy.param_dtype, group.mp_policy.reduce_dtype) if each)
+            for policy in (param.mp_policy for param in group.fsdp_params):
+                dtypes.update(each for each in (policy.param_dtype, policy.reduce_dtype) if each)
         tolerance = tolerance_of(dtypes)
         for name, parameter in named.items():
             got, expected = ours[name], parameter.grad

@@ -121,7 +121,7 @@ class StateHooks:
         for group in self.groups:
             group.reshard_after_forward()
         watched = self._watched_outputs(output)
-        previous, is_whole = _leave(self, bool(watched))
+        previous, is_whole = _leave(self, len(watched) > 0)
         for tensor in watched:
             defer_hook_bodies()
             tensor.register_hook(partial(_pre_backward, self, previous, is_whole))
