@@ -11,7 +11,8 @@
 #   make docs    build the documentation into site/, with warnings as errors
 #   make setup   create the virtual environment with everything for both
 #
-# PYTHON chooses the interpreter, VENV the place of the virtual environment, DEMO_ARGS adds options to the demo.
+# PYTHON chooses the interpreter, VENV the place of the virtual environment, DEMO_ARGS adds options to the demo,
+# PARALLEL is how pytest runs tests side by side; empty for one after the other.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -20,6 +21,8 @@ TORCHTITAN ?=
 TORCHES ?= 2.11.0 2.12.0 2.13.0 2.14.0 2.15.0
 MATRIX_ARGS ?=
 CONSTRAINTS ?= constraints.txt
+# Two tests at a time: ranks wait for one another, and so do processes for the compiler.
+PARALLEL ?= -n 2 --dist worksteal
 BIN := $(VENV)/bin
 
 PACKAGE_FILES := pyproject.toml README.md LICENSE $(shell find compile_fsdp passes ops -name '*.py' -o -name py.typed -o -name 'page.*')
@@ -49,10 +52,10 @@ demo: $(VENV)/.deps-train $(VENV)/.package
 test: setup
 	$(BIN)/ruff check .
 	cd tests && $(abspath $(BIN))/mypy --config-file ../pyproject.toml -p compile_fsdp
-	$(BIN)/pytest
+	$(BIN)/pytest $(PARALLEL)
 
 test-all: setup
-	$(BIN)/pytest -m 'slow or not slow'
+	$(BIN)/pytest $(PARALLEL) -m 'slow or not slow'
 
 test-matrix:
 	$(PYTHON) tests/matrix.py $(TORCHES) -- $(MATRIX_ARGS)

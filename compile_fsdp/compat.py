@@ -953,7 +953,7 @@ def plain_tensors(values: Any) -> Iterator[torch.Tensor]:
 is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 # TORCH_FR_BUFFER_SIZE in the environment, before process groups are created: the flight recorder keeps so many entries,
 # and with them the code that issued them, what that was compiled to, and its process groups with their threads.
-TRACE_BUFFER_SIZE = "8"
+TRACE_BUFFER_SIZE = "400"
 
 
 def executed_collectives() -> int:

@@ -43,6 +43,8 @@ def collectives_of(run: Callable[[], None]) -> list[Collective]:
     """The collectives that `run` issues on this rank, in order."""
     before = executed_collectives()
     run()
+    entries = [entry for entry in _entries() if entry["record_id"] >= before]
+    assert len(entries) == executed_collectives() - before, "the flight recorder has forgotten some"
     names = dist.distributed_c10d._world.pg_names
     ranks = {name: dist.get_process_group_ranks(group) for group, name in names.items()}
     return [
@@ -52,8 +54,7 @@ def collectives_of(run: Callable[[], None]) -> list[Collective]:
             dtype=entry["input_dtypes"][0],
             numel=sum(math.prod(size) for size in entry["input_sizes"]),
         )
-        for entry in _entries()
-        if entry["record_id"] >= before
+        for entry in entries
     ]
 
 
