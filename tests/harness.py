@@ -26,7 +26,7 @@ from typing import Any
 
 from compile_fsdp.compat import TRACE_BUFFER_SIZE
 
-DEFAULT_TIMEOUT_S = 150.0
+DEFAULT_TIMEOUT_S = 240.0
 
 # Where ranks make their tensors and meshes: "cpu" with gloo, "cuda" with NCCL and a GPU for each rank.
 _DEVICE_VARIABLE = "COMPILE_FSDP_TEST_DEVICE"
