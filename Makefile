@@ -58,7 +58,7 @@ test-all: setup
 	$(BIN)/pytest $(PARALLEL) -m 'slow or not slow'
 
 test-matrix:
-	$(PYTHON) tests/matrix.py $(TORCHES) -- $(MATRIX_ARGS)
+	PYTEST_ADDOPTS="$(PARALLEL)" $(PYTHON) tests/matrix.py $(TORCHES) -- $(MATRIX_ARGS)
 
 parity: setup
 	$(BIN)/pytest -m 'slow or not slow' tests/distributed/test_features.py \

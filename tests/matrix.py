@@ -16,7 +16,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
-PARALLEL = ("-n", "2", "--dist", "worksteal")
 PAGE = ROOT / "docs" / "compatibility.md"
 
 HEAD = """# Compatibility
@@ -70,7 +69,7 @@ def run(torch: str, arguments: list[str]) -> Result:
     subprocess.run(["make", "setup", f"VENV={venv.name}", f"CONSTRAINTS={constraints}"], cwd=ROOT, check=True)
     log.unlink(missing_ok=True)
     environment = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", **os.environ}
-    command = [str(venv / "bin" / "pytest"), "-p", "no:cacheprovider", f"--junitxml={log}", *PARALLEL, *arguments]
+    command = [str(venv / "bin" / "pytest"), "-p", "no:cacheprovider", f"--junitxml={log}", *arguments]
     subprocess.run(command, cwd=ROOT / "tests", env=environment, check=False)
     return read(log, torch, " ".join(arguments) or "all of `make test`")
 

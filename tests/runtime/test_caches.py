@@ -54,10 +54,14 @@ def _start(cache: Path, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def _finish(process: subprocess.Popen[str]) -> list[str]:
+def _outputs(process: subprocess.Popen[str]) -> tuple[list[str], str]:
     out, error = process.communicate(timeout=300)
     assert process.returncode == 0, error
-    return out.splitlines()
+    return out.splitlines(), error
+
+
+def _finish(process: subprocess.Popen[str]) -> list[str]:
+    return _outputs(process)[0]
 
 
 def test_broken_caches_are_compiled_anew(tmp_path: Path) -> None:
@@ -91,10 +95,7 @@ def test_a_cache_folder_that_cannot_be_made_is_an_error_of_one_line(tmp_path: Pa
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_compiled_models_survive_a_fork(tmp_path: Path) -> None:
-    process = _start(tmp_path, FORK="1")
-    out, error = process.communicate(timeout=300)
-    assert process.returncode == 0, error
-    caches, child = out.splitlines()
+    (caches, child), error = _outputs(_start(tmp_path, FORK="1"))
     assert caches == "[False, False]"
     if torch.version.cuda is None:
         assert child == "0", error
