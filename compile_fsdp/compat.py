@@ -219,6 +219,16 @@ def reduce_dtype(group: FSDPParamGroup, original: torch.dtype) -> torch.dtype | 
     return group._reduce_dtype
 
 
+def default_reduce_dtype(computed: torch.dtype, original: torch.dtype) -> torch.dtype:
+    """The same where the policy does not tell. (2.13.0, 2.15.0)
+
+    Args:
+        computed: The dtype of the gradients.
+        original: The parameters'.
+    """
+    return original if _HAS_GRAD_DTYPES else computed
+
+
 def accumulated_gradient(parameter: FSDPParam) -> torch.Tensor | None:
     """The unsharded gradient of earlier microbatches, if it is kept apart; see `free_gradient_dtypes`. (2.13.0)"""
     grad: torch.Tensor | None = getattr(parameter, _ACCUMULATED_GRAD, None)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from compile_fsdp.compat import default_reduce_dtype
 from compile_fsdp.errors import EstimateError
 from compile_fsdp.planning.amounts import Amount, N, rows, total
 from compile_fsdp.wrap import Group, Plan
@@ -51,14 +52,11 @@ class GroupSizes:
 
     def reduced(self, of: Collection[str]) -> Amount:
         """What this rank gets from a reduce-scatter of the gradients of these parameters."""
-        return self._sum(lambda parameter: self.policy.reduce_dtype or self._gathered_dtype(parameter), of)
+        return self._sum(self._reduced_dtype, of)
 
     def casts_reduced(self, of: Iterable[str]) -> bool:
         """Whether reduced gradients are copied into another dtype, that of the parameters."""
-        return any(
-            (self.policy.reduce_dtype or self._gathered_dtype(self.parameters[fqn])) != self.parameters[fqn].dtype
-            for fqn in of
-        )
+        return any(self._reduced_dtype(self.parameters[fqn]) != self.parameters[fqn].dtype for fqn in of)
 
     def padded_copies(self, of: Iterable[str]) -> Amount:
         """Gradients whose rows N does not divide, padded: on CPUs, `chunk_cat` copies them first."""
@@ -72,6 +70,9 @@ class GroupSizes:
 
     def _gathered_dtype(self, parameter: nn.Parameter) -> torch.dtype:
         return self.policy.param_dtype if self.policy.param_dtype and parameter.is_floating_point() else parameter.dtype
+
+    def _reduced_dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        return self.policy.reduce_dtype or default_reduce_dtype(self._gathered_dtype(parameter), parameter.dtype)
 
     def _sum(self, dtype: Callable[[nn.Parameter], torch.dtype], of: Collection[str] | None = None) -> Amount:
         names = self.parameters if of is None else of
