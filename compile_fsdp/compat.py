@@ -229,6 +229,10 @@ def default_reduce_dtype(computed: torch.dtype, original: torch.dtype) -> torch.
     return original if _HAS_GRAD_DTYPES else computed
 
 
+# Whether eager FSDP2 holds the input of a group's reduction until that of the next group is over. (2.12.0)
+HOLDS_REDUCE_INPUT = "2.12" <= torch.__version__ < "2.13"
+
+
 def accumulated_gradient(parameter: FSDPParam) -> torch.Tensor | None:
     """The unsharded gradient of earlier microbatches, if it is kept apart; see `free_gradient_dtypes`. (2.13.0)"""
     grad: torch.Tensor | None = getattr(parameter, _ACCUMULATED_GRAD, None)

@@ -3,7 +3,8 @@
 [Note: Who holds a gather's buffer]
 In the forward, a gather's buffer lives until the next group's is copied out, so that copying out of the one may overlap
 with gathering the other; in the backward, until its own copy-out. torch 2.13 drops its reference to the former buffer
-before that copy-out, but still has it in a local variable. A reduction's input lives until the next group's.
+before that copy-out, but still has it in a local variable. A reduction's input lives until the next group's; with torch
+2.12, by a local variable as well, until the next group's is over.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from compile_fsdp.compat import HOLDS_REDUCE_INPUT
 from compile_fsdp.planning.amounts import Amount
 from compile_fsdp.planning.sizes import GroupSizes
 from compile_fsdp.planning.tracing import Mark, Point
@@ -54,6 +56,7 @@ class Schedule:
         self._unsharded: set[int] = set()
         self._held: int | None = None  # See [Note: Who holds a gather's buffer]
         self._reduce_input = Amount()
+        self._former_reduce_input = Amount()  # of the group before
         self._gradients: dict[int, Amount] = {}
         self._order: list[int] = []  # groups by their forwards' ends
         self._positions: dict[int, list[int]] = {}  # of each group in this order
@@ -95,6 +98,7 @@ class Schedule:
             yield from self._start_reduction(mark)
         elif mark.point is Point.GRADIENTS_FREED:
             yield from self._reduce(mark)
+            self._drop_former_reduce_input()
         yield self.level
 
     def _gather(self, group: int) -> Iterator[Amount]:
@@ -133,11 +137,17 @@ class Schedule:
 
     def _start_reduction(self, mark: Mark) -> Iterator[Amount]:
         self._free(mark.group)
-        self._other_bytes = self._other_bytes - self._reduce_input
+        self._former_reduce_input = self._reduce_input
+        if not HOLDS_REDUCE_INPUT:
+            self._drop_former_reduce_input()
         sizes = self.sizes[mark.group]
         self._reduce_input = sizes.reduced(mark.reduced).times_ranks()
         self._other_bytes = self._other_bytes + self._reduce_input
         yield self.level + (sizes.padded_copies(mark.reduced) if self.backend is not Backend.NCCL else Amount())
+
+    def _drop_former_reduce_input(self) -> None:
+        self._other_bytes = self._other_bytes - self._former_reduce_input
+        self._former_reduce_input = Amount()
 
     def _reduce(self, mark: Mark) -> Iterator[Amount]:
         if not mark.reduced:
