@@ -56,6 +56,22 @@ class _Rank:
     stack_file: Path
 
 
+@dataclass(frozen=True)
+class _Left:
+    """How a test leaves the process group that it was given.
+
+    Attributes:
+        alone: Whether it is still there, and no other was made.
+        agreements: Decisions that ranks have come together for.
+    """
+
+    alone: bool
+    agreements: int
+
+
+_Reply = tuple[str, Any, _Left | None]
+
+
 class RankPool:
     """`world_size` processes that run functions of the test modules."""
 
@@ -63,6 +79,7 @@ class RankPool:
         self.world_size = world_size
         self.directory = Path(tempfile.mkdtemp(prefix="compile_fsdp_ranks_"))
         self.calls = 0
+        self.is_fresh = True  # whether the ranks have to meet anew
         context = mp.get_context("spawn")
         self.ranks: list[_Rank] = []
         for rank in range(world_size):
@@ -86,16 +103,18 @@ class RankPool:
         store = str(self.directory / f"store_{self.calls}")
         source = sys.modules[function.__module__].__file__
         for rank in self.ranks:
-            rank.connection.send((store, source, function.__qualname__, args))
+            rank.connection.send((store if self.is_fresh else None, source, function.__qualname__, args))
         replies = self._collect(timeout_s)
         errors = [f"rank {i}:\n{reply[1]}" for i, reply in enumerate(replies) if reply[0] == "error"]
+        left = {reply[2] for reply in replies}
+        self.is_fresh = len(left) > 1 or not all(each and each.alone for each in left)
         if errors:
             raise RankError("\n".join(errors))
-        return [value for _, value in replies]
+        return [value for _, value, _ in replies]
 
-    def _collect(self, timeout_s: float) -> list[tuple[str, Any]]:
+    def _collect(self, timeout_s: float) -> list[_Reply]:
         deadline = time.monotonic() + timeout_s
-        replies: dict[int, tuple[str, Any]] = {}
+        replies: dict[int, _Reply] = {}
         while len(replies) < self.world_size:
             for i, rank in enumerate(self.ranks):
                 if i in replies or not rank.connection.poll(0.01):
@@ -112,7 +131,7 @@ class RankPool:
                 self._fail(replies, "\n".join(errors) or f"not finished after {timeout_s:.0f} s")
         return [replies[i] for i in range(self.world_size)]
 
-    def _fail(self, replies: dict[int, tuple[str, Any]], what: str) -> None:
+    def _fail(self, replies: dict[int, _Reply], what: str) -> None:
         waiting = [i for i in range(self.world_size) if i not in replies]
         for i in waiting:
             with contextlib.suppress(ProcessLookupError, TypeError):
@@ -174,36 +193,54 @@ def _serve(rank: int, world_size: int, connection: Connection, stack_file: str) 
             except EOFError:
                 return
             try:
-                reply = ("ok", _run_one(rank, world_size, store, source, name, args))
+                reply = ("ok", *_run_one(rank, world_size, store, source, name, args))
             except BaseException:
-                reply = ("error", traceback.format_exc())
+                reply = ("error", traceback.format_exc(), None)
             connection.send(reply)
 
 
-def _run_one(rank: int, world_size: int, store: str, source: str, name: str, args: Any) -> Any:
+def _run_one(rank: int, world_size: int, store: str | None, source: str, name: str, args: Any) -> Any:
     import torch
     import torch.distributed as dist
 
     import compile_fsdp
+    from compile_fsdp import agreement
 
     function = getattr(_load(source), name)
     torch._dynamo.reset()
     compile_fsdp.reset_reports()
-    file_store = dist.FileStore(store, world_size)
+    if store is not None:
+        _meet(rank, world_size, store)
+    agreement._agreed.clear()
+    world = dist.group.WORLD
+    try:
+        # Or a rank whose function needs no other could close its connections while another still makes them.
+        dist.barrier()
+        result = function(rank, *args)
+        alone = dist.group.WORLD is world and dist.get_pg_count() == 1
+        return result, _Left(alone, sum(each.rounds for each in agreement._agreed.values()))
+    finally:
+        torch.manual_seed(0)
+        _forget_meshes()
+
+
+def _meet(rank: int, world_size: int, store: str) -> None:
+    """Make the ranks' process group.
+
+    Once, and again behind a test that has failed or made others: what Dynamo has compiled keeps its process groups,
+    for good, and the threads of hundreds of them would wake a hundred times a second each.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
     backend = "gloo"
     if device_type() == "cuda":
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(rank)
         torch.set_default_device("cuda")
-    dist.init_process_group(backend, store=file_store, rank=rank, world_size=world_size)
-    try:
-        # Or a rank whose function needs no other could close its connections while another still makes them.
-        dist.barrier()
-        return function(rank, *args)
-    finally:
-        torch.manual_seed(0)
-        dist.destroy_process_group()
-        _forget_meshes()
+    dist.init_process_group(backend, store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
 
 
 def _forget_meshes() -> None:
