@@ -6,7 +6,8 @@
 #   make test-matrix    run the tests with every supported torch, and write docs/compatibility.md (hours; MATRIX_ARGS for
 #                       pytest; where there is no GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu)
 #   make parity  write docs/parity.md from a run of the whole parity table (half an hour on two cores)
-#   make bench   run every benchmark (an hour on two cores); TORCHTITAN is a checkout of it, for SimpleFSDP
+#   make bench   run every benchmark (an hour on two cores); TORCHTITAN is a checkout of it, for SimpleFSDP, with what
+#                that imports in the virtual environment: tyro, spmd_types
 #   make mutate  disable each precondition of each pass in turn; a test must fail (half an hour on one core)
 #   make docs    build the documentation into site/, with warnings as errors
 #   make setup   create the virtual environment with everything for both

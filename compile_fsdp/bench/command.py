@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from compile_fsdp.bench.measure import Result, measure
-from compile_fsdp.bench.modes import MODES
+from compile_fsdp.bench.modes import MODES, SIMPLE_FSDP
 from compile_fsdp.bench.report import format_table, write_json, write_plot
 from compile_fsdp.bench.workloads import SIZES, CausalLM, Workload
 from compile_fsdp.compat import TRACE_BUFFER_SIZE, allow_recompiles
@@ -27,9 +27,9 @@ modes take turns in every round, so that what else the machine does falls on all
 or on those that torchrun has started.
 
 modes: eager is torch's FSDP2; block compiles each block before sharding it; whole compiles the sharded model, with its
-graph breaks; compile is this project, compile_kept with memory for all unsharded parameters; bound is one model without
-sharding, compiled. simple is SimpleFSDP from torchtitan, where that can be imported; simple_bucket the same with all of
-Inductor's collective bucketing, simple_block with buckets of a block's size.
+graph breaks, and is measured apart; compile is this project, compile_kept with memory for all unsharded parameters;
+bound is one model without sharding, compiled. simple is SimpleFSDP from torchtitan, where that can be imported;
+simple_bucket the same with all of Inductor's collective bucketing, simple_block with buckets of a block's size.
 """
 
 
@@ -68,7 +68,9 @@ def run(args: argparse.Namespace) -> None:
     """Measure, and report on the first rank.
 
     [Note: A process for each workload]
-    No compiled model of another one, and no profiler that gloo's threads may still report to, is in its processes.
+    No compiled model of another one, and no profiler that gloo's threads may still report to, is in its processes. The
+    mode whole has processes of its own, with eager: where its graph breaks, Dynamo skips the code of the modules' calls
+    from then on, and of what is compiled with fullgraph behind it only the blocks are.
 
     Raises:
         TrainError: the options or the installation do not allow the run.
@@ -96,10 +98,12 @@ def _check(args: argparse.Namespace) -> dict[str, Workload]:
         raise TrainError(f"expected eager among --modes, which the others are measured by, got {','.join(args.modes)}")
     if dist.is_torchelastic_launched() and len(args.model) > 1:
         raise TrainError(f"expected one --model under torchrun, got {', '.join(args.model)}; start it for each")
+    if dist.is_torchelastic_launched() and len(_apart(args.modes)) > 1:
+        raise TrainError(f"expected whole with eager alone under torchrun, got {','.join(args.modes)}; start it apart")
     if args.rounds < 2 or args.ranks < 1:
         raise TrainError(f"expected at least 2 rounds and 1 rank, got --rounds {args.rounds} --ranks {args.ranks}")
     if any(mode.startswith("simple") for mode in args.modes):
-        _require("torchtitan", "put a checkout of torchtitan on PYTHONPATH")
+        _require(SIMPLE_FSDP, "put a checkout of torchtitan on PYTHONPATH; install what that imports: tyro, spmd_types")
     if args.plot is not None:
         _require("matplotlib", "install it with: pip install 'compile-fsdp[bench]'")
     if any(name not in SIZES for name in args.model):
@@ -123,28 +127,42 @@ def _workload(name: str, args: argparse.Namespace) -> Workload:
     return CausalLM.read(path, args.batch_size, args.seq_len)
 
 
+def _apart(modes: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """The modes that are measured in the same processes. See [Note: A process for each workload]"""
+    others = tuple(mode for mode in modes if mode != "whole")
+    return [modes] if others in (modes, ("eager",)) else [others, ("eager", "whole")]
+
+
 def _spawn(workload: Workload, args: argparse.Namespace) -> dict[str, Result]:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # no line for every profile that the ranks take
-    with tempfile.TemporaryDirectory() as folder:
-        results = Path(folder) / "results"
-        spawn(_spawned, args=(workload, args, f"{folder}/store", results), nprocs=args.ranks)
-        table: dict[str, Result] = pickle.loads(results.read_bytes())  # written by our own rank
-        return table
+    table: dict[str, Result] = {}
+    for modes in _apart(args.modes):
+        with tempfile.TemporaryDirectory() as folder:
+            results = Path(folder) / "results"
+            spawn(_spawned, args=(workload, modes, args, f"{folder}/store", results), nprocs=args.ranks)
+            table = pickle.loads(results.read_bytes()) | table  # written by our own rank
+    return {mode: table[mode] for mode in args.modes}
 
 
-def _spawned(rank: int, workload: Workload, args: argparse.Namespace, store: str, results: Path) -> None:
+def _spawned(
+    rank: int, workload: Workload, modes: tuple[str, ...], args: argparse.Namespace, store: str, results: Path
+) -> None:
     file_store = dist.FileStore(store, args.ranks)  # type: ignore[attr-defined]
-    table = _serve(workload, args, rank, {"store": file_store, "rank": rank, "world_size": args.ranks})
+    table = _serve(workload, modes, args, rank, {"store": file_store, "rank": rank, "world_size": args.ranks})
     if rank == 0:
         results.write_bytes(pickle.dumps(table))
 
 
 def _on_present_ranks(workload: Workload, args: argparse.Namespace) -> dict[str, Result]:
-    return _serve(workload, args, int(os.environ["LOCAL_RANK"]), {})
+    return _serve(workload, args.modes, args, int(os.environ["LOCAL_RANK"]), {})
 
 
 def _serve(
-    workload: Workload, args: argparse.Namespace, local_rank: int, rendezvous: Mapping[str, Any]
+    workload: Workload,
+    modes: tuple[str, ...],
+    args: argparse.Namespace,
+    local_rank: int,
+    rendezvous: Mapping[str, Any],
 ) -> dict[str, Result]:
     on_cuda = torch.cuda.is_available()
     os.environ["TORCH_FR_BUFFER_SIZE"] = TRACE_BUFFER_SIZE
@@ -156,6 +174,6 @@ def _serve(
     try:
         # Modes share the code of the model.
         with allow_recompiles(), torch.device("cuda" if on_cuda else "cpu"):
-            return measure(workload, args.modes, args.rounds)
+            return measure(workload, modes, args.rounds)
     finally:
         dist.destroy_process_group()

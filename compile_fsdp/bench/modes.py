@@ -16,6 +16,9 @@ from compile_fsdp.wrap import plan
 
 Mode = Callable[[Any], nn.Module]
 
+# In torchtitan's main of 2026-08-21.
+SIMPLE_FSDP = "torchtitan.experiments.graph_trainer.simple_fsdp"
+
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks, each of which is a parameter group."""
@@ -62,7 +65,7 @@ def _bound(model: nn.Module) -> nn.Module:
 
 
 def _simple(model: nn.Module, **options: Any) -> nn.Module:
-    simple_fsdp = importlib.import_module("torchtitan.experiments.graph_trainer.simple_fsdp")
+    simple_fsdp = importlib.import_module(SIMPLE_FSDP)
     mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
     simple: nn.Module = simple_fsdp.data_parallel(model, mesh, mode="fully_shard")
     simple.compile(fullgraph=True, options=options)

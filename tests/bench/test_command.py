@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from compile_fsdp.bench.measure import peak_bytes
+from compile_fsdp.bench.modes import SIMPLE_FSDP
 from compile_fsdp.cli import main
 
 TINY: dict[str, Any] = {
@@ -28,7 +29,7 @@ TINY: dict[str, Any] = {
 
 def test_modes_take_turns_on_two_ranks(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY))
-    options = ["--model", "config.json", "--seq-len", "8", "--modes", "eager,compile", "--rounds", "2"]
+    options = ["--model", "config.json", "--seq-len", "8", "--modes", "eager,whole,compile", "--rounds", "2"]
     files = ["--json", "out.json", "--plot", "out.png"]
     command = [sys.executable, "-m", "compile_fsdp", "bench", *options, *files]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
@@ -36,10 +37,10 @@ def test_modes_take_turns_on_two_ranks(tmp_path: Path) -> None:
     head = json.loads((tmp_path / "out.json").read_text())
     assert (head["torch"], head["ranks"], head["device"]) == (torch.__version__, 2, "cpu")
     results = head["results"]["config.json"]
-    assert list(results) == ["eager", "compile"]
+    assert list(results) == ["eager", "whole", "compile"]
     assert results["eager"]["ratio"] == 1
     # Two layers are gathered twice and reduced once, the root once each; what there is to synchronise comes on top.
-    assert {mode: each["collectives"] for mode, each in results.items()} == {"eager": 8, "compile": 8}
+    assert {mode: each["collectives"] for mode, each in results.items()} == {"eager": 8, "whole": 8, "compile": 8}
     for each in results.values():
         lower, upper = each["spread"]
         assert 0 < lower <= each["ratio"] <= upper
@@ -63,6 +64,25 @@ def test_bad_options_are_one_line(options: list[str], expected: str, capsys: pyt
     assert main(["bench", *options]) == 2
     error = capsys.readouterr().err
     assert expected in error and error.count("\n") == 1
+
+
+def test_ranks_of_torchrun_measure_whole_apart(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of a test")
+    assert main(["bench", "--modes", "eager,block,whole"]) == 2
+    assert "expected whole with eager alone under torchrun" in capsys.readouterr().err
+
+
+def test_what_a_checkout_of_torchtitan_lacks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path.joinpath(*SIMPLE_FSDP.split(".")).with_suffix(".py")
+    file.parent.mkdir(parents=True)
+    file.write_text("import what_torchtitan_needs\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["bench", "--modes", "eager,simple"]) == 2
+    assert "compile-fsdp bench needs what_torchtitan_needs" in capsys.readouterr().err
 
 
 def test_peak_is_what_lives_at_a_time() -> None:
