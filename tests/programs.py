@@ -78,12 +78,13 @@ class Program:
         """Whether gradients may be added in another order than eager FSDP2 adds them.
 
         A layer may run several times, in each of several forwards that share a backward or in a checkpoint: eager
-        autograd adds up all its gradients one after the other, AOTAutograd first those of one forward graph. Or a
-        sharded module takes what others take, too: eager FSDP2 hands it in through an autograd node of its own, which
-        adds up the module's part first.
+        autograd adds up all its gradients one after the other, AOTAutograd first those of one forward graph. Or it has
+        gradients of a microbatch before: eager FSDP2 reduces these as soon as the first of its backwards is over, and
+        apart from the others. Or a sharded module takes what others take, too: eager FSDP2 hands it in through an
+        autograd node of its own, which adds up the module's part first.
         """
         parts = list(_walk(self.root))
-        is_split = "sum" in self.steps or any(part.is_checkpointed for part in parts)
+        is_split = not {"sum", "accumulate"}.isdisjoint(self.steps) or any(part.is_checkpointed for part in parts)
         if is_split and any(part.times > 1 or part.kind == "again" for part in parts):
             return True
         return any(part.kind == "sum" and any(map(_hands_to_sharded, part.children)) for part in parts)
@@ -230,7 +231,7 @@ class Training:
         self.program = program
         self.model = build(program, fully_shard)
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.SGD(parameters, lr=0.05) if parameters else None
+        self.optimizer = torch.optim.SGD(parameters, lr=0.01) if parameters else None
         self.losses: list[torch.Tensor] = []
 
     def step(self, number: int, rank: int) -> None:

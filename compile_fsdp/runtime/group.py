@@ -63,6 +63,7 @@ class TraceableGroup:
         backward_prefetch: When a backward gathers the groups that it needs next; None for no prefetch.
         prefetch_last: What to gather once this group's gradients are computed.
         launched: An all-gather that was launched ahead of its use.
+        is_ahead: Whether eager code has unsharded the group ahead of a use that is still to come.
         calls: Forwards through the group whose backward may still come.
     """
 
@@ -84,6 +85,7 @@ class TraceableGroup:
         self.post_forward_rank: torch.Tensor | None = None  # (1,) int64
         self.watched: set[int] = set()  # parameters whose gradient hook is registered
         self.launched: Launched | None = None
+        self.is_ahead = False
         self.calls: weakref.WeakSet[BackwardCall] = weakref.WeakSet()
         self.active = False
         self.gradients = GradientCount()
@@ -464,6 +466,7 @@ class TraceableGroup:
         """
         self.end_backward()
         self.calls.clear()
+        self.is_ahead = False
         for param in self.params:
             param.reset()
         self.group._sharded_state = self.known.sharded

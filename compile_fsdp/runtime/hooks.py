@@ -46,6 +46,7 @@ class StateHooks:
         members: Its modules.
         grouped: Of a root: the hooks of several modules below it.
         is_traced: Of a root: whether the forward that runs is compiled, at least in part.
+        ahead: Of a root: groups that eager code of such a forward has gathered ahead.
     """
 
     def __init__(self, state: FSDPState) -> None:
@@ -55,6 +56,7 @@ class StateHooks:
         self.members = [ModuleHooks(self, module) for module in state._modules]
         self.grouped: list[StateHooks] = []
         self.is_traced = False
+        self.ahead: list[TraceableGroup] = []
 
     @property
     def module(self) -> nn.Module:
@@ -89,6 +91,8 @@ class StateHooks:
                 _refuse(self, reason)
             if not group.is_unsharded:
                 group.unshard()
+            elif group.is_ahead:
+                group.is_ahead = False
             group.register_unsharded()
         if torch.is_grad_enabled() and any([group.is_frozen for group in self.groups]):
             self._watch_inputs((args, kwargs))
@@ -137,16 +141,35 @@ class StateHooks:
         for member in self.members:
             member.is_awaited = False
         self.is_traced = False
+        self.ahead = []
         for group in self.groups:
             group.reset()
 
     def wait_for_prefetched(self) -> None:
         """For real: complete what eager code of a compiled forward has sent ahead, since a graph cannot."""
-        root = self.state._state_ctx.iter_forward_root
-        if root is not None and root._compile_fsdp_hooks.is_traced:
-            for state in self.state._states_to_forward_prefetch:
-                for group in param_groups(state):
-                    group.wait_for_unshard()
+        state = self.state._state_ctx.iter_forward_root
+        root: StateHooks | None = None if state is None else state._compile_fsdp_hooks
+        for group in self.groups:
+            group.is_ahead = False
+        if root is None or not root.is_traced:
+            return
+        for state in self.state._states_to_forward_prefetch:
+            for group in state._compile_fsdp_hooks.groups:  # type: ignore[attr-defined]
+                if not group.is_unsharded:
+                    group.group.wait_for_unshard()
+                    group.is_ahead = True
+                    root.ahead.append(group)
+
+    def drop_prefetched(self) -> None:
+        """For real, of a root: shard what eager code has gathered ahead for modules that did not run.
+
+        Their parameters may change until the next forward, which would compute with the old values, and shard these.
+        """
+        ahead, self.ahead = self.ahead, []
+        for group in ahead:
+            if group.is_ahead:
+                group.is_ahead = False
+                group.group.reshard()
 
     def _watch_inputs(self, inputs: Any) -> None:
         # No gradient tells when the backward of frozen parameters is over; the inputs' gradients do.

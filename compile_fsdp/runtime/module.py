@@ -42,6 +42,8 @@ class TraceableModule:
         finally:
             calls.end()
             restore_hook_bodies_now()  # where a trace has stopped before it did so itself
+        if calls.outermost() is None:
+            fsdp_state(self)._compile_fsdp_hooks.drop_prefetched()  # type: ignore[arg-type,union-attr]
         if call.on_output is not None:
             call.on_output(output)
         return output

@@ -27,7 +27,7 @@ def _train(rank: int, program: Program, inner_backend: str) -> Parity | None:
         expected = []
         for number in range(len(program.steps)):
             eager.step(number, rank)
-            assert all(loss.isfinite() for loss in eager.losses)
+            assert all(loss < 1e6 for loss in eager.losses)  # or it diverges, and the order of additions is everything
             expected.append((eager.losses, {n: _gradient(p) for n, p in eager.model.named_parameters()}))
             eager.update()
     except Exception:
@@ -148,6 +148,15 @@ KEPT = {
             (Part("break", (Part("scale", is_sharded=True), Part("again", number=4, is_checkpointed=True))),),
         ),
         ("sum", "plain", "plain"),
+        prefetches=True,
+    ),
+    "eager code gathers ahead what does not run": Program(
+        Part(
+            "chain",
+            (Part("gate", (Part("linear", frozen="all", is_sharded=True), Part("buffer")), is_sharded=True),),
+            is_checkpointed=True,
+        ),
+        flags=(False, False, False),
         prefetches=True,
     ),
 }
