@@ -29,6 +29,7 @@ from compile_fsdp.compat import (
 )
 from compile_fsdp.deferred_hooks import DeferredHooks, call_hooks, take_hooks
 from compile_fsdp.errors import NotRootError, NotShardedError, UnsupportedFeatureError
+from compile_fsdp.op_runs import join_runs
 from compile_fsdp.ops import accumulate_gradient, ensure_lowerings, ensure_ops, watch
 from compile_fsdp.options import Options
 from compile_fsdp.passes import Pipeline, expand_calls, keep_unsharded, legalize_windows, save_frozen_outputs
@@ -283,12 +284,15 @@ class _BackwardCompiler:
         self.hooks = hooks
         self.state: Any = None
         self._runs: list[Callable[..., Any]] = []
+        self._op_runs: set[Callable[..., Any]] = set()
         self._fake_modes: list[Any] = []  # of graphs that were compiled since the last run
         self._tracing: Phase | None = None  # from the first run until Dynamo has traced it
 
     def __call__(self, captured: fx.GraphModule) -> Callable[..., Any]:
         if self.hooks is not None:
             call_hooks(captured, self.hooks)
+        self._op_runs |= join_runs(captured)
+        captured.recompile()
         # Not the module itself: its handling of an exception would be compiled too, and fail with another one.
         # And a copy, since what Dynamo keeps with code and globals would live as long as the captured graph.
         forward = FunctionType(captured.forward.__code__.replace(), dict(captured.forward.__globals__))
@@ -327,7 +331,7 @@ class _BackwardCompiler:
         self._end_tracing()
         if (fake_mode := fake_mode_of(gm)) is not None:
             self._fake_modes.append(fake_mode)
-        expand_calls(gm.graph, GROUP_CALLS)
+        expand_calls(gm.graph, GROUP_CALLS | self._op_runs)
         inputs = _GraphInputs(gm)
         unmoved = legalize_windows(gm.graph, inputs.name_before).unmoved
         if unmoved:

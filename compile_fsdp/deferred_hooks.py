@@ -72,7 +72,6 @@ def call_hooks(captured: fx.GraphModule, hooks: DeferredHooks) -> None:
             called = graph.call_function(_call_hook, (grad, state, hooks.names[number]))
         node.replace_all_uses_with(called)
         graph.erase_node(node)
-    captured.recompile()
 
 
 def _call_hook(grad: torch.Tensor, state: Any, name: str) -> torch.Tensor:

@@ -34,10 +34,12 @@ from compile_fsdp.compat import (
     param_groups,
     reduce_dtype,
     reduces_unused,
+    runs_while_tracing,
     runs_while_tracing_for,
 )
 from compile_fsdp.ops import all_gather_into_tensor, hand_over, issue_ticket
 from compile_fsdp.runtime import communicators
+from compile_fsdp.runtime.calls import outermost
 from compile_fsdp.runtime.gather import GatherPlan, Launched, fill, free, pack, unpack
 from compile_fsdp.runtime.gradient_count import GradientCount
 from compile_fsdp.runtime.parameter import TraceableParam
@@ -59,6 +61,7 @@ class TraceableGroup:
         active: True while a compiled backward runs; the gradient hooks do nothing otherwise.
         gradients: Counts them in a compiled backward.
         modules_hold_shards: Whether the modules hold the sharded parameters all through this backward.
+        held: By parameter, what its module held before this forward, which puts it back; else empty.
         deferred: Another forward's backward follows in this one, and its gradients are reduced with these.
         backward_prefetch: When a backward gathers the groups that it needs next; None for no prefetch.
         prefetch_last: What to gather once this group's gradients are computed.
@@ -90,6 +93,8 @@ class TraceableGroup:
         self.active = False
         self.gradients = GradientCount()
         self.modules_hold_shards = False
+        self.held: Sequence[nn.Parameter | None] = ()
+        self.is_tied = any(param._module_info.shared_modules for param in group.fsdp_params)
         self.deferred = False
         self.backward_prefetch: BackwardPrefetch | None = None
         self.prefetch_last: list[TraceableGroup] = []
@@ -254,10 +259,31 @@ class TraceableGroup:
             params_follow(self)
         else:
             self.reshard()
-            self.register_sharded()
+            if len(self.held) > 0:  # without a look at the first
+                self._put_back()
+            else:
+                self.register_sharded()
+
+    def hold(self) -> None:
+        """Remember what the modules hold, if it is what they are to hold after the forward.
+
+        For Dynamo a dict that gets back what it had has not changed. It neither writes it after each step, nor makes
+        the sharded parameters inputs of the graph, nor guards them.
+        """
+        is_freed = self.group.post_forward_mesh_info is self.group.mesh_info
+        if is_freed and not self.is_tied and not self.is_post_forward and _runs_for_real():
+            infos = [param.param._module_info for param in self.params]
+            self.held = [info.module._parameters[info.param_name] for info in infos]
+
+    def _put_back(self) -> None:
+        for param, value in zip(self.params, self.held, strict=True):
+            info = param.param._module_info
+            info.module._parameters[info.param_name] = value
+        self.held = ()
 
     def register_unsharded(self) -> None:
-        params_follow(self)
+        if len(self.held) == 0:  # or they are back in their state when anything looks
+            params_follow(self)
         for param in self.params:
             param.register_unsharded()
 
@@ -451,6 +477,7 @@ class TraceableGroup:
         self.active = False
         self.gradients.forget()
         self.modules_hold_shards = False
+        self.held = ()
         self.deferred = False
         self.prefetch_last = []
         self.launched = None
@@ -494,6 +521,15 @@ def _plan_gather(group: TraceableGroup, plan_text: str, state: ShardedState) -> 
 def _shard_layout(group: TraceableGroup, plan_text: str) -> tuple[list[int], list[int]]:
     plans = [param.plan for param in group.params]
     return [plan.shard_dim for plan in plans], [plan.shard_numel for plan in plans]
+
+
+@runs_while_tracing
+def _runs_for_real() -> bool:
+    """Whether a root is called outside of what is traced, which compares with the sharded parameters before each step.
+
+    Otherwise graphs must read them for Dynamo to guard them: whether they need a gradient may change.
+    """
+    return outermost() is not None
 
 
 @runs_while_tracing_for

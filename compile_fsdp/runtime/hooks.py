@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import partial
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ class StateHooks:
     Attributes:
         groups: Its parameter groups; more than one if `shard_placement_fn` returns several meshes.
         members: Its modules.
+        of_root: All of the root's, in the order of its states.
         grouped: Of a root: the hooks of several modules below it.
         is_traced: Of a root: whether the forward that runs is compiled, at least in part.
         ahead: Of a root: groups that eager code of such a forward has gathered ahead.
@@ -54,6 +55,7 @@ class StateHooks:
         state._compile_fsdp_hooks = self  # type: ignore[attr-defined]
         self.groups = [TraceableGroup(group, state) for group in param_groups(state)]
         self.members = [ModuleHooks(self, module) for module in state._modules]
+        self.of_root: list[StateHooks] = []
         self.grouped: list[StateHooks] = []
         self.is_traced = False
         self.ahead: list[TraceableGroup] = []
@@ -76,10 +78,12 @@ class StateHooks:
             if self.state._device.type != "cpu":  # where eager FSDP2 moves the root's inputs, too
                 device = self.state._device
                 args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
-        is_first = not any([member.is_awaited for member in self.members])
-        if is_first and len(self.members) > 1:
-            for member in self.members:
-                member.is_awaited = True
+        is_first = True
+        if len(self.members) > 1:
+            is_first = not any([member.is_awaited for member in self.members])
+            if is_first:
+                for member in self.members:
+                    member.is_awaited = True
         if ends_backward_by_hand(self.state):
             _refuse(self, "set_manual_backward_finalization")
         policy = self.state._mp_policy
@@ -90,6 +94,7 @@ class StateHooks:
             if reason is not None:
                 _refuse(self, reason)
             if not group.is_unsharded:
+                group.hold()
                 group.unshard()
             elif group.is_ahead:
                 group.is_ahead = False
@@ -111,17 +116,19 @@ class StateHooks:
                 if any([member.is_awaited for member in hooks.members]):
                     # The forward ran but some modules of a group.
                     output = hooks.complete(output)
-            for state in context.all_states:
-                for group in state._compile_fsdp_hooks.groups:
-                    group.launched = None  # of a module that was prefetched and did not run
+            if _prefetches(self):
+                for state in context.all_states:
+                    for group in state._compile_fsdp_hooks.groups:
+                        group.launched = None  # of a module that was prefetched and did not run
             context.iter_forward_root = None
             self.is_traced = False
             restore_hook_bodies()
         return output
 
     def complete(self, output: Any) -> Any:
-        for member in self.members:
-            member.is_awaited = False
+        if len(self.members) > 1:
+            for member in self.members:
+                member.is_awaited = False
         for group in self.groups:
             group.reshard_after_forward()
         watched = self._watched_outputs(output)
@@ -160,6 +167,13 @@ class StateHooks:
                     group.is_ahead = True
                     root.ahead.append(group)
 
+    def follow_trainable(self) -> None:
+        """For real, of a root: let unsharded parameters need a gradient as the sharded ones do, for Dynamo to see."""
+        for state in self.state._state_ctx.all_states:
+            for group in state._compile_fsdp_hooks.groups:
+                for param in group.params:
+                    param.follow_trainable()
+
     def drop_prefetched(self) -> None:
         """For real, of a root: shard what eager code has gathered ahead for modules that did not run.
 
@@ -189,7 +203,7 @@ class StateHooks:
         if states:
             hooks = [state._compile_fsdp_hooks for state in states]  # type: ignore[attr-defined]
         elif group.backward_prefetch is not None and previous >= 0:
-            hooks = [self.state._state_ctx.all_states[previous]._compile_fsdp_hooks]
+            hooks = [self.of_root[previous]]
         else:
             return []
         return [each for of_state in hooks for each in reversed(of_state.groups)]
@@ -231,29 +245,16 @@ class ModuleHooks:
         before, after = self.module._forward_pre_hooks, self.module._forward_hooks
         (pre_id,), (post_id,) = ids & before.keys(), ids & after.keys()
         self.eager_pre_forward, self.eager_post_forward = before[pre_id], after[post_id]
-        before[pre_id] = with_own_code(self.pre_forward)
+        before[pre_id] = with_own_code(_pre_forward)
         # torch has moved its hook to the front. Dynamo of 2.11 sees only in which order hooks were put in.
         in_order = list(before.items())
         before.clear()
         before.update(in_order)
-        after[post_id] = with_own_code(self.post_forward)
+        after[post_id] = with_own_code(_post_forward)
+        self.module._compile_fsdp_member = self  # type: ignore[assignment]
 
-    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            _enter(self.hooks)
-            return call_with_side_effects(self.hooks.before_forward, args, kwargs)
-        assert self.eager_pre_forward is not None
-        inputs = self.eager_pre_forward(module, args, kwargs)
-        self.hooks.wait_for_prefetched()
-        return inputs
-
-    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return call_with_side_effects(self._traced_post_forward, output)
-        assert self.eager_post_forward is not None
-        return self.eager_post_forward(module, args, output)
-
-    def _traced_post_forward(self, output: Any) -> Any:
+    def after_forward(self, output: Any) -> Any:
+        """Traced."""
         if len(self.hooks.members) == 1:
             return self.hooks.after_forward(output)
         if self.is_awaited:
@@ -263,14 +264,35 @@ class ModuleHooks:
         return self.hooks.cast_output(output)
 
 
-def with_own_code(method: Any) -> Any:
+# The hooks themselves. They take their object from the module, since Dynamo checks before every step each object by the
+# path on which it has come to it; that through a hook is a long one.
+
+
+def _pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    member: ModuleHooks = module._compile_fsdp_member  # type: ignore[assignment]
+    if torch.compiler.is_dynamo_compiling():
+        _enter(member.hooks)
+        return call_with_side_effects(member.hooks.before_forward, args, kwargs)
+    assert member.eager_pre_forward is not None
+    inputs = member.eager_pre_forward(module, args, kwargs)
+    member.hooks.wait_for_prefetched()
+    return inputs
+
+
+def _post_forward(module: nn.Module, args: Any, output: Any) -> Any:
+    member: ModuleHooks = module._compile_fsdp_member  # type: ignore[assignment]
+    if torch.compiler.is_dynamo_compiling():
+        return call_with_side_effects(member.after_forward, output)
+    assert member.eager_post_forward is not None
+    return member.eager_post_forward(module, args, output)
+
+
+def with_own_code(function: Any) -> Any:
     """See [Note: Code of its own for every module]."""
-    function = method.__func__
     # A copy with the same name would be equal, and so the same to Dynamo's tables.
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(_copies)}")
     # Globals of its own, too: Dynamo puts results of ours there, and never takes them away.
-    copied = FunctionType(code, dict(function.__globals__), function.__name__, closure=function.__closure__)
-    return MethodType(copied, method.__self__)
+    return FunctionType(code, dict(function.__globals__), function.__name__, closure=function.__closure__)
 
 
 _copies = itertools.count()
@@ -315,6 +337,8 @@ def _enter(hooks: StateHooks) -> None:
     state._lazy_init()
     if state._is_root:
         below = [each._compile_fsdp_hooks for each in state._state_ctx.all_states]
+        for each in below:
+            each.of_root = below
         hooks.grouped = [each for each in reversed(below) if len(each.members) > 1]
     prefetched = [each._compile_fsdp_hooks for each in state._states_to_forward_prefetch]  # type: ignore[attr-defined]
     for each in (hooks, *prefetched):
@@ -322,6 +346,12 @@ def _enter(hooks: StateHooks) -> None:
             checks.check_group(group.group)
             group.prepare()
     scope.enter(hooks)
+
+
+@runs_while_tracing_for
+def _prefetches(root: StateHooks) -> bool:
+    """Whether some module gathers others ahead in the forward; each guards its own list."""
+    return any(state._states_to_forward_prefetch for state in root.state._state_ctx.all_states)
 
 
 @runs_while_tracing_for

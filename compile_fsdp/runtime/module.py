@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from functools import cache
+from types import MethodType
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class TraceableModule:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         if calls.outermost() is None:
             self._take_own_code()
+            fsdp_state(self)._compile_fsdp_hooks.follow_trainable()  # type: ignore[arg-type,union-attr]
         call = calls.begin(self, args, kwargs)  # type: ignore[arg-type]
         try:
             output = super().__call__(*args, **kwargs)  # type: ignore[misc]
@@ -59,7 +61,7 @@ class TraceableModule:
         # See [Note: Code of its own for every module]; of a root alone, or its parts would be called `self._call_impl`
         # in graphs, and not by their names.
         if "_call_impl" not in self.__dict__:
-            self.__dict__["_call_impl"] = with_own_code(self._call_impl)
+            self.__dict__["_call_impl"] = MethodType(with_own_code(TraceableModule._call_impl), self)
 
     def reset_iter_state(self) -> None:
         """torch's own, for the root after an exception; also frees what a compiled graph has left unsharded."""

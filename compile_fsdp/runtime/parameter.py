@@ -142,6 +142,11 @@ class TraceableParam:
         """Whether the unsharded parameter has its memory."""
         return self.leaf.untyped_storage().nbytes() >= self.plan.storage_bytes
 
+    def follow_trainable(self) -> None:
+        """For real: let the unsharded parameter need a gradient as the sharded one does now."""
+        if hasattr(self, "leaf") and self.leaf.requires_grad != self.param.sharded_param.requires_grad:
+            self.leaf.requires_grad_(self.param.sharded_param.requires_grad)
+
     # All-gather
 
     def gather_input(self, is_post_forward: bool) -> torch.Tensor:
