@@ -46,12 +46,13 @@ class Costs:
         """Seconds for reading and writing so many bytes."""
         return 2 * size_bytes / self.memory_bandwidth
 
-    def pack_bytes(self, ranks: int) -> int:
-        """Most bytes of shards in one collective, as long as several fit: its latency is then a third of its time.
+    def pack_bytes(self, ranks: int, *, is_spare: bool = False) -> int:
+        """Most bytes of shards in one collective, as long as several fit.
 
-        A pack is in memory from its first use to its last, so small packs are better.
+        A pack is in memory from its first use to its last, so small packs are better: of those of this size, latency is
+        a third of their time. Where memory is to spare (`is_spare`), a ninth.
         """
-        return int(2 * self.latency * self.comm_bandwidth / max(ranks - 1, 1))
+        return int((8 if is_spare else 2) * self.latency * self.comm_bandwidth / max(ranks - 1, 1))
 
 
 # By device type. The CPU's: two gloo ranks on one core each (benchmarks/results/steps_cpu_202611.md). CUDA's: the

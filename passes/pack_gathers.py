@@ -59,7 +59,8 @@ def pack_gathers(graph: fx.Graph, *, merge: bool = False, costs: Costs | None = 
     for run in neighbours(find_packed(graph, GATHER), _Joining(graph) if merge else None):
         shards = [shard for packed in run for shard in packed.inputs]
         sizes = [size_bytes(shard) for shard in shards]
-        packs = _plan(shards, sizes, run[0].ranks, costs or device_costs(run[0].collective))
+        own = costs or device_costs(run[0].collective)
+        packs = _plan(shards, sizes, run[0].ranks, own, own.pack_bytes(run[0].ranks, is_spare=merge))
         if packs == positions(run):
             continue
         _pack(graph, run, packs)
@@ -72,11 +73,11 @@ def pack_gathers(graph: fx.Graph, *, merge: bool = False, costs: Costs | None = 
     return CountReport(pack_gathers.__name__, nodes_before, len(graph.nodes), counts)
 
 
-def _plan(shards: list[fx.Node], sizes: list[int], ranks: int, costs: Costs) -> list[list[int]]:
+def _plan(shards: list[fx.Node], sizes: list[int], ranks: int, costs: Costs, limit: int) -> list[list[int]]:
     if not are_contiguous(shards):
         return [list(range(len(sizes)))]
     alone = [costs.copy(size) + costs.copy(size * ranks) > costs.latency for size in sizes]
-    return plan_packs(sizes, alone, costs.pack_bytes(ranks))
+    return plan_packs(sizes, alone, limit)
 
 
 class _Joining:

@@ -56,7 +56,9 @@ def pack_reductions(graph: fx.Graph, *, merge: bool = False, costs: Costs | None
     for run in neighbours(find_packed(graph, REDUCE), may_join):
         gradients = [rows for packed in run for rows in packed.inputs]
         sizes = [size_bytes(rows) for rows in gradients]
-        packs = _plan(gradients, sizes, run[0].ranks, costs or device_costs(run[0].collective))
+        own = costs or device_costs(run[0].collective)
+        limit = own.pack_bytes(run[0].ranks, is_spare=merge) * run[0].ranks
+        packs = _plan(gradients, sizes, own, limit)
         if packs == positions(run):
             continue
         replaced |= _pack(graph, run, packs)
@@ -86,11 +88,11 @@ def _may_join(places: Places, earlier: Packed, later: Packed) -> bool:
     return not places.is_written_between(earlier.pack, later.pack)
 
 
-def _plan(gradients: list[fx.Node], sizes: list[int], ranks: int, costs: Costs) -> list[list[int]]:
+def _plan(gradients: list[fx.Node], sizes: list[int], costs: Costs, limit: int) -> list[list[int]]:
     if not are_contiguous(gradients):
         return [list(range(len(sizes)))]
     alone = [costs.copy(size) > costs.latency for size in sizes]
-    return plan_packs(sizes, alone, costs.pack_bytes(ranks) * ranks)
+    return plan_packs(sizes, alone, limit)
 
 
 def _pack(graph: fx.Graph, run: list[Packed], packs: list[list[int]]) -> dict[fx.Node, fx.Node]:

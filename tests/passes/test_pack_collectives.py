@@ -180,12 +180,18 @@ def test_parameters_that_stay_are_gathered_together(dtype: torch.dtype) -> None:
     assert node.args[0].meta["val"].shape == (9,)
 
 
-@pytest.mark.parametrize(("free", "merge", "pack"), [(True, True, 1e9), (False, False, 1e9), (False, True, 5)])
+@pytest.mark.parametrize(("free", "merge", "pack"), [(True, True, 1e9), (False, False, 1e9), (False, True, 5 / 4)])
 def test_packs_that_may_not_be_joined(free: bool, merge: bool, pack: float) -> None:
     graph = _kept_layers(free)
     pack_gathers(graph, merge=merge, costs=above(1000, pack))
     graph.lint()
     assert len(graph.find_nodes(op="call_function", target=GATHER)) == 2
+
+
+def test_packs_are_larger_where_memory_is_to_spare() -> None:
+    graph = _kept_layers()
+    pack_gathers(graph, merge=True, costs=above(1000, 5))
+    assert len(graph.find_nodes(op="call_function", target=GATHER)) == 1
 
 
 def _two_reductions(op: str = "avg") -> fx.Graph:
