@@ -44,7 +44,7 @@ class StateHooks:
     Attributes:
         groups: Its parameter groups; more than one if `shard_placement_fn` returns several meshes.
         members: Its modules.
-        of_root: All of the root's, in the order of its states.
+        of_root: All of the root's, in the order of its states, once a trace has gone through the module.
         grouped: Of a root: the hooks of several modules below it.
         is_traced: Of a root: whether the forward that runs is compiled, at least in part.
         ahead: Of a root: groups that eager code of such a forward has gathered ahead.
@@ -337,8 +337,6 @@ def _enter(hooks: StateHooks) -> None:
     state._lazy_init()
     if state._is_root:
         below = [each._compile_fsdp_hooks for each in state._state_ctx.all_states]
-        for each in below:
-            each.of_root = below
         hooks.grouped = [each for each in reversed(below) if len(each.members) > 1]
     prefetched = [each._compile_fsdp_hooks for each in state._states_to_forward_prefetch]  # type: ignore[attr-defined]
     for each in (hooks, *prefetched):
@@ -363,6 +361,7 @@ def _leave(hooks: StateHooks, has_backward: bool) -> tuple[int, bool]:
     """
     previous, is_whole = scope.leave(hooks, has_backward)
     states = hooks.state._state_ctx.all_states
+    hooks.of_root = [state._compile_fsdp_hooks for state in states]  # the root itself may run in eager mode
     index = states.index(previous.state) if previous is not None and previous.state in states else -1
     return index, is_whole
 
