@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import compile_fsdp
@@ -29,6 +30,9 @@ def _train(rank: int, program: Program, inner_backend: str) -> Parity | None:
             eager.step(number, rank)
             assert all(loss < 1e6 for loss in eager.losses)  # or it diverges, and the order of additions is everything
             expected.append((eager.losses, {n: _gradient(p) for n, p in eager.model.named_parameters()}))
+            for module in eager.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # A frozen one that a checkpoint ran again stays unsharded, and changes get lost.
             eager.update()
     except Exception:
         return None
