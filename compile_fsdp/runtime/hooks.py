@@ -153,12 +153,11 @@ class StateHooks:
             group.reset()
 
     def wait_for_prefetched(self) -> None:
-        """For real: complete what eager code of a compiled forward has sent ahead, since a graph cannot."""
-        state = self.state._state_ctx.iter_forward_root
-        root: StateHooks | None = None if state is None else state._compile_fsdp_hooks
+        """For real, as the module runs: complete what it has sent ahead in a compiled forward, since a graph cannot."""
         for group in self.groups:
             group.is_ahead = False
-        if root is None or not root.is_traced:
+        root_state = self.state._state_ctx.iter_forward_root
+        if root_state is None or not (root := root_state._compile_fsdp_hooks).is_traced:
             return
         for state in self.state._states_to_forward_prefetch:
             for group in state._compile_fsdp_hooks.groups:  # type: ignore[attr-defined]
