@@ -34,6 +34,9 @@ from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
 from torch._dynamo.exc import ShortenTraceback as ShortenTraceback
 from torch._dynamo.exc import Unsupported as Unsupported
 
+# The tracer of the frame that Dynamo is in. (2.13.0)
+from torch._dynamo.symbolic_convert import InstructionTranslator
+
 # call_with_side_effects(fn, *args) lets fn change objects outside of a higher-order op's body. (2.13.0)
 from torch._dynamo.utils import (
     _disable_side_effect_safety_checks_for_current_subtracer as _call_with_side_effects,
@@ -313,6 +316,17 @@ def shard_extent(
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that a DTensor keeps on this rank, itself and not a view; any other tensor as it is. (2.13.0)"""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+@runs_while_tracing
+def is_deep_in_regions() -> bool:
+    """While Dynamo traces: whether more than one region, as a checkpoint's, surrounds the code.
+
+    Up to torch 2.15 no tensor gets out of two of them as an attribute of an object: "does not belong to this Graph".
+    (2.13.0)
+    """
+    tracer = InstructionTranslator.current_tx().output.current_tracer
+    return tracer.parent is not None and tracer.parent.parent is not None
 
 
 def tracing_context() -> object:

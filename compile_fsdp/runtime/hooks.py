@@ -28,6 +28,7 @@ from compile_fsdp.compat import (
     call_with_side_effects,
     defer_hook_bodies,
     ends_backward_by_hand,
+    is_deep_in_regions,
     param_groups,
     restore_hook_bodies,
     runs_while_tracing_for,
@@ -101,8 +102,9 @@ class StateHooks:
             group.register_unsharded()
         if torch.is_grad_enabled() and any([group.is_frozen for group in self.groups]):
             self._watch_inputs((args, kwargs))
-        if is_first:
-            for state in self.state._states_to_forward_prefetch:
+        ahead = self.state._states_to_forward_prefetch
+        if is_first and ahead and not is_deep_in_regions():  # there the passes alone decide when a gather is sent
+            for state in ahead:
                 for group in state._compile_fsdp_hooks.groups:  # type: ignore[attr-defined]
                     group.launch()
         return args, kwargs

@@ -65,6 +65,7 @@ def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 LINEAR = Part("linear")
+SHARDED = replace(LINEAR, is_sharded=True)
 # Shrunk from programs that once failed.
 APART = ("apart", "plain", "plain")
 KEPT = {
@@ -89,7 +90,7 @@ KEPT = {
             "chain",
             (
                 Part("chain", (Part("scale", frozen="all", is_sharded=True), LINEAR), is_checkpointed=True),
-                replace(LINEAR, is_sharded=True),
+                SHARDED,
             ),
         ),
         ("plain", "no_grad", "apart"),
@@ -136,14 +137,14 @@ KEPT = {
         Part("break", (Part("chain", (Part("scale"), Part("norm"))),)), ("apart", "sum", "plain")
     ),
     "a gather that is on its way at a break": Program(
-        Part("chain", (Part("scale", is_sharded=True), Part("break", (replace(LINEAR, is_sharded=True),)))),
+        Part("chain", (Part("scale", is_sharded=True), Part("break", (SHARDED,)))),
         ("accumulate", "plain", "plain"),
         prefetches=True,
     ),
     "a gather that eager code has sent": Program(
         Part(
             "chain",
-            (Part("gate", (replace(LINEAR, is_sharded=True),), is_checkpointed=True), replace(LINEAR, is_sharded=True)),
+            (Part("gate", (SHARDED,), is_checkpointed=True), SHARDED),
         ),
         prefetches=True,
     ),
@@ -162,6 +163,16 @@ KEPT = {
             is_checkpointed=True,
         ),
         flags=(False, False, False),
+        prefetches=True,
+    ),
+    "a gather sent ahead inside two checkpoints": Program(
+        Part(
+            "chain",
+            (
+                Part("chain", (Part("chain", (SHARDED,), is_checkpointed=True),), is_checkpointed=True),
+                SHARDED,
+            ),
+        ),
         prefetches=True,
     ),
 }
