@@ -929,6 +929,23 @@ def resolve_group(name: str) -> torch.distributed.ProcessGroup:
     return group
 
 
+def backend_name(group_name: str, device_type: str) -> str | None:
+    """What carries a process group's collectives on that kind of device: "gloo", "nccl", "fake". (2.13.0)
+
+    None in a process in which there is no such group.
+    """
+    try:
+        group = resolve_group(group_name)
+    except RuntimeError:
+        return None
+    return str(group._get_backend(torch.device(device_type)).name())
+
+
+def register_work(tensor: torch.Tensor, work: torch.distributed.Work) -> None:
+    """Let `wait_tensor` of the tensor wait for the work. (2.13.0)"""
+    torch._C._distributed_c10d._register_work(tensor, work)
+
+
 def group_store(group: torch.distributed.ProcessGroup) -> Store:
     """The key-value store that the ranks of a process group have met at. (2.13.0)"""
     from torch.distributed.distributed_c10d import _world

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from compile_fsdp.compat import has_inductor_lowering, register_collective_lowering
 from compile_fsdp.ops import fsdp_copy, resize_storage_bytes
 from compile_fsdp.ops.definition import ensure_lowering
-from compile_fsdp.ops.named_collectives import ensure_collective_lowerings
+from compile_fsdp.ops.exchange import exchange_parts, exchange_shards
+from compile_fsdp.ops.named_collectives import all_gather_into_tensor, reduce_scatter_tensor
 
 
 def ensure_ops() -> None:
@@ -18,11 +20,13 @@ def ensure_ops() -> None:
 
 
 def ensure_lowerings() -> None:
-    """Make both ops known to Inductor. Imports Inductor, so only a backend that ends in it calls this.
+    """Make both ops known to Inductor, and those that start a collective as such. Imports Inductor.
 
     Raises:
         OpDefinitionError: A lowering is missing that only torch can have.
     """
     ensure_lowering(fsdp_copy.DEFINITION)
     ensure_lowering(resize_storage_bytes.DEFINITION)
-    ensure_collective_lowerings()
+    for op in (all_gather_into_tensor, reduce_scatter_tensor, exchange_shards, exchange_parts):
+        if not has_inductor_lowering(op):
+            register_collective_lowering(op)

@@ -17,12 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from compile_fsdp.compat import (
-    functional_collectives,
-    has_inductor_lowering,
-    is_profiling,
-    register_collective_lowering,
-)
+from compile_fsdp.compat import functional_collectives, is_profiling
 
 # Overloads: to find one of a packet takes as long as the call.
 _GATHER_INTO = functional_collectives.all_gather_into_tensor_out.default
@@ -38,7 +33,8 @@ all_gather_into_tensor = torch.ops.compile_fsdp.all_gather_into_tensor.default
 reduce_scatter_tensor = torch.ops.compile_fsdp.reduce_scatter_tensor.default
 
 
-def _range(name: str) -> AbstractContextManager[object]:
+def named_range(name: str) -> AbstractContextManager[object]:
+    """A range of this name in a profile, if one is being made."""
     return torch.profiler.record_function(name) if name and is_profiling() else nullcontext()
 
 
@@ -49,7 +45,7 @@ def _gathered(input: Tensor, group_size: int, group_name: str, name: str) -> Ten
 
 @torch.library.impl(_LIBRARY, "all_gather_into_tensor", "CompositeExplicitAutograd")
 def _all_gather(input: Tensor, group_size: int, group_name: str, name: str) -> Tensor:
-    with _range(name):
+    with named_range(name):
         output = _gathered(input, group_size, group_name, name)
         _GATHER_INTO(input, group_size, group_name, out=output)
     return output
@@ -62,13 +58,6 @@ def _reduced(input: Tensor, reduce_op: str, group_size: int, group_name: str, na
 
 @torch.library.impl(_LIBRARY, "reduce_scatter_tensor", "CompositeExplicitAutograd")
 def _reduce_scatter(input: Tensor, reduce_op: str, group_size: int, group_name: str, name: str) -> Tensor:
-    with _range(name):
+    with named_range(name):
         output: Tensor = _REDUCE(input, reduce_op, group_size, group_name)
     return output
-
-
-def ensure_collective_lowerings() -> None:
-    """Make the ops known to Inductor as collectives. Imports Inductor."""
-    for op in (all_gather_into_tensor, reduce_scatter_tensor):
-        if not has_inductor_lowering(op):
-            register_collective_lowering(op)

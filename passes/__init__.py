@@ -1,6 +1,7 @@
 """FX passes over graphs that carry FSDP2's unsharded parameters."""
 
 from compile_fsdp.passes.costs import COSTS, Costs
+from compile_fsdp.passes.exchange_pairs import exchange_pairs
 from compile_fsdp.passes.expand_calls import expand_calls
 from compile_fsdp.passes.keep_unsharded import keep_unsharded
 from compile_fsdp.passes.legalize_windows import legalize_windows
@@ -24,6 +25,7 @@ __all__ = [
     "PassReport",
     "Pipeline",
     "Unmoved",
+    "exchange_pairs",
     "expand_calls",
     "keep_unsharded",
     "legalize_windows",

@@ -22,6 +22,7 @@ from compile_fsdp import ops
 from compile_fsdp.compat import CustomGraphPass, leave_note, take_notes, trace_artifact
 from compile_fsdp.passes.check import checking
 from compile_fsdp.passes.costs import Costs
+from compile_fsdp.passes.exchange_pairs import exchange_pairs
 from compile_fsdp.passes.named_collectives import use_named_collectives, use_torch_collectives
 from compile_fsdp.passes.pack_gathers import pack_gathers
 from compile_fsdp.passes.pack_reductions import pack_reductions
@@ -43,6 +44,8 @@ PASSES: tuple[Pass, ...] = (
     pack_gathers,
     pack_reductions,
     schedule_collectives,
+    # How gloo carries them: behind everything that knows a collective when it sees one, observers too.
+    exchange_pairs,
 )
 
 _log = logging.getLogger("compile_fsdp.passes")
@@ -58,7 +61,7 @@ class GraphObserver(Protocol):
         """A pass has run."""
 
     def end(self, graph: fx.Graph) -> None:
-        """All passes have run."""
+        """All passes have run but `exchange_pairs`, which it does not see."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,7 @@ class Pipeline(CustomGraphPass):
             pack_gathers: {"merge": merge, "costs": costs},
             pack_reductions: {"merge": merge, "costs": costs},
             schedule_collectives: {"hoist": hoist, "costs": costs},
+            exchange_pairs: {},
         }
         self._key = {"disabled": sorted(disabled), "hoist": hoist, "merge": merge, "costs": repr(costs)}
 
@@ -133,10 +137,13 @@ class Pipeline(CustomGraphPass):
         use_torch_collectives(graph)
         if self._observer is not None:
             self._observer.start(graph)
-        reports = tuple(self._run(p, graph) for p in PASSES if p.__name__ not in self._disabled)
+        *observed, last = PASSES
+        reports = tuple(self._run(p, graph, self._observer) for p in observed if p.__name__ not in self._disabled)
         graph.lint()
         if self._observer is not None:
             self._observer.end(graph)
+        if last.__name__ not in self._disabled:
+            reports += (self._run(last, graph, None),)
         use_named_collectives(graph)
         for report in reports:
             _log.info("%s", report)
@@ -150,13 +157,13 @@ class Pipeline(CustomGraphPass):
         text = json.dumps({"sources": _hash_sources(), **self._key})
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def _run(self, run: Pass, graph: fx.Graph) -> Report:
+    def _run(self, run: Pass, graph: fx.Graph, observer: GraphObserver | None) -> Report:
         with checking(graph, run.__name__) if self._check else nullcontext():
             start = time.perf_counter()
             report = run(graph, **self._arguments[run])
             report = replace(report, seconds=time.perf_counter() - start)
-        if self._observer is not None:
-            self._observer.after(graph, report)
+        if observer is not None:
+            observer.after(graph, report)
         return report
 
 

@@ -36,6 +36,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "costs": ("test_costs", "pack_collectives", "schedule"),
     "eager_effects": ("test_effects", "legalize"),
     "effects": ("test_effects", "remove_unshard_copies", "legalize"),
+    "exchange_pairs": ("exchange_pairs",),
     "expand_calls": ("expand_calls",),
     "keep_unsharded": ("keep_unsharded",),
     "layout": ("remove_unshard_copies",),

@@ -16,10 +16,17 @@ from compile_fsdp.compat import executed_collectives
 
 _ITEM_BYTES = {"Float": 4, "Double": 8, "Half": 2, "BFloat16": 2, "Byte": 1, "Int": 4, "Long": 8}
 
+# Options with which a gather between two ranks is executed as one.
+AS_GATHERS: dict[str, object] = {"disabled_passes": {"exchange_pairs"}}
+
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective as the backend executed it; gloo executes a reduce-scatter as an all-reduce."""
+    """One collective as the backend executed it.
+
+    gloo executes a reduce-scatter as an all-reduce. What `exchange_pairs` made of a gather or a reduce-scatter is an
+    all-to-all of this rank's share.
+    """
 
     kind: str  # "all_gather", "all_reduce", ...
     group: str  # its ranks

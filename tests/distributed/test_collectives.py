@@ -6,11 +6,14 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from compile_fsdp.ops import add_own_part_, exchange_parts, exchange_shards
 from harness import device_type, run_ranks
 from parity import loss_of
-from recording import collectives_of
+from recording import AS_GATHERS, collectives_of
 from twins import Twins
 
 
@@ -39,14 +42,19 @@ def _ranges(profiled: Counter[str]) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("inner_backend", ["aot_eager", "inductor"])
+OPTIONS: list[dict[str, object]] = [{"inner_backend": "aot_eager"}, {}, AS_GATHERS]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("budget", [None, 10**9])
-def test_gathers_are_not_coalesced(inner_backend: str, budget: int | None) -> None:
+def test_gathers_are_not_coalesced(options: dict[str, object], budget: int | None) -> None:
     """gloo cannot run two coalesced gathers at a time (ops/named_collectives.py)."""
     if device_type() != "cpu":
         pytest.skip("gloo only")
-    for _, ours in run_ranks(2, _steps, {"inner_backend": inner_backend, "memory_budget": budget}):
-        assert [op for op in ours if op.startswith("c10d::") and "allgather" in op] == ["c10d::_allgather_base_"]
+    is_exchange = options == {}
+    for _, ours in run_ranks(2, _steps, {**options, "memory_budget": budget}):
+        collectives = [op for op in ours if op.startswith("c10d::") and ("allgather" in op or "alltoall" in op)]
+        assert collectives == ["c10d::alltoall_base_" if is_exchange else "c10d::_allgather_base_"]
 
 
 @pytest.mark.parametrize("inner_backend", ["aot_eager", "inductor"])
@@ -63,11 +71,38 @@ def test_a_gather_of_several_modules_names_them_all() -> None:
 
 
 def _gathers(rank: int, inner_backend: str) -> list[str]:
-    twins = Twins(rank, "frozen_first", options={"inner_backend": inner_backend})
+    twins = Twins(rank, "frozen_first", options={"inner_backend": inner_backend, **AS_GATHERS})
     twins.train()
     batch = twins.batch()
     found = collectives_of(lambda: loss_of(twins.ours.model, batch).backward())
     return [each.kind for each in found if each.kind == "all_gather"]
+
+
+def _exchanges(rank: int, dtype: torch.dtype) -> list[bool]:
+    """Whether each kind of exchange makes what torch's collective does, of values that a sum has to round."""
+    torch.manual_seed(rank)
+    group = dist.group.WORLD
+    assert group is not None
+    torchs, wait = torch.ops._c10d_functional, torch.ops._c10d_functional.wait_tensor
+    equal = []
+    for shape in ((2, 3), (1000,)):
+        shard = torch.randn(shape).to(dtype)
+        expected = torch.cat([shard, shard])
+        wait(torchs.all_gather_into_tensor_out(shard, 2, group.group_name, out=expected))
+        equal.append(torch.equal(wait(exchange_shards(shard, 2, group.group_name, "")), expected))
+        for reduce_op in ("sum", "avg"):
+            expected = wait(torchs.reduce_scatter_tensor(shard, reduce_op, 2, group.group_name))
+            received = wait(exchange_parts(shard, 2, group.group_name, ""))
+            add_own_part_(received, shard, reduce_op, group.group_name)
+            equal.append(torch.equal(received, expected))
+    return equal
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_exchanges_are_bitwise_equal_to_torchs_collectives(dtype: torch.dtype) -> None:
+    if device_type() != "cpu":
+        pytest.skip("gloo only")
+    assert run_ranks(2, _exchanges, dtype) == [[True] * 6] * 2
 
 
 # The backward's hook gathers the trained layer, though no gradient needs it; a pass takes the gather out.

@@ -87,8 +87,8 @@ primals_2: f32[8]
 primals_3: f32[4, 4]
 primals_4: f32[8]
 primals_5: f32[4, 4]
-%0: f32[16] = all_gather_into_tensor(primals_2, 2, dp)
-%1: f32[16] = all_gather_into_tensor(primals_4, 2, dp)
+%0: f32[16] = exchange_shards(primals_2, 2, dp)
+%1: f32[16] = exchange_shards(primals_4, 2, dp)
 %2: f32[16] = wait_tensor(%0)
 %3: f32[2, 8] = reshape(%2, [2, 8])
 %4 = split_with_sizes(%3, [8], 1)
@@ -173,7 +173,7 @@ arg6_1: f32[8]
 arg7_1: f32[8]
 %0: f32[2, 4] = empty_strided([2, 4], [4, 1], dtype=torch.float32, layout=torch.strided, device=device(type='cpu'), pin_memory=False)
 %1: f32[2, 4] = copy(%0, arg0_1)
-%2: f32[16] = all_gather_into_tensor(arg6_1, 2, dp)
+%2: f32[16] = exchange_shards(arg6_1, 2, dp)
 %3: f32[4, 2] = permute(arg3_1, [1, 0])
 %4: f32[2, 4] = mul(arg4_1, arg4_1)
 %5: f32[2, 4] = sub(1, %4)
@@ -181,7 +181,7 @@ arg7_1: f32[8]
 %7: f32[4, 4] = mm(%3, %6)
 %8: f32[2, 8] = reshape(%7, [2, -1])
 %9: f32[16] = reshape(%8, [-1])
-%10: f32[8] = reduce_scatter_tensor(%9, 'avg', 2, dp)
+%10: f32[8] = exchange_parts(%9, 2, dp)
 %11: f32[16] = wait_tensor(%2)
 %12: f32[2, 8] = reshape(%11, [2, 8])
 %13 = split_with_sizes(%12, [8], 1)
@@ -195,10 +195,12 @@ arg7_1: f32[8]
 %21: f32[2, 4] = mul(%17, %20)
 %22: f32[4, 4] = mm(%18, %21)
 %23: f32[8] = wait_tensor(%10)
+add_own_part_(%23, %9, 'avg', dp)
 %24: f32[2, 8] = reshape(%22, [2, -1])
 %25: f32[16] = reshape(%24, [-1])
-%26: f32[8] = reduce_scatter_tensor(%25, 'avg', 2, dp)
+%26: f32[8] = exchange_parts(%25, 2, dp)
 %27: f32[8] = wait_tensor(%26)
+add_own_part_(%27, %25, 'avg', dp)
 return (%23, %27)
 """)
 

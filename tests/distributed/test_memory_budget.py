@@ -7,7 +7,7 @@ import torch
 
 from harness import run_ranks
 from parity import Parity, loss_of
-from recording import collectives_of
+from recording import AS_GATHERS, collectives_of
 from twins import Twins
 
 PLENTY = 10**9
@@ -26,7 +26,7 @@ def _gathers(twins: Twins) -> int:
 
 
 def _train(rank: int, budget: int, inner_backend: str) -> tuple[Parity, int]:
-    options = {"inner_backend": inner_backend, "memory_budget": budget}
+    options = {"inner_backend": inner_backend, "memory_budget": budget, **AS_GATHERS}
     twins = Twins(rank, options=options)
     twins.train()
     twins.train()
