@@ -209,7 +209,7 @@ class _Call:
     def _begin(self) -> None:
         start_backward(next(iter(self.groups)).state)
         for group, (position, read) in self.groups.items():
-            group.active = True
+            group.active, group.is_resumed = True, False
             group.expect(read, None if position in self.graph.whole else self.forward_id)
             free_gradient_dtypes(group.group)
             group.backward_prefetch = self.graph.backward_prefetch

@@ -61,6 +61,7 @@ class TraceableGroup:
         active: True while a compiled backward runs; the gradient hooks do nothing otherwise.
         gradients: Counts them in a compiled backward.
         modules_hold_shards: Whether the modules hold the sharded parameters all through this backward.
+        is_resumed: Whether this backward began with parameters that its forward has left unsharded behind the states.
         held: By parameter, what its module held before this forward, which puts it back; else empty.
         deferred: Another forward's backward follows in this one, and its gradients are reduced with these.
         backward_prefetch: When a backward gathers the groups that it needs next; None for no prefetch.
@@ -93,6 +94,7 @@ class TraceableGroup:
         self.active = False
         self.gradients = GradientCount()
         self.modules_hold_shards = False
+        self.is_resumed = False
         self.held: Sequence[nn.Parameter | None] = ()
         self.is_tied = any(param._module_info.shared_modules for param in group.fsdp_params)
         self.deferred = False
@@ -298,11 +300,13 @@ class TraceableGroup:
     def resume_unsharded(self) -> None:
         """For real: enter the state in which a forward has left the storages, that the states do not know of.
 
-        Whatever has freed them since, another forward for example, has made them sharded.
+        Whatever has freed them since, another forward for example, has made them sharded. The modules hold the sharded
+        parameters, as after every forward that ends so, and the parameters' states say so; they stay as they are until
+        the group is sharded again, so that Dynamo neither guards nor writes them for each backward.
         """
         if not self.is_unsharded and self.is_filled:
             enter(self, self.known.unsharded)
-            params_follow(self)
+            self.is_resumed = True
 
     @property
     def is_filled(self) -> bool:
@@ -336,7 +340,7 @@ class TraceableGroup:
             return  # another output, or another use of the module, came first
         self.group._training_state = TrainingState.PRE_BACKWARD
         self.gradients.start()
-        self.modules_hold_shards = self.group._sharded_state is self.known.sharded
+        self.modules_hold_shards = self.is_resumed or self.group._sharded_state is self.known.sharded
         if self.group.unshard_in_backward and not self.is_unsharded:
             self.unshard()
         if self.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
@@ -478,6 +482,7 @@ class TraceableGroup:
         self.active = False
         self.gradients.forget()
         self.modules_hold_shards = False
+        self.is_resumed = False
         self.held = ()
         self.deferred = False
         self.prefetch_last = []

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import compile_fsdp
 from compile_fsdp.compat import compile_counts
-from compile_fsdp.ops import named_collectives
+from compile_fsdp.ops import exchange, named_collectives
 from harness import run_ranks
 from sharded import unsharded_bytes
 
@@ -50,10 +50,10 @@ class _Points:
 _points = _Points()
 
 
-def _failing(issue: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _failing(issue: Callable[..., object]) -> Callable[..., object]:
     """A collective of a compiled step that may fail when it is issued."""
 
-    def visit_and_issue(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def visit_and_issue(*args: Any, **kwargs: Any) -> object:
         _points.visit()
         return issue(*args, **kwargs)
 
@@ -103,7 +103,11 @@ def _build(checkpointed: bool, reshard: bool) -> nn.Module:
 def _inject(rank: int, *case: Any) -> list[str]:
     """What is wrong, by point; an exception is raised at each of them in turn."""
     collectives = {name: _failing(getattr(named_collectives, name)) for name in ("_GATHER_INTO", "_REDUCE")}
-    with mock.patch.multiple(named_collectives, **collectives):
+    failing_exchange = _failing(exchange._send_and_receive)
+    with (
+        mock.patch.multiple(named_collectives, **collectives),
+        mock.patch.object(exchange, "_send_and_receive", failing_exchange),
+    ):
         return _inject_all(rank, *case)
 
 
