@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -36,6 +37,7 @@ from compile_fsdp.passes import Pipeline, expand_calls, keep_unsharded, legalize
 from compile_fsdp.passes.eager_effects import is_upkeep
 from compile_fsdp.passes.sequence import CollectiveSequence, read_collectives
 from compile_fsdp.passes.unfilled_reads import find_unfilled_reads
+from compile_fsdp.pause import pause_collection
 from compile_fsdp.progress import Phase
 from compile_fsdp.recorder import Recorder
 from compile_fsdp.reports import Direction, present_observer
@@ -303,8 +305,10 @@ class _BackwardCompiler:
             nonlocal is_traced
             if self.hooks is not None:
                 rest = (*rest, self.state)
-            if not is_traced:
-                is_traced, self._tracing = True, Phase("tracing the backward", self.options.progress)
+            is_new, is_traced = not is_traced, True
+            if is_new:
+                self._tracing = Phase("tracing the backward", self.options.progress)
+            is_paused = is_new and pause_collection()
             try:
                 return compiled(inputs, *rest)
             except (Unsupported, FailOnRecompileLimitHit) as error:
@@ -314,6 +318,8 @@ class _BackwardCompiler:
                 gather_inputs(inputs)
                 return captured(inputs, *rest)
             finally:
+                if is_paused:
+                    gc.enable()
                 self._end_tracing()
                 while self._fake_modes:
                     release_real_tensors(self._fake_modes.pop())

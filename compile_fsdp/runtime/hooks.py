@@ -47,6 +47,7 @@ class StateHooks:
         members: Its modules.
         of_root: All of the root's, in the order of its states, once a trace has gone through the module.
         grouped: Of a root: the hooks of several modules below it.
+        was_called: Of a root: whether it has been called since `compile()`.
         is_traced: Of a root: whether the forward that runs is compiled, at least in part.
         ahead: Of a root: groups that eager code of such a forward has gathered ahead.
     """
@@ -58,6 +59,7 @@ class StateHooks:
         self.members = [ModuleHooks(self, module) for module in state._modules]
         self.of_root: list[StateHooks] = []
         self.grouped: list[StateHooks] = []
+        self.was_called = False
         self.is_traced = False
         self.ahead: list[TraceableGroup] = []
 
@@ -362,7 +364,10 @@ def _leave(hooks: StateHooks, has_backward: bool) -> tuple[int, bool]:
     """
     previous, is_whole = scope.leave(hooks, has_backward)
     states = hooks.state._state_ctx.all_states
-    hooks.of_root = [state._compile_fsdp_hooks for state in states]  # the root itself may run in eager mode
+    of_root = [state._compile_fsdp_hooks for state in states]  # the root itself may run in eager mode
+    if hooks.of_root != of_root:
+        for each in of_root:  # One list: Dynamo would come to a module's own by way of those of all modules before.
+            each.of_root = of_root
     index = states.index(previous.state) if previous is not None and previous.state in states else -1
     return index, is_whole
 

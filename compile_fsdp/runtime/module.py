@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from functools import cache
 from types import MethodType
@@ -17,6 +18,7 @@ from compile_fsdp.compat import (
     restore_hook_bodies_now,
     skip_code,
 )
+from compile_fsdp.pause import pause_collection
 from compile_fsdp.runtime import calls, scope
 from compile_fsdp.runtime.checks import describe
 from compile_fsdp.runtime.hooks import StateHooks, with_own_code
@@ -32,9 +34,13 @@ class TraceableModule:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        is_paused = False
         if calls.outermost() is None:
             self._take_own_code()
-            fsdp_state(self)._compile_fsdp_hooks.follow_trainable()  # type: ignore[arg-type,union-attr]
+            hooks: StateHooks = fsdp_state(self)._compile_fsdp_hooks  # type: ignore[arg-type,union-attr]
+            hooks.follow_trainable()
+            # The call that compiles, if one does.
+            is_paused, hooks.was_called = not hooks.was_called and pause_collection(), True
         call = calls.begin(self, args, kwargs)  # type: ignore[arg-type]
         try:
             output = super().__call__(*args, **kwargs)  # type: ignore[misc]
@@ -42,6 +48,8 @@ class TraceableModule:
             _name_module(error)
             raise
         finally:
+            if is_paused:
+                gc.enable()
             calls.end()
             restore_hook_bodies_now()  # where a trace has stopped before it did so itself
         if calls.outermost() is None:
@@ -55,6 +63,7 @@ class TraceableModule:
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         self._take_own_code()
+        fsdp_state(self)._compile_fsdp_hooks.was_called = False  # type: ignore[arg-type,union-attr]
         super().compile(*args, **kwargs)  # type: ignore[misc]
 
     def _take_own_code(self) -> None:
@@ -76,6 +85,7 @@ class TraceableModule:
 for _function in (
     TraceableModule.__call__,
     TraceableModule._take_own_code,
+    pause_collection,
     with_own_code,
     calls.outermost,
     calls.Call.__init__,
