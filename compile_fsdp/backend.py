@@ -27,6 +27,7 @@ from compile_fsdp.compat import (
     has_hooks_input,
     release_real_tensors,
     restore_hook_bodies_now,
+    world_backend,
 )
 from compile_fsdp.deferred_hooks import DeferredHooks, call_hooks, take_hooks
 from compile_fsdp.errors import NotRootError, NotShardedError, UnsupportedFeatureError
@@ -247,6 +248,7 @@ def _compile(
             costs=options.costs,
             observer=observer,
             check=options.verify,
+            cpu_backend=world_backend("cpu"),
         )
         # They stand in ops/, which the pipeline's key covers.
         ours = {f"{each.__module__}.{each.__name__}": pipeline.uuid() for each in (watch, accumulate_gradient)}

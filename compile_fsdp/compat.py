@@ -932,13 +932,18 @@ def resolve_group(name: str) -> torch.distributed.ProcessGroup:
 def backend_name(group_name: str, device_type: str) -> str | None:
     """What carries a process group's collectives on that kind of device: "gloo", "nccl", "fake". (2.13.0)
 
-    None in a process in which there is no such group.
+    None in a process that has no such group, or no backend for such a device.
     """
     try:
-        group = resolve_group(group_name)
+        return str(resolve_group(group_name)._get_backend(torch.device(device_type)).name())
     except RuntimeError:
         return None
-    return str(group._get_backend(torch.device(device_type)).name())
+
+
+def world_backend(device_type: str) -> str | None:
+    """The same of the process group of all ranks. (2.13.0)"""
+    world = torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
+    return None if world is None else backend_name(world.group_name, device_type)
 
 
 def register_work(tensor: torch.Tensor, work: torch.distributed.Work) -> None:

@@ -99,6 +99,8 @@ class Pipeline(CustomGraphPass):
         costs: The numbers by which passes decide, in place of those for the device.
         observer: Sees each graph. What Inductor takes from its cache passes it by.
         check: Whether to look for faults after every pass, see `passes/check.py`.
+        cpu_backend: What carries collectives on the CPU in this process, by which `exchange_pairs` decides. Another
+            process may have put the same graph into a cache.
     Raises:
         ValueError: `disabled` names a pass that does not exist.
         VerificationError: when called, a pass has made a fault.
@@ -115,6 +117,7 @@ class Pipeline(CustomGraphPass):
         costs: Costs | None = None,
         observer: GraphObserver | None = None,
         check: bool = False,
+        cpu_backend: str | None = None,
     ) -> None:
         known = [p.__name__ for p in PASSES]
         if unknown := sorted(disabled.difference(known)):
@@ -132,6 +135,7 @@ class Pipeline(CustomGraphPass):
             exchange_pairs: {},
         }
         self._key = {"disabled": sorted(disabled), "hoist": hoist, "merge": merge, "costs": repr(costs)}
+        self._key["cpu_backend"] = cpu_backend
 
     def __call__(self, graph: fx.Graph) -> None:
         use_torch_collectives(graph)

@@ -52,6 +52,7 @@ def test_uuid_depends_on_sources_and_options_only(monkeypatch: pytest.MonkeyPatc
     uuid = Pipeline(node_name, ignore).uuid()
     assert Pipeline(lambda node: "other", print).uuid() == uuid
     assert Pipeline(node_name, ignore, ALL_DISABLED).uuid() != uuid
+    assert Pipeline(node_name, ignore, cpu_backend="gloo").uuid() != uuid
     monkeypatch.setattr(pipeline, "_hash_sources", lambda: "other sources")
     assert Pipeline(node_name, ignore).uuid() != uuid
 

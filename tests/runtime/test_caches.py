@@ -16,11 +16,14 @@ import torch
 from torch import nn
 
 import compile_fsdp
+from compile_fsdp import backend
 from compile_fsdp.passes import pipeline
 from harness import fake_world
 
 if "OTHER_PASSES" in os.environ:
     pipeline._hash_sources = lambda: "other sources"
+if "OTHER_CARRIER" in os.environ:
+    backend.world_backend = lambda device_type: "gloo"
 with fake_world(2):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
@@ -74,8 +77,9 @@ def test_broken_caches_are_compiled_anew(tmp_path: Path) -> None:
     assert _finish(_start(tmp_path)) == ["[False, False]"]
 
 
-def test_graphs_of_other_passes_are_not_taken(tmp_path: Path) -> None:
-    assert _finish(_start(tmp_path, OTHER_PASSES="1")) == ["[False, False]"]
+@pytest.mark.parametrize("other", ["OTHER_PASSES", "OTHER_CARRIER"])
+def test_graphs_of_other_passes_or_carriers_are_not_taken(tmp_path: Path, other: str) -> None:
+    assert _finish(_start(tmp_path, **{other: "1"})) == ["[False, False]"]
     assert _finish(_start(tmp_path)) == ["[False, False]"]
 
 
