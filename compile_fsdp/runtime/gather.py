@@ -10,7 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from compile_fsdp.compat import preserve_version_counter, set_version_counter, tensor_version
+from compile_fsdp.compat import (
+    functional_collectives,
+    preserve_version_counter,
+    set_version_counter,
+    tensor_version,
+)
 from compile_fsdp.ops import copy_, resize_storage_bytes_
 from compile_fsdp.runtime.group_calls import group_call
 
@@ -127,6 +132,19 @@ def fill(leaves: Sequence[torch.Tensor], values: Sequence[torch.Tensor], storage
         if size > 0:
             resize_storage_bytes_(leaf, size)
             _refill(leaf, value)
+
+
+@group_call
+def arrive(
+    launched: torch.Tensor,
+    shard_count: int,
+    inputs: Sequence[tuple[Any, ...]],
+    leaves: Sequence[torch.Tensor],
+    storage_bytes: Sequence[int],
+) -> None:
+    """Wait for what was launched, unpack it, and fill unsharded parameters with it."""
+    output = functional_collectives.wait_tensor(launched) if shard_count > 1 else launched
+    fill(leaves, unpack(output, shard_count, inputs), storage_bytes)
 
 
 def _refill(leaf: Any, value: Any) -> None:

@@ -40,7 +40,7 @@ from compile_fsdp.compat import (
 from compile_fsdp.ops import all_gather_into_tensor, hand_over, issue_ticket
 from compile_fsdp.runtime import communicators
 from compile_fsdp.runtime.calls import outermost
-from compile_fsdp.runtime.gather import GatherPlan, Launched, fill, free, pack, unpack
+from compile_fsdp.runtime.gather import GatherPlan, Launched, arrive, fill, free, pack, unpack
 from compile_fsdp.runtime.gradient_count import GradientCount
 from compile_fsdp.runtime.parameter import TraceableParam
 from compile_fsdp.runtime.reduction import Reduction, all_reduce, part, plan_reduction, reduce_scatter
@@ -208,14 +208,17 @@ class TraceableGroup:
         launched, self.launched = self.launched, None
         assert launched is not None
         plan = self._gather_plan()
+        leaves = [param.leaf for param in self.params]
         with torch.no_grad():
-            output = launched.output
-            if plan.shard_count > 1:
-                output = functional_collectives.wait_tensor(output)
-            values: Sequence[torch.Tensor] = unpack(output, plan.shard_count, launched.inputs or plan.inputs)
             if self._is_extended_now():
-                values = self._extended_values(values)
-            fill([param.leaf for param in self.params], values, plan.storage_bytes)
+                assert launched.inputs is not None
+                output = launched.output
+                if plan.shard_count > 1:
+                    output = functional_collectives.wait_tensor(output)
+                gathered = unpack(output, plan.shard_count, launched.inputs)
+                fill(leaves, self._extended_values(gathered), plan.storage_bytes)
+            else:
+                arrive(launched.output, plan.shard_count, plan.inputs, leaves, plan.storage_bytes)
         if self.is_post_forward:
             for param in self.params:
                 param.free_post_forward()
