@@ -6,6 +6,7 @@ import gc
 import logging
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -27,6 +28,7 @@ from compile_fsdp.compat import (
     has_hooks_input,
     release_real_tensors,
     restore_hook_bodies_now,
+    without_side_effect_log,
     world_backend,
 )
 from compile_fsdp.deferred_hooks import DeferredHooks, call_hooks, take_hooks
@@ -312,7 +314,8 @@ class _BackwardCompiler:
                 self._tracing = Phase("tracing the backward", self.options.progress)
             is_paused = is_new and pause_collection()
             try:
-                return compiled(inputs, *rest)
+                with without_side_effect_log() if is_new else nullcontext():
+                    return compiled(inputs, *rest)
             except (Unsupported, FailOnRecompileLimitHit) as error:
                 if not inputs:
                     raise  # The compiled graph has emptied the list: it has run, and failed.

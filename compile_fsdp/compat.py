@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import inspect
 import logging
+import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
@@ -640,6 +641,17 @@ def compile_for_many(function: Callable[..., Any], backend: Callable[..., Any]) 
         arguments["recompile_limit"] = 1000
     compiled: Callable[..., Any] = torch.compile(function, **arguments)
     return compiled
+
+
+def without_side_effect_log() -> contextlib.AbstractContextManager[object]:
+    """Within it, Dynamo takes no stacks for its log of side effects, unless someone reads that. (2.13.0)
+
+    It takes and formats them for every trace: 5 % of a first step of 24 blocks (2026-11-24).
+    """
+    is_read = "TORCH_TRACE" in os.environ or "side_effects" in os.environ.get("TORCH_LOGS", "")
+    if is_read or getattr(torch._dynamo.config, "side_effect_replay_policy", None) != "info":
+        return contextlib.nullcontext()
+    return torch._dynamo.config.patch(side_effect_replay_policy="silent")  # type: ignore[no-any-return]
 
 
 def inductor_output_type() -> Any:
