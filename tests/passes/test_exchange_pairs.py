@@ -77,6 +77,15 @@ def test_elsewhere_nothing_changes(kept: dict[str, object]) -> None:
     assert render(graph) == before
 
 
+def test_collectives_of_unknown_values_are_left_alone() -> None:
+    graph = collectives()
+    for node in graph.nodes:
+        if node.target in (GATHER, REDUCE):
+            del node.meta["val"]
+    exchange_pairs(graph)
+    assert exchanges(graph) == 0
+
+
 def test_a_maximum_is_reduced_by_torch() -> None:
     graph = collectives(reduce_op="max")
     exchange_pairs(graph)
