@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import compile_fsdp
+from compile_fsdp.compat import fsdp_state, param_groups
 from harness import run_ranks
 from parity import Parity, compare, full
 from programs import PROGRAMS, Part, Program, Training
@@ -34,6 +36,7 @@ def _train(rank: int, program: Program, inner_backend: str) -> Parity | None:
                 for module in eager.model.modules():
                     if isinstance(module, FSDPModule):
                         module.reshard()  # A frozen one that the backward's checkpoint ran again would lose its change.
+            _drop_gathered_ahead(eager.model)
             eager.update()
     except Exception:
         return None
@@ -58,6 +61,19 @@ def _train(rank: int, program: Program, inner_backend: str) -> Parity | None:
     for name, value in wanted.items():
         compare(result, f"state_dict {name}", full(state[name]), full(value))
     return result
+
+
+def _drop_gathered_ahead(model: nn.Module) -> None:
+    """Shard what eager FSDP2 has gathered ahead for modules that did not run.
+
+    Their next forward would compute with it, and so with the values of before a change; compiled steps do not.
+    """
+    for module in model.modules():
+        if (state := fsdp_state(module)) is not None:
+            for group in param_groups(state):
+                if group._all_gather_result is not None:
+                    group.wait_for_unshard()
+                    group.reshard()
 
 
 def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
@@ -173,6 +189,12 @@ KEPT = {
                 SHARDED,
             ),
         ),
+        prefetches=True,
+    ),
+    "gathered ahead in an evaluation, and changed": Program(
+        Part("chain", (LINEAR, LINEAR, Part("gate", (replace(SHARDED, frozen="all"), LINEAR)))),
+        ("eval", "plain", "plain"),
+        (False, True, False),
         prefetches=True,
     ),
 }
