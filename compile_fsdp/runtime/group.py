@@ -566,19 +566,23 @@ def start_backward(state: FSDPState) -> None:
             if (traceable := getattr(group, "_compile_fsdp_traceable", None)) is not None:
                 traceable.end_backward()  # of the last one, which may have left parameters without gradients
     state._register_root_post_backward_final_callback()
-    after_backward(partial(_end_prefetch, context.all_states))
+    after_backward(partial(_drop_gathered, context.all_states))
 
 
-def _end_prefetch(states: Sequence[FSDPState]) -> None:
-    """Drop what was gathered ahead for modules whose backward did not come, frozen ones for example.
+def _drop_gathered(states: Sequence[FSDPState]) -> None:
+    """Drop what the backward has gathered and not freed, behind torch's own callback.
 
-    The next forward would take it for its own, with values that may have changed since.
+    Gathers sent ahead for modules whose backward did not come, and modules that eager code of a checkpoint ran again
+    behind their backward: torch takes that for over. Parameters may change until the next forward, which would compute
+    with the old values.
     """
     for state in states:
         for group in param_groups(state):
             if (traceable := getattr(group, "_compile_fsdp_traceable", None)) and traceable.launched is not None:
                 functional_collectives.wait_tensor(traceable.launched.output)
                 traceable.launched = None
+            if group.is_unsharded and group.reshard_after_backward:
+                group.reshard()
 
 
 def owner_of(leaf: object) -> TraceableGroup | None:
