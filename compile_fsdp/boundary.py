@@ -19,11 +19,11 @@ import torch
 from torch.distributed.fsdp import BackwardPrefetch
 
 from compile_fsdp.compat import (
+    accumulates_into,
     compiled_autograd,
     fix_gradient_dtypes,
     free_gradient_dtypes,
     get_versions,
-    runs_plain_backward,
     set_versions,
     will_run,
 )
@@ -133,8 +133,9 @@ class _Call:
         self.inner_inputs: list[torch.Tensor] = []
         self.inner_outputs: Sequence[Any] | None = None
         self.node: weakref.ref[Any] | None = None
-        for group in groups:
+        for group, use in groups.items():
             group.calls.add(self)
+            group.is_cut |= use.position not in graph.whole
 
     def forward(self) -> tuple[Any, ...]:
         args, self.args = self.args, []
@@ -159,7 +160,7 @@ class _Call:
                 "expected backward() without create_graph=True: the compiled backward of a sharded model "
                 "cannot be differentiated again; run this step eagerly"
             )
-        if not runs_plain_backward(leaf):
+        if not accumulates_into(leaf):
             raise PartialBackwardError(
                 "expected loss.backward(), got torch.autograd.grad() or backward(inputs=...): gradients of a "
                 "sharded model end in the .grad of its sharded parameters; call loss.backward() and read them"
@@ -213,7 +214,7 @@ class _Call:
             group.expect(read, None if position in self.graph.whole else self.forward_id)
             free_gradient_dtypes(group.group)
             group.backward_prefetch = self.graph.backward_prefetch
-            group.deferred = any(call.is_to_come() for call in group.calls)
+            group.deferred = any(call.is_to_come() for call in group.calls) or group.awaits_eager_gradients()
             if position in self.graph.open:
                 group.unshard_now()
             elif position in self.graph.kept:

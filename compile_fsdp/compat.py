@@ -402,10 +402,10 @@ def will_run(node: Any) -> bool:
     return node is not None and bool(torch._C._will_engine_execute_node(node))
 
 
-def runs_plain_backward(leaf: torch.Tensor) -> bool:
-    """Whether the autograd engine now runs `.backward()`, which accumulates into every leaf.
+def accumulates_into(leaf: torch.Tensor) -> bool:
+    """Whether the backward that runs now accumulates, or has, a gradient into `leaf`.
 
-    False inside `torch.autograd.grad` and `backward(inputs=...)` where `leaf` gets no gradient accumulated;
+    Not if nothing leads there, and not inside of `torch.autograd.grad` and `backward(inputs=...)` with other inputs;
     the engine refuses the question (RuntimeError) for a leaf that `torch.autograd.grad` captures. (2.13.0)
     """
     node = torch.autograd.graph.get_gradient_edge(leaf).node

@@ -77,15 +77,17 @@ class Program:
     def adds_in_another_order(self) -> bool:
         """Whether gradients may be added in another order than eager FSDP2 adds them.
 
-        A layer may run several times, in each of several forwards that share a backward or in a checkpoint: eager
-        autograd adds up all its gradients one after the other, AOTAutograd first those of one forward graph. Or it has
-        gradients of a microbatch before: eager FSDP2 reduces these as soon as the first of its backwards is over, and
-        apart from the others. Or a sharded module takes what others take, too: eager FSDP2 hands it in through an
-        autograd node of its own, which adds up the module's part first.
+        A layer may run several times, in each of several forwards that share a backward or in a checkpoint, or more
+        than twice around graph breaks: eager autograd adds up all its gradients one after the other, AOTAutograd first
+        those of one forward graph. Or it has gradients of a microbatch before: eager FSDP2 reduces these as soon as the
+        first of its backwards is over, and apart from the others. Or a sharded module takes what others take, too:
+        eager FSDP2 hands it in through an autograd node of its own, which adds up the module's part first.
         """
         parts = list(_walk(self.root))
         is_split = not {"sum", "accumulate"}.isdisjoint(self.steps) or any(part.is_checkpointed for part in parts)
         if is_split and any(part.times > 1 or part.kind == "again" for part in parts):
+            return True
+        if self.has_breaks and (max(_runs(self.root)) > 2 or any(part.kind == "again" for part in parts)):
             return True
         return any(part.kind == "sum" and any(map(_hands_to_sharded, part.children)) for part in parts)
 
@@ -104,6 +106,13 @@ def _walk(part: Part) -> Iterator[Part]:
     yield part
     for child in part.children:
         yield from _walk(child)
+
+
+def _runs(part: Part) -> Iterator[int]:
+    """How often each part of it runs; for "again" that is not known."""
+    yield part.times
+    for child in part.children:
+        yield from (part.times * times for times in _runs(child))
 
 
 def _hands_to_sharded(part: Part) -> bool:
@@ -276,6 +285,9 @@ class Training:
             loss.backward()
 
     def update(self) -> None:
+        if all(parameter.grad is None for parameter in self.model.parameters()):
+            # Without a backward FSDP2 leaves unsharded what `keeps`, and drops a change of the copy at the next one.
+            reshard(self.model)
         with torch.no_grad():
             for parameter in self.model.parameters():
                 if not parameter.requires_grad:
@@ -283,6 +295,12 @@ class Training:
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad()
+
+
+def reshard(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 _FLAGS = {

@@ -16,6 +16,7 @@ class GradientCount:
         pending: How many of them are still to come; None outside of it, and until the first thing of the group happens.
         cut_forward: Which forward, of those that were cut into several graphs, a backward goes through at present.
         seen: Unsharded parameters, by id, whose gradients in it have come or are about to.
+        from_eager: Those to which eager code between graphs has brought all of its gradients in this backward.
     """
 
     def __init__(self) -> None:
@@ -23,6 +24,7 @@ class GradientCount:
         self.pending: int | None = None
         self.cut_forward: object = None
         self.seen: set[int] = set()
+        self.from_eager: set[int] = set()
 
     def expect(self, read: Sequence[torch.Tensor], required: Sequence[torch.Tensor], cut_forward: object) -> None:
         """For real: settle what completes the group in the compiled backward that runs next.
@@ -58,4 +60,4 @@ class GradientCount:
     def forget(self) -> None:
         """The backward is over, or has failed."""
         self.pending = None
-        self.cut_forward, self.seen = None, set()
+        self.cut_forward, self.seen, self.from_eager = None, set(), set()

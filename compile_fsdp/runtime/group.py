@@ -27,6 +27,7 @@ from compile_fsdp.compat import (
     FSDPState,
     ShardedState,
     TrainingState,
+    accumulates_into,
     after_backward,
     describe_partial_output,
     functional_collectives,
@@ -63,7 +64,9 @@ class TraceableGroup:
         modules_hold_shards: Whether the modules hold the sharded parameters all through this backward.
         is_resumed: Whether this backward began with parameters that its forward has left unsharded behind the states.
         held: By parameter, what its module held before this forward, which puts it back; else empty.
-        deferred: Another forward's backward follows in this one, and its gradients are reduced with these.
+        is_cut: Whether a compiled graph has ever held but a part of a forward of the group's module.
+        deferred: More gradients follow in this backward, of another forward or of eager code between graphs, and these
+            are reduced with them.
         backward_prefetch: When a backward gathers the groups that it needs next; None for no prefetch.
         prefetch_last: What to gather once this group's gradients are computed.
         launched: An all-gather that was launched ahead of its use.
@@ -97,6 +100,7 @@ class TraceableGroup:
         self.is_resumed = False
         self.held: Sequence[nn.Parameter | None] = ()
         self.is_tied = any(param._module_info.shared_modules for param in group.fsdp_params)
+        self.is_cut = False
         self.deferred = False
         self.backward_prefetch: BackwardPrefetch | None = None
         self.prefetch_last: list[TraceableGroup] = []
@@ -332,6 +336,11 @@ class TraceableGroup:
         """
         needs_all = cut_forward is not None or reduces_unused(self.group)
         self.gradients.expect(read, [param.leaf for param in self.params] if needs_all else [], cut_forward)
+
+    def awaits_eager_gradients(self) -> bool:
+        """For real, in a backward: whether eager code of a forward that was cut has gradients still to come."""
+        leaves = [param.leaf for param in self.params if param.leaf.requires_grad] if self.is_cut else []
+        return any(accumulates_into(leaf) and id(leaf) not in self.gradients.from_eager for leaf in leaves)
 
     def begin_backward(self, then_prefetch: list[TraceableGroup]) -> None:
         """Unshard before the first gradient computation that may need the group.
@@ -597,3 +606,4 @@ def _gradient_accumulated(owner: weakref.ref[TraceableGroup], leaf: torch.Tensor
         group.accumulate()
     elif group is not None:
         group.gradients.seen.add(id(leaf))
+        group.gradients.from_eager.add(id(leaf))

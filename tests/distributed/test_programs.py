@@ -12,14 +12,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import compile_fsdp
 from compile_fsdp.compat import fsdp_state, param_groups
 from harness import run_ranks
 from parity import Parity, compare, full
-from programs import PROGRAMS, Part, Program, Training
+from programs import PROGRAMS, Part, Program, Training, reshard
 
 
 def _train(rank: int, program: Program, inner_backend: str) -> Parity | None:
@@ -32,10 +31,7 @@ def _train(rank: int, program: Program, inner_backend: str) -> Parity | None:
             eager.step(number, rank)
             assert all(loss < 1e6 for loss in eager.losses)  # or it diverges, and the order of additions is everything
             expected.append((eager.losses, {n: _gradient(p) for n, p in eager.model.named_parameters()}))
-            if any(parameter.grad is not None for parameter in eager.model.parameters()):
-                for module in eager.model.modules():
-                    if isinstance(module, FSDPModule):
-                        module.reshard()  # A frozen one that the backward's checkpoint ran again would lose its change.
+            reshard(eager.model)  # A frozen one that the backward's checkpoint ran again would lose its change.
             _drop_gathered_ahead(eager.model)
             eager.update()
     except Exception:
@@ -196,6 +192,32 @@ KEPT = {
         ("eval", "plain", "plain"),
         (False, True, False),
         prefetches=True,
+    ),
+    "a module that eager code runs once and a graph once": Program(
+        Part("chain", (Part("gate", (SHARDED,), times=2, is_sharded=True),))
+    ),
+    "a frozen module that eager code of a checkpoint runs again behind its backward": Program(
+        Part(
+            "chain",
+            (
+                Part(
+                    "chain",
+                    (Part("scale", frozen="all", is_sharded=True), Part("break", (LINEAR,))),
+                    times=2,
+                    is_checkpointed=True,
+                ),
+            ),
+        ),
+    ),
+    "kept in an evaluation, and changed": Program(
+        Part(
+            "chain",
+            (
+                Part("linear", frozen="vectors", is_checkpointed=True, is_sharded=True, keeps=True),
+                Part("again", number=0),
+            ),
+        ),
+        ("eval", "plain", "plain"),
     ),
 }
 
