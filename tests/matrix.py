@@ -1,6 +1,8 @@
 """`make test-matrix`: run the tests with several releases of torch, and write docs/compatibility.md.
 
     python tests/matrix.py 2.12.0 2.13.0 -- passes ops
+
+The page is written after each release, and keeps what it has of releases that do not run this time.
 """
 
 from __future__ import annotations
@@ -50,18 +52,15 @@ What differs from release to release, beside what a release lacks:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one release: how many tests passed and were skipped, and the names of those that failed."""
+    """Of one release: how many tests passed and were skipped, and the names of those that failed.
+
+    Attributes:
+        row: Its line in the table.
+    """
 
     torch: str
-    tests: str
-    passed: int
-    skipped: int
+    row: str
     failed: tuple[str, ...]
-    minutes: float
-
-    def row(self) -> str:
-        counts = f"{self.passed} | {len(self.failed)} | {self.skipped}"
-        return f"| {self.torch} | {self.tests} | {counts} | {self.minutes:.0f} |"
 
 
 def run(torch: str, arguments: list[str]) -> Result:
@@ -89,14 +88,30 @@ def read(log: Path, torch: str, tests: str) -> Result:
     skipped = [case for case in cases if case.find("skipped") is not None]
     names = sorted({f"{case.get('classname')}::{case.get('name')}" for case in failed})
     passed = len(cases) - len(failed) - len(skipped)
-    return Result(torch, tests, passed, len(skipped), tuple(names), float(suite.get("time", 0)) / 60)
+    minutes = float(suite.get("time", 0)) / 60
+    today = datetime.datetime.now(datetime.timezone.utc).date()
+    where = f"{today}, Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} cores"
+    counts = f"{passed} | {len(failed)} | {len(skipped)}"
+    return Result(torch, f"| {torch} | {where} | {tests} | {counts} | {minutes:.0f} |", tuple(names))
+
+
+def parse(page: str) -> list[Result]:
+    """What `render` has written."""
+    head, *sections = page.split("\n## Failures with torch ")
+    failed = {section.split()[0]: tuple(re.findall(r"^\* `(.*)`$", section, re.MULTILINE)) for section in sections}
+    rows = re.findall(r"^(\| (\d+\.\d+\.\d+) \|.*)$", head, re.MULTILINE)
+    return [Result(torch, row, failed.get(torch, ())) for row, torch in rows]
+
+
+def merge(earlier: list[Result], new: Result) -> list[Result]:
+    """All results, by release; the new one in the place of its release's earlier one."""
+    results = {result.torch: result for result in (*earlier, new)}
+    return sorted(results.values(), key=lambda result: tuple(map(int, result.torch.split("."))))
 
 
 def render(results: list[Result]) -> str:
-    today = datetime.datetime.now(datetime.timezone.utc).date()
-    lines = [f"{today}, Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} cores:", ""]
-    lines += ["| torch | tests | passed | failed | skipped | minutes |", "| --- | --- | --- | --- | --- | --- |"]
-    lines += [result.row() for result in results]
+    lines = ["| torch | when and where | tests | passed | failed | skipped | minutes |", "|" + " --- |" * 7]
+    lines += [result.row for result in results]
     for result in results:
         if result.failed:
             lines += ["", f"## Failures with torch {result.torch}", "", *(f"* `{name}`" for name in result.failed)]
@@ -106,4 +121,6 @@ def render(results: list[Result]) -> str:
 if __name__ == "__main__":
     given = sys.argv[1:]
     at = given.index("--") if "--" in given else len(given)
-    PAGE.write_text(render([run(torch, given[at + 1 :]) for torch in given[:at]]))
+    for torch in given[:at]:
+        result = run(torch, given[at + 1 :])
+        PAGE.write_text(render(merge(parse(PAGE.read_text()), result)))

@@ -1,10 +1,10 @@
-"""What `make test-matrix` writes is what pytest has said."""
+"""What `make test-matrix` writes is what pytest has said, now and before."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from matrix import Result, read, render
+from matrix import Result, merge, parse, read, render
 
 _LOG = """<testsuites><testsuite time="150.0">
 <testcase classname="ops.test_copy" name="test_a[1]"/>
@@ -18,8 +18,16 @@ def test_counts_and_names_of_a_release(tmp_path: Path) -> None:
     log = tmp_path / "results.xml"
     log.write_text(_LOG)
     result = read(log, "2.12.0", "ops")
-    failed = ("ops.test_copy::test_b", "ops.test_copy::test_c")
-    assert result == Result("2.12.0", "ops", passed=1, skipped=1, failed=failed, minutes=2.5)
-    page = render([result, Result("2.13.0", "ops", 4, 0, (), 1.0)])
-    assert "| 2.12.0 | ops | 1 | 2 | 1 | 2 |\n| 2.13.0 | ops | 4 | 0 | 0 | 1 |" in page
+    assert result.failed == ("ops.test_copy::test_b", "ops.test_copy::test_c")
+    assert result.row.startswith("| 2.12.0 | ") and result.row.endswith(" | ops | 1 | 2 | 1 | 2 |")
+    page = render([result])
+    assert result.row in page
     assert page.endswith("## Failures with torch 2.12.0\n\n* `ops.test_copy::test_b`\n* `ops.test_copy::test_c`\n")
+
+
+def test_other_releases_stay_on_the_page() -> None:
+    earlier = [Result("2.9.0", "| 2.9.0 | a |", ("x::y[1-2]",)), Result("2.12.0", "| 2.12.0 | b |", ("x::z",))]
+    assert parse(render(earlier)) == earlier
+    new = Result("2.12.0", "| 2.12.0 | c |", ())
+    assert merge(parse(render(earlier)), new) == [earlier[0], new]
+    assert merge(earlier, Result("2.11.0", "| 2.11.0 | d |", ()))[1].torch == "2.11.0"
