@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from compile_fsdp.compat import register_work, resolve_group
-from compile_fsdp.ops.named_collectives import named_range
+from compile_fsdp.ops.named_collectives import gathered, named_range
 
 _LIBRARY = torch.library.Library("compile_fsdp", "FRAGMENT")
 _LIBRARY.define("exchange_shards(Tensor input, int group_size, str group_name, str name) -> Tensor")
@@ -39,9 +39,7 @@ def _send_and_receive(sent: Tensor, received: Tensor, awaited: Tensor, group: to
     register_work(awaited, group.alltoall_base(target, source, splits, splits))
 
 
-@torch.library.impl(_LIBRARY, "exchange_shards", "Meta")
-def _gathered(input: Tensor, group_size: int, group_name: str, name: str) -> Tensor:
-    return input.new_empty((input.shape[0] * group_size, *input.shape[1:]))
+torch.library.impl(_LIBRARY, "exchange_shards", "Meta")(gathered)
 
 
 @torch.library.impl(_LIBRARY, "exchange_shards", "CompositeExplicitAutograd")
@@ -49,7 +47,7 @@ def _exchange_shards(input: Tensor, group_size: int, group_name: str, name: str)
     """All-gather: what both ranks have, the first one's first, joined along the first dim."""
     with named_range(name):
         group = resolve_group(group_name)
-        output = _gathered(input, group_size, group_name, name)
+        output = gathered(input, group_size, group_name, name)
         halves = output.chunk(2)
         _send_and_receive(input.contiguous(), halves[1 - group.rank()], output, group)
         halves[group.rank()].copy_(input)

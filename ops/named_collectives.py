@@ -39,14 +39,15 @@ def named_range(name: str) -> AbstractContextManager[object]:
 
 
 @torch.library.impl(_LIBRARY, "all_gather_into_tensor", "Meta")
-def _gathered(input: Tensor, group_size: int, group_name: str, name: str) -> Tensor:
+def gathered(input: Tensor, group_size: int, group_name: str, name: str) -> Tensor:
+    """What all ranks' inputs, joined along the first dim, have room in; not filled."""
     return input.new_empty((input.shape[0] * group_size, *input.shape[1:]))
 
 
 @torch.library.impl(_LIBRARY, "all_gather_into_tensor", "CompositeExplicitAutograd")
 def _all_gather(input: Tensor, group_size: int, group_name: str, name: str) -> Tensor:
     with named_range(name):
-        output = _gathered(input, group_size, group_name, name)
+        output = gathered(input, group_size, group_name, name)
         _GATHER_INTO(input, group_size, group_name, out=output)
     return output
 
