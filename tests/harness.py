@@ -182,6 +182,7 @@ def close_pools() -> None:
 def _serve(rank: int, world_size: int, connection: Connection, stack_file: str) -> None:
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        faulthandler.enable(file=stacks)  # where a segmentation fault leaves its own
         os.environ["TORCH_FR_BUFFER_SIZE"] = TRACE_BUFFER_SIZE
         os.environ["KINETO_LOG_LEVEL"] = "6"  # no line for every profile taken
         import torch

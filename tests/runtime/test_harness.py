@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 
@@ -30,6 +31,12 @@ def _rank_one_dies(rank: int) -> None:
     time.sleep(600)
 
 
+def _rank_one_crashes(rank: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    time.sleep(600)
+
+
 def test_an_error_names_its_rank_and_the_pool_lives_on() -> None:
     with pytest.raises(RankError, match=r"rank 1:(.|\n)*ValueError: only here"):
         run_ranks(2, _rank_one_raises)
@@ -52,6 +59,11 @@ def test_a_hang_shows_the_stack_of_the_rank_that_hangs() -> None:
 def test_a_dead_rank_is_reported() -> None:
     with pytest.raises(RankTimeout, match="rank 1 died with exit code"):
         run_ranks(2, _rank_one_dies)
+
+
+def test_a_rank_that_crashes_shows_where() -> None:
+    with pytest.raises(RankTimeout, match=r"Segmentation fault(.|\n)*_rank_one_crashes"):
+        run_ranks(2, _rank_one_crashes)
 
 
 def _sum_of_ranks(rank: int) -> float:
