@@ -11,6 +11,7 @@ import datetime
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -74,7 +75,8 @@ def run(torch: str, arguments: list[str]) -> Result:
     subprocess.run(["make", "setup", f"VENV={venv.name}", f"CONSTRAINTS={constraints}"], cwd=ROOT, check=True)
     log.unlink(missing_ok=True)
     environment = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", **os.environ}
-    command = [str(venv / "bin" / "pytest"), "-p", "no:cacheprovider", f"--junitxml={log}", *arguments]
+    options = shlex.split(environment.pop("PYTEST_ADDOPTS", ""))  # not for what the tests run with pytest themselves
+    command = [str(venv / "bin" / "pytest"), "-p", "no:cacheprovider", f"--junitxml={log}", *options, *arguments]
     subprocess.run(command, cwd=ROOT / "tests", env=environment, check=False)
     return read(log, torch, " ".join(arguments) or "all of `make test`")
 
