@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from compile_fsdp import compat, versions
+from compile_fsdp.compat import FSDPParamGroup
 
 _REPLACED = """
 import torch
@@ -35,6 +38,10 @@ def test_versions_of_the_range_are_taken(version: str) -> None:
         ("torch.__version__ = '2.9.1'", "works with torch 2.11 to 2.15, found torch 2.9.1"),
         ("from torch._dynamo import exc; del exc.ShortenTraceback", "cannot import name 'ShortenTraceback'"),
         ("del torch.autograd._unsafe_preserve_version_counter", "_unsafe_preserve_version_counter"),
+        (
+            "from torch.distributed.fsdp._fully_shard import _fsdp_state; del _fsdp_state.FSDPState._lazy_init",
+            "_fully_shard._fsdp_state.FSDPState has no _lazy_init",
+        ),
     ],
 )
 def test_import_says_what_is_missing(change: str, expected: str, tmp_path: Path) -> None:
@@ -50,6 +57,34 @@ def test_names_that_are_used_later_are_complete() -> None:
     imports = [node for function in functions for node in ast.walk(function) if isinstance(node, ast.ImportFrom)]
     found = {f"{node.module}.{alias.name}" for node in imports for alias in node.names}
     assert {name for name in found if name.startswith("torch.")} == set(versions.USED_LATER)
+
+
+def test_attributes_that_no_method_sets_any_more_are_named() -> None:
+    names = ("_sharded_state", "_gone", "unshard", "fsdp_placement")
+    with pytest.raises(AttributeError, match=r"FSDPParamGroup has no _gone, fsdp_placement$"):
+        versions.check_attributes({f"{FSDPParamGroup.__module__}.FSDPParamGroup": names})
+
+
+def test_attributes_of_torch_s_objects_are_complete() -> None:
+    package = Path(compat.__file__).parent
+    nodes = [node for file in package.rglob("*.py") if file.name != "compat.py" for node in _walk(file)]
+    ours = {node.attr for node in nodes if isinstance(node, ast.Attribute) and _is_self(node.value)}
+    ours |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    private = {
+        node.attr for node in nodes if isinstance(node, ast.Attribute) and re.match("_(?!_|compile_fsdp_)", node.attr)
+    }
+    standard_library = {"_ArgumentGroup", "_SubParsersAction", "_getframe"}
+    ops = {"_c10d_functional", "_to_copy", "_unsafe_view"}
+    checked = {name for names in versions.ATTRIBUTES.values() for name in names}
+    assert private - ours - standard_library - ops <= checked
+
+
+def _walk(file: Path) -> Iterator[ast.AST]:
+    return ast.walk(ast.parse(file.read_text()))
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
 
 
 def test_a_name_that_has_moved_is_reported_before_the_first_graph(monkeypatch: pytest.MonkeyPatch) -> None:
