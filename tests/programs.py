@@ -60,6 +60,7 @@ class Program:
         in_bfloat16: Whether parameters are gathered, and computed with, in 16 bits.
         prefetches: Whether every sharded module names the next one to gather.
         memory_budget: The backend's option.
+        inner_backend: The backend's option. Only with Inductor the passes run.
     """
 
     root: Part
@@ -68,6 +69,7 @@ class Program:
     in_bfloat16: bool = False
     prefetches: bool = False
     memory_budget: int | None = None
+    inner_backend: str = "aot_eager"
 
     @property
     def has_breaks(self) -> bool:
@@ -92,14 +94,19 @@ class Program:
         return any(part.kind == "sum" and any(map(_hands_to_sharded, part.children)) for part in parts)
 
     @property
+    def rounds_otherwise(self) -> bool:
+        """Whether compiled training may round otherwise than eager training."""
+        return self.adds_in_another_order or self.inner_backend == "inductor"
+
+    @property
     def dtype(self) -> torch.dtype:
-        """Of weights and batches. Where orders differ, float64: in float32 what cancels leaves any difference."""
-        return torch.float64 if self.adds_in_another_order else torch.float32
+        """Of weights and batches. Where roundings differ, float64: in float32 what cancels leaves any difference."""
+        return torch.float64 if self.rounds_otherwise else torch.float32
 
     @property
     def tolerance(self) -> float:
-        """Largest relative difference between eager and compiled training, op by op."""
-        return 1e-9 if self.adds_in_another_order else 0.0
+        """Largest relative difference between eager and compiled training."""
+        return 1e-9 if self.rounds_otherwise else 0.0
 
 
 def _walk(part: Part) -> Iterator[Part]:
@@ -275,7 +282,10 @@ class Training:
                 self._backward(self._loss(batches[0], flag))
 
     def _loss(self, batch: torch.Tensor, flag: torch.Tensor) -> torch.Tensor:
-        loss = tensor_of(self.model(batch, flag)).to(self.program.dtype).square().mean()
+        output = tensor_of(self.model(batch, flag)).to(self.program.dtype)
+        # What comes out of a norm always has the same mean of squares: gradients would be nothing but rounding.
+        target = torch.linspace(-1, 1, FEATURES, dtype=self.program.dtype)
+        loss = (output - target).square().mean()
         self.losses.append(loss.detach())
         return loss
 
@@ -318,9 +328,9 @@ def _inner(parts: st.SearchStrategy[Part]) -> st.SearchStrategy[Part]:
     return st.builds(Part, st.sampled_from(INNER), children, **_FLAGS)
 
 
-def _is_comparable(program: Program) -> bool:
-    # Sums of 16-bit gradients in another order may differ by anything.
-    return not (program.in_bfloat16 and program.adds_in_another_order)
+def comparable(program: Program) -> Program:
+    """The program itself, or in full precision: what rounds otherwise in 16 bits may differ by anything."""
+    return replace(program, in_bfloat16=False) if program.rounds_otherwise else program
 
 
 _TREES = st.recursive(_LEAVES, _inner, max_leaves=6)
@@ -339,4 +349,4 @@ PROGRAMS: st.SearchStrategy[Program] = st.builds(
     in_bfloat16=st.sampled_from([False, False, True]),
     prefetches=st.booleans(),
     memory_budget=st.sampled_from([None, None, 0, 200, 2**20]),
-).map(lambda program: program if _is_comparable(program) else replace(program, in_bfloat16=False))
+).map(comparable)
