@@ -1,7 +1,8 @@
 """Every private torch name this project uses, in one place.
 
-Each entry names the torch releases it was checked on. A name that has moved is reported here, at import, by
-its full path, and never as an AttributeError inside a hook.
+Each entry names the torch release whose code it was checked with; all of them are tested with every supported release
+(docs/compatibility.md). A name that has moved is reported by its full path, and never as an AttributeError inside a hook:
+`versions.py` looks them up.
 """
 
 from __future__ import annotations
