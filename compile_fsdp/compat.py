@@ -1,8 +1,8 @@
 """Every private torch name this project uses, in one place.
 
-Each entry names the torch release whose code it was checked with; all of them are tested with every supported release
-(docs/compatibility.md). A name that has moved is reported by its full path, and never as an AttributeError inside a hook:
-`versions.py` looks them up.
+Each entry names the torch release whose code it was checked with; all of them are tested with every supported one
+(docs/compatibility.md). A name that has moved is reported by its full path, and never as an AttributeError inside a
+hook: `versions.py` looks them up.
 """
 
 from __future__ import annotations
@@ -992,6 +992,11 @@ def collective_arguments(node: torch.fx.Node) -> dict[str, object] | None:
 def after_backward(callback: Callable[[], None]) -> None:
     """Inside a backward: run a function when all of it is over. (2.13.0)"""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward now. (2.13.0)"""
+    return torch._C._current_graph_task_id() != -1
 
 
 def autocast_dtypes() -> list[torch.dtype]:

@@ -24,9 +24,9 @@ PAGE = ROOT / "docs" / "compatibility.md"
 HEAD = """# Compatibility
 
 The tests with every supported release of torch: `make test-matrix` writes this page. A torch outside of the range is
-refused at import, and so is one that lacks a private name, or an attribute of FSDP2's objects, that the package uses: by
-that name, and before the first graph at the latest. The development version, which `make test` runs with, is the one in
-`constraints.txt`.
+refused at import, and so is one that lacks a private name, or an attribute of FSDP2's objects, that the package uses:
+by that name, and before the first graph at the latest. The development version, which `make test` runs with, is the one
+in `constraints.txt`.
 
 What differs from release to release, beside what a release lacks:
 

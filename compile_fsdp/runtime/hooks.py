@@ -25,10 +25,12 @@ from torch import nn
 from compile_fsdp.compat import (
     FSDPState,
     TrainingState,
+    after_backward,
     call_with_side_effects,
     defer_hook_bodies,
     ends_backward_by_hand,
     is_deep_in_regions,
+    is_in_backward,
     param_groups,
     restore_hook_bodies,
     runs_while_tracing_for,
@@ -170,6 +172,16 @@ class StateHooks:
                     group.is_ahead = True
                     root.ahead.append(group)
 
+    def end_with_backward(self) -> None:
+        """For real, as the module runs: if eager code of a checkpoint runs it again, shard it behind that backward.
+
+        torch leaves a frozen module unsharded that runs behind what it has taken for the module's backward: a change
+        of its parameters would be lost.
+        """
+        if is_in_backward():
+            for group in self.groups:
+                after_backward(group.reshard_left)
+
     def follow_trainable(self) -> None:
         """For real, of a root: let unsharded parameters need a gradient as the sharded ones do, for Dynamo to see."""
         for state in self.state._state_ctx.all_states:
@@ -279,6 +291,7 @@ def _pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
     assert member.eager_pre_forward is not None
     inputs = member.eager_pre_forward(module, args, kwargs)
     member.hooks.wait_for_prefetched()
+    member.hooks.end_with_backward()
     return inputs
 
 

@@ -210,6 +210,21 @@ KEPT = {
             ),
         ),
     ),
+    "a frozen module in a checkpoint that is all eager code": Program(
+        Part(
+            "break",
+            (
+                Part(
+                    "break",
+                    (Part("scale", frozen="all", is_checkpointed=True, is_sharded=True), SHARDED),
+                    times=2,
+                    is_checkpointed=True,
+                    is_sharded=True,
+                    keeps=True,
+                ),
+            ),
+        ),
+    ),
     "kept in an evaluation, and changed": Program(
         Part(
             "chain",
