@@ -6,18 +6,32 @@ import dis
 import importlib
 import inspect
 from collections.abc import Iterator, Mapping
+from pkgutil import resolve_name
 from types import FunctionType
-from typing import Any
 
 import torch
 
 OLDEST, NEWEST = (2, 11), (2, 15)
 
-# Private names that `compat.py` imports where they are needed; the others it imports with itself.
+# Private names that functions of `compat.py` import or look up; the others it imports with itself.
 USED_LATER = (
+    "torch._C._ForceDispatchKeyGuard",
+    "torch._C._autograd._unsafe_set_version_counter",
+    "torch._C._current_graph_task_id",
+    "torch._C._distributed_c10d._dump_fr_trace",
+    "torch._C._distributed_c10d._register_work",
+    "torch._C._will_engine_execute_node",
+    "torch._dynamo.OptimizedModule",
+    "torch._dynamo.assume_constant_result",
+    "torch._dynamo.config.patch",
+    "torch._dynamo.eval_frame._stance.stance",
+    "torch._dynamo.list_backends",
+    "torch._dynamo.lookup_backend",
     "torch._dynamo.utils.counters",
     "torch._dynamo.utils.get_compilation_metrics",
     "torch._functorch.partitioners.min_cut_rematerialization_partition",
+    "torch._guards.CompileContext.current_compile_id",
+    "torch._guards.TracingContext.try_get",
     "torch._inductor.compile_fx.compile_fx",
     "torch._inductor.compile_fx.compile_fx_inner",
     "torch._inductor.ir",
@@ -29,6 +43,8 @@ USED_LATER = (
     "torch._inductor.lowering.register_lowering",
     "torch._inductor.output_code.OutputCode",
     "torch._logging._internal.trace_structured",
+    "torch._logging.getArtifactLogger",
+    "torch.autograd.Variable._execution_engine.queue_callback",
     "torch.distributed._composable_state._get_module_state",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper",
     "torch.distributed.distributed_c10d._resolve_process_group",
@@ -109,7 +125,7 @@ def check_attributes(attributes: Mapping[str, tuple[str, ...]] = ATTRIBUTES) -> 
         AttributeError: some class has none of that name, and none of its methods sets it.
     """
     for path, names in attributes.items():
-        cls = _look_up(path)
+        cls = resolve_name(path)
         if (left := set(names) - set(dir(cls))) and (gone := left - set(_set_by_methods(cls))):
             raise AttributeError(f"{path} has no {', '.join(sorted(gone))}")
 
@@ -123,11 +139,6 @@ def _set_by_methods(cls: type) -> Iterator[str]:
                 yield from (each.argval for each in dis.get_instructions(function) if each.opname == "STORE_ATTR")
 
 
-def _look_up(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
-
-
 def check_names() -> None:
     """Look all names up that are used later. It imports the compiler, so this is done before the first graph.
 
@@ -136,7 +147,7 @@ def check_names() -> None:
     """
     for name in USED_LATER:
         try:
-            _look_up(name)
+            resolve_name(name)
         except (ImportError, AttributeError) as error:
             raise moved(error) from error
 

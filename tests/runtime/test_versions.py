@@ -56,7 +56,16 @@ def test_names_that_are_used_later_are_complete() -> None:
     functions = [node for node in ast.walk(source) if isinstance(node, ast.FunctionDef)]
     imports = [node for function in functions for node in ast.walk(function) if isinstance(node, ast.ImportFrom)]
     found = {f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+    chains = {_dotted(node) for function in functions for each in function.body for node in ast.walk(each)}
+    private = {name for name in chains if "._" in name.replace("torch.__version__", "")}
+    found |= {name for name in private if not any(other.startswith(f"{name}.") for other in private)}
     assert {name for name in found if name.startswith("torch.")} == set(versions.USED_LATER)
+
+
+def _dotted(node: ast.AST) -> str:
+    """`torch.a.b` as text; "" for anything else."""
+    text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+    return text if re.fullmatch(r"torch(\.\w+)+", text) else ""
 
 
 def test_attributes_that_no_method_sets_any_more_are_named() -> None:
