@@ -6,6 +6,7 @@ import dis
 import importlib
 import inspect
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pkgutil import resolve_name
 from types import FunctionType
 
@@ -125,7 +126,7 @@ def check_attributes(attributes: Mapping[str, tuple[str, ...]] = ATTRIBUTES) -> 
         AttributeError: some class has none of that name, and none of its methods sets it.
     """
     for path, names in attributes.items():
-        cls = resolve_name(path)
+        cls = _look_up(path)
         if (left := set(names) - set(dir(cls))) and (gone := left - set(_set_by_methods(cls))):
             raise AttributeError(f"{path} has no {', '.join(sorted(gone))}")
 
@@ -139,6 +140,10 @@ def _set_by_methods(cls: type) -> Iterator[str]:
                 yield from (each.argval for each in dis.get_instructions(function) if each.opname == "STORE_ATTR")
 
 
+# Once for each name: every graph asks for all of them again.
+_look_up = cache(resolve_name)
+
+
 def check_names() -> None:
     """Look all names up that are used later. It imports the compiler, so this is done before the first graph.
 
@@ -147,7 +152,7 @@ def check_names() -> None:
     """
     for name in USED_LATER:
         try:
-            resolve_name(name)
+            _look_up(name)
         except (ImportError, AttributeError) as error:
             raise moved(error) from error
 

@@ -503,11 +503,6 @@ class TraceableGroup:
         self.reduced_params = []
         self.unreplicated_params = []
 
-    def reshard_left(self) -> None:
-        """For real, at the end of a backward: shard what it has left unsharded, and was not asked to."""
-        if self.group.is_unsharded and self.group.reshard_after_backward:
-            self.group.reshard()
-
     def reset(self) -> None:
         """Shard the group wherever an exception has left it, and drop the gradients of the interrupted step.
 
@@ -592,12 +587,16 @@ def _drop_gathered(states: Sequence[FSDPState]) -> None:
     """
     for state in states:
         for group in param_groups(state):
-            if (traceable := getattr(group, "_compile_fsdp_traceable", None)) is None:
-                continue
-            if traceable.launched is not None:
+            if (traceable := getattr(group, "_compile_fsdp_traceable", None)) and traceable.launched is not None:
                 functional_collectives.wait_tensor(traceable.launched.output)
                 traceable.launched = None
-            traceable.reshard_left()
+            reshard_left(group)
+
+
+def reshard_left(group: FSDPParamGroup) -> None:
+    """For real, at the end of a backward: shard what it has left unsharded, and was not asked to."""
+    if group.is_unsharded and group.reshard_after_backward:
+        group.reshard()
 
 
 def owner_of(leaf: object) -> TraceableGroup | None:

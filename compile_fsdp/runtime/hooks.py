@@ -37,7 +37,7 @@ from compile_fsdp.compat import (
     tree_map_only,
 )
 from compile_fsdp.runtime import checks, scope
-from compile_fsdp.runtime.group import TraceableGroup, start_backward
+from compile_fsdp.runtime.group import TraceableGroup, reshard_left, start_backward
 from compile_fsdp.runtime.outputs import cast_floating, find_tensors
 
 
@@ -180,7 +180,7 @@ class StateHooks:
         """
         if is_in_backward():
             for group in self.groups:
-                after_backward(group.reshard_left)
+                after_backward(partial(reshard_left, group.group))
 
     def follow_trainable(self) -> None:
         """For real, of a root: let unsharded parameters need a gradient as the sharded ones do, for Dynamo to see."""
