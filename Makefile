@@ -59,15 +59,15 @@ test-all: setup
 	$(BIN)/pytest $(PARALLEL) -m 'slow or not slow'
 
 test-matrix:
-	PYTEST_ADDOPTS="$(PARALLEL)" $(PYTHON) tests/matrix.py $(TORCHES) -- $(MATRIX_ARGS)
+	PYTEST_ADDOPTS="$(PARALLEL)" $(PYTHON) tests/helpers/releases/matrix.py $(TORCHES) -- $(MATRIX_ARGS)
 
 parity: setup
 	$(BIN)/pytest -m 'slow or not slow' tests/distributed/test_features.py \
 		--parity-report docs/parity.md
 
 mutate: setup
-	cd tests && PYTHONPATH=. OMP_NUM_THREADS=1 $(abspath $(BIN))/python mutation.py
-	cd tests && PYTHONPATH=. OMP_NUM_THREADS=1 $(abspath $(BIN))/python mutation.py --equivalent
+	cd tests && PYTHONPATH=. OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m helpers.mutation.run
+	cd tests && PYTHONPATH=. OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m helpers.mutation.run --equivalent
 
 # `benchmarks/` is none of the directories that must not stand in for the package, and its scripts share code.
 bench: export PYTHONSAFEPATH :=

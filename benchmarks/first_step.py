@@ -23,9 +23,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch._dynamo.utils import counters
 
-from compile_fsdp.bench.measure import Run
-from compile_fsdp.bench.modes import MODES
-from compile_fsdp.bench.workloads import SIZES
+from compile_fsdp.tools.bench.measure import Run
+from compile_fsdp.tools.bench.modes import MODES
+from compile_fsdp.tools.bench.workloads import SIZES
 
 RANKS = 2
 

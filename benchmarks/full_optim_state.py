@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.device_mesh import init_device_mesh
 
 import compile_fsdp
-from compile_fsdp.compat import local_tensor
 from compile_fsdp.state import optim_state_dict
+from compile_fsdp.torch_compat.distributed import local_tensor
 
 WORLD_SIZE = 2
 LIMIT = 1.3  # of the sharded state, for the other ranks' state and what they need besides it during the call

@@ -28,10 +28,10 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from compile_fsdp.bench.measure import Run
-from compile_fsdp.bench.modes import MODES
-from compile_fsdp.bench.workloads import Decoder
-from compile_fsdp.train.config import ModelConfig
+from compile_fsdp.tools.bench.measure import Run
+from compile_fsdp.tools.bench.modes import MODES
+from compile_fsdp.tools.bench.workloads import Decoder
+from compile_fsdp.tools.train.config import ModelConfig
 
 WORLDS = {"fake8": ("fake", 8), "fake64": ("fake", 64), "nccl1": ("nccl", 1)}
 LARGE = Decoder(ModelConfig(dim=4096, layers=32, heads=32, hidden=14336, vocab_size=128256), batch=1, seq_len=4096)

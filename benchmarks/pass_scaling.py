@@ -22,9 +22,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from compile_fsdp.ops import copy_, resize_storage_bytes_
-from compile_fsdp.passes import Costs, PassReport, Pipeline
-from compile_fsdp.passes.pipeline import Report
-from compile_fsdp.passes.remove_unshard_copies import node_name
+from compile_fsdp.passes import Costs, Pipeline, WindowReport, pipelines
+from compile_fsdp.passes.report import Report, node_name
 
 SIZES = (1_000, 10_000, 100_000)
 NODES_PER_LAYER = 37  # two parameters, their shards, and 33 ops
@@ -108,13 +107,14 @@ def measure(nodes: int) -> float:
     reports: list[tuple[Report, ...]] = []
     # Costs under which every pass has work to do.
     costs = Costs(latency=1e-9, comm_bandwidth=1e9, memory_bandwidth=1e12, flops=1e12)
-    pipeline = Pipeline(node_name, reports.append, costs=costs)
+    passes = pipelines.post_grad(node_name, hoist=True, merge=False, costs=costs)
+    pipeline = Pipeline(passes, reports.append)
     gc.collect()
     start = time.process_time()
     pipeline(graph)
     seconds = time.process_time() - start
     (report,) = reports
-    assert isinstance(report[0], PassReport)
+    assert isinstance(report[0], WindowReport)
     assert report[0].windows_removed == 2 * ((nodes - 2) // NODES_PER_LAYER) and not report[0].kept
     return seconds * 1e6 / report[0].nodes_before
 

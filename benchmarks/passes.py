@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from compile_fsdp.bench.modes import MODES
 from compile_fsdp.cli import main
 from compile_fsdp.passes import PASSES
+from compile_fsdp.tools.bench.modes import MODES
 
 NAMES = [each.__name__ for each in PASSES]
 # Here, for the ranks import this file too.

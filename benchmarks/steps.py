@@ -10,8 +10,8 @@ from __future__ import annotations
 import importlib.util
 import sys
 
-from compile_fsdp.bench.modes import MODES
 from compile_fsdp.cli import main
+from compile_fsdp.tools.bench.modes import MODES
 
 if __name__ == "__main__":
     has_simple = importlib.util.find_spec("torchtitan") is not None

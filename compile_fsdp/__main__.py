@@ -1,4 +1,4 @@
-"""`python -m compile_fsdp`, the same as `compile-fsdp`."""
+"""`python -m compile_fsdp` runs the command `compile-fsdp`."""
 
 import sys
 

@@ -26,7 +26,7 @@ def fully_shard(module: nn.Module | list[nn.Module], **kwargs: Any) -> FSDPModul
 
     Args:
         module: The module to shard, in place; or several, to share one parameter group.
-        **kwargs: Those of `torch.distributed.fsdp.fully_shard` of the installed torch.
+        **kwargs: Arguments of the installed torch's `torch.distributed.fsdp.fully_shard`.
     Returns:
         `module` itself.
     Raises:
@@ -53,7 +53,7 @@ def _names(module: nn.Module | list[nn.Module]) -> str:
 
 
 def make_traceable(model: nn.Module) -> nn.Module:
-    """Make every FSDP2 module of a model traceable that somebody else has sharded.
+    """Make every FSDP2 module traceable of a model that torch's own `fully_shard` has sharded.
 
     Nothing changes for eager runs. A module that is traceable already stays as it is.
 

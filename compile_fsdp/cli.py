@@ -7,12 +7,12 @@ import os
 import sys
 from collections.abc import Sequence
 
-from compile_fsdp.bench import command as bench_command
 from compile_fsdp.errors import EstimateError, ExplainError, PlanError, UnknownOptionError
-from compile_fsdp.explain import command as explain_command
-from compile_fsdp.planning import command as planning_command
-from compile_fsdp.train import command as train_command
-from compile_fsdp.train.config import TrainError
+from compile_fsdp.tools.bench import command as bench_command
+from compile_fsdp.tools.explain import command as explain_command
+from compile_fsdp.tools.planning import command as planning_command
+from compile_fsdp.tools.train import command as train_command
+from compile_fsdp.tools.train.config import TrainError
 
 
 def build_parser() -> argparse.ArgumentParser:

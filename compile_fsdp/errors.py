@@ -5,7 +5,7 @@ All of them leave model and state usable, and all but `VerificationError` are ra
 
 from __future__ import annotations
 
-from compile_fsdp.compat import ShortenTraceback
+from compile_fsdp.torch_compat.dynamo import ShortenTraceback
 
 
 class CompileFSDPError(ShortenTraceback):
@@ -52,7 +52,7 @@ class UnsupportedFeatureError(CompileFSDPError):
 
 
 class CollectiveMismatchError(CompileFSDPError):
-    """Ranks have compiled graphs with different collectives. All of them raise, before any of these is issued."""
+    """Ranks have compiled graphs with different collectives. All ranks raise, before any collective of the graph."""
 
 
 class RankMissingError(CompileFSDPError):
@@ -60,7 +60,7 @@ class RankMissingError(CompileFSDPError):
 
 
 class VerificationError(CompileFSDPError):
-    """With `options={"verify": True}`: something compiled differs from what it stands for. Raised on all ranks."""
+    """With `options={"verify": True}`: a compiled graph differs from the traced one. Raised on all ranks."""
 
 
 class BackwardError(CompileFSDPError):
@@ -84,7 +84,7 @@ class PlanError(CompileFSDPError):
 
 
 class PolicyError(PlanError):
-    """A policy returns what is no argument of `fully_shard`, or modules that are not in the model."""
+    """A policy returns modules that are not in the model, or arguments that `fully_shard` does not have."""
 
 
 class NothingSelectedError(PlanError):

@@ -9,10 +9,11 @@ from typing import Any
 
 from torch.distributed.fsdp import BackwardPrefetch
 
-from compile_fsdp.agreement import DEFAULT_LIMIT_S
-from compile_fsdp.compat import inductor_mode_options, inductor_option_names, list_backends
+from compile_fsdp.backend.agreement import DEFAULT_LIMIT_S
 from compile_fsdp.errors import UnknownOptionError
 from compile_fsdp.passes import PASSES, Costs
+from compile_fsdp.torch_compat.dynamo import list_backends
+from compile_fsdp.torch_compat.inductor import inductor_mode_options, inductor_option_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +26,14 @@ class Options:
         disabled_passes: Names of passes to leave out, see docs/passes.md.
         backward_prefetch: When the backward gathers the parameters of the module that it comes to next, as in
             FullyShardedDataParallel: BACKWARD_PRE, the default, before the gradients of the present one are
-            computed (as eager FSDP2 does), BACKWARD_POST after, None when it is reached. The enum of
-            torch.distributed.fsdp or its member's name. A module's own set_modules_to_backward_prefetch replaces
-            which modules are gathered.
-        memory_budget: Most bytes of unsharded parameters that a rank may hold at a time. What fits is kept from the
-            forward to the backward, and not gathered a second time: docs/passes.md. None keeps nothing that
-            `reshard_after_forward` does not.
-        costs: What collectives, copies and compute cost, for the passes that decide by it; equal on all ranks. The
-            numbers for the device in `compile_fsdp.passes.COSTS`, unless given.
+            computed (as eager FSDP2 does), BACKWARD_POST after, None when it is reached. A member of
+            torch.distributed.fsdp.BackwardPrefetch or its name. A module's own set_modules_to_backward_prefetch
+            replaces which modules are gathered.
+        memory_budget: Most bytes of unsharded parameters that a rank may hold at a time. Groups that fit stay unsharded
+            from the forward to the backward, which does not gather them again: docs/passes.md. With None, only
+            `reshard_after_forward` decides which groups stay unsharded.
+        costs: What collectives, copies and compute cost, for the passes that decide by costs; equal on all ranks.
+            None takes the numbers for the device from `compile_fsdp.passes.COSTS`.
         progress: Whether rank 0 says on stderr what is being traced or compiled when that takes more than two seconds.
         agreement_timeout_s: Seconds that ranks wait for each other before a graph first runs, where one compiles longer
             than another.
@@ -54,7 +55,7 @@ class Options:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None, mode: str | None = None) -> Options:
-        """Sort the user's dict into our options and Inductor's; those of Inductor's `mode` come first.
+        """Sort the user's dict into our options and Inductor's, which overwrite the options of Inductor's `mode`.
 
         Raises:
             UnknownOptionError: a name is neither, or a value has the wrong type; the valid ones are listed.

@@ -82,18 +82,18 @@ def record(report: GraphReport) -> None:
 
 
 class CompileObserver(Protocol):
-    """Is told of every graph that is about to be compiled."""
+    """An observer that is told of every graph that is about to be compiled."""
 
     def begin(
         self, direction: Direction, gm: fx.GraphModule, groups: Collection[TraceableGroup], costs: Costs | None
     ) -> GraphObserver:
-        """What is to see the graph on its way through the passes, if Inductor compiles it.
+        """Begin to observe a graph; the result sees it between the passes, if Inductor compiles it.
 
         Args:
             direction: Which half of the step the graph is.
             gm: The Dynamo graph.
-            groups: Those whose unsharded parameters it takes in.
-            costs: By which its passes decide; None for those of the device.
+            groups: Parameter groups whose unsharded parameters are inputs of the graph.
+            costs: The costs by which the passes decide; None for the costs of the device.
         """
 
 
@@ -102,7 +102,7 @@ _observer: CompileObserver | None = None
 
 @contextmanager
 def observing(observer: CompileObserver) -> Iterator[None]:
-    """Inside, on all threads: every graph is compiled anew, past the compilers' caches, and shown to the observer."""
+    """While the block runs, compile every graph of any thread anew, without caches, and show it to the observer."""
     global _observer
     outer, _observer = _observer, observer
     try:

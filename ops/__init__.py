@@ -1,24 +1,20 @@
 """The ops that open, fill and close a window, that hand gradients over in a graph, and that mark where hooks run."""
 
 from compile_fsdp.ops.accumulate_gradient import accumulate_gradient
+from compile_fsdp.ops.collectives import all_gather_into_tensor, reduce_scatter_tensor
 from compile_fsdp.ops.ensure import ensure_lowerings, ensure_ops
-from compile_fsdp.ops.exchange import add_own_part_, exchange_parts, exchange_shards
 from compile_fsdp.ops.fsdp_copy import copy_
 from compile_fsdp.ops.hand_over import Receiver, hand_over, issue_ticket
 from compile_fsdp.ops.hook_point import hook_point, watch
-from compile_fsdp.ops.named_collectives import all_gather_into_tensor, reduce_scatter_tensor
 from compile_fsdp.ops.resize_storage_bytes import resize_storage_bytes_
 
 __all__ = [
     "Receiver",
     "accumulate_gradient",
-    "add_own_part_",
     "all_gather_into_tensor",
     "copy_",
     "ensure_lowerings",
     "ensure_ops",
-    "exchange_parts",
-    "exchange_shards",
     "hand_over",
     "hook_point",
     "issue_ticket",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from compile_fsdp.compat import compiled_autograd_function
+from compile_fsdp.torch_compat.autograd import compiled_autograd_function
 
 
 def accumulate_gradient(

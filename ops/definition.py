@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 import torch.fx
 
-from compile_fsdp import compat
-from compile_fsdp.compat import OpOverload
 from compile_fsdp.errors import OpDefinitionError
+from compile_fsdp.torch_compat import dispatch, inductor
+from compile_fsdp.torch_compat.dispatch import OpOverload
 
 Kernel = Callable[..., object]
 
@@ -76,8 +76,8 @@ def pass_through(name: str) -> Kernel:
     def kernel(*args: object) -> None:
         op = find_op(name)
         assert op is not None, f"{name} runs, so it is defined"
-        with compat.below_functionalization():
-            op(*(compat.unwrap_functional(arg) if isinstance(arg, torch.Tensor) else arg for arg in args))
+        with dispatch.below_functionalization():
+            op(*(dispatch.unwrap_functional(arg) if isinstance(arg, torch.Tensor) else arg for arg in args))
 
     return kernel
 
@@ -96,7 +96,7 @@ def ensure_definition(
         OpDefinitionError: The schema differs, or a kernel is missing that only torch can have.
     """
     op = get_op(definition)
-    found_schema = compat.op_schema(op)
+    found_schema = dispatch.op_schema(op)
     if found_schema != _schema(definition):
         raise OpDefinitionError(f"expected the op {_schema(definition)}, found {found_schema}; {_REMEDY}")
     missing = {key: kernel for key, kernel in definition.kernels.items() if not _has_kernel(definition, key)}
@@ -122,18 +122,18 @@ def ensure_lowering(definition: OpDefinition) -> bool:
         OpDefinitionError: The lowering is missing and only torch can have it.
     """
     op = get_op(definition)
-    if compat.has_inductor_lowering(op):
+    if op in inductor.inductor_lowerings():
         return False
     if definition.lowering is None:
         raise OpDefinitionError(f"expected an Inductor lowering of {definition.name}, found none; {_REMEDY}")
-    compat.register_inductor_lowering(op, definition.lowering)
+    inductor.register_inductor_lowering(op, definition.lowering)
     return True
 
 
 def _has_kernel(definition: OpDefinition, key: str) -> bool:
     # Fallbacks do not count: what a device plugin's catch-all fallback does with this op is unknown.
-    return compat.has_kernel(definition.name, key) or (
-        key in DEVICE_KEYS and compat.has_kernel(definition.name, _COMPOSITE_KEY)
+    return dispatch.has_kernel(definition.name, key) or (
+        key in DEVICE_KEYS and dispatch.has_kernel(definition.name, _COMPOSITE_KEY)
     )
 
 

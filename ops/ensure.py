@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from compile_fsdp.compat import has_inductor_lowering, register_collective_lowering
 from compile_fsdp.ops import fsdp_copy, resize_storage_bytes
+from compile_fsdp.ops.collectives import all_gather_into_tensor, reduce_scatter_tensor
 from compile_fsdp.ops.definition import ensure_lowering
-from compile_fsdp.ops.exchange import exchange_parts, exchange_shards
-from compile_fsdp.ops.named_collectives import all_gather_into_tensor, reduce_scatter_tensor
+from compile_fsdp.torch_compat.inductor import inductor_lowerings, register_collective_lowering
 
 
 def ensure_ops() -> None:
@@ -27,6 +26,6 @@ def ensure_lowerings() -> None:
     """
     ensure_lowering(fsdp_copy.DEFINITION)
     ensure_lowering(resize_storage_bytes.DEFINITION)
-    for op in (all_gather_into_tensor, reduce_scatter_tensor, exchange_shards, exchange_parts):
-        if not has_inductor_lowering(op):
+    for op in (all_gather_into_tensor, reduce_scatter_tensor):
+        if op not in inductor_lowerings():
             register_collective_lowering(op)

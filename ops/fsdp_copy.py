@@ -16,7 +16,6 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from compile_fsdp import compat
 from compile_fsdp.ops.definition import (
     DEVICE_KEYS,
     OpDefinition,
@@ -24,6 +23,7 @@ from compile_fsdp.ops.definition import (
     get_or_define_op,
     pass_through,
 )
+from compile_fsdp.torch_compat import inductor
 
 if torch.distributed.is_available():
     import torch.distributed.fsdp  # Defines the op. Imported later, it would collide with our definition.
@@ -35,7 +35,7 @@ def _copy(tensor: Tensor, data: Tensor) -> None:
 
 def _lower_copy(tensor: object, data: object) -> object:
     # The lowering of the aten op converts, moves and broadcasts `data`, and writes to `tensor` itself.
-    return compat.inductor_lowering(torch.ops.aten.copy_.default)(tensor, data)
+    return inductor.inductor_lowerings()[torch.ops.aten.copy_.default](tensor, data)
 
 
 def define_copy(name: str) -> OpDefinition:

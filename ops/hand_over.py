@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from compile_fsdp.compat import plain_dispatch
+from compile_fsdp.torch_compat.dispatch import plain_dispatch
 
 
 class Receiver(Protocol):

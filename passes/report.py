@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from torch import fx
 
 MIB = 2**20
 
 # Most parameters named per reason in the log line; the report itself has all of them.
 _NAMES_PER_REASON = 3
+
+
+# The parameter FQN of a placeholder, for reports.
+Names = Callable[[fx.Node], str]
+
+
+def node_name(node: fx.Node) -> str:
+    return node.name
 
 
 class Kept(enum.Enum):
@@ -52,7 +62,7 @@ class Unmoved(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class PassReport:
+class WindowReport:
     """The result of one pass on one graph, the subgraphs of its higher-order ops included.
 
     Attributes:
@@ -84,7 +94,7 @@ class PassReport:
 
 
 @dataclass(frozen=True, slots=True)
-class CountReport:
+class PassCounts:
     """The result of a pass that only counts what it did.
 
     Attributes:
@@ -109,14 +119,14 @@ class CountReport:
         return f"{self.name}: " + ", ".join(counts).replace("_", " ")
 
 
-Report = PassReport | CountReport
+Report = WindowReport | PassCounts
 
 
 def to_json(reports: Iterable[Report]) -> str:
     rows = []
     for report in reports:
         row = asdict(report)
-        if isinstance(report, PassReport):
+        if isinstance(report, WindowReport):
             row["kept"] = [{"parameter": name, "reason": reason.value} for name, reason in report.kept]
         rows.append(row)
     return json.dumps(rows)
@@ -130,9 +140,9 @@ def from_json(text: str) -> tuple[Report, ...]:
 def _from_row(row: dict[str, Any]) -> Report:
     if "counts" in row:
         counts = tuple((what, count) for what, count in row.pop("counts"))
-        return CountReport(**row, counts=counts)
+        return PassCounts(**row, counts=counts)
     kept = tuple((each["parameter"], Kept(each["reason"])) for each in row.pop("kept"))
-    return PassReport(**row, kept=kept)
+    return WindowReport(**row, kept=kept)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ import hypothesis
 import pytest
 import torch
 
-import harness
-from table import ParityTable
+from helpers.parity.table import ParityTable
+from helpers.ranks import pools
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,13 +27,13 @@ def pytest_configure(config: pytest.Config) -> None:
     # How long an example takes says more about what else the machine does.
     hypothesis.settings.register_profile("untimed", deadline=None)
     hypothesis.settings.load_profile("untimed")
-    harness.set_device_type(config.getoption("--device"))
+    pools.set_device_type(config.getoption("--device"))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _rank_pools() -> Iterator[None]:
     yield
-    harness.close_pools()
+    pools.close_pools()
 
 
 @pytest.fixture(scope="session")

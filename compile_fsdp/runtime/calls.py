@@ -9,17 +9,19 @@ from typing import Any
 
 from torch import nn
 
+from compile_fsdp.runtime.tracing import at_run_time, inline_only
+
 
 @dataclass(eq=False, slots=True)
-class Call:
-    """One call.
+class ModuleCall:
+    """One call of a sharded module.
 
     Attributes:
-        module: What is called.
-        args: With what.
-        kwargs: And with what by name.
+        module: The module.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
         forward_id: Tells this call from every other.
-        on_output: Gets what it returns, if set in the meantime.
+        on_output: Gets the module's output, if set while the call runs.
     """
 
     module: nn.Module
@@ -29,24 +31,32 @@ class Call:
     on_output: Callable[[Any], None] | None = None
 
 
+inline_only(ModuleCall.__init__)
+
+
 class _Running(threading.local):
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[ModuleCall] = []
 
 
 _running = _Running()
 
 
-def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    call = Call(module, args, kwargs)
+@at_run_time
+def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleCall:
+    """A call starts."""
+    call = ModuleCall(module, args, kwargs)
     _running.calls.append(call)
     return call
 
 
+@at_run_time
 def end() -> None:
+    """The call that was begun last is over."""
     _running.calls.pop()
 
 
-def outermost() -> Call | None:
+@at_run_time
+def outermost() -> ModuleCall | None:
     """The call that was begun first."""
     return _running.calls[0] if _running.calls else None

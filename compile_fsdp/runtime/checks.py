@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from compile_fsdp.compat import (
+from compile_fsdp.errors import (
+    NotRootError,
+    OutputTypeError,
+    ParameterDeviceError,
+    ProcessGroupMissingError,
+    UnsupportedFeatureError,
+)
+from compile_fsdp.runtime.tracing import at_run_time, eval_at_trace_time_guarded
+from compile_fsdp.torch_compat.fsdp import (
     SYMMETRIC_MEMORY_COMMS,
     FSDPParam,
     FSDPParamGroup,
@@ -20,15 +28,12 @@ from compile_fsdp.compat import (
     has_spmd_types,
     param_groups,
 )
-from compile_fsdp.errors import (
-    NotRootError,
-    OutputTypeError,
-    ParameterDeviceError,
-    ProcessGroupMissingError,
-    UnsupportedFeatureError,
-)
+
+if TYPE_CHECKING:
+    from compile_fsdp.runtime.hooks import StateHooks
 
 
+@at_run_time
 def describe(module: nn.Module, state: FSDPState) -> str:
     """`layers.3 (Block)`: the module's FQN, as far as its root is known, and its class."""
     fqns = [group._module_fqn for group in param_groups(state) if group._module_fqn]
@@ -36,6 +41,7 @@ def describe(module: nn.Module, state: FSDPState) -> str:
     return f"{fqns[0]} ({name})" if fqns else f"the root ({name})" if state._is_root else name
 
 
+@at_run_time
 def check_parameters(module: nn.Module, state: FSDPState) -> None:
     """Check what torch's own initialisation takes for granted, for a root and all modules below.
 
@@ -68,12 +74,14 @@ def check_parameters(module: nn.Module, state: FSDPState) -> None:
         )
 
 
+@at_run_time
 def _offloaded(module: nn.Module) -> set[int]:
     states = (fsdp_state(each) for each in module.modules())
     groups = (group for state in states if state is not None for group in param_groups(state))
     return {id(param.sharded_param) for group in groups for param in group.fsdp_params if param.offload_to_cpu}
 
 
+@at_run_time
 def check_group(group: FSDPParamGroup) -> None:
     """Refuse features of a parameter group that have no traced counterpart yet.
 
@@ -85,6 +93,7 @@ def check_group(group: FSDPParamGroup) -> None:
         raise UnsupportedFeatureError(_refusal(f"{group._module_fqn or 'the root'}", reason))
 
 
+@at_run_time
 def _unsupported_structure(group: FSDPParamGroup) -> str | None:
     for comm in (group._all_gather_comm, group._reduce_scatter_comm):
         if isinstance(comm, SYMMETRIC_MEMORY_COMMS):
@@ -99,6 +108,7 @@ def _unsupported_structure(group: FSDPParamGroup) -> str | None:
     return None
 
 
+@at_run_time
 def check_unsharded(param: FSDPParam) -> None:
     """Refuse an all-gather extension that turns the gathered tensors into a tensor subclass.
 
@@ -121,10 +131,13 @@ def unsupported_setting(group: FSDPParamGroup) -> str | None:
     return None
 
 
-def refuse(module: nn.Module, state: FSDPState, reason: str) -> NoReturn:
-    raise UnsupportedFeatureError(_refusal(describe(module, state), reason))
+@eval_at_trace_time_guarded
+def refuse(hooks: StateHooks, reason: str) -> NoReturn:
+    """Refuse a setting, or another thing that a step finds."""
+    raise UnsupportedFeatureError(_refusal(describe(hooks.module, hooks.state), reason))
 
 
+@at_run_time
 def _refusal(where: str, reason: str) -> str:
     return (
         f"{where} cannot be compiled with {reason}; train without it, or run the model eagerly, "
@@ -132,15 +145,19 @@ def _refusal(where: str, reason: str) -> str:
     )
 
 
-def refuse_not_root(module: nn.Module, state: FSDPState) -> NoReturn:
+@eval_at_trace_time_guarded
+def refuse_not_root(hooks: StateHooks) -> NoReturn:
+    """Refuse a module that is compiled alone, and is not the root."""
     raise NotRootError(
-        f"expected the root of the FSDP2 modules to be compiled, got {describe(module, state)}, which is part "
-        "of a larger sharded model; compile the module that fully_shard() was applied to last"
+        f"expected the root of the FSDP2 modules to be compiled, got {describe(hooks.module, hooks.state)}, which is "
+        "part of a larger sharded model; compile the module that fully_shard() was applied to last"
     )
 
 
-def refuse_output(module: nn.Module, state: FSDPState, types: tuple[str, ...]) -> NoReturn:
+@eval_at_trace_time_guarded
+def refuse_output(hooks: StateHooks, types: tuple[str, ...]) -> NoReturn:
+    """Refuse an output in which no tensor can be found, but objects of these types."""
     raise OutputTypeError(
-        f"expected the forward of {describe(module, state)} to return tensors in lists, tuples, dicts or "
+        f"expected the forward of {describe(hooks.module, hooks.state)} to return tensors in lists, tuples, dicts or "
         f"dataclasses, got {', '.join(types)}: FSDP2 must find the tensors to know when their backward starts"
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from compile_fsdp.compat import FSDPParamGroup
+from compile_fsdp.torch_compat.fsdp import FSDPParamGroup
 
 
 def gather(group: FSDPParamGroup, own: torch.Tensor) -> torch.Tensor:

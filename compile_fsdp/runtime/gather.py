@@ -10,14 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from compile_fsdp.compat import (
-    functional_collectives,
-    preserve_version_counter,
-    set_version_counter,
-    tensor_version,
-)
 from compile_fsdp.ops import copy_, resize_storage_bytes_
 from compile_fsdp.runtime.group_calls import group_call
+from compile_fsdp.torch_compat.autograd import preserve_version_counter
+from compile_fsdp.torch_compat.distributed import functional_collectives
+from compile_fsdp.torch_compat.dynamo import set_version_counter, tensor_version
 
 
 class Input(NamedTuple):
@@ -25,7 +22,7 @@ class Input(NamedTuple):
 
     Attributes:
         numel: Its elements.
-        dtype: In which it is to arrive.
+        dtype: In which it is gathered.
         is_cast: Whether it has another dtype before it is sent.
         kind: "rows" and "columns" join the ranks' shards, "flat" their slices of the flat padded value; "inputs" leaves
             them as they are, one row for each rank.
@@ -81,7 +78,7 @@ def _travels_as_bytes(inputs: Sequence[Input]) -> bool:
 
 
 @group_call
-def pack(
+def copy_in(
     tensors: Sequence[torch.Tensor], inputs: Sequence[tuple[Any, ...]], device: torch.device | None
 ) -> torch.Tensor:
     """What this rank sends: its inputs, on `device` and in the dtypes in which they travel, one behind the other."""
@@ -98,8 +95,8 @@ def pack(
 
 
 @group_call
-def unpack(output: torch.Tensor, shard_count: int, inputs: Sequence[tuple[Any, ...]]) -> tuple[torch.Tensor, ...]:
-    """By input, what the ranks' `pack`s make together; `output` has been waited for."""
+def copy_out(output: torch.Tensor, shard_count: int, inputs: Sequence[tuple[Any, ...]]) -> tuple[torch.Tensor, ...]:
+    """By input, what the ranks' `copy_in`s make together; `output` has been waited for."""
     described = [Input(*each) for each in inputs]
     as_bytes = _travels_as_bytes(described)
     numels = [each.numel * each.dtype.itemsize if as_bytes else each.numel for each in described]
@@ -126,41 +123,43 @@ def _join(rows: torch.Tensor, shard_count: int, each: Input) -> torch.Tensor:
 
 
 @group_call
-def fill(leaves: Sequence[torch.Tensor], values: Sequence[torch.Tensor], storage_bytes: Sequence[int]) -> None:
+def fill(
+    unsharded_params: Sequence[torch.Tensor], values: Sequence[torch.Tensor], storage_bytes: Sequence[int]
+) -> None:
     """Allocate unsharded parameters and fill them."""
-    for leaf, value, size in zip(leaves, values, storage_bytes, strict=True):
+    for unsharded_param, value, size in zip(unsharded_params, values, storage_bytes, strict=True):
         if size > 0:
-            resize_storage_bytes_(leaf, size)
-            _refill(leaf, value)
+            resize_storage_bytes_(unsharded_param, size)
+            _refill(unsharded_param, value)
 
 
 @group_call
-def arrive(
+def wait_and_copy_out(
     launched: torch.Tensor,
     shard_count: int,
     inputs: Sequence[tuple[Any, ...]],
-    leaves: Sequence[torch.Tensor],
+    unsharded_params: Sequence[torch.Tensor],
     storage_bytes: Sequence[int],
 ) -> None:
-    """Wait for what was launched, unpack it, and fill unsharded parameters with it."""
+    """Wait for an all-gather, split its output by parameter, and fill the unsharded parameters."""
     output = functional_collectives.wait_tensor(launched) if shard_count > 1 else launched
-    fill(leaves, unpack(output, shard_count, inputs), storage_bytes)
+    fill(unsharded_params, copy_out(output, shard_count, inputs), storage_bytes)
 
 
-def _refill(leaf: Any, value: Any) -> None:
+def _refill(unsharded_param: Any, value: Any) -> None:
     # What autograd saved of the parameter is valid again: its version stays. Fake tensors do not know theirs.
-    if isinstance(leaf, fx.Proxy):
-        version = tensor_version(leaf)
-        copy_(leaf, value)
-        set_version_counter((leaf,), (version,))
+    if isinstance(unsharded_param, fx.Proxy):
+        version = tensor_version(unsharded_param)
+        copy_(unsharded_param, value)
+        set_version_counter((unsharded_param,), (version,))
     else:
-        with preserve_version_counter(leaf):
-            copy_(leaf, value)
+        with preserve_version_counter(unsharded_param):
+            copy_(unsharded_param, value)
 
 
 @group_call
-def free(leaves: Sequence[torch.Tensor], storage_bytes: Sequence[int]) -> None:
+def free(unsharded_params: Sequence[torch.Tensor], storage_bytes: Sequence[int]) -> None:
     """Free unsharded parameters."""
-    for leaf, size in zip(leaves, storage_bytes, strict=True):
+    for unsharded_param, size in zip(unsharded_params, storage_bytes, strict=True):
         if size > 0:
-            resize_storage_bytes_(leaf, 0)
+            resize_storage_bytes_(unsharded_param, 0)

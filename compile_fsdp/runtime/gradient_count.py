@@ -6,13 +6,15 @@ from collections.abc import Sequence
 
 import torch
 
+from compile_fsdp.runtime.tracing import at_run_time, guarded_text
+
 
 class GradientCount:
-    """Of one group.
+    """Counts the gradients of one group.
 
     Attributes:
-        expected_text: How many gradients the compiled backward that runs now has for the group, as text; why, see
-            `TraceableGroup.plan_text`.
+        expected_text: How many gradients the compiled graph that runs now has for the group. See [Note: Numbers that
+            stay numbers].
         pending: How many of them are still to come; None outside of it, and until the first thing of the group happens.
         cut_forward: Which forward, of those that were cut into several graphs, a backward goes through at present.
         seen: Unsharded parameters, by id, whose gradients in it have come or are about to.
@@ -20,19 +22,20 @@ class GradientCount:
     """
 
     def __init__(self) -> None:
-        self.expected_text = "0"
+        self.expected_text = guarded_text(0)
         self.pending: int | None = None
         self.cut_forward: object = None
         self.seen: set[int] = set()
         self.from_eager: set[int] = set()
 
+    @at_run_time
     def expect(self, read: Sequence[torch.Tensor], required: Sequence[torch.Tensor], cut_forward: object) -> None:
-        """For real: settle what completes the group in the compiled backward that runs next.
+        """Settle what completes the group in the compiled backward that runs next.
 
         Args:
             read: The unsharded parameters that its forward graph computes with.
-            required: Those that must have a gradient, from this backward or another one of the same forward, before
-                the group is complete; empty if what this backward has is enough.
+            required: Unsharded parameters that must have a gradient, from this graph or another one of the forward,
+                before the group is complete; empty if the gradients of this graph are enough.
             cut_forward: None if that graph holds the whole forward of the group's module. Else which forward it is a
                 piece of.
         """
@@ -43,7 +46,7 @@ class GradientCount:
             self.seen.update(map(id, read))
             if any(leaf.requires_grad and id(leaf) not in self.seen for leaf in required):
                 expected += 1  # which never comes
-        self.expected_text, self.pending = str(expected), None
+        self.expected_text, self.pending = guarded_text(expected), None
 
     def start(self) -> None:
         """At the first thing of the group that happens in this backward, which may have begun in another graph."""
@@ -56,8 +59,3 @@ class GradientCount:
         assert self.pending is not None
         self.pending -= 1
         return self.pending <= 0
-
-    def forget(self) -> None:
-        """The backward is over, or has failed."""
-        self.pending = None
-        self.cut_forward, self.seen, self.from_eager = None, set(), set()

@@ -3,7 +3,7 @@
 [Note: One call for a whole group]
 Dynamo interprets what it traces bytecode by bytecode, which takes milliseconds for every op of a parameter. A group
 call works on all parameters of a group at once, and Dynamo puts the call, unread, into its graph. The backend then puts
-the call's ops in its place (`passes/expand_calls.py`), before anything else looks at the graph. So a group call runs on
+the call's ops in its place (`expand_group_calls`), before anything else looks at the graph. So a group call runs on
 fake tensors, on fx proxies and, where a backward falls back to eager, on real ones: it decides on constants alone.
 """
 

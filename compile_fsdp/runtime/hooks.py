@@ -22,61 +22,54 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_fsdp.compat import (
-    FSDPState,
-    TrainingState,
-    after_backward,
-    call_with_side_effects,
-    defer_hook_bodies,
-    ends_backward_by_hand,
-    is_deep_in_regions,
-    is_in_backward,
-    param_groups,
-    restore_hook_bodies,
-    runs_while_tracing_for,
-    tree_map_only,
-)
-from compile_fsdp.runtime import checks, scope
-from compile_fsdp.runtime.group import TraceableGroup, reshard_left, start_backward
+from compile_fsdp.runtime import checks, trace_record
+from compile_fsdp.runtime.attached import hooks_of, module_hooks_of, set_hooks, set_module_hooks
+from compile_fsdp.runtime.backward import reshard_left, start_backward
+from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.runtime.outputs import cast_floating, find_tensors
+from compile_fsdp.runtime.root import Root
+from compile_fsdp.runtime.tracing import (
+    at_run_time,
+    defer_hook_bodies,
+    eval_at_trace_time_guarded,
+    is_deep_in_regions,
+    restore_hook_bodies,
+)
+from compile_fsdp.torch_compat.autograd import after_backward, is_in_backward
+from compile_fsdp.torch_compat.dispatch import tree_map_only
+from compile_fsdp.torch_compat.dynamo import call_with_side_effects
+from compile_fsdp.torch_compat.fsdp import FSDPState, ends_backward_by_hand, param_groups
 
 
 class StateHooks:
     """What one call of `fully_shard` does around the forward of its module, or of its several modules.
 
     Attributes:
+        state: torch's state of its module, or modules.
         groups: Its parameter groups; more than one if `shard_placement_fn` returns several meshes.
-        members: Its modules.
-        of_root: All of the root's, in the order of its states, once a trace has gone through the module.
-        grouped: Of a root: the hooks of several modules below it.
-        was_called: Of a root: whether it has been called since `compile()`.
-        is_traced: Of a root: whether the forward that runs is compiled, at least in part.
-        ahead: Of a root: groups that eager code of such a forward has gathered ahead.
+        members: The hooks of each of its modules.
+        root: What the root has that its module is below.
     """
 
     def __init__(self, state: FSDPState) -> None:
         self.state = state
-        state._compile_fsdp_hooks = self  # type: ignore[attr-defined]
+        set_hooks(state, self)
         self.groups = [TraceableGroup(group, state) for group in param_groups(state)]
         self.members = [ModuleHooks(self, module) for module in state._modules]
-        self.of_root: list[StateHooks] = []
-        self.grouped: list[StateHooks] = []
-        self.was_called = False
-        self.is_traced = False
-        self.ahead: list[TraceableGroup] = []
+        self.root = Root(state)
 
     @property
     def module(self) -> nn.Module:
         return self.state._modules[0]
 
     def before_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Gather, and cast the inputs; traced."""
+        """Gather, and cast the inputs."""
         context = self.state._state_ctx
         if context.iter_forward_root is None:
             if not self.state._is_root:
-                _refuse_not_root(self)
+                checks.refuse_not_root(self)
             context.iter_forward_root = self.state
-            self.is_traced = True
+            self.root.is_traced = True
             # For the whole forward, since the user's hooks are to be traced with the backward as well. Otherwise
             # Dynamo would trace a tensor's hook on the spot, and forget what ours have done so far.
             defer_hook_bodies()
@@ -90,44 +83,45 @@ class StateHooks:
                 for member in self.members:
                     member.is_awaited = True
         if ends_backward_by_hand(self.state):
-            _refuse(self, "set_manual_backward_finalization")
+            checks.refuse(self, "set_manual_backward_finalization")
         policy = self.state._mp_policy
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             args, kwargs = cast_floating((args, kwargs), policy.param_dtype)
         for group in self.groups:
-            reason = checks.unsupported_setting(group.group)
+            reason = checks.unsupported_setting(group.fsdp_group)
             if reason is not None:
-                _refuse(self, reason)
+                checks.refuse(self, reason)
             if not group.is_unsharded:
-                group.hold()
+                if group.ends_forward_sharded:
+                    group.modules.save()
                 group.unshard()
             elif group.is_ahead:
                 group.is_ahead = False
-            group.register_unsharded()
+            group.modules.register_unsharded()
         if torch.is_grad_enabled() and any([group.is_frozen for group in self.groups]):
             self._watch_inputs((args, kwargs))
         ahead = self.state._states_to_forward_prefetch
         if is_first and ahead and not is_deep_in_regions():  # there the passes alone decide when a gather is sent
             for state in ahead:
-                for group in state._compile_fsdp_hooks.groups:  # type: ignore[attr-defined]
+                for group in hooks_of(state).groups:
                     group.launch()
         return args, kwargs
 
     def after_forward(self, output: Any) -> Any:
-        """Free the parameters and watch for the backward; traced."""
+        """Free the parameters and watch for the backward."""
         output = self.complete(output)
         context = self.state._state_ctx
         if context.iter_forward_root is self.state:
-            for hooks in self.grouped:
+            for hooks in self.root.shared:
                 if any([member.is_awaited for member in hooks.members]):
                     # The forward ran but some modules of a group.
                     output = hooks.complete(output)
             if _prefetches(self):
-                for state in context.all_states:
-                    for group in state._compile_fsdp_hooks.groups:
+                for hooks in self.root.all_hooks:
+                    for group in hooks.groups:
                         group.launched = None  # of a module that was prefetched and did not run
             context.iter_forward_root = None
-            self.is_traced = False
+            self.root.is_traced = False
             restore_hook_bodies()
         return output
 
@@ -149,56 +143,39 @@ class StateHooks:
         dtype = self.state._mp_policy.output_dtype
         return output if dtype is None else cast_floating(output, dtype)
 
+    @at_run_time
     def reset(self) -> None:
-        """For real: forget a step that was interrupted."""
+        """Forget a step that was interrupted."""
         for member in self.members:
             member.is_awaited = False
-        self.is_traced = False
-        self.ahead = []
         for group in self.groups:
             group.reset()
 
+    @at_run_time
     def wait_for_prefetched(self) -> None:
-        """For real, as the module runs: complete what it has sent ahead in a compiled forward, since a graph cannot."""
+        """As the module runs eagerly: complete what it has sent ahead in a compiled forward, since a graph cannot."""
         for group in self.groups:
             group.is_ahead = False
         root_state = self.state._state_ctx.iter_forward_root
-        if root_state is None or not (root := root_state._compile_fsdp_hooks).is_traced:
+        if root_state is None or not (root := hooks_of(root_state).root).is_traced:
             return
         for state in self.state._states_to_forward_prefetch:
-            for group in state._compile_fsdp_hooks.groups:  # type: ignore[attr-defined]
+            for group in hooks_of(state).groups:
                 if not group.is_unsharded:
-                    group.group.wait_for_unshard()
+                    group.fsdp_group.wait_for_unshard()
                     group.is_ahead = True
                     root.ahead.append(group)
 
+    @at_run_time
     def end_with_backward(self) -> None:
-        """For real, as the module runs: if eager code of a checkpoint runs it again, shard it behind that backward.
+        """As the module runs eagerly: if a checkpoint runs it again in a backward, shard it at the end of that one.
 
         torch leaves a frozen module unsharded that runs behind what it has taken for the module's backward: a change
         of its parameters would be lost.
         """
         if is_in_backward():
             for group in self.groups:
-                after_backward(partial(reshard_left, group.group))
-
-    def follow_trainable(self) -> None:
-        """For real, of a root: let unsharded parameters need a gradient as the sharded ones do, for Dynamo to see."""
-        for state in self.state._state_ctx.all_states:
-            for group in state._compile_fsdp_hooks.groups:
-                for param in group.params:
-                    param.follow_trainable()
-
-    def drop_prefetched(self) -> None:
-        """For real, of a root: shard what eager code has gathered ahead for modules that did not run.
-
-        Their parameters may change until the next forward, which would compute with the old values, and shard these.
-        """
-        ahead, self.ahead = self.ahead, []
-        for group in ahead:
-            if group.is_ahead:
-                group.is_ahead = False
-                group.group.reshard()
+                after_backward(partial(reshard_left, group.fsdp_group))
 
     def _watch_inputs(self, inputs: Any) -> None:
         # No gradient tells when the backward of frozen parameters is over; the inputs' gradients do.
@@ -216,12 +193,12 @@ class StateHooks:
             return []
         states = self.state._states_to_backward_prefetch
         if states:
-            hooks = [state._compile_fsdp_hooks for state in states]  # type: ignore[attr-defined]
+            ahead = [hooks_of(state) for state in states]
         elif group.backward_prefetch is not None and previous >= 0:
-            hooks = [self.of_root[previous]]
+            ahead = [self.root.all_hooks[previous]]
         else:
             return []
-        return [each for of_state in hooks for each in reversed(of_state.groups)]
+        return [each for hooks in ahead for each in reversed(hooks.groups)]
 
     def _watched_outputs(self, output: Any) -> list[torch.Tensor]:
         """Those whose gradients start the backward of the module."""
@@ -233,7 +210,7 @@ class StateHooks:
         tensors = [tensor for tensor in tensors if tensor.requires_grad]
         if unknown and not tensors:
             # Beside tensors such an object is harmless, a key-value cache for example.
-            _refuse_output(self, tuple(unknown))
+            checks.refuse_output(self, tuple(unknown))
         return tensors
 
 
@@ -241,8 +218,12 @@ class ModuleHooks:
     """Pre- and post-forward hook of one module, in the place of torch's own two.
 
     Attributes:
+        hooks: What the modules of one `fully_shard` share.
+        module: The module.
         is_awaited: Whether the module has still to run in the present forward of all modules of its state; always
             False for one alone.
+        eager_pre_forward: torch's own pre-forward hook.
+        eager_post_forward: torch's own post-forward hook.
     """
 
     def __init__(self, hooks: StateHooks, module: nn.Module) -> None:
@@ -252,6 +233,7 @@ class ModuleHooks:
         self.eager_pre_forward: Callable[..., Any] | None = None
         self.eager_post_forward: Callable[..., Any] | None = None
 
+    @at_run_time
     def install(self) -> None:
         """Take torch's hooks' places in the module's own dicts, so that their order among the user's hooks stays."""
         handle = self.hooks.state._pre_forward_hook_handle
@@ -266,10 +248,10 @@ class ModuleHooks:
         before.clear()
         before.update(in_order)
         after[post_id] = with_own_code(_post_forward)
-        self.module._compile_fsdp_member = self  # type: ignore[assignment]
+        set_module_hooks(self.module, self)
 
     def after_forward(self, output: Any) -> Any:
-        """Traced."""
+        """What the post-forward hook of this module does; that of the last module of several ends the forward."""
         if len(self.hooks.members) == 1:
             return self.hooks.after_forward(output)
         if self.is_awaited:
@@ -284,7 +266,7 @@ class ModuleHooks:
 
 
 def _pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    member: ModuleHooks = module._compile_fsdp_member  # type: ignore[assignment]
+    member = module_hooks_of(module)
     if torch.compiler.is_dynamo_compiling():
         _enter(member.hooks)
         return call_with_side_effects(member.hooks.before_forward, args, kwargs)
@@ -296,13 +278,14 @@ def _pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def _post_forward(module: nn.Module, args: Any, output: Any) -> Any:
-    member: ModuleHooks = module._compile_fsdp_member  # type: ignore[assignment]
+    member = module_hooks_of(module)
     if torch.compiler.is_dynamo_compiling():
         return call_with_side_effects(member.after_forward, output)
     assert member.eager_post_forward is not None
     return member.eager_post_forward(module, args, output)
 
 
+@at_run_time
 def with_own_code(function: Any) -> Any:
     """See [Note: Code of its own for every module]."""
     # A copy with the same name would be equal, and so the same to Dynamo's tables.
@@ -316,85 +299,56 @@ _copies = itertools.count()
 
 def _pre_backward(hooks: StateHooks, previous: int, is_whole: bool, grad: torch.Tensor) -> torch.Tensor:
     if not torch.compiler.is_dynamo_compiling():
-        # A hook that runs outside of a compiled backward, since its forward frame fell back to eager.
         start_backward(hooks.state)
         for group in hooks.groups:
-            if group.group._training_state is TrainingState.IDLE and not group.active:
-                # Nothing of it has run in this backward, and torch's own hooks may have begun that one.
-                group.end_backward()
-            elif not group.active:
-                # Only a compiled backward counts gradients down: whatever an earlier one has left would look as if
-                # the group were gathered, while an eager part of this one has freed it.
-                group.gradients.pending = None
+            group.backward.begin_eagerly()
     for group in hooks.groups:
-        group.begin_backward(hooks.next_in_backward(previous, group))
+        group.backward.begin(hooks.next_in_backward(previous, group))
         if not is_whole:
             # A checkpoint may run the forward again, as eager code that looks into the modules.
-            group.register_unsharded()
-            group.modules_hold_shards = False
+            group.modules.register_unsharded()
     return grad
 
 
 def _after_backward(hooks: StateHooks, grad: torch.Tensor) -> torch.Tensor:
     for group in hooks.groups:
-        group.end_frozen()
+        group.backward.end_frozen()
     return grad
 
 
-# What follows runs for real while Dynamo traces.
+# What Dynamo calls while it traces.
 
 
-@runs_while_tracing_for
+@eval_at_trace_time_guarded
 def _enter(hooks: StateHooks) -> None:
     """Initialise the FSDP2 state and refuse what cannot be compiled, before the graph gets any op."""
     state = hooks.state
     if state._is_root is not False:
         checks.check_parameters(hooks.module, state)
     state._lazy_init()
-    if state._is_root:
-        below = [each._compile_fsdp_hooks for each in state._state_ctx.all_states]
-        hooks.grouped = [each for each in reversed(below) if len(each.members) > 1]
-    prefetched = [each._compile_fsdp_hooks for each in state._states_to_forward_prefetch]  # type: ignore[attr-defined]
-    for each in (hooks, *prefetched):
+    root_state = next(each for each in state._state_ctx.all_states if each._is_root)  # it may run in eager mode
+    hooks_of(root_state).root.adopt()
+    for each in (hooks, *map(hooks_of, state._states_to_forward_prefetch)):
         for group in each.groups:
-            checks.check_group(group.group)
+            checks.check_group(group.fsdp_group)
             group.prepare()
-    scope.enter(hooks)
+    trace_record.enter(hooks)
 
 
-@runs_while_tracing_for
-def _prefetches(root: StateHooks) -> bool:
-    """Whether some module gathers others ahead in the forward; each guards its own list."""
-    return any(state._states_to_forward_prefetch for state in root.state._state_ctx.all_states)
+@eval_at_trace_time_guarded
+def _prefetches(hooks: StateHooks) -> bool:
+    """Whether some module of the model gathers others ahead in the forward; each guards its own list."""
+    return any(state._states_to_forward_prefetch for state in hooks.state._state_ctx.all_states)
 
 
-@runs_while_tracing_for
+@eval_at_trace_time_guarded
 def _leave(hooks: StateHooks, has_backward: bool) -> tuple[int, bool]:
-    """Which of the root's states ended its forward before, in this trace; and whether this forward is all in it.
+    """Which of the root's modules ended its forward before, in this trace; and whether this forward is all in it.
 
-    The first is of those that have a backward, or -1 for none, or another root's. It is not the state's hooks: Dynamo
-    never forgets a result, and the model would live as long as the process.
+    The first is the position in `Root.all_hooks` of the last module with a backward, or -1 for none, or another
+    root's. It is no object: Dynamo never forgets a result, and the model would live as long as the process.
     """
-    previous, is_whole = scope.leave(hooks, has_backward)
-    states = hooks.state._state_ctx.all_states
-    of_root = [state._compile_fsdp_hooks for state in states]  # the root itself may run in eager mode
-    if hooks.of_root != of_root:
-        for each in of_root:  # One list: Dynamo would come to a module's own by way of those of all modules before.
-            each.of_root = of_root
-    index = states.index(previous.state) if previous is not None and previous.state in states else -1
+    previous, is_whole = trace_record.leave(hooks, has_backward)
+    all_hooks = hooks.root.all_hooks
+    index = -1 if previous is None or previous not in all_hooks else all_hooks.index(previous)
     return index, is_whole
-
-
-@runs_while_tracing_for
-def _refuse(hooks: StateHooks, reason: str) -> None:
-    checks.refuse(hooks.module, hooks.state, reason)
-
-
-@runs_while_tracing_for
-def _refuse_not_root(hooks: StateHooks) -> None:
-    checks.refuse_not_root(hooks.module, hooks.state)
-
-
-@runs_while_tracing_for
-def _refuse_output(hooks: StateHooks, types: tuple[str, ...]) -> None:
-    checks.refuse_output(hooks.module, hooks.state, types)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from compile_fsdp.compat import tree_map_only
+from compile_fsdp.torch_compat.dispatch import tree_map_only
 
 # What may stand in an output beside tensors and the containers below.
 _PLAIN = (int, float, bool, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -41,7 +41,7 @@ def find_tensors(output: Any, found: list[torch.Tensor], unknown: list[str]) -> 
 
 
 def cast_floating(nested: Any, dtype: torch.dtype) -> Any:
-    """The same with its floating-point tensors in `dtype`."""
+    """Nested values with their floating-point tensors cast to `dtype`."""
     return tree_map_only(
         torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, nested
     )

@@ -3,8 +3,8 @@
 [Note: One object for life]
 The unsharded parameter is created once, before the first traced use, with an empty storage. A traced step
 resizes that storage and copies the gathered value into it, so that the parameter is never an alias of a gather
-buffer at a graph boundary. `passes/remove_unshard_copies.py` takes both ops out again where a graph proves that
-nobody outside of it can see them.
+buffer at a graph boundary. The pass `remove_unshard_copies` takes both ops out again where a graph proves that nobody
+outside of it can see them.
 
 [Note: Leaves are plain]
 The autograd leaf of a graph is always a plain tensor with a storage of its own. A parameter that is a DTensor
@@ -24,19 +24,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from compile_fsdp.compat import (
-    FSDPParam,
-    ShardedState,
-    accumulated_gradient,
-    free_storage,
-    local_tensor,
-    mark_static,
-    set_accumulated_gradient,
-    unsharded_spec,
-)
 from compile_fsdp.ops import copy_
+from compile_fsdp.runtime.attached import accumulated_gradient, set_accumulated_gradient
 from compile_fsdp.runtime.checks import check_unsharded
 from compile_fsdp.runtime.gather import Input
+from compile_fsdp.runtime.tracing import at_run_time, guarded_text
+from compile_fsdp.torch_compat.distributed import local_tensor
+from compile_fsdp.torch_compat.dynamo import mark_static
+from compile_fsdp.torch_compat.fsdp import FSDPParam, free_storage, unsharded_spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,31 +59,42 @@ class ParamPlan:
 
 
 class TraceableParam:
-    """The traced branch of one FSDPParam.
+    """The traced counterpart of one FSDPParam.
 
     Attributes:
-        leaf: The unsharded parameter that graphs read, plain. See [Note: Leaves are plain].
-        extended: The shard is a tensor subclass that decides itself what is gathered (fsdp_pre_all_gather).
+        fsdp_param: torch's parameter, which has the tensors.
+        unsharded_param: The unsharded parameter that graphs read, plain. See [Note: Leaves are plain].
+        plan: Its constants.
+        is_watched: Whether the hook on the unsharded parameter's gradient is registered.
+        post_forward: Its shard of the smaller mesh that `reshard_after_forward=<int>` keeps; None without one.
+        extended: Whether the shard is a tensor subclass that decides itself what is gathered (fsdp_pre_all_gather).
+        pre_all_gather: That method of the subclass, as a function.
+        post_all_gather: Its counterpart behind the gather.
+        takes_all_arguments: Whether `pre_all_gather` takes five arguments, and not the mesh alone.
+        metadata: What `pre_all_gather` hands on to `post_all_gather`, while a gather is on its way.
+        gather_sizes: The sizes of what `pre_all_gather` returned, while a gather is on its way.
     """
 
-    leaf: nn.Parameter
+    unsharded_param: nn.Parameter
     plan: ParamPlan
 
-    def __init__(self, param: FSDPParam) -> None:
-        self.param = param
+    def __init__(self, fsdp_param: FSDPParam) -> None:
+        self.fsdp_param = fsdp_param
+        self.is_watched = False
+        self.post_forward: PostForwardShard | None = None
         self.extended = False
         self.pre_all_gather: Callable[..., Any] | None = None
         self.post_all_gather: Callable[..., Any] | None = None
-        self.takes_all_arguments = False  # of fsdp_pre_all_gather: five, and not the mesh alone
-        self.metadata: Any = None  # what fsdp_pre_all_gather hands on, from a launch to its end
-        self.gather_sizes: list[torch.Size] = []  # of what it returned
-        self.post_forward: _PostForwardShard | None = None
+        self.takes_all_arguments = False
+        self.metadata: Any = None
+        self.gather_sizes: list[torch.Size] = []
 
-    # Setting up, for real and before anything is traced
+    # Setting up, before anything is traced
 
+    @at_run_time
     def prepare(self, shard_count: int, device: torch.device) -> None:
         """Create the unsharded parameter, empty, and the constants that tracing needs."""
-        param = self.param
+        param = self.fsdp_param
         self.extended = hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather")
         if self.extended:
             extension: Any = type(param._sharded_local_tensor)
@@ -101,10 +107,10 @@ class TraceableParam:
         else:
             check_unsharded(param)
         unsharded = param._unsharded_param
-        if not hasattr(self, "leaf"):
+        if not hasattr(self, "unsharded_param"):
             # .detach() of an inner tensor: a leaf of its own on the same storage.
-            self.leaf = nn.Parameter(local_tensor(unsharded).detach()) if param.is_dtensor else unsharded
-        for tensor in (unsharded, self.leaf):
+            self.unsharded_param = nn.Parameter(local_tensor(unsharded).detach()) if param.is_dtensor else unsharded
+        for tensor in (unsharded, self.unsharded_param):
             tensor.requires_grad_(param.sharded_param.requires_grad)
         # With torch.compile(dynamic=True) sizes of shards would become symbols, one with the batch's if they are equal.
         for shard in (param._sharded_param_data, param.sharded_param, local_tensor(param.sharded_param)):
@@ -113,12 +119,13 @@ class TraceableParam:
             size=tuple(param._orig_size),
             shard_size=tuple(param.padded_sharded_param_size),
             shard_dim=param.fsdp_placement.dim,
-            storage_bytes=param.padded_sharded_param_size.numel() * shard_count * self.leaf.itemsize,
+            storage_bytes=param.padded_sharded_param_size.numel() * shard_count * self.unsharded_param.itemsize,
             is_cast=param.param_dtype is not None,
         )
 
+    @at_run_time
     def _create_unsharded(self, shard_count: int, device: torch.device) -> None:
-        param = self.param
+        param = self.fsdp_param
         if self.extended:
             inputs = param.all_gather_inputs
             numels, dtypes = [each.numel() for each in inputs], [each.dtype for each in inputs]
@@ -132,20 +139,34 @@ class TraceableParam:
         param.free_unsharded_param()
         free_storage(local_tensor(param._unsharded_param))
 
+    @at_run_time
     def prepare_post_forward(self, shard_count: int) -> None:
         """Create the shard of the smaller mesh that `reshard_after_forward=<int>` keeps, empty."""
         if self.post_forward is None:
-            self.post_forward = _PostForwardShard(self.param, self.leaf, shard_count, self.plan)
+            self.post_forward = PostForwardShard(self.fsdp_param, self.unsharded_param, shard_count, self.plan)
+
+    @at_run_time
+    def watch_gradient(self, hook: Callable[[torch.Tensor], None]) -> None:
+        """Have `hook` called with the unsharded parameter once its gradient is accumulated, if it gets one.
+
+        Compiled autograd traces the hook where it accumulates the gradient. A plain hook would get the gradient
+        itself, but on 2.13 it breaks compiled autograd for a parameter without one.
+        """
+        if self.unsharded_param.requires_grad and not self.is_watched:
+            self.is_watched = True
+            self.unsharded_param.register_post_accumulate_grad_hook(hook)
 
     @property
     def is_filled(self) -> bool:
         """Whether the unsharded parameter has its memory."""
-        return self.leaf.untyped_storage().nbytes() >= self.plan.storage_bytes
+        return self.unsharded_param.untyped_storage().nbytes() >= self.plan.storage_bytes
 
+    @at_run_time
     def follow_trainable(self) -> None:
-        """For real: let the unsharded parameter need a gradient as the sharded one does now."""
-        if hasattr(self, "leaf") and self.leaf.requires_grad != self.param.sharded_param.requires_grad:
-            self.leaf.requires_grad_(self.param.sharded_param.requires_grad)
+        """Let the unsharded parameter need a gradient as the sharded one does now."""
+        needs_grad = self.fsdp_param.sharded_param.requires_grad
+        if hasattr(self, "unsharded_param") and self.unsharded_param.requires_grad != needs_grad:
+            self.unsharded_param.requires_grad_(needs_grad)
 
     # All-gather
 
@@ -154,22 +175,24 @@ class TraceableParam:
         if is_post_forward:
             assert self.post_forward is not None
             return self.post_forward.data
-        return self.param._sharded_param_data  # (shard_numel,)
+        return self.fsdp_param._sharded_param_data  # (shard_numel,)
 
+    @at_run_time
     def input(self) -> Input:
-        """For real: what is made of all ranks' `gather_input`s."""
-        plan = self.plan
+        """What is made of the shards of all ranks."""
+        plan, dtype = self.plan, self.unsharded_param.dtype
         kind = "rows" if plan.shard_dim == 0 else "columns"
-        return Input(plan.shard_numel, self.leaf.dtype, plan.is_cast, kind, plan.size, plan.shard_size, plan.shard_dim)
+        return Input(plan.shard_numel, dtype, plan.is_cast, kind, plan.size, plan.shard_size, plan.shard_dim)
 
+    @at_run_time
     def post_forward_input(self) -> Input:
-        """For real: the same over the smaller mesh."""
+        """What is made of the post-forward shards of all ranks of the smaller mesh."""
         assert self.post_forward is not None
-        return Input(self.post_forward.data.numel(), self.leaf.dtype, kind="flat", size=self.plan.size)
+        return Input(self.post_forward.data.numel(), self.unsharded_param.dtype, kind="flat", size=self.plan.size)
 
     def extended_inputs(self) -> list[torch.Tensor]:
         """What an extension sends: 1-D tensors on the group's device."""
-        param = self.param
+        param = self.fsdp_param
         assert self.pre_all_gather is not None
         shard: Any = param._sharded_local_tensor
         if param.offload_to_cpu:
@@ -185,7 +208,7 @@ class TraceableParam:
     def extended_value(self, gathered: list[torch.Tensor]) -> torch.Tensor:
         """What an extension makes of all ranks' inputs, each (ranks, numel of the input)."""
         assert self.post_all_gather is not None
-        param = self.param
+        param = self.fsdp_param
         shard: Any = param._sharded_local_tensor
         outputs = [
             rows.reshape(rows.shape[0] * size[0], *size[1:])
@@ -195,51 +218,53 @@ class TraceableParam:
         value: torch.Tensor
         value, _ = self.post_all_gather(shard, tuple(outputs), self.metadata, dtype)
         self.metadata, self.gather_sizes = None, []
-        length = self.leaf.shape[0]
+        length = self.unsharded_param.shape[0]
         return value if value.shape[0] == length else value[:length]
 
-    # States
-
-    def free_post_forward(self) -> None:
-        assert self.post_forward is not None
-        self.post_forward.free(self.param)
-
-    def reset(self) -> None:
-        """For real: free everything there may be, whatever the state says, and drop the gradient."""
-        param = self.param
-        set_accumulated_gradient(param, None)
-        if (unsharded := getattr(param, "_unsharded_param", None)) is not None:
-            unsharded.grad = None
-        if not hasattr(self, "leaf"):
-            return  # never traced: torch's own reset has freed it
-        if self.post_forward is not None:
-            self.post_forward.free(param)
-        free_storage(self.leaf.data)
-        self.leaf.grad = None
-        param.sharded_state = ShardedState.SHARDED
-        self.register_sharded()
+    # Memory
 
     def keep_slice(self, shard_count: int, rank: torch.Tensor) -> None:
         """Keep this rank's slice of the unsharded parameter over the post-forward mesh."""
         assert self.post_forward is not None
-        self.post_forward.fill(self.param, self.leaf, shard_count, rank)
+        self.post_forward.fill(self.fsdp_param, self.unsharded_param, shard_count, rank)
 
-    # Who the modules hold
+    def free_post_forward(self) -> None:
+        """Free the slice over the post-forward mesh."""
+        assert self.post_forward is not None
+        self.post_forward.free(self.fsdp_param)
+
+    @at_run_time
+    def reset(self) -> None:
+        """Free everything there may be, whatever the state says, and drop the gradient."""
+        param = self.fsdp_param
+        set_accumulated_gradient(param, None)
+        if (unsharded := getattr(param, "_unsharded_param", None)) is not None:
+            unsharded.grad = None
+        if not hasattr(self, "unsharded_param"):
+            return  # never traced: torch's own reset has freed it
+        if self.post_forward is not None:
+            self.post_forward.free(param)
+        free_storage(self.unsharded_param.data)
+        self.unsharded_param.grad = None
+        self.register_sharded()
+
+    # What the modules hold
 
     def register_sharded(self) -> None:
-        self._register(self.param.sharded_param)
+        """Register the sharded parameter."""
+        self._register(self.fsdp_param.sharded_param)
 
     def register_unsharded(self) -> None:
         """Register what the graph computes with."""
-        if not self.param.is_dtensor:
-            self._register(self.leaf)
+        if not self.fsdp_param.is_dtensor:
+            self._register(self.unsharded_param)
             return
-        spec = unsharded_spec(self.param)
+        spec = unsharded_spec(self.fsdp_param)
         assert spec.tensor_meta is not None
         # See [Note: Leaves are plain].
         self._register(
             DTensor.from_local(
-                self.leaf,
+                self.unsharded_param,
                 spec.mesh,
                 spec.placements,
                 run_check=False,
@@ -248,17 +273,18 @@ class TraceableParam:
             )
         )
 
-    def register_kept(self) -> None:
+    def register_left_unsharded(self) -> None:
         """Register what eager code finds after a graph that leaves the parameter unsharded."""
-        if self.param.is_dtensor:
-            self._register(self.param._unsharded_param)
+        if self.fsdp_param.is_dtensor:
+            self._register(self.fsdp_param._unsharded_param)
 
     def register_post_forward(self) -> None:
+        """Register the parameter over the smaller mesh."""
         assert self.post_forward is not None
         self._register(self.post_forward.parameter)
 
     def _register(self, value: torch.Tensor) -> None:
-        info = self.param._module_info
+        info = self.fsdp_param._module_info
         info.module._parameters[info.param_name] = value  # type: ignore[assignment]
         for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
             module._parameters[name] = value  # type: ignore[assignment]
@@ -267,8 +293,8 @@ class TraceableParam:
 
     def take_gradient(self) -> torch.Tensor | None:
         """The unsharded gradient of this backward and of microbatches before it, plain; None if there is none."""
-        param = self.param
-        grad, self.leaf.grad = self.leaf.grad, None
+        param = self.fsdp_param
+        grad, self.unsharded_param.grad = self.unsharded_param.grad, None
         earlier = accumulated_gradient(param)  # in the reduce dtype
         if earlier is not None:
             set_accumulated_gradient(param, None)
@@ -280,13 +306,14 @@ class TraceableParam:
             earlier = earlier.to_local()
         return earlier if grad is None else earlier + grad
 
+    @at_run_time
     def hand_back_gradient(self) -> None:
-        """For real: give a gradient that was not reduced to the DTensor parameter, where torch looks for it."""
-        param = self.param
-        grad = self.leaf.grad
+        """Give a gradient that was not reduced to the DTensor parameter, where torch looks for it."""
+        param = self.fsdp_param
+        grad = self.unsharded_param.grad
         if not param.is_dtensor or grad is None:
             return
-        self.leaf.grad = None
+        self.unsharded_param.grad = None
         unsharded = param._unsharded_param
         spec = unsharded_spec(param)
         wrapped = DTensor.from_local(
@@ -295,39 +322,49 @@ class TraceableParam:
         unsharded.grad = wrapped if unsharded.grad is None else unsharded.grad + wrapped
 
 
-class _PostForwardShard:
+class PostForwardShard:
     """A rank's part of one parameter over the smaller mesh, between forward and backward.
 
     Attributes:
+        padded_numel_text: Elements of the padded parameter. See [Note: Numbers that stay numbers].
+        bytes_text: Bytes of `data` while it has its memory, as text for the same reason.
         data: (padded numel of the parameter / ranks of the smaller mesh,), without memory at other times.
-        parameter: The same as a DTensor parameter, for the modules to hold.
+        parameter: A DTensor parameter on the memory of `data`, for the modules to hold.
     """
 
-    def __init__(self, param: FSDPParam, leaf: nn.Parameter, shard_count: int, plan: ParamPlan) -> None:
-        self.padded_numel_text = str(plan.storage_bytes // leaf.itemsize)
-        self.data = torch.empty(int(self.padded_numel_text) // shard_count, dtype=leaf.dtype, device=leaf.device)
-        self.bytes_text = str(self.data.untyped_storage().nbytes())
-        view = self.data.as_strided(param.sharded_post_forward_size, param.contiguous_sharded_post_forward_stride)
+    def __init__(
+        self, fsdp_param: FSDPParam, unsharded_param: nn.Parameter, shard_count: int, plan: ParamPlan
+    ) -> None:
+        numel = plan.storage_bytes // unsharded_param.itemsize
+        self.padded_numel_text = guarded_text(numel)
+        self.data = torch.empty(numel // shard_count, dtype=unsharded_param.dtype, device=unsharded_param.device)
+        self.bytes_text = guarded_text(self.data.untyped_storage().nbytes())
+        size, stride = fsdp_param.sharded_post_forward_size, fsdp_param.contiguous_sharded_post_forward_stride
         self.parameter = nn.Parameter(
-            param.to_sharded_post_forward_dtensor(view), requires_grad=param.sharded_param.requires_grad
+            fsdp_param.to_sharded_post_forward_dtensor(self.data.as_strided(size, stride)),
+            requires_grad=fsdp_param.sharded_param.requires_grad,
         )
         mark_static(self.data)
         free_storage(self.data)
 
-    def fill(self, param: FSDPParam, leaf: torch.Tensor, shard_count: int, rank: torch.Tensor) -> None:
+    def fill(
+        self, fsdp_param: FSDPParam, unsharded_param: torch.Tensor, shard_count: int, rank: torch.Tensor
+    ) -> None:
+        """Keep this rank's slice of the unsharded parameter."""
         if int(self.bytes_text) > 0:
-            flat = leaf.reshape(-1)
+            flat = unsharded_param.reshape(-1)
             missing = int(self.padded_numel_text) - flat.numel()
             if missing > 0:
                 flat = torch.cat([flat, flat.new_zeros(missing)])
             self.data.untyped_storage().resize_(int(self.bytes_text))
             # The rank is an input, and not a number: graphs are equal on all ranks.
             copy_(self.data, flat.view(shard_count, -1).index_select(0, rank).view(-1))
-        param._sharded_post_forward_param_data = self.data
-        param._sharded_post_forward_param = self.parameter
+        fsdp_param._sharded_post_forward_param_data = self.data
+        fsdp_param._sharded_post_forward_param = self.parameter
 
-    def free(self, param: FSDPParam) -> None:
+    def free(self, fsdp_param: FSDPParam) -> None:
+        """Drop the slice."""
         if int(self.bytes_text) > 0:
             self.data.untyped_storage().resize_(0)
-        param._sharded_post_forward_param_data = None
-        param._sharded_post_forward_param = None
+        fsdp_param._sharded_post_forward_param_data = None
+        fsdp_param._sharded_post_forward_param = None

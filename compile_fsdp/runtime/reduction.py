@@ -4,20 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from compile_fsdp.compat import (
+from compile_fsdp.ops import reduce_scatter_tensor
+from compile_fsdp.runtime import communicators
+from compile_fsdp.runtime.group_calls import group_call
+from compile_fsdp.runtime.tracing import at_run_time, eval_at_trace_time_guarded
+from compile_fsdp.torch_compat.dispatch import chunk_cat
+from compile_fsdp.torch_compat.distributed import functional_collectives
+from compile_fsdp.torch_compat.fsdp import (
+    PLAIN_REDUCE_SCATTERS,
     DDPMeshInfo,
     FSDPMeshInfo,
     FSDPParamGroup,
-    chunk_cat,
-    functional_collectives,
     gradient_divide_factors,
+    reduce_dtype,
 )
-from compile_fsdp.ops import reduce_scatter_tensor
-from compile_fsdp.runtime.group_calls import group_call
+
+if TYPE_CHECKING:
+    from compile_fsdp.runtime.group import TraceableGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +56,23 @@ class Reduction:
     post_divisor: float | None = None
 
 
-def plan_reduction(group: FSDPParamGroup, dtype: torch.dtype) -> Reduction:
+@at_run_time
+def plan_reduction(fsdp_group: FSDPParamGroup, dtype: torch.dtype) -> Reduction:
     """The reduction of gradients of that dtype that eager FSDP2 chooses for the group's present settings."""
-    scatter = group._reduce_scatter_process_group if isinstance(group.mesh_info, FSDPMeshInfo) else None
-    replica = group._all_reduce_process_group if isinstance(group.mesh_info, DDPMeshInfo) else None
+    scatter = fsdp_group._reduce_scatter_process_group if isinstance(fsdp_group.mesh_info, FSDPMeshInfo) else None
+    replica = fsdp_group._all_reduce_process_group if isinstance(fsdp_group.mesh_info, DDPMeshInfo) else None
     shard_count = 1 if scatter is None else scatter.size()
-    factor = group.gradient_divide_factor
+    factor = fsdp_group.gradient_divide_factor
     scatter_name = "" if scatter is None else scatter.group_name
     replica_name = "" if replica is None else replica.group_name
     lone_divisor = factor if shard_count == 1 else None
-    is_safe = dtype in (torch.float32, torch.bfloat16) and not group.force_sum_reduction_for_comms
+    is_safe = dtype in (torch.float32, torch.bfloat16) and not fsdp_group.force_sum_reduction_for_comms
     if is_safe and factor is not None and factor != shard_count:
         # Eager FSDP2 asks the collective itself to multiply, which NCCL alone can do.
         pre_factor = 1 / factor if shard_count > 1 else None
         return Reduction(shard_count, scatter_name, replica_name, lone_divisor, pre_factor=pre_factor)
     pre, post, scatter_op, replica_op = gradient_divide_factors(
-        scatter, replica, dtype, group.device.type, factor, group.force_sum_reduction_for_comms
+        scatter, replica, dtype, fsdp_group.device.type, factor, fsdp_group.force_sum_reduction_for_comms
     )
     return Reduction(
         shard_count,
@@ -76,8 +86,72 @@ def plan_reduction(group: FSDPParamGroup, dtype: torch.dtype) -> Reduction:
     )
 
 
+@at_run_time
 def _op_name(op: object) -> str:
     return "avg" if op == dist.ReduceOp.AVG else "sum"
+
+
+def reduce_gradients(
+    group: TraceableGroup, arrived: list[int], grads: list[torch.Tensor]
+) -> tuple[torch.Tensor | None, list[int]]:
+    """Reduce unsharded gradients as the group's settings have it.
+
+    Args:
+        group: Whose gradients they are.
+        arrived: Positions of the parameters that have one.
+        grads: By such a parameter, the unsharded gradient.
+    Returns:
+        This rank's padded shards of all of them, flat, one behind the other, in the parameters' dtype, and the elements
+        of each. No shards if the all-reduce over the replicas is left to a later backward.
+    """
+    fsdp_group = group.fsdp_group
+    dims, numels = _shard_layout(group, group.constants.text)
+    ranks = group.constants.shard_count
+    rows = [_rows_first(grad, dims[i], ranks) for i, grad in zip(arrived, grads, strict=True)]
+    dtype = group.params[arrived[0]].fsdp_param.orig_dtype
+    wanted = reduce_dtype(fsdp_group, dtype)
+    if wanted is not None:
+        rows = [each.to(wanted) for each in rows]
+    # The settings go in as arguments for Dynamo to guard on: it traces again when one has changed.
+    own_group = getattr(fsdp_group.mesh_info, "reduce_scatter_process_group", None)
+    settings = fsdp_group.gradient_divide_factor, fsdp_group.force_sum_reduction_for_comms, own_group
+    reduction = _plan(group, rows[0].dtype, *settings)
+    plain = isinstance(fsdp_group._reduce_scatter_comm, PLAIN_REDUCE_SCATTERS)
+    custom = None if plain else partial(communicators.reduce, fsdp_group)
+    flat = reduce_scatter(rows, reduction, group.constants.reduce_name, custom)
+    sizes = [numels[i] for i in arrived]
+    if reduction.replica_group:
+        partial_output = fsdp_group._partial_reduce_output
+        if partial_output is not None:
+            flat = flat + partial_output
+        if not fsdp_group.all_reduce_grads:
+            fsdp_group._partial_reduce_output = flat
+            return None, sizes
+        fsdp_group._partial_reduce_output = None
+        flat = all_reduce(flat, reduction)
+    if fsdp_group._all_reduce_hook is not None:
+        fsdp_group._all_reduce_hook(flat)
+    if reduction.post_divisor is not None:
+        flat = flat / reduction.post_divisor
+    flat = flat.to(dtype)
+    return flat.to("cpu") if group.params[0].fsdp_param.offload_to_cpu else flat, sizes
+
+
+def _rows_first(grad: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
+    # A gradient sharded on another dim is rearranged so that each rank's shard is a block of rows.
+    return grad if dim == 0 or ranks == 1 else torch.cat(grad.chunk(ranks, dim=dim))
+
+
+@eval_at_trace_time_guarded
+def _shard_layout(group: TraceableGroup, text: str) -> tuple[list[int], list[int]]:
+    # `text` is there for Dynamo to guard. See [Note: Numbers that stay numbers].
+    plans = [param.plan for param in group.params]
+    return [plan.shard_dim for plan in plans], [plan.shard_numel for plan in plans]
+
+
+@eval_at_trace_time_guarded
+def _plan(group: TraceableGroup, dtype: torch.dtype, *settings: object) -> Reduction:
+    return plan_reduction(group.fsdp_group, dtype)
 
 
 def reduce_scatter(
@@ -119,7 +193,7 @@ def all_reduce(flat: torch.Tensor, reduction: Reduction) -> torch.Tensor:
 
 
 @group_call
-def part(reduced: torch.Tensor, numels: Sequence[int]) -> tuple[torch.Tensor, ...]:
+def split_shards(reduced: torch.Tensor, numels: Sequence[int]) -> tuple[torch.Tensor, ...]:
     """The parameters' shards of the flat reduced gradient, as values of their own.
 
     A graph that returned the flat one could not reduce one gradient apart from the others.

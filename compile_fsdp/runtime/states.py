@@ -9,21 +9,44 @@ would run again when the group is in another one.
 
 from __future__ import annotations
 
+from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from compile_fsdp.compat import ShardedState, runs_while_tracing
+from compile_fsdp.runtime.tracing import at_run_time, eval_at_trace_time
+from compile_fsdp.torch_compat.fsdp import ShardedState
 
 if TYPE_CHECKING:
     from compile_fsdp.runtime.group import TraceableGroup
 
 
+class ModulesHold(Enum):
+    """Which parameters of a group its modules hold, as `nn.Module` attributes."""
+
+    BY_STATE = auto()
+    """Those that belong to the group's state."""
+
+    UNTIL_RESTORED = auto()
+    """The unsharded ones until the forward ends; then those that they held before it."""
+
+    SHARDED = auto()
+    """The sharded ones, although the group is unsharded: nothing in this backward looks at them."""
+
+
 class KnownStates:
-    """torch's states, for groups to refer to."""
+    """What traced code compares with. See [Note: States that Dynamo guards].
+
+    Attributes:
+        sharded, post_forward, unsharded: torch's states of a group.
+        by_state, until_restored, modules_sharded: What modules hold.
+    """
 
     def __init__(self) -> None:
         self.sharded = ShardedState.SHARDED
         self.post_forward = ShardedState.SHARDED_POST_FORWARD
         self.unsharded = ShardedState.UNSHARDED
+        self.by_state = ModulesHold.BY_STATE
+        self.until_restored = ModulesHold.UNTIL_RESTORED
+        self.modules_sharded = ModulesHold.SHARDED
 
 
 KNOWN = KnownStates()
@@ -39,21 +62,18 @@ LEGAL = (
 
 def enter(group: TraceableGroup, state: ShardedState) -> None:
     """Take a group to another state."""
-    _check(group.group._sharded_state, state)
-    group.group._sharded_state = state
+    _check(group.fsdp_group._sharded_state, state)
+    group.fsdp_group._sharded_state = state
 
 
-@runs_while_tracing
+@eval_at_trace_time
 def _check(before: ShardedState, after: ShardedState) -> None:
     assert (before, after) in LEGAL, "an illegal step of a parameter group's state"
 
 
-def params_follow(group: TraceableGroup) -> None:
-    """Take a group's parameters to its state.
-
-    Their states are for code outside of graphs. Dynamo takes milliseconds for each, so a backward that shards again
-    what it has unsharded leaves them alone.
-    """
-    state = group.group._sharded_state
-    for each in group.params:
-        each.param.sharded_state = state
+@at_run_time
+def reset(group: TraceableGroup) -> None:
+    """Take a group and its parameters to SHARDED, wherever an exception has left them."""
+    group.fsdp_group._sharded_state = KNOWN.sharded
+    for param in group.params:
+        param.fsdp_param.sharded_state = KNOWN.sharded

@@ -98,14 +98,14 @@ def save(
 
     Args:
         model: Sharded or not; its whole `state_dict()` is saved.
-        optim: Over parameters of `model`.
+        optim: An optimizer over parameters of `model`.
         path: Folder for the run's checkpoints, on a file system that all ranks share; made if it is missing.
         step: Optimizer steps done; names the checkpoint, and is what `load` returns.
-        files: Texts to put beside the tensors, by file name, as a part of the checkpoint. Those of rank 0 count.
+        files: Texts to store in the checkpoint, by file name; rank 0's are written.
     Returns:
         The checkpoint's own folder, `path/step-...`.
     Raises:
-        CheckpointError: files cannot be written. The same on all ranks.
+        CheckpointError: files cannot be written. All ranks raise the same error.
         ForeignParameterError: the optimizer holds parameters that are not in the model.
     """
     state = _collect(model, optim, step)
@@ -125,7 +125,7 @@ def async_save(
     """`save` in the background: returns once everything is copied to the CPU, so that training can go on.
 
     The background work has a process group of its own (gloo), since its collectives would otherwise come between
-    those of the training, in another order on each rank. A save into the same folder waits for this one.
+    the collectives of the training, in another order on each rank. A save into the same folder waits for this one.
 
     Returns:
         A handle whose `wait()` all ranks call before they leave, and which raises if the save failed.
@@ -141,7 +141,7 @@ def async_save(
 
 
 def write_tensors(state: dict[str, Any], folder: Path) -> None:
-    """Write a state into a new folder, each rank its own part. Collective."""
+    """Write a state into a new folder; each rank writes its own part. Collective."""
     try:
         with quietly_alone():
             save_tensors(state, checkpoint_id=folder)
@@ -180,7 +180,7 @@ def quietly_alone() -> Iterator[None]:
 
 
 def text_of(error: BaseException) -> str:
-    """An error in words; of a failure on several ranks, those of each."""
+    """The message of an error; of a failure on several ranks, the messages of all of them."""
     if isinstance(error, CheckpointException):
         causes = {rank: failure for rank, (failure, _) in error.failures.items()}
         return "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in causes.items())

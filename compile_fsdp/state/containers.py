@@ -18,14 +18,14 @@ PICTURE = "__containers__"  # the key of the picture in an encoded state
 
 
 class Place:
-    """Stands in a picture for a tensor that is saved beside it."""
+    """Stands in the picture of a state's containers for a tensor that is saved beside the picture."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
 def map_leaves(value: Any, function: Callable[[str, Any], Any], name: str = "") -> Any:
-    """The same dicts, lists and tuples with `function(name, leaf)` in place of every leaf.
+    """Copy nested dicts, lists and tuples, with `function(name, leaf)` in place of every leaf.
 
     Names are the keys and indices on the way, joined by dots.
     """
@@ -40,7 +40,7 @@ def map_leaves(value: Any, function: Callable[[str, Any], Any], name: str = "") 
 
 
 def leaves(value: Any) -> Iterator[tuple[str, Any]]:
-    """Every leaf with its name."""
+    """Every leaf of nested dicts, lists and tuples, with its name."""
     found: list[tuple[str, Any]] = []
     map_leaves(value, lambda name, leaf: found.append((name, leaf)))
     yield from found
@@ -63,7 +63,7 @@ def encode(state: dict[Any, Any]) -> dict[str, Any]:
 
 
 def decode(state: dict[str, Any]) -> dict[Any, Any]:
-    """The reverse of `encode`."""
+    """Decode one parameter's state that `encode` has encoded."""
     if PICTURE not in state:
         return state
     (picture,) = state[PICTURE]

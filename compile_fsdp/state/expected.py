@@ -1,4 +1,4 @@
-"""What an optimizer will keep for a parameter, found out without touching either.
+"""Find out what an optimizer will keep for a parameter, without changing the optimizer or the parameter.
 
 [Note: A twin takes the step]
 Only an optimizer's own step says which entries it keeps for a parameter, of which dtype, sharded how. torch's
@@ -18,34 +18,34 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_fsdp.compat import unhooked_step
 from compile_fsdp.state.containers import leaves
 from compile_fsdp.state.layout import TensorSpec
+from compile_fsdp.torch_compat.nn import unhooked_step
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What an optimizer keeps for one parameter."""
+    """The entries that an optimizer keeps for one parameter."""
 
     entries: dict[str, TensorSpec | None]
-    """By name; None for what is not a tensor."""
+    """The entries by name; None for an entry that is not a tensor."""
     required: frozenset[str]
-    """Names of those that it makes in its first step; others it may make later."""
+    """Names of the entries that the optimizer makes in its first step; others it may make later."""
     is_complete: bool
     """Whether there can be no other entry."""
 
 
 class Probe:
-    """Answers what one optimizer expects; parameters that look alike are asked about once."""
+    """Finds out what one optimizer keeps; for parameters of equal layout only once."""
 
     def __init__(self, optim: torch.optim.Optimizer) -> None:
         self.optim = optim
         self._known: dict[tuple[int, TensorSpec, torch.device], Expected] = {}
 
     def expected(self, parameter: nn.Parameter, number: int, options: dict[str, Any]) -> Expected:
-        """What the optimizer would keep for `parameter`, with the options of its group `number`.
+        """The entries that the optimizer would keep for `parameter`, with the options of group `number`.
 
-        Collective where the optimizer's arithmetic is. See [Note: A twin takes the step].
+        Collective if the optimizer's arithmetic issues collectives. See [Note: A twin takes the step].
         """
         key = (number, TensorSpec.of(parameter), parameter.device)
         if key not in self._known:

@@ -80,7 +80,7 @@ def complete(part: Path, files: Mapping[str, str]) -> Path:
     """Make a save the newest checkpoint. See [Note: A save becomes complete in two renames].
 
     Args:
-        part: With torch.distributed.checkpoint's files in it.
+        part: The `.part` folder, with torch.distributed.checkpoint's files in it.
         files: Texts to add, by file name.
     """
     for name, text in files.items():
@@ -94,7 +94,7 @@ def complete(part: Path, files: Mapping[str, str]) -> Path:
     os.replace(marker.with_suffix(".part"), marker)
     _sync_folder(part.parent)
     other = target.name.removesuffix("-again") if target.name.endswith("-again") else f"{target.name}-again"
-    shutil.rmtree(part.parent / other, ignore_errors=True)  # the same step, saved before
+    shutil.rmtree(part.parent / other, ignore_errors=True)  # an earlier checkpoint of this step
     return target
 
 

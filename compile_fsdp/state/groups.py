@@ -10,7 +10,7 @@ import torch
 from compile_fsdp.state.names import NamedParameter
 from compile_fsdp.state.verify import Differences
 
-NAMES = ("params", "param_names")  # what a group says of its parameters, and not of their options
+NAMES = ("params", "param_names")  # entries of a group that name its parameters, and are no options
 
 Group = Mapping[str, Any]
 
@@ -25,7 +25,7 @@ def match_groups(
     saved: Sequence[Group],
     differences: Differences,
 ) -> list[dict[str, Any]]:
-    """The options that each present group gets: its own, overwritten by those its parameters were saved with.
+    """The options that each present group gets: its own, overwritten by the saved options of its parameters.
 
     Groups may have been split or merged since, as long as the parameters of one group were saved with equal options;
     others are noted in `differences`. A group without parameters keeps its options, unless the saved groups are as
@@ -35,7 +35,7 @@ def match_groups(
         named: The parameters of each present group.
         present: The optimizer's groups now.
         saved: The saved groups, their `params` by FQN.
-        differences: Gets what does not fit.
+        differences: Collects what does not fit.
     """
     by_name = {name: options_of(group) for group in saved for name in group["params"]}
     matched = []

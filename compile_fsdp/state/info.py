@@ -15,20 +15,20 @@ from compile_fsdp.state.names import named_parameters
 
 @dataclass(frozen=True, slots=True)
 class ParamInfo:
-    """A managed parameter: what it was before sharding, and where its parts are."""
+    """A parameter that `fully_shard` manages: its shape and dtype before sharding, and where its shards are."""
 
     group: tuple[str, ...]
-    """FQNs of the modules whose group it is in: one, unless `fully_shard` was called with a list. "" is the root."""
+    """FQNs of the modules of the parameter's group: one, unless `fully_shard` got a list. "" is the root."""
     shape: torch.Size
-    """Before sharding; with tensor parallelism that of the whole DTensor."""
+    """Shape before sharding; with tensor parallelism, of the whole DTensor."""
     dtype: torch.dtype
-    """Before sharding, not that of mixed precision."""
+    """The original dtype, not `param_dtype` of mixed precision."""
     mesh: DeviceMesh
-    """All dims over which the parameter is laid out, those of tensor parallelism included."""
+    """The mesh of the sharded parameter, with the dims of tensor parallelism."""
     placements: tuple[Placement, ...]
-    """One for each dim of `mesh`."""
+    """Placements of the sharded parameter, one for each dim of `mesh`."""
     aliases: tuple[str, ...]
-    """Its other FQNs, where modules share it."""
+    """Other FQNs of the parameter, where modules share it."""
 
     @property
     def regions(self) -> dict[int, Region]:
@@ -45,8 +45,8 @@ def param_info(model: nn.Module) -> dict[str, ParamInfo]:
     Args:
         model: Any module that is sharded, contains sharded modules, or is a part of a sharded one.
     Returns:
-        By FQN, in the order of `model.named_parameters()`; a shared parameter has one entry, under its first name.
-        FQNs start at `model`, see [Note: FQNs are relative to the module that was given].
+        The parameters by FQN, in the order of `model.named_parameters()`; a shared parameter has one entry, under its
+        first name. FQNs start at `model`, see [Note: FQNs are relative to the module that was given].
     """
     found = {}
     for named in named_parameters(model):

@@ -17,17 +17,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from compile_fsdp.compat import local_tensor, shard_extent
+from compile_fsdp.torch_compat.distributed import local_tensor, shard_extent
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A box in a tensor."""
+    """A rectangular part of a tensor."""
 
     offsets: tuple[int, ...]
-    """(ndim,) index of its first element; of an empty region the dim's size where it is empty."""
+    """(ndim,) index of the first element; in an empty region, the size of the dim that is empty."""
     sizes: tuple[int, ...]
-    """(ndim,)"""
+    """(ndim,) size of the region in each dim."""
 
     @property
     def numel(self) -> int:
@@ -40,14 +40,14 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a tensor looks like: a DTensor on `mesh`, or without one a plain tensor."""
+    """Shape, dtype and layout of a tensor: a DTensor on `mesh`, or a plain tensor without a mesh."""
 
     shape: torch.Size
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     dtype: torch.dtype
     mesh: DeviceMesh | None = None
     placements: tuple[Placement, ...] = ()
-    """One for each dim of `mesh`."""
+    """Placements of the DTensor, one for each dim of `mesh`."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
@@ -60,7 +60,7 @@ class TensorSpec:
 
 
 def regions(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> dict[int, Region]:
-    """What every rank of the mesh holds of a tensor, by global rank; ranks that replicate each other hold the same."""
+    """The region of a tensor that every rank of the mesh holds, by global rank; replicas hold equal regions."""
     coordinates = itertools.product(*map(range, mesh.shape))
     return {int(mesh.mesh[each]): _region_at(shape, mesh, each, placements) for each in coordinates}
 
@@ -73,7 +73,7 @@ def _region_at(
 
 
 def region_here(spec: TensorSpec) -> Region:
-    """What this rank holds of a DTensor; nothing if it is not in the mesh."""
+    """The region of a DTensor that this rank holds; an empty one if the rank is not in the mesh."""
     assert spec.mesh is not None
     coordinate = spec.mesh.get_coordinate()
     if coordinate is None:
@@ -99,7 +99,7 @@ def cut(whole: Tensor, spec: TensorSpec, device: torch.device) -> Tensor:
 
 
 def empty(spec: TensorSpec, device: torch.device) -> Tensor:
-    """An uninitialised tensor."""
+    """An uninitialised tensor of the given layout."""
     if spec.mesh is None:
         return torch.empty(spec.shape, dtype=spec.dtype, device=device)
     return wrap_local(torch.empty(region_here(spec).sizes, dtype=spec.dtype, device=device), spec)
@@ -107,7 +107,7 @@ def empty(spec: TensorSpec, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def collect_whole(tensor: DTensor) -> Tensor:
-    """The whole tensor, on every rank; a new one. Collective over the tensor's mesh."""
+    """A new tensor with the whole value of a DTensor, on every rank. Collective over the tensor's mesh."""
     whole: Tensor = tensor.full_tensor()
     return whole.clone() if all(placement.is_replicate() for placement in tensor.placements) else whole
 
@@ -120,10 +120,10 @@ def collect_whole(tensor: DTensor) -> Tensor:
 
 @torch.no_grad()
 def collect_on_first(tensor: DTensor, offload: bool) -> Tensor | None:
-    """The whole tensor on global rank 0, None on the others, which need no memory for it. All ranks call it.
+    """The whole value of a tensor on global rank 0, None on the other ranks. All ranks call it.
 
     Args:
-        tensor: On any mesh; global rank 0 is in its own. See [Note: Ranks may see different meshes].
+        tensor: A DTensor on any mesh; global rank 0 is in its own. See [Note: Ranks may see different meshes].
         offload: Collect it on the CPU instead of the mesh's device.
     """
     tensor = _without_partial(tensor)
@@ -147,14 +147,14 @@ def collect_on_first(tensor: DTensor, offload: bool) -> Tensor | None:
     return whole
 
 
-# Of a whole tensor that is on its way from the first rank: large enough that the time goes into carrying it, small
-# beside the shards of a model that needs sharding.
+# Bytes of a chunk of a whole tensor that the first rank sends: large enough that latency does not count, small beside
+# the shards of a model that needs sharding.
 CHUNK_BYTES = 16 * 2**20
 
 
 @torch.no_grad()
 def distribute_from_first(whole: Tensor | None, spec: TensorSpec, device: torch.device) -> Tensor:
-    """The reverse: this rank's part, on `device`, of a whole tensor that global rank 0 alone has. All ranks call it.
+    """This rank's part, on `device`, of a whole tensor that only global rank 0 has. All ranks call it.
 
     The tensor passes all ranks in chunks of rows, of which each keeps what it needs.
     """
@@ -203,5 +203,5 @@ def _receive(out: Tensor, rank: int, device_type: str) -> None:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """A view as bytes: process groups do not carry every dtype."""
+    """View a tensor as bytes, since process groups do not carry every dtype."""
     return tensor.view(-1).view(torch.uint8)

@@ -21,7 +21,7 @@ from compile_fsdp.state.verify import Differences
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What is loaded into which parameter's state. Names are those that the state was saved under."""
+    """Which saved state is loaded for which parameter. Names are the names that the state was saved under."""
 
     sources: tuple[str, ...]
     """Names of the parameters with a saved state, in the order of the optimizer's groups."""
@@ -30,17 +30,17 @@ class LoadPlan:
     expected: Mapping[str, Expected]
     """By saved name."""
     kept: frozenset[nn.Parameter]
-    """Parameters that the saved state does not name: theirs stays as it is."""
+    """Parameters that the saved state does not name: their state stays as it is."""
     merge: bool
     """Whether entries that were not saved stay as they are."""
     options: Sequence[Mapping[str, Any]]
-    """Of each of the optimizer's groups."""
+    """The options of each of the optimizer's groups."""
 
     def target(self, fqn: str, entry: str, saved: TensorSpec) -> TensorSpec:
         """How a tensor is laid out once it is loaded.
 
-        As the optimizer would make it. Where it has not said: like the parameter, if it has its shape; replicated
-        over the parameter's mesh, if it has another one; and plain without dims.
+        It is laid out as the optimizer would make it. Where that is not known: like the parameter, if shapes are equal;
+        replicated over the parameter's mesh, if they differ; as a plain tensor, if it has no dims.
         """
         known = self.expected[fqn].entries.get(entry)
         if known is not None:
@@ -59,8 +59,8 @@ class LoadPlan:
         """Hand the state to the optimizer's own `load_state_dict`; if that raises, the optimizer is as it was.
 
         Args:
-            optim: The one that was planned for.
-            state: By saved name, tensors laid out as `target` says; the optimizer takes them as its own.
+            optim: The optimizer that this plan was made for.
+            state: State by saved name, with tensors laid out as `target` says; the optimizer keeps these tensors.
         """
         ids = {
             parameter: index
@@ -97,13 +97,13 @@ def plan_load(
     """Match a saved state with the optimizer, and refuse it where it does not fit. Collective.
 
     Args:
-        model: Holds the optimizer's parameters.
-        optim: Not changed.
+        model: The model that holds the optimizer's parameters.
+        optim: The optimizer, which is not changed here.
         groups: The saved groups, `params` by FQN.
-        outline: The saved state by FQN, a `TensorSpec` in place of every tensor. The same on all ranks.
+        outline: The saved state by FQN, a `TensorSpec` in place of every tensor. Equal on all ranks.
         strict: Whether missing and unexpected entries are refused.
-        what: What is to be loaded, for the message.
-        differences: Those found so far, to be raised together with these.
+        what: Name of the state, for the message.
+        differences: Differences found so far, to be raised together with the ones found here.
     Raises:
         StateError: the saved groups hold parameter ids.
         StateMismatchError: the state does not fit; the same on all ranks.
@@ -151,9 +151,9 @@ def _spec(leaf: Any) -> TensorSpec | None:
 
 
 def _undo_casts(loaded: dict[Any, Any], wanted: dict[Any, Any]) -> dict[Any, Any]:
-    """`loaded` with the leaves of `wanted` that `Optimizer.load_state_dict` has changed.
+    """A copy of `loaded`, with the leaves of `wanted` that `Optimizer.load_state_dict` has changed.
 
-    It turns every tensor, counters included, into the parameter's dtype, and takes strings apart.
+    `Optimizer.load_state_dict` casts every tensor, counters included, to the parameter's dtype, and splits strings.
     """
     originals = dict(leaves(wanted))
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from compile_fsdp.compat import FSDPParam, fsdp_state, param_groups, parameter_owners, wrapped_child
 from compile_fsdp.errors import ForeignParameterError
+from compile_fsdp.torch_compat.fsdp import FSDPParam, fsdp_state, param_groups, parameter_owners
+from compile_fsdp.torch_compat.nn import wrapped_child
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,9 +28,9 @@ class NamedParameter:
     aliases: tuple[str, ...]
     """The other names, where modules share the parameter."""
     parameter: nn.Parameter
-    """As an optimizer holds it: of a managed parameter the sharded one, also while the model is unsharded."""
+    """The parameter that an optimizer holds: the sharded one, also while the model is unsharded."""
     managed: FSDPParam | None
-    """None for a parameter that no `fully_shard` call manages."""
+    """FSDP2's object for the parameter; None if no `fully_shard` call manages it."""
     group: tuple[str, ...]
     """FQNs of the modules whose group manages it; empty for an unmanaged one."""
 
@@ -39,7 +40,7 @@ class NamedParameter:
 
 
 def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module below `root`, parents first, once for each path to it that is left of wrappers.
+    """Every module below `root`, parents first, once for each path to it after wrappers are left out.
 
     See [Note: FQNs are relative to the module that was given].
     """

@@ -103,7 +103,7 @@ def load_optim_state_dict(
 
     Args:
         model: Holds all of the optimizer's parameters. FQNs start at it; any name of a shared parameter will do.
-        optim: With any state, or none yet.
+        optim: An optimizer with any state, or none yet.
         state: Sharded or full on every rank, or full on rank 0 with `{}` on the others. With parameter ids in place
             of FQNs, see `rekey_optim_state`.
         strict: Refuse parameters and entries that are missing or unexpected. Otherwise what is missing stays as it
@@ -136,12 +136,12 @@ def load_optim_state_dict(
 
 
 def _outline(_: str, leaf: Any) -> Any:
-    """Whole shape and dtype in place of a tensor."""
+    """Replace a tensor by a description with its whole shape and dtype."""
     return TensorSpec(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
 def _place(plan: LoadPlan, fqn: str, outline: OptimState, state: OptimState, from_first: bool) -> Any:
-    """One parameter's state with every tensor where the optimizer wants it."""
+    """One parameter's state with every tensor on the device and in the layout that the optimizer wants."""
     device = plan.parameters[fqn].device
     here = not from_first or is_first()
     sources = dict(leaves(state["state"][fqn])) if here else {}
@@ -163,7 +163,7 @@ def _place(plan: LoadPlan, fqn: str, outline: OptimState, state: OptimState, fro
 
 
 def _is_on_first_alone(state: OptimState) -> bool:
-    """Whether rank 0 has a state and all the others `{}`; the same on all ranks.
+    """Whether rank 0 has a state and all other ranks `{}`; all ranks get the same answer.
 
     Raises:
         StateError: neither that, nor a state of the same structure on every rank.

@@ -18,7 +18,7 @@ def is_first() -> bool:
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The value of every rank, by rank, on every rank."""
+    """Gather the values of all ranks, in the order of ranks, on every rank."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -27,7 +27,7 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def unite(texts: Iterable[str]) -> list[str]:
-    """The texts of all ranks, each once, in an order that is the same on all."""
+    """The texts of all ranks without repetitions, in an order that is equal on all ranks."""
     return sorted({text for theirs in gather(list(texts)) for text in theirs})
 
 

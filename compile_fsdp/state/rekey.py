@@ -94,7 +94,7 @@ def _names_of_ids(
 
 
 def _known_names(names: Iterable[str], every: Sequence[NamedParameter], model: nn.Module) -> list[str]:
-    """First names for names that an optimizer was given, perhaps while the model was wrapped."""
+    """Map the names that an optimizer was given, perhaps while the model was wrapped, to FQNs."""
     first = {name: member.fqn for member in every for name in member.names}
     found: list[str] = []
     foreign: list[str] = []
@@ -112,7 +112,7 @@ def _known_names(names: Iterable[str], every: Sequence[NamedParameter], model: n
 
 
 def _check_shapes(state: Mapping[Any, Any], fqns: Mapping[Any, str], model: nn.Module) -> None:
-    """Refuse state whose shapes show that it is another parameter's: none of as many dims has its sizes.
+    """Refuse state that cannot belong to its parameter: no tensor with the parameter's number of dims has its sizes.
 
     Dims that are reduced to size 1 fit any size.
     """

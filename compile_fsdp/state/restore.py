@@ -28,15 +28,15 @@ from compile_fsdp.state.verify import Differences
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """What a checkpoint holds: numbers and other objects themselves, and a `TensorSpec` for every tensor."""
+    """The contents of a checkpoint, with a `TensorSpec` in place of every tensor."""
 
     folder: Path
     model: Mapping[str, Any]
-    """By FQN."""
+    """The model's state by FQN."""
     state: Mapping[str, Any]
-    """Of the optimizer, by FQN, encoded for DCP."""
+    """The optimizer's state by FQN, encoded for DCP."""
     groups: list[dict[str, Any]]
-    """Of the optimizer, complete with their tensors."""
+    """The optimizer's parameter groups, with their tensors read."""
     step: int | None
 
 
@@ -50,10 +50,10 @@ def load(
     raise the same error. Collective: all ranks call it.
 
     Args:
-        model: Sharded in any way, or not at all.
-        optim: Over parameters of `model`; with any state, or none yet.
-        path: What `save` was called with, or the folder of one checkpoint.
-        strict: Refuse what is missing or unexpected. Otherwise it stays as it is, or is left out.
+        model: A model, sharded in any way or not at all.
+        optim: An optimizer over parameters of `model`, with any state or none yet.
+        path: The folder that `save` was called with, or the folder of one checkpoint.
+        strict: Refuse missing and unexpected entries. Otherwise the former stay as they are, the latter are left out.
     Returns:
         The step that was saved with it; 0 for a checkpoint without one, where that is not refused.
     Raises:
@@ -72,7 +72,7 @@ def load(
     what = f"the checkpoint {outline.folder}"
     plan = plan_load(model, optim, outline.groups, decoded, strict, what, differences)
 
-    tensors: dict[str, Tensor] = {}  # to be read, by their names in the checkpoint
+    tensors: dict[str, Tensor] = {}  # tensors to read into, by their names in the checkpoint
     model_state = {
         fqn: _make_room(f"model.{fqn}", value, present[fqn], tensors)
         for fqn, value in outline.model.items()
@@ -136,7 +136,7 @@ def _compare_model(present: Mapping[str, Any], saved: Mapping[str, Any], differe
 
 
 def _make_room(name: str, saved: Any, present: Any, tensors: dict[str, Tensor]) -> Any:
-    """An entry of the model's state, with new tensors to read into, which are noted in `tensors`."""
+    """One entry of the model's state, with new tensors to read into, which are noted in `tensors`."""
 
     def room(leaf_name: str, leaf: Any) -> Any:
         if not isinstance(leaf, TensorSpec):
@@ -151,7 +151,7 @@ def _make_room(name: str, saved: Any, present: Any, tensors: dict[str, Tensor]) 
 def _make_room_for_state(
     fqn: str, saved: Mapping[str, Any], plan: LoadPlan, tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
-    """The same for the state of one parameter."""
+    """The optimizer state of one parameter, with new tensors to read into, which are noted in `tensors`."""
     prefix = f"optimizer.state.{fqn}."
     device = plan.parameters[fqn].device
 

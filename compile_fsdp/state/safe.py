@@ -1,8 +1,8 @@
 """Read checkpoints of torch.distributed.checkpoint without running what somebody may have put into them.
 
-Its own reader unpickles the file `.metadata`, and its planner every value that is no tensor, whatever they contain: a
-pickle can call any function. Here only what describes tensors is taken from the one, and only what
-`torch.load(weights_only=True)` takes, numbers, strings, containers and tensors, from the other.
+torch's own reader unpickles the file `.metadata`, and its planner every value that is no tensor, whatever they contain:
+a pickle can call any function. Here only descriptions of tensors are taken from `.metadata`, and other values only if
+`torch.load(weights_only=True)` takes them: numbers, strings, containers and tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 # Modules whose classes only hold data.
 _DESCRIPTIONS = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-# Others that do nothing but make a value: a layout, and the folder that was written to, among them.
+# Other classes and functions that only make a value, a layout or a path for example.
 _PLAIN = {
     ("torch", "Size"),
     ("collections", "OrderedDict"),
@@ -33,10 +33,10 @@ _PLAIN = {
 
 
 class SafeReader(FileSystemReader):
-    """Reads checkpoints from a folder; see the module."""
+    """Reads checkpoints from a folder, and unpickles nothing but descriptions of tensors."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What torch's own reader reads.
+        """Read the metadata that torch's own reader reads.
 
         Raises:
             pickle.UnpicklingError: the file holds something else than descriptions of tensors.
@@ -62,10 +62,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 class SafePlanner(DefaultLoadPlanner):
-    """Takes values that are no tensors from a checkpoint, into a flat state dict; see the module.
+    """Loads values that are no tensors into a flat state dict, with `torch.load(weights_only=True)`.
 
     Args:
-        allowed: Classes that may be among them, beside those of `torch.serialization.add_safe_globals`.
+        allowed: Classes whose objects are loaded, beside those of `torch.serialization.add_safe_globals`.
     """
 
     def __init__(self, allowed: Sequence[type]) -> None:
@@ -76,7 +76,7 @@ class SafePlanner(DefaultLoadPlanner):
         """Take one value.
 
         Raises:
-            pickle.UnpicklingError: it contains an object of another class.
+            pickle.UnpicklingError: the value contains an object of another class.
         """
         with torch.serialization.safe_globals(self._allowed):
             self.original_state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)

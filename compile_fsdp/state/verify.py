@@ -1,4 +1,4 @@
-"""Compare what a state holds with what a model and an optimizer expect, before anything is changed."""
+"""Compare the entries of a state with those that a model and an optimizer expect, before anything is changed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _KINDS = ("missing", "unexpected", "wrong shape", "wrong dtype", "saved with oth
 
 
 class Differences:
-    """Differences between what is there and what is expected, by FQN."""
+    """Differences between the entries of a state and the expected ones, by FQN."""
 
     def __init__(self, strict: bool) -> None:
         self.strict = strict
@@ -31,7 +31,7 @@ class Differences:
         self._found.append((4, name))
 
     def compare(self, name: str, expected: TensorSpec | None, got: TensorSpec | None) -> None:
-        """Compare two entries of one name; None stands for what is not a tensor.
+        """Compare two entries of one name; None stands for an entry that is not a tensor.
 
         A number in place of a 0-dim tensor is no difference: older optimizers counted their steps so.
         """
@@ -58,7 +58,7 @@ class Differences:
         """Raise the differences of all ranks on all of them, if there are any. Collective.
 
         Args:
-            what: What was to be loaded, for the message.
+            what: Name of the state, for the message.
         """
         by_kind: dict[int, list[str]] = {}
         for text in unite(f"{kind}{text}" for kind, text in self._found):

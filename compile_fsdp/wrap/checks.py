@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from compile_fsdp.compat import fsdp_state
 from compile_fsdp.errors import (
     AlreadyShardedError,
     FSDP1Error,
@@ -24,6 +23,7 @@ from compile_fsdp.errors import (
     SharedParameterError,
     UnshardableParameterError,
 )
+from compile_fsdp.torch_compat.fsdp import fsdp_state
 from compile_fsdp.wrap.groups import Draft, collect_all, find_shared, merge_shared
 from compile_fsdp.wrap.layout import local_shape, shard_count, shard_of, unsharded_bytes
 from compile_fsdp.wrap.policies import Policy, Selection
@@ -193,7 +193,7 @@ def check_process_group(kwargs: Iterable[Mapping[str, Any]]) -> None:
 
 
 def frozen_warnings(root: nn.Module, drafts: Sequence[Draft]) -> tuple[str, ...]:
-    """What to say about groups of trainable and frozen parameters."""
+    """Warnings for groups that have both trainable and frozen parameters."""
     names = names_of(root)
     found = []
     for draft, held in zip(drafts, collect_all(drafts), strict=True):

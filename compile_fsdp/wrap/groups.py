@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from compile_fsdp.compat import fsdp_state
 from compile_fsdp.errors import SharedParameterError
+from compile_fsdp.torch_compat.fsdp import fsdp_state
 from compile_fsdp.wrap.tree import below, group_name, in_post_order, names_of
 
 
@@ -27,12 +27,12 @@ class Draft:
     kwargs: Mapping[str, Any]
 
     def name(self, names: Mapping[nn.Module, str]) -> str:
-        """`layers.0`, or `[embedding, head]`."""
+        """The name of the group: `layers.0`, or `[embedding, head]` for several modules."""
         return group_name([names[module] for module in self.modules])
 
 
 class Held(NamedTuple):
-    """A parameter where a module holds it."""
+    """A parameter together with a module that holds it."""
 
     parameter: nn.Parameter
     module: nn.Module
@@ -40,10 +40,10 @@ class Held(NamedTuple):
 
 
 def collect(draft: Draft, borders: Set[nn.Module]) -> list[Held]:
-    """What `fully_shard` will find for a draft, in its order; a parameter that two modules hold comes twice.
+    """The parameters that `fully_shard` will take for a draft, in torch's order, once for each module that holds them.
 
     Args:
-        draft: Of one call.
+        draft: The call of `fully_shard`.
         borders: The modules of all drafts.
     """
     ignored = set(draft.kwargs.get("ignored_params") or ())

@@ -24,7 +24,7 @@ def shard_count(kwargs: Mapping[str, Any]) -> int:
     dims = kwargs.get("dp_mesh_dims")
     if dims is not None:
         return math.prod(mesh[name].size() for name in dims.shard_names)
-    return mesh.size(mesh.ndim - 1)  # of two dims, the first one replicates
+    return mesh.size(mesh.ndim - 1)  # with two dims, parameters are replicated over the first
 
 
 def shard_of(parameter: nn.Parameter, kwargs: Mapping[str, Any]) -> tuple[int, int]:
@@ -39,7 +39,7 @@ def shard_of(parameter: nn.Parameter, kwargs: Mapping[str, Any]) -> tuple[int, i
 
 
 def local_shape(parameter: nn.Parameter) -> list[int]:
-    """The shape that is left to shard of a parameter; of a DTensor's, the largest of any rank's local tensor."""
+    """The shape that is sharded of a parameter; for a DTensor, the largest of all ranks' local tensors."""
     shape = list(parameter.shape)
     if isinstance(parameter, DTensor):
         for mesh_dim, placement in enumerate(parameter.placements):

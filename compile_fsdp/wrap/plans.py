@@ -24,8 +24,8 @@ class Group:
         fqns: The FQN of each, empty for the root.
         kwargs: Arguments of `fully_shard`, the root's where the policy gave none.
         parameters: FQNs of the group's parameters in torch's order, each parameter once.
-        numel: Elements of all of them, unsharded.
-        bytes_per_rank: Of their shards on each rank, padding included: the same number on every rank.
+        numel: Elements of all parameters of the group, unsharded.
+        bytes_per_rank: Bytes of the parameters' shards on each rank, padding included: equal on all ranks.
     """
 
     modules: tuple[nn.Module, ...]
@@ -37,19 +37,19 @@ class Group:
 
     @property
     def name(self) -> str:
-        """`layers.0`, `[embedding, head]` or `the root`."""
+        """The name of the group: `layers.0`, `[embedding, head]` or `the root`."""
         return group_name([fqn or ROOT for fqn in self.fqns])
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What `apply` will do, in this order; `print` shows it as a table.
+    """The calls of `fully_shard` that `apply` will make, in order; `print` shows them as a table.
 
     Attributes:
         root: The model.
         groups: Children before parents, the root last.
         full_precision: Modules that will run in full precision, whatever is around them.
-        warnings: What works and may not be meant.
+        warnings: Messages about choices that work and may not be intended.
     """
 
     root: nn.Module
@@ -95,7 +95,7 @@ def _show_kwargs(kwargs: Mapping[str, Any], adopted: Mapping[str, Any]) -> str:
 def show(value: object) -> str:
     """An argument in few words, the same on every rank."""
     if isinstance(value, DeviceMesh):
-        # Not its ranks: those of a slice differ from rank to rank.
+        # Without the ranks of a mesh: they differ from rank to rank for a slice of a mesh.
         names = value.mesh_dim_names or ("",) * value.ndim
         dims = ", ".join(f"{name}={size}" if name else str(size) for name, size in zip(names, value.shape, strict=True))
         return f"{value.device_type}({dims})"

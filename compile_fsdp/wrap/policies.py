@@ -21,7 +21,7 @@ Selection = Mapping[nn.Module, Mapping[str, Any]]
 
 
 class Policy(Protocol):
-    """What decides. It only reads the model, and goes over it as often as it needs to."""
+    """Decides which modules to shard. A policy only reads the model."""
 
     def select(self, root: nn.Module, ignored: Set[nn.Module], root_kwargs: Mapping[str, Any]) -> Selection:
         """Choose modules below the root.
@@ -31,12 +31,12 @@ class Policy(Protocol):
             ignored: The ignored modules and everything below them; none of these may be selected.
             root_kwargs: Arguments of `fully_shard` for the root.
         Returns:
-            The arguments of `fully_shard` for each selected module. Those that are not given are the root's.
+            The arguments of `fully_shard` for each selected module. Arguments that are not given are the root's.
         """
 
 
 class Combinable:
-    """Mixin: policies that `|` combines, also with one that has but `select`."""
+    """Mixin for policies that `|` combines, also with an object that has a `select` method only."""
 
     __slots__ = ()
 
@@ -49,7 +49,7 @@ class Combinable:
 
 @dataclass(frozen=True, slots=True)
 class Combined(Combinable):
-    """What `first | second` is."""
+    """The policy that `first | second` makes."""
 
     first: Policy
     second: Policy

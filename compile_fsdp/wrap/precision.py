@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_fsdp.compat import tree_map_only
 from compile_fsdp.runtime.outputs import cast_floating, find_tensors
+from compile_fsdp.torch_compat.dispatch import tree_map_only
 
 
 class FullPrecision:
@@ -17,7 +17,7 @@ class FullPrecision:
 
     [Note: The dtype lives as long as the call]
     The dtype to go back to is a local variable of the one call. A module that is used twice, that calls itself, or
-    whose forward raises cannot meet another call's, and Dynamo has no state to follow.
+    whose forward raises cannot get the dtype of another call, and Dynamo has no state to follow.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

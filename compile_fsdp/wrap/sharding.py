@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compile_fsdp.api import fully_shard
 from compile_fsdp.errors import MixedFrozenWarning
+from compile_fsdp.wrap.build_plan import plan
 from compile_fsdp.wrap.checks import check_modules, check_process_group
-from compile_fsdp.wrap.planning import plan
 from compile_fsdp.wrap.plans import Plan
 from compile_fsdp.wrap.policies import Policy
 from compile_fsdp.wrap.precision import run_in_full_precision

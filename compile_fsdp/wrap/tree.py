@@ -1,4 +1,4 @@
-"""What the module tree says about a module: its name, its place, whether it can run."""
+"""Modules in the tree of a model: their names, their order, and whether they have a forward."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def names_of(root: nn.Module) -> dict[nn.Module, str]:
 
 
 def group_name(names: Sequence[str]) -> str:
-    """The name of one module as it is, `[embedding, head]` for several."""
+    """The name of a group: the module's own name, `[embedding, head]` for several modules."""
     return names[0] if len(names) == 1 else f"[{', '.join(names)}]"
 
 

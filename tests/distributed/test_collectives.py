@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from compile_fsdp.ops import add_own_part_, exchange_parts, exchange_shards
-from harness import device_type, run_ranks
-from parity import loss_of
-from recording import AS_GATHERS, collectives_of
-from twins import Twins
+from helpers.parity.check import loss_of
+from helpers.parity.twins import Twins
+from helpers.ranks.pools import device_type, run_ranks
+from helpers.ranks.recording import gathers_of
 
 
 def _profile(run: Callable[[], object]) -> Counter[str]:
@@ -33,6 +32,13 @@ def _steps(rank: int, options: dict[str, object]) -> tuple[Counter[str], Counter
     return eager, ours
 
 
+# Tests ask different things of the same steps.
+@functools.cache
+def _profiles(inner_backend: str, ranks: int = 2, budget: int | None = None) -> list[Any]:
+    """What `_steps` returns on each rank."""
+    return run_ranks(ranks, _steps, {"inner_backend": inner_backend, "memory_budget": budget})
+
+
 def _ranges(profiled: Counter[str]) -> Counter[str]:
     found: Counter[str] = Counter()
     for joined, count in profiled.items():
@@ -42,71 +48,38 @@ def _ranges(profiled: Counter[str]) -> Counter[str]:
     return found
 
 
-OPTIONS: list[dict[str, object]] = [{"inner_backend": "aot_eager"}, {}, AS_GATHERS]
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("budget", [None, 10**9])
-def test_gathers_are_not_coalesced(options: dict[str, object], budget: int | None) -> None:
-    """gloo cannot run two coalesced gathers at a time (ops/named_collectives.py)."""
+@pytest.mark.parametrize("inner_backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(("ranks", "budget"), [(2, None), (2, 10**9), (3, None)])
+def test_gathers_are_not_coalesced(inner_backend: str, ranks: int, budget: int | None) -> None:
+    """See [Note: Two gathers at a time end the process]. Between two ranks, collectives are exchanges."""
     if device_type() != "cpu":
         pytest.skip("gloo only")
-    is_exchange = options == {}
-    for _, ours in run_ranks(2, _steps, {**options, "memory_budget": budget}):
+    for _, ours in _profiles(inner_backend, ranks, budget):
         collectives = [op for op in ours if op.startswith("c10d::") and ("allgather" in op or "alltoall" in op)]
-        assert collectives == ["c10d::alltoall_base_" if is_exchange else "c10d::_allgather_base_"]
+        assert collectives == ["c10d::alltoall_base_" if ranks == 2 else "c10d::_allgather_base_"]
 
 
 @pytest.mark.parametrize("inner_backend", ["aot_eager", "inductor"])
 def test_ranges_are_named_as_in_eager_fsdp2(inner_backend: str) -> None:
-    for eager, ours in run_ranks(2, _steps, {"inner_backend": inner_backend}):
+    for eager, ours in _profiles(inner_backend):
         assert _ranges(ours) == _ranges(eager)
 
 
 def test_a_gather_of_several_modules_names_them_all() -> None:
-    options = {"memory_budget": 10**9}
-    for eager, ours in run_ranks(2, _steps, options):
+    for eager, ours in _profiles("inductor", budget=10**9):
         assert set(_ranges(ours)) == set(_ranges(eager))
         assert any(", FSDP::" in name for name in ours)
 
 
-def _gathers(rank: int, inner_backend: str) -> list[str]:
-    twins = Twins(rank, "frozen_first", options={"inner_backend": inner_backend, **AS_GATHERS})
+def _gathers(rank: int, inner_backend: str) -> int:
+    twins = Twins(rank, "frozen_first", options={"inner_backend": inner_backend})
     twins.train()
     batch = twins.batch()
-    found = collectives_of(lambda: loss_of(twins.ours.model, batch).backward())
-    return [each.kind for each in found if each.kind == "all_gather"]
-
-
-def _exchanges(rank: int, dtype: torch.dtype) -> list[bool]:
-    """Whether each kind of exchange makes what torch's collective does, of values that a sum has to round."""
-    torch.manual_seed(rank)
-    group = dist.group.WORLD
-    assert group is not None
-    torchs, wait = torch.ops._c10d_functional, torch.ops._c10d_functional.wait_tensor
-    equal = []
-    for shape in ((2, 3), (1000,)):
-        shard = torch.randn(shape).to(dtype)
-        expected = torch.cat([shard, shard])
-        wait(torchs.all_gather_into_tensor_out(shard, 2, group.group_name, out=expected))
-        equal.append(torch.equal(wait(exchange_shards(shard, 2, group.group_name, "")), expected))
-        for reduce_op in ("sum", "avg"):
-            expected = wait(torchs.reduce_scatter_tensor(shard, reduce_op, 2, group.group_name))
-            received = wait(exchange_parts(shard, 2, group.group_name, ""))
-            add_own_part_(received, shard, reduce_op, group.group_name)
-            equal.append(torch.equal(received, expected))
-    return equal
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_exchanges_are_bitwise_equal_to_torchs_collectives(dtype: torch.dtype) -> None:
-    if device_type() != "cpu":
-        pytest.skip("gloo only")
-    assert run_ranks(2, _exchanges, dtype) == [[True] * 6] * 2
+    return gathers_of(lambda: loss_of(twins.ours.model, batch).backward())
 
 
 # The backward's hook gathers the trained layer, though no gradient needs it; a pass takes the gather out.
 @pytest.mark.parametrize(("inner_backend", "of_backward"), [("aot_eager", 1), ("inductor", 0)])
 def test_a_backward_gathers_no_frozen_layer_that_it_does_not_pass(inner_backend: str, of_backward: int) -> None:
     for gathers in run_ranks(2, _gathers, inner_backend):
-        assert len(gathers) == 3 + of_backward  # of the forward: the root, the frozen and the trained layer
+        assert gathers == 3 + of_backward  # of the forward: the root, the frozen and the trained layer

@@ -8,8 +8,8 @@ import torch
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import compile_fsdp
-from harness import run_ranks
-from parity import Parity, build, compare, compare_grads, loss_of
+from helpers.parity.check import Parity, build, compare, compare_grads, loss_of
+from helpers.ranks.pools import run_ranks
 
 
 def _train_on(

@@ -16,12 +16,12 @@ from torch.distributed.tensor import Shard, distribute_module
 
 import compile_fsdp
 from compile_fsdp import errors
-from compile_fsdp.compat import param_groups
-from extensions import Float8Weight, LowPrecision, use
-from harness import run_ranks
-from models import Stack
-from parity import build, loss_of
-from releases import skip_before
+from compile_fsdp.torch_compat.fsdp import param_groups
+from helpers.models.reference import Stack
+from helpers.models.tensor_subclasses import Float8Weight, LowPrecision, use
+from helpers.parity.check import build, loss_of
+from helpers.ranks.pools import run_ranks
+from helpers.releases.skip import skip_before
 
 AOT_EAGER = {"inner_backend": "aot_eager"}
 

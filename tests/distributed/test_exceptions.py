@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import compile_fsdp
-from compile_fsdp.compat import compile_counts
-from compile_fsdp.ops import exchange, named_collectives
-from harness import run_ranks
-from sharded import unsharded_bytes
+from compile_fsdp.ops import collectives
+from compile_fsdp.torch_compat.dynamo import dynamo_counters
+from helpers.models.sharded import unsharded_bytes
+from helpers.ranks.pools import run_ranks
 
 
 class _Injected(RuntimeError):
@@ -102,12 +102,9 @@ def _build(checkpointed: bool, reshard: bool) -> nn.Module:
 
 def _inject(rank: int, *case: Any) -> list[str]:
     """What is wrong, by point; an exception is raised at each of them in turn."""
-    collectives = {name: _failing(getattr(named_collectives, name)) for name in ("_GATHER_INTO", "_REDUCE")}
-    failing_exchange = _failing(exchange._send_and_receive)
-    with (
-        mock.patch.multiple(named_collectives, **collectives),
-        mock.patch.object(exchange, "_send_and_receive", failing_exchange),
-    ):
+    names = ("_GATHER_INTO", "_REDUCE", "_send_and_receive")
+    failing = {name: _failing(getattr(collectives, name)) for name in names}
+    with mock.patch.multiple(collectives, **failing):
         return _inject_all(rank, *case)
 
 
@@ -132,7 +129,7 @@ def _inject_all(rank: int, options: dict[str, Any] | None, checkpointed: bool, r
     expected = step()
     expected_again, points = step(), _points.passed
     weights = {name: value.to_local().clone() for name, value in model.state_dict().items()}
-    counts = compile_counts()
+    graphs = _captured_graphs()
     is_complete = points >= (40 if options is None else 43)
     wrong = [] if is_complete and all(map(torch.equal, expected, expected_again)) else [f"{points} points"]
     for armed in range(points):
@@ -154,9 +151,14 @@ def _inject_all(rank: int, options: dict[str, Any] | None, checkpointed: bool, r
             wrong.append(f"{armed}: other weights")
         if not all(map(torch.equal, expected, step())):
             wrong.append(f"{armed}: other gradients in the next step")
-    if compile_counts() != counts:
+    if _captured_graphs() != graphs:
         wrong.append("compiled again")
     return [f"{points} points", *wrong]
+
+
+def _captured_graphs() -> int:
+    counters = dynamo_counters()
+    return counters["stats"]["unique_graphs"] + counters["compiled_autograd"]["captures"]
 
 
 AOT_EAGER = {"inner_backend": "aot_eager"}

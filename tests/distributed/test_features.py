@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from features import FEATURES, FOUR_RANKS, SINCE
-from harness import run_ranks
-from pairs import PAIRS, cover_pairs
-from parity import Outcome, check_parity, more_collectives
-from releases import skip_before
-from table import ParityTable
+from helpers.parity.check import Outcome, check_parity, more_collectives
+from helpers.parity.features import FEATURES, FOUR_RANKS, SINCE
+from helpers.parity.pairs import IN_TOGETHER, PAIRS, TOGETHER, cover_pairs
+from helpers.parity.table import ParityTable
+from helpers.ranks.pools import run_ranks
+from helpers.releases.skip import skip_before
 
 QUICK_WITH_INDUCTOR = {"bf16, reduced in fp32", "two forwards", "int8 gather"}
-# What other tests of `make test` cover: the same row with Inductor, a row that does this and more, the case of another
-# file, or an example.
-COVERED = QUICK_WITH_INDUCTOR | {
+# What other tests of `make test` cover: the same row with Inductor, a row that does this and more, one that does this
+# and something else, the case of another file, or an example.
+COVERED = QUICK_WITH_INDUCTOR | IN_TOGETHER | {
     "accumulate",
     "adam in backward",
     "adam, foreach",
@@ -35,18 +35,21 @@ COVERED = QUICK_WITH_INDUCTOR | {
     "used three times",
 }
 
+ROWS = {**FEATURES, **PAIRS, **TOGETHER}
+
 
 def _train(rank: int, row: str, inner_backend: str) -> Outcome:
-    return check_parity({**FEATURES, **PAIRS}[row], inner_backend)
+    return check_parity(ROWS[row], inner_backend)
 
 
-def _check(row: str, inner_backend: str, tolerance: float, table: ParityTable) -> None:
+def _check(row: str, inner_backend: str, tolerance: float, table: ParityTable | None) -> None:
     if row in SINCE:
         skip_before(SINCE[row])
-    feature = {**FEATURES, **PAIRS}[row]
+    feature = ROWS[row]
     world_size = 4 if row in FOUR_RANKS or row in PAIRS else 2
     outcomes = run_ranks(world_size, _train, row, inner_backend, timeout_s=280.0)
-    table.add(row, inner_backend, world_size, outcomes)
+    if table is not None:
+        table.add(row, inner_backend, world_size, outcomes)
     for outcome in outcomes:
         compiled, eager = outcome.unsharded
         if feature.low_precision and inner_backend == "inductor":
@@ -79,6 +82,11 @@ def test_inductor_equal_to_eager(row: str, parity_table: ParityTable) -> None:
 @pytest.mark.parametrize("row", _slow_unless(set(list(PAIRS)[12::12]), PAIRS))
 def test_pairs_of_features(row: str, parity_table: ParityTable) -> None:
     _check(row, "aot_eager", PAIRS[row].tolerance, parity_table)
+
+
+@pytest.mark.parametrize("row", TOGETHER)
+def test_features_together(row: str) -> None:
+    _check(row, "aot_eager", TOGETHER[row].tolerance, None)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 3, 4), (5, 5, 5, 5)])

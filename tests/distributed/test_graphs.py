@@ -10,10 +10,11 @@ from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import compile_fsdp
-import compile_fsdp.backend as backend
-from capture import render_step
-from compile_fsdp.compat import param_groups
-from harness import run_ranks
+from compile_fsdp.backend.compile import compile_fsdp as compile_graph
+from compile_fsdp.torch_compat.dynamo import graph_input_example
+from compile_fsdp.torch_compat.fsdp import param_groups
+from helpers.graphs.capture import render_step
+from helpers.ranks.pools import run_ranks
 
 
 class _Layer(nn.Module):
@@ -87,8 +88,8 @@ primals_2: f32[8]
 primals_3: f32[4, 4]
 primals_4: f32[8]
 primals_5: f32[4, 4]
-%0: f32[16] = exchange_shards(primals_2, 2, dp)
-%1: f32[16] = exchange_shards(primals_4, 2, dp)
+%0: f32[16] = all_gather_into_tensor(primals_2, 2, dp)
+%1: f32[16] = all_gather_into_tensor(primals_4, 2, dp)
 %2: f32[16] = wait_tensor(%0)
 %3: f32[2, 8] = reshape(%2, [2, 8])
 %4 = split_with_sizes(%3, [8], 1)
@@ -173,7 +174,7 @@ arg6_1: f32[8]
 arg7_1: f32[8]
 %0: f32[2, 4] = empty_strided([2, 4], [4, 1], dtype=torch.float32, layout=torch.strided, device=device(type='cpu'), pin_memory=False)
 %1: f32[2, 4] = copy(%0, arg0_1)
-%2: f32[16] = exchange_shards(arg6_1, 2, dp)
+%2: f32[16] = all_gather_into_tensor(arg6_1, 2, dp)
 %3: f32[4, 2] = permute(arg3_1, [1, 0])
 %4: f32[2, 4] = mul(arg4_1, arg4_1)
 %5: f32[2, 4] = sub(1, %4)
@@ -181,7 +182,7 @@ arg7_1: f32[8]
 %7: f32[4, 4] = mm(%3, %6)
 %8: f32[2, 8] = reshape(%7, [2, -1])
 %9: f32[16] = reshape(%8, [-1])
-%10: f32[8] = exchange_parts(%9, 2, dp)
+%10: f32[8] = reduce_scatter_tensor(%9, 'avg', 2, dp)
 %11: f32[16] = wait_tensor(%2)
 %12: f32[2, 8] = reshape(%11, [2, 8])
 %13 = split_with_sizes(%12, [8], 1)
@@ -195,12 +196,10 @@ arg7_1: f32[8]
 %21: f32[2, 4] = mul(%17, %20)
 %22: f32[4, 4] = mm(%18, %21)
 %23: f32[8] = wait_tensor(%10)
-add_own_part_(%23, %9, 'avg', dp)
 %24: f32[2, 8] = reshape(%22, [2, -1])
 %25: f32[16] = reshape(%24, [-1])
-%26: f32[8] = exchange_parts(%25, 2, dp)
+%26: f32[8] = reduce_scatter_tensor(%25, 'avg', 2, dp)
 %27: f32[8] = wait_tensor(%26)
-add_own_part_(%27, %25, 'avg', dp)
 return (%23, %27)
 """)
 
@@ -212,9 +211,9 @@ def _invariants(rank: int) -> list[str]:
     captured: list[list[Any]] = []
 
     def capture(gm: fx.GraphModule, inputs: Any, options: Any = None) -> Any:
-        examples = [backend.graph_input_example(n) for n in gm.graph.find_nodes(op="placeholder")]
+        examples = [graph_input_example(n) for n in gm.graph.find_nodes(op="placeholder")]
         captured.append([example for example in examples if isinstance(example, torch.Tensor)])
-        return backend.compile_fsdp(gm, inputs, options={"inner_backend": "aot_eager"})
+        return compile_graph(gm, inputs, options={"inner_backend": "aot_eager"})
 
     model.compile(backend=capture, fullgraph=True)
     x = torch.ones(2, 4)

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 import compile_fsdp
-from capture import events, render_step
-from graph_caches import without_graph_caches
-from harness import fake_world
+from helpers.graphs.caches import without_graph_caches
+from helpers.graphs.capture import events, render_step
+from helpers.ranks.fake_world import fake_world
 
 
 def _graphs(world_size: int, rank: int) -> list[str]:

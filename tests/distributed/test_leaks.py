@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 
 import compile_fsdp
-from compile_fsdp.compat import TRACE_BUFFER_SIZE
-from harness import run_ranks
-from parity import build, loss_of
+from helpers.parity.check import build, loss_of
+from helpers.ranks.pools import TRACE_BUFFER_SIZE, run_ranks
 
 
 def _held() -> dict[str, int]:
@@ -61,7 +60,18 @@ def _many_steps(
     return before, _held(), [later - earlier for earlier, later in pairwise(kinds)], len(compile_fsdp.reports())
 
 
-@pytest.mark.parametrize("options", [{}, {"inner_backend": "aot_eager"}, {"memory_budget": 2**20}])
+AOT_EAGER = {"inner_backend": "aot_eager"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        AOT_EAGER,
+        {**AOT_EAGER, "memory_budget": 2**20},
+        pytest.param({"memory_budget": 2**20}, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("steps", [200, pytest.param(5000, marks=pytest.mark.slow)])
 def test_steps_leave_nothing_behind(steps: int, options: dict[str, Any]) -> None:
     for before, after, grown, graphs in run_ranks(2, _many_steps, steps, options, timeout_s=600.0):

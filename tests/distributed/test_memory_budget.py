@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness import run_ranks
-from parity import Parity, loss_of
-from recording import AS_GATHERS, collectives_of
-from twins import Twins
+from helpers.parity.check import Parity, loss_of
+from helpers.parity.twins import Twins
+from helpers.ranks.pools import run_ranks
+from helpers.ranks.recording import gathers_of
 
 PLENTY = 10**9
 
@@ -19,14 +19,14 @@ def _gathers(twins: Twins) -> int:
     def step() -> None:
         loss_of(twins.ours.model, twins.batch()).backward()
 
-    found = collectives_of(step)
+    count = gathers_of(step)
     for parameter in twins.ours.model.parameters():
         parameter.grad = None
-    return sum(each.kind == "all_gather" for each in found)
+    return count
 
 
 def _train(rank: int, budget: int, inner_backend: str) -> tuple[Parity, int]:
-    options = {"inner_backend": inner_backend, "memory_budget": budget, **AS_GATHERS}
+    options = {"inner_backend": inner_backend, "memory_budget": budget}
     twins = Twins(rank, options=options)
     twins.train()
     twins.train()

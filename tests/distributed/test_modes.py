@@ -12,10 +12,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import compile_fsdp
-from harness import run_ranks, run_threads
-from models import CASES
-from parity import Parity, build, compare_grads, loss_of
-from twins import AOT_EAGER, Twins
+from helpers.models.reference import CASES
+from helpers.parity.check import Parity, build, compare_grads, loss_of
+from helpers.parity.twins import AOT_EAGER, Twins
+from helpers.ranks.pools import run_ranks
+from helpers.ranks.threads import run_threads
 
 
 def _eager_and_compiled_steps(rank: int) -> Parity:

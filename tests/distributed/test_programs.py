@@ -16,10 +16,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import compile_fsdp
-from compile_fsdp.compat import fsdp_state, param_groups
-from harness import run_ranks
-from parity import Parity, compare, full
-from programs import PROGRAMS, Part, Program, Training, comparable, reshard
+from compile_fsdp.torch_compat.fsdp import fsdp_state, param_groups
+from helpers.models.random_programs import PROGRAMS, Part, Program, Training, comparable, reshard
+from helpers.parity.check import Parity, compare, full
+from helpers.ranks.pools import run_ranks
 
 
 def _train(rank: int, program: Program) -> Parity | None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import compile_fsdp
-from harness import run_ranks
-from twins import Twins
+from helpers.parity.twins import Twins
+from helpers.ranks.pools import run_ranks
 
 
 @contextmanager
@@ -41,7 +41,7 @@ SETTINGS = {each.__name__: each for each in (deterministic, default_dtype, anoma
 def _train_under(rank: int, name: str, inner_backend: str) -> tuple[list[str], float, int]:
     setting: Callable[[], contextmanager[None]] = SETTINGS[name]
     # Of an embedding's gradient torch has a deterministic kernel and another; and tokens have no floating-point dtype.
-    case = "mlp" if name == "anomaly" else "transformer_tied"
+    case = "mlp" if name == "anomaly" else "embedded"
     with setting():
         twins = Twins(rank, case, options={"inner_backend": inner_backend})
         twins.train()

@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import compile_fsdp
-from compile_fsdp.compat import executed_collectives
-from harness import run_ranks
-from models import Case
-from parity import build, loss_of
-from sharded import unsharded_bytes
+from compile_fsdp.torch_compat.distributed import executed_collectives
+from helpers.models.reference import Case
+from helpers.models.sharded import unsharded_bytes
+from helpers.parity.check import build, loss_of
+from helpers.ranks.pools import run_ranks
 
 
 def _watch(case: Case, seen: list[str]) -> None:

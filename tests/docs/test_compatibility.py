@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from matrix import Result, merge, parse, read, render
+from helpers.releases.matrix import Result, merge, parse, read, render
 
 _LOG = """<testsuites><testsuite time="150.0">
 <testcase classname="ops.test_copy" name="test_a[1]"/>

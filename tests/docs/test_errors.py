@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import compile_fsdp
-from pages import DOCS
+from helpers.pages.code_blocks import DOCS
 
 # Less of fixed text does not tell one message from another.
 FIXED_CHARACTERS = 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from pages import DOCS
+from helpers.pages.code_blocks import DOCS
 
 
 def _parity_rows() -> set[str]:

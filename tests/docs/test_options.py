@@ -8,7 +8,7 @@ import re
 from torch.distributed.fsdp import BackwardPrefetch
 
 from compile_fsdp import Options
-from pages import DOCS
+from helpers.pages.code_blocks import DOCS
 
 
 def test_table_is_complete_and_right() -> None:

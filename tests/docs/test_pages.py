@@ -1,6 +1,6 @@
 """What the pages say in code is so: every block runs, and prints what stands below it.
 
-The example of the README itself runs under torchrun, in tests/train/test_readme.py.
+The example of the README itself runs under torchrun, in tests/tools/train/test_readme.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from compile_fsdp.cli import main
-from pages import DOCS, ROOT, Setting, read_blocks, run_page
+from helpers.pages.code_blocks import DOCS, ROOT, Setting, read_blocks, run_page
 
 README = ROOT / "README.md"
 

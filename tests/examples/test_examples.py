@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher import torchrun
+from helpers.ranks.torchrun import torchrun
 
 FOLDER = Path(__file__).parents[2] / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))

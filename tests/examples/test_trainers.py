@@ -13,9 +13,9 @@ from torch.distributed.fsdp import fully_shard
 
 import compile_fsdp
 from compile_fsdp.errors import NotShardedError
-from harness import device_type, run_ranks
-from models import Stack
-from parity import Parity, compare, compare_grads
+from helpers.models.reference import Stack
+from helpers.parity.check import Parity, compare, compare_grads
+from helpers.ranks.pools import device_type, run_ranks
 
 COMPILE: Any = {"backend": "compile_fsdp", "options": {"inner_backend": "aot_eager"}}
 

@@ -10,7 +10,6 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import Library
 
-from compile_fsdp import compat
 from compile_fsdp.errors import OpDefinitionError
 from compile_fsdp.ops.definition import (
     OpDefinition,
@@ -20,6 +19,7 @@ from compile_fsdp.ops.definition import (
     get_or_define_op,
 )
 from compile_fsdp.ops.fsdp_copy import define_copy
+from compile_fsdp.torch_compat import dispatch
 
 ALL_KEYS = ("Meta", "CPU", "CUDA", "XPU", "HPU", "MTIA", "PrivateUse1", "Functionalize")
 
@@ -32,8 +32,8 @@ def test_everything_missing_is_supplied(namespace: str, library: Library) -> Non
     definition = define_copy(f"{namespace}::copy_")
     op = get_or_define_op(definition, library)
     assert ensure_definition(definition, library) == ALL_KEYS
-    assert compat.op_schema(op) == f"{namespace}::copy_(Tensor(a!) tensor, Tensor data) -> ()"
-    assert all(compat.has_kernel(definition.name, key) for key in ALL_KEYS)
+    assert dispatch.op_schema(op) == f"{namespace}::copy_(Tensor(a!) tensor, Tensor data) -> ()"
+    assert all(dispatch.has_kernel(definition.name, key) for key in ALL_KEYS)
     tensor = torch.zeros(2, 3)
     op(tensor, torch.arange(3))
     assert tensor.tolist() == [[0.0, 1.0, 2.0]] * 2
@@ -71,9 +71,9 @@ def test_supplied_kernels_live_as_long_as_their_library(namespace: str) -> None:
     definition = define_copy(f"{namespace}::copy_")
     get_or_define_op(definition, owner)
     ensure_definition(definition, kernels_owner)
-    assert compat.has_kernel(definition.name, "CPU")
+    assert dispatch.has_kernel(definition.name, "CPU")
     kernels_owner._destroy()  # type: ignore[no-untyped-call]
-    assert not compat.has_kernel(definition.name, "CPU")
+    assert not dispatch.has_kernel(definition.name, "CPU")
     owner._destroy()  # type: ignore[no-untyped-call]
 
 
@@ -98,7 +98,7 @@ def test_another_schema_is_refused(namespace: str, library: Library, schema: str
     assert f"found {namespace}::{schema}" in str(error.value)
     assert "install torch" in str(error.value)
     # A refused op is left as it was found.
-    assert not any(compat.has_kernel(definition.name, key) for key in ALL_KEYS)
+    assert not any(dispatch.has_kernel(definition.name, key) for key in ALL_KEYS)
 
 
 def test_a_kernel_that_only_torch_can_have_is_named(namespace: str, library: Library) -> None:
@@ -110,7 +110,7 @@ def test_a_kernel_that_only_torch_can_have_is_named(namespace: str, library: Lib
         OpDefinitionError, match=r"kernels for CPU, Functionalize, found none for Functionalize;"
     ):
         ensure_definition(definition, library)
-    assert not compat.has_kernel(definition.name, "CPU")
+    assert not dispatch.has_kernel(definition.name, "CPU")
 
 
 def test_an_op_that_only_torch_can_define_is_named(namespace: str) -> None:

@@ -13,8 +13,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from compile_fsdp import compat
 from compile_fsdp.ops import copy_, ensure_ops
+from compile_fsdp.torch_compat import dispatch
 
 DEVICE_KEYS = ("Meta", "CPU", "CUDA", "XPU", "HPU", "MTIA", "PrivateUse1")
 
@@ -26,13 +26,13 @@ def ops() -> None:
 
 def test_schema() -> None:
     assert copy_ is torch.ops.fsdp.copy_.default
-    assert compat.op_schema(copy_) == "fsdp::copy_(Tensor(a!) tensor, Tensor data) -> ()"
+    assert dispatch.op_schema(copy_) == "fsdp::copy_(Tensor(a!) tensor, Tensor data) -> ()"
 
 
 @pytest.mark.parametrize("key", [*DEVICE_KEYS, "Functionalize"])
 def test_every_dispatch_key_has_a_kernel(key: str) -> None:
     gc.collect()  # The supplied kernels have to outlive the call that supplied them.
-    assert compat.has_kernel("fsdp::copy_", key)
+    assert dispatch.has_kernel("fsdp::copy_", key)
 
 
 @pytest.mark.parametrize("key", DEVICE_KEYS)

@@ -11,9 +11,9 @@ from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from compile_fsdp import compat
 from compile_fsdp.errors import OpDefinitionError
 from compile_fsdp.ops import copy_, ensure_ops, resize_storage_bytes, resize_storage_bytes_
+from compile_fsdp.torch_compat import dispatch
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def ops() -> None:
 
 def test_schema_and_kernels() -> None:
     assert resize_storage_bytes_ is torch.ops.inductor.resize_storage_bytes_.default
-    assert compat.op_schema(resize_storage_bytes_) == (
+    assert dispatch.op_schema(resize_storage_bytes_) == (
         "inductor::resize_storage_bytes_(Tensor variable, SymInt new_size) -> ()"
     )
     assert resize_storage_bytes.ensure() == ()

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from compile_fsdp.passes import Kept, layout, remove_unshard_copies
-from equivalent_mutants import EQUIVALENT
-from graphs import Layer
-from mutants import Mutant, apply, find_mutants, restore
-from mutation import MODULES, pass_module
+from compile_fsdp.passes import Kept, remove_unshard_copies
+from compile_fsdp.passes.analysis import layout
+from helpers.graphs.build import Layer
+from helpers.mutation.equivalent import EQUIVALENT
+from helpers.mutation.mutants import Mutant, apply, find_mutants, restore
+from helpers.mutation.run import MODULES, pass_module
 
 
 def mutant_of(module: str, key: str) -> Mutant:
@@ -52,12 +53,12 @@ def test_every_equivalent_mutant_is_still_there() -> None:
 
 def test_tests_kill_a_mutant_that_they_see_and_no_other() -> None:
     tests = Path(__file__).parents[1]
-    command = [sys.executable, "mutation.py", "--functions", "keep_unsharded.keep_unsharded", "pipeline.Pipeline._run"]
-    command += ["--tests", "passes/test_keep_unsharded.py"]
+    command = [sys.executable, "-m", "helpers.mutation.run", "--tests", "passes/dynamo/test_keep_unsharded.py"]
+    command += ["--functions", "keep_unsharded.keep_unsharded", "runner.Pipeline._run"]
     environment = {**os.environ, "PYTHONPATH": str(tests)}  # as in the Makefile
     run = subprocess.run(command, env=environment, cwd=tests, capture_output=True, text=True, check=False)
     assert run.returncode == 1, run.stderr
     outcomes = {line.split("  ")[-1]: line.split()[0] for line in run.stdout.splitlines() if " -> " in line}
     assert outcomes["keep_unsharded.keep_unsharded: count > 1 -> True"] == "killed"
     # These tests run no pipeline.
-    assert {line for key, line in outcomes.items() if key.startswith("pipeline.")} == {"survivor:"}
+    assert {line for key, line in outcomes.items() if key.startswith("runner.")} == {"survivor:"}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,24 +13,33 @@ from pathlib import Path
 import pytest
 import torch
 
-from compile_fsdp.compat import CustomGraphPass
+import compile_fsdp
+from compile_fsdp.backend.derived_backward import Partitioner
 from compile_fsdp.ops import copy_, resize_storage_bytes_
-from compile_fsdp.passes import PASSES, PassReport, Pipeline, pipeline
-from compile_fsdp.passes.remove_unshard_copies import node_name
-from execution import freed
-from graphs import one_window
+from compile_fsdp.passes import COSTS, PASSES, Costs, Pipeline, WindowReport, cache_key, pipelines
+from compile_fsdp.passes.report import Names, node_name
+from compile_fsdp.passes.runner import PostGradPass
+from compile_fsdp.torch_compat.inductor import CustomGraphPass
+from helpers.graphs.build import one_window
+from helpers.graphs.execution import freed
 
 ALL_DISABLED = frozenset(p.__name__ for p in PASSES)
 
 
-def ignore(reports: tuple[PassReport, ...]) -> None:
+def passes(
+    names: Names = node_name, hoist: bool = True, merge: bool = False, costs: Costs | None = None
+) -> tuple[PostGradPass, ...]:
+    return pipelines.post_grad(names, hoist=hoist, merge=merge, costs=costs)
+
+
+def ignore(reports: tuple[WindowReport, ...]) -> None:
     pass
 
 
 def test_passes_run_in_order_and_report(caplog: pytest.LogCaptureFixture) -> None:
-    reports: list[tuple[PassReport, ...]] = []
+    reports: list[tuple[WindowReport, ...]] = []
     with caplog.at_level(logging.INFO, "compile_fsdp.passes"):
-        Pipeline(node_name, reports.append)(one_window(numel=8, dtype=torch.float32))
+        Pipeline(passes(), reports.append)(one_window(numel=8, dtype=torch.float32))
     (report,) = reports
     assert [r.name for r in report] == [p.__name__ for p in PASSES]
     assert all(r.seconds > 0 for r in report)
@@ -36,36 +47,105 @@ def test_passes_run_in_order_and_report(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_disabled_pass_does_not_run() -> None:
-    reports: list[tuple[PassReport, ...]] = []
+    reports: list[tuple[WindowReport, ...]] = []
     graph = one_window(numel=8, dtype=torch.float32)
-    Pipeline(node_name, reports.append, ALL_DISABLED)(graph)
+    Pipeline(passes(), reports.append, ALL_DISABLED)(graph)
     assert reports == [()]
     assert len(graph.nodes) == 9
 
 
 def test_unknown_pass_is_refused() -> None:
     with pytest.raises(ValueError, match=r"expected disabled passes among .*remove_unshard_copies.*typo"):
-        Pipeline(node_name, ignore, frozenset({"typo"}))
+        Pipeline(passes(), ignore, frozenset({"typo"}))
 
 
 def test_uuid_depends_on_sources_and_options_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    uuid = Pipeline(node_name, ignore).uuid()
-    assert Pipeline(lambda node: "other", print).uuid() == uuid
-    assert Pipeline(node_name, ignore, ALL_DISABLED).uuid() != uuid
-    assert Pipeline(node_name, ignore, cpu_backend="gloo").uuid() != uuid
-    monkeypatch.setattr(pipeline, "_hash_sources", lambda: "other sources")
-    assert Pipeline(node_name, ignore).uuid() != uuid
+    uuid = Pipeline(passes(), ignore).uuid()
+    assert Pipeline(passes(lambda node: "other"), print).uuid() == uuid
+    assert Pipeline(passes(), ignore, ALL_DISABLED).uuid() != uuid
+    for other in (passes(hoist=False), passes(merge=True), passes(costs=COSTS["cpu"])):
+        assert Pipeline(other, ignore).uuid() != uuid
+    monkeypatch.setattr(cache_key, "hash_sources", lambda: "other sources")
+    assert Pipeline(passes(), ignore).uuid() != uuid
 
 
 def test_uuid_is_the_same_in_another_process() -> None:
-    code = "from compile_fsdp.passes import Pipeline; print(Pipeline(str, print, frozenset(NAMES)).uuid())"
-    code = code.replace("NAMES", repr(sorted(ALL_DISABLED)))
+    code = """
+from compile_fsdp.passes import Pipeline, pipelines
+print(Pipeline(pipelines.post_grad(str, hoist=True, merge=False, costs=None), print).uuid())
+"""
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert other.stdout.strip() == Pipeline(node_name, ignore, ALL_DISABLED).uuid()
+    assert other.stdout.strip() == Pipeline(passes(), ignore).uuid()
+
+
+# By file, a line by which a graph is decided, and another one.
+DECIDING = {
+    "ops/collectives.py": ('("sum", "avg")', '("sum",)'),
+    "passes/pipelines.py": ("        replace_unsafe_gathers,\n", ""),
+    "passes/cache_key.py": ('"ops", "passes"', '"passes", "ops"'),
+    "passes/analysis/costs.py": ("latency=1e-3", "latency=1e-2"),
+    "passes/dynamo/join_op_runs.py": ("_FEWEST = 3", "_FEWEST = 4"),
+    "passes/post_grad/remove_unread.py": ("if node.users or", "if"),
+    "torch_compat/dynamo.py": ("CheckpointPolicy.MUST_SAVE\n", "CheckpointPolicy.PREFER_SAVE\n"),
+    "backend/inductor.py": ('hoist=direction == "forward"', "hoist=True"),
+    "backend/derived_backward.py": ("partition = self.chosen or min_cut_partition", "partition = min_cut_partition"),
+    "runtime/gather.py": ("import", "import  "),
+}
+OTHERS = ("wrap/policies.py", "state/layout.py", "tools/explain/events.py")
+
+KEYS = """
+import sys
+from pathlib import Path
+
+import compile_fsdp
+from compile_fsdp.backend.derived_backward import Partitioner
+from compile_fsdp.passes import Pipeline, pipelines
+from compile_fsdp.passes.cache_key import cache_key, hash_sources
+
+class Chosen:
+    def uuid(self):
+        return b"the user's"
+
+def keys():
+    hash_sources.cache_clear()
+    passes = Pipeline(pipelines.post_grad(str, hoist=True, merge=False, costs=None), print)
+    return [cache_key(), passes.uuid(), Partitioner().uuid(), Partitioner(Chosen()).uuid()]
+
+package = Path(compile_fsdp.__file__).parent
+before = keys()
+assert len(set(before)) == len(before) - 1, "only the user's partitioner has more to say"
+for name, (line, other) in DECIDING.items():
+    path = package / name
+    text = path.read_text()
+    assert line in text, (name, line)
+    path.write_text(text.replace(line, other, 1))
+    print(name, *("same" if new == old else "other" for new, old in zip(keys(), before)))
+    path.write_text(text)
+assert keys() == before
+"""
+
+
+def test_the_keys_change_with_all_code_that_decides(tmp_path: Path) -> None:
+    shutil.copytree(Path(compile_fsdp.__file__).parent, tmp_path / "compile_fsdp")
+    edits = {**DECIDING, **{name: ("import", "import  ") for name in OTHERS}}
+    code = KEYS.replace("DECIDING", repr(edits))
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    found = {line.split()[0]: set(line.split()[1:]) for line in run.stdout.splitlines()}
+    assert found == {name: {"other" if name in DECIDING else "same"} for name in edits}
+
+
+def test_a_partitioner_without_a_key_is_not_cached() -> None:
+    class Chosen:
+        def uuid(self) -> None:
+            return None
+
+    assert Partitioner(Chosen()).uuid() is None  # type: ignore[arg-type]
 
 
 def test_pipeline_pickles() -> None:
-    custom_pass = Pipeline(node_name, ignore, ALL_DISABLED)
+    custom_pass = Pipeline(passes(), ignore, ALL_DISABLED)
     assert isinstance(custom_pass, CustomGraphPass)
     assert pickle.loads(pickle.dumps(custom_pass)).uuid() == custom_pass.uuid()
 
@@ -74,7 +154,7 @@ def test_inductor_compiles_without_the_windows(monkeypatch: pytest.MonkeyPatch, 
     # From a cache that others have filled, the graph would come without a run of the pass.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     targets: list[object] = []
-    reports: list[tuple[PassReport, ...]] = []
+    reports: list[tuple[WindowReport, ...]] = []
 
     class Recording(Pipeline):
         def __call__(self, graph: torch.fx.Graph) -> None:
@@ -90,7 +170,7 @@ def test_inductor_compiles_without_the_windows(monkeypatch: pytest.MonkeyPatch, 
             resize_storage_bytes_(weight, 0)
         return x
 
-    options = {"post_grad_custom_pre_pass": Recording(node_name, reports.append)}
+    options = {"post_grad_custom_pre_pass": Recording(passes(), reports.append)}
     inputs = (freed(4, 4), torch.randn(2, 4), torch.randn(3, 4))
     with torch.no_grad():
         expected = step(*inputs)

@@ -18,17 +18,19 @@ from compile_fsdp.passes import (
     keep_unsharded,
     pack_gathers,
     pack_reductions,
+    pipelines,
     remove_unread,
     remove_unshard_copies,
+    replace_unsafe_gathers,
     schedule_collectives,
 )
-from compile_fsdp.passes.effects import is_copy, is_resize
-from compile_fsdp.passes.remove_unshard_copies import node_name
-from compile_fsdp.passes.sequence import read_collectives
-from execution import storage_sizes
-from fuzzing import MANY, fuzz
-from lockstep import run_ranks
-from random_steps import RANKS, Action, GroupPlan, RandomStep, StepPlan, step_plans
+from compile_fsdp.passes.analysis.effects import is_copy, is_resize
+from compile_fsdp.passes.analysis.sequence import read_collectives
+from compile_fsdp.passes.report import node_name
+from helpers.graphs.execution import storage_sizes
+from helpers.graphs.fuzzing import MANY, fuzz
+from helpers.graphs.lockstep import run_ranks
+from helpers.graphs.random_steps import RANKS, Action, GroupPlan, RandomStep, StepPlan, step_plans
 
 NAMES = [each.__name__ for each in PASSES]
 UNLIMITED = 10**6  # bytes
@@ -73,6 +75,7 @@ def check_each_pass(plan: StepPlan, costs: Costs, hoist: bool, merge: bool) -> N
     runs: dict[str, Callable[[fx.Graph], object]] = {
         "remove_unshard_copies": remove_unshard_copies,
         "remove_unread": remove_unread,
+        "replace_unsafe_gathers": replace_unsafe_gathers,
         "pack_gathers": lambda graph: pack_gathers(graph, merge=merge, costs=costs),
         "pack_reductions": lambda graph: pack_reductions(graph, merge=merge, costs=costs),
         "schedule_collectives": lambda graph: schedule_collectives(graph, hoist=hoist, costs=costs),
@@ -91,16 +94,18 @@ def check_each_pass(plan: StepPlan, costs: Costs, hoist: bool, merge: bool) -> N
 def check_pipeline(plan: StepPlan, costs: Costs, disabled: frozenset[str], hoist: bool, merge: bool) -> None:
     step = RandomStep(plan)
     expected = outcome(step, step.graph)
-    Pipeline(node_name, lambda reports: None, disabled, hoist=hoist, merge=merge, costs=costs)(step.graph)
+    passes = pipelines.post_grad(node_name, hoist=hoist, merge=merge, costs=costs)
+    Pipeline(passes, lambda reports: None, disabled)(step.graph)
     assert_same(expected, outcome(step, step.graph))
 
 
 def check_order(plan: StepPlan, costs: Costs, hoist: bool, merge: bool, rows: int) -> None:
     """Ranks whose batches have 3 and so many rows issue the same collectives."""
     issued = []
+    passes = pipelines.post_grad(node_name, hoist=hoist, merge=merge, costs=costs)
     for each in (3, rows):
         graph = RandomStep(plan, each).graph
-        Pipeline(node_name, lambda reports: None, hoist=hoist, merge=merge, costs=costs)(graph)
+        Pipeline(passes, lambda reports: None)(graph)
         issued.append(read_collectives(graph))
     assert issued[0] == issued[1]
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import compile_fsdp
-from harness import fake_world
+from helpers.ranks.fake_world import fake_world
 
 collections: list[int] = []
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import compile_fsdp
-from capture import events, render_step
-from harness import fake_world
+from helpers.graphs.capture import events, render_step
+from helpers.ranks.fake_world import fake_world
 
 
 class _Layer(nn.Module):

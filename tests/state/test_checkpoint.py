@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from compile_fsdp.errors import CheckpointError, StateMismatchError
 from compile_fsdp.state import async_save, checkpoint, find_latest, folder, load, optim_state_dict, save
-from harness import run_ranks
-from optimizers import OPTIMIZERS, assert_same, everything, groups_of, train, whole
+from helpers.models.optimizers import OPTIMIZERS, assert_same, everything, groups_of, train, whole
+from helpers.ranks.pools import run_ranks
 
 Run = tuple[Any, torch.optim.Optimizer]
 

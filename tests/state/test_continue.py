@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import compile_fsdp
 from compile_fsdp.state import async_save, load, save
-from harness import run_ranks
-from models import Stack
-from worlds import world_of
+from helpers.models.reference import Stack
+from helpers.ranks.pools import run_ranks
+from helpers.ranks.worlds import world_of
 
 GLOBAL_BATCH = 8  # rows of a step, on any number of ranks
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from compile_fsdp.state import load, optim_state_dict
-from kills import STAGES, make_run, train_one_step_and_save
-from optimizers import assert_same, train
+from helpers.faults.killed_saves import STAGES, make_run, train_one_step_and_save
+from helpers.models.optimizers import assert_same, train
 
 
 @pytest.mark.timeout(900)  # beside other work, a kill takes from one second to ten

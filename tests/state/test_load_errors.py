@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from compile_fsdp.errors import CheckpointError, StateError, StateMismatchError
 from compile_fsdp.state import load, load_optim_state_dict, optim_state_dict, save
-from harness import run_ranks
-from optimizers import OPTIMIZERS, assert_same, everything, groups_of, train, whole
+from helpers.models.optimizers import OPTIMIZERS, assert_same, everything, groups_of, train, whole
+from helpers.ranks.pools import run_ranks
 
 State = dict[str, Any]
 

@@ -14,9 +14,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import compile_fsdp
 from compile_fsdp.errors import ForeignParameterError
 from compile_fsdp.state import Region, optim_state_dict, param_info
-from harness import fake_world, run_ranks
-from models import Stack
-from optimizers import everything
+from helpers.models.optimizers import everything
+from helpers.models.reference import Stack
+from helpers.ranks.fake_world import fake_world
+from helpers.ranks.pools import run_ranks
 
 
 def _stack(layers: int = 2, dim: int = 8) -> Stack:

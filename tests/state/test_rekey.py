@@ -10,7 +10,7 @@ from torch import nn
 
 from compile_fsdp.errors import RekeyError
 from compile_fsdp.state import rekey_optim_state
-from optimizers import OPTIMIZERS, assert_same, everything, groups_of, train
+from helpers.models.optimizers import OPTIMIZERS, assert_same, everything, groups_of, train
 
 
 def _trained(make: Any) -> tuple[Any, torch.optim.Optimizer]:

@@ -14,10 +14,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import compile_fsdp
 from compile_fsdp.state import load, load_optim_state_dict, optim_state_dict, rekey_optim_state, save
-from harness import run_ranks
-from models import Stack
-from optimizers import OPTIMIZERS, assert_same, everything, groups_of, train, whole
-from worlds import world_of
+from helpers.models.optimizers import OPTIMIZERS, assert_same, everything, groups_of, train, whole
+from helpers.models.reference import Stack
+from helpers.ranks.pools import run_ranks
+from helpers.ranks.worlds import world_of
 
 
 def _model_state(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from compile_fsdp.state import load_optim_state_dict, optim_state_dict, param_info, rekey_optim_state
 from compile_fsdp.state.containers import leaves
-from harness import run_ranks
-from optimizers import OPTIMIZERS, assert_same, everything, groups_of, train, whole
+from helpers.models.optimizers import OPTIMIZERS, assert_same, everything, groups_of, train, whole
+from helpers.ranks.pools import run_ranks
 
 # torch.optim.Adafactor does not step on sharded parameters (torch 2.13.0); its state moves all the same.
 STEPPING = [name for name in OPTIMIZERS if name != "adafactor"]

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import compile_fsdp
-import compile_fsdp.backend as backend
+from compile_fsdp.backend import inner
 from compile_fsdp.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -31,11 +31,12 @@ from compile_fsdp.wrap import (
     auto_shard,
     plan,
 )
-from harness import fake_world, run_ranks
-from models import CASES, Block, Case
-from parity import Parity, compare, compare_grads, loss_of
-from render import render
-from sharded import groups_of, snapshot
+from helpers.graphs.render import render
+from helpers.models.reference import CASES, Block, Case
+from helpers.models.sharded import groups_of, snapshot
+from helpers.parity.check import Parity, compare, compare_grads, loss_of
+from helpers.ranks.fake_world import fake_world
+from helpers.ranks.pools import run_ranks
 
 OFFLOADED = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -179,16 +180,12 @@ def _graphs(model: nn.Module, batch: dict[str, Any], monkeypatch: pytest.MonkeyP
         graphs.append(re.sub(r", '\w+'\)$", ", dp)", render(gm.graph), flags=re.M))
         return make_boxed_func(gm.forward)
 
-    def compile_graph(gm: fx.GraphModule, inputs: Any, *_: Any) -> Any:
-        with torch._functorch.config.patch(recompute_views=True):  # as the real one does
-            return aot_autograd(
-                fw_compiler=keep,
-                partition_fn=min_cut_rematerialization_partition,
-                keep_inference_input_mutations=True,
-            )(gm, inputs)
+    aot_only = aot_autograd(
+        fw_compiler=keep, partition_fn=min_cut_rematerialization_partition, keep_inference_input_mutations=True
+    )
 
     with monkeypatch.context() as patch:
-        patch.setattr(backend, "compile_graph", compile_graph)
+        patch.setattr(inner, "lookup_backend", lambda name: aot_only)
         model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
         loss_of(model, batch).backward()
     return graphs

@@ -13,7 +13,7 @@ from torch import nn
 
 from compile_fsdp.errors import PolicyError
 from compile_fsdp.wrap import CustomPolicy, ModuleWrapPolicy, Policy, RepeatedBlocksPolicy, SizePolicy
-from models import CASES, Block, Pair
+from helpers.models.reference import CASES, Block, Pair
 
 
 def selected(

@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 import compile_fsdp
 from compile_fsdp.wrap import ModuleWrapPolicy, auto_shard, plan
-from harness import fake_world, run_ranks
-from parity import Parity, compare, compare_grads
+from helpers.parity.check import Parity, compare, compare_grads
+from helpers.ranks.fake_world import fake_world
+from helpers.ranks.pools import run_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
 LOW = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from compile_fsdp.errors import SharedParameterError
 from compile_fsdp.wrap import CustomPolicy, SizePolicy, apply, plan
-from harness import fake_world
-from sharded import groups_of
+from helpers.models.sharded import groups_of
+from helpers.ranks.fake_world import fake_world
 
 MOST = 8
 

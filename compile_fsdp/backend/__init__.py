@@ -1,0 +1,1 @@
+"""From Dynamo's graph of a sharded model to two compiled graphs."""

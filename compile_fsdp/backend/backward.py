@@ -1,0 +1,152 @@
+"""Compile what compiled autograd captures of a backward, as one graph."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import fx
+
+from compile_fsdp.backend.graph_inputs import GraphInputs
+from compile_fsdp.backend.inner import TracedGraph, compile_traced
+from compile_fsdp.backend.lifetimes import weak_callable
+from compile_fsdp.backend.prefill import UnshardBeforeRun, unshard_inputs
+from compile_fsdp.backend.progress import Phase
+from compile_fsdp.errors import UnsupportedFeatureError
+from compile_fsdp.options import Options
+from compile_fsdp.passes import LegalizeReport, legalize_windows, pipelines
+from compile_fsdp.passes.dynamo.join_op_runs import join_op_runs
+from compile_fsdp.passes.dynamo.lift_tensor_hooks import DeferredHooks
+from compile_fsdp.passes.runner import Run
+from compile_fsdp.runtime.group_calls import GROUP_CALLS
+from compile_fsdp.runtime.pause import pause_collection
+from compile_fsdp.torch_compat.dynamo import (
+    FailOnRecompileLimitHit,
+    Unsupported,
+    compile_for_many,
+    fake_mode_of,
+    release_real_tensors,
+    without_side_effect_log,
+)
+
+_log = logging.getLogger("compile_fsdp")
+
+
+class HooksOfForward:
+    """A hook that does nothing but hold the hooks of one forward, for its captured backward.
+
+    Compiled autograd calls what it has compiled with the tensors and hooks of the backward that runs, and with nothing
+    else. So the hooks that one forward has put on its intermediates travel with one on its output.
+
+    Attributes:
+        state: The object that Dynamo has given the hooks of the forward.
+    """
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def __call__(self, grad: torch.Tensor) -> None:
+        pass
+
+    @staticmethod
+    def state_in(hooks: Sequence[Any]) -> Any:
+        """What the one among the hooks of a backward holds."""
+        return next(hook for hook in hooks if isinstance(hook, HooksOfForward)).state
+
+
+class BackwardCompiler:
+    """Compiles a captured backward; where that fails, runs it op by op.
+
+    Compiled autograd's cache keeps what it is given as long as the process lives, and so does torch.compile with
+    a backend. Both get functions that only refer to this object: it belongs to the compiled forward graph, which Dynamo
+    drops with the model.
+    """
+
+    def __init__(self, options: Options, hooks: DeferredHooks | None) -> None:
+        self._options = options
+        self._hooks = hooks
+        self._runs: list[Callable[..., Any]] = []
+        self._op_runs: set[Callable[..., Any]] = set()
+        self._fake_modes: list[Any] = []  # of graphs that were compiled since the last run
+        self._tracing: Phase | None = None  # from the first run until Dynamo has traced it
+
+    def __call__(self, captured: fx.GraphModule) -> Callable[..., Any]:
+        """What compiled autograd is to call in place of the graph that it has captured."""
+        hooks = None if self._hooks is None else self._hooks.names
+        self._op_runs |= Run(captured.graph, pipelines.captured_backward(hooks=hooks)).result(join_op_runs)
+        captured.recompile()
+        # Not the module itself: its handling of an exception would be compiled too, and fail with another one.
+        # And a copy, since what Dynamo keeps with code and globals would live as long as the captured graph.
+        forward = FunctionType(captured.forward.__code__.replace(), dict(captured.forward.__globals__))
+        compiled = compile_for_many(MethodType(forward, captured), weak_callable(self._compile_traced))
+        is_traced = False
+
+        def run(inputs: list[Any], sizes: Any, scalars: Any, hooks: list[Any], *rest: Any) -> Any:
+            nonlocal is_traced
+            is_first, is_traced = not is_traced, True
+            if self._hooks is not None:
+                rest = (*rest, HooksOfForward.state_in(hooks))
+            with self._running(is_first):
+                try:
+                    return compiled(inputs, sizes, scalars, hooks, *rest)
+                except (Unsupported, FailOnRecompileLimitHit) as error:
+                    if not inputs:
+                        raise  # The compiled graph has emptied the list: it has run, and failed.
+                    _log.warning("backward falls back to eager, op by op, with all its parameters unsharded: %s", error)
+                    unshard_inputs(inputs)
+                    return captured(inputs, sizes, scalars, hooks, *rest)
+
+        self._runs.append(run)
+        # Where AOTAutograd does not make every graph unique, a model may come upon the graph of one that is gone.
+        return weak_callable(run, otherwise=captured)
+
+    @contextmanager
+    def _running(self, is_first: bool) -> Iterator[None]:
+        """Around a run of a captured backward, of which the first one traces it."""
+        if is_first:
+            self._tracing = Phase("tracing the backward", self._options.progress)
+        is_paused = is_first and pause_collection()
+        try:
+            with without_side_effect_log() if is_first else nullcontext():
+                yield
+        finally:
+            if is_paused:
+                gc.enable()
+            self._end_tracing()
+            while self._fake_modes:
+                release_real_tensors(self._fake_modes.pop())
+
+    def _end_tracing(self) -> None:
+        if self._tracing is not None:
+            self._tracing.end()
+            self._tracing = None
+
+    def _compile_traced(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The backend of Dynamo's trace of a captured backward."""
+        self._end_tracing()
+        if (fake_mode := fake_mode_of(gm)) is not None:
+            self._fake_modes.append(fake_mode)
+        inputs = GraphInputs(gm)
+        calls = GROUP_CALLS | self._op_runs
+        passes = pipelines.traced_backward(calls, names=inputs.name_before, fake_mode=fake_mode)
+        _check_moved(Run(gm.graph, passes).result(legalize_windows))
+        gm.recompile()
+        graph = TracedGraph(gm, example_inputs, "backward", inputs, self._options)
+        unfilled = inputs.unfilled_positions(gm.graph)
+        if not unfilled:
+            return compile_traced(graph)
+        return UnshardBeforeRun(compile_traced(graph, earlier=inputs.gathers(unfilled)), unfilled)
+
+
+def _check_moved(report: LegalizeReport) -> None:
+    if report.unmoved:
+        raise UnsupportedFeatureError(
+            "expected every read of a parameter in the backward to fit between its gather and its free, got "
+            f"{[f'{fqn}: {reason.value}' for fqn, reason in report.unmoved]}; leave out the hooks that change these "
+            "parameters in the backward, or run this step eagerly"
+        )

@@ -1,0 +1,149 @@
+"""The registered Dynamo backend `compile_fsdp`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from compile_fsdp.backend.backward import BackwardCompiler
+from compile_fsdp.backend.boundary import ForwardGraph
+from compile_fsdp.backend.graph_inputs import GraphInputs
+from compile_fsdp.backend.inner import TracedGraph, compile_traced
+from compile_fsdp.errors import NotRootError
+from compile_fsdp.ops import ensure_ops
+from compile_fsdp.options import Options
+from compile_fsdp.passes import keep_unsharded, pipelines
+from compile_fsdp.passes.dynamo.lift_tensor_hooks import DeferredHooks, lift_tensor_hooks
+from compile_fsdp.passes.runner import Run
+from compile_fsdp.runtime import trace_record
+from compile_fsdp.runtime.checks import describe
+from compile_fsdp.runtime.group import TraceableGroup
+from compile_fsdp.runtime.group_calls import GROUP_CALLS
+from compile_fsdp.runtime.hooks import StateHooks
+from compile_fsdp.runtime.tracing import restore_hook_bodies_now
+from compile_fsdp.torch_compat.dynamo import copy_dynamo_graph, has_hooks_input
+from compile_fsdp.torch_compat.required import check_names
+
+
+def compile_fsdp(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile a graph that Dynamo has traced through sharded modules.
+
+    Use it by name: `model.compile(backend="compile_fsdp", fullgraph=True)`.
+
+    Args:
+        gm: The forward graph.
+        example_inputs: Its inputs.
+        options: See `Options`.
+        mode: One of Inductor's modes, as torch.compile takes them.
+    Returns:
+        The compiled graph. Its backward runs under compiled autograd, with the same options.
+    Raises:
+        UnknownOptionError: an option does not exist.
+        NotShardedError: the graph uses parameters, and none of a traceable model.
+        NotRootError: several FSDP2 roots meet in the graph.
+    """
+    restore_hook_bodies_now()
+    traced = trace_record.take()
+    parsed = Options.parse(options, mode)
+    _check_names_and_ops()
+    _check_roots(traced)
+    gm, example_inputs, passes = _run_passes(gm, example_inputs, parsed)
+    graph = TracedGraph(gm, example_inputs, "forward", GraphInputs(gm), parsed)
+    read = graph.inputs.read_positions()
+    run = compile_traced(graph)
+    if not graph.inputs.managed:
+        graph.inputs.check_sharded()
+        return run
+    return _behind_boundary(graph, run, read, passes, traced)
+
+
+def _check_names_and_ops() -> None:
+    check_names()
+    ensure_ops()
+
+
+def _check_roots(traced: trace_record.TraceRecord) -> None:
+    roots = [hooks for hooks in traced.entered if hooks.state._is_root]
+    if len(roots) > 1:
+        raise NotRootError(
+            "expected one FSDP2 root in a compiled graph, got "
+            f"{[describe(hooks.module, hooks.state) for hooks in roots]}; call fully_shard() on the module that "
+            "contains them, or compile each model on its own"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _PassResults:
+    """What the passes on Dynamo's forward graph have decided.
+
+    Attributes:
+        hooks: The hooks that were taken out of the graph; None if it had none.
+        left_unsharded: The groups that the forward leaves unsharded for its backward, by the user's memory budget.
+    """
+
+    hooks: DeferredHooks | None
+    left_unsharded: Collection[Hashable]
+
+
+def _run_passes(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
+) -> tuple[fx.GraphModule, Sequence[Any], _PassResults]:
+    """Rewrite Dynamo's forward graph; the inputs are those of the graph that is left."""
+    lifts_hooks = bool(GraphInputs(gm).managed) and options.inner_backend == "inductor" and has_hooks_input(gm)
+    if lifts_hooks:
+        gm = copy_dynamo_graph(gm)  # Dynamo goes on to read the inputs of its own graph
+    inputs, has_backward = GraphInputs(gm), torch.is_grad_enabled()
+    groups = {node: group for node, group in inputs.managed_nodes() if group.fsdp_group.unshard_in_backward}
+    done = Run(
+        gm.graph,
+        pipelines.forward(
+            GROUP_CALLS,
+            lifts_hooks=lifts_hooks,
+            groups=groups,
+            ranks=max((group.constants.shard_count for group in groups.values()), default=1),
+            budget=options.memory_budget if has_backward else None,
+            costs=options.costs,
+            frozen=inputs.frozen_nodes() if has_backward else (),
+        ),
+    )
+    gm.recompile()
+    hooks = done.result(lift_tensor_hooks) if lifts_hooks else None
+    if hooks is not None:
+        example_inputs, _ = hooks.split(example_inputs)
+    return gm, example_inputs, _PassResults(hooks, done.result(keep_unsharded))
+
+
+def _behind_boundary(
+    graph: TracedGraph,
+    run: Callable[..., Any],
+    read: frozenset[int],
+    passes: _PassResults,
+    traced: trace_record.TraceRecord,
+) -> ForwardGraph:
+    managed = graph.inputs.managed
+    left, entered = _groups(traced.left), _groups(traced.entered)
+    return ForwardGraph(
+        run=run,
+        managed=tuple(managed),
+        read=read,
+        whole=frozenset(i for i, group in managed.items() if group in entered and group in left),
+        pre_backward_elsewhere=frozenset(i for i, group in managed.items() if group not in left),
+        left_unsharded=frozenset(i for i, group in managed.items() if group in passes.left_unsharded),
+        backward_prefetch=graph.options.backward_prefetch,
+        hooks=passes.hooks,
+        compile_backward=BackwardCompiler(graph.options, passes.hooks),
+    )
+
+
+def _groups(modules: Iterable[StateHooks]) -> set[TraceableGroup]:
+    return {group for hooks in modules for group in hooks.groups}

@@ -1,0 +1,105 @@
+"""The inputs of a graph that Dynamo has traced: which are unsharded parameters, and what they are called."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+from torch import fx, nn
+
+from compile_fsdp.errors import NotShardedError
+from compile_fsdp.passes.analysis.eager_effects import is_upkeep
+from compile_fsdp.passes.analysis.sequence import CollectiveSequence
+from compile_fsdp.passes.analysis.unfilled_reads import find_unfilled_reads
+from compile_fsdp.runtime.attached import owner_of
+from compile_fsdp.runtime.group import TraceableGroup
+from compile_fsdp.runtime.module import belongs_to_traceable
+from compile_fsdp.torch_compat.dynamo import graph_input_example
+from compile_fsdp.torch_compat.inductor import graph_input_position
+
+
+class GraphInputs:
+    """The inputs of one graph, counted as the inner compiler sees them.
+
+    Compiled autograd hands its tensors in as one list, which the inner compiler sees item by item.
+
+    Attributes:
+        managed: By position, the group of each input that is an unsharded parameter.
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.managed: dict[int, TraceableGroup] = {}
+        self._fqns: dict[int, str] = {}
+        self._positions: dict[fx.Node, int] = {}
+        self._parameters: list[nn.Parameter] = []
+        flat: list[Any] = []
+        for node in gm.graph.find_nodes(op="placeholder"):
+            self._positions[node] = len(flat)
+            example = graph_input_example(node)
+            flat += example if isinstance(example, list) else [example]
+        for position, example in enumerate(flat):
+            group = owner_of(example)
+            if group is not None:
+                self.managed[position] = group
+                self._fqns[position] = group.fqn(example)
+            elif isinstance(example, nn.Parameter):
+                self._parameters.append(example)
+
+    def managed_nodes(self) -> list[tuple[fx.Node, TraceableGroup]]:
+        """The placeholders that are unsharded parameters."""
+        positions = self._positions.items()
+        return [(node, self.managed[position]) for node, position in positions if position in self.managed]
+
+    def frozen_nodes(self) -> list[fx.Node]:
+        """The placeholders that are unsharded parameters and need no gradient."""
+        return [node for node, _ in self.managed_nodes() if not graph_input_example(node).requires_grad]
+
+    def read_positions(self) -> frozenset[int]:
+        """The positions in `managed` that something is computed with; the others are only filled and freed."""
+        nodes = [node for node, _ in self.managed_nodes()]
+        read = [node for node in nodes if not all(map(is_upkeep, node.users))]
+        return frozenset(self._positions[node] for node in read)
+
+    def unfilled_positions(self, graph: fx.Graph) -> list[int]:
+        """The positions in `managed` that a backward graph, as Dynamo has traced it, reads and never fills."""
+        items = [user for node in self._positions for user in node.users if user.target is operator.getitem]
+        managed = [node for node in (*self._positions, *items) if self._position(node) in self.managed]
+        return [self._position(node) for node in find_unfilled_reads(graph, managed)]
+
+    def gathers(self, positions: Iterable[int]) -> CollectiveSequence:
+        """The all-gathers that fill the parameters at these positions outside of the graph."""
+        groups = dict.fromkeys(self.managed[position] for position in positions)
+        lines = [
+            f"all-gather of {group.fsdp_group._module_fqn or 'the root'}, unless it is unsharded" for group in groups
+        ]
+        names = (group.constants.gather_group for group in groups)
+        return CollectiveSequence(tuple(lines), tuple(filter(None, names)))
+
+    def name_before(self, node: fx.Node) -> str:
+        """FQN of the parameter behind a placeholder, or an item of one, of the Dynamo graph itself."""
+        return self._fqns.get(self._position(node), node.name)
+
+    def _position(self, node: fx.Node) -> int:
+        source, item = node.args if node.op == "call_function" else (node, 0)
+        assert isinstance(source, fx.Node) and isinstance(item, int)
+        return self._positions[source] + item
+
+    def name(self, node: fx.Node) -> str:
+        """FQN of the parameter behind a placeholder of the inner compiler's graph, else the node's name."""
+        position = graph_input_position(node)
+        return node.name if position is None else self._fqns.get(position, node.name)
+
+    def check_sharded(self) -> None:
+        """Refuse a graph with parameters of a model that is not sharded.
+
+        Raises:
+            NotShardedError: it has some.
+        """
+        foreign = [p for p in self._parameters if not belongs_to_traceable(p)]
+        if foreign:
+            raise NotShardedError(
+                f"expected a sharded model, got a graph with {len(foreign)} parameters (first of shape "
+                f"{tuple(foreign[0].shape)}) of a model that was never made traceable; shard it with "
+                "compile_fsdp.fully_shard(), or call compile_fsdp.make_traceable() on one that is sharded"
+            )

@@ -1,0 +1,53 @@
+"""What Inductor is told about one graph: our passes, what it may cache, and how the graph is partitioned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from compile_fsdp.backend.derived_backward import Partitioner
+from compile_fsdp.backend.graph_inputs import GraphInputs
+from compile_fsdp.backend.recorder import Recorder
+from compile_fsdp.ops import accumulate_gradient, ensure_lowerings, watch
+from compile_fsdp.options import Options
+from compile_fsdp.passes import GraphObserver, Pipeline, pipelines
+from compile_fsdp.passes.cache_key import cache_key
+from compile_fsdp.reports import Direction
+from compile_fsdp.torch_compat.inductor import CACHEABLE_FUNCTIONS
+
+
+def inductor_config(
+    options: Options,
+    direction: Direction,
+    inputs: GraphInputs,
+    recorder: Recorder,
+    observer: GraphObserver | None,
+    backward_is_captured: bool,
+) -> dict[str, Any]:
+    """Inductor's options for one graph: the user's, and those that make the passes run.
+
+    Args:
+        options: The user's.
+        direction: Which half of the step the graph is.
+        inputs: The graph's.
+        recorder: Gets what the passes report.
+        observer: Sees the graph between the passes, if anyone looks.
+        backward_is_captured: Whether the graph's backward, if it has one, runs under compiled autograd only.
+    """
+    ensure_lowerings()
+    config = dict(options.inductor)
+    config.setdefault("reorder_for_peak_memory", False)  # see [Note: Who keeps the order]
+    if observer is not None or options.verify:
+        config["force_disable_caches"] = True  # no pass runs on what comes from a cache
+    if options.verify:
+        config["fallback_random"] = True  # the traced graph's random numbers are torch's
+    passes = pipelines.post_grad(
+        inputs.name, hoist=direction == "forward", merge=options.memory_budget is not None, costs=options.costs
+    )
+    config["post_grad_custom_pre_pass"] = Pipeline(
+        passes, recorder, options.disabled_passes, observer=observer, check=options.verify
+    )
+    ours = {f"{each.__module__}.{each.__name__}": cache_key() for each in (watch, accumulate_gradient)}
+    config[CACHEABLE_FUNCTIONS] = {**config.get(CACHEABLE_FUNCTIONS, {}), **ours}
+    if backward_is_captured:
+        config["custom_partitioner_fn"] = Partitioner(config.get("custom_partitioner_fn"))
+    return config

@@ -1,0 +1,110 @@
+"""Compile one traced graph: hand it to the inner backend, agree on its collectives, and verify it if asked to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from compile_fsdp.backend.agreement import agree
+from compile_fsdp.backend.derived_backward import ForwardCompiler
+from compile_fsdp.backend.graph_inputs import GraphInputs
+from compile_fsdp.backend.inductor import inductor_config
+from compile_fsdp.backend.progress import Phase
+from compile_fsdp.backend.recorder import Recorder
+from compile_fsdp.backend.verify import VerifiedGraph, VerifiedStep, is_repeatable
+from compile_fsdp.options import Options
+from compile_fsdp.passes.analysis.sequence import CollectiveSequence, read_collectives
+from compile_fsdp.reports import Direction, present_observer
+from compile_fsdp.runtime.calls import outermost
+from compile_fsdp.torch_compat.dynamo import copy_dynamo_graph, has_hooks_input, lookup_backend
+from compile_fsdp.torch_compat.inductor import functorch_config, inductor_compilers
+
+
+@dataclass(frozen=True, slots=True)
+class TracedGraph:
+    """A graph that Dynamo has traced, behind the passes on that level.
+
+    Attributes:
+        gm: The graph; it is the compiler's once `compile_traced` has begun.
+        example_inputs: Its inputs.
+        direction: Which half of the step it is.
+        inputs: Which of its inputs are unsharded parameters.
+        options: The user's.
+    """
+
+    gm: fx.GraphModule
+    example_inputs: Sequence[Any]
+    direction: Direction
+    inputs: GraphInputs
+    options: Options
+
+    @property
+    def what(self) -> str:
+        """Its name in errors and messages."""
+        return f"{self.direction} graph"
+
+
+def compile_traced(graph: TracedGraph, earlier: CollectiveSequence | None = None) -> Callable[..., Any]:
+    """Compile a graph; ranks that would issue other collectives than their peers raise before it runs.
+
+    Args:
+        graph: The graph.
+        earlier: Collectives that are issued before those of the graph, whenever it runs.
+    Returns:
+        The compiled graph.
+    Raises:
+        CollectiveMismatchError, RankMissingError: see `agree`.
+    """
+    traced = read_collectives(graph.gm.graph)
+    original = _copy_to_verify(graph)
+    recorder = Recorder(graph.direction, graph.options.inner_backend, len(graph.gm.graph.nodes))
+    compiled = _call_inner_backend(graph, recorder)
+    collectives = recorder.finish() or traced
+    if earlier is not None:
+        collectives = collectives.after(earlier)
+    limit_s = graph.options.agreement_timeout_s
+    are_all_here = agree(collectives, graph.what, limit_s, graph.options.progress)
+    if not (graph.options.verify and graph.inputs.managed and are_all_here):
+        return compiled
+    if graph.direction == "forward" and torch.is_grad_enabled() and (call := outermost()) is not None:
+        VerifiedStep(call, collectives, limit_s)
+    return compiled if original is None else VerifiedGraph(compiled, original, graph.what, collectives, limit_s)
+
+
+def _copy_to_verify(graph: TracedGraph) -> fx.GraphModule | None:
+    is_compared = graph.options.verify and graph.inputs.managed and is_repeatable(graph.gm.graph)
+    return copy_dynamo_graph(graph.gm) if is_compared else None
+
+
+def _call_inner_backend(graph: TracedGraph, recorder: Recorder) -> Callable[..., Any]:
+    gm, options = graph.gm, graph.options
+    observer = None
+    if (watching := present_observer()) is not None:
+        observer = watching.begin(graph.direction, gm, dict.fromkeys(graph.inputs.managed.values()), options.costs)
+    # A saved view of an unsharded parameter would keep its storage alive, or read it after it was freed:
+    # views are computed again in the backward from the parameter itself.
+    settings: dict[str, Any] = {"recompute_views": True}
+    # Hooks that stay in the graph keep it out of the caches, and are inputs of a backward that Inductor cannot take.
+    is_captured = graph.direction == "forward" and bool(graph.inputs.managed) and not has_hooks_input(gm)
+    if options.inner_backend == "inductor" and is_captured:
+        # AOTAutograd stores a graph once it has both compiled halves: it is to ask for the second at once.
+        settings["force_non_lazy_backward_lowering"] = True
+    phase = Phase(f"compiling the {graph.what}, {len(gm.graph.nodes)} nodes,", options.progress)
+    compiled: Callable[..., Any]
+    try:
+        with functorch_config.patch(settings):
+            if options.inner_backend != "inductor":
+                compiled = lookup_backend(options.inner_backend)(gm, list(graph.example_inputs))
+                return compiled
+            config = inductor_config(options, graph.direction, graph.inputs, recorder, observer, is_captured)
+            compile_fx, compile_inner = inductor_compilers()
+            if is_captured:
+                compile_inner = ForwardCompiler(compile_inner)
+            compiled = compile_fx(gm, list(graph.example_inputs), compile_inner, config_patches=config)
+            return compiled
+    finally:
+        phase.end()

@@ -1,0 +1,25 @@
+"""References to functions, for tables that are never emptied."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+
+def weak_callable(function: Callable[..., Any], otherwise: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """Call a function without keeping it alive.
+
+    Args:
+        function: A function, or a bound method: what keeps its object alive keeps that.
+        otherwise: Is called when the function is gone.
+    """
+    reference = weakref.WeakMethod(function) if inspect.ismethod(function) else weakref.ref(function)
+
+    def call(*args: Any) -> Any:
+        target = reference() or otherwise
+        assert target is not None
+        return target(*args)
+
+    return call

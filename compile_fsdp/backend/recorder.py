@@ -1,0 +1,63 @@
+"""Turns what the passes did to a graph into the user's report, also where the graph comes from Inductor's cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from compile_fsdp.passes.analysis.sequence import CollectiveSequence
+from compile_fsdp.passes.report import Report, WindowReport
+from compile_fsdp.passes.runner import take_graph_notes
+from compile_fsdp.reports import Direction, GraphReport, record
+
+
+class Recorder:
+    """Reports one Dynamo graph, which the inner backend may compile as several.
+
+    Args:
+        direction: Which half of the step the graph is.
+        inner_backend: The Dynamo backend that compiles it.
+        nodes: Of the Dynamo graph.
+    """
+
+    def __init__(self, direction: Direction, inner_backend: str, nodes: int) -> None:
+        self._next = GraphReport(direction, inner_backend, 0, 0, 0, (), nodes, nodes, 0.0, cached=False)
+        self._recorded = False
+        take_graph_notes()  # of a backward that Inductor compiled by itself, later than its forward
+
+    def __call__(self, passes: Sequence[Report]) -> None:
+        """Report the graph that the passes have run on."""
+        self._record(passes, cached=False)
+
+    def finish(self) -> CollectiveSequence | None:
+        """Report what no pass has seen: graphs of another inner backend, or from Inductor's cache.
+
+        Returns:
+            The collectives that the graph issues; None where another inner backend decides on them.
+        """
+        notes = take_graph_notes()
+        if not self._recorded:
+            for note in notes:
+                self._record(note.reports, cached=True)
+        if not self._recorded:
+            self._record((), cached=self._next.inner_backend == "inductor")
+        return notes[0].collectives if notes else None
+
+    def _record(self, passes: Sequence[Report], cached: bool) -> None:
+        windows = [p for p in passes if isinstance(p, WindowReport)]
+        record(
+            replace(
+                self._next,
+                windows_removed=sum(p.windows_removed for p in windows),
+                copies_removed=sum(p.copies_removed for p in windows),
+                resizes_removed=sum(p.resizes_removed for p in windows),
+                kept=tuple((fqn, reason.value) for p in windows for fqn, reason in p.kept),
+                nodes_before=passes[0].nodes_before if passes else self._next.nodes_before,
+                nodes_after=passes[-1].nodes_after if passes else self._next.nodes_after,
+                seconds=sum(p.seconds for p in passes),
+                cached=cached,
+            )
+        )
+        self._recorded = True
+        # Inductor compiles the backward of a graph without sharded modules by itself, as a second graph.
+        self._next = replace(self._next, direction="backward")

@@ -1,0 +1,5 @@
+"""Memory and communication of a sharded model before it runs: see docs/planning.md."""
+
+from compile_fsdp.tools.planning import Backend, Estimate, Optimizer, estimate
+
+__all__ = ["Backend", "Estimate", "Optimizer", "estimate"]

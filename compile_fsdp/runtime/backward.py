@@ -1,0 +1,307 @@
+"""What one backward of a parameter group needs, from its first hook to the gradients it delivers.
+
+[Note: One object for each backward]
+A backward may reach a group through several compiled graphs, and through eager code between them. What these have to
+know of each other stands in one `GroupBackward`, which begins empty. `start_backward` puts a new one in its place when
+the next backward begins, and an error or a reset does so at once. So nothing of one backward is left to the next.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch.distributed.fsdp import BackwardPrefetch
+
+from compile_fsdp.ops import hand_over
+from compile_fsdp.runtime.attached import find_group
+from compile_fsdp.runtime.gradient_count import GradientCount
+from compile_fsdp.runtime.gradient_dtypes import describe_partial_output, fix_gradient_dtypes, free_gradient_dtypes
+from compile_fsdp.runtime.reduction import reduce_gradients, split_shards
+from compile_fsdp.runtime.tracing import at_run_time, eval_at_trace_time_guarded
+from compile_fsdp.torch_compat.autograd import accumulates_into, after_backward
+from compile_fsdp.torch_compat.distributed import functional_collectives, local_tensor
+from compile_fsdp.torch_compat.fsdp import FSDPParamGroup, FSDPState, TrainingState, param_groups, reduces_unused
+
+if TYPE_CHECKING:
+    from compile_fsdp.runtime.group import TraceableGroup
+
+
+class ForwardCall(Protocol):
+    """A forward through a compiled graph, as far as its backward is concerned."""
+
+    def is_to_come(self) -> bool:
+        """Whether the backward that runs now will reach it."""
+
+
+class ForwardCalls:
+    """The forwards through one group.
+
+    Attributes:
+        calls: Those whose backward may still come.
+        is_cut: Whether a compiled graph has ever held but a part of a forward of the group's module.
+    """
+
+    def __init__(self) -> None:
+        self.calls: weakref.WeakSet[ForwardCall] = weakref.WeakSet()
+        self.is_cut = False
+
+    @at_run_time
+    def add(self, call: ForwardCall, is_whole: bool) -> None:
+        """A forward runs through a graph that holds all of the module's forward, or a part."""
+        self.calls.add(call)
+        self.is_cut |= not is_whole
+
+
+class GroupBackward:
+    """One backward of one group. See [Note: One object for each backward].
+
+    Attributes:
+        group: Whose backward it is.
+        is_compiled: Whether a compiled graph runs; the gradient hooks only take note of what arrives otherwise.
+        gradients: Counts the gradients of a compiled graph.
+        is_deferred: More gradients follow in this backward, of another forward or of eager code between graphs, and
+            these are reduced with them.
+        prefetch_last: What to gather once this group's gradients are computed.
+        reduced: By parameter of `reduced_params`, (padded shard numel,), in the parameters' dtype.
+        reduced_params: Positions of the parameters whose gradients wait to be delivered.
+        unreplicated_params: Positions of those whose gradients await a later backward's all-reduce.
+    """
+
+    def __init__(self, group: TraceableGroup) -> None:
+        self.group = group
+        self.is_compiled = False
+        self.gradients = GradientCount()
+        self.is_deferred = False
+        self.prefetch_last: list[TraceableGroup] = []
+        self.reduced: Sequence[torch.Tensor] = ()
+        self.reduced_params: list[int] = []
+        self.unreplicated_params: list[int] = []
+
+    # Around a compiled graph
+
+    @at_run_time
+    def enter_graph(self, read: Sequence[torch.Tensor], cut_forward: object) -> None:
+        """Settle how many gradients complete the group in the compiled graph that runs next.
+
+        Args:
+            read: The unsharded parameters that its forward graph computes with.
+            cut_forward: None if that graph holds the whole forward of the group's module. Else which forward it is a
+                piece of: the group is complete, and may be freed, only when all its parameters have their gradients. So
+                it is where torch reduces zeros for those that are not used.
+        """
+        group = self.group
+        self.is_compiled = True
+        needs_all = cut_forward is not None or reduces_unused(group.fsdp_group)
+        required = [param.unsharded_param for param in group.params] if needs_all else []
+        self.gradients.expect(read, required, cut_forward)
+        free_gradient_dtypes(group.fsdp_group)
+        self.is_deferred = any(call.is_to_come() for call in group.forwards.calls) or self._awaits_eager_gradients()
+
+    @at_run_time
+    def _awaits_eager_gradients(self) -> bool:
+        """Whether eager code of a forward that was cut has gradients still to come in this backward."""
+        group = self.group
+        leaves = [param.unsharded_param for param in group.params if param.unsharded_param.requires_grad]
+        came = self.gradients.from_eager
+        return group.forwards.is_cut and any(accumulates_into(leaf) and id(leaf) not in came for leaf in leaves)
+
+    @at_run_time
+    def leave_graph(self) -> None:
+        """The compiled graph is over, or has failed."""
+        self.is_compiled = False
+        fix_gradient_dtypes(self.group.fsdp_group)
+
+    @at_run_time
+    def begin_eagerly(self) -> None:
+        """A pre-backward hook runs outside of a compiled graph, since its forward's frame fell back to eager."""
+        if self.is_compiled:
+            return
+        if self.group.fsdp_group._training_state is TrainingState.IDLE:
+            # Nothing of the group has run in this backward, and torch's own hooks may have begun that one.
+            self.group.end_backward()
+        else:
+            # Only a compiled graph counts gradients down: whatever an earlier one has left would look as if the group
+            # were gathered, while an eager part of this backward has freed it.
+            self.gradients.pending = None
+
+    # Begin
+
+    def begin(self, then_prefetch: list[TraceableGroup]) -> None:
+        """Unshard before the first gradient computation that may need the group.
+
+        Args:
+            then_prefetch: Groups to gather next, before this group's gradients are computed or after.
+        """
+        if self.gradients.pending:
+            return  # another output, or another use of the module, came first
+        group = self.group
+        group.fsdp_group._training_state = TrainingState.PRE_BACKWARD
+        self.gradients.start()
+        if group.fsdp_group._sharded_state is group.known.sharded:
+            group.modules.keep_sharded()
+        if group.fsdp_group.unshard_in_backward and not group.is_unsharded:
+            group.unshard()
+        if group.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+            self.prefetch_last = then_prefetch
+        else:
+            _prefetch(then_prefetch)
+
+    # A gradient arrives
+
+    def arrive(self) -> None:
+        """Count a gradient that has just been accumulated; reduce once the group is complete.
+
+        Parameters that are read and get no gradient leave the group incomplete: torch's own final callback then
+        reduces what has arrived, at the end of the backward.
+        """
+        if not self.gradients.arrive():
+            return
+        _prefetch(self.prefetch_last)
+        self.prefetch_last = []
+        self._reshard()
+        fsdp_group = self.group.fsdp_group
+        if self.is_deferred:
+            # Or torch's own hooks, if the other backward is an eager one, would take the group for unsharded.
+            fsdp_group._training_state = TrainingState.IDLE
+        elif fsdp_group.reduce_grads:
+            self.reduce()
+
+    def end_frozen(self) -> None:
+        """Reshard a frozen group once the gradients of its module's inputs are there."""
+        if self.is_compiled and self.group.is_frozen:
+            self._reshard()
+
+    def _reshard(self) -> None:
+        group = self.group
+        needed_again = self.is_deferred and not group.fsdp_group._reshard_after_forward
+        if group.fsdp_group.reshard_after_backward and not needed_again:
+            group.reshard()
+            group.modules.register_resharded()
+        else:
+            group.modules.sync_states()
+
+    # Reduce
+
+    def reduce(self) -> None:
+        """Reduce the gradients that have arrived."""
+        group = self.group
+        # Nothing is left to do for torch's final callback.
+        group.fsdp_group._training_state = TrainingState.POST_BACKWARD
+        arrived: list[int] = []
+        grads: list[torch.Tensor] = []
+        for index, param in enumerate(group.params):
+            grad = param.take_gradient()
+            if grad is not None:
+                arrived.append(index)
+                grads.append(grad)
+        with torch.no_grad():
+            flat, numels = reduce_gradients(group, arrived, grads)
+            reduced = () if flat is None else split_shards(flat, numels)
+        if flat is not None and _has_gradient_hooks(group):
+            hand_over(reduced, group.ticket, arrived)
+        else:
+            self.reduced, self.reduced_params = reduced, arrived if flat is not None else []
+            self.unreplicated_params = arrived if flat is None else []
+
+    # Deliver
+
+    @at_run_time
+    def deliver(self) -> None:
+        """Hand the reduced gradients to the sharded parameters, adding to what is there.
+
+        Raises:
+            RuntimeError: in anomaly mode, one is NaN, as torch's own check raises.
+        """
+        group = self.group
+        for param in group.params:
+            param.hand_back_gradient()
+        reduced, params = self.reduced, self.reduced_params
+        self.reduced, self.reduced_params = (), []
+        if self.unreplicated_params:
+            unreplicated = [group.params[index].fsdp_param for index in self.unreplicated_params]
+            describe_partial_output(group.fsdp_group, unreplicated)
+            self.unreplicated_params = []
+        group.receive(reduced, params)
+        if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+            _check_nan(group)
+
+
+@at_run_time
+def _check_nan(group: TraceableGroup) -> None:
+    for param in group.params:
+        grad = param.fsdp_param.sharded_param.grad
+        if grad is not None and local_tensor(grad).isnan().any():
+            raise RuntimeError(f"expected no nan in the gradient of {param.fsdp_param._param_fqn}, got some")
+
+
+def _prefetch(groups: list[TraceableGroup]) -> None:
+    for group in groups:
+        if group.fsdp_group.unshard_in_backward:
+            group.launch()
+
+
+@eval_at_trace_time_guarded
+def _has_gradient_hooks(group: TraceableGroup) -> bool:
+    # Not guarded: hooks that come later run after the graph.
+    return any(each.fsdp_param.sharded_param._post_accumulate_grad_hooks for each in group.params)
+
+
+def gradient_accumulated(owner: weakref.ref[TraceableGroup], unsharded_param: torch.Tensor) -> None:
+    """The hook on every unsharded parameter, traced where compiled autograd accumulates the gradient."""
+    group = owner()
+    if group is None:
+        return
+    backward = group.backward
+    if backward.is_compiled:
+        backward.arrive()
+    else:
+        backward.gradients.seen.add(id(unsharded_param))
+        backward.gradients.from_eager.add(id(unsharded_param))
+
+
+# The backward of a whole model
+
+
+@at_run_time
+def start_backward(state: FSDPState) -> None:
+    """Begin the backward of a whole model, once, at the first thing of it that runs.
+
+    torch's own callback, queued here, reshards and reduces at the end of the backward whatever the compiled
+    graphs have left.
+    """
+    context = state._state_ctx
+    if context.post_backward_final_callback_queued:
+        return
+    for each in context.all_states:
+        for fsdp_group in param_groups(each):
+            if (group := find_group(fsdp_group)) is not None:
+                group.end_backward()  # of the last one, which may have left parameters without gradients
+    state._register_root_post_backward_final_callback()
+    after_backward(partial(_drop_gathered, context.all_states))
+
+
+@at_run_time
+def _drop_gathered(states: Sequence[FSDPState]) -> None:
+    """Drop what the backward has gathered and not freed, behind torch's own callback.
+
+    Gathers sent ahead for modules whose backward did not come, and modules that eager code of a checkpoint ran again
+    behind their backward: torch takes that for over. Parameters may change until the next forward, which would compute
+    with the old values.
+    """
+    for state in states:
+        for fsdp_group in param_groups(state):
+            if (group := find_group(fsdp_group)) is not None and group.launched is not None:
+                functional_collectives.wait_tensor(group.launched.output)
+                group.launched = None
+            reshard_left(fsdp_group)
+
+
+@at_run_time
+def reshard_left(fsdp_group: FSDPParamGroup) -> None:
+    """At the end of a backward: shard what it has left unsharded, and was not asked to."""
+    if fsdp_group.is_unsharded and fsdp_group.reshard_after_backward:
+        fsdp_group.reshard()

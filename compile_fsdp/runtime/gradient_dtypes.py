@@ -1,0 +1,56 @@
+"""In which dtype unsharded gradients are accumulated, and what becomes of gradients in another one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from compile_fsdp.runtime.attached import accumulated_gradient, set_accumulated_gradient
+from compile_fsdp.runtime.tracing import at_run_time
+from compile_fsdp.torch_compat.fsdp import HAS_GRAD_DTYPES, FSDPParam, FSDPParamGroup
+
+
+@at_run_time
+def describe_partial_output(group: FSDPParamGroup, params: Sequence[FSDPParam]) -> None:
+    """Say whose gradients are in the output that awaits its all-reduce; eager FSDP2 asks since 2.15. (2.15.0)"""
+    if not HAS_GRAD_DTYPES:
+        return
+    layout: dict[FSDPParam, tuple[int, int]] = group._partial_reduce_output_layout  # type: ignore[attr-defined]
+    layout.clear()
+    offset = 0
+    for param in params:
+        numel = param.padded_sharded_param_size.numel()
+        layout[param] = (offset, numel)
+        offset += numel
+
+
+@at_run_time
+def free_gradient_dtypes(group: FSDPParamGroup) -> None:
+    """Let a compiled backward accumulate gradients in the dtype it computes them in; fixed since 2.15. (2.15.0)
+
+    Gradients of earlier microbatches in another dtype are kept apart: a graph takes no parameter that has one.
+    """
+    for param in _with_gradient_dtype(group):
+        unsharded, earlier = param._unsharded_param, None
+        if unsharded.grad is not None and unsharded.grad.dtype != unsharded.dtype:
+            earlier, unsharded.grad = unsharded.grad, None
+        set_accumulated_gradient(param, earlier)
+        unsharded.grad_dtype = None
+
+
+@at_run_time
+def fix_gradient_dtypes(group: FSDPParamGroup) -> None:
+    """Leave unsharded gradients as eager FSDP2 accumulates them since 2.15. (2.15.0)"""
+    for param in _with_gradient_dtype(group):
+        unsharded, dtype = param._unsharded_param, param.unsharded_grad_dtype  # type: ignore[attr-defined]
+        earlier, grad = accumulated_gradient(param), unsharded.grad
+        if earlier is not None:
+            grad = earlier if grad is None else earlier + grad
+        set_accumulated_gradient(param, None)
+        unsharded.grad = None
+        unsharded.grad_dtype = dtype
+        unsharded.grad = None if grad is None else grad.to(dtype)
+
+
+@at_run_time
+def _with_gradient_dtype(group: FSDPParamGroup) -> list[FSDPParam]:
+    return [param for param in group.fsdp_params if HAS_GRAD_DTYPES and param.sharded_param.requires_grad]

@@ -1,0 +1,1 @@
+"""What users run beside the compiler: explain, plan, bench, train."""

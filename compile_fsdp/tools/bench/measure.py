@@ -1,0 +1,133 @@
+"""Time, memory and collectives of training steps, of several modes that take turns."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from compile_fsdp.tools.bench.modes import MODES
+from compile_fsdp.tools.bench.workloads import Workload
+from compile_fsdp.torch_compat.autograd import allocation_sizes
+from compile_fsdp.torch_compat.distributed import executed_collectives
+
+STEPS_PER_TURN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The measurements of one mode with one workload.
+
+    Attributes:
+        ratio: Median over the rounds of the time of a step by that of `eager` in the same round.
+        spread: The lower and the upper quartile of these ratios.
+        step_ms: Median time of a step, forward and backward, the slowest rank's.
+        peak_mib: Most memory that one step allocates on this rank over what there was before it. On a CPU the median
+            of five steps, since gloo's threads may hold on to the last collective's tensors.
+        collectives: Collectives of one step, on this rank.
+        first_step_s: Seconds of the first step, with whatever is in the compilers' caches.
+    """
+
+    ratio: float
+    spread: tuple[float, float]
+    step_ms: float
+    peak_mib: float
+    collectives: int
+    first_step_s: float
+
+
+class Run:
+    """One mode's model in training, on the default device."""
+
+    def __init__(self, mode: str, workload: Workload, rank: int) -> None:
+        torch.manual_seed(0)
+        self.model = MODES[mode](workload.build())
+        torch.manual_seed(1 + rank)
+        tokens = torch.randint(0, workload.vocab_size, (workload.batch, workload.seq_len + 1))
+        self._inputs, self._targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def step(self) -> None:
+        self.model(self._inputs, self._targets).backward()
+        self.model.zero_grad()
+
+    def time(self, steps: int) -> float:
+        """Seconds per step, of the slowest rank."""
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        if self._inputs.is_cuda:
+            torch.cuda.synchronize()
+        seconds = torch.tensor((time.perf_counter() - start) / steps)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        return seconds.item()
+
+    def peak_bytes(self) -> int:
+        """Most memory that a step allocates over what there was before it."""
+        if not self._inputs.is_cuda:
+            return int(statistics.median(peak_bytes(self.step) for _ in range(5)))
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.step()
+        return torch.cuda.max_memory_allocated() - before
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """Most bytes of CPU memory that `run` has allocated at a time, from the allocator's own events.
+
+    Every rank calls it at the same place.
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+        # gloo's threads let go of a collective's tensors some time after it is over, and report that to the profiler
+        # under which it was launched. It must not be gone by then.
+        dist.barrier()
+        time.sleep(0.02)
+    level = peak = 0
+    for size in allocation_sizes(profile):
+        level += size
+        peak = max(peak, level)
+    return peak
+
+
+def measure(workload: Workload, modes: Sequence[str], rounds: int) -> dict[str, Result]:
+    """Train with each mode in turn, on every rank of the present process group.
+
+    Args:
+        modes: Names in `MODES`, "eager" among them.
+        rounds: Turns of each mode, at least 2.
+    """
+    rank = dist.get_rank()
+    runs = {mode: Run(mode, workload, rank) for mode in modes}
+    first = {mode: run.time(1) for mode, run in runs.items()}
+    for run in runs.values():
+        run.time(2)
+    seconds: dict[str, list[float]] = {mode: [] for mode in modes}
+    for turn in range(rounds):
+        for mode in modes if turn % 2 == 0 else reversed(modes):
+            seconds[mode].append(runs[mode].time(STEPS_PER_TURN))
+    collectives = {mode: _count_collectives(run) for mode, run in runs.items()}
+    results = {}
+    for mode, run in runs.items():
+        ratios = [mine / theirs for mine, theirs in zip(seconds[mode], seconds["eager"], strict=True)]
+        lower, _, upper = statistics.quantiles(ratios, n=4)
+        results[mode] = Result(
+            ratio=statistics.median(ratios),
+            spread=(lower, upper),
+            step_ms=1000 * statistics.median(seconds[mode]),
+            peak_mib=run.peak_bytes() / 2**20,
+            collectives=collectives[mode],
+            first_step_s=first[mode],
+        )
+    return results
+
+
+def _count_collectives(run: Run) -> int:
+    before = executed_collectives()
+    run.step()
+    return executed_collectives() - before

@@ -1,0 +1,260 @@
+"""Collect what is compiled inside a `with` block: graphs before, between and after the passes, breaks, recompiles."""
+
+from __future__ import annotations
+
+import linecache
+import logging
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch import fx
+
+import compile_fsdp
+from compile_fsdp.passes import PassCounts, WindowReport
+from compile_fsdp.passes.analysis.costs import Costs
+from compile_fsdp.passes.post_grad.remove_unshard_copies import remove_unshard_copies
+from compile_fsdp.reports import Direction, observing
+from compile_fsdp.runtime.group import TraceableGroup
+from compile_fsdp.tools.explain.events import Event, read_events, trace_parameters
+from compile_fsdp.tools.explain.memory import count_windows
+from compile_fsdp.tools.explain.names import GraphNames, GroupFacts, describe_group, name_graph
+from compile_fsdp.tools.explain.text import graph_lines
+from compile_fsdp.torch_compat.dynamo import current_compile_id, graph_break_logger, last_compilations
+from compile_fsdp.torch_compat.inductor import graph_input_position
+
+_BREAK = re.compile(r"in user code at (.+?):(\d+)\nGraph Break Reason: (.*)", re.DOTALL)
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(compile_fsdp.__file__).parent))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A line of the user's code; `source` is the line itself, empty if it cannot be read."""
+
+    filename: str
+    line: int
+    source: str
+
+    @classmethod
+    def at(cls, filename: str, line: int) -> Place:
+        return cls(filename, line, linecache.getline(filename, line).strip())
+
+
+@dataclass(frozen=True, slots=True)
+class GraphBreak:
+    """Where Dynamo has cut the forward.
+
+    Attributes:
+        place: The line of the user's code.
+        reason: The construct that Dynamo met.
+        explanation: Why the construct ends a graph, in Dynamo's words; may be empty.
+        hints: What to do about the graph break, in Dynamo's words.
+    """
+
+    place: Place
+    reason: str
+    explanation: str
+    hints: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Recompile:
+    """A graph that was compiled again.
+
+    Attributes:
+        place: Where the user's code called it; where the compiled function stands, if that is not known.
+        function: Name of the function that was compiled.
+        reason: The guard that failed.
+    """
+
+    place: Place
+    function: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A graph as one pass has left it.
+
+    Attributes:
+        name: The pass; "traced" for the graph that the first pass gets.
+        summary: The pass's own report in one line.
+        lines: The graph as text, one line for each node.
+    """
+
+    name: str
+    summary: str
+    lines: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class CapturedGraph:
+    """One graph on its way through the passes.
+
+    Attributes:
+        kept: (parameter FQN, reason) of windows that stay.
+        windows: Fills of unsharded parameters by FQN, as traced.
+        windows_left: Fills of unsharded parameters by FQN, after `remove_unshard_copies`.
+    """
+
+    direction: Direction
+    groups: tuple[GroupFacts, ...]
+    stages: list[Stage] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    kept: tuple[tuple[str, str], ...] = ()
+    windows: Counter[str] = field(default_factory=Counter)
+    windows_left: Counter[str] = field(default_factory=Counter)
+
+
+class _Watcher:
+    """Observes one graph; a second graph in the same pipeline is the backward of a graph without sharded modules."""
+
+    def __init__(
+        self,
+        graphs: list[CapturedGraph],
+        direction: Direction,
+        groups: tuple[GroupFacts, ...],
+        names: GraphNames,
+        costs: Costs | None,
+    ) -> None:
+        self.graphs = graphs
+        self.direction: Direction = direction
+        self.groups = groups
+        self.names = names
+        self.costs = costs
+        self.graph: CapturedGraph | None = None
+
+    def start(self, graph: fx.Graph) -> None:
+        self.graph = CapturedGraph(self.direction if self.graph is None else "backward", self.groups)
+        self.graphs.append(self.graph)
+        self.graph.windows = self.graph.windows_left = self._count_windows(graph)
+        self._add_stage("traced", f"{len(graph.nodes)} nodes", graph)
+
+    def after(self, graph: fx.Graph, report: WindowReport | PassCounts) -> None:
+        assert self.graph is not None
+        self._add_stage(report.name, str(report), graph)
+        if isinstance(report, WindowReport):
+            self.graph.kept += tuple((fqn, reason.value) for fqn, reason in report.kept)
+        if report.name == remove_unshard_copies.__name__:
+            self.graph.windows_left = self._count_windows(graph)
+
+    def end(self, graph: fx.Graph) -> None:
+        assert self.graph is not None
+        self.graph.events = read_events(graph, self.names, self.costs)
+
+    def _count_windows(self, graph: fx.Graph) -> Counter[str]:
+        counts: Counter[str] = Counter()
+        for node, count in count_windows(graph).items():
+            position = graph_input_position(node)
+            counts[node.name if position is None else self.names.unsharded.get(position, node.name)] += count
+        return counts
+
+    def _add_stage(self, name: str, summary: str, graph: fx.Graph) -> None:
+        assert self.graph is not None
+        unsharded, sent = trace_parameters(graph, self.names)
+        labels = {node: ", ".join(sorted(fqns)) for node, fqns in unsharded.items()}
+        labels |= {node: f"shards of {', '.join(sorted(fqns))}" for node, fqns in sent.items()}
+        self.graph.stages.append(Stage(name, summary, graph_lines(graph, labels)))
+
+
+class Capture:
+    """The graphs, graph breaks and recompiles so far; see `capture`.
+
+    Attributes:
+        graphs: In the order of their compilation.
+        breaks: Each place and reason once.
+        recompiles: Set at the end of the block.
+        notes: Warnings of `compile_fsdp` itself, such as a backward that runs op by op.
+    """
+
+    def __init__(self) -> None:
+        self.graphs: list[CapturedGraph] = []
+        self.breaks: list[GraphBreak] = []
+        self.recompiles: list[Recompile] = []
+        self.notes: list[str] = []
+        self._callers: dict[str, Place] = {}  # by compile id
+        self._start_us = int(time.time() * 1e6)
+
+    def begin(
+        self, direction: Direction, gm: fx.GraphModule, groups: Collection[TraceableGroup], costs: Costs | None
+    ) -> _Watcher:
+        if (caller := _find_caller()) is not None:
+            self._callers[current_compile_id()] = caller
+        facts = tuple(describe_group(group) for group in groups)
+        return _Watcher(self.graphs, direction, facts, name_graph(gm, groups), costs)
+
+    def add_break(self, message: str) -> None:
+        if (match := _BREAK.search(message)) is None:
+            return
+        text = match[3].partition("\nUser code traceback:")[0]
+        found = GraphBreak(Place.at(match[1], int(match[2])), *_split_reason(text))
+        if found not in self.breaks:
+            self.breaks.append(found)
+
+    def finish(self) -> None:
+        for each in last_compilations():
+            if each.recompile_reason is not None and (each.start_time_us or 0) >= self._start_us:
+                definition = Place.at(each.co_filename or "", each.co_firstlineno or 0)
+                place = self._callers.get(str(each.compile_id), definition)
+                reason = each.recompile_reason.partition("\n")[0]
+                self.recompiles.append(Recompile(place, each.co_name or "", reason))
+
+
+def _split_reason(text: str) -> tuple[str, str, tuple[str, ...]]:
+    """Split Dynamo's message on a graph break: the construct that it met, its explanation, its hints."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].startswith("Encountered graph break"):
+        lines = lines[1:]  # the bytecode instruction: it differs for every frame around the line
+    explanation = [line.removeprefix("Explanation:").strip() for line in lines if line.startswith("Explanation:")]
+    hints = [line.removeprefix("Hint:").strip() for line in lines if line.startswith("Hint:")]
+    return lines[0] if lines else "", " ".join(explanation), tuple(hints)
+
+
+def _find_caller() -> Place | None:
+    """The innermost line on the stack that is neither torch's nor ours nor generated."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if not filename.startswith((*_LIBRARIES, "<")) and Path(filename).name != "contextlib.py":
+            return Place.at(filename, frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
+@contextmanager
+def capture() -> Iterator[Capture]:
+    """Collect what is compiled inside the block, by any thread."""
+    captured = Capture()
+    breaks, own = graph_break_logger(), logging.getLogger("compile_fsdp")
+    with (
+        observing(captured),
+        _listening(breaks, logging.DEBUG, captured.add_break),
+        _listening(own, logging.WARNING, captured.notes.append),
+    ):
+        yield captured
+    captured.finish()
+
+
+@contextmanager
+def _listening(logger: logging.Logger, level: int, receive: Callable[[str], None]) -> Iterator[None]:
+    """Hand a logger's messages on; what it prints, and where, stays as it was."""
+    handler = logging.Handler(level)
+    handler.emit = lambda record: receive(record.getMessage())  # type: ignore[method-assign]
+    before = logger.level, logger.propagate
+    if not logger.isEnabledFor(level):
+        logger.setLevel(level)
+        logger.propagate = False
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]

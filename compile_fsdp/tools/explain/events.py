@@ -1,0 +1,244 @@
+"""One graph as a sequence of events: what is launched, waited for and computed, for which module."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from compile_fsdp.passes.analysis.collectives import (
+    find_packed,
+    is_gather,
+    is_rearrangement,
+    is_reduction,
+    is_wait,
+    ranks_of,
+)
+from compile_fsdp.passes.analysis.costs import COSTS, Costs, compute_seconds, device_costs, size_bytes
+from compile_fsdp.tools.explain.memory import unsharded_bytes
+from compile_fsdp.tools.explain.names import GraphNames, module_of, module_of_parameter
+from compile_fsdp.tools.explain.text import operation
+from compile_fsdp.torch_compat.distributed import functional_collectives
+from compile_fsdp.torch_compat.inductor import graph_input_position, graph_output_positions
+
+ALL_REDUCE = functional_collectives.all_reduce.default
+UNKNOWN_NAME = "?"
+
+Names = frozenset[str]
+_NONE: Names = frozenset()
+
+
+class Kind(str, enum.Enum):
+    """The kind of an event; each kind but waits has a lane of its own in the timeline."""
+
+    GATHER = "gather"
+    REDUCE = "reduce"
+    ALL_REDUCE = "all-reduce"
+    WAIT = "wait"
+    COPY = "copy"
+    COMPUTE = "compute"
+
+
+def _collective_kind(node: fx.Node) -> Kind | None:
+    """Of a node that launches a collective."""
+    if is_gather(node):
+        return Kind.GATHER
+    if is_reduction(node):
+        return Kind.REDUCE
+    return Kind.ALL_REDUCE if node.target is ALL_REDUCE else None
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A collective, a copy or a computation at one place of a graph.
+
+    Attributes:
+        kind: See `Kind`.
+        name: FQN of the module that the event belongs to; for a collective, of the modules whose parameters it carries.
+        parameters: FQNs that a collective or a copy carries, or that a computation reads.
+        gradients: FQNs of the parameters whose gradients a computation makes.
+        operations: The ops of the event, in order.
+        size_bytes: Bytes of an all-gather output or of a reduce-scatter input; 0 for other events.
+        seconds: Estimated time, without waiting.
+        alive_bytes: Most bytes of unsharded parameters that are alive during the event.
+        collective: Number that a launch and its wait have in common; -1 for other events.
+    """
+
+    kind: Kind
+    name: str
+    parameters: tuple[str, ...]
+    operations: tuple[str, ...]
+    size_bytes: int
+    seconds: float
+    alive_bytes: int
+    collective: int = -1
+    gradients: tuple[str, ...] = ()
+
+
+def read_events(graph: fx.Graph, names: GraphNames, costs: Costs | None = None) -> list[Event]:
+    """The events of a post-grad graph, in its order; computations that follow each other in one module are one event.
+
+    Args:
+        graph: The graph after the passes.
+        names: Which parameters the graph's inputs and results are.
+        costs: Costs of collectives and compute; the costs of the device unless given.
+    """
+    return _Reader(graph, names, costs).read()
+
+
+class _Reader:
+    def __init__(self, graph: fx.Graph, names: GraphNames, costs: Costs | None) -> None:
+        self.graph = graph
+        collective = next((node for node in graph.nodes if _collective_kind(node)), None)
+        self.costs = costs or (COSTS["cpu"] if collective is None else device_costs(collective))
+        self.parameters, self.sent = trace_parameters(graph, names)
+        self.gradients = _find_gradients(graph, names)  # parameters whose gradients a node computes or carries
+        self.alive = unsharded_bytes(graph, names)
+        self.collectives: dict[fx.Node, int] = {}
+
+    def read(self) -> list[Event]:
+        events: list[Event] = []
+        for node, alive in zip(self.graph.nodes, self.alive, strict=True):
+            event = self._event(node, alive)
+            if event is None:
+                continue
+            last = events[-1] if events else None
+            if last is not None and _may_join(last, event):
+                events[-1] = _join(last, event)
+            else:
+                events.append(event)
+        return events
+
+    def _event(self, node: fx.Node, alive: int) -> Event | None:
+        if node.op not in ("call_function", "call_method"):
+            return None
+        if (kind := _collective_kind(node)) is not None:
+            carried = self.parameters.get(node, _NONE) | self.gradients.get(node, _NONE)
+            self.collectives[node] = len(self.collectives)
+            size, seconds = self._collective_costs(node)
+            return self._make(kind, _modules(carried), carried, node, size, seconds, alive, self.collectives[node])
+        if is_wait(node):
+            launch = node.all_input_nodes[0]
+            carried = self.parameters.get(node, _NONE) | self.gradients.get(launch, _NONE)
+            number = self.collectives.get(launch, -1)
+            return self._make(Kind.WAIT, _modules(carried), carried, node, 0, 0.0, alive, number)
+        seconds = compute_seconds(node, self.costs)
+        if seconds == 0.0:
+            return None
+        own = self.parameters.get(node) or self.sent.get(node)
+        if own:  # a copy into a gather's input or out of its output
+            return self._make(Kind.COPY, _modules(own), own, node, 0, seconds, alive)
+        read = _NONE.union(*(self.parameters.get(each, _NONE) for each in node.all_input_nodes))
+        made = self.gradients.get(node, _NONE)
+        name = module_of(node) or _modules(read or made)
+        kind = Kind.COPY if made and not read and is_rearrangement(node) else Kind.COMPUTE
+        if kind is Kind.COPY:
+            return self._make(kind, name, made, node, 0, seconds, alive)
+        return replace(self._make(kind, name, read, node, 0, seconds, alive), gradients=tuple(sorted(made)))
+
+    def _collective_costs(self, node: fx.Node) -> tuple[int, float]:
+        sent = size_bytes(node.all_input_nodes[0])
+        if node.target is ALL_REDUCE:
+            return sent, self.costs.latency + 2 * sent / self.costs.comm_bandwidth
+        ranks = ranks_of(node)
+        whole = sent * ranks if is_gather(node) else sent
+        return whole, self.costs.collective(whole // ranks, ranks)
+
+    def _make(
+        self,
+        kind: Kind,
+        name: str,
+        parameters: Names,
+        node: fx.Node,
+        size: int,
+        seconds: float,
+        alive: int,
+        number: int = -1,
+    ) -> Event:
+        return Event(kind, name, tuple(sorted(parameters)), (operation(node),), size, seconds, alive, number)
+
+
+def _may_join(last: Event, event: Event) -> bool:
+    return last.kind is event.kind in (Kind.COMPUTE, Kind.COPY) and last.name == event.name
+
+
+def _join(last: Event, event: Event) -> Event:
+    return Event(
+        last.kind,
+        last.name,
+        tuple(sorted({*last.parameters, *event.parameters})),
+        last.operations + event.operations,
+        0,
+        last.seconds + event.seconds,
+        max(last.alive_bytes, event.alive_bytes),
+        gradients=tuple(sorted({*last.gradients, *event.gradients})),
+    )
+
+
+def _modules(parameters: Names) -> str:
+    """What the FQNs of the parameters' modules have in common, `layers.0` for example; "?" without parameters."""
+    modules = sorted({module_of_parameter(fqn) for fqn in parameters})
+    if len(modules) <= 1:
+        return modules[0] if modules else UNKNOWN_NAME
+    shared: list[str] = []
+    for parts in zip(*(module.split(".") for module in modules), strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared) or ", ".join(modules)
+
+
+def trace_parameters(graph: fx.Graph, names: GraphNames) -> tuple[dict[fx.Node, Names], dict[fx.Node, Names]]:
+    """By node, the parameters whose unsharded values it has, in whole or in part, and those whose shards it has."""
+    found: dict[fx.Node, Names] = {}
+    sent: dict[fx.Node, Names] = {}
+    apart = {
+        output: source
+        for each in find_packed(graph, is_gather)
+        for source, output in zip(each.inputs, each.outputs, strict=True)
+        if output is not None
+    }
+    for node in graph.nodes:
+        position = graph_input_position(node) if node.op == "placeholder" else None
+        inputs = node.all_input_nodes
+        if position in names.unsharded:
+            found[node] = frozenset((names.unsharded[position],))
+        elif position in names.shards:
+            sent[node] = frozenset((names.shards[position],))
+        elif is_gather(node):
+            if own := sent.get(inputs[0], _NONE):
+                found[node] = own
+        elif inputs and (is_rearrangement(node) or is_wait(node)):
+            if all(each in found for each in inputs):
+                known = sent.get(apart[node], _NONE) if node in apart else _NONE
+                found[node] = known or _NONE.union(*(found[each] for each in inputs))
+            elif all(each in sent for each in inputs):
+                sent[node] = _NONE.union(*(sent[each] for each in inputs))
+    return found, sent
+
+
+def _find_gradients(graph: fx.Graph, names: GraphNames) -> dict[fx.Node, Names]:
+    """The parameters whose gradients nodes compute, pack, reduce or are, followed back from the results."""
+    found: dict[fx.Node, Names] = {}
+    output = graph.output_node()
+    results = output.args[0] if isinstance(output.args[0], (tuple, list)) else ()
+    for node, position in zip(results, graph_output_positions(output), strict=False):
+        if isinstance(node, fx.Node) and position in names.gradients:
+            found[node] = found.get(node, _NONE) | {names.gradients[position]}
+    apart = {
+        source: output
+        for each in find_packed(graph, is_reduction)
+        for source, output in zip(each.inputs, each.outputs, strict=True)
+        if output is not None
+    }
+    for node in reversed(graph.nodes):
+        users = [user for user in node.users if user in found and _carries(user)]
+        own = found.get(apart[node], _NONE) if node in apart else _NONE.union(*(found[user] for user in users))
+        if own:
+            found[node] = found.get(node, _NONE) | own
+    return found
+
+
+def _carries(node: fx.Node) -> bool:
+    return is_rearrangement(node) or is_wait(node) or _collective_kind(node) in (Kind.REDUCE, Kind.ALL_REDUCE)

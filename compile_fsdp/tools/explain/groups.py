@@ -1,0 +1,114 @@
+"""The table of parameter groups: what is gathered and reduced for each, when, and which windows stay."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from compile_fsdp.tools.explain.events import Kind
+from compile_fsdp.tools.explain.names import GroupFacts
+from compile_fsdp.tools.explain.timeline import Placed
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """How one graph uses a group.
+
+    Attributes:
+        graph: Number of the graph.
+        first: The module that computes with the group first, and when, in seconds since the start of the step.
+        last: The module that computes with the group last, and when.
+        prefetch_events: Events in which something is computed between the launch of the group's first gather and its
+            first use; None if the graph gathers nothing of the group.
+        prefetch_s: Seconds between the launch of the group's first gather and its first use.
+    """
+
+    graph: int
+    first: tuple[str, float]
+    last: tuple[str, float]
+    prefetch_events: int | None
+    prefetch_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRow:
+    """One parameter group.
+
+    Attributes:
+        facts: Names and sizes of the group.
+        gathers: All-gathers that carry a parameter of the group, in all graphs; a pack may carry several groups.
+        reductions: Reduce-scatters that carry a gradient of the group, in all graphs.
+        windows: Traced windows of the group's parameters.
+        windows_removed: Windows that the passes have removed.
+        kept: (parameter FQN, reason) of the windows that stay.
+        uses: How each graph uses the group that computes with it.
+    """
+
+    facts: GroupFacts
+    gathers: int
+    reductions: int
+    windows: int
+    windows_removed: int
+    kept: tuple[tuple[str, str], ...]
+    uses: tuple[Use, ...]
+
+
+def make_rows(
+    groups: Sequence[GroupFacts],
+    placed: Sequence[Placed],
+    windows: Counter[str],
+    windows_left: Counter[str],
+    kept: Sequence[tuple[str, str]],
+) -> tuple[GroupRow, ...]:
+    """One row for each group.
+
+    Args:
+        groups: Parameter groups in the order in which graphs first used them.
+        placed: The events of the step.
+        windows: Traced windows by parameter FQN, in all graphs.
+        windows_left: Windows left by the passes, by parameter FQN.
+        kept: (parameter FQN, reason) of windows that stay.
+    """
+    return tuple(_row(group, placed, windows, windows_left, kept) for group in groups)
+
+
+def _row(
+    group: GroupFacts,
+    placed: Sequence[Placed],
+    windows: Counter[str],
+    windows_left: Counter[str],
+    kept: Sequence[tuple[str, str]],
+) -> GroupRow:
+    own = set(group.parameters)
+    carried = [each for each in placed if not own.isdisjoint(each.event.parameters)]
+    traced = sum(windows[fqn] for fqn in own)
+    uses = (_use(number, carried, placed) for number in dict.fromkeys(each.graph for each in carried))
+    return GroupRow(
+        facts=group,
+        gathers=sum(each.event.kind is Kind.GATHER for each in carried),
+        reductions=sum(each.event.kind is Kind.REDUCE for each in carried),
+        windows=traced,
+        windows_removed=traced - sum(windows_left[fqn] for fqn in own),
+        kept=tuple((fqn, reason) for fqn, reason in kept if fqn in own),
+        uses=tuple(use for use in uses if use is not None),
+    )
+
+
+def _use(graph: int, carried: Sequence[Placed], placed: Sequence[Placed]) -> Use | None:
+    used = [each for each in carried if each.graph == graph and each.event.kind is Kind.COMPUTE]
+    if not used:
+        return None
+    first, last = used[0], used[-1]
+    launch = next((each for each in carried if each.graph == graph and each.event.kind is Kind.GATHER), None)
+    between = None
+    if launch is not None:
+        positions = [i for i, each in enumerate(placed) if each is launch or each is first]
+        between = sum(each.event.kind is Kind.COMPUTE for each in placed[positions[0] : positions[-1]])
+    return Use(
+        graph,
+        (first.event.name, first.start_s),
+        (last.event.name, last.start_s),
+        between,
+        max(0.0, first.start_s - launch.at_s) if launch is not None else 0.0,
+    )

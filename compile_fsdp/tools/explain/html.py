@@ -1,0 +1,72 @@
+"""The page: one file with its style, its code and its data, and nothing to load.
+
+[Note: Text from the model is data]
+Names of modules and lines of code may hold anything. They go into the page as JSON without a `<`, and from there into
+the document as text, never as markup. The page's content security policy forbids to load anything.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Sequence
+from difflib import SequenceMatcher
+from importlib.resources import files
+from typing import Any
+
+from compile_fsdp.tools.explain.report import GraphView, Report
+from compile_fsdp.tools.explain.summary import prefetch_text
+
+Edit = tuple[str, list[int]]  # " ", "-" or "+", and positions in the graph's table of lines
+
+
+def render_page(report: Report) -> str:
+    """The whole page."""
+    here = files("compile_fsdp.tools.explain")
+    page = (here / "page.html").read_text(encoding="utf-8")
+    parts = {
+        "TITLE": html.escape(report.model),
+        "STYLE": (here / "page.css").read_text(encoding="utf-8"),
+        "CODE": (here / "page.js").read_text(encoding="utf-8"),
+        "DATA": _embed(page_data(report)),
+    }
+    pieces = page.split("@@")  # every second piece is the name of a part
+    return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
+
+
+def page_data(report: Report) -> dict[str, Any]:
+    """The data of the page: the report, with lines stored once and passes as edits."""
+    data = report.to_dict()
+    for row, group in zip(data["groups"], report.groups, strict=True):
+        row["prefetch"] = prefetch_text(report, group)
+    data["graphs"] = [_graph_data(graph) for graph in report.graphs]
+    return data
+
+
+def _graph_data(graph: GraphView) -> dict[str, Any]:
+    numbers: dict[str, int] = {}
+    texts = [[numbers.setdefault(line, len(numbers)) for line in stage.lines] for stage in graph.stages]
+    stages = []
+    for i, stage in enumerate(graph.stages):
+        edits = [(" ", texts[0])] if i == 0 else compare(texts[i - 1], texts[i])
+        stages.append({"name": stage.name, "summary": stage.summary, "edits": edits})
+    return {"direction": graph.direction, "lines": list(numbers), "stages": stages}
+
+
+def compare(before: Sequence[int], after: Sequence[int]) -> list[Edit]:
+    """The edits that turn one text into another, in order; a replacement is a removal and an insertion."""
+    edits: list[Edit] = []
+    for kind, i, i_end, j, j_end in SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
+        if kind == "equal":
+            edits.append((" ", list(before[i:i_end])))
+            continue
+        if i < i_end:
+            edits.append(("-", list(before[i:i_end])))
+        if j < j_end:
+            edits.append(("+", list(after[j:j_end])))
+    return edits
+
+
+def _embed(data: dict[str, Any]) -> str:
+    text = json.dumps(data, separators=(",", ":"))  # ASCII only
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

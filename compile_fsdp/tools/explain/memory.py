@@ -1,0 +1,88 @@
+"""How many bytes of unsharded parameters are alive at each node of a graph."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from torch import fx
+
+from compile_fsdp.passes.analysis.collectives import RESHAPES, is_gather, is_rearrangement, is_wait
+from compile_fsdp.passes.analysis.costs import size_bytes
+from compile_fsdp.passes.analysis.effects import get_argument, is_copy, is_resize
+from compile_fsdp.tools.explain.names import GraphNames
+from compile_fsdp.torch_compat.dispatch import OpOverload, argument_aliasing
+from compile_fsdp.torch_compat.inductor import graph_input_position
+
+
+def unsharded_bytes(graph: fx.Graph, names: GraphNames) -> list[int]:
+    """By node of the graph: bytes of gather outputs, of what is copied out of them, and of parameters in open windows.
+
+    A gather's output lives from its launch to the last read of it or of a view of it; a parameter from the resize that
+    opens its window to the one that closes it, or beyond the graph.
+    """
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    changes = [0] * (len(position) + 1)
+    root: dict[fx.Node, fx.Node] = {}  # a node on gathered memory: the node that allocated it
+    last: dict[fx.Node, int] = {}
+    for node, i in position.items():
+        for each in node.all_input_nodes:
+            if each in root:
+                last[root[each]] = i
+        if is_gather(node):
+            root[node] = node
+            last[node] = i
+        elif node.all_input_nodes and all(each in root for each in node.all_input_nodes):
+            if is_wait(node) or _is_view(node):
+                root[node] = root[node.all_input_nodes[0]]
+            elif is_rearrangement(node):
+                root[node] = node
+                last[node] = i
+    for node, end in last.items():
+        changes[position[node]] += size_bytes(node)
+        changes[end + 1] -= size_bytes(node)
+    for first, end, size in _windows(graph, names, position):
+        changes[first] += size
+        changes[end] -= size
+    return list(accumulate(changes[:-1]))
+
+
+def _is_view(node: fx.Node) -> bool:
+    target = node.target
+    if target in RESHAPES or getattr(target, "__name__", "") == "getitem":
+        return True
+    return isinstance(target, OpOverload) and any(each.aliased for each in argument_aliasing(target))
+
+
+def _windows(graph: fx.Graph, names: GraphNames, position: dict[fx.Node, int]) -> list[tuple[int, int, int]]:
+    """(first node, node behind the last, bytes) of each stretch in which a parameter itself has memory."""
+    found = []
+    for leaf in graph.find_nodes(op="placeholder"):
+        if graph_input_position(leaf) not in names.unsharded:
+            continue
+        users = sorted((user for user in leaf.users if user.op != "output"), key=position.__getitem__)
+        start = None
+        if users and not (is_resize(users[0]) and get_argument(users[0], 1, "new_size") != 0):
+            start = 0  # another graph has filled it
+        for user in users:
+            if not is_resize(user):
+                continue
+            is_free = get_argument(user, 1, "new_size") == 0
+            if is_free and start is not None:
+                found.append((start, position[user], size_bytes(leaf)))
+                start = None
+            elif not is_free and start is None:
+                start = position[user]
+        if start is not None:
+            found.append((start, len(position), size_bytes(leaf)))
+    return found
+
+
+def count_windows(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Fills of each unsharded parameter."""
+    counts: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if is_copy(node):
+            filled = get_argument(node, 0, "tensor")
+            if isinstance(filled, fx.Node) and filled.op == "placeholder":
+                counts[filled] = counts.get(filled, 0) + 1
+    return counts

@@ -1,0 +1,159 @@
+"""Which parameters the inputs and results of a Dynamo graph are, for graphs that are made of it and no longer tell.
+
+    shard placeholder                  what a rank sends of a parameter, known by the tensor behind it
+    unsharded parameter                known by the tensor behind it
+    result of the backward             the reduced gradient of a parameter, known by the parameter that its unsharded
+                                       gradient was accumulated for
+
+A name is found by following the data, never by an order or a size; what cannot be followed has none.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from compile_fsdp.ops import accumulate_gradient, reduce_scatter_tensor
+from compile_fsdp.runtime.group import TraceableGroup
+from compile_fsdp.torch_compat.autograd import is_accumulate_grad
+from compile_fsdp.torch_compat.dispatch import chunk_cat
+from compile_fsdp.torch_compat.distributed import functional_collectives
+from compile_fsdp.torch_compat.dynamo import graph_input_example, innermost_module
+from compile_fsdp.wrap.tree import ROOT
+
+_REDUCTIONS = (
+    reduce_scatter_tensor,
+    functional_collectives.reduce_scatter_tensor,
+    functional_collectives.reduce_scatter_tensor.default,
+)
+_MODULE = re.compile(r"""^L\[['"]\w+['"]\]\.?""")
+_GETATTR = re.compile(r"""getattr\((.*?), (['"])(.*)\2\)""")
+_CHILD = re.compile(r"""\._modules\[['"](.*?)['"]\]""")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """Names and sizes of one parameter group.
+
+    Attributes:
+        name: FQN of its module, or of its several modules.
+        parameters: FQNs of the group's parameters.
+        parameter_bytes: Bytes of each parameter, unsharded and padded.
+        shard_bytes: Bytes of the group's shards on this rank, padding included.
+        ranks: Number of ranks that the group is sharded over.
+        reshards: Whether eager FSDP2 frees it after its forward.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    parameter_bytes: tuple[int, ...]
+    shard_bytes: int
+    ranks: int
+    reshards: bool
+
+    @property
+    def unsharded_bytes(self) -> int:
+        return sum(self.parameter_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphNames:
+    """Parameter FQNs by position among the inputs and the results of a Dynamo graph."""
+
+    shards: dict[int, str]
+    unsharded: dict[int, str]
+    gradients: dict[int, str]
+
+
+def describe_group(group: TraceableGroup) -> GroupFacts:
+    shards = [param.gather_input(is_post_forward=False) for param in group.params]
+    return GroupFacts(
+        name=group.fsdp_group._module_fqn or ROOT,
+        parameters=tuple(group.fqn(param.unsharded_param) for param in group.params),
+        parameter_bytes=tuple(param.plan.storage_bytes for param in group.params),
+        shard_bytes=sum(shard.numel() * shard.itemsize for shard in shards),
+        ranks=group.constants.shard_count,
+        reshards=group.fsdp_group.post_forward_mesh_info is not None,
+    )
+
+
+def name_graph(gm: fx.GraphModule, groups: Collection[TraceableGroup]) -> GraphNames:
+    """The names for a Dynamo graph that is being compiled."""
+    tensors: dict[int, tuple[str, bool]] = {}  # by identity: FQN, whether it is the shard
+    for group in groups:
+        for param in group.params:
+            fqn = group.fqn(param.unsharded_param)
+            tensors[id(param.unsharded_param)] = fqn, False
+            tensors[id(param.gather_input(is_post_forward=False))] = fqn, True
+    names = GraphNames({}, {}, {})
+    of_node: dict[tuple[fx.Node, int], str] = {}  # unsharded parameters in the Dynamo graph: placeholder, item
+    position = 0
+    for node in gm.graph.find_nodes(op="placeholder"):
+        example = graph_input_example(node)
+        for item, tensor in enumerate(example if isinstance(example, list) else [example]):
+            fqn, is_shard = tensors.get(id(tensor), ("", False))
+            if fqn and is_shard:
+                names.shards[position] = fqn
+            elif fqn:
+                names.unsharded[position] = of_node[node, item] = fqn
+            position += 1
+    results = gm.graph.output_node().args[0]
+    for index, node in enumerate(results if isinstance(results, (tuple, list)) else ()):
+        if isinstance(node, fx.Node) and (found := _find_gradient(node, of_node)) is not None:
+            names.gradients[index] = found
+    return names
+
+
+def _find_gradient(node: fx.Node, unsharded: dict[tuple[fx.Node, int], str]) -> str | None:
+    """The parameter whose reduced gradient a node of a Dynamo graph is."""
+    item = 0
+    reduced = False
+    while not (node.target is accumulate_gradient or is_accumulate_grad(node.target)):
+        inputs = node.all_input_nodes
+        if node.target in (chunk_cat, chunk_cat.default):
+            parts: Any = node.args[0]
+            part = parts[item] if isinstance(parts, (tuple, list)) and item < len(parts) else None
+            if not isinstance(part, fx.Node):
+                return None
+            node = part
+            continue
+        if len(inputs) != 1:
+            return None
+        if node.target is operator.getitem and isinstance(node.args[1], int):
+            item = node.args[1]
+        reduced = reduced or node.target in _REDUCTIONS
+        node = inputs[0]
+    source: Any = node.args[1]
+    position: Any = 0
+    if isinstance(source, fx.Node) and source.target is operator.getitem:
+        source, position = source.args
+    return unsharded.get((source, position)) if reduced else None
+
+
+def module_of(node: fx.Node) -> str | None:
+    """FQN of the innermost module that a node comes from, where its metadata has it."""
+    name = innermost_module(node)
+    if name is None:
+        return None
+    names: list[str] = []
+    while (match := _GETATTR.fullmatch(name)) is not None:  # for a name that is no identifier
+        names.insert(0, match[3])
+        name = match[1]
+    if name.startswith("getattr("):
+        return None
+    fqn = _CHILD.sub(r".\1", _MODULE.sub("", name)).lstrip(".")
+    return ".".join(filter(None, (fqn, *names))) or ROOT
+
+
+def module_of_parameter(fqn: str) -> str:
+    return fqn.rpartition(".")[0] or ROOT
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

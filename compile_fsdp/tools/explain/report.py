@@ -1,0 +1,159 @@
+"""The findings of `explain` as data: for the terminal, for a page, for a program."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compile_fsdp.reports import Direction
+from compile_fsdp.tools.explain.capture import Capture, GraphBreak, Recompile, Stage
+from compile_fsdp.tools.explain.events import Kind
+from compile_fsdp.tools.explain.groups import GroupRow, make_rows
+from compile_fsdp.tools.explain.names import GroupFacts
+from compile_fsdp.tools.explain.timeline import Placed, place
+
+
+@dataclass(frozen=True, slots=True)
+class GraphView:
+    """A compiled graph: which half of a step it is, and what each pass made of it."""
+
+    direction: Direction
+    stages: tuple[Stage, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How a step was compiled, and what it should cost. Times are estimates, see `compile_fsdp.passes.Costs`.
+
+    Attributes:
+        model: What was explained: a class, or a script.
+        world_size: Ranks of the process group.
+        torch_version: Version of torch that compiled the step.
+        graphs: In the order of their compilation.
+        timeline: The events of the graphs, in that order.
+        groups: The parameter groups, in the order of their first use.
+        breaks: Graph breaks of the forward.
+        recompiles: Graphs that were compiled more than once.
+        notes: Further remarks, such as warnings.
+    """
+
+    model: str
+    world_size: int
+    torch_version: str
+    graphs: tuple[GraphView, ...]
+    timeline: tuple[Placed, ...]
+    groups: tuple[GroupRow, ...]
+    breaks: tuple[GraphBreak, ...]
+    recompiles: tuple[Recompile, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def step_s(self) -> float:
+        """Estimated seconds of all graphs together."""
+        return sum(
+            each.exposed_s if each.event.kind is Kind.WAIT else each.event.seconds
+            for each in self.timeline
+            if each.event.collective < 0 or each.event.kind is Kind.WAIT
+        )
+
+    @property
+    def exposed_s(self) -> float:
+        """Estimated seconds in which compute waits for communication."""
+        return sum(each.exposed_s for each in self.timeline)
+
+    @property
+    def communication_s(self) -> float:
+        """Seconds of all collectives, hidden or not."""
+        launches = (each.event for each in self.timeline if each.event.kind is not Kind.WAIT)
+        return sum(event.seconds for event in launches if event.collective >= 0)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes of unsharded parameters alive at a time."""
+        return max((each.event.alive_bytes for each in self.timeline), default=0)
+
+    @property
+    def eager_peak_bytes(self) -> int:
+        """Most bytes of unsharded parameters that eager FSDP2 would hold, by the model of `timeline.eager_bytes`."""
+        return max((each.eager_bytes for each in self.timeline), default=0)
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of the parameters' shards on this rank."""
+        return sum(row.facts.shard_bytes for row in self.groups)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as dicts, lists, strings and numbers, ready for `json.dumps`."""
+        figures = ("step_s", "exposed_s", "communication_s", "peak_bytes", "eager_peak_bytes", "shard_bytes")
+        plain: dict[str, Any] = _plain(dataclasses.asdict(self))
+        return {**plain, "figures": {name: getattr(self, name) for name in figures}}
+
+    def save_html(self, path: str | Path) -> None:
+        """Write one page that needs nothing else, no network either."""
+        from compile_fsdp.tools.explain.html import render_page
+
+        Path(path).write_text(render_page(self), encoding="utf-8")
+
+    def print(self) -> None:
+        """Print a summary on the terminal.
+
+        Raises:
+            ExplainError: rich is not installed.
+        """
+        from compile_fsdp.tools.explain.summary import print_summary
+
+        print_summary(self)
+
+
+def make_report(captured: Capture, model: str, world_size: int) -> Report:
+    """Make a report of what was captured."""
+    groups: dict[str, GroupFacts] = {}
+    for graph in captured.graphs:
+        for group in graph.groups:
+            groups.setdefault(group.name, group)
+    placed = place([graph.events for graph in captured.graphs], list(groups.values()))
+    rows = make_rows(
+        list(groups.values()),
+        placed,
+        sum((graph.windows for graph in captured.graphs), Counter()),
+        sum((graph.windows_left for graph in captured.graphs), Counter()),
+        [kept for graph in captured.graphs for kept in graph.kept],
+    )
+    notes = list(dict.fromkeys(captured.notes))
+    if not captured.graphs:
+        notes.append(
+            "No graph was compiled by Inductor with the passes. Graphs of other inner backends, and models that ran "
+            "eagerly, have nothing to show here."
+        )
+    elif not groups:
+        notes.append("The compiled graphs have no sharded parameters.")
+    return Report(
+        model=model,
+        world_size=world_size,
+        torch_version=torch.__version__,
+        graphs=tuple(GraphView(graph.direction, tuple(graph.stages)) for graph in captured.graphs),
+        timeline=tuple(placed),
+        groups=tuple(sorted(rows, key=_first_use)),
+        breaks=tuple(captured.breaks),
+        recompiles=tuple(captured.recompiles),
+        notes=tuple(notes),
+    )
+
+
+def _first_use(row: GroupRow) -> float:
+    return min((use.first[1] for use in row.uses), default=float("inf"))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(each) for each in value]
+    return value.value if isinstance(value, Enum) else value

@@ -1,0 +1,55 @@
+"""A graph as lines of text that can be compared: a node's line changes only if what it computes does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from compile_fsdp.passes.analysis.aliases import fake_value
+from compile_fsdp.tools.explain.names import dtype_name
+from compile_fsdp.torch_compat.dispatch import HigherOrderOperator, OpOverload, op_name
+
+
+def graph_lines(graph: fx.Graph, labels: Mapping[fx.Node, str]) -> tuple[str, ...]:
+    """The lines of a graph, one for each node.
+
+    Args:
+        graph: Any FX graph.
+        labels: Text to add to the lines of some nodes.
+    """
+    lines = []
+    for node in graph.nodes:
+        label = f"  # {labels[node]}" if node in labels else ""
+        lines.append(_line(node) + label)
+    return tuple(lines)
+
+
+def _line(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        return f"{node.name}{_type(node)}"
+    if node.op == "output":
+        return f"return {node.args[0]}"
+    if node.op == "get_attr":
+        return f"{node.name} = self.{node.target}"
+    arguments = [str(argument) for argument in node.args]
+    arguments += [f"{name}={argument}" for name, argument in node.kwargs.items()]
+    return f"{node.name}{_type(node)} = {operation(node)}({', '.join(arguments)})"
+
+
+def operation(node: fx.Node) -> str:
+    """The name of the op that a node calls, `aten.mm` for example."""
+    target = node.target
+    if isinstance(target, OpOverload | HigherOrderOperator):
+        namespace, _, rest = op_name(target).rpartition("::")
+        name = rest.partition(".")[0]
+        return f"{namespace.removeprefix('_')}.{name}" if namespace else name
+    return getattr(target, "__name__", str(target))
+
+
+def _type(node: fx.Node) -> str:
+    value = fake_value(node)
+    if isinstance(value, torch.Tensor):
+        return f": {dtype_name(value.dtype)}[{', '.join(str(size) for size in value.shape)}]"
+    return ""

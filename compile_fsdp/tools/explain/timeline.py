@@ -1,0 +1,91 @@
+"""Estimate when the events of a step happen, by the costs of compute and communication.
+
+Computations run in the order of the graph. Collectives go over one wire, one after the other, each as soon as it is
+launched and the wire is free: an alpha-beta model, see `compile_fsdp.passes.Costs`. A wait that comes before its
+collective has arrived exposes the difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from compile_fsdp.tools.explain.events import Event, Kind
+from compile_fsdp.tools.explain.names import GroupFacts
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """An event of the step with its place in time.
+
+    Attributes:
+        graph: Number of the event's graph.
+        at_s: Seconds from the start of the step until compute comes to it.
+        start_s: Seconds from the start of the step until the event starts: a collective may have to wait for the wire.
+        exposed_s: Seconds that compute stands still in a wait; 0 for other events.
+        eager_bytes: Unsharded bytes that eager FSDP2 would hold here, by `eager_bytes`.
+    """
+
+    event: Event
+    graph: int
+    at_s: float
+    start_s: float
+    exposed_s: float
+    eager_bytes: int
+
+
+def place(graphs: Sequence[Sequence[Event]], groups: Sequence[GroupFacts]) -> list[Placed]:
+    """Place the events of a step's graphs, one graph after the other."""
+    placed = []
+    now = wire_free = 0.0
+    for number, events in enumerate(graphs):
+        eager = eager_bytes(events, groups)
+        arrived: dict[int, float] = {}
+        for event, held in zip(events, eager, strict=True):
+            at, start, exposed = now, now, 0.0
+            if event.kind is Kind.WAIT:
+                exposed = max(0.0, arrived.get(event.collective, now) - now)
+                now += exposed
+            elif event.collective >= 0:
+                start = max(now, wire_free)
+                wire_free = arrived[event.collective] = start + event.seconds
+            else:
+                now += event.seconds
+            placed.append(Placed(event, number, at, start, exposed, held))
+    return placed
+
+
+def eager_bytes(events: Sequence[Event], groups: Sequence[GroupFacts]) -> list[int]:
+    """Bytes of unsharded parameters that eager FSDP2 would hold at each event of a graph.
+
+    A model, not a measurement: a group is gathered at the first use of the group before it, and freed after its last
+    use. The root's group, which eager FSDP2 gathers first and does not free after the forward, lives all through a
+    forward graph, and in a backward graph from the start to its last use.
+    """
+    is_backward = any(event.kind is Kind.REDUCE for event in events)
+    held = [0] * (len(events) + 1)
+    found = ((find_uses(events, group), group) for group in groups)
+    uses = sorted(((used, group) for used, group in found if used is not None), key=lambda use: use[0])
+    for i, ((_, last), group) in enumerate(uses):
+        first = uses[i - 1][0][0] if i > 0 else 0
+        if not group.reshards:
+            first, last = 0, last if is_backward else len(events) - 1
+        held[first] += group.unsharded_bytes
+        held[last + 1] -= group.unsharded_bytes
+    total = 0
+    result = []
+    for change in held[:-1]:
+        total += change
+        result.append(total)
+    return result
+
+
+def find_uses(events: Sequence[Event], group: GroupFacts) -> tuple[int, int] | None:
+    """The first and the last event that computes with a parameter of the group, or a gradient of one."""
+    own = set(group.parameters)
+    found = [
+        i
+        for i, event in enumerate(events)
+        if event.kind is Kind.COMPUTE and not own.isdisjoint((*event.parameters, *event.gradients))
+    ]
+    return (found[0], found[-1]) if found else None

@@ -1,0 +1,95 @@
+"""Models of transformers from configurations alone: nothing is downloaded, nothing has data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compile_fsdp.errors import EstimateError
+
+# Shapes after Grattafiori et al., The Llama 3 Herd of Models (arXiv:2407.21783), table 3.
+_LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 128_256,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+    "tie_word_embeddings": False,
+}
+PRESETS: dict[str, dict[str, Any]] = {
+    "8B": _LLAMA
+    | {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 14_336},
+    "70B": _LLAMA
+    | {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "intermediate_size": 28_672},
+    "405B": _LLAMA
+    | {"hidden_size": 16_384, "num_hidden_layers": 126, "num_attention_heads": 128, "intermediate_size": 53_248},
+}
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The entries of a config.json.
+
+    Raises:
+        EstimateError: the file cannot be read, or is no configuration of a model.
+    """
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise EstimateError(f"expected a config.json of transformers, got {path}: {error}; pass another") from error
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise EstimateError(f"expected a config.json with a model_type, got {path} without; add the model's type")
+    return config
+
+
+def build_model(config: dict[str, Any], checkpointed: bool = False) -> nn.Module:
+    """A causal language model with float32 parameters on the meta device, in training mode.
+
+    [Note: Attention without a mask]
+    Given fake tensors, transformers builds masks that it does not need without padding. Its own attention by
+    `scaled_dot_product_attention`, registered under a name for which it knows no mask, gets none.
+
+    Args:
+        config: Entries of its config.json.
+        checkpointed: Compute the layers' activations again in the backward.
+    Raises:
+        EstimateError: transformers does not know the architecture, or cannot build it from this configuration.
+    """
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+    AttentionInterface.register("sdpa_without_mask", _attend_without_mask)
+    config = {key: value for key, value in config.items() if key not in ("attn_implementation", "_attn_implementation")}
+    try:
+        parsed = AutoConfig.for_model(**config)
+        parsed.use_cache = False
+        with torch.device("meta"):
+            from_config: Callable[..., Any] = AutoModelForCausalLM.from_config
+            model = from_config(parsed, dtype=torch.float32, attn_implementation="sdpa_without_mask")
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+    except Exception as error:  # whatever a configuration makes a model's code raise
+        message = str(error).partition("\n")[0]
+        raise EstimateError(
+            f"expected the configuration of a causal language model that transformers knows, got model_type "
+            f"{config['model_type']!r}: {message}; correct the configuration"
+        ) from error
+    result: nn.Module = model.train()
+    return result
+
+
+def token_batch(batch: int, seq_len: int) -> dict[str, Tensor]:
+    """Arguments of a causal language model: `batch` sequences of `seq_len` tokens, which are the labels as well."""
+    tokens = torch.empty(batch, seq_len, dtype=torch.int64, device="meta")
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def _attend_without_mask(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> Any:
+    """See [Note: Attention without a mask]."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return sdpa_attention_forward(module, query, key, value, None, **kwargs)

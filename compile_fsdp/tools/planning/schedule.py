@@ -1,0 +1,163 @@
+"""The memory that eager FSDP2 holds at each point of a step: gathers, unsharded parameters, reductions.
+
+[Note: Who holds a gather's buffer]
+In the forward, the buffer of a gather lives until the next group's buffer is copied out, so that copying out of one may
+overlap with gathering the next; in the backward, until its own copy-out. torch 2.13 drops its reference to the former
+buffer before that copy-out, but still has it in a local variable. A reduce-scatter input lives until the next
+reduce-scatter begins; with torch 2.12, since a local variable holds it, until that one is over.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from compile_fsdp.tools.planning.amounts import Amount
+from compile_fsdp.tools.planning.sizes import GroupSizes
+from compile_fsdp.tools.planning.tracing import Mark, Point
+from compile_fsdp.torch_compat.fsdp import HOLDS_REDUCE_INPUT
+
+
+class Backend(enum.Enum):
+    """The backend of the collectives, which decides which copies they make in torch's memory."""
+
+    NCCL = "nccl"
+    """None."""
+    GLOO = "gloo"
+    """The whole result of a gather, the whole input of a reduction, and padded gradients, as in all CPU reductions."""
+    FAKE = "fake"
+    """Padded gradients: torch's process group whose collectives do nothing, on a CPU."""
+
+
+@dataclass
+class Schedule:
+    """Follows what FSDP2 does and holds at each mark of a trace.
+
+    Attributes:
+        sizes: Sizes of each group of the plan.
+        execution: Groups in the order in which their forwards begin.
+        forward_prefetch: Gathers launched ahead in the forward: as by `set_modules_to_forward_prefetch`.
+        backward_prefetch: Gathers launched ahead in the backward; FSDP2 itself launches 1.
+        gathers: Bytes that a rank sends in each all-gather so far.
+        reductions: Bytes that a rank receives from each reduce-scatter so far.
+    """
+
+    sizes: Sequence[GroupSizes]
+    execution: Sequence[int]
+    forward_prefetch: int
+    backward_prefetch: int
+    backend: Backend
+    gathers: list[Amount] = field(default_factory=list)
+    reductions: list[Amount] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._buffers: set[int] = set()  # groups whose gather is launched and not copied out yet
+        self._unsharded: set[int] = set()
+        self._held: int | None = None  # See [Note: Who holds a gather's buffer]
+        self._reduce_input = Amount()
+        self._former_reduce_input = Amount()  # input of the reduce-scatter before
+        self._gradients: dict[int, Amount] = {}
+        self._order: list[int] = []  # groups in the order in which their forwards end
+        self._positions: dict[int, list[int]] = {}  # where each group stands in that order
+        self._parameter_bytes = Amount()  # bytes of unsharded parameters and of all-gather outputs
+        self._other_bytes = Amount()
+
+    @property
+    def unsharded(self) -> Amount:
+        """Bytes of gathered parameters and of buffers of gathers."""
+        return self._parameter_bytes
+
+    @property
+    def level(self) -> Amount:
+        """Bytes of everything that FSDP2 holds now beside the sharded parameters."""
+        return self._parameter_bytes + self._other_bytes
+
+    def advance(self, mark: Mark) -> Iterator[Amount]:
+        """Do what FSDP2 does at a mark; yields the bytes that it holds at each possible peak."""
+        if mark.point is Point.PRE_FORWARD:
+            yield from self._gather(mark.group)
+            yield from self._copy_out(mark.group, in_forward=True)
+            ahead = self.execution.index(mark.group) + 1
+            for group in self.execution[ahead : ahead + self.forward_prefetch] if self.forward_prefetch else ():
+                yield from self._gather(group)
+        elif mark.point is Point.POST_FORWARD:
+            self._positions.setdefault(mark.group, []).append(len(self._order))
+            self._order.append(mark.group)
+            if self.sizes[mark.group].reshard_after_forward:
+                self._free(mark.group)
+        elif mark.point is Point.FORWARD_END:
+            self._drop_held()
+        elif mark.point is Point.PRE_BACKWARD:
+            yield from self._gather(mark.group)
+            yield from self._copy_out(mark.group, in_forward=False)
+            before = self._positions[mark.group].pop()
+            for group in self._order[max(0, before - self.backward_prefetch) : before][::-1]:
+                yield from self._gather(group)
+        elif mark.point is Point.POST_BACKWARD:
+            yield from self._start_reduction(mark)
+        elif mark.point is Point.GRADIENTS_FREED:
+            yield from self._reduce(mark)
+            self._drop_former_reduce_input()
+        yield self.level
+
+    def _gather(self, group: int) -> Iterator[Amount]:
+        if group in self._buffers or group in self._unsharded:
+            return
+        sizes = self.sizes[group]
+        self._buffers.add(group)
+        self._parameter_bytes = self._parameter_bytes + sizes.gathered()
+        self.gathers.append(sizes.gather_input())
+        workspace = sizes.gathered() if self.backend is Backend.GLOO else Amount()
+        yield self.level + sizes.cast() + workspace
+
+    def _copy_out(self, group: int, in_forward: bool) -> Iterator[Amount]:
+        if group not in self._buffers:
+            return
+        self._buffers.remove(group)
+        self._unsharded.add(group)
+        gathered = self.sizes[group].gathered()
+        self._parameter_bytes = self._parameter_bytes + gathered
+        yield self.level
+        if in_forward:
+            self._drop_held()
+            self._held = group
+        else:
+            self._parameter_bytes = self._parameter_bytes - gathered
+
+    def _drop_held(self) -> None:
+        if self._held is not None:
+            self._parameter_bytes = self._parameter_bytes - self.sizes[self._held].gathered()
+            self._held = None
+
+    def _free(self, group: int) -> None:
+        if group in self._unsharded:
+            self._unsharded.remove(group)
+            self._parameter_bytes = self._parameter_bytes - self.sizes[group].gathered()
+
+    def _start_reduction(self, mark: Mark) -> Iterator[Amount]:
+        self._free(mark.group)
+        self._former_reduce_input = self._reduce_input
+        if not HOLDS_REDUCE_INPUT:
+            self._drop_former_reduce_input()
+        sizes = self.sizes[mark.group]
+        self._reduce_input = sizes.reduced(mark.reduced).times_ranks()
+        self._other_bytes = self._other_bytes + self._reduce_input
+        yield self.level + (sizes.padded_copies(mark.reduced) if self.backend is not Backend.NCCL else Amount())
+
+    def _drop_former_reduce_input(self) -> None:
+        self._other_bytes = self._other_bytes - self._former_reduce_input
+        self._former_reduce_input = Amount()
+
+    def _reduce(self, mark: Mark) -> Iterator[Amount]:
+        if not mark.reduced:
+            return
+        sizes = self.sizes[mark.group]
+        output, gradients = sizes.reduced(mark.reduced), sizes.shards(mark.reduced)
+        self.reductions.append(output)
+        yield self.level + output + (self._reduce_input if self.backend is Backend.GLOO else Amount())
+        if sizes.casts_reduced(mark.reduced):
+            yield self.level + output + gradients
+        if mark.group not in self._gradients:  # else the gradients are added to those of an earlier use
+            self._gradients[mark.group] = gradients
+            self._other_bytes = self._other_bytes + gradients

@@ -1,0 +1,127 @@
+"""How many bytes FSDP2 allocates for one group, as formulas in the number of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+
+import sympy
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from compile_fsdp.errors import EstimateError
+from compile_fsdp.tools.planning.amounts import Amount, N, rows, total
+from compile_fsdp.torch_compat.fsdp import HAS_GRAD_DTYPES
+from compile_fsdp.wrap import Group, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSizes:
+    """Bytes of one group on one rank.
+
+    Attributes:
+        parameters: The group's parameters by FQN.
+        policy: The mixed-precision policy of the group.
+        reshard_after_forward: Whether the unsharded parameters are freed between forward and backward.
+    """
+
+    parameters: dict[str, nn.Parameter]
+    policy: MixedPrecisionPolicy
+    reshard_after_forward: bool
+
+    def shards(self, of: Collection[str] | None = None) -> Amount:
+        """Sharded parameters, or gradients, in the parameters' dtype: (ceil(d0 / N), *rest) each."""
+        return self._sum(lambda parameter: parameter.dtype, of)
+
+    def gather_input(self) -> Amount:
+        """Bytes that this rank sends in an all-gather."""
+        return self._sum(self._gathered_dtype)
+
+    def gathered(self) -> Amount:
+        """Bytes of the all-gather output, and of the unsharded parameters: N equal padded shards."""
+        return self.gather_input().times_ranks()
+
+    def cast(self) -> Amount:
+        """Bytes of the copy of the shards in the dtype that is gathered, where it is not the original one."""
+        cast = [fqn for fqn, each in self.parameters.items() if self._gathered_dtype(each) != each.dtype]
+        return self._sum(self._gathered_dtype, cast)
+
+    def reduced(self, of: Collection[str]) -> Amount:
+        """Bytes that this rank gets from a reduce-scatter of the gradients of these parameters."""
+        return self._sum(self._reduced_dtype, of)
+
+    def casts_reduced(self, of: Iterable[str]) -> bool:
+        """Whether reduced gradients are copied into another dtype, that of the parameters."""
+        return any(self._reduced_dtype(self.parameters[fqn]) != self.parameters[fqn].dtype for fqn in of)
+
+    def padded_copies(self, of: Iterable[str]) -> Amount:
+        """Bytes of padded copies of gradients whose rows N does not divide, which `chunk_cat` makes on CPUs."""
+        result = Amount()
+        for fqn in of:
+            parameter = self.parameters[fqn]
+            shard = _bytes(parameter, self._gathered_dtype(parameter))
+            uneven = sympy.sign(sympy.Mod(parameter.shape[0], N))
+            result = result + Amount({term * uneven: each for term, each in shard.items()}).times_ranks()
+        return result
+
+    def _gathered_dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        return self.policy.param_dtype if self.policy.param_dtype and parameter.is_floating_point() else parameter.dtype
+
+    def _reduced_dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        if self.policy.reduce_dtype is not None:
+            return self.policy.reduce_dtype
+        return parameter.dtype if HAS_GRAD_DTYPES else self._gathered_dtype(parameter)
+
+    def _sum(self, dtype: Callable[[nn.Parameter], torch.dtype], of: Collection[str] | None = None) -> Amount:
+        names = self.parameters if of is None else of
+        return total(_bytes(self.parameters[fqn], dtype(self.parameters[fqn])) for fqn in names)
+
+
+def _bytes(parameter: nn.Parameter, dtype: torch.dtype) -> Amount:
+    """Bytes of one shard in a dtype."""
+    length, *rest = parameter.shape
+    return Amount({rows(length): Fraction(math.prod(rest) * dtype.itemsize)})
+
+
+def group_sizes(plan: Plan) -> list[GroupSizes]:
+    """The sizes of every group of a plan.
+
+    Raises:
+        EstimateError: the plan has a feature that cannot be estimated.
+    """
+    parameters = dict(plan.root.named_parameters())
+    problems = {group.name: found for group in plan.groups if (found := list(_unsupported(group, parameters)))}
+    if plan.full_precision:
+        problems["mixed_precision_overrides"] = [f"{len(plan.full_precision)} modules"]
+    if problems:
+        raise EstimateError(
+            f"expected whole parameters sharded on dim 0 of a mesh of one dim, got {problems}; estimate a plan without"
+        )
+    root = plan.groups[-1]
+    return [
+        GroupSizes(
+            {fqn: parameters[fqn] for fqn in group.parameters},
+            group.kwargs.get("mp_policy") or MixedPrecisionPolicy(),
+            # Unless told otherwise, FSDP2 keeps the root's parameters for the backward, which begins with them.
+            group is not root if (reshard := group.kwargs.get("reshard_after_forward")) is None else bool(reshard),
+        )
+        for group in plan.groups
+    ]
+
+
+def _unsupported(group: Group, parameters: dict[str, nn.Parameter]) -> Iterable[str]:
+    mesh, reshard = group.kwargs.get("mesh"), group.kwargs.get("reshard_after_forward")
+    if mesh is not None and mesh.ndim != 1:
+        yield f"a mesh of {mesh.ndim} dims"
+    if reshard is not None and not isinstance(reshard, bool):
+        yield f"reshard_after_forward={reshard}"
+    if group.kwargs.get("shard_placement_fn") is not None:
+        yield "shard_placement_fn"
+    if isinstance(group.kwargs.get("offload_policy"), CPUOffloadPolicy):
+        yield "CPUOffloadPolicy"
+    if any(isinstance(parameters[fqn], DTensor) for fqn in group.parameters):
+        yield "DTensor parameters"

@@ -1,0 +1,136 @@
+"""A decoder-only transformer over bytes: RMSNorm, rotary positions, SwiGLU, optionally tied embeddings.
+
+Shapes: B sequences, T tokens, D = dim, H heads of width K, V = vocab_size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from compile_fsdp.tools.train.config import ModelConfig
+
+ROTARY_BASE = 10_000.0
+
+
+class Rotary(nn.Module):
+    """Rotates each pair of channels of a query or key by an angle that grows with its position.
+
+    Source: Su et al., RoFormer (arXiv:2104.09864), with channel i paired with channel i + K / 2.
+    """
+
+    cos: Tensor  # (seq_len, K / 2), float32
+    sin: Tensor  # (seq_len, K / 2), float32
+
+    def __init__(self, head_dim: int, seq_len: int) -> None:
+        super().__init__()
+        frequencies = ROTARY_BASE ** -(torch.arange(0, head_dim, 2) / head_dim)
+        angles = torch.outer(torch.arange(seq_len), frequencies)
+        # Derived from the shapes alone, hence no part of a checkpoint.
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rotate `x`: (B, H, T, K), of any floating dtype, which the result keeps."""
+        length = x.shape[-2]
+        cos, sin = self.cos[:length], self.sin[:length]
+        first, second = x.float().chunk(2, dim=-1)
+        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        return rotated.type_as(x)
+
+
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self, config: ModelConfig, seq_len: int) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = nn.Linear(config.dim, 3 * config.dim, bias=False)
+        self.out = nn.Linear(config.dim, config.dim, bias=False)
+        self.rotary = Rotary(config.head_dim, seq_len)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend over `x`: (B, T, D) -> (B, T, D)."""
+        batch, length, dim = x.shape
+        qkv: Tensor = self.qkv(x)
+        split = qkv.view(batch, length, 3, self.heads, dim // self.heads)
+        q, k, v = split.permute(2, 0, 3, 1, 4)  # each (B, H, T, K)
+        attended = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, is_causal=True)
+        out: Tensor = self.out(attended.transpose(1, 2).reshape(batch, length, dim))
+        return out
+
+
+class FeedForward(nn.Module):
+    """SwiGLU. Source: Shazeer, GLU Variants Improve Transformer (arXiv:2002.05202)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.dim, config.hidden, bias=False)
+        self.up = nn.Linear(config.dim, config.hidden, bias=False)
+        self.down = nn.Linear(config.hidden, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T, D)."""
+        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return out
+
+
+class Block(nn.Module):
+    """One pre-norm layer; the unit that a trainer shards."""
+
+    def __init__(self, config: ModelConfig, seq_len: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim)
+        self.attention = Attention(config, seq_len)
+        self.feed_forward_norm = nn.RMSNorm(config.dim)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T, D)."""
+        x = x + self.attention(self.attention_norm(x))
+        out: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
+        return out
+
+
+class Transformer(nn.Module):
+    """Predicts each next token; `forward` returns the loss.
+
+    Args:
+        config: Shapes of the parameters.
+        seq_len: Longest sequence that `forward` takes.
+    """
+
+    def __init__(self, config: ModelConfig, seq_len: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(Block(config, seq_len) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.dim)
+        self.output = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        self._init_parameters(residual_writes=2 * config.layers)
+
+    def _init_parameters(self, residual_writes: int) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+        for block in self.layers:
+            assert isinstance(block, Block)
+            # Keeps the residual stream's variance independent of the depth.
+            for projection in (block.attention.out, block.feed_forward.down):
+                nn.init.normal_(projection.weight, std=0.02 * residual_writes**-0.5)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy, in nats per token.
+
+        Args:
+            tokens: (B, T) int64.
+            targets: (B, T) int64, the token that follows each of `tokens`.
+        Returns:
+            () float32.
+        """
+        x = self.embedding(tokens)
+        for block in self.layers:
+            x = block(x)
+        x = self.norm(x)
+        logits = F.linear(x, self.embedding.weight) if self.output is None else self.output(x)  # (B, T, V)
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

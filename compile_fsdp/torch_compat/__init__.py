@@ -1,0 +1,1 @@
+"""Every private name of torch that this package uses, by torch's subsystem."""

@@ -1,0 +1,118 @@
+"""torch.autograd and compiled autograd: what a backward does now, what it will do, version counters, the profiler."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch._dynamo import compiled_autograd as _compiled_autograd
+
+from compile_fsdp.torch_compat.declarations import needs, needs_attributes
+
+# Hooks, the counter of in-place writes, and the tensor that a view is of. (2.11.0 to 2.15.0)
+needs_attributes(torch.Tensor, "_backward_hooks", "_base", "_post_accumulate_grad_hooks", "_version")
+
+# Inside, in-place writes leave the tensors' version counters as they are. (2.13.0)
+preserve_version_counter = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
+
+# Whether a profiler is on in this thread. (2.13.0)
+is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+
+
+def get_versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The version counters by which autograd notices in-place writes. (2.13.0)"""
+    return [tensor._version for tensor in tensors]
+
+
+@needs("torch._C._autograd._unsafe_set_version_counter")
+def set_versions(tensors: Sequence[torch.Tensor], versions: list[int]) -> None:
+    """Set version counters back. (2.13.0)"""
+    if get_versions(tensors) != versions:
+        torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
+@needs("torch._C._current_graph_task_id")
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward now. (2.13.0)"""
+    return torch._C._current_graph_task_id() != -1
+
+
+@needs("torch.autograd.Variable._execution_engine.queue_callback")
+def after_backward(callback: Callable[[], None]) -> None:
+    """Inside a backward: run a function when all of it is over. (2.13.0)"""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+@needs("torch._C._will_engine_execute_node")
+def will_run(node: Any) -> bool:
+    """Whether the autograd node takes part in the `.backward()` that runs now; False for a dead one. (2.13.0)"""
+    return node is not None and bool(torch._C._will_engine_execute_node(node))
+
+
+@needs("torch._C._will_engine_execute_node")
+def accumulates_into(leaf: torch.Tensor) -> bool:
+    """Whether the backward that runs now accumulates, or has, a gradient into `leaf`.
+
+    Not if nothing leads there, and not inside of `torch.autograd.grad` and `backward(inputs=...)` with other inputs;
+    the engine refuses the question (RuntimeError) for a leaf that `torch.autograd.grad` captures. (2.13.0)
+    """
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return False
+
+
+@needs("torch._dynamo.compiled_autograd._enable", "torch._dynamo.eval_frame._stance.stance")
+@contextlib.contextmanager
+def compiled_autograd(compiler: Callable[[torch.fx.GraphModule], Callable[..., Any]]) -> Iterator[None]:
+    """Compile every backward that is started inside, on this thread. Sizes are static until they change. (2.13.0)"""
+    with contextlib.ExitStack() as stack:
+        if torch._dynamo.eval_frame._stance.stance == "force_eager":
+            # The stance came after the forward was compiled; only a compiled backward fits that one.
+            stack.enter_context(torch.compiler.set_stance("default"))
+        stack.enter_context(_compiled_autograd._enable(compiler, dynamic=False))
+        yield
+
+
+@needs("torch._dynamo.compiled_autograd.compiled_autograd_enabled")
+def get_compiled_autograd_flag() -> bool:
+    """Whether Dynamo traces for a backward under compiled autograd, and leaves hooks' bodies to that. (2.13.0)"""
+    return _compiled_autograd.compiled_autograd_enabled
+
+
+@needs("torch._dynamo.compiled_autograd.compiled_autograd_enabled")
+def set_compiled_autograd_flag(value: bool) -> None:
+    """Let Dynamo trace for a backward under compiled autograd, or not. (2.13.0)"""
+    _compiled_autograd.compiled_autograd_enabled = value
+
+
+@needs("torch._dynamo.compiled_autograd.ops.get")
+def compiled_autograd_function(name: str) -> Callable[..., Any]:
+    """The function that compiled autograd has bound for a kind of autograd node. (2.13.0)"""
+    bound: Callable[..., Any] = _compiled_autograd.ops.get(name)
+    return bound
+
+
+@needs("torch._dynamo.compiled_autograd.Op")
+def is_accumulate_grad(target: object) -> bool:
+    """Whether a node's target is compiled autograd's gradient accumulation. (2.13.0)"""
+    return isinstance(target, _compiled_autograd.Op) and target.__name__ == "AccumulateGrad"
+
+
+@needs("torch._dynamo.compiled_autograd.Op")
+def may_hand_on(target: object) -> bool:
+    """Whether a node's target is a function of compiled autograd that often returns its arguments. (2.13.0)"""
+    if isinstance(target, _compiled_autograd.Op):
+        return target.__name__ == "validate_outputs"
+    return getattr(target, "__name__", "") == "call_aot_bwd_prologue"
+
+
+def allocation_sizes(profile: torch.profiler.profile) -> Iterator[int]:
+    """Bytes of each allocation, and negative ones of each release, in a profile of memory that is over. (2.13.0)"""
+    assert profile.profiler is not None and profile.profiler.kineto_results is not None
+    events: list[Any] = profile.profiler.kineto_results.events()
+    return (event.nbytes() for event in events if event.name() == "[memory]")

@@ -1,0 +1,87 @@
+"""Which torch this is for: said at import, by name, before anything else fails for it."""
+
+from __future__ import annotations
+
+import dis
+import importlib
+import inspect
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pkgutil import resolve_name
+from types import FunctionType
+
+import torch
+
+from compile_fsdp.torch_compat import declarations
+
+OLDEST, NEWEST = (2, 11), (2, 15)
+
+
+def check_version(version: str) -> None:
+    """Refuse a torch that is too old or too new.
+
+    Raises:
+        ImportError: it is neither of these releases nor between them.
+    """
+    release = tuple(int(part) for part in version.split(".")[:2])
+    if not OLDEST <= release <= NEWEST:
+        (oldest, newest), (major, minor) = (f"{a}.{b}" for a, b in (OLDEST, NEWEST)), NEWEST
+        raise ImportError(
+            f"compile_fsdp works with torch {oldest} to {newest}, found torch {version}; install one of these, with "
+            f"pip install 'torch>={oldest},<{major}.{minor + 1}'"
+        )
+
+
+def check_attributes(attributes: Mapping[type, tuple[str, ...]] = declarations.ATTRIBUTES) -> None:
+    """Look for the attributes that objects must have, in their classes.
+
+    Raises:
+        AttributeError: some class has none of that name, and none of its methods sets it.
+    """
+    for cls, names in attributes.items():
+        if (left := set(names) - set(dir(cls))) and (gone := left - set(_set_by_methods(cls))):
+            raise AttributeError(f"{cls.__module__}.{cls.__qualname__} has no {', '.join(sorted(gone))}")
+
+
+def check_names() -> None:
+    """Look for the names that functions use when they are called.
+
+    That imports the compiler, so it is done before the first graph, and not at import.
+
+    Raises:
+        ImportError: one has moved.
+    """
+    for name in declarations.NAMES:
+        try:
+            _look_up(name)
+        except (ImportError, AttributeError) as error:
+            raise moved(error) from error
+
+
+def moved(error: Exception) -> ImportError:
+    """What to raise where a private name of torch is not found."""
+    return ImportError(
+        f"compile_fsdp uses a private name of torch that torch {torch.__version__} does not have: {error}; install "
+        "torch 2.13.0, which it was checked with, and report it"
+    )
+
+
+def _set_by_methods(cls: type) -> Iterator[str]:
+    for base in cls.__mro__:
+        yield from vars(base).get("__annotations__", ())
+        for member in vars(base).values():
+            function = inspect.unwrap(getattr(member, "fget", member))
+            if isinstance(function, FunctionType):
+                yield from (each.argval for each in dis.get_instructions(function) if each.opname == "STORE_ATTR")
+
+
+# Once for each name: every graph asks for all of them again.
+_look_up = cache(resolve_name)
+
+check_version(torch.__version__)
+try:
+    for name in ("autograd", "dispatch", "distributed", "dynamo", "fsdp", "inductor", "nn"):
+        importlib.import_module(f"compile_fsdp.torch_compat.{name}")
+    check_attributes()
+except (ImportError, AttributeError) as error:
+    raise moved(error) from error

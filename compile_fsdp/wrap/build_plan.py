@@ -1,0 +1,107 @@
+"""`plan`: ask a policy, check what it says, and write down the calls of `fully_shard` that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from compile_fsdp.wrap import checks
+from compile_fsdp.wrap.groups import Draft, collect_all, in_order, merge_shared
+from compile_fsdp.wrap.layout import shard_bytes
+from compile_fsdp.wrap.plans import Group, Plan
+from compile_fsdp.wrap.policies import Policy, RepeatedBlocksPolicy, Selection
+from compile_fsdp.wrap.tree import has_parameters, names_of, with_all_below
+
+
+def plan(
+    model: nn.Module,
+    policy: Policy | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    ignored_modules: Iterable[nn.Module] = (),
+    mixed_precision_overrides: Iterable[type[nn.Module]] = (),
+    fix_shared: bool = False,
+    **root_kwargs: Any,
+) -> Plan:
+    """Decide what to shard, and leave the model as it is. All ranks get the same plan, without communication.
+
+    Args:
+        model: What will be the root; on any device, meta included.
+        policy: Which modules become groups of their own; `RepeatedBlocksPolicy()` unless given.
+        mesh: The mesh to shard over; all ranks unless given, as in `fully_shard`.
+        ignored_modules: Modules that are not sharded, nor any module below them.
+        mixed_precision_overrides: Classes of modules that compute in float32 whatever is around them: groups of
+            their own without `param_dtype`, 16-bit inputs cast up, outputs cast to the dtype that the inputs had.
+        fix_shared: Whether groups that share parameters are merged into one, in place of an error.
+        **root_kwargs: Arguments of `fully_shard` for the root, and for each module whose policy gives no other.
+    Returns:
+        The plan: print it, `apply` it.
+    Raises:
+        PlanError: the plan cannot be applied; the subclass says why.
+        FSDP1Error: the model contains FullyShardedDataParallel modules.
+    """
+    policy = RepeatedBlocksPolicy() if policy is None else policy
+    ignored_modules = list(ignored_modules)
+    checks.check_ignored(model, ignored_modules)
+    ignored = with_all_below(ignored_modules)
+    if mesh is not None:
+        root_kwargs["mesh"] = mesh
+    selection = policy.select(model, ignored, root_kwargs)
+    checks.check_selection(model, policy, selection, ignored)
+    overridden = [
+        module
+        for module in model.modules()
+        if isinstance(module, tuple(mixed_precision_overrides)) and module not in ignored
+    ]
+    checks.check_full_precision(model, overridden)
+    ignored_params = {parameter for module in ignored_modules for parameter in module.parameters()}
+    drafts = _draft(model, selection, root_kwargs, ignored_params, overridden)
+    checks.check_modules(model, [draft.modules[0] for draft in drafts])
+    checks.check_arguments(model, drafts)
+    if fix_shared:
+        drafts = merge_shared(model, drafts)
+    checks.check_shared(model, drafts)
+    checks.check_parameters(model, drafts)
+    drafts = in_order(model, drafts)
+    groups = tuple(_groups(model, drafts))
+    return Plan(model, groups, tuple(overridden), checks.frozen_warnings(model, drafts))
+
+
+def _draft(
+    root: nn.Module,
+    selection: Selection,
+    root_kwargs: Mapping[str, Any],
+    ignored_params: set[nn.Parameter],
+    overridden: list[nn.Module],
+) -> list[Draft]:
+    in_full_precision = with_all_below(overridden)
+    chosen = {**selection, **{module: {} for module in overridden if has_parameters(module)}, root: {}}
+    drafts = []
+    for module in chosen:
+        kwargs = {**root_kwargs, **selection.get(module, {})}
+        # fully_shard knows ignored parameters, not modules.
+        if own_ignored := ignored_params | set(kwargs.get("ignored_params") or ()):
+            kwargs["ignored_params"] = own_ignored
+        if module in in_full_precision:
+            kwargs["mp_policy"] = MixedPrecisionPolicy()
+        drafts.append(Draft((module,), kwargs))
+    return drafts
+
+
+def _groups(root: nn.Module, drafts: list[Draft]) -> Iterable[Group]:
+    names = names_of(root)
+    fqns = {parameter: fqn for fqn, parameter in root.named_parameters()}
+    for draft, held in zip(drafts, collect_all(drafts), strict=True):
+        parameters = list(dict.fromkeys(each.parameter for each in held))
+        yield Group(
+            modules=draft.modules,
+            fqns=tuple("" if module is root else names[module] for module in draft.modules),
+            kwargs=draft.kwargs,
+            parameters=tuple(fqns[parameter] for parameter in parameters),
+            numel=sum(parameter.numel() for parameter in parameters),
+            bytes_per_rank=sum(shard_bytes(parameter, draft.kwargs) for parameter in parameters),
+        )

@@ -1,0 +1,1 @@
+"""What passes ask about a graph. Nothing here changes one."""

@@ -1,0 +1,102 @@
+"""Which nodes may share a storage.
+
+[Note: Fake storages tell the aliases]
+The fake values in a traced graph share a storage exactly where the real ones will, so an alias class is a set
+of storages. Classes are joined where a fake value says too little: at a node without one, at an op that hides
+its aliasing (waiting for a collective returns the collective's own buffer), and at a declared view whose fake
+value lies elsewhere than its input's. The last is what `remove_unshard_copies` leaves behind, since a view
+keeps the metadata it had as a view of the parameter. So ask these classes, and no fake value, what aliases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from compile_fsdp.passes.analysis.effects import Effects
+from compile_fsdp.torch_compat.dispatch import storage_key
+
+UNKNOWN = object()
+
+
+def fake_value(node: fx.Node) -> object:
+    """What the node returns, with fake tensors: set by AOTAutograd ("val") or by Dynamo ("example_value").
+
+    UNKNOWN if neither did; None if the node returns None.
+    """
+    value = node.meta.get("val", UNKNOWN)
+    return node.meta.get("example_value", UNKNOWN) if value is UNKNOWN else value
+
+
+def fake_arguments(arguments: Any) -> Any:
+    """Arguments of a node with values in the place of nodes."""
+    return fx.node.map_arg(arguments, fake_value)  # type: ignore[arg-type]  # It maps to anything.
+
+
+def find_fake_tensor(node: object) -> torch.Tensor | None:
+    value = fake_value(node) if isinstance(node, fx.Node) else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+class Aliases:
+    """Alias classes of the tensors in a graph, found in one pass over its nodes."""
+
+    def __init__(self, graph: fx.Graph, effects: Effects) -> None:
+        self._joined: dict[int, int] = {}
+        self._keys: dict[fx.Node, tuple[int, ...]] = {}
+        for index, node in enumerate(graph.nodes):
+            self._keys[node] = self._find_keys(node, effects, unknown_key=-1 - index)
+        for node, keys in self._keys.items() if self._joined else ():
+            self._keys[node] = tuple(dict.fromkeys(self._root(key) for key in keys))
+
+    def classes(self, node: fx.Node) -> tuple[int, ...]:
+        """The classes that the node's results lie in: none, or one per storage."""
+        return self._keys.get(node, ())
+
+    def _find_keys(self, node: fx.Node, effects: Effects, unknown_key: int) -> tuple[int, ...]:
+        value = fake_value(node)
+        if value is UNKNOWN:
+            return self._keys_without_value(node, effects, unknown_key)
+        keys = tuple(dict.fromkeys(unknown_key if key is None else key for key in _storage_keys(value)))
+        for source in effects.view_inputs(node) if keys else ():
+            for key in self._keys.get(source, ()):
+                self._join(keys[0], key)
+        return keys
+
+    def _keys_without_value(self, node: fx.Node, effects: Effects, unknown_key: int) -> tuple[int, ...]:
+        if not effects.has_result(node) or effects.subgraph(node) is not None:
+            return ()
+        for source in node.all_input_nodes:
+            for key in self._keys.get(source, ()):
+                self._join(unknown_key, key)
+        return (unknown_key,)
+
+    def _root(self, key: int) -> int:
+        while (parent := self._joined.get(key)) is not None:
+            # Halving the path keeps chains of joins short.
+            if (grandparent := self._joined.get(parent)) is not None:
+                self._joined[key] = grandparent
+            key = parent
+        return key
+
+    def _join(self, left: int, right: int) -> None:
+        left, right = self._root(left), self._root(right)
+        if left != right:
+            self._joined[left] = right
+
+
+def _storage_keys(value: object) -> Iterator[int | None]:
+    if isinstance(value, torch.Tensor):
+        # A wrapper subclass has no data of its own, and lists the attributes that do.
+        if (flatten := getattr(value, "__tensor_flatten__", None)) is None:
+            yield storage_key(value)
+        else:
+            yield from _storage_keys([getattr(value, name) for name in flatten()[0]])
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _storage_keys(item)
+    elif isinstance(value, dict):
+        yield from _storage_keys(list(value.values()))

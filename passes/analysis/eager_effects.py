@@ -1,0 +1,124 @@
+"""What a node of a Dynamo-level graph reads and writes, and what else orders it.
+
+[Note: Names tell what torch functions write]
+Before AOTAutograd a graph calls torch functions, operators and tensor methods, which have no schema. Their
+names follow rules, though: what ends in an underscore, and an in-place operator, writes its first argument;
+`out=` and `inplace=` say so. A callable from anywhere else may do anything.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from compile_fsdp.passes.analysis.effects import Effects, is_copy, is_resize, nodes_in
+from compile_fsdp.torch_compat.dispatch import HigherOrderOperator, OpOverload, OpOverloadPacket, packet_overloads
+from compile_fsdp.torch_compat.dynamo import set_version_counter, tensor_version
+
+# Pieces of the names of torch functions that draw random numbers. Attention has a dropout argument.
+_RANDOM_NAMES = (
+    "rand", "dropout", "bernoulli", "normal", "multinomial", "poisson", "uniform", "exponential", "cauchy",
+    "geometric", "gumbel", "rrelu", "attention", "seed", "rng",
+)  # fmt: skip
+
+# Torch functions that update statistics, or renormalize a table, among their arguments.
+_WRITES_ARGUMENTS = ("batch_norm", "instance_norm", "embedding")
+
+# Dynamo writes `tensor.T` as a getattr, and arithmetic on sizes as calls to the others.
+_PURE_BUILTINS = frozenset({getattr, abs, bool, float, int, len, max, min, pow, round, sum})
+
+_INPLACE_OPERATORS = frozenset(
+    getattr(operator, name)
+    for name in (
+        "iadd", "iand", "iconcat", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow",
+        "irshift", "isub", "itruediv", "ixor", "setitem", "delitem",
+    )
+)  # fmt: skip
+
+
+def is_version_op(node: fx.Node) -> bool:
+    """Whether the node reads or sets version counters: it concerns a tensor's history, not its data."""
+    return node.target is tensor_version or is_version_setter(node)
+
+
+def is_upkeep(node: fx.Node) -> bool:
+    """Whether a node that takes an unsharded parameter fills or frees it, and computes nothing with it."""
+    return is_resize(node) or is_copy(node) or is_version_op(node)
+
+
+def is_version_setter(node: fx.Node) -> bool:
+    return node.target is set_version_counter
+
+
+def is_passed_through(node: fx.Node) -> bool:
+    """Whether the node hands its inputs on without reading their data.
+
+    Compiled autograd's prologue of an AOTAutograd backward takes all saved tensors and gradients and returns
+    them; the rest are their items.
+    """
+    source = node.args[0] if node.target is operator.getitem else node
+    if not isinstance(source, fx.Node) or source.op != "call_function":
+        return isinstance(source, fx.Node) and source.op == "placeholder"
+    return _name(source) == "call_aot_bwd_prologue"
+
+
+def is_autocast_switch(node: fx.Node) -> bool:
+    return node.op == "call_function" and "autocast" in _name(node)
+
+
+class EagerEffects(Effects):
+    """`Effects` that also understands torch functions, operators and tensor methods."""
+
+    def written_inputs(self, node: fx.Node) -> Sequence[fx.Node]:
+        """See [Note: Names tell what torch functions write]."""
+        if not _is_torch_function(node):
+            return super().written_inputs(node)
+        name = _name(node)
+        if any(piece in name for piece in _WRITES_ARGUMENTS):
+            return node.all_input_nodes
+        first = node.args[:1] if _writes_first_argument(node, name) else ()
+        return tuple(nodes_in((first, node.kwargs.get("out"))))
+
+    def is_ordered(self, node: fx.Node) -> bool:
+        """Whether the node must keep its place among its like: random ops, and what may run some."""
+        if node.op not in ("call_function", "call_method", "call_module"):
+            return False
+        if isinstance(node.target, OpOverload):
+            return _is_seeded(node.target)
+        if isinstance(node.target, OpOverloadPacket):
+            return any(map(_is_seeded, packet_overloads(node.target)))
+        return not _is_torch_function(node) or any(piece in _name(node) for piece in _RANDOM_NAMES)
+
+
+def _is_seeded(op: OpOverload) -> bool:
+    return torch.Tag.nondeterministic_seeded in op.tags
+
+
+def _is_torch_function(node: fx.Node) -> bool:
+    """Whether the node calls a tensor method, or a function of torch or of `operator`."""
+    if node.op != "call_function":
+        return node.op == "call_method"
+    if isinstance(node.target, (OpOverload, OpOverloadPacket, HigherOrderOperator)):
+        return False
+    if node.target in _PURE_BUILTINS:
+        return True
+    # A method of torch's C++ classes has no module of its own.
+    owner = getattr(node.target, "__objclass__", None)
+    module = str(getattr(node.target, "__module__", None) or getattr(owner, "__module__", ""))
+    return module.split(".")[0] in ("torch", "_operator") and not module.startswith("torch.distributed")
+
+
+def _writes_first_argument(node: fx.Node, name: str) -> bool:
+    if node.target in _INPLACE_OPERATORS or (name.endswith("_") and not name.endswith("__")):
+        return True
+    if name == "__setitem__" or node.kwargs.get("inplace"):
+        return True
+    # `inplace` of a function in torch.nn.functional may come by position, as one of several booleans.
+    return "functional" in str(getattr(node.target, "__module__", "")) and any(a is True for a in node.args)
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else str(getattr(node.target, "__name__", ""))

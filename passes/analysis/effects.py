@@ -1,0 +1,251 @@
+"""What a node of a functionalized graph writes, and which inputs its results may alias.
+
+[Note: A node is guilty until its schema acquits it]
+Only an operator's schema, or the schemas of everything a higher-order op runs, prove that a node leaves its
+inputs alone. Any other callable counts as writing every tensor it takes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from compile_fsdp.ops import copy_, resize_storage_bytes_
+from compile_fsdp.torch_compat.dispatch import (
+    HigherOrderOperator,
+    OpOverload,
+    OpOverloadPacket,
+    argument_aliasing,
+    op_name,
+    packet_overloads,
+    returns_nothing,
+)
+
+_aten = torch.ops.aten
+
+# They take a mutable op, and by definition return what it would have written.
+_FUNCTIONAL_HIGHER_ORDER_OPS = frozenset(
+    {"auto_functionalized", "auto_functionalized_v2", "triton_kernel_wrapper_functional"}
+)
+
+# Views that their schemas do not declare.
+_UNDECLARED_VIEWS = frozenset({"_c10d_functional::wait_tensor", "aten::_unsafe_view"})
+
+# Ops whose result depends on where in the storage, or in how large a storage, a tensor lies.
+_STORAGE_OPS = frozenset(
+    {
+        _aten.as_strided.default,
+        _aten.as_strided_.default,
+        _aten.as_strided_copy.default,
+        _aten.as_strided_scatter.default,
+        _aten.sym_storage_offset.default,
+        _aten.set_.source_Tensor,
+    }
+)
+
+# Higher-order ops that rebuild views of an operand with as_strided.
+_STORAGE_HIGHER_ORDER_OPS = frozenset({"auto_functionalized_v2"})
+
+
+def is_call_to(node: fx.Node, op: OpOverload) -> bool:
+    """Whether the node calls this op: the overload after AOTAutograd, its packet before."""
+    return node.target is op or node.target is op.overloadpacket
+
+
+def is_resize(node: fx.Node) -> bool:
+    return is_call_to(node, resize_storage_bytes_)
+
+
+def find_resizes(graph: fx.Graph) -> list[fx.Node]:
+    """The graph's resizes in no particular order, without a look at its other nodes."""
+    targets = (resize_storage_bytes_, resize_storage_bytes_.overloadpacket)
+    return [n for t in targets for n in graph.find_nodes(op="call_function", target=t, sort=False)]
+
+
+def is_copy(node: fx.Node) -> bool:
+    return is_call_to(node, copy_)
+
+
+def get_argument(node: fx.Node, position: int, name: str) -> object:
+    """One argument of a call, however it was passed."""
+    return node.args[position] if position < len(node.args) else node.kwargs[name]
+
+
+def nodes_in(argument: object) -> Iterator[fx.Node]:
+    """The nodes nested in an argument."""
+    if isinstance(argument, fx.Node):
+        yield argument
+    elif isinstance(argument, (tuple, list)):
+        for item in argument:
+            yield from nodes_in(item)
+    elif isinstance(argument, dict):
+        for item in argument.values():
+            yield from nodes_in(item)
+
+
+def is_barrier(node: fx.Node, effects: Effects) -> bool:
+    """Whether the node may write something beyond the parameter that it resizes or fills."""
+    return not (is_resize(node) or is_copy(node)) and bool(effects.written_inputs(node))
+
+
+@dataclass(frozen=True, slots=True)
+class _Selection:
+    """Some arguments of an op: by position, and by name for those passed by keyword."""
+
+    positions: tuple[int, ...]
+    names: tuple[str, ...]
+
+    def nodes(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        positional = [node.args[i] for i in self.positions if i < len(node.args)]
+        return tuple(nodes_in(positional + [node.kwargs[n] for n in self.names if n in node.kwargs]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Schema:
+    written: _Selection | None
+    aliased: _Selection | None
+    returns_nothing: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Summary:
+    """What running a subgraph may do to the inputs of the higher-order op that runs it."""
+
+    writes: bool
+    reads_storage: bool
+
+
+class Effects:
+    """Effects of the nodes of one graph; each operator and each subgraph is analysed once.
+
+    Args:
+        module: Owner of the graph, where the subgraphs of its higher-order ops live.
+    """
+
+    def __init__(self, module: fx.GraphModule | None) -> None:
+        self._module = module
+        self._schemas: dict[int, _Schema] = {}  # by id: an op outlives the graph, and is slow to hash
+        self._summaries: dict[int, _Summary] = {}
+
+    def find_written(self, graph: fx.Graph) -> set[fx.Node]:
+        """Every node whose data or storage some node of the graph may change."""
+        return {written for node in graph.nodes for written in self.written_inputs(node)}
+
+    def written_inputs(self, node: fx.Node) -> Sequence[fx.Node]:
+        """Inputs whose data or storage the node may change."""
+        if node.op in ("placeholder", "get_attr", "output"):
+            return ()
+        target = node.target
+        if isinstance(target, OpOverload):
+            written = self._schema(target).written
+            return () if written is None else written.nodes(node)
+        if isinstance(target, OpOverloadPacket):  # In a graph that AOTAutograd has not seen.
+            chosen = (self._schema(op).written for op in packet_overloads(target))
+            return tuple(n for written in chosen if written is not None for n in written.nodes(node))
+        if target is operator.getitem:
+            return ()
+        if isinstance(target, HigherOrderOperator) and not self._summary_of_call(node).writes:
+            return ()
+        return node.all_input_nodes
+
+    def view_inputs(self, node: fx.Node) -> Sequence[fx.Node]:
+        """Inputs that the node's results alias, as far as its schema tells."""
+        if not isinstance(node.target, OpOverload):
+            return ()
+        aliased = self._schema(node.target).aliased
+        return () if aliased is None else aliased.nodes(node)
+
+    def has_result(self, node: fx.Node) -> bool:
+        if isinstance(node.target, OpOverload):
+            return not self._schema(node.target).returns_nothing
+        if isinstance(node.target, OpOverloadPacket):
+            return not all(self._schema(op).returns_nothing for op in packet_overloads(node.target))
+        return node.op != "output"
+
+    def reads_storage(self, node: fx.Node) -> bool:
+        """Whether the node may see more of an input than the elements of the tensor."""
+        if isinstance(node.target, HigherOrderOperator):
+            return self._summary_of_call(node).reads_storage
+        return node.target in _STORAGE_OPS
+
+    def subgraph(self, node: fx.Node) -> fx.GraphModule | None:
+        """The graph module that a get_attr node stands for, if it does."""
+        if node.op != "get_attr":
+            return None
+        found: object = self._module
+        for name in str(node.target).split("."):
+            found = getattr(found, name, None)
+        return found if isinstance(found, fx.GraphModule) else None
+
+    def _schema(self, op: OpOverload) -> _Schema:
+        if (known := self._schemas.get(id(op))) is None:
+            known = self._schemas[id(op)] = _read_schema(op)
+        return known
+
+    def _summary_of_call(self, node: fx.Node) -> _Summary:
+        assert isinstance(node.target, HigherOrderOperator)
+        name = op_name(node.target)
+        if name in _FUNCTIONAL_HIGHER_ORDER_OPS:
+            return _Summary(writes=False, reads_storage=name in _STORAGE_HIGHER_ORDER_OPS)
+        runs = [self._summary_of_callable(item) for item in _leaves((node.args, node.kwargs))]
+        found = [summary for summary in runs if summary is not None]
+        # An op that names nothing it runs says nothing about what it does.
+        return _merge(found) if found else _Summary(writes=True, reads_storage=True)
+
+    def _summary_of_callable(self, item: object) -> _Summary | None:
+        if isinstance(item, OpOverload):
+            writes = self._schema(item).written is not None
+            return _Summary(writes=writes, reads_storage=item in _STORAGE_OPS)
+        if isinstance(item, (HigherOrderOperator, OpOverloadPacket)):
+            return _Summary(writes=True, reads_storage=True)
+        module = self.subgraph(item) if isinstance(item, fx.Node) else None
+        return None if module is None else self._summary_of_module(module)
+
+    def _summary_of_module(self, module: fx.GraphModule) -> _Summary:
+        if (known := self._summaries.get(id(module))) is None:
+            inner = type(self)(module)
+            known = self._summaries[id(module)] = _Summary(
+                writes=any(inner.written_inputs(node) for node in module.graph.nodes),
+                reads_storage=any(inner.reads_storage(node) for node in module.graph.nodes),
+            )
+        return known
+
+
+def _read_schema(op: OpOverload) -> _Schema:
+    arguments = argument_aliasing(op)
+    written = {a.name for a in arguments if a.written}
+    aliased = {a.name for a in arguments if a.aliased}
+    if op is resize_storage_bytes_:  # Its schema declares no mutation.
+        written = {arguments[0].name}
+    if op_name(op).startswith("aten::set_."):  # From then on, a write to either tensor writes both.
+        written = {a.name for a in arguments}
+    if op_name(op) in _UNDECLARED_VIEWS:
+        aliased = {arguments[0].name}
+
+    def select(names: set[str]) -> _Selection | None:
+        chosen = [(i, a) for i, a in enumerate(arguments) if a.name in names]
+        positions = tuple(i for i, a in chosen if not a.keyword_only)
+        return _Selection(positions, tuple(a.name for _, a in chosen)) if chosen else None
+
+    return _Schema(select(written), select(aliased), returns_nothing(op))
+
+
+def _leaves(argument: object) -> Iterator[object]:
+    if isinstance(argument, (tuple, list)):
+        for item in argument:
+            yield from _leaves(item)
+    elif isinstance(argument, dict):
+        for item in argument.values():
+            yield from _leaves(item)
+    else:
+        yield argument
+
+
+def _merge(summaries: Sequence[_Summary]) -> _Summary:
+    return _Summary(
+        writes=any(s.writes for s in summaries), reads_storage=any(s.reads_storage for s in summaries)
+    )

@@ -1,0 +1,202 @@
+"""Which nodes of a Dynamo-level graph have to sink behind the first fill of a parameter they read.
+
+[Note: Reads float over their parameter's events]
+A parameter that only its fills write has one value in a backward graph, so a read may pass any resize or fill
+of it without changing what it reads, as long as it ends up where the parameter is filled. Everything else
+keeps its order with the nodes that sink: what uses their results, what writes what they read, what reads or
+writes what they write, and among random ops, each other.
+
+All reads sink, or none: two parameters' reads are often the same node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from compile_fsdp.passes.analysis.aliases import Aliases
+from compile_fsdp.passes.analysis.eager_effects import (
+    EagerEffects,
+    is_autocast_switch,
+    is_passed_through,
+    is_version_op,
+    is_version_setter,
+)
+from compile_fsdp.passes.analysis.effects import get_argument, is_copy, is_resize
+from compile_fsdp.passes.analysis.layout import get_size, is_zero
+from compile_fsdp.passes.report import Unmoved
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    node: fx.Node
+    behind: fx.Node
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """The first fill of a parameter that arrives freed.
+
+    Attributes:
+        position: Position of `behind` in the graph; where there is none, of the resize.
+        behind: The node to sink reads behind: the last of the copies and version-counter ops that follow each
+            other there. None if the resize is not followed by a copy.
+    """
+
+    position: int
+    behind: fx.Node | None
+
+
+@dataclass(slots=True)
+class Scan:
+    """What one look over the graph tells about its parameters.
+
+    Attributes:
+        parameters: The placeholders that the graph resizes.
+        by_class: Alias class to the parameters in it.
+        fills: First fill of each parameter that arrives freed.
+        mutated: Parameters that something other than a fill of theirs may write.
+        autocast_switches: (n,) number of autocast switches before each node.
+    """
+
+    parameters: set[fx.Node]
+    by_class: dict[int, list[fx.Node]] = field(default_factory=dict)
+    fills: dict[fx.Node, Fill] = field(default_factory=dict)
+    mutated: set[fx.Node] = field(default_factory=set)
+    autocast_switches: list[int] = field(default_factory=list)
+
+    def find_event(self, node: fx.Node) -> fx.Node | None:
+        """The parameter that the node resizes or fills."""
+        if not (is_resize(node) or is_copy(node)):
+            return None
+        target = get_argument(node, 0, "variable" if is_resize(node) else "tensor")
+        return target if isinstance(target, fx.Node) and target in self.parameters else None
+
+    def aliased_by(self, nodes: Iterable[fx.Node], aliases: Aliases) -> Iterable[fx.Node]:
+        """The parameters that some of the nodes are or alias."""
+        keys = (key for node in nodes for key in aliases.classes(node))
+        return dict.fromkeys(p for key in keys for p in self.by_class.get(key, ()))
+
+
+def scan_parameters(
+    graph: fx.Graph, parameters: set[fx.Node], effects: EagerEffects, aliases: Aliases
+) -> Scan:
+    scan = Scan(parameters)
+    fills = _FirstFills(scan.fills)
+    switches = 0
+    for position, node in enumerate(graph.nodes):
+        scan.autocast_switches.append(switches)
+        switches += is_autocast_switch(node)
+        if node in parameters:
+            for key in aliases.classes(node):
+                scan.by_class.setdefault(key, []).append(node)
+        event = scan.find_event(node)
+        fills.visit(position, node, event)
+        written = scan.aliased_by(effects.written_inputs(node), aliases)
+        scan.mutated.update(parameter for parameter in written if parameter is not event)
+    fills.finish()
+    return scan
+
+
+class _FirstFills:
+    def __init__(self, fills: dict[fx.Node, Fill]) -> None:
+        self._fills = fills
+        self._seen: set[fx.Node] = set()
+        self._opened: dict[fx.Node, int] = {}  # resized first thing, not yet filled: position of the resize
+        self._filled: list[fx.Node] = []  # filled, and nothing but copies and version ops since
+
+    def visit(self, position: int, node: fx.Node, parameter: fx.Node | None) -> None:
+        if not (is_copy(node) or is_version_setter(node)):
+            for filled in self._filled:
+                self._fills[filled] = Fill(position - 1, node.prev)
+            self._filled.clear()
+        if parameter is None:
+            return
+        if is_copy(node) and self._opened.pop(parameter, None) is not None:
+            self._filled.append(parameter)
+        elif is_resize(node) and not is_zero(get_size(get_argument(node, 1, "new_size"))):
+            if parameter not in self._seen:
+                self._opened[parameter] = position
+        elif (opened := self._opened.pop(parameter, None)) is not None:
+            self._fills[parameter] = Fill(opened, None)
+        self._seen.add(parameter)
+
+    def finish(self) -> None:
+        assert not self._filled, "the output node comes last and is no copy"
+        self._fills.update({parameter: Fill(position, None) for parameter, position in self._opened.items()})
+
+
+class Sinking:
+    """The plan, made by visiting every node in order.
+
+    Attributes:
+        moves: What sinks, in graph order.
+        faults: Parameters that cannot be mended. With any, the moves must not be made.
+    """
+
+    def __init__(self, scan: Scan, effects: EagerEffects, aliases: Aliases) -> None:
+        self.moves: list[Move] = []
+        self.faults: dict[fx.Node, Unmoved] = {}
+        self._scan = scan
+        self._effects = effects
+        self._aliases = aliases
+        self._behind: dict[int, tuple[fx.Node, fx.Node]] = {}  # position to (parameter, node to sink behind)
+        # Positions that nodes sink behind: by node, by alias class read or written, and of ordered nodes.
+        self._sunk: dict[fx.Node, int] = {}
+        self._readers: dict[int, int] = {}
+        self._writers: dict[int, int] = {}
+        self._ordered = -1
+
+    def visit(self, position: int, node: fx.Node) -> None:
+        if is_version_op(node) or is_passed_through(node):
+            return
+        event = self._scan.find_event(node)
+        read = self._shared_classes(node.all_input_nodes)
+        written = self._shared_classes(self._effects.written_inputs(node))
+        is_ordered = self._effects.is_ordered(node)
+        depth = max(
+            self._depth_of_reads(position, node, event),
+            max((self._sunk.get(source, -1) for source in node.all_input_nodes), default=-1),
+            max((self._writers.get(key, -1) for key in read), default=-1),
+            max((self._readers.get(key, -1) for key in written), default=-1),
+            self._ordered if is_ordered else -1,
+        )
+        if depth < position:  # Equal: the fill itself depends on what is to sink behind it.
+            return
+        cause, behind = self._behind[depth]
+        if event is not None:
+            self.faults.setdefault(cause, Unmoved.FILL_DEPENDS_ON_READ)
+        elif self._scan.autocast_switches[position] != self._scan.autocast_switches[depth]:
+            self.faults.setdefault(cause, Unmoved.AUTOCAST)
+        self.moves.append(Move(node, behind))
+        self._sunk[node] = depth
+        self._readers.update((key, max(depth, self._readers.get(key, -1))) for key in read)
+        self._writers.update((key, max(depth, self._writers.get(key, -1))) for key in written)
+        self._ordered = max(depth, self._ordered) if is_ordered else self._ordered
+
+    def _depth_of_reads(self, position: int, node: fx.Node, event: fx.Node | None) -> int:
+        """Position to sink behind because of what the node itself reads, -1 for nowhere."""
+        depth = -1
+        for parameter in self._scan.aliased_by(node.all_input_nodes, self._aliases):
+            fill = self._scan.fills.get(parameter)
+            if parameter is event or fill is None or fill.position <= position:
+                continue
+            if fill.behind is None:
+                self.faults.setdefault(parameter, Unmoved.NO_COPY)
+            elif parameter in self._scan.mutated:
+                self.faults.setdefault(parameter, Unmoved.MUTATED)
+            else:
+                depth = max(depth, fill.position)
+                self._behind.setdefault(fill.position, (parameter, fill.behind))
+        return depth
+
+    def _shared_classes(self, nodes: Iterable[fx.Node]) -> list[int]:
+        """The nodes' alias classes, without those of [Note: Reads float over their parameter's events]."""
+        keys = (key for node in nodes for key in self._aliases.classes(node))
+        return [
+            key
+            for key in keys
+            if not (held := self._scan.by_class.get(key)) or any(p in self._scan.mutated for p in held)
+        ]

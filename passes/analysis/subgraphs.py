@@ -1,0 +1,56 @@
+"""Subgraphs that a pass may rewrite as graphs of their own.
+
+[Note: A subgraph is rewritten if no call aliases its inputs]
+A higher-order op's subgraph sees its operands as placeholders, and may be run by several calls. What its fake
+values say about aliases only holds if no call passes one storage twice, so each call is looked at, in the
+graph it stands in. A subgraph used in any other way than as operand of a higher-order op is left alone.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from compile_fsdp.passes.analysis.aliases import Aliases
+from compile_fsdp.passes.analysis.effects import Effects, find_resizes, nodes_in
+from compile_fsdp.torch_compat.dispatch import HigherOrderOperator
+
+
+def find_window_subgraphs(graph: fx.Graph) -> list[tuple[str, fx.GraphModule]]:
+    """Attribute path and module of each subgraph with resizes and private inputs, inner ones first.
+
+    See [Note: A subgraph is rewritten if no call aliases its inputs].
+    """
+    search = _Search()
+    search.visit(graph, path="")
+    return [(path, module) for path, module in search.found.values() if id(module) not in search.shared]
+
+
+class _Search:
+    def __init__(self) -> None:
+        self.found: dict[int, tuple[str, fx.GraphModule]] = {}
+        self.shared: set[int] = set()
+        self._visited: set[int] = set()
+
+    def visit(self, graph: fx.Graph, path: str) -> None:
+        effects = Effects(graph.owning_module)
+        aliases: Aliases | None = None
+        for node in graph.find_nodes(op="get_attr"):
+            if (module := effects.subgraph(node)) is None:
+                continue
+            inner_path = f"{path}{node.target}"
+            if id(module) not in self._visited:
+                self._visited.add(id(module))
+                self.visit(module.graph, f"{inner_path}.")
+                if find_resizes(module.graph):
+                    self.found[id(module)] = (inner_path, module)
+            if id(module) in self.found:
+                aliases = aliases or Aliases(graph, effects)
+                if not all(_is_private_call(user, aliases) for user in node.users):
+                    self.shared.add(id(module))
+
+
+def _is_private_call(node: fx.Node, aliases: Aliases) -> bool:
+    if not isinstance(node.target, HigherOrderOperator):
+        return False
+    keys = [key for operand in nodes_in((node.args, node.kwargs)) for key in aliases.classes(operand)]
+    return len(keys) == len(set(keys))

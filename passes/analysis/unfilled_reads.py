@@ -1,0 +1,40 @@
+"""Which parameters a backward graph reads although nothing in it fills them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import fx
+
+from compile_fsdp.ops import accumulate_gradient
+from compile_fsdp.passes.analysis.aliases import Aliases
+from compile_fsdp.passes.analysis.eager_effects import EagerEffects, is_passed_through, is_upkeep
+from compile_fsdp.passes.analysis.effects import get_argument, is_copy
+
+
+def find_unfilled_reads(graph: fx.Graph, parameters: Iterable[fx.Node]) -> list[fx.Node]:
+    """Those of some inputs of a Dynamo-level graph that are read, and that the graph never fills.
+
+    Args:
+        graph: A backward graph, with fake values under meta["example_value"].
+        parameters: Unsharded parameters: placeholders, or items of one.
+    """
+    filled = {get_argument(node, 0, "tensor") for node in graph.nodes if is_copy(node)}
+    unfilled = [parameter for parameter in parameters if parameter not in filled]
+    if not unfilled:
+        return []
+    aliases = Aliases(graph, EagerEffects(graph.owning_module))
+    read = {
+        key
+        for node in graph.nodes
+        if not _is_no_read(node)
+        for source in node.all_input_nodes
+        for key in aliases.classes(source)
+    }
+    return [parameter for parameter in unfilled if not read.isdisjoint(aliases.classes(parameter))]
+
+
+def _is_no_read(node: fx.Node) -> bool:
+    # What accumulates a gradient asks for the parameter's layout alone.
+    accumulates = node.target is accumulate_gradient
+    return node.op == "output" or accumulates or is_upkeep(node) or is_passed_through(node)

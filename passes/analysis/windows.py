@@ -1,0 +1,205 @@
+"""Find the windows of a graph: the stretches from resize(full) over copy_ and readers to resize(0).
+
+[Note: A window starts freed]
+The runtime frees an unsharded parameter before it opens a window, so a parameter whose first use is a
+resize(full) arrives without memory, and taking out the whole window leaves it so. One that arrives filled
+shows it: it is read before any resize, or its first resize is to 0.
+
+[Note: Windows do not cross graphs]
+A graph break, or a parameter kept from forward to backward, leaves resize(full) in one graph and resize(0) in
+the next. Neither graph alone proves the parameter dead in between, so a window that is open at the start or
+at the return counts as live up to there, and its ops stay. The parameter's other windows are not concerned.
+The parameter itself in the graph's output is no read: it says which input is saved, not what it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import SymInt, fx
+
+from compile_fsdp.passes.analysis.aliases import Aliases, find_fake_tensor
+from compile_fsdp.passes.analysis.effects import Effects, find_resizes, get_argument, is_copy, is_resize
+from compile_fsdp.passes.analysis.layout import get_size, is_full, is_zero
+
+
+@dataclass(slots=True, eq=False)
+class Span:
+    """What happens to one parameter from one of its resizes to the next; the first span has no resize.
+
+    Attributes:
+        resize: The op that starts the span, None at the start of the graph.
+        filled_at: Position of the copy in the graph, the last one if there are several.
+        end: Position of the next span's resize, or the number of nodes.
+        size_bytes: What `resize` asks for, None if unknown.
+        frees: Whether it asks for 0 bytes.
+        full: Whether it surely makes room for the whole parameter.
+        copies: The fills, `fsdp.copy_` into the parameter itself.
+        readers: Nodes that take the parameter or a view of it, and are no fill of it.
+        uses: Number of nodes other than `resize` and the output that take the parameter or a view of it.
+        has_stale_view: A view made in this span is used in another one, or the other way round.
+        view_escapes: A view made in this span is returned.
+    """
+
+    resize: fx.Node | None
+    size_bytes: int | SymInt | None = None
+    frees: bool = False
+    full: bool = False
+    filled_at: int = 0
+    end: int = 0
+    copies: list[fx.Node] = field(default_factory=list)
+    readers: list[fx.Node] = field(default_factory=list)
+    uses: int = 0
+    read_before_copy: bool = False
+    read_by_storage: bool = False
+    fills_another: bool = False
+    mutated: bool = False
+    has_stale_view: bool = False
+    view_escapes: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Parameter:
+    """An unsharded parameter: a placeholder that the graph resizes.
+
+    Attributes:
+        node: The placeholder.
+        spans: Its life in graph order, tiling the graph.
+        shares_storage: Whether another input or attribute may lie in the same storage.
+    """
+
+    node: fx.Node
+    spans: list[Span]
+    shares_storage: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetimes:
+    """Every resized parameter of a graph, and what else a rewrite has to know about storages.
+
+    Attributes:
+        parameters: In graph order.
+        writes: Alias class to the ascending positions of the nodes that may write or resize it.
+        resized: Alias classes that some node resizes.
+    """
+
+    parameters: tuple[Parameter, ...]
+    writes: dict[int, list[int]]
+    resized: frozenset[int]
+
+
+def match_lifetimes(graph: fx.Graph, effects: Effects, aliases: Aliases) -> Lifetimes:
+    """Read the graph once, in order."""
+    matcher = _Matcher(resized_placeholders(graph), effects, aliases)
+    position = -1
+    for position, node in enumerate(graph.nodes):
+        if node.op in ("placeholder", "get_attr"):
+            matcher.visit_input(node)
+        else:
+            matcher.visit(position, node)
+    return matcher.finish(position + 1)
+
+
+def resized_placeholders(graph: fx.Graph) -> set[fx.Node]:
+    resized = (get_argument(node, 0, "variable") for node in find_resizes(graph))
+    return {node for node in resized if isinstance(node, fx.Node) and node.op == "placeholder"}
+
+
+class _Matcher:
+    def __init__(self, resized_placeholders: set[fx.Node], effects: Effects, aliases: Aliases) -> None:
+        self._resized_placeholders = resized_placeholders
+        self._effects = effects
+        self._aliases = aliases
+        self._parameters: list[Parameter] = []
+        self._by_class: dict[int, list[Parameter]] = {}
+        self._inputs_by_class: dict[int, int] = {}  # number of inputs and attributes in an alias class
+        self._home: dict[fx.Node, Span] = {}  # the span that made a view
+        self._writes: dict[int, list[int]] = {}
+        self._resized: set[int] = set()
+
+    def visit_input(self, node: fx.Node) -> None:
+        classes = self._aliases.classes(node)
+        for key in classes:
+            self._inputs_by_class[key] = self._inputs_by_class.get(key, 0) + 1
+        if node in self._resized_placeholders:
+            parameter = Parameter(node, [Span(None)])
+            self._parameters.append(parameter)
+            for key in classes:
+                self._by_class.setdefault(key, []).append(parameter)
+
+    def visit(self, position: int, node: fx.Node) -> None:
+        written = self._effects.written_inputs(node)
+        self._visit_writes(position, written, is_resize(node))
+        for parameter, sources in self._touched(node):
+            if node.op == "output":
+                self._visit_output(sources)
+            elif is_resize(node) and get_argument(node, 0, "variable") is parameter.node:
+                self._visit_resize(position, node, parameter)
+            else:
+                self._visit_use(position, node, parameter, sources, written)
+
+    def finish(self, length: int) -> Lifetimes:
+        for parameter in self._parameters:
+            parameter.spans[-1].end = length
+            classes = self._aliases.classes(parameter.node)
+            parameter.shares_storage = any(self._inputs_by_class[key] > 1 for key in classes)
+        return Lifetimes(tuple(self._parameters), self._writes, frozenset(self._resized))
+
+    def _visit_writes(self, position: int, written: Sequence[fx.Node], resizes: bool) -> None:
+        for key in (key for source in written for key in self._aliases.classes(source)):
+            self._writes.setdefault(key, []).append(position)
+            if resizes:
+                self._resized.add(key)
+
+    def _touched(self, node: fx.Node) -> list[tuple[Parameter, list[fx.Node]]]:
+        """The parameters that the node takes, each with the inputs that are it or views of it."""
+        found: dict[int, tuple[Parameter, list[fx.Node]]] = {}
+        for source in node.all_input_nodes:
+            for key in self._aliases.classes(source):
+                for parameter in self._by_class.get(key, ()):
+                    found.setdefault(id(parameter), (parameter, []))[1].append(source)
+        return list(found.values())
+
+    def _visit_output(self, sources: Sequence[fx.Node]) -> None:
+        for source in sources:
+            if source in self._home:
+                self._home[source].view_escapes = True
+
+    def _visit_resize(self, position: int, node: fx.Node, parameter: Parameter) -> None:
+        size_bytes = get_size(get_argument(node, 1, "new_size"))
+        parameter.spans[-1].end = position
+        parameter.spans.append(
+            Span(
+                resize=node,
+                size_bytes=size_bytes,
+                frees=is_zero(size_bytes),
+                full=is_full(size_bytes, find_fake_tensor(parameter.node)),
+            )
+        )
+
+    def _visit_use(
+        self,
+        position: int,
+        node: fx.Node,
+        parameter: Parameter,
+        sources: Sequence[fx.Node],
+        written: Sequence[fx.Node],
+    ) -> None:
+        span = parameter.spans[-1]
+        span.uses += 1
+        for source in sources:
+            home = self._home.get(source, span)
+            if home is not span:
+                home.has_stale_view = span.has_stale_view = True
+        if is_copy(node) and get_argument(node, 0, "tensor") is parameter.node:
+            span.filled_at = position
+            span.copies.append(node)
+            return
+        span.read_before_copy |= not span.copies
+        span.mutated |= any(source in written for source in sources)
+        span.fills_another |= is_copy(node)
+        span.read_by_storage |= self._effects.reads_storage(node)
+        span.readers.append(node)
+        if any(parameter in self._by_class.get(key, ()) for key in self._aliases.classes(node)):
+            self._home[node] = span

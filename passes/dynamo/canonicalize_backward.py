@@ -1,0 +1,75 @@
+"""Calls of a captured backward that differ from process to process, as calls that do not.
+
+Precondition  a graph as Dynamo has traced it
+Match         calls of what compiled autograd has made for this backward, or bound when it first met it
+Rewrite       a call that checks gradients is taken out, but for the ops that it ends in; gradient accumulation is
+              called by a name of ours; nodes are numbered
+Report        nothing: what is left alone only keeps the graph out of AOTAutograd's cache
+
+    before                                                     after
+    call_aot_bwd_prologue = call_aot_bwd_prologue((saved,), ..., (grad,))
+    tangent = call_aot_bwd_prologue[1]
+    mm = aten.mm(tangent, saved)                               node_7 = aten.mm(grad, saved)
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from compile_fsdp.ops import accumulate_gradient
+from compile_fsdp.passes.analysis.aliases import fake_value
+from compile_fsdp.torch_compat.autograd import is_accumulate_grad, may_hand_on
+from compile_fsdp.torch_compat.dynamo import rename
+
+
+def canonicalize_backward(graph: fx.Graph, fake_mode: Any) -> None:
+    """Rewrite a backward graph; its values stay the same.
+
+    Args:
+        graph: With fake values under meta["example_value"], which new nodes get, too.
+        fake_mode: The mode that made them.
+    """
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if is_accumulate_grad(node.target):
+            node.target = accumulate_gradient
+        elif may_hand_on(node.target) and all(user.target is operator.getitem for user in node.users):
+            _inline(graph, node, fake_mode)
+    for number, node in enumerate(graph.nodes):
+        if node.op != "placeholder":
+            rename(node, f"node_{number}")  # part of the cache key, and others where the forward came from a cache
+
+
+def _inline(graph: fx.Graph, node: fx.Node, fake_mode: Any) -> None:
+    inputs = [each for each in node.all_input_nodes if isinstance(fake_value(each), torch.Tensor)]
+    if len(inputs) < len(node.all_input_nodes):
+        return  # sizes that are symbols
+    used = [user.args[1] for user in node.users]
+
+    def call(*values: torch.Tensor) -> list[Any]:
+        by_node = dict(zip(inputs, values, strict=True))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: by_node[each])
+        assert callable(node.target)
+        results: Any = node.target(*args, **kwargs)
+        return [results[i] for i in used]
+
+    with fake_mode, torch.no_grad():
+        traced = make_fx(call)(*(fake_value(each) for each in inputs))
+    copies = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    with graph.inserting_before(node):
+        for each in traced.graph.nodes:
+            if each.op == "output":
+                results = each.args[0]
+            elif each.op != "placeholder":
+                copies[each] = graph.node_copy(each, lambda argument: copies[argument])
+                copies[each].meta = {"example_value": each.meta.get("val")}
+    for user, result in zip(list(node.users), results, strict=True):
+        user.replace_all_uses_with(copies[result])
+        graph.erase_node(user)
+    graph.erase_node(node)

@@ -1,0 +1,73 @@
+"""Put the ops of a call in the place of the call.
+
+Precondition  a graph as Dynamo has traced it; the function decides on constants alone
+Match         calls of the given functions
+Rewrite       the ops that the function calls on its arguments, in its order
+Report        nothing: no later pass, and no user, sees such a call
+
+    before                                    after
+    fill([weight], [value], [16])             resize_storage_bytes_(weight, 16)
+                                              copy_(weight, value)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Container
+from typing import Any
+
+import torch
+from torch import fx
+
+from compile_fsdp.passes.analysis.aliases import fake_value
+from compile_fsdp.passes.analysis.eager_effects import is_upkeep
+
+
+def expand_group_calls(graph: fx.Graph, functions: Container[Callable[..., Any]]) -> None:
+    """Expand each call of one of `functions`.
+
+    Args:
+        graph: A graph with fake values under meta["example_value"], which the new nodes get, too.
+        functions: They take tensors, constants, and lists and tuples of both, and return a tensor, a tuple of tensors
+            or nothing.
+    """
+    for node in list(graph.nodes):
+        if node.target in functions:
+            _expand(node)
+
+
+def _replace_nodes(argument: Any, replace: Callable[[fx.Node], Any]) -> Any:
+    return fx.node.map_aggregate(argument, lambda each: replace(each) if isinstance(each, fx.Node) else each)
+
+
+def _expand(node: fx.Node) -> None:
+    tracer = fx.proxy.GraphAppendingTracer(node.graph)
+    args, kwargs = _replace_nodes((node.args, node.kwargs), lambda argument: fx.Proxy(argument, tracer))
+    before = node.prev
+    with node.graph.inserting_before(node):
+        assert callable(node.target)
+        result = node.target(*args, **kwargs)
+    while (before := before.next) is not node:
+        _evaluate(before)
+    if isinstance(result, fx.Proxy):
+        node.replace_all_uses_with(result.node)
+    else:
+        for user in list(node.users):
+            assert user.target is operator.getitem
+            user.replace_all_uses_with(result[user.args[1]].node)
+            node.graph.erase_node(user)
+    node.graph.erase_node(node)
+
+
+def _evaluate(node: fx.Node) -> None:
+    """Give a node its fake value; what only writes has none, and wrote when Dynamo ran the call."""
+    if is_upkeep(node):
+        node.meta["example_value"] = None
+        return
+    args, kwargs = _replace_nodes((node.args, node.kwargs), fake_value)
+    with torch.no_grad():
+        if isinstance(node.target, str):
+            node.meta["example_value"] = getattr(args[0], node.target)(*args[1:], **kwargs)
+        else:
+            assert callable(node.target)
+            node.meta["example_value"] = node.target(*args, **kwargs)

@@ -1,0 +1,110 @@
+"""Make every read of an unsharded parameter stand where the parameter is filled.
+
+Precondition  a backward graph, as Dynamo traces it from compiled autograd: the parameter has one value in it
+Match         reads before the first fill of a parameter that arrives freed; reads after a resize(0)
+Rewrite       those reads, and what depends on them, sink behind the fill; resize(0) is delayed behind them
+Report        nodes sunk and frees delayed; FQN and reason of every parameter that could not be mended
+
+    before                                    after
+    h = linear(x, weight)                     resize_storage_bytes_(weight, 16)
+    resize_storage_bytes_(weight, 16)         copy_(weight, gathered)
+    copy_(weight, gathered)                   h = linear(x, weight)
+    resize_storage_bytes_(weight, 0)          g = mm(grad, weight)
+    g = mm(grad, weight)                      resize_storage_bytes_(weight, 0)
+
+[Note: Recomputed reads do not wait for the fill]
+An activation checkpoint's forward ops, recomputed in the backward, read the parameter that the backward's
+hook fills. Nothing but the storage ties the two together, so a trace may have them in either order. This pass
+runs before AOTAutograd, which keeps the order of reads and writes of an input from then on.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+
+from torch import fx
+
+from compile_fsdp.passes.analysis.aliases import Aliases
+from compile_fsdp.passes.analysis.eager_effects import EagerEffects, is_passed_through, is_version_op
+from compile_fsdp.passes.analysis.effects import get_argument, is_resize
+from compile_fsdp.passes.analysis.layout import get_size, is_zero
+from compile_fsdp.passes.analysis.sinking import Move, Scan, Sinking, scan_parameters
+from compile_fsdp.passes.report import LegalizeReport, Names, Unmoved, node_name
+
+
+def legalize_windows(graph: fx.Graph, names: Names = node_name) -> LegalizeReport:
+    """Reorder a Dynamo-level backward graph so that each read of a parameter stands in one of its windows.
+
+    Args:
+        graph: The graph, with fake values under meta["example_value"] (or "val"); only its order changes.
+        names: Parameter FQN of a placeholder.
+    Returns:
+        What was moved, and what could not be.
+    """
+    nodes = _resized_inputs(graph)
+    if not nodes:
+        return LegalizeReport(0, 0, ())
+    effects = EagerEffects(graph.owning_module)
+    aliases = Aliases(graph, effects)
+    scan = scan_parameters(graph, nodes, effects, aliases)
+    sinking = Sinking(scan, effects, aliases)
+    for position, node in enumerate(graph.nodes):
+        sinking.visit(position, node)
+    sunk = [] if sinking.faults else sinking.moves
+    _move(sunk)
+    delays = _find_delays(graph, scan, aliases)  # After the sinking, which may have put reads behind a free.
+    faults = sinking.faults | {node: Unmoved.MUTATED for node in delays if node in scan.mutated}
+    delayed = [move for node, moves in delays.items() if node not in faults for move in moves]
+    _move(delayed)
+    return LegalizeReport(
+        nodes_sunk=len(sunk),
+        frees_delayed=len(delayed),
+        unmoved=tuple((names(node), reason) for node, reason in faults.items()),
+    )
+
+
+def _resized_inputs(graph: fx.Graph) -> set[fx.Node]:
+    """The inputs that the graph resizes: placeholders, or items of one, as compiled autograd hands them in."""
+    resized = (get_argument(node, 0, "variable") for node in graph.nodes if is_resize(node))
+    return {node for node in resized if isinstance(node, fx.Node) and _is_input(node)}
+
+
+def _is_input(node: fx.Node) -> bool:
+    source = node.args[0] if node.target is operator.getitem else node
+    return isinstance(source, fx.Node) and source.op == "placeholder"
+
+
+def _find_delays(graph: fx.Graph, scan: Scan, aliases: Aliases) -> dict[fx.Node, list[Move]]:
+    """By parameter: each resize(0) that reads follow, and the last read before the next resize or fill."""
+    freed: dict[fx.Node, fx.Node] = {}
+    last_read: dict[fx.Node, fx.Node] = {}
+    delays: dict[fx.Node, list[Move]] = {}
+
+    def end_gap(parameter: fx.Node) -> None:
+        free, read = freed.pop(parameter, None), last_read.pop(parameter, None)
+        if free is not None and read is not None:
+            delays.setdefault(parameter, []).append(Move(free, read))
+
+    for node in graph.nodes:
+        if node.op == "output" or is_version_op(node) or is_passed_through(node):
+            continue
+        event = scan.find_event(node)
+        for parameter in scan.aliased_by(node.all_input_nodes, aliases):
+            if parameter is not event:
+                last_read[parameter] = node
+        if event is not None:
+            end_gap(event)
+            if is_resize(node) and is_zero(get_size(get_argument(node, 1, "new_size"))):
+                freed[event] = node
+    for parameter in list(freed):
+        end_gap(parameter)
+    return delays
+
+
+def _move(moves: Iterable[Move]) -> None:
+    """Make the moves; nodes that go behind the same one keep their order."""
+    last: dict[fx.Node, fx.Node] = {}
+    for move in moves:
+        last.get(move.behind, move.behind).append(move.node)
+        last[move.behind] = move.node

@@ -1,0 +1,60 @@
+"""Take the hooks on tensors out of a forward graph, and leave a number for each.
+
+Precondition  a forward graph, as Dynamo has traced it: a copy, since Dynamo goes on to read the inputs of its own
+Match         the input that holds the hooks once the forward has run, and calls that put hooks on their tensors; all of
+              these can be told by a number
+Rewrite       each call becomes one of `watch`, with the hook's number; the input goes
+Report        where the input was, and the hooks by number; None where nothing changed
+
+    before                                    after
+    register_hook(tensor, hooks.hook0)        watch(tensor, 0)
+
+See [Note: Hooks by number]. `call_tensor_hooks` lets the backward call them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from compile_fsdp.ops import watch
+from compile_fsdp.torch_compat.dynamo import deferred_hook, is_hooks_input
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredHooks:
+    """The hooks of one forward graph.
+
+    Attributes:
+        position: Of the object that holds them, among the inputs of the graph.
+        names: Their attributes of that object, by number.
+    """
+
+    position: int
+    names: tuple[str, ...]
+
+    def split(self, args: Sequence[Any]) -> tuple[list[Any], Any]:
+        """The other inputs of the graph, and the object."""
+        return [*args[: self.position], *args[self.position + 1 :]], args[self.position]
+
+
+def lift_tensor_hooks(graph: fx.Graph) -> DeferredHooks | None:
+    """Take the hooks out; None if there are none, or some that no number can stand for."""
+    placeholders = graph.find_nodes(op="placeholder")
+    position = next((i for i, node in enumerate(placeholders) if is_hooks_input(node)), None)
+    if position is None or any(deferred_hook(user) is None for user in placeholders[position].users):
+        return None
+    state = placeholders[position]
+    names: list[str] = []
+    for node in list(state.users):
+        hook = deferred_hook(node)
+        assert hook is not None
+        with graph.inserting_before(node):
+            graph.call_function(watch, (hook.tensor, len(names))).meta.update(node.meta)
+        names.append(hook.name)
+        graph.erase_node(node)
+    graph.erase_node(state)
+    return DeferredHooks(position, tuple(names))

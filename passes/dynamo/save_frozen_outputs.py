@@ -1,0 +1,56 @@
+"""Save for the backward what frozen layers compute, as eager code does, rather than compute it again.
+
+Precondition  a forward graph, as Dynamo has traced it
+Match         ops on frozen parameters, whose results need no gradient
+Rewrite       AOTAutograd's partitioner may not compute them again in the backward
+
+No hook gathers the parameters of such layers in the backward, since no gradient passes through: computing them again
+would need an all-gather that eager FSDP2 does without. And the partitioner weighs activations, so ranks whose batches
+differ in size would not agree on it. The body of a checkpoint is another graph, and computed again as the user asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from compile_fsdp.passes.analysis.aliases import Aliases, fake_value
+from compile_fsdp.passes.analysis.eager_effects import EagerEffects
+from compile_fsdp.torch_compat.dispatch import HigherOrderOperator, tree_leaves
+from compile_fsdp.torch_compat.dynamo import ban_recomputation
+
+
+def save_frozen_outputs(graph: fx.Graph, frozen: Iterable[fx.Node]) -> int:
+    """Mark what is computed of frozen parameters, and needs no gradient, to be saved if the backward needs it.
+
+    Args:
+        graph: The graph, with fake values under meta["example_value"].
+        frozen: Placeholders: unsharded parameters that need no gradient.
+    Returns:
+        How many ops were marked.
+    """
+    frozen = list(frozen)
+    if not frozen:
+        return 0
+    aliases = Aliases(graph, EagerEffects(graph.owning_module))
+    parameters = {key for node in frozen for key in aliases.classes(node)}
+    count = 0
+    for node in graph.nodes:
+        if isinstance(node.target, HigherOrderOperator) or not _is_without_gradient(node):
+            continue
+        # A view of a parameter is the parameter itself; what computes with the view is marked.
+        if parameters.isdisjoint(aliases.classes(node)) and _reads(node, parameters, aliases):
+            ban_recomputation(node)
+            count += 1
+    return count
+
+
+def _reads(node: fx.Node, parameters: set[int], aliases: Aliases) -> bool:
+    return any(not parameters.isdisjoint(aliases.classes(source)) for source in node.all_input_nodes)
+
+
+def _is_without_gradient(node: fx.Node) -> bool:
+    tensors = [value for value in tree_leaves(fake_value(node)) if isinstance(value, torch.Tensor)]
+    return bool(tensors) and not any(tensor.requires_grad for tensor in tensors)

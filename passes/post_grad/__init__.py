@@ -1,0 +1,1 @@
+"""Passes over functional graphs, where Inductor runs its post-grad passes."""

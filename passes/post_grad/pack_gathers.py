@@ -1,0 +1,161 @@
+"""Decide which parameters share an all-gather.
+
+Precondition  packed all-gathers, see `collectives.py`
+Match         shards whose copies into the pack and out of it cost more than a collective of their own; packs of more
+              bytes than `Costs.pack_bytes`; with `merge`, neighbouring packs whose parameters stay unsharded
+Rewrite       such a shard gets an all-gather of its own, straight from the shard and into the parameter's own buffer;
+              the others are packed by `plan_packs`
+Report        gathers before and after; parameters that are gathered by themselves; bytes no longer copied
+
+    before                                    after
+    packed = cat([wide, narrow])              %0 = wait_tensor(all_gather_into_tensor(wide))
+    %0 = wait_tensor(all_gather...(packed))   w = reshape(reshape(%0, [ranks, -1]), [8, 4])
+    rows = reshape(%0, [ranks, -1])           %1 = wait_tensor(all_gather_into_tensor(narrow))
+    parts = split_with_sizes(rows, ...)       n = reshape(reshape(%1, [ranks, -1]), [4])
+    w = reshape(clone(parts[0]), [8, 4])
+    n = reshape(clone(parts[1]), [4])
+
+[Note: Who pays for a merged pack]
+What is gathered early lies in memory until it is used. Parameters that stay unsharded to the end of the graph are all
+there in the end, so gathering them together does not raise the peak by more than the pack; others are never merged.
+"""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx
+
+from compile_fsdp.passes.analysis.collectives import (
+    WAIT,
+    Packed,
+    Places,
+    aten,
+    find_packed,
+    insert,
+    is_gather,
+    is_rearrangement,
+    launch,
+    neighbours,
+    numel,
+    positions,
+)
+from compile_fsdp.passes.analysis.costs import Costs, are_contiguous, device_costs, plan_packs, size_bytes
+from compile_fsdp.passes.analysis.effects import find_resizes, get_argument, is_copy
+from compile_fsdp.passes.analysis.layout import get_size, is_zero
+from compile_fsdp.passes.report import PassCounts
+
+
+def pack_gathers(graph: fx.Graph, *, merge: bool = False, costs: Costs | None = None) -> PassCounts:
+    """Pack the graph's all-gathers anew.
+
+    Args:
+        graph: A post-grad graph.
+        merge: Whether packs may be joined. See [Note: Who pays for a merged pack].
+        costs: Those of the device the graph runs on, unless given.
+    """
+    nodes_before = len(graph.nodes)
+    before = after = alone = copied = 0
+    for run in neighbours(find_packed(graph, is_gather), _Joining(graph) if merge else None):
+        shards = [shard for packed in run for shard in packed.inputs]
+        sizes = [size_bytes(shard) for shard in shards]
+        own = costs or device_costs(run[0].collective)
+        packs = _plan(shards, sizes, run[0].ranks, own, own.pack_bytes(run[0].ranks, is_spare=merge))
+        if packs == positions(run):
+            continue
+        _pack(graph, run, packs)
+        single = [pack[0] for pack in packs if len(pack) == 1]
+        before += len(run)
+        after += len(packs)
+        alone += len(single)
+        copied += sum((1 + run[0].ranks) * sizes[i] for i in single)
+    counts = (("gathers_packed_anew", before), ("now", after), ("gathered_alone", alone), ("bytes_not_copied", copied))
+    return PassCounts(pack_gathers.__name__, nodes_before, len(graph.nodes), counts)
+
+
+def _plan(shards: list[fx.Node], sizes: list[int], ranks: int, costs: Costs, limit: int) -> list[list[int]]:
+    if not are_contiguous(shards):
+        return [list(range(len(sizes)))]
+    alone = [costs.copy(size) + costs.copy(size * ranks) > costs.latency for size in sizes]
+    return plan_packs(sizes, alone, limit)
+
+
+class _Joining:
+    """Tells of two packed gathers whether the later one may be issued with the earlier one.
+
+    See [Note: Who pays for a merged pack]. What is gathered must be there then, and the same.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        frees = (node for node in find_resizes(graph) if is_zero(get_size(get_argument(node, 1, "new_size"))))
+        self._freed = {get_argument(node, 0, "variable") for node in frees}
+        self._places = Places(graph)
+        self._stays: dict[fx.Node, bool] = {}
+
+    def __call__(self, earlier: Packed, later: Packed) -> bool:
+        if not (self._stays_unsharded(earlier) and self._stays_unsharded(later)):
+            return False
+        return not self._places.is_written_between(earlier.pack, later.pack)
+
+    def _stays_unsharded(self, packed: Packed) -> bool:
+        if packed.pack not in self._stays:
+            self._stays[packed.pack] = _stays_unsharded(packed, self._freed)
+        return self._stays[packed.pack]
+
+
+def _stays_unsharded(packed: Packed, freed: set[object]) -> bool:
+    """Whether all that is gathered, of what the graph takes in, goes into parameters that the graph does not free."""
+    # A shard itself, or its cast.
+    sources = [shard.all_input_nodes or [shard] for shard in packed.inputs]
+    if any(node.op != "placeholder" for nodes in sources for node in nodes):
+        return False
+    stack = [item for item in packed.outputs if item is not None]
+    while stack:
+        for user in stack.pop().users:
+            if is_rearrangement(user):
+                stack.append(user)
+            elif not is_copy(user) or get_argument(user, 0, "tensor") in freed:
+                return False
+    return True
+
+
+def _pack(graph: fx.Graph, run: list[Packed], packs: list[list[int]]) -> None:
+    first = run[0]
+    shards = [shard for packed in run for shard in packed.inputs]
+    outputs = [output for packed in run for output in packed.outputs]
+    owners = [packed for packed in run for _ in packed.inputs]
+    for cast in (shard for packed in run[1:] for shard in packed.inputs if shard.op != "placeholder"):
+        first.pack.prepend(cast)
+    with graph.inserting_before(first.pack):
+        for pack in packs:
+            sent = [shards[i] for i in pack]
+            sources = [owners[i] for i in pack]
+            if len(pack) == 1:
+                _replace(outputs[pack[0]], _gather(graph, sources, sent[0]))
+                continue
+            rows = _gather(graph, sources, insert(graph, aten.cat.default, sent, like=first.pack))
+            numels = [numel(each) for each in sent]
+            split = insert(graph, aten.split_with_sizes.default, rows, numels, 1, like=rows)
+            for position, i in enumerate(pack):
+                _replace(outputs[i], insert(graph, operator.getitem, split, position, like=rows))
+    for packed in run:
+        packed.erase()
+
+
+def _gather(graph: fx.Graph, sources: list[Packed], sent: fx.Node) -> fx.Node:
+    """What all ranks send, as [ranks, numel], of which `sources` were to send parts."""
+    packed = sources[0]
+    launched = launch(graph, sent, sources, like=packed.collective)
+    waited = insert(graph, WAIT, launched, like=packed.after[0])
+    return insert(graph, aten.reshape.default, waited, [packed.ranks, numel(sent)], like=packed.after[-1])
+
+
+def _replace(item: fx.Node | None, rows: fx.Node) -> None:
+    if item is None:
+        return
+    users = list(item.users)
+    item.replace_all_uses_with(rows)
+    if len(users) == 1 and users[0].target is aten.clone.default and rows.target is not operator.getitem:
+        # The rows lay apart in the pack; now they are contiguous, and nobody else reads them.
+        users[0].replace_all_uses_with(rows)
+        rows.graph.erase_node(users[0])

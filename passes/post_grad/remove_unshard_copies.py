@@ -1,0 +1,211 @@
+"""Read the gathered value directly instead of copying it into the unsharded parameter.
+
+Precondition  the window closes in this graph, makes room for the whole parameter, fills it once, before any
+              read, with a value of the same layout; nothing else writes either; no view of either leaves it
+Match         resize(full) -> copy_ -> readers -> resize(0), any number of times per parameter
+Rewrite       readers take the copy's source; the two resizes and the copy are erased
+Report        windows, copies and resizes removed; FQN and Kept reason of every window left alone
+
+    before                                    after
+    resize_storage_bytes_(weight, 16)
+    copy_(weight, gathered)
+    y = linear(x, weight)                     y = linear(x, gathered)
+    resize_storage_bytes_(weight, 0)
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from torch import fx
+
+from compile_fsdp.passes.analysis.aliases import Aliases, find_fake_tensor
+from compile_fsdp.passes.analysis.effects import Effects, get_argument
+from compile_fsdp.passes.analysis.layout import find_copy_fault, size_hint
+from compile_fsdp.passes.analysis.subgraphs import find_window_subgraphs
+from compile_fsdp.passes.analysis.windows import Lifetimes, Parameter, Span, match_lifetimes, resized_placeholders
+from compile_fsdp.passes.report import Kept, Names, WindowReport, node_name
+from compile_fsdp.torch_compat.inductor import MUTATION_REGION_KEY
+
+
+def remove_unshard_copies(graph: fx.Graph, names: Names = node_name) -> WindowReport:
+    """Take the complete windows out of a functionalized graph, and of the subgraphs that it runs.
+
+    Args:
+        graph: A graph as Inductor's post-grad passes get it, with fake values under meta["val"].
+        names: Parameter FQN of a placeholder of `graph`; a placeholder of a subgraph goes by its node's name.
+    Returns:
+        What was removed, and what was kept.
+    """
+    removal = _Removal()
+    removal.run(graph, names)
+    return removal.report()
+
+
+@dataclass(slots=True)
+class _Window:
+    """A complete window that nothing speaks against."""
+
+    parameter: fx.Node
+    span: Span
+    free: fx.Node
+
+
+class _Removal:
+    def __init__(self) -> None:
+        self._removed: list[_Window] = []
+        self._kept: list[tuple[str, Kept]] = []
+        self._nodes_before = 0
+        self._nodes_after = 0
+
+    def run(self, graph: fx.Graph, names: Names) -> None:
+        # Subgraphs first: without its windows, a higher-order op no longer writes its operands.
+        for path, module in find_window_subgraphs(graph):
+            if self._run_one(module.graph, _below(path)):
+                module.recompile()
+        self._run_one(graph, names)
+
+    def report(self) -> WindowReport:
+        return WindowReport(
+            name=remove_unshard_copies.__name__,
+            windows_removed=len(self._removed),
+            copies_removed=len(self._removed),
+            resizes_removed=2 * len(self._removed),
+            bytes_removed=sum(size_hint(window.span.size_bytes) for window in self._removed),
+            kept=tuple(self._kept),
+            nodes_before=self._nodes_before,
+            nodes_after=self._nodes_after,
+        )
+
+    def _run_one(self, graph: fx.Graph, names: Names) -> bool:
+        self._nodes_before += len(graph.nodes)
+        windows = self._match(graph, names) if resized_placeholders(graph) else []
+        for window in windows:
+            _rewrite(graph, window)
+        if windows:
+            _forget_mutation_regions(graph)
+        self._removed += windows
+        self._nodes_after += len(graph.nodes)
+        return bool(windows)
+
+    def _match(self, graph: fx.Graph, names: Names) -> list[_Window]:
+        effects = Effects(graph.owning_module)
+        aliases = Aliases(graph, effects)
+        lifetimes = match_lifetimes(graph, effects, aliases)
+        windows = []
+        for parameter in lifetimes.parameters:
+            parameter_fault = _find_parameter_fault(parameter)
+            for index, span in enumerate(parameter.spans):
+                free = _find_free(parameter, index)
+                if free is None:
+                    fault = _find_open_end(parameter, index)
+                else:
+                    fault = parameter_fault or _find_window_fault(parameter, index, lifetimes, aliases)
+                if fault is not None:
+                    self._kept.append((names(parameter.node), fault))
+                elif free is not None:
+                    windows.append(_Window(parameter.node, span, free))
+        return windows
+
+
+def _below(path: str) -> Names:
+    return lambda node: f"{path}.{node.name}"
+
+
+def _find_free(parameter: Parameter, index: int) -> fx.Node | None:
+    """The resize(0) that completes the window which the span begins, if the two are one."""
+    span, following = parameter.spans[index], parameter.spans[index + 1 : index + 2]
+    if span.resize is None or span.frees or not following:
+        return None
+    return following[0].resize
+
+
+def _find_open_end(parameter: Parameter, index: int) -> Kept | None:
+    """What to report for a span that no other resize follows, or that begins no window."""
+    span = parameter.spans[index]
+    if span.resize is None:
+        return Kept.OPEN_AT_START if parameter.spans[index + 1].frees else None
+    if not span.frees:
+        return Kept.OPEN_AT_RETURN
+    previous = parameter.spans[index - 1]
+    return Kept.DOUBLE_FREE if previous.frees else None
+
+
+def _find_parameter_fault(parameter: Parameter) -> Kept | None:
+    """Why none of the parameter's windows can be taken out."""
+    if parameter.shares_storage:
+        return Kept.SHARED_STORAGE
+    arrives_filled = parameter.spans[1].frees
+    for span in parameter.spans:
+        in_window = arrives_filled if span.resize is None else not span.frees
+        if span.uses and not in_window:
+            return Kept.COPY_OUTSIDE if span.copies else Kept.READ_OUTSIDE
+    return None
+
+
+def _find_window_fault(
+    parameter: Parameter, index: int, lifetimes: Lifetimes, aliases: Aliases
+) -> Kept | None:
+    span = parameter.spans[index]
+    neighbours_free = parameter.spans[index + 1].frees and _is_free_before(parameter, index)
+    faults = {
+        Kept.NOT_FULL: not span.full,
+        Kept.REFILLED: not neighbours_free,
+        Kept.RESULT_USED: any(node is not None and node.users for node in (span.resize, *span.copies)),
+        Kept.NO_COPY: not span.copies,
+        Kept.TWO_COPIES: len(span.copies) > 1,
+        Kept.READ_BEFORE_COPY: span.read_before_copy,
+        Kept.MUTATED: span.mutated,
+        Kept.VIEW_OUTLIVES: span.has_stale_view,
+        Kept.VIEW_ESCAPES: span.view_escapes,
+        Kept.CHAINED: span.fills_another,
+        Kept.READ_BY_STORAGE: span.read_by_storage,
+    }
+    for reason, applies in faults.items():
+        if applies:
+            return reason
+    return _find_value_fault(parameter, span, lifetimes, aliases)
+
+
+def _is_free_before(parameter: Parameter, index: int) -> bool:
+    """See [Note: A window starts freed]."""
+    previous = parameter.spans[index - 1]
+    return previous.resize is None or previous.frees
+
+
+def _find_value_fault(
+    parameter: Parameter, span: Span, lifetimes: Lifetimes, aliases: Aliases
+) -> Kept | None:
+    value = get_argument(span.copies[0], 1, "data")
+    if fault := find_copy_fault(find_fake_tensor(parameter.node), find_fake_tensor(value)):
+        return fault
+    assert isinstance(value, fx.Node), "it has a fake value"
+    classes = aliases.classes(value)
+    if any(key in lifetimes.resized for key in classes):
+        return Kept.VALUE_RESIZED
+    if any(_is_written(lifetimes.writes.get(key, []), span) for key in classes):
+        return Kept.VALUE_MUTATED
+    return None
+
+
+def _is_written(positions: list[int], span: Span) -> bool:
+    """Whether any of the ascending positions lies between the span's fill and its end."""
+    first = bisect_right(positions, span.filled_at)
+    return first < len(positions) and positions[first] < span.end
+
+
+def _rewrite(graph: fx.Graph, window: _Window) -> None:
+    copy, resize = window.span.copies[0], window.span.resize
+    value = get_argument(copy, 1, "data")
+    assert isinstance(value, fx.Node) and resize is not None, "the window has been checked"
+    for reader in window.span.readers:
+        reader.replace_input_with(window.parameter, value)
+    for node in (window.free, copy, resize):
+        graph.erase_node(node)
+
+
+def _forget_mutation_regions(graph: fx.Graph) -> None:
+    # Inductor matches no pattern across a mutation. With the windows' mutations gone, it has to count again.
+    for node in graph.nodes:
+        node.meta.pop(MUTATION_REGION_KEY, None)

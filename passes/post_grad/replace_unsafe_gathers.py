@@ -1,0 +1,39 @@
+"""All-gathers of the model's own code by the runtime's op, which gloo can run several of at a time.
+
+Precondition  a post-grad graph
+Match         torch's functional all-gather of a tensor on the CPU
+Rewrite       the runtime's op takes its place, without a name
+Report        gathers replaced
+
+    before                                          after
+    %0 = c10d.all_gather_into_tensor(x, 2, 'tp')    %0 = compile_fsdp.all_gather_into_tensor(x, 2, 'tp', '')
+
+See [Note: Two gathers at a time end the process].
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from compile_fsdp.ops import all_gather_into_tensor
+from compile_fsdp.passes.analysis.aliases import find_fake_tensor
+from compile_fsdp.passes.analysis.collectives import is_gather
+from compile_fsdp.passes.report import PassCounts
+
+
+def replace_unsafe_gathers(graph: fx.Graph) -> PassCounts:
+    """Replace torch's all-gathers on the CPU. One of an unknown device stays."""
+    unsafe = [node for node in graph.nodes if is_gather(node) and _is_torchs(node) and _is_on_cpu(node)]
+    for node in unsafe:
+        node.target, node.args = all_gather_into_tensor, (*node.args, "")
+    count = len(graph.nodes)
+    return PassCounts(replace_unsafe_gathers.__name__, count, count, (("gathers_replaced", len(unsafe)),))
+
+
+def _is_torchs(gather: fx.Node) -> bool:
+    return gather.target is not all_gather_into_tensor
+
+
+def _is_on_cpu(gather: fx.Node) -> bool:
+    tensor = find_fake_tensor(gather)
+    return tensor is not None and tensor.device.type == "cpu"

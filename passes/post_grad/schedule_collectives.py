@@ -1,0 +1,306 @@
+"""Place every all-gather, reduce-scatter and wait of a step.
+
+Precondition  a post-grad graph; collectives whose inputs and results nobody writes
+Match         all-gathers of what the graph takes in, reduce-scatters, and what belongs to them: packs, waits, views
+Rewrite       a gather is launched just early enough to arrive in time, within its bounds; it is waited for at its first
+              use; a gradient is reduced as soon as it exists, and waited for once it should have arrived
+Report        collectives moved, and those left where they were
+
+    before                                    after
+    a = wait_tensor(all_gather(shard_a))      a_ = all_gather(shard_a)
+    x = mm(x, a)                              a = wait_tensor(a_)
+    b = wait_tensor(all_gather(shard_b))      b_ = all_gather(shard_b)
+    x = mm(x, b)                              x = mm(x, a)
+                                              b = wait_tensor(b_)
+                                              x = mm(x, b)
+
+[Note: Bounds of a prefetch]
+A forward gathers no group before the group that comes before it is used: one group ahead, as eager FSDP2's prefetch.
+A backward launches no gather before the place at which the runtime has traced it, which is where `backward_prefetch`
+and the modules' prefetch lists have it. Within these bounds a gather goes as late as the costs allow, since what is
+gathered takes memory. A gradient in flight keeps its unsharded memory: never more than the largest reduction's.
+
+[Note: One order on all ranks]
+Ranks may differ in what they compute with, batches of several lengths for example, and hence in how long they compute.
+Their collectives must be issued in one order all the same. So the order is that of a schedule for the usual batch
+(`Costs.rows`), in which only products with parameters take time; what this rank computes decides on the places between.
+
+[Note: Who keeps the order]
+Inductor lowers the nodes in graph order, and moves kernels afterwards only to save memory. That pass knows nothing of
+communication and is switched off for our graphs (`backend/compile.py`); everything else keeps the order of
+collectives, which are calls that nothing is fused with.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+from torch import fx
+
+from compile_fsdp.passes.analysis.collectives import (
+    is_collective,
+    is_gather,
+    is_rearrangement,
+    is_reduction,
+    is_wait,
+    numel,
+    ranks_of,
+)
+from compile_fsdp.passes.analysis.costs import Costs, compute_seconds, device_costs, size_bytes, usual_compute_seconds
+from compile_fsdp.passes.analysis.effects import Effects, is_barrier
+from compile_fsdp.passes.report import PassCounts
+
+
+def schedule_collectives(graph: fx.Graph, *, hoist: bool = True, costs: Costs | None = None) -> PassCounts:
+    """Schedule the graph's collectives; only its order changes.
+
+    Args:
+        graph: A post-grad graph.
+        hoist: Whether a gather may be launched before the place where it was traced: True in forwards. See
+            [Note: Bounds of a prefetch].
+        costs: Those of the device the graph runs on, unless given.
+    """
+    nodes = len(graph.nodes)
+    moves = _Moves(graph)
+    moved = moves.gathers + moves.reductions
+    if moved:
+        costs = costs or device_costs(moved[0].collective)
+        timeline = _Timeline((compute_seconds(node, costs) for node in moves.fixed), costs)
+        _place_reductions(moves.reductions, timeline)
+        _place_gathers(moves, timeline, hoist)
+        _reorder(graph, moves)
+    counts = (("collectives_scheduled", len(moved)), ("left_in_place", moves.left))
+    return PassCounts(schedule_collectives.__name__, nodes, nodes, counts)
+
+
+@dataclass(eq=False, slots=True)
+class _Collective:
+    """One collective and the nodes that move with it.
+
+    Attributes:
+        launch: What prepares it, and itself last; nothing else reads the preparations.
+        results: The wait, and views and copies of its result, in graph order.
+        traced: Where it stood: a position among the fixed nodes, before which it stands.
+        ready: The first position at which its inputs exist.
+        due: Position of its first use.
+        slot: Where it is launched.
+        wait_slot: Where it is waited for; each result stands there or later, before its own first use.
+    """
+
+    collective: fx.Node
+    launch: list[fx.Node]
+    results: list[fx.Node]
+    traced: int = 0
+    ready: int = 0
+    due: int = 0
+    slot: int = 0
+    wait_slot: int = 0
+    seconds: float = 0.0
+    size: int = 0
+
+
+class _Moves:
+    """What moves, and what stays.
+
+    Attributes:
+        fixed: The nodes that keep their order.
+        gathers: In the order in which they were traced.
+        reductions: The same.
+        left: Collectives of both kinds that stay where they are.
+        collectives: Positions of all collectives among the fixed nodes.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        effects = Effects(graph.owning_module)
+        order = {node: i for i, node in enumerate(graph.nodes)}
+        written = effects.find_written(graph)
+        self.gathers: list[_Collective] = []
+        self.reductions: list[_Collective] = []
+        self.left = 0
+        moving: set[fx.Node] = set()
+        for node in graph.nodes:
+            if not (is_gather(node) or is_reduction(node)):
+                continue
+            each = _Collective(node, _preparations(node, order), _results(node, order))
+            if _is_movable(each, written) and moving.isdisjoint(_neighbours(each)):
+                (self.gathers if is_gather(node) else self.reductions).append(each)
+                moving.update(each.launch, each.results)
+            else:
+                self.left += 1
+        self.fixed = [node for node in graph.nodes if node not in moving]
+        self.collectives = [i for i, node in enumerate(self.fixed) if is_collective(node)]
+        self._find_positions(order, {node for node in self.fixed if is_barrier(node, effects)})
+
+    def _find_positions(self, order: dict[fx.Node, int], barriers: set[fx.Node]) -> None:
+        position = {node: i for i, node in enumerate(self.fixed)}
+        places = [order[node] for node in self.fixed]
+        stops = [i for i, node in enumerate(self.fixed) if node in barriers]
+        for each in (*self.gathers, *self.reductions):
+            each.traced = bisect_left(places, order[each.collective])
+            inputs = [i for node in each.launch for i in node.all_input_nodes if i in position]
+            each.ready = max((position[node] + 1 for node in inputs), default=0)
+            users = [position[user] for node in each.results for user in node.users if user in position]
+            each.due = min(users, default=len(self.fixed) - 1)
+            # A collective does not change places with an op that may write what it reads.
+            stop = bisect_left(stops, each.traced)
+            each.ready = max([each.ready, *(i + 1 for i in stops[:stop][-1:])])
+            each.due = min([each.due, *stops[stop : stop + 1]])
+
+
+def _preparations(collective: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
+    """The collective, and the packs, casts and views before it that nothing else reads."""
+    found = {collective}
+    stack = [collective]
+    while stack:
+        for node in stack.pop().all_input_nodes:
+            if node not in found and is_rearrangement(node) and all(user in found for user in node.users):
+                found.add(node)
+                stack.append(node)
+    return sorted(found, key=order.__getitem__)
+
+
+def _results(collective: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
+    """The wait for the collective, and the views and copies that depend on it alone."""
+    found: set[fx.Node] = set()
+    stack = [collective]
+    while stack:
+        for node in stack.pop().users:
+            is_result = is_wait(node) or is_rearrangement(node)
+            if node not in found and is_result and all(i in found or i is collective for i in node.all_input_nodes):
+                found.add(node)
+                stack.append(node)
+    return sorted(found, key=order.__getitem__)
+
+
+def _neighbours(each: _Collective) -> set[fx.Node]:
+    """The collective's nodes, and all that these read or are read by."""
+    own = {*each.launch, *each.results}
+    return own.union(*(node.all_input_nodes for node in own), *(node.users for node in own))
+
+
+def _is_movable(each: _Collective, written: set[fx.Node]) -> bool:
+    if [is_wait(node) for node in each.collective.users] != [True]:
+        return False
+    inputs = {node for launched in each.launch for node in launched.all_input_nodes} - set(each.launch)
+    if is_gather(each.collective) and any(node.op != "placeholder" for node in inputs):
+        return False  # It gathers activations, and is not ours.
+    touched = inputs | set(each.launch) | set(each.results) - {each.results[0]}
+    return not touched & written
+
+
+class _Timeline:
+    """When each fixed node starts, if nothing has to wait.
+
+    Args:
+        seconds: Of each fixed node.
+        costs: For the collectives.
+    """
+
+    def __init__(self, seconds: Iterable[float], costs: Costs) -> None:
+        self.costs = costs
+        self.starts = [0.0, *accumulate(seconds)][:-1]
+
+    def measure(self, each: _Collective) -> None:
+        ranks = ranks_of(each.collective)
+        sent = size_bytes(each.collective.all_input_nodes[0])
+        each.size = sent * ranks if is_gather(each.collective) else sent
+        each.seconds = self.costs.collective(each.size // ranks, ranks)
+
+    def last_before(self, second: float) -> int:
+        """The last position that is reached by then; the first, if none is."""
+        return max(bisect_right(self.starts, second) - 1, 0)
+
+    def first_after(self, second: float) -> int:
+        """The first position that is reached no earlier; the last, if none is."""
+        return min(bisect_left(self.starts, second), len(self.starts) - 1)
+
+
+def _usual_seconds(moves: _Moves, costs: Costs) -> Iterator[float]:
+    """What each fixed node takes with the usual batch. See [Note: One order on all ranks]."""
+    parameters = {node for each in moves.gathers for node in each.results}
+    gradients = {node for each in moves.reductions for launched in each.launch for node in launched.all_input_nodes}
+    for node in moves.fixed:
+        involved = [each for each in node.all_input_nodes if each in parameters] + [node] * (node in gradients)
+        yield usual_compute_seconds(node, max(map(numel, involved), default=0), costs)
+
+
+def _place_gathers(moves: _Moves, timeline: _Timeline, hoist: bool) -> None:
+    traced = sorted({each.traced for each in moves.gathers})
+    before = dict(zip(traced, traced[:1] + traced, strict=False))  # where the group before was traced
+    # See [Note: Bounds of a prefetch].
+    own = (max(each.ready, before[each.traced] if hoist else each.traced) for each in moves.gathers)
+    earliest = list(accumulate(own, max))  # gathers keep the order in which they were traced
+    usual = _Timeline(_usual_seconds(moves, timeline.costs), timeline.costs)
+    _place_late(moves.gathers, earliest, [each.due for each in moves.gathers], usual)
+    # Positions from which on a gather is launched behind some other collective.
+    others = sorted([each.slot for each in moves.reductions] + [i + 1 for i in moves.collectives])
+    latest = []
+    for i, each in enumerate(moves.gathers):
+        behind = bisect_right(others, each.slot)
+        earliest[i] = max([earliest[i], *others[:behind][-1:]])
+        latest.append(min([each.due, *(other - 1 for other in others[behind:][:1])]))
+    _place_late(moves.gathers, earliest, latest, timeline)
+
+
+def _place_late(gathers: list[_Collective], earliest: list[int], latest: list[int], timeline: _Timeline) -> None:
+    """Each as late as it can be within its bounds, from the last one back, one collective at a time."""
+    following = max(latest, default=0)
+    free_until = float("inf")
+    for each, first, last in reversed(list(zip(gathers, earliest, latest, strict=True))):
+        timeline.measure(each)
+        start = min(timeline.starts[each.due], free_until) - each.seconds
+        each.slot = following = min(max(timeline.last_before(start), first), last, following)
+        each.wait_slot = each.due
+        free_until = start
+
+
+def _place_reductions(reductions: list[_Collective], timeline: _Timeline) -> None:
+    """Each as soon as it can be; the waits in the same order, and early enough for the bound on what is in flight."""
+    for each in reductions:
+        timeline.measure(each)
+        each.slot = each.ready
+    limit = max((each.size for each in reductions), default=0)
+    flying: list[_Collective] = []
+    arrived = 0.0
+    for each in sorted(reductions, key=lambda each: each.slot):
+        while sum(other.size for other in flying) + each.size > limit:
+            first = flying.pop(0)
+            first.wait_slot = max(min(first.wait_slot, each.slot), first.slot)
+        arrived = max(timeline.starts[each.slot], arrived) + each.seconds
+        each.wait_slot = min(max(timeline.first_after(arrived), each.slot + 1), each.due)
+        flying.append(each)
+
+
+def _reorder(graph: fx.Graph, moves: _Moves) -> None:
+    """Put what moves before the fixed nodes that it stands at."""
+    position = {node: i for i, node in enumerate(moves.fixed)}
+    placed: list[tuple[int, int, fx.Node]] = []  # (position, order within it, node)
+    for each in moves.reductions:
+        placed += [(each.slot, 1, node) for node in each.launch]
+        rank = 0 if each.wait_slot > each.slot else 2
+        placed += [(each.wait_slot, rank, node) for node in each.results]
+    for each in moves.gathers:
+        placed += [(each.slot, 3, node) for node in each.launch]
+        placed += [(slot, 4, node) for node, slot in _first_uses(each, position)]
+    placed.sort(key=lambda item: item[:2])
+    placed.reverse()
+    end = moves.fixed[-1]
+    # All nodes one by one before the last: moving some to where they belong makes fx's own order keys ever longer.
+    for slot, fixed in enumerate(moves.fixed):
+        while placed and placed[-1][0] == slot:
+            end.prepend(placed.pop()[2])
+        if fixed is not end:
+            end.prepend(fixed)
+
+
+def _first_uses(gather: _Collective, position: dict[fx.Node, int]) -> list[tuple[fx.Node, int]]:
+    """Each result of a gather, and the position of the first fixed node that needs it."""
+    first: dict[fx.Node, int] = {}
+    for node in reversed(gather.results):
+        uses = [position[user] if user in position else first[user] for user in node.users]
+        first[node] = min(uses, default=gather.due)
+    first[gather.results[0]] = gather.wait_slot
+    return [(node, max(first[node], gather.wait_slot)) for node in gather.results]

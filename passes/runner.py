@@ -1,0 +1,157 @@
+"""Runs lists of passes, see `pipelines.py`, and keeps what they return.
+
+Passes on post-grad graphs run as the one custom pass that Inductor runs before its own. They do not run on a graph that
+Inductor takes from its cache; what they have to say is stored with it, as a note.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from torch import fx
+
+from compile_fsdp.passes.analysis.check import checking
+from compile_fsdp.passes.analysis.sequence import CollectiveSequence, read_collectives
+from compile_fsdp.passes.cache_key import cache_key
+from compile_fsdp.passes.notes import leave_note, take_notes
+from compile_fsdp.passes.report import Report, from_json, to_json
+from compile_fsdp.torch_compat.dynamo import trace_artifact
+from compile_fsdp.torch_compat.inductor import CustomGraphPass
+
+# A function of the graph, with its other arguments bound.
+Pass = Callable[[fx.Graph], object]
+PostGradPass = Callable[[fx.Graph], Report]
+OnReport = Callable[[tuple[Report, ...]], None]
+
+_Result = TypeVar("_Result")
+
+_log = logging.getLogger("compile_fsdp.passes")
+
+
+def function_of(each: Callable[..., _Result]) -> Callable[..., _Result]:
+    """The pass without the arguments that a list has bound."""
+    return each.func if isinstance(each, partial) else each
+
+
+class Run:
+    """Runs passes on a graph of Dynamo's, one after the other."""
+
+    def __init__(self, graph: fx.Graph, passes: Iterable[Pass]) -> None:
+        self._results: dict[Callable[..., object], Any] = {function_of(each): each(graph) for each in passes}
+
+    def result(self, function: Callable[..., _Result]) -> _Result:
+        """What that pass, one of the list, has returned."""
+        result: _Result = self._results[function]
+        return result
+
+
+class GraphObserver(Protocol):
+    """Looks at a graph before, between and after the passes, and leaves it as it is."""
+
+    def start(self, graph: fx.Graph) -> None:
+        """No pass has run yet. Called again for another graph that the same pipeline gets."""
+
+    def after(self, graph: fx.Graph, report: Report) -> None:
+        """A pass has run."""
+
+    def end(self, graph: fx.Graph) -> None:
+        """All passes have run."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphNote:
+    """What is stored with a graph.
+
+    Attributes:
+        reports: Of the passes, in their order.
+        collectives: What the graph issues.
+    """
+
+    reports: tuple[Report, ...]
+    collectives: CollectiveSequence
+
+
+def take_graph_notes() -> list[GraphNote]:
+    """The notes of all graphs that were compiled, or came from a cache, since the last call."""
+    return [_parse_note(*json.loads(text)) for text in take_notes()]
+
+
+def _parse_note(reports: str, collectives: dict[str, list[str]]) -> GraphNote:
+    sequence = CollectiveSequence(tuple(collectives["lines"]), tuple(collectives["groups"]))
+    return GraphNote(from_json(reports), sequence)
+
+
+class Pipeline(CustomGraphPass):
+    """Runs passes on a post-grad graph. Set it as Inductor's `post_grad_custom_pre_pass`.
+
+    Args:
+        passes: See `pipelines.post_grad`. An argument of theirs that is a function, which names things in reports, is
+            no part of `uuid()`.
+        on_report: Called once per graph, with the reports in the order the passes ran.
+        disabled: Names of passes to leave out.
+        observer: Sees each graph. What Inductor takes from its cache passes it by.
+        check: Whether to look for faults after every pass, see `analysis/check.py`.
+    Raises:
+        ValueError: `disabled` names a pass that is not in the list.
+        VerificationError: when called, a pass has made a fault.
+    """
+
+    def __init__(
+        self,
+        passes: Sequence[PostGradPass],
+        on_report: OnReport,
+        disabled: frozenset[str] = frozenset(),
+        *,
+        observer: GraphObserver | None = None,
+        check: bool = False,
+    ) -> None:
+        known = list(map(_name, passes))
+        if unknown := sorted(disabled.difference(known)):
+            raise ValueError(f"expected disabled passes among {known}, got {unknown}; see docs/passes.md")
+        self._passes = [each for each in passes if _name(each) not in disabled]
+        self._on_report = on_report
+        self._observer = observer
+        self._check = check
+
+    def __call__(self, graph: fx.Graph) -> None:
+        if self._observer is not None:
+            self._observer.start(graph)
+        reports = tuple(self._run(each, graph) for each in self._passes)
+        graph.lint()
+        if self._observer is not None:
+            self._observer.end(graph)
+        for report in reports:
+            _log.info("%s", report)
+        text = to_json(reports)
+        leave_note(json.dumps([text, asdict(read_collectives(graph))]))
+        trace_artifact("compile_fsdp_passes", lambda: text)
+        self._on_report(reports)
+
+    def uuid(self) -> str:
+        """Changes with what `cache_key` says, the passes and their arguments."""
+        return cache_key(*((_name(each), _options(each)) for each in self._passes))
+
+    def _run(self, each: PostGradPass, graph: fx.Graph) -> Report:
+        with checking(graph, _name(each)) if self._check else nullcontext():
+            start = time.perf_counter()
+            report = each(graph)
+            report = replace(report, seconds=time.perf_counter() - start)
+        if self._observer is not None:
+            self._observer.after(graph, report)
+        return report
+
+
+def _name(each: Pass) -> str:
+    return function_of(each).__name__
+
+
+def _options(each: Pass) -> dict[str, object]:
+    bound = each.keywords if isinstance(each, partial) else {}
+    return {name: value for name, value in bound.items() if not callable(value)}

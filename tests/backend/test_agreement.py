@@ -1,0 +1,118 @@
+"""Ranks with different graphs all raise, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+from collections.abc import Mapping
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import compile_fsdp
+from compile_fsdp.errors import CollectiveMismatchError, RankMissingError
+from compile_fsdp.passes import Costs
+from helpers.parity.twins import AOT_EAGER
+from helpers.ranks.pools import run_ranks
+
+
+def _model(widths: list[int]) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Linear(before, after) for before, after in pairwise(widths)]
+    model = nn.Sequential(*layers)
+    for layer in layers:
+        compile_fsdp.fully_shard(layer)
+    compile_fsdp.fully_shard(model)
+    return model
+
+
+def _step(model: nn.Module, options: Mapping[str, object]) -> None:
+    model.compile(backend="compile_fsdp", fullgraph=True, options=dict(options))
+    model(torch.ones(2, 8)).mean().backward()
+
+
+def _error_of(model: nn.Module, options: Mapping[str, object] = AOT_EAGER) -> tuple[str, str]:
+    try:
+        _step(model, options)
+    except (CollectiveMismatchError, RankMissingError) as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def _other_width(rank: int) -> tuple[str, str]:
+    return _error_of(_model([8, 8, 8 + 8 * rank]))
+
+
+def test_the_first_difference_is_named_on_all_ranks() -> None:
+    errors = run_ranks(2, _other_width)
+    assert errors[0] == errors[1] and errors[0][0] == "CollectiveMismatchError"
+    for part in ("forward graph", "on rank 0 all_gather_into_tensor of float32[36]", "on rank 1", "float32[72]", "(1)"):
+        assert part in errors[0][1]
+
+
+def _other_packs(rank: int) -> tuple[tuple[str, str], list[torch.Tensor]]:
+    model = _model([8, 8])
+    one_by_one = Costs(latency=0.0, comm_bandwidth=1e9, memory_bandwidth=1e9, flops=1e9)
+    error = _error_of(model, {"costs": one_by_one} if rank else {})
+    _step(model, {})  # usable afterwards
+    return error, [parameter.grad.full_tensor() for parameter in model.parameters()]  # type: ignore[union-attr]
+
+
+def test_what_the_passes_make_is_compared_and_the_model_stays_usable() -> None:
+    for (kind, message), grads in run_ranks(2, _other_packs):
+        assert kind == "CollectiveMismatchError"
+        assert "position 0: on rank 0 all_gather_into_tensor of float32[36]" in message and "float32[32]" in message
+        assert all(grad.abs().sum() > 0 for grad in grads)
+
+
+def _missing(rank: int) -> tuple[str, str, float]:
+    model = _model([8, 8])
+    start = time.monotonic()
+    error = ("", "") if rank else _error_of(model, {**AOT_EAGER, "agreement_timeout_s": 1.0})
+    seconds = time.monotonic() - start
+    dist.barrier()
+    return (*error, seconds)
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    kind, message, _ = run_ranks(2, _missing)[0]
+    assert kind == "RankMissingError" and "expected rank 1 to compile its forward graph within 1 s" in message
+
+
+def _late(rank: int) -> str:
+    model = _model([8, 8])
+    if rank == 1:
+        time.sleep(4.0)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        _step(model, AOT_EAGER)
+    return said.getvalue()
+
+
+def test_a_late_rank_is_waited_for_and_said_so() -> None:
+    assert "waiting for the other ranks' forward graph" in run_ranks(2, _late)[0]
+
+
+def _other_batch(rank: int) -> int:
+    """Rank 0 compiles a third and a fourth graph, for a long batch, while rank 1 keeps its own for a short one."""
+    model = _model([8, 8, 8, 8])
+    # Computing costs nothing beside a collective, or far more.
+    costs = Costs(latency=1e-4, comm_bandwidth=1e9, memory_bandwidth=1e9, flops=1e9)
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+        _step(model, {"agreement_timeout_s": 20.0, "costs": costs})
+        model.zero_grad()
+        rows = 2 if rank else 20_000
+        model(torch.ones(rows, 8)).mean().backward()
+    compiled = [parameter.grad.full_tensor() for parameter in model.parameters()]  # type: ignore[union-attr]
+    eager = _model([8, 8, 8, 8])
+    eager(torch.ones(rows, 8)).mean().backward()
+    expected = [parameter.grad.full_tensor() for parameter in eager.parameters()]  # type: ignore[union-attr]
+    torch.testing.assert_close(compiled, expected)
+    return len(compile_fsdp.reports())
+
+
+def test_a_rank_may_compile_anew_alone() -> None:
+    assert run_ranks(2, _other_batch) == [4, 2]

@@ -1,0 +1,104 @@
+"""Compiler caches that are broken, shared, or from other passes change no result."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+_STEP = """
+import os, sys
+import torch
+from torch import nn
+
+import compile_fsdp
+from compile_fsdp.passes import cache_key
+from helpers.ranks.fake_world import fake_world
+
+if "OTHER_PASSES" in os.environ:
+    cache_key.hash_sources = lambda: "other sources"
+with fake_world(2):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    for module in (model[0], model[2], model):
+        compile_fsdp.fully_shard(module)
+    model.compile(backend="compile_fsdp", fullgraph=True)
+    loss = model(torch.ones(3, 4)).square().mean()
+    loss.backward()
+    print([report.cached for report in compile_fsdp.reports()])
+    if "FORK" in os.environ:
+        sys.stdout.flush()
+        child = os.fork()
+        again = model(torch.ones(3, 4)).square().mean()
+        again.backward()
+        assert again.isfinite()
+        if child:
+            print(os.waitpid(child, 0)[1])
+        os._exit(0)
+"""
+
+
+def _start(cache: Path, **environment: str) -> subprocess.Popen[str]:
+    variables = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parent.parent),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
+        "TORCHINDUCTOR_VEC_ISA_OK": "0",  # or g++ is tried on vectors for each new cache, for ten seconds
+        **environment,
+    }
+    command = [sys.executable, "-c", _STEP]
+    return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _outputs(process: subprocess.Popen[str]) -> tuple[list[str], str]:
+    out, error = process.communicate(timeout=300)
+    assert process.returncode == 0, error
+    return out.splitlines(), error
+
+
+def _finish(process: subprocess.Popen[str]) -> list[str]:
+    return _outputs(process)[0]
+
+
+def test_broken_caches_are_compiled_anew(tmp_path: Path) -> None:
+    assert _finish(_start(tmp_path)) == ["[False, False]"]
+    assert _finish(_start(tmp_path)) == ["[True, True]"]
+    entries = [path for kind in ("fxgraph", "aotautograd") for path in (tmp_path / kind).rglob("*") if path.is_file()]
+    assert len(entries) >= 4
+    for i, path in enumerate(entries):
+        path.write_bytes(b"" if i % 2 else path.read_bytes()[: path.stat().st_size // 2])
+    assert _finish(_start(tmp_path)) == ["[False, False]"]
+
+
+def test_graphs_of_other_passes_are_not_taken(tmp_path: Path) -> None:
+    assert _finish(_start(tmp_path, OTHER_PASSES="1")) == ["[False, False]"]
+    assert _finish(_start(tmp_path)) == ["[False, False]"]
+
+
+def test_two_processes_share_a_cache(tmp_path: Path) -> None:
+    both = [_start(tmp_path), _start(tmp_path)]
+    assert all(len(_finish(each)) == 1 for each in both)
+    assert _finish(_start(tmp_path)) == ["[True, True]"]
+
+
+def test_a_cache_folder_that_cannot_be_made_is_an_error_of_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    process = _start(tmp_path / "file" / "cache")
+    _, error = process.communicate(timeout=300)
+    assert process.returncode != 0
+    assert "Not a directory" in error and str(tmp_path / "file") in error
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_compiled_models_survive_a_fork(tmp_path: Path) -> None:
+    (caches, child), error = _outputs(_start(tmp_path, FORK="1"))
+    assert caches == "[False, False]"
+    if torch.version.cuda is None:
+        assert child == "0", error
+    else:
+        # Builds for CUDA start autograd's threads in the first backward, eager FSDP2's too; torch refuses the child.
+        assert child != "0" and "autograd's threading in combination with fork" in error

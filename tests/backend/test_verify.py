@@ -1,0 +1,143 @@
+"""`options={"verify": True}` lets through what is right and raises, on all ranks, what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+import compile_fsdp
+from compile_fsdp.backend.verify import difference, tolerance_of
+from compile_fsdp.errors import VerificationError
+from helpers.parity.check import build, loss_of
+from helpers.parity.twins import Twins
+from helpers.ranks.pools import run_ranks
+
+aten = torch.ops.aten
+
+
+def _train(rank: int, case: str, inner_backend: str) -> tuple[list[str], float, int]:
+    twins = Twins(rank, case, options={"inner_backend": inner_backend, "verify": True}, fullgraph=case != "graph_break")
+    for _ in range(3):
+        twins.train()
+    return twins.result.differing, twins.result.worst, len(compile_fsdp.reports())
+
+
+@pytest.mark.parametrize("case", ["batch_norm", "frozen", "transformer_tied", "checkpoint_inside", "graph_break"])
+def test_right_models_train_as_they_do_without(case: str) -> None:
+    for differing, _, graphs in run_ranks(2, _train, case, "aot_eager"):
+        assert differing == []
+        assert graphs >= 2
+
+
+def test_right_models_train_with_inductor() -> None:
+    for _, worst, graphs in run_ranks(2, _train, "mlp", "inductor"):
+        assert worst < 1e-5
+        assert graphs == 2
+
+
+def _wrong_backend(wrong_graph: int, wrong_rank: int, rank: int) -> str:
+    """Registers a compiler that makes one wrong constant in one of the graphs, on one rank."""
+    compiled: list[fx.GraphModule] = []
+
+    def compile_wrongly(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        compiled.append(gm)
+        if rank == wrong_rank and len(compiled) == wrong_graph + 1:
+            products = (nn.functional.linear, torch.mm, aten.mm.default)
+            node = next(node for node in reversed(gm.graph.nodes) if node.target in products)
+            with gm.graph.inserting_after(node):
+                wrong = gm.graph.call_function(torch.mul, (node, 1.01))
+            node.replace_all_uses_with(wrong, delete_user_cb=lambda user: user is not wrong)
+            gm.recompile()
+        return torch._dynamo.lookup_backend("aot_eager")(gm, example_inputs)
+
+    name = f"wrong_{len(torch._dynamo.list_backends(()))}"
+    torch._dynamo.register_backend(compile_wrongly, name=name)
+    return name
+
+
+def _train_wrongly(rank: int, wrong_graph: int, verify: bool) -> tuple[str, list[str]]:
+    case = build("mlp", compile_fsdp.fully_shard)
+    options = {"inner_backend": _wrong_backend(wrong_graph, 1, rank), "verify": verify}
+    case.model.compile(backend="compile_fsdp", fullgraph=True, options=options)
+    try:
+        loss_of(case.model, case.batch()).backward()
+    except VerificationError as error:
+        message = str(error)
+    else:
+        return "", []
+    case.model.reset_iter_state()
+    case.model.zero_grad()
+    twins = Twins(rank)
+    twins.train()
+    return message, twins.result.differing
+
+
+@pytest.mark.parametrize(("wrong_graph", "direction"), [(0, "forward"), (1, "backward")])
+def test_a_wrong_graph_of_one_rank_is_raised_on_all(wrong_graph: int, direction: str) -> None:
+    assert run_ranks(2, _train_wrongly, wrong_graph, False) == [("", [])] * 2
+    (first, _), (second, _) = results = run_ranks(2, _train_wrongly, wrong_graph, True)
+    assert first == second
+    assert f"expected the compiled {direction} graph to give what the traced one does" in first
+    assert "differs by" in first
+    assert [differing for _, differing in results] == [[], []]
+
+
+class _Other(nn.Linear):
+    """Computes something else where it is compiled, on the second rank."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y * 1.01 if torch.compiler.is_compiling() and torch.distributed.get_rank() == 1 else y
+
+
+def _train_otherwise(rank: int) -> tuple[str, bool]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), _Other(4, 4), nn.BatchNorm1d(4))
+    for module in (model[0], model[1], model):
+        compile_fsdp.fully_shard(module)
+    model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager", "verify": True})
+    loss = (model(torch.randn(3, 4)) * torch.randn(3, 4)).sum()
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    try:
+        loss.backward()
+    except VerificationError as error:
+        message = str(error)
+    unchanged = all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
+    return message, unchanged
+
+
+def test_a_step_that_eager_fsdp2_does_otherwise_is_raised_on_all_ranks() -> None:
+    results = run_ranks(2, _train_otherwise)
+    assert results[0][0] == results[1][0]
+    assert "expected the gradients of torch's eager FSDP2, but that of " in results[0][0]
+    assert all(unchanged for _, unchanged in results)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factor", "is_right"),
+    [
+        (torch.float32, 1 + 1e-6, True),
+        (torch.float32, 1.01, False),
+        (torch.float64, 1 + 1e-6, False),
+        (torch.bfloat16, 1.01, True),
+        (torch.bfloat16, 2.0, False),
+        (torch.float32, float("nan"), False),
+        (torch.float32, float("inf"), False),
+    ],
+)
+def test_tolerance_is_by_dtype(dtype: torch.dtype, factor: float, is_right: bool) -> None:
+    expected = torch.arange(1.0, 9.0).to(dtype)
+    for size in (1.0, 1e6):
+        problem = difference(expected * size * factor, expected * size, tolerance_of([dtype, torch.int64]))
+        assert (problem == "") == is_right
+
+
+def test_rounding_of_zero_is_no_difference() -> None:
+    assert difference(torch.tensor([1e-9]), torch.tensor([0.0]), tolerance_of([torch.float32])) == ""
+    assert difference(torch.tensor([1e-3]), torch.tensor([0.0]), tolerance_of([torch.float32])) != ""
+    assert difference(torch.tensor([1, 2]), torch.tensor([1, 3]), 1.0) == "has other values"
+    assert "shape" in difference(torch.zeros(2), torch.zeros(3), 1.0)

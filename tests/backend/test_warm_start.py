@@ -1,0 +1,95 @@
+"""A process that starts again compiles nothing: both graphs come from the caches, also on another rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_STEP = """
+import dataclasses, json, sys
+import torch
+from torch import nn
+import torch._dynamo.utils
+
+import compile_fsdp
+from helpers.ranks.fake_world import fake_world
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 6)
+        self.outer = nn.Linear(6, 4)
+
+    def forward(self, x):
+        return x + self.outer(self.inner(x).where(x.new_ones(()) > 0, torch.rand(())))
+
+warm_up, rank = json.loads(sys.argv[1])
+with fake_world(2, rank):
+    if warm_up:  # compiled graphs before ours change the numbers that torch gives them
+        torch.compile(torch.sin)(torch.ones(2, requires_grad=True)).sum().backward()
+        torch._dynamo.utils.counters.clear()
+    model = nn.Sequential(Block(), Block(), nn.Linear(4, 1))
+    for module in (*model[:2], model):
+        compile_fsdp.fully_shard(module)
+    model.compile(backend="compile_fsdp", fullgraph=True)
+    model(torch.ones(3, 4)).square().mean().backward()
+    counters = torch._dynamo.utils.counters
+    print(json.dumps({
+        "counters": {**counters["aot_autograd"], **counters["inductor"]},
+        "reports": [dataclasses.asdict(report) for report in compile_fsdp.reports()],
+        "captures": counters["compiled_autograd"]["captures"],
+    }))
+"""
+
+
+def _run(cache: Path, rank: int, warm_up: bool = False) -> dict[str, Any]:
+    """What one process on one rank of two has compiled, and what it took from the cache."""
+    tests = str(Path(__file__).parent.parent)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": tests,
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
+    }
+    command = [sys.executable, "-c", _STEP, json.dumps([warm_up, rank])]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+@pytest.fixture(scope="module")
+def cold(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The cache that a first process on rank 0 has left, and what that one said."""
+    folder = tmp_path_factory.mktemp("cache")
+    cold = _run(folder, rank=0)
+    assert [report["cached"] for report in cold["reports"]] == [False, False]
+    assert _count(cold, "autograd_cache") == {"miss": 2, "saved": 2}
+    assert _count(cold, "fxgraph_cache") == {"miss": 2}
+    return folder, cold
+
+
+def _count(result: dict[str, Any], cache: str) -> dict[str, int]:
+    counters: dict[str, int] = result["counters"]
+    return {name.removeprefix(f"{cache}_"): count for name, count in counters.items() if name.startswith(f"{cache}_")}
+
+
+@pytest.mark.parametrize(
+    ("rank", "warm_up"), [(0, False), (1, False), (0, True)], ids=["restart", "other rank", "after other graphs"]
+)
+def test_forward_and_backward_come_from_the_cache(cold: tuple[Path, dict[str, Any]], rank: int, warm_up: bool) -> None:
+    folder, first = cold
+    warm = _run(folder, rank, warm_up)
+    assert warm["captures"] == 1
+    # Two loads for the forward, the second of which stands for the backward that nobody runs, and one for ours.
+    assert _count(warm, "autograd_cache") == {"hit": 2}
+    assert _count(warm, "fxgraph_cache") == {"hit": 3}
+    # They are reported as they were when they were compiled.
+    assert warm["reports"] == [report | {"cached": True} for report in first["reports"]]
+    assert [report["windows_removed"] for report in warm["reports"]] == [8, 8]
+    assert {fqn for fqn, _ in warm["reports"][0]["kept"]} == {"2.weight", "2.bias"}

@@ -1,0 +1,208 @@
+"""docs/architecture.md lists every file of the package, and pages on its inside name nothing that does not exist."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from operator import attrgetter
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+import compile_fsdp.ops  # noqa: F401  # defines ops in torch.ops
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+FOLDERS = ("compile_fsdp", "passes", "ops")
+PAGES = ("architecture.md", "states.md", "glossary.md")
+
+# What stands in code on these pages and is no name: formulas and commands.
+VALUES = {
+    "n",
+    "ceil(d0 / n)",
+    "ceil(d0 / n) * prod(rest)",
+    "d0",
+    "with",
+    "compile-fsdp",
+    "compile-fsdp bench",
+    "compile-fsdp explain",
+    "compile-fsdp plan",
+    "compile-fsdp train",
+    "python -m compile_fsdp",
+    "-O",
+    "m",
+    "model(batch)",
+    "loss.backward()",
+    ".grad",
+    "TORCH_FR_BUFFER_SIZE",  # of the flight recorder, in C++
+}
+
+_PATH = re.compile(r"[\w./-]+/|[\w./-]+\.(?:py|md)")
+_NAME = re.compile(r"[A-Za-z_]\w*(?:(?:\.|::)[A-Za-z_]\w*)*")
+_ROOM = re.compile(r"^\| `([^`]+\.py)` \|", flags=re.MULTILINE)
+
+
+def files() -> Iterator[Path]:
+    for folder in FOLDERS:
+        yield from sorted((ROOT / folder).rglob("*.py"))
+
+
+def listed(page: str) -> list[str]:
+    """The files in the first cells of the page's tables."""
+    return _ROOM.findall(page)
+
+
+def code(page: str) -> set[str]:
+    """What a page has in code within its text, without the blocks."""
+    text = re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)
+    return set(re.findall(r"`([^`\n]+)`", text))
+
+
+class Sources:
+    """The names in the package's sources.
+
+    Attributes:
+        members: Of each class and each module, by its last name: what it defines.
+        used: Every name that is defined, imported or read anywhere.
+    """
+
+    def __init__(self) -> None:
+        self.members: defaultdict[str, set[str]] = defaultdict(set)
+        self.used: set[str] = set(FOLDERS)
+        for path in files():
+            self._read(ast.parse(path.read_text()), path.stem)
+
+    def _read(self, tree: ast.Module, module: str) -> None:
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Name, ast.Attribute, ast.alias, ast.arg, ast.keyword)):
+                self.used.update(_names(node))
+            elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                self.used.add(node.name)
+            if isinstance(node, ast.ClassDef):
+                self.members[node.name] |= _members(node)
+        self.members[module] |= {name for node in tree.body for name in _defined(node)}
+
+    def has(self, name: str) -> bool:
+        """Whether the sources define or use the name; of `Owner.member`, whether that owner has that member."""
+        owner, _, member = name.rpartition(".")
+        if not owner:
+            return name in self.used
+        owner = owner.rpartition(".")[2]
+        known = self.members.get(owner)
+        return member in self.used and owner in self.used if known is None else member in known
+
+
+def _names(node: ast.Name | ast.Attribute | ast.alias | ast.arg | ast.keyword) -> list[str]:
+    if isinstance(node, ast.Name):
+        return [node.id]
+    if isinstance(node, ast.Attribute):
+        return [node.attr]
+    if isinstance(node, ast.alias):
+        return [node.asname or node.name, node.name.rpartition(".")[2]]
+    return [node.arg] if node.arg is not None else []
+
+
+def _members(cls: ast.ClassDef) -> set[str]:
+    """What a class defines, and what its methods set on `self`."""
+    own = {name for node in cls.body for name in _defined(node)}
+    attributes = [node for node in ast.walk(cls) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    return own | {node.attr for node in attributes if isinstance(node.value, ast.Name) and node.value.id == "self"}
+
+
+def _defined(node: ast.stmt) -> list[str]:
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+@cache
+def sources() -> Sources:
+    return Sources()
+
+
+def _is_torchs(name: str) -> bool:
+    if name in dir(FSDPModule) or name in inspect.signature(fully_shard).parameters:
+        return True
+    is_op = not name.startswith("torch.")
+    path = name.replace("::", ".") if is_op else name.removeprefix("torch.")
+    try:
+        # Ops are attributes that torch makes when it is asked for them.
+        found: object = attrgetter(path)(torch.ops if is_op else torch)
+    except AttributeError:
+        return False
+    return not is_op or callable(found)
+
+
+def exists(text: str) -> bool:
+    """Whether what a page has in code is there: a path, or a name of the package's or of torch's."""
+    if text in VALUES:
+        return True
+    if _PATH.fullmatch(text):
+        return (ROOT / text).exists()
+    head = re.split(r"[=(]", text, maxsplit=1)[0].strip()
+    if not head or text.startswith("("):
+        return True  # a shape
+    if not _NAME.fullmatch(head):
+        return False
+    return sources().has(head) or _is_torchs(head)
+
+
+def test_every_file_is_listed() -> None:
+    own = {path.relative_to(ROOT).as_posix() for path in files() if path.name != "__init__.py"}
+    assert own
+    assert sorted(own.difference(listed((DOCS / "architecture.md").read_text()))) == []
+
+
+def test_no_file_is_listed_twice() -> None:
+    rooms = listed((DOCS / "architecture.md").read_text())
+    assert sorted(rooms) == sorted(set(rooms))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_stands_in_code_exists(page: str) -> None:
+    found = code((DOCS / page).read_text())
+    assert found
+    assert sorted(text for text in found if not exists(text)) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "StateHooks._traced_pre_forward",
+        "no_such_name",
+        "no_such_name(0)",
+        "no_such_name=n",
+        "passes/no_such_file.py",
+        "no_such_folder/",
+        "torch.no_such_name",
+        "torch._dynamo.no_such_name()",
+        "fsdp.no_such_op",
+        "compile_fsdp::no_such_op",
+        "no such thing",
+    ],
+)
+def test_what_does_not_exist_is_found(text: str) -> None:
+    assert not exists(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "passes/pipelines.py",
+        "StateHooks",
+        "torch._dynamo.reset()",
+        "fsdp.copy_",
+        "compile_fsdp::hand_over",
+        "reshard_after_forward=n",
+        "(n,)",
+    ],
+)
+def test_what_exists_is_found(text: str) -> None:
+    assert exists(text)

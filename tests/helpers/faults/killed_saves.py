@@ -1,0 +1,116 @@
+"""Ranks that are killed, for real, at a certain moment of a save."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from compile_fsdp.state import async_save, checkpoint, find_latest, load, save
+from helpers.models.optimizers import OPTIMIZERS, everything, groups_of, train
+
+# Moments in the life of a save. Files are put in place by rank 0: at the last three it is rank 0 that kills.
+STAGES = (
+    "before the write",
+    "in the middle of the write",
+    "before the rename",
+    "before the marker",
+    "after the marker",
+)
+WORLD_SIZE = 2
+PATIENCE_S = 60.0
+
+
+def make_run(sharded: bool) -> tuple[Any, torch.optim.Optimizer]:
+    model = everything(init_device_mesh("cpu", (WORLD_SIZE,)) if sharded else None)
+    return model, OPTIMIZERS["adamw_foreach"](groups_of(model))
+
+
+def train_one_step_and_save(folder: Path, stage: str | None, victim: int, in_background: bool) -> list[int | None]:
+    """Resume on new ranks, of which one is killed during the save; the exit codes by rank.
+
+    Processes are forked from one that has imported everything: the killing is real, the imports are shared.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["helpers.faults.killed_saves"])
+    store = str(folder.parent / f"store_{time.monotonic_ns()}")
+    ranks = []
+    for rank in range(WORLD_SIZE):
+        arguments = (rank, str(folder), store, stage, victim, in_background)
+        ranks.append(context.Process(target=_resume, args=arguments, daemon=True))
+        ranks[-1].start()
+    deadline = time.monotonic() + PATIENCE_S
+    for process in ranks:
+        process.join(max(0.0, deadline - time.monotonic()))
+    for process in ranks:
+        process.terminate()
+        process.join()
+    return [process.exitcode for process in ranks]
+
+
+def _resume(rank: int, folder: str, store: str, stage: str | None, victim: int, in_background: bool) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, WORLD_SIZE), rank=rank, world_size=WORLD_SIZE)
+    model, optim = make_run(sharded=True)
+    step = 0 if find_latest(folder) is None else load(model, optim, folder)
+    train(model, optim, [step])
+    pids: list[Any] = [None] * WORLD_SIZE
+    dist.all_gather_object(pids, os.getpid())
+
+    def kill() -> None:
+        os.kill(pids[victim], signal.SIGKILL)
+
+    if stage is not None:
+        _arm(stage, rank, victim, kill)
+    if in_background:
+        async_save(model, optim, folder, step + 1).wait()
+    else:
+        save(model, optim, folder, step + 1)
+
+
+def _arm(stage: str, rank: int, victim: int, kill: Callable[[], None]) -> None:
+    """Have `kill` called at that stage of this process's next save."""
+    if stage == "before the write" and rank == victim:
+        _before(checkpoint, "write_tensors", lambda *_: True, kill)
+        _before(checkpoint, "async_save_tensors", lambda *_: True, kill)
+    elif stage == "in the middle of the write" and rank == victim:
+        calls: list[None] = []
+
+        def is_fifth(value: Any, file: Any, *_: Any) -> bool:
+            calls.append(None)
+            file.flush()
+            return len(calls) == 5
+
+        _before(torch, "save", is_fifth, kill)
+    elif stage == "before the rename" and rank == 0:
+        _before(os, "rename", lambda _, target: Path(target).name.startswith("step-"), kill)
+    elif stage == "before the marker" and rank == 0:
+        _before(os, "replace", lambda _, target: Path(target).name == "latest", kill)
+    elif stage == "after the marker" and rank == 0:
+        replace = os.replace
+
+        def replace_and_kill(source: Any, target: Any) -> None:
+            replace(source, target)
+            kill()
+
+        os.replace = replace_and_kill  # type: ignore[assignment]
+
+
+def _before(owner: Any, name: str, condition: Callable[..., bool], kill: Callable[[], None]) -> None:
+    """Call `kill` before `owner.name` is called with arguments that fulfil the condition."""
+    original = getattr(owner, name)
+
+    def armed(*args: Any, **kwargs: Any) -> Any:
+        if condition(*args):
+            kill()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, armed)

@@ -1,0 +1,1 @@
+"""Graphs for passes: to build, draw at random, capture from a model, run, and print."""

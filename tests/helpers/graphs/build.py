@@ -1,0 +1,184 @@
+"""Build graphs as the passes get them: nodes with fake values, windows on unsharded parameters."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from compile_fsdp.ops import all_gather_into_tensor, copy_, reduce_scatter_tensor, resize_storage_bytes_
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+GATHER = c10d.all_gather_into_tensor.default
+REDUCE = c10d.reduce_scatter_tensor.default
+
+Size = int | torch.SymInt | fx.Node
+
+
+class GraphBuilder:
+    """A graph under construction; each call is run on fake tensors for its value.
+
+    Args:
+        meta_key: "val" for a graph as AOTAutograd leaves it, "example_value" as Dynamo does.
+        fake_mode: Where the fake tensors live; a subgraph shares it with its parent.
+    """
+
+    def __init__(self, meta_key: str = "val", fake_mode: FakeTensorMode | None = None) -> None:
+        self.graph = fx.Graph()
+        self.fake_mode = fake_mode or FakeTensorMode(shape_env=ShapeEnv())
+        self._meta_key = meta_key
+        self._root = torch.nn.Module()
+
+    def value(self, node: fx.Node) -> Any:
+        return node.meta[self._meta_key]
+
+    def input(
+        self, name: str, shape: Sequence[int | torch.SymInt], dtype: torch.dtype = torch.float32
+    ) -> fx.Node:
+        with self.fake_mode:
+            return self.input_like(name, torch.empty(tuple(shape), dtype=dtype))
+
+    def input_like(self, name: str, value: object) -> fx.Node:
+        """A placeholder with this fake value, such as a view of another input's."""
+        node = self.graph.placeholder(name)
+        node.meta[self._meta_key] = value
+        return node
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), self.value)
+        with self.fake_mode:
+            value = target(*fake_args, **fake_kwargs)
+        if value is not None:
+            node.meta[self._meta_key] = value
+        return node
+
+    def call_opaque(
+        self, target: Callable[..., Any], *args: Any, value: object = None, **kwargs: Any
+    ) -> fx.Node:
+        """A call that is not run; its value is given, or unknown."""
+        node = self.graph.call_function(target, args, kwargs)
+        if value is not None:
+            node.meta[self._meta_key] = value
+        return node
+
+    def call_method(self, name: str, *args: Any) -> fx.Node:
+        node = self.graph.call_method(name, args)
+        fake_self, *fake_args = fx.node.map_arg(args, self.value)
+        with self.fake_mode:
+            node.meta[self._meta_key] = getattr(fake_self, name)(*fake_args)
+        return node
+
+    def subgraph(self, name: str, module: fx.GraphModule) -> fx.Node:
+        setattr(self._root, name, module)
+        return self.graph.get_attr(name)
+
+    def attribute(self, name: str, shape: Sequence[int]) -> fx.Node:
+        """A tensor that the graph's module holds."""
+        setattr(self._root, name, torch.empty(tuple(shape)))
+        node = self.graph.get_attr(name)
+        with self.fake_mode:
+            node.meta[self._meta_key] = torch.empty(tuple(shape))
+        return node
+
+    def resize(self, parameter: fx.Node, size_bytes: Size) -> fx.Node:
+        # Not run: the fake storage keeps its size, as graphs do not say which size it had when.
+        return self.graph.call_function(resize_storage_bytes_, (parameter, size_bytes))
+
+    def full(self, parameter: fx.Node) -> fx.Node:
+        return self.resize(parameter, self.value(parameter).untyped_storage().nbytes())
+
+    def copy(self, parameter: fx.Node, value: fx.Node) -> fx.Node:
+        return self.graph.call_function(copy_, (parameter, value))
+
+    def fill(self, parameter: fx.Node, value: fx.Node) -> None:
+        self.full(parameter)
+        self.copy(parameter, value)
+
+    def free(self, parameter: fx.Node) -> fx.Node:
+        return self.resize(parameter, 0)
+
+    def output(self, *values: fx.Node) -> fx.Graph:
+        return self.output_module(*values).graph
+
+    def output_module(self, *values: fx.Node) -> fx.GraphModule:
+        output = self.graph.output(values)
+        output.meta[self._meta_key] = tuple(self.value(value) for value in values)
+        return fx.GraphModule(self._root, self.graph)
+
+
+def one_window(numel: int, dtype: torch.dtype) -> fx.Graph:
+    """A parameter gathered from two ranks' shards and read once.
+
+    Args:
+        numel: Elements of the parameter, even.
+        dtype: Of shard and parameter.
+    """
+    build = GraphBuilder()
+    weight = build.input("weight", (numel,), dtype)
+    shard = build.input("shard", (numel // 2,), dtype)
+    gathered = build.call(GATHER, shard, 2, "dp")
+    value = build.call(c10d.wait_tensor.default, gathered)
+    build.fill(weight, value)
+    result = build.call(aten.relu.default, weight)
+    build.free(weight)
+    return build.output(result)
+
+
+class Layer:
+    """Inputs for windows on one (4, 4) parameter: `weight`, `value` to fill it with, and `x` to multiply."""
+
+    def __init__(self, **builder_options: Any) -> None:
+        self.build = GraphBuilder(**builder_options)
+        self.weight = self.build.input("weight", (4, 4))
+        self.value = self.build.input("value", (4, 4))
+        self.x = self.build.input("x", (4, 4))
+
+    def fill(self, value: fx.Node | None = None) -> None:
+        self.build.fill(self.weight, value or self.value)
+
+    def read(self) -> fx.Node:
+        return self.build.call(aten.mm.default, self.x, self.weight)
+
+    def free(self) -> None:
+        self.build.free(self.weight)
+
+
+def gather(build: GraphBuilder, shards: Sequence[fx.Node], ranks: int, group: str = "dp") -> list[fx.Node]:
+    """One packed all-gather, as the runtime traces it: what the ranks' 1-D `shards` make together, [ranks, numel]."""
+    numels = [build.value(shard).numel() for shard in shards]
+    packed = build.call(aten.cat.default, list(shards)) if len(shards) > 1 else shards[0]
+    launched = build.call(GATHER, packed, ranks, group)
+    waited = build.call(c10d.wait_tensor.default, launched)
+    rows = build.call(aten.reshape.default, waited, [ranks, sum(numels)])
+    if len(shards) == 1:
+        return [rows]
+    split = build.call(aten.split_with_sizes.default, rows, numels, 1)
+    items = [build.call(operator.getitem, split, i) for i in range(len(shards))]
+    return [build.call(aten.clone.default, item, memory_format=torch.contiguous_format) for item in items]
+
+
+def reduce(build: GraphBuilder, gradients: Sequence[fx.Node], ranks: int, group: str = "dp") -> list[fx.Node]:
+    """One packed reduce-scatter, as the runtime traces it: this rank's 1-D shards of the averaged `gradients`."""
+    rows = [build.call(aten.reshape.default, gradient, [ranks, -1]) for gradient in gradients]
+    numels = [build.value(each).shape[1] for each in rows]
+    packed = build.call(aten.cat.default, rows, 1)
+    flat = build.call(aten.reshape.default, packed, [-1])
+    launched = build.call(REDUCE, flat, "avg", ranks, group)
+    waited = build.call(c10d.wait_tensor.default, launched)
+    split = build.call(aten.split_with_sizes.default, waited, numels)
+    return [build.call(operator.getitem, split, i) for i in range(len(gradients))]
+
+
+def name_collectives(graph: fx.Graph) -> None:
+    """Turn torch's collectives into the runtime's, each with a name of its own."""
+    ours = {GATHER: all_gather_into_tensor, REDUCE: reduce_scatter_tensor}
+    for torchs, named in ours.items():
+        for node in graph.find_nodes(op="call_function", target=torchs):
+            node.target, node.args = named, (*node.args, f"of {node.name}")

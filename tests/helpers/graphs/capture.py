@@ -1,0 +1,60 @@
+"""The graphs that the passes get, and what they leave, of one step of a model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+import compile_fsdp.backend.inductor as backend
+from compile_fsdp.passes import Pipeline
+from helpers.graphs.caches import without_graph_caches
+from helpers.graphs.render import render
+
+
+class _Rendering(Pipeline):
+    """A pipeline that keeps the graphs it got and left, as text."""
+
+    graphs: list[str]
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.graphs.append(render(graph))
+        super().__call__(graph)
+        self.graphs.append(render(graph))
+
+
+@contextmanager
+def _rendering() -> Iterator[list[str]]:
+    _Rendering.graphs = []
+    backend.Pipeline, original = _Rendering, backend.Pipeline  # type: ignore[misc]
+    try:
+        with without_graph_caches():
+            yield _Rendering.graphs
+    finally:
+        backend.Pipeline = original  # type: ignore[misc]
+
+
+def render_step(model: nn.Module, run: Callable[[], torch.Tensor], **options: Any) -> list[str]:
+    """Compile `model` with Inductor and `run` it; before and after the passes, forward and then backward.
+
+    The names of process groups, which differ from run to run, read `dp`.
+    """
+    with _rendering() as graphs:
+        model.compile(backend="compile_fsdp", fullgraph=True, options=options)
+        run().backward()
+    return [re.sub(r", '\w+'(, 'FSDP::.*')?\)$", ", dp)", graph, flags=re.M) for graph in graphs]
+
+
+def events(graph: str) -> list[str]:
+    """The collectives and matrix products of a rendered graph, in order: "gather[16]", "mm[2, 4]", "reduce[8]"."""
+    names = {"all_gather_into_tensor": "gather", "reduce_scatter_tensor": "reduce", "mm": "mm"}
+    found = []
+    for line in graph.splitlines():
+        match = re.match(r"%\d+: \w+\[([\d, ]+)\] = (\w+)\(", line)
+        if match and match[2] in names:
+            found.append(f"{names[match[2]]}[{match[1]}]")
+    return found

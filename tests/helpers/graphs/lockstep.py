@@ -1,0 +1,99 @@
+"""Run a post-grad graph on all ranks of a simulated world at a time, in one process.
+
+What a collective sends must stay as it is until somebody has waited for it, and what it receives is NaN until then: a
+pass that moves a write or a read into between is caught.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from compile_fsdp.passes.analysis.collectives import collective_arguments
+
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A collective between its launch and its wait; lists have one item for each rank.
+
+    Attributes:
+        sent: What it sends.
+        copies: What it sent when it was launched.
+        buffers: What it returned, NaN until it lands.
+        results: What then is in them.
+    """
+
+    sent: list[torch.Tensor]
+    copies: list[torch.Tensor]
+    buffers: list[torch.Tensor]
+    results: list[torch.Tensor]
+
+    def land(self) -> None:
+        for sent, copy in zip(self.sent, self.copies, strict=True):
+            assert sent.untyped_storage().nbytes() and torch.equal(sent, copy), "what is sent is not written meanwhile"
+        for buffer, result in zip(self.buffers, self.results, strict=True):
+            buffer.copy_(result)
+
+
+class _Rank(fx.Interpreter):
+    def __init__(self, graph: fx.Graph, inputs: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(torch.nn.Module(), graph=graph)
+        self.args_iter = iter([inputs[str(node.target)] for node in graph.find_nodes(op="placeholder")])
+
+    def arguments(self, node: fx.Node) -> tuple[Any, ...]:
+        return self.fetch_args_kwargs_from_env(node)[0]
+
+    def step(self, node: fx.Node) -> None:
+        self.env[node] = self.run_node(node)
+
+
+def run_ranks(graph: fx.Graph, inputs: Sequence[Mapping[str, torch.Tensor]]) -> list[list[torch.Tensor]]:
+    """What each rank's graph returns.
+
+    Args:
+        graph: Its collectives go over all ranks, whatever their group is called.
+        inputs: By rank, tensors by placeholder. Written in place.
+    """
+    ranks = [_Rank(graph, each) for each in inputs]
+    flights: dict[int, _Flight] = {}  # by rank 0's buffer
+    with torch.no_grad():
+        for node in graph.nodes:
+            if (call := collective_arguments(node)) is not None:
+                flight = _launch(ranks, node, str(call["kind"]), call.get("reduce_op"))
+                flights[id(flight.buffers[0])] = flight
+                continue
+            if node.target is _WAIT and (flight := flights.pop(id(ranks[0].arguments(node)[0]), None)) is not None:
+                flight.land()
+            if node.target is _WAIT:
+                for rank in ranks:
+                    rank.env[node] = rank.arguments(node)[0]
+                continue
+            for rank in ranks:
+                rank.step(node)
+    assert not flights, "every collective is waited for"
+    output = graph.output_node()
+    return [list(rank.env[output]) for rank in ranks]
+
+
+def _launch(ranks: list[_Rank], node: fx.Node, kind: str, op: object) -> _Flight:
+    sent = [rank.arguments(node)[0] for rank in ranks]
+    copies = [each.clone() for each in sent]
+    results = _results(kind, op, copies)
+    buffers = [torch.full_like(result, torch.nan) for result in results]
+    for rank, buffer in zip(ranks, buffers, strict=True):
+        rank.env[node] = buffer
+    return _Flight(sent, copies, buffers, results)
+
+
+def _results(kind: str, op: object, sent: list[torch.Tensor]) -> list[torch.Tensor]:
+    if kind == "all_gather_into_tensor":
+        return [torch.cat(sent) for _ in sent]
+    total = torch.stack(sent).sum(0)
+    total = total / len(sent) if op == "avg" else total
+    return [total.clone() for _ in sent] if kind == "all_reduce" else list(total.chunk(len(sent)))

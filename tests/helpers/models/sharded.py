@@ -1,0 +1,73 @@
+"""What of a model is sharded, to compare two ways of doing it; and whether a model was touched at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from compile_fsdp.torch_compat.fsdp import fsdp_state, param_groups
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Every call of `fully_shard` that was made on a model, in the order of its modules, and what it has led to."""
+    names = {module: fqn for fqn, module in model.named_modules()}
+    states = [module._get_fsdp_state() for module in names if isinstance(module, FSDPModule)]
+    found = []
+    for state in dict.fromkeys(states):
+        found.append(
+            {
+                "modules": [names[module] for module in state._modules],
+                "mp_policy": state._mp_policy,
+                "auto_reshard": state._auto_reshard_after_forward,
+                "groups": [_group(group, names) for group in param_groups(state)],
+            }
+        )
+    return found
+
+
+def _group(group: Any, names: dict[nn.Module, str]) -> dict[str, Any]:
+    after = group.post_forward_mesh_info
+    return {
+        "parameters": parameters_of(group, names),
+        "mesh": (group.mesh_info.mesh.mesh_dim_names, tuple(group.mesh_info.mesh.shape)),
+        "after_forward": None if after is None else tuple(after.mesh.shape),
+        "offload": [param.offload_to_cpu for param in group.fsdp_params],
+        "shards": [(param.fsdp_placement, param.padded_sharded_param_size) for param in group.fsdp_params],
+        "bytes_per_rank": sum(
+            param._sharded_param_data.numel() * param._sharded_param_data.element_size() for param in group.fsdp_params
+        ),
+    }
+
+
+def parameters_of(group: Any, names: dict[nn.Module, str]) -> list[str]:
+    """FQNs of a group's parameters, each once, by the first module that holds it."""
+    infos = [param._module_info for param in group.fsdp_params]
+    return [".".join(filter(None, (names[info.module], info.param_name))) for info in infos]
+
+
+def snapshot(model: nn.Module) -> list[Any]:
+    """Everything that sharding changes: classes, attributes, hooks, and which objects the parameters are."""
+    return [
+        (
+            fqn,
+            type(module),
+            sorted(vars(module)),
+            {name: (id(own), own is not None and own.requires_grad) for name, own in module._parameters.items()},
+            list(module._forward_hooks),
+            list(module._forward_pre_hooks),
+        )
+        for fqn, module in model.named_modules()
+    ]
+
+
+def unsharded_bytes(model: nn.Module) -> int:
+    """What unsharded parameters, and what they were gathered into, hold on this rank."""
+    held = 0
+    for state in filter(None, map(fsdp_state, model.modules())):
+        for group in param_groups(state):
+            for param in group.fsdp_params:
+                tensors = [*param.all_gather_outputs, getattr(param, "_unsharded_param", None)]
+                held += sum(t.untyped_storage().nbytes() for t in tensors if t is not None)
+    return held

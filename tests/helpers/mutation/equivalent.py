@@ -1,0 +1,43 @@
+"""Mutants of the passes that no test can tell from the passes, by `Mutant.key`, each with the reason."""
+
+from __future__ import annotations
+
+_NODE = "type: what a schema has as a tensor is a node; mypy has to know"
+_AGAIN = "speed: looked at again, it gives the same"
+_NO_EVENT = "type: what is noted of no parameter is never asked for; mypy has to know"
+
+EQUIVALENT: dict[str, str] = {
+    "aliases.Aliases.__init__: self._joined -> True": "speed: without joins, every class is its own root",
+    "check._window_faults: not resized_placeholders(graph) -> False": "speed: it would find no window",
+    "collectives._infer: target is WAIT -> False": "speed: the op itself, run on fake tensors, gives the same",
+    "collectives._match: isinstance(each, fx.Node) -> True": _NODE,
+    "collectives._match: isinstance(node, fx.Node) -> True": _NODE,
+    "collectives._match: len(tensors) != len(inputs) -> False": _NODE,
+    "effects._read_schema.select: not a.keyword_only -> True": "no call has so many positional arguments",
+    "effects.Effects._schema: (known := self._schemas.get(id(op))) is None -> True": _AGAIN,
+    "effects.Effects._summary_of_module: (known := self._summaries.get(id(module))) is None -> True": _AGAIN,
+    "keep_unsharded.keep_unsharded: not isinstance(parameter, fx.Node) -> False": _NODE,
+    "legalize_windows._find_delays: event is not None -> True": _NO_EVENT,
+    "legalize_windows._is_input: isinstance(source, fx.Node) -> True": _NODE,
+    "legalize_windows._resized_inputs: isinstance(node, fx.Node) -> True": _NODE,
+    "legalize_windows.legalize_windows: not nodes -> False": "speed: it would find nothing to move",
+    "pack_gathers._Joining._stays_unsharded: packed.pack not in self._stays -> True": _AGAIN,
+    "remove_unread._has_no_effect: isinstance(collective, fx.Node) -> True": _NODE,
+    "remove_unread._last_read: user not in found -> True": _AGAIN,
+    "remove_unread._sent: not isinstance(each, fx.Node) -> False": _NODE,
+    "remove_unshard_copies._Removal._run_one: resized_placeholders(graph) -> True": "speed: it would find no window",
+    "remove_unshard_copies._Removal.run: self._run_one(module.graph, _below(path)) -> True": "speed: compiled again",
+    "remove_unshard_copies._Removal._run_one: bool(windows) -> True": "speed: compiled again",
+    "remove_unshard_copies._find_window_fault: node is not None -> True": "type: a window has one; mypy has to know",
+    "save_frozen_outputs.save_frozen_outputs: not frozen -> False": "speed: it would find nothing to mark",
+    "schedule_collectives._preparations: node not in found -> True": _AGAIN,
+    "schedule_collectives._reorder: fixed is not end -> True": "fx: put before itself, a node stays where it is",
+    "schedule_collectives._results: node not in found -> True": _AGAIN,
+    "sinking.Scan.find_event: isinstance(target, fx.Node) -> True": _NODE,
+    "sinking._FirstFills.visit: parameter is None -> False": _NO_EVENT,
+    "subgraphs._Search.visit: aliases -> False": _AGAIN,
+    "subgraphs._Search.visit: id(module) not in self._visited -> True": _AGAIN,
+    "subgraphs._Search.visit: id(module) in self.found -> True": "speed: shared is only asked about what was found",
+    "unfilled_reads.find_unfilled_reads: not unfilled -> False": "speed: it would find no read",
+    "windows.resized_placeholders: isinstance(node, fx.Node) -> True": _NODE,
+}

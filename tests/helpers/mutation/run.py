@@ -1,0 +1,204 @@
+"""Disable each precondition of each pass in turn: a test of tests/passes must fail.
+
+    python -m helpers.mutation.run [--modules windows layout] [--functions windows._Matcher] [--keywords 'not order']
+    python -m helpers.mutation.run --equivalent
+
+Runs in tests/, and exits with 1 if a mutant survives that is not one of EQUIVALENT, or with `--equivalent` if one of
+these does not. See [Note: What counts as a precondition] in `mutants.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+
+import hypothesis
+import pytest
+
+from helpers.mutation.equivalent import EQUIVALENT
+from helpers.mutation.mutants import Mutant, apply, find_mutants, restore, watch
+
+# Of the processor's time, whatever else the machine does: beyond twice what the tests take without a mutant.
+TIMEOUT_SECONDS = 60
+
+# Every module that decides something about a graph, and the test files (parts of their names) that know it best.
+MODULES: dict[str, tuple[str, ...]] = {
+    "aliases": ("test_aliases", "remove_unshard_copies", "legalize"),
+    "check": ("check",),
+    "collectives": ("find_packed", "pack_collectives", "schedule"),
+    "costs": ("test_costs", "pack_collectives", "schedule"),
+    "eager_effects": ("test_effects", "legalize"),
+    "effects": ("test_effects", "remove_unshard_copies", "legalize"),
+    "expand_group_calls": ("expand_group_calls",),
+    "keep_unsharded": ("keep_unsharded",),
+    "layout": ("remove_unshard_copies",),
+    "legalize_windows": ("legalize",),
+    "pack_gathers": ("pack_collectives",),
+    "pack_reductions": ("pack_collectives",),
+    "remove_unread": ("remove_unread",),
+    "remove_unshard_copies": ("remove_unshard_copies",),
+    "replace_unsafe_gathers": ("replace_unsafe_gathers",),
+    "runner": ("pipeline",),
+    "save_frozen_outputs": ("save_frozen_outputs",),
+    "schedule_collectives": ("schedule",),
+    "sinking": ("legalize",),
+    "subgraphs": ("test_subgraphs", "remove_unshard_copies",),
+    "unfilled_reads": ("unfilled_reads",),
+    "windows": ("remove_unshard_copies",),
+}
+
+# They start a compiler or another process, which has none of a mutant's code, or test this file.
+_LEFT_OUT = (
+    "test_inductor_compiles_without_the_windows",
+    "test_uuid_is_the_same_in_another_process",
+    "test_the_keys_change_with_all_code_that_decides",
+    "test_mutation.py",
+)
+
+
+def pass_module(name: str) -> ModuleType:
+    """A module by its own name, in whichever folder of passes/ it stands."""
+    paths = [f"compile_fsdp.passes{folder}.{name}" for folder in ("", ".analysis", ".dynamo", ".post_grad")]
+    return importlib.import_module(next(path for path in paths if importlib.util.find_spec(path)))
+
+
+class Run:
+    """A pytest plugin that collects the tests once, and runs them in one fork of the process for each mutant.
+
+    Of the tests, those are run in which the mutant's condition has ever another value than in the mutant; the others
+    cannot tell.
+
+    Attributes:
+        survivors: Those that no test failed with.
+        outcomes: How many mutants were "killed", "survived" or ran into the "timeout".
+    """
+
+    def __init__(self, mutants: list[Mutant]) -> None:
+        self.survivors: list[Mutant] = []
+        self.outcomes: Counter[str] = Counter()
+        self._mutants = mutants
+        self._seconds: dict[str, float] = {}
+        self._seen: dict[Mutant, list[pytest.Item]] = {}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_configure(self) -> None:
+        # The same examples each time, none remembered, and no time spent on small ones.
+        phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+        hypothesis.settings.register_profile("mutation", deadline=None, derandomize=True, database=None, phases=phases)
+        hypothesis.settings.load_profile("mutation")
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = [item for item in items if not any(name in item.nodeid for name in _LEFT_OUT)]
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        self._run_without_mutant(session.items)
+        for mutant in sorted(self._mutants, key=self._cost):
+            start = time.perf_counter()
+            outcome = self._run(mutant)
+            self.outcomes[outcome] += 1
+            if outcome == "survived":
+                self.survivors.append(mutant)
+            seconds = time.perf_counter() - start
+            print(f"{outcome:8}  {seconds:5.1f} s  {mutant.place[0]:4}  {mutant.key}", flush=True)
+        return True
+
+    def _run_without_mutant(self, items: list[pytest.Item]) -> None:
+        modules = [pass_module(name) for name in {mutant.function.split(".")[0]: None for mutant in self._mutants}]
+        seen: set[Mutant] = set()
+        for module in modules:
+            watch(module, seen.add)
+        for item in items:
+            start = time.process_time()
+            seen.clear()
+            if _fails([item]):
+                raise SystemExit(f"expected tests that pass without a mutant, {item.nodeid} fails")
+            self._seconds[item.nodeid] = time.process_time() - start
+            for mutant in seen:
+                self._seen.setdefault(mutant, []).append(item)
+        for module in modules:
+            restore(module)
+
+    def _cost(self, mutant: Mutant) -> float:
+        """Seconds of the tests that can tell; those without any are known to survive, and come first."""
+        return sum(self._seconds[item.nodeid] for item in self._seen.get(mutant, []))
+
+    def _run(self, mutant: Mutant) -> str:
+        name = mutant.function.split(".")[0]
+        items = self._seen.get(mutant, [])
+        # The quick tests first, and of the module's own also slower ones.
+        items.sort(key=lambda item: self._seconds[item.nodeid] / (10 if _is_own(item, name) else 1))
+        child = os.fork() if items else -1
+        if child == 0:
+            signal.setitimer(signal.ITIMER_VIRTUAL, TIMEOUT_SECONDS + 2 * self._cost(mutant))  # It ends the process.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Mutants make torch talk.
+            try:
+                apply(mutant, pass_module(name))
+                os._exit(_fails(items))
+            finally:
+                os._exit(1)  # The mutant broke pytest itself.
+        _, status = os.waitpid(child, 0) if items else (child, 0)
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGVTALRM:
+            return "timeout"
+        return "killed" if status else "survived"
+
+
+def _is_own(item: pytest.Item, module: str) -> bool:
+    return any(name in item.nodeid for name in MODULES[module])
+
+
+def _fails(items: list[pytest.Item]) -> bool:
+    """Whether one of the tests fails; those behind it are not run."""
+    for i, item in enumerate(items):
+        before = item.session.testsfailed
+        following = items[i + 1] if i + 1 < len(items) else None
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        if item.session.testsfailed > before:
+            return True
+    return False
+
+
+def run(mutants: list[Mutant], tests: str, keywords: str) -> Run:
+    """Run the tests in that folder, or file, whose names fit the keywords, with each mutant."""
+    plugin = Run(mutants)
+    # No reports of tests, and hence none of the options for them.
+    options = ["-s", "-p", "no:terminal", "-p", "no:cacheprovider", "-o", "addopts="]
+    code = pytest.main([*options, "--import-mode=importlib", "-m", "not slow", "-k", keywords, tests], plugins=[plugin])
+    if not plugin.outcomes.total() and mutants:
+        raise SystemExit(f"expected the tests to run, pytest ended with {code!r}")
+    return plugin
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--modules", nargs="+", choices=MODULES, default=list(MODULES))
+    parser.add_argument("--functions", nargs="+", default=[""], help="prefixes of qualified names")
+    parser.add_argument("--tests", default="passes", help="folder or file of the tests")
+    parser.add_argument("--keywords", default="", help="which of them, as pytest's -k has it")
+    parser.add_argument("--equivalent", action="store_true", help="disable those of EQUIVALENT, and no others")
+    arguments = parser.parse_args()
+    mutants = [mutant for name in arguments.modules for mutant in find_mutants(pass_module(name))]
+    mutants = [mutant for mutant in mutants if mutant.function.startswith(tuple(arguments.functions))]
+    mutants = [mutant for mutant in mutants if (mutant.key in EQUIVALENT) == arguments.equivalent]
+    os.chdir(Path(__file__).parents[2])  # tests/
+    result = run(mutants, arguments.tests, arguments.keywords)
+    wrong = result.survivors
+    if arguments.equivalent:
+        wrong = [mutant for mutant in mutants if mutant not in result.survivors]
+    for mutant in wrong:
+        module = mutant.function.split(".")[0]
+        what = "not equivalent" if arguments.equivalent else "survivor"
+        print(f"{what}: {module}.py:{mutant.place[0]}  {mutant.key}")
+    print(f"{len(mutants)} mutants: {dict(result.outcomes)}")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

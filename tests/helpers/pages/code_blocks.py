@@ -1,0 +1,141 @@
+"""The code blocks of a page of the documentation, and a process that runs them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import multiprocessing as mp
+import os
+import re
+import sys
+import traceback
+import types
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from helpers.ranks.fake_world import fake_world
+
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs"
+TIMEOUT_S = 250.0
+
+# One rank of one, as torchrun sets it; port 0 is any free one.
+LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A fenced block.
+
+    Attributes:
+        language: What stands behind the opening fence.
+        line: Number of its first line of text, from 1.
+        text: Without the fences.
+    """
+
+    language: str
+    line: int
+    text: str
+
+
+def read_blocks(page: Path, *languages: str) -> list[Block]:
+    """The blocks of a page in these languages, in order."""
+    markdown = page.read_text()
+    return [
+        Block(match[1], markdown.count("\n", 0, match.start(2)) + 1, match[2])
+        for match in _FENCE.finditer(markdown)
+        if match[1] in languages
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Where the code of a page runs.
+
+    Attributes:
+        before: Code that runs first, for names that a page takes as given.
+        inner_backend: What compiles where the page does not say it.
+        fake_ranks: Size of a fake world that the page is rank 0 of; none for one rank started by torchrun.
+        languages: Of the blocks that are run.
+    """
+
+    before: str = ""
+    inner_backend: str = "aot_eager"
+    fake_ranks: int | None = None
+    languages: tuple[str, ...] = ("python", "py")
+
+
+def run_page(page: Path, setting: Setting, folder: Path) -> None:
+    """Run the code of a page, block after block in one namespace, in a process of its own that starts in `folder`.
+
+    The first block of text behind a block of code has to be what the code has printed since the last one.
+
+    Raises:
+        AssertionError: a block raised, printed something else, or did not end in time.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch._inductor.compile_fx", "compile_fsdp.state", "compile_fsdp.wrap"])
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_serve, args=(page, setting, folder, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        failure = ours.recv() if ours.poll(TIMEOUT_S) else f"not finished after {TIMEOUT_S:.0f} s"
+    except EOFError:
+        process.join()
+        failure = f"the process ended with exit code {process.exitcode}"
+    process.kill()
+    process.join()
+    assert failure is None, f"{page.name}: {failure}"
+
+
+def _serve(page: Path, setting: Setting, folder: Path, connection: Connection) -> None:
+    # Compilers leave what they have cached with the page's own files.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "cache")
+    os.chdir(folder)
+    try:
+        with _world(setting):
+            _set_inner_backend(setting.inner_backend)
+            _run(page, setting)
+        connection.send(None)
+    except BaseException:
+        connection.send(traceback.format_exc())
+
+
+def _world(setting: Setting) -> contextlib.AbstractContextManager[None]:
+    if setting.fake_ranks is not None:
+        return fake_world(setting.fake_ranks)
+    os.environ.update(LAUNCHED)
+    return contextlib.nullcontext()
+
+
+def _set_inner_backend(name: str) -> None:
+    from compile_fsdp import Options
+
+    defaults = Options.__init__.__defaults__
+    assert defaults is not None and defaults[0] == "inductor"
+    Options.__init__.__defaults__ = (name, *defaults[1:])
+
+
+def _run(page: Path, setting: Setting) -> None:
+    # A module that can be imported, since Dynamo looks up the globals of compiled code by its name.
+    module = types.ModuleType("page")
+    sys.modules[module.__name__] = module
+    printed = io.StringIO()
+    exec(compile(setting.before, "what a page takes as given", "exec"), vars(module))
+    is_code_next = False
+    for block in read_blocks(page, *setting.languages, "text"):
+        where = f"{page}, line {block.line}"
+        if block.language != "text":
+            code = compile("\n" * (block.line - 1) + block.text, str(page), "exec")
+            with contextlib.redirect_stdout(printed):
+                exec(code, vars(module))
+            is_code_next = True
+        elif is_code_next:
+            assert printed.getvalue() == block.text, f"{where}: printed instead:\n{printed.getvalue()}"
+            printed.seek(0)
+            printed.truncate()
+            is_code_next = False

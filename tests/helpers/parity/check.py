@@ -1,0 +1,397 @@
+"""Train one model in several ways on the same ranks and compare everything: see `check_parity`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+
+import compile_fsdp
+from helpers.models.reference import CASES, Case
+from helpers.ranks.pools import device_type
+from helpers.ranks.recording import Collective, record
+
+# Small enough for stable training: otherwise a rounding difference of one step grows tenfold every few steps.
+LEARNING_RATE = 0.02
+
+
+@dataclass
+class Parity:
+    """What a parity run saw, on one rank."""
+
+    worst: float = 0.0  # largest relative difference of a loss or of a parameter's sharded gradient
+    differing: list[str] = field(default_factory=list)  # "step 3: layers.0.up.weight"
+    directions: list[str] = field(default_factory=list)  # of the graphs that were compiled
+    compiled_after_first_step: int = 0
+    windows_removed: int = 0
+
+
+@dataclass
+class Outcome(Parity):
+    """One row of the parity table, on one rank.
+
+    Attributes:
+        collectives: Of the last step, compiled and eager.
+        peak_bytes: Most bytes allocated in the last step, compiled and eager.
+        unsharded: Largest relative difference to training without sharding, of losses and gradients, compiled and
+            eager. Without sharding everything is in float32, so that in low precision it is the error.
+    """
+
+    collectives: tuple[Sequence[Collective], Sequence[Collective]] = ((), ())
+    peak_bytes: tuple[int, int] = (0, 0)
+    unsharded: tuple[float, float] = (0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature of FSDP2, as changes to a training run. Features that differ in what they set can be combined.
+
+    Attributes:
+        case: The model, by its name in `helpers.models.reference.CASES`.
+        mesh: Dims of the device mesh by name; a size of 0 takes the remaining ranks.
+        data_mesh: The dims to shard over; all of them unless given.
+        arguments: Makes the arguments of `fully_shard` beside the mesh, from the data mesh.
+        prepare: Before anything else, with the case.
+        on_meta: Whether the model is constructed on the meta device.
+        parallelize: Before sharding, gets the case and the mesh.
+        configure: After sharding.
+        before_step: Before each step, with the step's number.
+        step: In place of one forward and one backward.
+        update: In place of the optimizer's step.
+        optimizer: Makes it; SGD with momentum unless given.
+        blocks: What to shard before the root: by default the case's blocks, one by one.
+        shard: In place of one call of `fully_shard` for each block and the root.
+        sharding: What shards: `fully_shard`, or torch's `replicate`, which ours makes traceable.
+        graphs: The directions of the graphs that are compiled.
+        later_graphs: How many graphs may be compiled after the first step.
+        has_reference: Whether training without sharding computes the same up to rounding.
+        low_precision: Whether the parameters are gathered in 16 bits.
+        tolerance: Largest relative difference to eager FSDP2 of graphs that run op by op.
+    """
+
+    case: str = "mlp"
+    mesh: dict[str, int] = field(default_factory=lambda: {"dp": 0})
+    data_mesh: tuple[str, ...] = ()
+    arguments: Callable[[DeviceMesh], dict[str, Any]] | None = None
+    prepare: Callable[[Case], None] | None = None
+    on_meta: bool = False
+    parallelize: Callable[[Case, DeviceMesh], None] | None = None
+    configure: Callable[[Case], None] | None = None
+    before_step: Callable[[Case, int], None] | None = None
+    step: Callable[[Trainer, int], None] | None = None
+    blocks: Callable[[Case], list[Any]] | None = None
+    shard: Callable[..., Any] | None = None
+    sharding: Callable[..., Any] = torch_fully_shard
+    update: Callable[[Trainer], None] | None = None
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
+    graphs: tuple[str, ...] = ("forward", "backward")
+    later_graphs: int = 0
+    has_reference: bool = True
+    low_precision: bool = False
+    tolerance: float = 0.0
+
+
+class Trainer:
+    """A model in training, in one of the ways that are compared."""
+
+    def __init__(self, feature: Feature, fully_shard: Any) -> None:
+        self.feature = feature
+        self.case = build_feature(feature, fully_shard)
+        self.model = self.case.model
+        make = feature.optimizer or _sgd
+        self.optimizer = make(self.model)
+        self.losses: list[torch.Tensor] = []
+        self.batches: list[dict[str, Any]] = []
+        self.extras: dict[str, Any] = {}  # what a feature keeps for this trainer
+
+    def train(self, number: int, batches: list[dict[str, Any]]) -> None:
+        """Forward and backward; the gradients stay."""
+        self.losses, self.batches = [], batches
+        if self.feature.before_step is not None:
+            self.feature.before_step(self.case, number)
+        if self.feature.step is not None:
+            self.feature.step(self, number)
+        else:
+            self.forward(0).backward()
+
+    def forward(self, batch: int) -> torch.Tensor:
+        loss = loss_of(self.model, self.batches[batch])
+        self.losses.append(loss.detach())
+        return loss
+
+    def update(self) -> None:
+        if self.feature.update is not None:
+            self.feature.update(self)
+        else:
+            self.step_optimizer()
+
+    def step_optimizer(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
+
+
+def build(case_name: str, fully_shard: Any, **kwargs: Any) -> Case:
+    """The case's model with the same weights on every rank and at every call, sharded over all ranks."""
+    return build_feature(Feature(case=case_name, arguments=lambda _: kwargs), fully_shard)
+
+
+def build_feature(feature: Feature, fully_shard: Any) -> Case:
+    """The feature's model with the same weights on every rank and at every call, sharded as it says."""
+    torch.manual_seed(0)
+    with torch.device("meta" if feature.on_meta else device_type()):
+        case = CASES[feature.case]()
+    if feature.prepare is not None:
+        feature.prepare(case)
+    if fully_shard is None:
+        return case
+    mesh = build_mesh(feature.mesh)
+    data_mesh = mesh[feature.data_mesh] if feature.data_mesh else mesh
+    if feature.parallelize is not None:
+        feature.parallelize(case, mesh)
+    arguments = feature.arguments(data_mesh) if feature.arguments is not None else {}
+    if feature.shard is not None:
+        feature.shard(case, fully_shard, data_mesh, arguments)
+    else:
+        for module in (*(case.blocks if feature.blocks is None else feature.blocks(case)), case.model):
+            fully_shard(module, mesh=data_mesh, **arguments)
+    if feature.configure is not None:
+        feature.configure(case)
+    return case
+
+
+def build_mesh(sizes: dict[str, int]) -> DeviceMesh:
+    known = 1
+    for size in sizes.values():
+        known *= size or 1
+    shape = tuple(size or dist.get_world_size() // known for size in sizes.values())
+    return init_device_mesh(device_type(), shape, mesh_dim_names=tuple(sizes))
+
+
+def loss_of(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    output = model(**batch)
+    return getattr(output, "loss", output)
+
+
+def full_grads(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """The gradients of all ranks put together: a single rank's shard may have but a few, tiny values."""
+    return {n: None if p.grad is None else full(p.grad) for n, p in model.named_parameters()}
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def relative_difference(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest absolute difference over the largest absolute expected value; 0 for empty tensors, inf for nan."""
+    if expected.numel() == 0:
+        return 0.0
+    difference = ((got - expected).abs().max() / expected.abs().max().clamp_min(1e-30)).item()
+    return difference if math.isfinite(difference) else math.inf
+
+
+def check_parity(feature: Feature, inner_backend: str, steps: int = 3) -> Outcome:
+    """Train one model unsharded, by torch's eager FSDP2, by ours run eagerly, and by ours compiled.
+
+    Compared after every step: losses and gradients; at the end: parameters, buffers, optimizer state, and the keys
+    and placements of the state_dict. What differs from torch's eager FSDP2 is listed in the outcome.
+
+    Args:
+        feature: What is trained, and how.
+        inner_backend: What compiles the graphs.
+        steps: How many steps; in the last, collectives and memory are recorded.
+    """
+
+    def ours(module: Any, **kwargs: Any) -> Any:
+        if feature.sharding is torch_fully_shard:
+            return compile_fsdp.fully_shard(module, **kwargs)
+        sharded = feature.sharding(module, **kwargs)
+        compile_fsdp.make_traceable(module)
+        return sharded
+
+    eager, plain, compiled = Trainer(feature, feature.sharding), Trainer(feature, ours), Trainer(feature, ours)
+    compiled.model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": inner_backend})
+    trainers = [eager, plain, compiled]
+    reference = Trainer(feature, None) if feature.has_reference else None
+    outcome = Outcome()
+    recorded: dict[int, list[Collective]] = {}
+    peaks: dict[int, int] = {}
+    first_step_graphs = 0
+    for step in range(steps):
+        batches = _batches(eager.case, step, dist.get_rank() if "tp" not in feature.mesh else _data_rank(feature))
+        for index, trainer in enumerate(trainers):
+            if step == steps - 1:
+                recorded[index], peaks[index] = record(partial(trainer.train, step, batches))
+            else:
+                trainer.train(step, batches)
+        for trainer, name in ((plain, "run eagerly"), (compiled, "compiled")):
+            _compare_step(outcome, f"{name}, step {step}", trainer, eager)
+        if reference is not None:
+            differences = _reference_step(reference, (compiled, eager), step, batches)
+            outcome.unsharded = max(outcome.unsharded[0], differences[0]), max(outcome.unsharded[1], differences[1])
+        for trainer in trainers:
+            trainer.update()
+        if step == 0:
+            first_step_graphs = len(compile_fsdp.reports())
+    for trainer, name in ((plain, "run eagerly"), (compiled, "compiled")):
+        _compare_end(outcome, name, trainer, eager)
+    reports = compile_fsdp.reports()
+    outcome.directions = [report.direction for report in reports]
+    outcome.compiled_after_first_step = len(reports) - first_step_graphs
+    outcome.windows_removed = sum(report.windows_removed for report in reports)
+    outcome.collectives = recorded[2], recorded[0]
+    outcome.peak_bytes = peaks[2], peaks[0]
+    return outcome
+
+
+def _batches(case: Case, step: int, rank: int) -> list[dict[str, Any]]:
+    torch.manual_seed(1000 * step + rank)
+    return [case.batch() for _ in range(3)]
+
+
+def _data_rank(feature: Feature) -> int:
+    """Ranks of one tensor-parallel group train on the same batch."""
+    mesh = build_mesh(feature.mesh)
+    return dist.get_rank() // mesh["tp"].size()
+
+
+def _compare_step(outcome: Outcome, where: str, ours: Trainer, eager: Trainer) -> None:
+    assert len(ours.losses) == len(eager.losses)
+    for mine, theirs in zip(ours.losses, eager.losses, strict=True):
+        compare(outcome, f"{where}: loss", mine, theirs)
+    compare_grads(outcome, where, ours.model, eager.model)
+
+
+def _reference_step(
+    reference: Trainer, trainers: tuple[Trainer, Trainer], step: int, batches: list[dict[str, Any]]
+) -> tuple[float, float]:
+    """Train without sharding, on the mean gradient of all ranks; each trainer's largest relative difference to it."""
+    reference.train(step, batches)
+    for parameter in reference.model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+    expected = full_grads(reference.model)
+    worst = []
+    for trainer in trainers:
+        differences = [relative_difference(a, b) for a, b in zip(trainer.losses, reference.losses, strict=True)]
+        got = full_grads(trainer.model)
+        for name, grad in expected.items():
+            if grad is not None:
+                mine = got[name]
+                differences.append(1.0 if mine is None else relative_difference(mine, grad))
+        worst.append(max(differences))
+    reference.update()
+    return worst[0], worst[1]
+
+
+def _compare_end(outcome: Outcome, who: str, ours: Trainer, eager: Trainer) -> None:
+    got, expected = ours.model.state_dict(), eager.model.state_dict()
+    if list(got) != list(expected):
+        outcome.differing.append(f"{who}: state_dict has {list(got)}, not {list(expected)}")
+        outcome.worst = float("inf")
+        return
+    for name, theirs in expected.items():
+        mine = got[name]
+        if isinstance(theirs, DTensor) and (theirs.placements, theirs.dtype) != (mine.placements, mine.dtype):
+            outcome.differing.append(f"{who}: {name}: {mine.placements} {mine.dtype}")
+            outcome.worst = float("inf")
+        compare(outcome, f"{who}: state_dict {name}", full(mine), full(theirs))
+    for mine, theirs in zip(ours.model.parameters(), eager.model.parameters(), strict=True):
+        states = ours.optimizer.state.get(mine, {}), eager.optimizer.state.get(theirs, {})
+        assert states[0].keys() == states[1].keys()
+        for key, value in states[1].items():
+            if isinstance(value, torch.Tensor):
+                compare(outcome, f"{who}: optimizer's {key}", full(states[0][key]), full(value))
+
+
+def train_both(
+    rank: int, case_name: str, inner_backend: str, steps: int, fullgraph: bool = True, **kwargs: Any
+) -> Parity:
+    """Train `steps` steps of SGD, eager and compiled; gradients are compared before each optimizer step."""
+    eager = build(case_name, torch_fully_shard, **kwargs)
+    ours = build(case_name, compile_fsdp.fully_shard, **kwargs)
+    ours.model.compile(
+        backend="compile_fsdp", fullgraph=fullgraph, options={"inner_backend": inner_backend}
+    )
+    optimizers = [torch.optim.SGD(case.model.parameters(), lr=LEARNING_RATE) for case in (eager, ours)]
+    result = Parity()
+    graphs_after_first_step = 0
+    for step in range(steps):
+        torch.manual_seed(1000 * step + rank)
+        batch = eager.batch()
+        losses = []
+        for case in (eager, ours):
+            loss = loss_of(case.model, batch)
+            loss.backward()
+            losses.append(loss.detach())
+        compare(result, f"step {step}: loss", losses[1], losses[0])
+        compare_grads(result, f"step {step}", ours.model, eager.model)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 0:
+            graphs_after_first_step = len(compile_fsdp.reports())
+    reports = compile_fsdp.reports()
+    result.directions = [report.direction for report in reports]
+    result.compiled_after_first_step = len(reports) - graphs_after_first_step
+    result.windows_removed = sum(report.windows_removed for report in reports)
+    return result
+
+
+def compare_grads(result: Parity, where: str, ours: nn.Module, eager: nn.Module) -> None:
+    got, expected = full_grads(ours), full_grads(eager)
+    assert got.keys() == expected.keys()
+    for (name, mine), theirs in zip(ours.named_parameters(), eager.parameters(), strict=True):
+        if isinstance(mine.grad, DTensor) and isinstance(theirs.grad, DTensor):
+            assert mine.grad.placements == theirs.grad.placements, name
+            assert mine.grad.to_local().shape == theirs.grad.to_local().shape, name
+            assert mine.grad.dtype == theirs.grad.dtype, name
+    for name, grad in expected.items():
+        mine_full = got[name]
+        if grad is None or mine_full is None:
+            if mine_full is not grad:
+                result.differing.append(f"{where}: {name}: None on one side only")
+                result.worst = float("inf")
+            continue
+        compare(result, f"{where}: {name}", mine_full, grad)
+
+
+def compare(result: Parity, where: str, got: torch.Tensor, expected: torch.Tensor) -> None:
+    if not torch.equal(got, expected):
+        result.differing.append(where)
+        result.worst = max(result.worst, relative_difference(got, expected))
+
+
+def more_collectives(outcome: Outcome) -> list[str]:
+    """Collectives of the compiled step that the eager one does not issue, or issues less often.
+
+    An exchange between two ranks stands for a gather of shards of its size, or for a reduction of twice as many bytes.
+    """
+    compiled, eager = (list(side) for side in outcome.collectives)
+    more = []
+    for each in sorted(compiled, key=lambda each: each.kind == "all_to_all"):
+        found = next((other for other in eager if _stands_for(each, other)), None)
+        if found is None:
+            more.append(str(each))
+        else:
+            eager.remove(found)
+    return more
+
+
+def _stands_for(each: Collective, other: Collective) -> bool:
+    if each.kind != "all_to_all" or other.kind == "all_to_all":
+        return str(each) == str(other)
+    times = {"all_gather": 1, "all_reduce": 2}.get(other.kind)
+    return each.group == other.group and times is not None and each.bytes * times == other.bytes

@@ -1,0 +1,393 @@
+"""The features of FSDP2 that the parity table has rows for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from compile_fsdp.torch_compat.fsdp import FSDPMeshInfo
+from helpers.models.reference import Case
+from helpers.models.tensor_subclasses import Float8Weight, Int8Weight, use
+from helpers.parity.check import Feature, Trainer
+from helpers.ranks.pools import device_type
+
+BF16_FP32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def always(**arguments: Any) -> Callable[[DeviceMesh], dict[str, Any]]:
+    return lambda mesh: arguments
+
+
+def _columns(parameter: nn.Parameter) -> Shard | None:
+    return Shard(-1) if parameter.ndim == 2 and parameter.shape[1] % 4 == 0 else None
+
+
+def tensor_parallel(case: Case, mesh: DeviceMesh) -> None:
+    for block in case.blocks:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def _expert_mesh(mesh: DeviceMesh) -> dict[str, Any]:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+
+    halves = init_device_mesh(mesh.device_type, (2, mesh.size() // 2), mesh_dim_names=("outer", "inner"))
+    experts = FSDPMeshInfo(halves["inner"], shard_mesh_dim=0)
+
+    def place(parameter: nn.Parameter) -> Any:
+        return ShardPlacementResult(None, experts) if parameter.ndim == 3 else None
+
+    return {"shard_placement_fn": place}
+
+
+def _each(setting: str, *arguments: Any) -> Callable[[Case], None]:
+    """Call a setter of every sharded module."""
+
+    def configure(case: Case) -> None:
+        for module in (*case.blocks, case.model):
+            getattr(module, setting)(*arguments)
+
+    return configure
+
+
+def _output_in_fp64(case: Case, fully_shard: Any, mesh: DeviceMesh, arguments: dict[str, Any]) -> None:
+    for block in case.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(case.model, mesh=mesh, mp_policy=MixedPrecisionPolicy(output_dtype=torch.float64))
+
+
+def set_on(model: Any, setting: str, *arguments: Any) -> None:
+    """Call a setter of FSDP2; the model that trains without sharding has none."""
+    if hasattr(model, setting):
+        getattr(model, setting)(*arguments)
+
+
+def accumulate(trainer: Trainer, step: int) -> None:
+    set_on(trainer.model, "set_requires_gradient_sync", False)
+    trainer.forward(0).backward()
+    trainer.forward(1).backward()
+    set_on(trainer.model, "set_requires_gradient_sync", True)
+    trainer.forward(2).backward()
+
+
+def _accumulate_sharded(trainer: Trainer, step: int) -> None:
+    trainer.forward(0).backward()
+    trainer.forward(1).backward()
+
+
+def _not_the_last(trainer: Trainer, step: int) -> None:
+    set_on(trainer.model, "set_is_last_backward", False)
+    trainer.forward(0).backward()
+    set_on(trainer.model, "set_is_last_backward", True)
+    trainer.forward(1).backward()
+
+
+def _accumulate_unreplicated(trainer: Trainer, step: int) -> None:
+    set_on(trainer.model, "set_requires_all_reduce", False)
+    trainer.forward(0).backward()
+    set_on(trainer.model, "set_requires_all_reduce", True)
+    trainer.forward(1).backward()
+
+
+def _accumulate_unsharded(trainer: Trainer, step: int) -> None:
+    set_on(trainer.model, "set_reshard_after_backward", False)
+    set_on(trainer.model, "set_requires_gradient_sync", False)
+    trainer.forward(0).backward()
+    set_on(trainer.model, "set_reshard_after_backward", True)
+    set_on(trainer.model, "set_requires_gradient_sync", True)
+    trainer.forward(1).backward()
+
+
+def two_forwards(trainer: Trainer, step: int) -> None:
+    first, second = trainer.forward(0), trainer.forward(1)
+    (first + second).backward()
+
+
+def _two_forwards_two_backwards(trainer: Trainer, step: int) -> None:
+    first, second = trainer.forward(0), trainer.forward(1)
+    second.backward()
+    first.backward()
+
+
+def _with_no_grad(trainer: Trainer, step: int) -> None:
+    with torch.no_grad():
+        trainer.forward(1)
+    trainer.forward(0).backward()
+
+
+def _prefetch(case: Case) -> None:
+    first, second, third = case.blocks[:3]
+    case.model.set_modules_to_forward_prefetch([first, second])
+    first.set_modules_to_forward_prefetch([second, third])
+    third.set_modules_to_backward_prefetch([second, first])
+
+
+def _freeze(case: Case, step: int) -> None:
+    case.blocks[0].requires_grad_(step % 4 not in (1, 2))
+
+
+def _divide_later(case: Case, step: int) -> None:
+    if step == 1:
+        _each("set_gradient_divide_factor", 4.0)(case)
+        _each("set_force_sum_reduction_for_comms", True)(case)
+
+
+def _with_ends(case: Case) -> list[Any]:
+    return [*case.blocks, [case.model.norm, case.model.embedding, case.model.head]]
+
+
+def _materialise(case: Case) -> None:
+    case.model.to_empty(device=device_type())
+    torch.manual_seed(0)
+    for parameter in case.model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+
+
+def _load(case: Case, step: int) -> None:
+    state = {name: value.clone() * 0.9 for name, value in case.model.state_dict().items()}
+    case.model.load_state_dict(state, assign=step == 2)
+
+
+def _clip_and_update(trainer: Trainer) -> None:
+    nn.utils.clip_grad_norm_(trainer.model.parameters(), 0.1)
+    trainer.step_optimizer()
+
+
+def _average_and_update(trainer: Trainer) -> None:
+    """Keep an exponential moving average of the sharded parameters, and train on from it."""
+    trainer.step_optimizer()
+    parameters = list(trainer.model.parameters())
+    averages = trainer.extras.setdefault("ema", [parameter.detach().clone() for parameter in parameters])
+    with torch.no_grad():
+        for average, parameter in zip(averages, parameters, strict=True):
+            average.mul_(0.5).add_(parameter, alpha=0.5)
+            parameter.copy_(average)
+
+
+def _scale_and_update(trainer: Trainer) -> None:
+    # The gradients are unscaled, checked for infinities, and the scale grows after every step.
+    scaler = trainer.extras.setdefault("scaler", torch.amp.GradScaler(device_type(), init_scale=2.0, growth_interval=1))
+    scaler.unscale_(trainer.optimizer)
+    scaler.step(trainer.optimizer)
+    scaler.update()
+    trainer.optimizer.zero_grad()
+
+
+def _scaled(trainer: Trainer, step: int) -> None:
+    scaler = trainer.extras.setdefault("scaler", torch.amp.GradScaler(device_type(), init_scale=2.0, growth_interval=1))
+    scaler.scale(trainer.forward(0)).backward()
+
+
+def _optimizer_in_backward(case: Case) -> None:
+    def update(parameter: nn.Parameter) -> None:
+        with torch.no_grad():
+            parameter.add_(parameter.grad, alpha=-0.02)
+        parameter.grad = None
+
+    for parameter in case.model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+
+
+def _adam_in_backward(case: Case) -> None:
+    optimizers = {
+        parameter: torch.optim.AdamW([parameter], lr=1e-3, foreach=False) for parameter in case.model.parameters()
+    }
+
+    def update(parameter: nn.Parameter) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(update)
+
+
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+
+
+def _fused(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+
+# Their names since 2.12, and before.
+_ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+class _Loud(AllGather, ReduceScatter):
+    """A communicator of the user's own, of plain collectives."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: Any,
+        op: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        if op is None:
+            return _ALL_GATHER(output_tensor, input_tensor, group=group, async_op=async_op)
+        return _REDUCE_SCATTER(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
+def _custom_communication(case: Case) -> None:
+    _each("set_custom_all_gather", _Loud())(case)
+    _each("set_custom_reduce_scatter", _Loud())(case)
+
+
+def _separate_reduce_scatter(case: Case, step: int) -> None:
+    case.model.set_separate_reduce_scatter_group(step > 0)  # type: ignore[operator]
+
+
+def _shard_below_wrapper(case: Case, fully_shard: Any, mesh: DeviceMesh, arguments: dict[str, Any]) -> None:
+    for module in (*case.blocks, case.model.module):
+        fully_shard(module, mesh=mesh, **arguments)
+
+
+def _halve(reduced: torch.Tensor) -> None:
+    reduced.mul_(0.5)
+
+
+# Compiled once for each setting: a first backward, one that adds to it, the last; a first and a second forward.
+ACCUMULATED = ("forward", "backward", "backward", "backward")
+TWICE = ("forward", "forward", "backward", "backward")
+
+FEATURES: dict[str, Feature] = {
+    "even": Feature(),
+    "uneven": Feature(case="uneven"),
+    "odd sizes": Feature(case="odd_sizes"),
+    "columns": Feature(arguments=always(shard_placement_fn=_columns)),
+    # The mesh of the experts does not average over all ranks, so that training is another one.
+    "meshes by parameter": Feature(case="mixture", arguments=_expert_mesh, has_reference=False),
+    "tensor parallel": Feature(mesh={"dp": 2, "tp": 0}, data_mesh=("dp",), parallelize=tensor_parallel),
+    "hsdp": Feature(mesh={"replicate": 2, "shard": 0}),
+    "hsdp, one shard": Feature(mesh={"replicate": 0, "shard": 1}),
+    "hsdp, all-reduce later": Feature(
+        mesh={"replicate": 2, "shard": 0}, step=_accumulate_unreplicated, graphs=("forward", "backward", "backward")
+    ),
+    "reshard": Feature(arguments=always(reshard_after_forward=True)),
+    "keep": Feature(arguments=always(reshard_after_forward=False)),
+    "reshard to 2": Feature(arguments=always(reshard_after_forward=2)),
+    "reshard set later": Feature(configure=_each("set_reshard_after_forward", False)),
+    "keep after backward": Feature(
+        step=_accumulate_unsharded, graphs=("forward", "backward", "forward", "backward")
+    ),
+    "no unshard in backward": Feature(
+        case="embedded", configure=lambda case: case.model.embedding.set_unshard_in_backward(False)
+    ),
+    "bf16, reduced in fp32": Feature(arguments=always(mp_policy=BF16_FP32), low_precision=True),
+    "fp16": Feature(
+        arguments=always(mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16)),
+        low_precision=True,
+    ),
+    "output in fp64": Feature(shard=_output_in_fp64),
+    "inputs not cast": Feature(
+        arguments=always(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64, cast_forward_inputs=False))
+    ),
+    "divide by 3, sums only": Feature(
+        configure=lambda case: (
+            _each("set_gradient_divide_factor", 3.0)(case),
+            _each("set_force_sum_reduction_for_comms", True)(case),
+        ),
+        has_reference=False,
+    ),
+    "divisor set between": Feature(
+        before_step=_divide_later, graphs=("forward", "backward", "backward"), later_graphs=1, has_reference=False
+    ),
+    "buffers": Feature(case="batch_norm", has_reference=False),
+    "cpu offload": Feature(arguments=always(offload_policy=CPUOffloadPolicy(pin_memory=False))),
+    "shared parameters": Feature(case="tied_ends"),
+    "group of modules": Feature(case="tied_ends", blocks=_with_ends),
+    "group of modules, in part": Feature(case="tied_ends_in_part", blocks=_with_ends),
+    "frozen": Feature(case="frozen"),
+    "frozen layers": Feature(case="frozen_layers"),
+    "frozen layers first": Feature(case="frozen_first"),
+    "frozen layers, checkpointed": Feature(case="frozen_checkpoint"),
+    "frozen between": Feature(
+        before_step=_freeze, graphs=("forward", "backward") * 2, later_graphs=2, has_reference=False
+    ),
+    "lora": Feature(case="lora"),
+    "unused": Feature(case="unused_parameter"),
+    "unused, reduced": Feature(
+        case="unused_parameter", configure=_each("set_reduce_scatter_unused_params", True), has_reference=False
+    ),
+    "accumulate": Feature(step=accumulate, graphs=ACCUMULATED),
+    "accumulate in fp32": Feature(
+        step=accumulate,
+        graphs=("forward", "backward", "backward"),  # torch itself puts the gradients of microbatches in fp32
+        arguments=always(mp_policy=BF16_FP32),
+        low_precision=True,
+    ),
+    "accumulate sharded": Feature(step=_accumulate_sharded),
+    "not the last backward": Feature(step=_not_the_last),
+    "two forwards": Feature(step=two_forwards, graphs=TWICE),
+    "two forwards, two backwards": Feature(step=_two_forwards_two_backwards, graphs=TWICE),
+    "no_grad forward": Feature(step=_with_no_grad, graphs=("forward", "forward", "backward")),
+    "used three times": Feature(case="used_three_times"),
+    "checkpoint inside": Feature(case="checkpoint_inside"),
+    "checkpoint in nested modules": Feature(case="nested_checkpoint"),
+    "checkpoint outside": Feature(case="checkpoint_outside"),
+    "selective checkpoint": Feature(case="selective"),
+    "float8 gather": Feature(prepare=lambda case: use(case.blocks, Float8Weight), has_reference=False),
+    "int8 gather": Feature(prepare=lambda case: use([case.model], Int8Weight), has_reference=False),
+    "int8 gather, uneven": Feature(
+        case="uneven", prepare=lambda case: use([case.model], Int8Weight), has_reference=False
+    ),
+    "from meta": Feature(on_meta=True, configure=_materialise, has_reference=False),
+    "state dicts loaded": Feature(before_step=_load, has_reference=False),
+    "moved between steps": Feature(before_step=lambda case, step: case.model.to(device_type()), has_reference=False),
+    "moved to bf16": Feature(
+        configure=lambda case: case.model.to(torch.bfloat16),
+        arguments=always(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
+        low_precision=True,
+    ),
+    "clipped": Feature(update=_clip_and_update, has_reference=False),
+    "averaged": Feature(update=_average_and_update, has_reference=False),
+    "grad scaler": Feature(step=_scaled, update=_scale_and_update, has_reference=False),
+    "optimizer in backward": Feature(configure=_optimizer_in_backward, has_reference=False),
+    "adam in backward": Feature(configure=_adam_in_backward, has_reference=False),
+    "adam, foreach": Feature(optimizer=_adam),
+    "adam, fused": Feature(optimizer=_fused),
+    "custom communication": Feature(configure=_custom_communication),
+    "all-reduce hook": Feature(configure=_each("set_all_reduce_hook", _halve), has_reference=False),
+    "hsdp and tensor parallel": Feature(
+        mesh={"replicate": 2, "shard": 1, "tp": 0}, data_mesh=("replicate", "shard"), parallelize=tensor_parallel
+    ),
+    "replicated": Feature(sharding=replicate),
+    "prefetch": Feature(case="lora", configure=_prefetch),
+    "reduce-scatter group of its own": Feature(
+        before_step=_separate_reduce_scatter,
+        graphs=("forward", "backward", "backward"),
+        later_graphs=1,
+        has_reference=False,
+    ),
+    "late forward": Feature(case="late_forward"),
+    "late backward": Feature(case="late_backward"),
+    "below a wrapper": Feature(case="wrapped", shard=_shard_below_wrapper),
+}
+
+# By row, the release of torch that has brought it.
+SINCE = {"meshes by parameter": "2.12", "reduce-scatter group of its own": "2.13", "unused, reduced": "2.13"}
+
+# Rows whose meshes need them.
+FOUR_RANKS = {
+    "meshes by parameter",
+    "tensor parallel",
+    "hsdp",
+    "hsdp, one shard",
+    "hsdp, all-reduce later",
+    "hsdp and tensor parallel",
+    "reshard to 2",
+}

@@ -1,0 +1,124 @@
+"""Several features in one run: pairs that meet in every combination, and features that need no run of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from helpers.parity.check import Feature
+from helpers.parity.features import BF16_FP32, FEATURES, accumulate, always, tensor_parallel, two_forwards
+
+DIMENSIONS: dict[str, dict[str, Feature]] = {
+    "model": {
+        "mlp": Feature(),
+        "frozen": Feature(case="frozen"),
+        "checkpointed": Feature(case="checkpoint_inside"),
+        "used twice": Feature(case="used_twice"),
+    },
+    "mesh": {
+        "dp": Feature(),
+        "hsdp": Feature(mesh={"replicate": 2, "shard": 0}),
+        "tp": Feature(mesh={"dp": 2, "tp": 0}, data_mesh=("dp",), parallelize=tensor_parallel),
+    },
+    "precision": {
+        "fp32": Feature(),
+        "bf16": Feature(arguments=always(mp_policy=BF16_FP32), low_precision=True),
+    },
+    "step": {
+        "once": Feature(),
+        "accumulated": Feature(step=accumulate),
+        "two forwards": Feature(step=two_forwards),
+    },
+    "reshard": {
+        "default": Feature(),
+        "kept": Feature(arguments=always(reshard_after_forward=False)),
+        "offloaded": Feature(arguments=always(offload_policy=CPUOffloadPolicy(pin_memory=False))),
+    },
+}
+
+
+def combine(features: Sequence[Feature]) -> Feature:
+    """One feature that sets what all of them set; arguments of `fully_shard` are put together."""
+    default = Feature()
+    changed: dict[str, Any] = {}
+    for feature in features:
+        for each in dataclasses.fields(Feature):
+            value = getattr(feature, each.name)
+            if value != getattr(default, each.name):
+                assert each.name == "arguments" or changed.get(each.name, value) == value, each.name
+                changed[each.name] = value
+    if changed.get("case") == "used_twice" and changed.get("step") is two_forwards:
+        # Four gradients are added up, in eager mode one after the other, in graphs two and two.
+        changed["tolerance"] = 1e-5
+    arguments = [feature.arguments for feature in features if feature.arguments is not None]
+    if arguments:
+        changed["arguments"] = lambda mesh: {name: value for make in arguments for name, value in make(mesh).items()}
+    return Feature(**changed)
+
+
+def cover_pairs(sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Rows of one value per dimension in which each pair of values of two dimensions meets.
+
+    Source: the greedy one-row-at-a-time construction of covering arrays (Cohen et al., AETG, 1997), without its
+    random restarts: every row starts from the first pair that is left and takes, dimension by dimension, the value
+    with the most new pairs.
+    """
+    pairs = {
+        ((i, a), (j, b))
+        for i, j in itertools.combinations(range(len(sizes)), 2)
+        for a in range(sizes[i])
+        for b in range(sizes[j])
+    }
+    rows = []
+    while pairs:
+        row: dict[int, int] = dict(min(pairs))
+        for i in range(len(sizes)):
+            if i not in row:
+                row[i] = max(range(sizes[i]), key=lambda a, i=i: _count_new(pairs, row, (i, a)))  # type: ignore[misc]
+        rows.append(tuple(row[i] for i in range(len(sizes))))
+        pairs -= set(itertools.combinations(sorted(row.items()), 2))
+    return rows
+
+
+def _count_new(pairs: set[Any], row: dict[int, int], item: tuple[int, int]) -> int:
+    return sum(tuple(sorted((item, other))) in pairs for other in row.items())
+
+
+def _pairs() -> dict[str, Feature]:
+    values = [list(dimension.items()) for dimension in DIMENSIONS.values()]
+    rows = [
+        [of_dimension[i] for of_dimension, i in zip(values, row, strict=True)]
+        for row in cover_pairs([len(of_dimension) for of_dimension in values])
+    ]
+    return {", ".join(name for name, _ in row): combine([feature for _, feature in row]) for row in rows}
+
+
+PAIRS = _pairs()
+
+
+# Features that set different things, trained at once by `make test`: what one of them breaks differs from eager FSDP2
+# here, too. Each has a row of its own in `make test-all`, which says which one it was.
+_TOGETHER = (
+    ("odd sizes", "adam, fused", "moved between steps"),
+    ("columns", "custom communication", "clipped"),
+    ("keep", "unused", "state dicts loaded"),
+    ("cpu offload", "shared parameters", "not the last backward"),
+    ("inputs not cast", "selective checkpoint", "grad scaler"),
+    ("reshard set later", "frozen layers"),
+    ("divide by 3, sums only", "group of modules"),
+    ("all-reduce hook", "buffers", "accumulate sharded"),
+    ("optimizer in backward", "late backward"),
+    ("from meta", "late forward"),
+    ("no_grad forward", "frozen layers first"),
+    ("fp16", "checkpoint in nested modules"),
+    ("below a wrapper", "moved to bf16"),
+    ("replicated", "frozen"),
+    ("output in fp64", "averaged"),
+    ("int8 gather, uneven", "divisor set between"),
+)
+TOGETHER = {" + ".join(names): combine([FEATURES[name] for name in names]) for names in _TOGETHER}
+IN_TOGETHER = {name for names in _TOGETHER for name in names}

@@ -1,0 +1,97 @@
+"""Collects the rows of the parity table while tests run, and writes them to docs/parity.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from helpers.parity.check import Outcome, more_collectives
+
+_HEAD = """\
+# Parity with eager FSDP2
+
+Written by `make parity` from a test run ({torch}, gloo, CPU); `tests/helpers/parity/features.py`
+says what each row sets. In every row the same model is trained without sharding (where that computes the same), by
+torch's eager `fully_shard`, by ours run eagerly, and by ours compiled with `fullgraph=True`. Compared: the losses and
+gradients of every step; at the end the parameters, buffers, optimizer state and the state_dict's keys, placements and
+dtypes; the collectives of the last step, as the backend executed them.
+
+* difference: the largest relative one to eager FSDP2; 0 is bit by bit.
+* error: the largest relative difference to training without sharding in float32, compiled and eager. Empty where
+  training without sharding computes something else; unless it is in 16 bits, it was checked to be at most 1e-5.
+* graphs: compiled in all, and after the first step.
+* collectives, sent: of one compiled step, and of the eager one; never one that the eager step does not issue.
+* peak: most bytes allocated in a step over what was there before, compiled and eager. These models have a few
+  thousand parameters, so the figure shows what lives together, not what a real model saves. `aot_eager` runs the
+  graphs op by op and keeps what no pass has taken out.
+"""
+
+_TAIL = """
+## Refused
+
+Before any collective, with the module's name; the same model trains eagerly.
+
+| what | why |
+| --- | --- |
+| `dp_mesh_dims` (a full SPMD mesh) | the gradient's data-parallel dims stay partial, which has no traced form yet |
+| `set_symm_mem_for_comm` | a graph cannot allocate symmetric memory |
+| a pending `unshard(async_op=True)` | its handle is an eager object: wait on it first |
+| `set_manual_backward_finalization`, since torch 2.15 | a group is reduced in the graph, as soon as it is complete |
+| a parameter's own `grad_dtype`, SPMD types, since torch 2.15 | no traced form yet |
+| an all-gather extension that returns a tensor subclass | the unsharded parameter of a graph is a plain tensor |
+| `create_graph=True`, `torch.autograd.grad` of parameters, a second backward | see `BackwardError` |
+"""
+
+
+@dataclass
+class ParityTable:
+    """The rows of a run, in the order in which they ran."""
+
+    rows: dict[tuple[str, str], str] = field(default_factory=dict)  # (inner backend, row): line
+
+    def add(self, row: str, inner_backend: str, world_size: int, outcomes: Sequence[Outcome]) -> None:
+        """Add the outcome of a row; figures of rank 0, the worst difference of all ranks."""
+        first = outcomes[0]
+        compiled, eager = first.collectives
+        passed = not any(more_collectives(outcome) for outcome in outcomes)
+        cells = (
+            row,
+            str(world_size),
+            f"{max(outcome.worst for outcome in outcomes):.1e}".replace("0.0e+00", "0"),
+            " / ".join(f"{max(each):.1e}" for each in zip(*(o.unsharded for o in outcomes), strict=True))
+            if any(first.unsharded)
+            else "",
+            f"{len(first.directions)} + {first.compiled_after_first_step}"
+            if first.compiled_after_first_step
+            else str(len(first.directions)),
+            f"{len(compiled)} / {len(eager)}" + ("" if passed else " (others)"),
+            f"{sum(each.bytes for each in compiled)} / {sum(each.bytes for each in eager)}",
+            f"{first.peak_bytes[0]} / {first.peak_bytes[1]} ({first.peak_bytes[0] / first.peak_bytes[1]:.2f}x)",
+        )
+        self.rows[inner_backend, row] = f"| {' | '.join(cells)} |"
+
+    def write(self, path: Path, torch_version: str) -> None:
+        """Write the file; rows that it has and this run has not stay."""
+        rows = {**_read(path), **self.rows}
+        parts = [_HEAD.format(torch=f"torch {torch_version}")]
+        for backend in dict.fromkeys(backend for backend, _ in rows):
+            parts.append(
+                f"\n## {backend}\n\n"
+                "| row | ranks | difference | error | graphs | collectives | sent, bytes | peak, bytes |\n"
+                "| --- | --- | --- | --- | --- | --- | --- | --- |\n"
+            )
+            parts += [f"{line}\n" for (each, _), line in rows.items() if each == backend]
+        path.write_text("".join(parts) + _TAIL)
+
+
+def _read(path: Path) -> dict[tuple[str, str], str]:
+    """The rows of a file that `ParityTable.write` has written; none if there is no such file."""
+    rows = {}
+    backend = ""
+    for line in path.read_text().splitlines() if path.exists() else []:
+        if line.startswith("## "):
+            backend = line.removeprefix("## ")
+        elif line.startswith("| ") and backend != "Refused" and not line.startswith(("| row ", "| --- ")):
+            rows[backend, line.split("|")[1].strip()] = line
+    return rows

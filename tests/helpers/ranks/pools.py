@@ -1,0 +1,266 @@
+"""Run a function on several ranks: pools of processes that live for the whole session.
+
+Starting a rank costs seconds of importing, so ranks are started once per world size and get one function after
+another, each with a process group of its own. A rank that hangs is killed together with its pool, and the test
+fails with the stack of every rank that was still at work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib.util
+import multiprocessing as mp
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+DEFAULT_TIMEOUT_S = 240.0
+
+# TORCH_FR_BUFFER_SIZE of the ranks: so many collectives stay in the flight recorder, each with the code that issued it,
+# what that was compiled to, and its process group with threads.
+TRACE_BUFFER_SIZE = "400"
+
+# Where ranks make their tensors and meshes: "cpu" with gloo, "cuda" with NCCL and a GPU for each rank.
+_DEVICE_VARIABLE = "COMPILE_FSDP_TEST_DEVICE"
+
+
+def device_type() -> str:
+    """Of this run of the tests; set by pytest's --device."""
+    return os.environ.get(_DEVICE_VARIABLE, "cpu")
+
+
+def set_device_type(device_type: str) -> None:
+    os.environ[_DEVICE_VARIABLE] = device_type
+
+
+class RankError(AssertionError):
+    """A rank raised; carries the traceback of every rank that did."""
+
+
+class RankTimeout(AssertionError):
+    """A rank did not finish in time; carries the stacks of those that were still running."""
+
+
+@dataclass
+class _Rank:
+    process: Any
+    connection: Connection
+    stack_file: Path
+
+
+@dataclass(frozen=True)
+class _Left:
+    """How a test leaves the process group that it was given.
+
+    Attributes:
+        alone: Whether it is still there, and no other was made.
+        agreements: Decisions that ranks have come together for.
+    """
+
+    alone: bool
+    agreements: int
+
+
+_Reply = tuple[str, Any, _Left | None]
+
+
+class RankPool:
+    """`world_size` processes that run functions of the test modules."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.directory = Path(tempfile.mkdtemp(prefix="compile_fsdp_ranks_"))
+        self.calls = 0
+        self.is_fresh = True  # whether the ranks have to meet anew
+        context = mp.get_context("spawn")
+        self.ranks: list[_Rank] = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            stack_file = self.directory / f"stack_{rank}"
+            process = context.Process(
+                target=_serve, args=(rank, world_size, theirs, str(stack_file)), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self.ranks.append(_Rank(process, ours, stack_file))
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Any]:
+        """Call `function(rank, *args)` on every rank; the results, by rank.
+
+        Raises:
+            RankError: some rank raised.
+            RankTimeout: some rank did not return within `timeout_s` seconds. The pool is closed.
+        """
+        self.calls += 1
+        store = str(self.directory / f"store_{self.calls}")
+        source = sys.modules[function.__module__].__file__
+        for rank in self.ranks:
+            rank.connection.send((store if self.is_fresh else None, source, function.__qualname__, args))
+        replies = self._collect(timeout_s)
+        errors = [f"rank {i}:\n{reply[1]}" for i, reply in enumerate(replies) if reply[0] == "error"]
+        left = {reply[2] for reply in replies}
+        self.is_fresh = len(left) > 1 or not all(each and each.alone for each in left)
+        if errors:
+            raise RankError("\n".join(errors))
+        return [value for _, value, _ in replies]
+
+    def _collect(self, timeout_s: float) -> list[_Reply]:
+        deadline = time.monotonic() + timeout_s
+        replies: dict[int, _Reply] = {}
+        while len(replies) < self.world_size:
+            for i, rank in enumerate(self.ranks):
+                if i in replies or not rank.connection.poll(0.01):
+                    continue
+                try:
+                    replies[i] = rank.connection.recv()
+                except EOFError:
+                    self._fail(replies, f"rank {i} died with exit code {rank.process.exitcode}")
+                if replies[i][0] == "error":
+                    # The other ranks may now wait in a collective for ever: give them a moment, no more.
+                    deadline = min(deadline, time.monotonic() + 5.0)
+            if time.monotonic() > deadline:
+                errors = [f"rank {i} raised:\n{r[1]}" for i, r in replies.items() if r[0] == "error"]
+                self._fail(replies, "\n".join(errors) or f"not finished after {timeout_s:.0f} s")
+        return [replies[i] for i in range(self.world_size)]
+
+    def _fail(self, replies: dict[int, _Reply], what: str) -> None:
+        waiting = [i for i in range(self.world_size) if i not in replies]
+        for i in waiting:
+            with contextlib.suppress(ProcessLookupError, TypeError):
+                os.kill(self.ranks[i].process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        stacks = [f"rank {i} was at:\n{self.ranks[i].stack_file.read_text()[-4000:]}" for i in waiting]
+        self.close()
+        raise RankTimeout("\n".join([what, *stacks]))
+
+    @property
+    def is_alive(self) -> bool:
+        return all(rank.process.is_alive() for rank in self.ranks)
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.process.kill()
+            rank.process.join()
+            rank.connection.close()
+
+
+_pools: dict[int, RankPool] = {}
+
+
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> list[Any]:
+    """Call `function(rank, *args)` on `world_size` ranks; the results, by rank. See `RankPool.run`."""
+    if device_type() == "cuda":
+        import pytest
+        import torch
+
+        if (gpus := torch.cuda.device_count()) < world_size:
+            pytest.skip(f"needs a GPU for each of {world_size} ranks, found {gpus}")
+    pool = _pools.get(world_size)
+    if pool is None or not pool.is_alive:
+        if pool is not None:
+            pool.close()
+        pool = _pools[world_size] = RankPool(world_size)
+    return pool.run(function, *args, timeout_s=timeout_s)
+
+
+def close_pools() -> None:
+    for pool in _pools.values():
+        pool.close()
+    _pools.clear()
+
+
+def _serve(rank: int, world_size: int, connection: Connection, stack_file: str) -> None:
+    with open(stack_file, "w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        faulthandler.enable(file=stacks)  # where a segmentation fault leaves its own
+        os.environ["TORCH_FR_BUFFER_SIZE"] = TRACE_BUFFER_SIZE
+        os.environ["KINETO_LOG_LEVEL"] = "6"  # no line for every profile taken
+        import torch
+
+        torch.set_num_threads(1)
+        while True:
+            try:
+                store, source, name, args = connection.recv()
+            except EOFError:
+                return
+            try:
+                reply = ("ok", *_run_one(rank, world_size, store, source, name, args))
+            except BaseException:
+                reply = ("error", traceback.format_exc(), None)
+            connection.send(reply)
+
+
+def _run_one(rank: int, world_size: int, store: str | None, source: str, name: str, args: Any) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    import compile_fsdp
+    from compile_fsdp.backend import agreement
+
+    function = getattr(_load(source), name)
+    torch._dynamo.reset()
+    compile_fsdp.reset_reports()
+    if store is not None:
+        _meet(rank, world_size, store)
+    agreement._agreed.clear()
+    world = dist.group.WORLD
+    try:
+        # Or a rank whose function needs no other could close its connections while another still makes them.
+        dist.barrier()
+        result = function(rank, *args)
+        alone = dist.group.WORLD is world and dist.get_pg_count() == 1
+        return result, _Left(alone, sum(each.rounds for each in agreement._agreed.values()))
+    finally:
+        torch.manual_seed(0)
+        forget_meshes()
+
+
+def _meet(rank: int, world_size: int, store: str) -> None:
+    """Make the ranks' process group.
+
+    Once, and again behind a test that has failed or made others: what Dynamo has compiled keeps its process groups,
+    for good, and the threads of hundreds of them would wake a hundred times a second each.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    backend = "gloo"
+    if device_type() == "cuda":
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(rank)
+        torch.set_default_device("cuda")
+    dist.init_process_group(backend, store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+
+
+def forget_meshes() -> None:
+    """DTensor remembers what it has dispatched by meshes that compare equal, but whose process groups are gone."""
+    from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
+
+
+def _load(source: str) -> Any:
+    # Test modules have no importable name (pytest's importlib mode), so a rank loads them by their file.
+    name = "_".join(("ranks", *Path(source).with_suffix("").parts[1:]))
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, source)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]

@@ -1,0 +1,77 @@
+"""What one rank did in a stretch of code: its collectives, and its peak of allocated memory."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from compile_fsdp.tools.bench.measure import peak_bytes
+from compile_fsdp.torch_compat.distributed import executed_collectives
+
+_ITEM_BYTES = {"Float": 4, "Double": 8, "Half": 2, "BFloat16": 2, "Byte": 1, "Int": 4, "Long": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective as the backend executed it.
+
+    gloo executes a reduce-scatter as an all-reduce. The runtime's gathers and reduce-scatters between two ranks on gloo
+    are all-to-alls of this rank's share: see [Note: What gloo does for two ranks].
+    """
+
+    kind: str  # "all_gather", "all_reduce", ...
+    group: str  # its ranks
+    dtype: str
+    numel: int  # of the input
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * _ITEM_BYTES[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{self.kind}({self.dtype.lower()}[{self.numel}], {self.group})"
+
+
+def _entries() -> list[dict[str, Any]]:
+    trace = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())
+    return list(trace.get("entries", []))
+
+
+def collectives_of(run: Callable[[], None]) -> list[Collective]:
+    """The collectives that `run` issues on this rank, in order."""
+    before = executed_collectives()
+    run()
+    entries = [entry for entry in _entries() if entry["record_id"] >= before]
+    assert min((entry["record_id"] for entry in entries), default=before) == before, "the recorder has forgotten some"
+    names = dist.distributed_c10d._world.pg_names
+    ranks = {name: dist.get_process_group_ranks(group) for group, name in names.items()}
+    return [
+        Collective(
+            kind=entry["profiling_name"].removeprefix("gloo:"),
+            group=str(ranks[entry["process_group"][0]]),
+            dtype=entry["input_dtypes"][0],
+            numel=sum(math.prod(size) for size in entry["input_sizes"]),
+        )
+        for entry in entries
+    ]
+
+
+def gathers_of(run: Callable[[], object]) -> int:
+    """How many all-gathers of the runtime's a compiled step calls, however they are carried."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        run()
+    return sum(each.count for each in profiled.key_averages() if each.key == "compile_fsdp::all_gather_into_tensor")
+
+
+def record(run: Callable[[], None]) -> tuple[list[Collective], int]:
+    """The collectives of `run`, and the most bytes it has allocated at one time over what was there before."""
+    collectives: list[Collective] = []
+    peak = peak_bytes(lambda: collectives.extend(collectives_of(run)))
+    return collectives, peak

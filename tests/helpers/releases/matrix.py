@@ -1,0 +1,130 @@
+"""`make test-matrix`: run the tests with several releases of torch, and write docs/compatibility.md.
+
+    python tests/helpers/releases/matrix.py 2.12.0 2.13.0 -- passes ops
+
+The page is written after each release, and keeps what it has of releases that do not run this time.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = ROOT / "docs" / "compatibility.md"
+
+HEAD = """# Compatibility
+
+The tests with every supported release of torch: `make test-matrix` writes this page. A torch outside of the range is
+refused at import, and so is one that lacks a private name, or an attribute of FSDP2's objects, that the package uses:
+by that name, and before the first graph at the latest. The development version, which `make test` runs with, is the one
+in `constraints.txt`.
+
+What differs from release to release, beside what a release lacks:
+
+* 2.11: Dynamo calls functions of ours with constants only, so that objects reach them by their id. Without sharding,
+  too, `aot_eager` rounds some gradients otherwise than eager code: 13 of 21 of the Llama of the parity table, by up to
+  2.2e-8 in float32, and less than 1 % in bfloat16. AOTAutograd writes a gradient's clone as `empty_strided` and a copy,
+  so the two golden graphs of a whole backward differ, and Dynamo cuts a model with breaks into fewer pieces. Dynamo
+  looks hooks up in the order of their registration: one registered with `prepend=True` on a sharded module ends in an
+  `AttributeError`, unless it was registered before `fully_shard`. DTensor's cache of operations grows in the first 600
+  steps of AdamW, after eager FSDP2 as well. Of all runs one rank died with `free(): invalid pointer`, in "frozen
+  between", and one of an eager run as it ended; in six and in twelve further ones none did.
+* 2.11 and 2.12: eager FSDP2 keeps a group of several modules unsharded into the backward if one of them does not run.
+  Compiled steps free it, as eager ones do since 2.13, and gather it once more. The guards of compiled code outlive it,
+  and so do the constants of the gathers of a model that is deleted. `skip_fsdp_hooks` exists, other than
+  [Migration](migration.md) prints.
+* 2.12: eager FSDP2 holds the input of a group's reduction until the next group's is over, which `compile-fsdp plan`
+  counts. It is 1.4 % below the peak under a policy of lower precision.
+* 2.15: eager FSDP2 reduces gradients in the parameters' own dtype, not the one they are computed in, unless the policy
+  has a `reduce_dtype`; so do compiled steps. In a microbatch that is not reduced yet, eager code adds the gradients of
+  a parameter's several uses in that dtype, too, compiled steps in the one they are computed in. `compile-fsdp plan` is
+  up to 4 % off eager peaks under a policy of lower precision, and with `reshard_after_forward=False`. What it has
+  brought and is refused stands in the [parity table](parity.md#refused).
+
+"""
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one release: how many tests passed and were skipped, and the names of those that failed.
+
+    Attributes:
+        row: Its line in the table.
+    """
+
+    torch: str
+    row: str
+    failed: tuple[str, ...]
+
+
+def run(torch: str, arguments: list[str]) -> Result:
+    """Test with one release, in a virtual environment of its own, which is kept for the next time."""
+    venv = ROOT / f".venv-torch-{torch}"
+    venv.mkdir(exist_ok=True)
+    constraints, log = venv / "constraints.txt", venv / "results.xml"
+    pinned = re.sub(r"^torch==.*$", f"torch=={torch}", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
+    if not constraints.exists() or constraints.read_text() != pinned:
+        constraints.write_text(pinned)
+    subprocess.run(["make", "setup", f"VENV={venv.name}", f"CONSTRAINTS={constraints}"], cwd=ROOT, check=True)
+    log.unlink(missing_ok=True)
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", **os.environ}
+    options = shlex.split(environment.pop("PYTEST_ADDOPTS", ""))  # not for what the tests run with pytest themselves
+    command = [str(venv / "bin" / "pytest"), "-p", "no:cacheprovider", f"--junitxml={log}", *options, *arguments]
+    subprocess.run(command, cwd=ROOT / "tests", env=environment, check=False)
+    return read(log, torch, " ".join(arguments) or "all of `make test`")
+
+
+def read(log: Path, torch: str, tests: str) -> Result:
+    """What pytest has written with `--junitxml`."""
+    suite = ElementTree.parse(log).getroot().find("testsuite")
+    assert suite is not None
+    cases = suite.findall("testcase")
+    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = [case for case in cases if case.find("skipped") is not None]
+    names = sorted({f"{case.get('classname')}::{case.get('name')}" for case in failed})
+    passed = len(cases) - len(failed) - len(skipped)
+    minutes = float(suite.get("time", 0)) / 60
+    today = datetime.datetime.now(datetime.timezone.utc).date()
+    where = f"{today}, Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} cores"
+    counts = f"{passed} | {len(failed)} | {len(skipped)}"
+    return Result(torch, f"| {torch} | {where} | {tests} | {counts} | {minutes:.0f} |", tuple(names))
+
+
+def parse(page: str) -> list[Result]:
+    """What `render` has written."""
+    head, *sections = page.split("\n## Failures with torch ")
+    failed = {section.split()[0]: tuple(re.findall(r"^\* `(.*)`$", section, re.MULTILINE)) for section in sections}
+    rows = re.findall(r"^(\| (\d+\.\d+\.\d+) \|.*)$", head, re.MULTILINE)
+    return [Result(torch, row, failed.get(torch, ())) for row, torch in rows]
+
+
+def merge(earlier: list[Result], new: Result) -> list[Result]:
+    """All results, by release; the new one in the place of its release's earlier one."""
+    results = {result.torch: result for result in (*earlier, new)}
+    return sorted(results.values(), key=lambda result: tuple(map(int, result.torch.split("."))))
+
+
+def render(results: list[Result]) -> str:
+    lines = ["| torch | when and where | tests | passed | failed | skipped | minutes |", "|" + " --- |" * 7]
+    lines += [result.row for result in results]
+    for result in results:
+        if result.failed:
+            lines += ["", f"## Failures with torch {result.torch}", "", *(f"* `{name}`" for name in result.failed)]
+    return HEAD + "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    given = sys.argv[1:]
+    at = given.index("--") if "--" in given else len(given)
+    for torch in given[:at]:
+        result = run(torch, given[at + 1 :])
+        PAGE.write_text(render(merge(parse(PAGE.read_text()), result)))

@@ -1,0 +1,46 @@
+"""What is known of sizes and times, and what counts as nothing."""
+
+from __future__ import annotations
+
+import math
+
+from compile_fsdp.passes import Costs
+from compile_fsdp.passes.analysis.collectives import numel
+from compile_fsdp.passes.analysis.costs import are_contiguous, compute_seconds, size_bytes, usual_compute_seconds
+from helpers.graphs.build import GraphBuilder, aten
+
+COSTS = Costs(latency=1.0, comm_bandwidth=1.0, memory_bandwidth=1.0, flops=1.0)
+
+
+def test_symbolic_sizes_count_as_unknown() -> None:
+    build = GraphBuilder()
+    assert build.fake_mode.shape_env is not None
+    rows = build.fake_mode.shape_env.create_unbacked_symint()
+    x, weight = build.input("x", (rows, 4)), build.input("weight", (4, 4))
+    product = build.call(aten.mm.default, x, weight)
+    assert (size_bytes(x), numel(x)) == (0, -1)
+    assert (size_bytes(weight), numel(weight)) == (64, 16)
+    assert compute_seconds(product, COSTS) == 0.0
+
+
+def test_node_without_a_value_has_no_size() -> None:
+    build = GraphBuilder()
+    unknown = build.call_opaque(math.sin, build.input("x", (4,)))
+    assert (size_bytes(unknown), numel(unknown), are_contiguous([unknown])) == (0, -1, False)
+
+
+def test_views_and_strangers_take_no_time_and_products_that_of_their_flops() -> None:
+    build = GraphBuilder()
+    x = build.input("x", (4, 4))
+    view, stranger = build.call(aten.t.default, x), build.call_opaque(math.sin, x, value=build.value(x))
+    assert compute_seconds(view, COSTS) == compute_seconds(stranger, COSTS) == 0.0
+    assert compute_seconds(build.call(aten.neg.default, x), COSTS) == 64
+    assert compute_seconds(build.call(aten.mm.default, x, x), COSTS) == 2 * 4**3
+
+
+def test_usual_batch_takes_time_only_in_products() -> None:
+    build = GraphBuilder()
+    x = build.input("x", (4, 4))
+    product, sum_ = build.call(aten.mm.default, x, x), build.call(aten.add.Tensor, x, x)
+    assert usual_compute_seconds(product, 16, COSTS) == 2 * COSTS.rows * 16
+    assert usual_compute_seconds(sum_, 16, COSTS) == 0.0

@@ -1,0 +1,137 @@
+"""What is taken for a packed collective, and what only resembles one."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+import pytest
+from torch import fx
+
+from compile_fsdp.passes.analysis.collectives import (
+    WAIT,
+    find_packed,
+    is_gather,
+    is_rearrangement,
+    is_reduction,
+)
+from helpers.graphs.build import GATHER, REDUCE, GraphBuilder, aten, c10d, gather, reduce
+
+
+def found_after(change: Callable[[fx.Graph, dict[str, fx.Node]], object]) -> int:
+    """How many packed gathers there are in a graph of one, once it has been changed."""
+    build = GraphBuilder()
+    build.output(*gather(build, [build.input("a", (2,)), build.input("b", (3,))], 2))
+    targets = {"pack": aten.cat.default, "wait": WAIT, "split": aten.split_with_sizes.default, "launch": GATHER}
+    nodes = {
+        name: next(node for node in build.graph.nodes if node.target is target) for name, target in targets.items()
+    }
+    with build.graph.inserting_before(build.graph.output_node()):
+        change(build.graph, nodes)
+    return len(find_packed(build.graph, is_gather))
+
+
+def split_into(*sizes: int) -> Callable[[fx.Graph, dict[str, fx.Node]], object]:
+    def change(graph: fx.Graph, nodes: dict[str, fx.Node]) -> None:
+        nodes["split"].args = (nodes["split"].args[0], list(sizes), 1)
+
+    return change
+
+
+def read(name: str) -> Callable[[fx.Graph, dict[str, fx.Node]], object]:
+    return lambda graph, nodes: graph.call_function(aten.neg.default, (nodes[name],))
+
+
+def take_item_again(graph: fx.Graph, nodes: dict[str, fx.Node]) -> None:
+    graph.call_function(operator.getitem, (nodes["split"], 0))
+
+
+def do_not_wait(graph: fx.Graph, nodes: dict[str, fx.Node]) -> None:
+    nodes["wait"].replace_all_uses_with(nodes["launch"])
+    graph.erase_node(nodes["wait"])
+
+
+def split_what_was_launched(graph: fx.Graph, nodes: dict[str, fx.Node]) -> None:
+    nodes["split"].args = (nodes["launch"], *nodes["split"].args[1:])
+    for node in (nodes["wait"].next, nodes["wait"]):
+        graph.erase_node(node)
+
+
+def stack_instead_of_split(graph: fx.Graph, nodes: dict[str, fx.Node]) -> None:
+    nodes["split"].target = aten.split.Tensor
+
+
+def test_pack_of_the_runtime_is_found() -> None:
+    assert found_after(lambda graph, nodes: None) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        split_into(3, 2),
+        split_into(2, 2, 1),
+        read("pack"),
+        read("launch"),
+        read("wait"),
+        read("split"),
+        take_item_again,
+        do_not_wait,
+        split_what_was_launched,
+        stack_instead_of_split,
+    ],
+)
+def test_what_resembles_a_pack_is_left_alone(change: Callable[[fx.Graph, dict[str, fx.Node]], object]) -> None:
+    assert found_after(change) == 0
+
+
+def test_split_of_what_is_no_pack_is_left_alone() -> None:
+    build = GraphBuilder()
+    whole = build.call(aten.neg.default, build.input("a", (5,)))
+    launched = build.call(c10d.all_gather_into_tensor.default, whole, 2, "dp")
+    rows = build.call(aten.reshape.default, build.call(WAIT, launched), [2, 5])
+    split = build.call(aten.split_with_sizes.default, rows, [2, 3], 1)
+    for i in range(2):
+        build.call(operator.getitem, split, i)
+    assert find_packed(build.graph, is_gather) == []
+
+
+def reduction_after(change: Callable[[fx.Graph, fx.Node, fx.Node], object]) -> int:
+    """How many packed reductions there are in a graph of one, whose flat pack and result have been changed."""
+    build = GraphBuilder()
+    build.output(*reduce(build, [build.input("a", (2, 2)), build.input("b", (2, 3))], 2))
+    (launched,) = build.graph.find_nodes(op="call_function", target=REDUCE)
+    change(build.graph, launched.args[0], next(iter(launched.users)))
+    return len(find_packed(build.graph, is_reduction))
+
+
+def test_pack_of_gradients_that_is_read_before_it_is_sent_is_left_alone() -> None:
+    def read_flat(graph: fx.Graph, flat: fx.Node, waited: fx.Node) -> None:
+        with graph.inserting_before(graph.output_node()):
+            graph.call_function(aten.neg.default, (flat,))
+
+    assert reduction_after(lambda graph, flat, waited: None) == 1
+    assert reduction_after(read_flat) == 0
+
+
+def test_pack_of_gradients_is_scaled_by_constants_only() -> None:
+    def scale(by_input: bool) -> Callable[[fx.Graph, fx.Node, fx.Node], None]:
+        def change(graph: fx.Graph, flat: fx.Node, waited: fx.Node) -> None:
+            with graph.inserting_after(waited):
+                scaled = graph.call_function(aten.mul.Tensor, (waited, 2.0))
+            waited.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
+            if by_input:
+                scaled.args = (waited, graph.find_nodes(op="placeholder")[0])
+
+        return change
+
+    assert reduction_after(scale(by_input=False)) == 1
+    assert reduction_after(scale(by_input=True)) == 0
+
+
+def test_cast_is_a_rearrangement_and_a_product_is_none() -> None:
+    build = GraphBuilder()
+    x = build.input("x", (2, 2))
+    assert is_rearrangement(build.call(aten._to_copy.default, x, dtype=None))
+    assert is_rearrangement(build.call(aten.t.default, x))
+    assert not is_rearrangement(build.call(aten.mm.default, x, x))
+    assert not is_rearrangement(build.call(aten.add_.Tensor, x, 1))

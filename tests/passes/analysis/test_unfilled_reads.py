@@ -1,0 +1,63 @@
+"""Which parameters a backward graph is found to read without a fill."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from compile_fsdp.ops import accumulate_gradient
+from compile_fsdp.passes.analysis.unfilled_reads import find_unfilled_reads
+from helpers.graphs.build import Layer
+
+
+def call_aot_bwd_prologue(*saved: torch.Tensor) -> list[torch.Tensor]:
+    """Under the name of compiled autograd's own, which hands all saved tensors on."""
+    return list(saved)
+
+
+def _unfilled(layer: Layer, *results: fx.Node) -> list[fx.Node]:
+    return find_unfilled_reads(layer.build.output(*results), [layer.weight])
+
+
+def test_a_read_that_nothing_fills_is_found() -> None:
+    layer = Layer(meta_key="example_value")
+    assert _unfilled(layer, layer.build.call(torch.matmul, layer.x, layer.weight)) == [layer.weight]
+
+
+def test_a_read_of_a_view_is_found() -> None:
+    layer = Layer(meta_key="example_value")
+    view = layer.build.call_method("view", layer.weight, 2, 8)
+    assert _unfilled(layer, layer.build.call(torch.neg, view)) == [layer.weight]
+
+
+def test_a_read_behind_the_prologue_is_found() -> None:
+    layer = Layer(meta_key="example_value")
+    saved = layer.build.call(call_aot_bwd_prologue, layer.weight, layer.x)
+    weight = layer.build.call(lambda items: items[0], saved)
+    assert _unfilled(layer, layer.build.call(torch.neg, weight)) == [layer.weight]
+
+
+def test_a_window_fills() -> None:
+    layer = Layer(meta_key="example_value")
+    layer.fill(layer.value)
+    result = layer.build.call(torch.matmul, layer.x, layer.weight)
+    layer.free()
+    assert _unfilled(layer, result) == []
+
+
+def test_accumulating_a_gradient_is_no_read() -> None:
+    layer = Layer(meta_key="example_value")
+    layer.build.call_opaque(accumulate_gradient, [layer.value], layer.weight, None, False)
+    assert _unfilled(layer, layer.build.call(torch.neg, layer.x)) == []
+
+
+def test_freeing_and_handing_on_are_no_reads() -> None:
+    layer = Layer(meta_key="example_value")
+    layer.build.call(call_aot_bwd_prologue, layer.weight, layer.x)
+    layer.free()
+    assert _unfilled(layer, layer.build.call(torch.neg, layer.x)) == []
+
+
+def test_returning_a_parameter_is_no_read() -> None:
+    layer = Layer(meta_key="example_value")
+    assert _unfilled(layer, layer.weight) == []

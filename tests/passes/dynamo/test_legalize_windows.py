@@ -1,0 +1,526 @@
+"""What the pass makes of backward graphs whose reads stand outside their windows."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from expecttest import assert_expected_inline
+from hypothesis import strategies as st
+from torch import fx
+
+from compile_fsdp.ops import copy_, resize_storage_bytes_
+from compile_fsdp.passes import LegalizeReport, Unmoved, legalize_windows
+from compile_fsdp.torch_compat.dynamo import set_version_counter, tensor_version
+from helpers.graphs.build import GraphBuilder, Layer
+from helpers.graphs.execution import freed, run, storage_sizes
+from helpers.graphs.fuzzing import MANY, fuzz
+from helpers.graphs.render import render
+
+
+def dynamo_layer() -> Layer:
+    return Layer(meta_key="example_value")
+
+
+def matmul(layer: Layer) -> fx.Node:
+    return layer.build.call(torch.matmul, layer.x, layer.weight)
+
+
+def legalized(graph: fx.Graph) -> LegalizeReport:
+    """Run the pass, with what holds for every graph: it lints, and a second run finds nothing to do."""
+    report = legalize_windows(graph)
+    graph.lint()
+    after = render(graph)
+    again = legalize_windows(graph)
+    assert (again.nodes_sunk, again.frees_delayed) == (0, 0)
+    assert render(graph) == after
+    return report
+
+
+def test_recomputed_reads_sink_behind_the_fill() -> None:
+    layer = dynamo_layer()
+    build = layer.build
+    transposed = build.call_method("t", layer.weight)
+    hidden = build.call(torch.matmul, layer.x, transposed)
+    other = build.call(torch.neg, layer.value)
+    activation = build.call(torch.relu, hidden)
+    layer.fill(other)
+    result = build.call(operator.add, activation, matmul(layer))
+    layer.free()
+    graph = build.output(result)
+    assert legalized(graph) == LegalizeReport(nodes_sunk=3, frees_delayed=0, unmoved=())
+    assert_expected_inline(render(graph), """\
+weight: f32[4, 4]
+value: f32[4, 4]
+x: f32[4, 4]
+%0: f32[4, 4] = neg(value)
+resize_storage_bytes_(weight, 64)
+copy_(weight, %0)
+%1: f32[4, 4] = .t(weight)
+%2: f32[4, 4] = matmul(x, %1)
+%3: f32[4, 4] = relu(%2)
+%4: f32[4, 4] = matmul(x, weight)
+%5: f32[4, 4] = add(%3, %4)
+resize_storage_bytes_(weight, 0)
+return (%5,)
+""")
+
+
+def test_free_is_delayed_behind_the_last_read() -> None:
+    layer = dynamo_layer()
+    build = layer.build
+    layer.fill()
+    transposed = build.call_method("t", layer.weight)
+    layer.free()
+    result = build.call(torch.relu, build.call(torch.matmul, layer.x, transposed))
+    graph = build.output(result)
+    assert legalized(graph) == LegalizeReport(nodes_sunk=0, frees_delayed=1, unmoved=())
+    assert_expected_inline(render(graph), """\
+weight: f32[4, 4]
+value: f32[4, 4]
+x: f32[4, 4]
+resize_storage_bytes_(weight, 64)
+copy_(weight, value)
+%0: f32[4, 4] = .t(weight)
+%1: f32[4, 4] = matmul(x, %0)
+resize_storage_bytes_(weight, 0)
+%2: f32[4, 4] = relu(%1)
+return (%2,)
+""")
+
+
+def test_read_of_two_parameters_keeps_both_filled() -> None:
+    layer = dynamo_layer()
+    build = layer.build
+    late = build.input("late", (4, 4))
+    layer.fill()
+    both = build.call(torch.matmul, layer.weight, late)
+    layer.free()
+    build.fill(late, layer.x)
+    build.free(late)
+    graph = build.output(both)
+    assert legalized(graph) == LegalizeReport(nodes_sunk=1, frees_delayed=1, unmoved=())
+    assert_expected_inline(render(graph), """\
+weight: f32[4, 4]
+value: f32[4, 4]
+x: f32[4, 4]
+late: f32[4, 4]
+resize_storage_bytes_(weight, 64)
+copy_(weight, value)
+resize_storage_bytes_(late, 64)
+copy_(late, x)
+%0: f32[4, 4] = matmul(weight, late)
+resize_storage_bytes_(weight, 0)
+resize_storage_bytes_(late, 0)
+return (%0,)
+""")
+
+
+def test_reads_sink_behind_the_version_counter_of_the_fill() -> None:
+    layer = dynamo_layer()
+    build = layer.build
+    early = matmul(layer)
+    build.full(layer.weight)
+    version = build.call(tensor_version, layer.weight)
+    build.graph.call_function(torch.ops.fsdp.copy_, (layer.weight, layer.value))
+    build.call_opaque(set_version_counter, (layer.weight,), (version,))
+    layer.free()
+    graph = build.output(early)
+    assert legalized(graph) == LegalizeReport(nodes_sunk=1, frees_delayed=0, unmoved=())
+    assert_expected_inline(render(graph), """\
+weight: f32[4, 4]
+value: f32[4, 4]
+x: f32[4, 4]
+resize_storage_bytes_(weight, 64)
+%0 = _tensor_version(weight)
+copy_(weight, value)
+_unsafe_set_version_counter((weight,), (%0,))
+%1: f32[4, 4] = matmul(x, weight)
+resize_storage_bytes_(weight, 0)
+return (%1,)
+""")
+
+
+def test_reads_sink_behind_the_copies_and_version_counters_of_several_fills() -> None:
+    layer = dynamo_layer()
+    build = layer.build
+    late = build.input("late", (4, 4))
+    early = matmul(layer)
+    for each in (layer.weight, late):
+        build.full(each)
+    build.copy(layer.weight, layer.value)
+    build.copy(late, layer.x)
+    build.call_opaque(set_version_counter, (layer.weight, late), (0, 0))
+    graph = build.output(early)
+    assert legalized(graph).nodes_sunk == 1
+    assert_expected_inline(render(graph), """\
+weight: f32[4, 4]
+value: f32[4, 4]
+x: f32[4, 4]
+late: f32[4, 4]
+resize_storage_bytes_(weight, 64)
+resize_storage_bytes_(late, 64)
+copy_(weight, value)
+copy_(late, x)
+_unsafe_set_version_counter((weight, late), (0, 0))
+%0: f32[4, 4] = matmul(x, weight)
+return (%0,)
+""")
+
+
+def test_writes_keep_their_order_with_what_sinks() -> None:
+    layer = dynamo_layer()
+    build = layer.build
+    early = matmul(layer)
+    doubled = build.call_method("mul_", layer.x, 2)
+    layer.fill()
+    graph = build.output(early, build.call(torch.neg, doubled))
+    assert legalized(graph).nodes_sunk == 2
+    assert_expected_inline(render(graph), """\
+weight: f32[4, 4]
+value: f32[4, 4]
+x: f32[4, 4]
+resize_storage_bytes_(weight, 64)
+copy_(weight, value)
+%0: f32[4, 4] = matmul(x, weight)
+%1: f32[4, 4] = .mul_(x, 2)
+%2: f32[4, 4] = neg(%1)
+return (%0, %2)
+""")
+
+
+def test_reads_keep_their_order_with_writes_that_sink() -> None:
+    layer = dynamo_layer()
+    build = layer.build
+    build.call_method("mul_", layer.x, matmul(layer))
+    late = build.call(torch.neg, layer.x)
+    layer.fill()
+    graph = build.output(late)
+    assert legalized(graph).nodes_sunk == 3
+    assert_expected_inline(render(graph), """\
+weight: f32[4, 4]
+value: f32[4, 4]
+x: f32[4, 4]
+resize_storage_bytes_(weight, 64)
+copy_(weight, value)
+%0: f32[4, 4] = matmul(x, weight)
+%1: f32[4, 4] = .mul_(x, %0)
+%2: f32[4, 4] = neg(x)
+return (%2,)
+""")
+
+
+def test_write_of_a_parameter_that_arrives_filled_keeps_its_order_with_reads_that_sink() -> None:
+    layer = dynamo_layer()
+    build = layer.build
+    other = build.input("other", (4, 4))
+    early = build.call(torch.matmul, layer.weight, other)
+    build.call_method("add_", other, 1)
+    layer.fill()
+    build.free(other)
+    graph = build.output(early)
+    assert legalized(graph) == LegalizeReport(nodes_sunk=2, frees_delayed=0, unmoved=())
+    assert_expected_inline(render(graph), """\
+weight: f32[4, 4]
+value: f32[4, 4]
+x: f32[4, 4]
+other: f32[4, 4]
+resize_storage_bytes_(weight, 64)
+copy_(weight, value)
+%0: f32[4, 4] = matmul(weight, other)
+%1: f32[4, 4] = .add_(other, 1)
+resize_storage_bytes_(other, 0)
+return (%0,)
+""")
+
+
+def test_copy_into_another_tensor_sinks_like_any_write() -> None:
+    layer = dynamo_layer()
+    build = layer.build
+    buffer = build.call(torch.neg, layer.value)
+    build.copy(buffer, matmul(layer))
+    late = build.call(torch.relu, buffer)
+    layer.fill()
+    assert legalized(build.output(late)) == LegalizeReport(nodes_sunk=3, frees_delayed=0, unmoved=())
+
+
+def test_random_op_stays_where_only_other_ops_sink() -> None:
+    layer = dynamo_layer()
+    early = matmul(layer)
+    noise = layer.build.call(torch.rand_like, layer.x)
+    layer.fill()
+    assert legalized(layer.build.output(early, noise)).nodes_sunk == 1
+
+
+def test_random_ops_keep_their_order() -> None:
+    layer = dynamo_layer()
+    build = layer.build
+    early = build.call(torch.dropout, matmul(layer), 0.5, True)
+    other = build.call(torch.rand_like, layer.x)
+    layer.fill()
+    graph = build.output(early, other)
+    assert legalized(graph).nodes_sunk == 3
+    assert_expected_inline(render(graph), """\
+weight: f32[4, 4]
+value: f32[4, 4]
+x: f32[4, 4]
+resize_storage_bytes_(weight, 64)
+copy_(weight, value)
+%0: f32[4, 4] = matmul(x, weight)
+%1: f32[4, 4] = dropout(%0, 0.5, True)
+%2: f32[4, 4] = rand_like(x)
+return (%1, %2)
+""")
+
+
+def test_legal_graph_comes_back_untouched() -> None:
+    layer = dynamo_layer()
+    layer.fill()
+    result = matmul(layer)
+    layer.free()
+    graph = layer.build.output(result, layer.weight)
+    before = list(graph.nodes)
+    assert legalized(graph) == LegalizeReport(nodes_sunk=0, frees_delayed=0, unmoved=())
+    assert list(graph.nodes) == before
+
+
+def test_parameter_that_arrives_filled_is_read_where_it_stands() -> None:
+    layer = dynamo_layer()
+    result = matmul(layer)
+    layer.free()
+    layer.fill()
+    graph = layer.build.output(result)
+    assert legalized(graph) == LegalizeReport(nodes_sunk=0, frees_delayed=0, unmoved=())
+
+
+def test_events_are_found_however_their_arguments_are_passed() -> None:
+    layer = dynamo_layer()
+    early = matmul(layer)
+    graph = layer.build.graph
+    graph.call_function(resize_storage_bytes_, (), {"variable": layer.weight, "new_size": 64})
+    graph.call_function(copy_, (), {"tensor": layer.weight, "data": layer.value})
+    assert legalized(layer.build.output(early)).nodes_sunk == 1
+
+
+def test_attribute_named_autocast_is_no_switch() -> None:
+    layer = dynamo_layer()
+    early = matmul(layer)
+    layer.build.subgraph("autocast_region", GraphBuilder().output_module())
+    layer.fill()
+    assert legalized(layer.build.output(early)).nodes_sunk == 1
+
+
+def refused(layer: Layer, *results: fx.Node) -> tuple[tuple[str, Unmoved], ...]:
+    graph = layer.build.output(*results)
+    before = list(graph.nodes)
+    report = legalized(graph)
+    assert list(graph.nodes) == before
+    return report.unmoved
+
+
+def test_read_is_not_moved_over_an_autocast_switch() -> None:
+    layer = dynamo_layer()
+    build = layer.build
+    autocast = torch.amp.autocast_mode
+    entered = build.call_opaque(autocast._enter_autocast, "cpu", torch.bfloat16, True, None)
+    early = matmul(layer)
+    build.call_opaque(autocast._exit_autocast, entered)
+    layer.fill()
+    assert refused(layer, early) == (("weight", Unmoved.AUTOCAST),)
+
+
+def test_read_that_feeds_the_fill_is_not_moved() -> None:
+    layer = dynamo_layer()
+    early = matmul(layer)
+    layer.fill(layer.build.call(torch.neg, early))
+    assert refused(layer, early) == (("weight", Unmoved.FILL_DEPENDS_ON_READ),)
+
+
+def test_read_of_a_parameter_that_is_never_filled_is_not_moved() -> None:
+    layer = dynamo_layer()
+    early = matmul(layer)
+    layer.build.full(layer.weight)
+    assert refused(layer, early) == (("weight", Unmoved.NO_COPY),)
+
+
+def test_read_of_a_parameter_that_is_freed_before_it_is_filled_is_not_moved() -> None:
+    layer = dynamo_layer()
+    early = matmul(layer)
+    layer.build.full(layer.weight)
+    layer.free()
+    layer.fill()
+    assert refused(layer, early) == (("weight", Unmoved.NO_COPY),)
+
+
+def test_copy_into_a_parameter_that_arrives_filled_is_no_first_fill() -> None:
+    layer = dynamo_layer()
+    early = matmul(layer)
+    layer.build.copy(layer.weight, layer.value)
+    layer.free()
+    assert refused(layer, early) == ()
+
+
+def test_mutated_parameter_is_left_alone() -> None:
+    layer = dynamo_layer()
+    early = matmul(layer)
+    layer.fill()
+    layer.build.call_method("add_", layer.weight, 1)
+    assert refused(layer, early) == (("weight", Unmoved.MUTATED),)
+
+
+def test_free_of_a_mutated_parameter_is_left_alone() -> None:
+    layer = dynamo_layer()
+    layer.fill()
+    layer.build.call_method("add_", layer.weight, 1)
+    layer.free()
+    assert refused(layer, matmul(layer)) == (("weight", Unmoved.MUTATED),)
+
+
+def test_mutated_parameter_with_legal_reads_is_no_fault() -> None:
+    layer = dynamo_layer()
+    layer.fill()
+    layer.build.call_method("add_", layer.weight, 1)
+    result = matmul(layer)
+    layer.free()
+    assert refused(layer, result) == ()
+
+
+def test_second_resize_to_full_is_no_free() -> None:
+    layer = dynamo_layer()
+    layer.fill()
+    layer.build.full(layer.weight)
+    result = matmul(layer)
+    layer.free()
+    assert refused(layer, result) == ()
+
+
+def test_version_counters_are_no_reads() -> None:
+    layer = dynamo_layer()
+    build = layer.build
+    layer.fill()
+    result = matmul(layer)
+    layer.free()
+    version = build.call(tensor_version, layer.weight)
+    build.call_opaque(set_version_counter, (layer.weight,), (version,))
+    assert refused(layer, result) == ()
+
+
+def test_report_is_one_line() -> None:
+    report = LegalizeReport(3, 1, (("layers.0.wq", Unmoved.AUTOCAST),))
+    counts, kept = str(report).split("; ")
+    assert counts == "legalize_windows: 3 nodes sunk, 1 frees delayed"
+    assert kept == "kept 1 (read would cross an autocast switch: layers.0.wq)"
+
+
+@st.composite
+def backward_orders(draw: st.DrawFn) -> list[tuple[str, int]]:
+    """Legal windows on two parameters, with their reads and frees then put anywhere."""
+    order: list[tuple[str, int]] = [("fill", 0), ("free", 0), ("fill", 1), ("free", 1)]
+    if draw(st.booleans()):
+        order += [("fill", 0), ("free", 0)]
+    for _ in range(draw(st.integers(1, 6))):
+        read = (draw(st.sampled_from(["read", "view", "both", "mutate_x", "use"])), draw(st.integers(0, 1)))
+        order.insert(draw(st.integers(0, len(order))), read)
+    return order
+
+
+def build_backward(order: list[tuple[str, int]]) -> fx.Graph:
+    build = GraphBuilder(meta_key="example_value")
+    parameters = [build.input(f"p{i}", (2, 2)) for i in range(2)]
+    values = [build.input(f"v{i}", (2, 2)) for i in range(2)]
+    x = build.input("x", (2, 2))
+    results = [build.call(torch.neg, x)]
+    views = [[build.call_method("t", parameter)] for parameter in parameters]
+    for what, i in order:
+        if what == "fill":
+            build.fill(parameters[i], values[i])
+        elif what == "free":
+            build.free(parameters[i])
+        elif what == "view":
+            views[i].append(build.call_method("t", views[i][-1]))
+        elif what == "mutate_x":
+            build.call_method("add_", x, 1)
+        elif what == "use":
+            results.append(build.call(operator.mul, results[-1], results[i % len(results)]))
+        else:
+            other = x if what == "read" else views[1 - i][-1]
+            results.append(build.call(torch.add, views[i][-1], other))
+    return build.output(*results)
+
+
+def without_events(graph: fx.Graph) -> fx.Graph:
+    """The same graph with every event of a parameter taken out: what it means, if they hold one value."""
+    reference = fx.Graph()
+    reference.output(reference.graph_copy(graph, {}))
+    for node in list(reference.nodes):
+        if node.target in (copy_, resize_storage_bytes_):
+            reference.erase_node(node)
+    module = fx.GraphModule(torch.nn.Module(), reference)
+    return module.graph
+
+
+def check_order(order: list[tuple[str, int]]) -> None:
+    graph = build_backward(order)
+    values = {"v0": torch.arange(4.0).view(2, 2), "v1": torch.full((2, 2), 3.0)}
+
+    def inputs(p0: torch.Tensor, p1: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"p0": p0, "p1": p1, **values, "x": torch.eye(2)}
+
+    expected = run(without_events(graph), inputs(values["v0"].clone(), values["v1"].clone()))
+    report = legalized(graph)
+    assert report.unmoved == ()
+    given_inputs = inputs(freed(2, 2), freed(2, 2))
+    torch.testing.assert_close(run(graph, given_inputs), expected, rtol=0, atol=0)
+    sizes = storage_sizes(given_inputs)
+    assert (sizes["p0"], sizes["p1"]) == (0, 0)
+
+
+@MANY
+def test_any_order_runs_right_once_legalized(examples: int) -> None:
+    fuzz(check_order, examples, backward_orders())
+
+
+def test_only_inputs_are_parameters() -> None:
+    layer = dynamo_layer()
+    build = layer.build
+    buffer = build.call(torch.neg, layer.value)
+    item = build.call(operator.getitem, build.call(torch.split, layer.value, 2), 0)
+    early = build.call(torch.matmul, layer.x, buffer)
+    for each in (buffer, item):
+        build.full(each)
+        build.free(each)
+    build.copy(buffer, layer.value)
+    assert refused(layer, early, build.call(torch.neg, item)) == ()
+
+
+def test_item_of_an_input_is_a_parameter() -> None:
+    build = GraphBuilder(meta_key="example_value")
+    with build.fake_mode:
+        inputs = build.input_like("inputs", [torch.empty(4, 4), torch.empty(4, 4)])
+    weight, value = (build.call(operator.getitem, inputs, i) for i in range(2))
+    early = build.call(torch.neg, weight)
+    build.fill(weight, value)
+    assert legalized(build.output(early)).nodes_sunk == 1
+
+
+def test_item_of_the_same_input_is_no_read() -> None:
+    build = GraphBuilder(meta_key="example_value")
+    with build.fake_mode:
+        inputs = build.input_like("inputs", [torch.empty(4, 4), torch.empty(4, 4)])
+    weight, value = (build.call(operator.getitem, inputs, i) for i in range(2))
+    build.fill(weight, value)
+    result = build.call(torch.neg, weight)
+    build.free(weight)
+    graph = build.output(result, build.call(operator.getitem, inputs, 1))
+    assert legalized(graph) == LegalizeReport(nodes_sunk=0, frees_delayed=0, unmoved=())
+
+
+def test_other_copies_and_resizes_are_no_events() -> None:
+    layer = dynamo_layer()
+    build = layer.build
+    other = build.call(torch.neg, layer.value)
+    build.copy(other, layer.value)
+    layer.fill()
+    early = build.call(torch.neg, other)
+    layer.free()
+    assert refused(layer, early) == ()

@@ -1,0 +1,77 @@
+"""Which ops on frozen parameters may not be computed again in the backward."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from compile_fsdp.passes import save_frozen_outputs
+from compile_fsdp.torch_compat.dispatch import HigherOrderOperator
+from helpers.graphs.build import Layer
+
+
+def _layer() -> Layer:
+    return Layer(meta_key="example_value")
+
+
+def _saved(layer: Layer, *results: fx.Node) -> list[fx.Node]:
+    graph = layer.build.output(*results)
+    count = save_frozen_outputs(graph, [layer.weight])
+    marked = [node for node in graph.nodes if node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE]
+    assert len(marked) == count
+    return marked
+
+
+def test_a_result_of_a_frozen_parameter_is_saved_and_what_follows_is_not() -> None:
+    layer = _layer()
+    layer.fill()
+    product = layer.build.call(torch.matmul, layer.x, layer.weight)
+    layer.free()
+    assert _saved(layer, layer.build.call(torch.tanh, product)) == [product]
+
+
+def test_what_reads_a_view_is_saved_and_the_view_is_not() -> None:
+    layer = _layer()
+    view = layer.build.call_method("t", layer.weight)
+    product = layer.build.call(torch.matmul, layer.x, view)
+    assert _saved(layer, product) == [product]
+
+
+def test_what_a_gradient_passes_through_may_be_computed_again() -> None:
+    layer = _layer()
+    layer.build.value(layer.x).requires_grad_()
+    product = layer.build.call(torch.matmul, layer.x, layer.weight)
+    assert _saved(layer, product) == []
+
+
+def test_one_of_several_results_may_need_no_gradient() -> None:
+    layer = _layer()
+    layer.build.value(layer.x).requires_grad_()
+    moved = layer.build.call(torch.add, layer.x, layer.weight)
+    both = layer.build.call(lambda *values: torch.stack(values).max(0), moved, layer.weight)  # values and indices
+    assert _saved(layer, both) == []
+
+
+def test_other_parameters_and_sizes_are_left_alone() -> None:
+    layer = _layer()
+    size = layer.build.call_method("size", layer.weight)
+    other = layer.build.call(torch.matmul, layer.x, layer.value)
+    assert _saved(layer, other, size) == []
+
+
+def test_the_body_of_a_checkpoint_is_left_to_the_user() -> None:
+    layer = _layer()
+
+    class Checkpoint(HigherOrderOperator):  # type: ignore[misc, valid-type]
+        def __call__(self, *args: torch.Tensor) -> torch.Tensor:
+            return torch.matmul(*args)
+
+    result = layer.build.call(Checkpoint("checkpoint"), layer.x, layer.weight)
+    assert _saved(layer, result) == []
+
+
+def test_without_frozen_parameters_nothing_is_saved() -> None:
+    layer = _layer()
+    graph = layer.build.output(layer.build.call(torch.matmul, layer.x, layer.weight))
+    assert save_frozen_outputs(graph, []) == 0

@@ -1,0 +1,265 @@
+"""Large parameters and gradients leave their pack; what is gathered and reduced stays the same."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import fx
+
+from compile_fsdp.passes import Costs, pack_gathers, pack_reductions
+from compile_fsdp.passes.analysis.collectives import is_gather, is_reduction, name_of
+from helpers.graphs.build import GATHER, REDUCE, GraphBuilder, aten, gather, name_collectives, reduce
+from helpers.graphs.rank_zero import run_rank_zero
+from helpers.graphs.render import render
+
+
+def above(elements: int, pack: float = 1e9) -> Costs:
+    """Costs under which a collective pays for copies of more float32 elements than these, each read and written.
+
+    Of packs of two ranks' shards, with at most `pack` elements, none is split.
+    """
+    latency = 8 * elements
+    return Costs(latency, comm_bandwidth=2 * pack / max(latency, 1), memory_bandwidth=1.0, flops=1.0)
+
+
+def gather_graph(numels: list[int], ranks: int = 2, dtype: torch.dtype = torch.float32) -> fx.Graph:
+    build = GraphBuilder()
+    shards = [build.input(f"shard{i}", (numel,), dtype) for i, numel in enumerate(numels)]
+    return build.output(*(build.call(aten.neg.default, each) for each in gather(build, shards, ranks)))
+
+
+def reduce_graph(numels: list[int], ranks: int = 2) -> fx.Graph:
+    """Gradients (ranks, numel) of as many parameters."""
+    build = GraphBuilder()
+    inputs = [build.input(f"g{i}", (ranks, numel)) for i, numel in enumerate(numels)]
+    return build.output(*reduce(build, [build.call(aten.neg.default, each) for each in inputs], ranks))
+
+
+def test_large_parameter_is_gathered_from_its_shard() -> None:
+    graph = gather_graph([2, 16, 3])
+    # 16 elements are copied into the pack, and 32 out of it.
+    report = pack_gathers(graph, costs=above(47))
+    assert_expected_inline(render(graph), """\
+shard0: f32[2]
+shard1: f32[16]
+shard2: f32[3]
+%0: f32[5] = cat([shard0, shard2])
+%1: f32[10] = all_gather_into_tensor(%0, 2, 'dp')
+%2: f32[10] = wait_tensor(%1)
+%3: f32[2, 5] = reshape(%2, [2, 5])
+%4 = split_with_sizes(%3, [2, 3], 1)
+%5: f32[2, 2] = getitem(%4, 0)
+%6: f32[2, 3] = getitem(%4, 1)
+%7: f32[32] = all_gather_into_tensor(shard1, 2, 'dp')
+%8: f32[32] = wait_tensor(%7)
+%9: f32[2, 16] = reshape(%8, [2, 16])
+%10: f32[2, 2] = clone(%5, memory_format=torch.contiguous_format)
+%11: f32[2, 3] = clone(%6, memory_format=torch.contiguous_format)
+%12: f32[2, 2] = neg(%10)
+%13: f32[2, 16] = neg(%9)
+%14: f32[2, 3] = neg(%11)
+return (%12, %13, %14)
+""")
+    assert dict(report.counts) == {"gathers_packed_anew": 1, "now": 2, "gathered_alone": 1, "bytes_not_copied": 4 * 48}
+    assert str(report) == "pack_gathers: 1 gathers packed anew, 2 now, 1 gathered alone, 0.000183 MiB not copied"
+
+
+def test_parameter_at_the_bound_stays_packed() -> None:
+    graph = gather_graph([2, 16, 3])
+    before = render(graph)
+    assert dict(pack_gathers(graph, costs=above(48)).counts)["gathers_packed_anew"] == 0
+    assert render(graph) == before
+
+
+def test_pack_of_many_is_split_by_bytes() -> None:
+    graph = gather_graph([2, 3, 4, 5, 6])
+    assert dict(pack_gathers(graph, costs=above(1000, pack=9)).counts)["gathers_packed_anew"] == 1
+    sent = [node.args[0] for node in graph.find_nodes(op="call_function", target=GATHER)]
+    assert [each.meta["val"].numel() for each in sent] == [9, 5, 6]
+
+
+def test_lone_small_parameter_needs_no_pack() -> None:
+    graph = gather_graph([1, 16])
+    pack_gathers(graph, costs=above(40))
+    sent = [node.args[0] for node in graph.find_nodes(op="call_function", target=GATHER)]
+    assert [str(each) for each in sent] == ["shard0", "shard1"]
+
+
+def test_large_gradient_is_reduced_where_it_lies() -> None:
+    graph = reduce_graph([2, 16, 3])
+    report = pack_reductions(graph, costs=above(31))
+    assert_expected_inline(render(graph), """\
+g0: f32[2, 2]
+g1: f32[2, 16]
+g2: f32[2, 3]
+%0: f32[2, 2] = neg(g0)
+%1: f32[2, 16] = neg(g1)
+%2: f32[2, 3] = neg(g2)
+%3: f32[2, 2] = reshape(%0, [2, -1])
+%4: f32[2, 16] = reshape(%1, [2, -1])
+%5: f32[2, 3] = reshape(%2, [2, -1])
+%6: f32[2, 5] = cat([%3, %5], 1)
+%7: f32[10] = reshape(%6, [-1])
+%8: f32[5] = reduce_scatter_tensor(%7, 'avg', 2, 'dp')
+%9: f32[5] = wait_tensor(%8)
+%10 = split_with_sizes(%9, [2, 3])
+%11: f32[2] = getitem(%10, 0)
+%12: f32[3] = getitem(%10, 1)
+%13: f32[32] = reshape(%4, [-1])
+%14: f32[16] = reduce_scatter_tensor(%13, 'avg', 2, 'dp')
+%15: f32[16] = wait_tensor(%14)
+return (%11, %15, %12)
+""")
+    expected = {"reductions_packed_anew": 1, "now": 2, "reduced_alone": 1, "bytes_not_copied": 4 * 32}
+    assert dict(report.counts) == expected
+
+
+def test_what_is_done_to_the_pack_is_done_to_each_gradient() -> None:
+    build = GraphBuilder()
+    inputs = [build.input(f"g{i}", (2, numel), torch.bfloat16) for i, numel in enumerate((4, 16))]
+    rows = [build.call(aten.reshape.default, each, [2, -1]) for each in inputs]
+    flat = build.call(aten.reshape.default, build.call(aten.cat.default, rows, 1), [-1])
+    sent = build.call(aten.mul.Tensor, flat, 0.25)
+    launched = build.call(REDUCE, sent, "sum", 2, "dp")
+    waited = build.call(torch.ops._c10d_functional.wait_tensor.default, launched)
+    cast = build.call(torch.ops.prims.convert_element_type.default, waited, torch.float32)
+    split = build.call(aten.split_with_sizes.default, cast, [4, 16])
+    graph = build.output(*(build.call(operator.getitem, split, i) for i in range(2)))
+    values = [torch.randn(2, numel, dtype=torch.bfloat16) for numel in (4, 16)]
+    before = run_rank_zero(graph, *values)
+    assert dict(pack_reductions(graph, costs=above(8)).counts)["reduced_alone"] == 2
+    graph.lint()
+    for expected, got in zip(before, run_rank_zero(graph, *values), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def test_pack_whose_result_is_read_as_a_whole_stays() -> None:
+    build = GraphBuilder()
+    inputs = [build.input(f"g{i}", (2, 16)) for i in range(2)]
+    items = reduce(build, inputs, 2)
+    whole = items[0].args[0].args[0]  # type: ignore[union-attr]
+    graph = build.output(*items, whole)  # type: ignore[arg-type]
+    before = render(graph)
+    pack_reductions(graph, costs=above(0))
+    assert render(graph) == before
+
+
+_CAST = torch.ops.prims.convert_element_type.default
+
+
+def _kept_layers(free: bool = False, dtype: torch.dtype = torch.float32) -> fx.Graph:
+    """Two groups of two parameters each, gathered one after the other and kept, or freed."""
+    build = GraphBuilder()
+    numels = ((2, 3), (1, 3))
+    shards = [[build.input(f"s{i}{numel}", (numel,)) for numel in group] for i, group in enumerate(numels)]
+    weights = [[build.input(f"w{i}{numel}", (2, numel), dtype) for numel in group] for i, group in enumerate(numels)]
+    results = []
+    for own, targets in zip(shards, weights, strict=True):
+        sent = own if dtype is torch.float32 else [build.call(_CAST, shard, dtype) for shard in own]
+        for weight, value in zip(targets, gather(build, sent, 2), strict=True):
+            build.fill(weight, value)
+        results.append(build.call(aten.sum.default, targets[0]))
+        if free:
+            for weight in targets:
+                build.free(weight)
+    return build.output(*results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_that_stay_are_gathered_together(dtype: torch.dtype) -> None:
+    graph = _kept_layers(dtype=dtype)
+    report = pack_gathers(graph, merge=True, costs=above(1000))
+    graph.lint()
+    assert dict(report.counts) == {"gathers_packed_anew": 2, "now": 1, "gathered_alone": 0, "bytes_not_copied": 0}
+    (node,) = graph.find_nodes(op="call_function", target=GATHER)
+    assert node.args[0].meta["val"].shape == (9,)
+
+
+@pytest.mark.parametrize(("free", "merge", "pack"), [(True, True, 1e9), (False, False, 1e9), (False, True, 5 / 4)])
+def test_packs_that_may_not_be_joined(free: bool, merge: bool, pack: float) -> None:
+    graph = _kept_layers(free)
+    pack_gathers(graph, merge=merge, costs=above(1000, pack))
+    graph.lint()
+    assert len(graph.find_nodes(op="call_function", target=GATHER)) == 2
+
+
+def test_packs_are_larger_where_memory_is_to_spare() -> None:
+    graph = _kept_layers()
+    pack_gathers(graph, merge=True, costs=above(1000, 5))
+    assert len(graph.find_nodes(op="call_function", target=GATHER)) == 1
+
+
+def _two_reductions(op: str = "avg") -> fx.Graph:
+    build = GraphBuilder()
+    inputs = [build.input(f"g{i}", (2, numel)) for i, numel in enumerate((2, 3, 4, 5))]
+    first = reduce(build, inputs[:2], 2)
+    second = reduce(build, inputs[2:], 2)
+    if op != "avg":
+        node = build.graph.find_nodes(op="call_function", target=REDUCE)[1]
+        node.args = (node.args[0], op, *node.args[2:])
+    return build.output(*first, *second)
+
+
+def test_neighbouring_reductions_are_joined_if_they_reduce_alike() -> None:
+    graph = _two_reductions()
+    values = [torch.randn(2, numel) for numel in (2, 3, 4, 5)]
+    before = run_rank_zero(graph, *values)
+    assert dict(pack_reductions(graph, merge=True, costs=above(1000)).counts)["now"] == 1
+    graph.lint()
+    assert len(graph.find_nodes(op="call_function", target=REDUCE)) == 1
+    for expected, got in zip(before, run_rank_zero(graph, *values), strict=True):
+        assert torch.equal(got, expected)
+    other = _two_reductions("sum")
+    pack_reductions(other, merge=True, costs=above(1000))
+    assert len(other.find_nodes(op="call_function", target=REDUCE)) == 2
+
+
+_numels = st.lists(st.integers(1, 40), min_size=1, max_size=6)
+
+
+@given(_numels, st.integers(2, 4), st.integers(0, 60))
+def test_gathers_give_what_they_gave(numels: list[int], ranks: int, bound: int) -> None:
+    graph = gather_graph(numels, ranks)
+    shards = [torch.randn(numel) for numel in numels]
+    before = run_rank_zero(graph, *shards)
+    pack_gathers(graph, costs=above(bound))
+    graph.lint()
+    for expected, got in zip(before, run_rank_zero(graph, *shards), strict=True):
+        assert torch.equal(got, expected)
+    after = render(graph)
+    assert dict(pack_gathers(graph, costs=above(bound)).counts)["gathers_packed_anew"] == 0
+    assert render(graph) == after
+
+
+@given(_numels, st.integers(2, 4), st.integers(0, 60))
+def test_reductions_give_what_they_gave(numels: list[int], ranks: int, bound: int) -> None:
+    graph = reduce_graph(numels, ranks)
+    gradients = [torch.randn(ranks, numel) for numel in numels]
+    before = run_rank_zero(graph, *gradients)
+    pack_reductions(graph, costs=above(bound))
+    graph.lint()
+    for expected, got in zip(before, run_rank_zero(graph, *gradients), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def _names(graph: fx.Graph) -> list[str]:
+    return [name_of(node) for node in graph.nodes if is_gather(node) or is_reduction(node)]
+
+
+def test_a_collective_has_the_names_of_all_whose_work_it_does() -> None:
+    for split, joined, pack in (
+        (gather_graph([2, 30]), _kept_layers(), pack_gathers),
+        (reduce_graph([2, 30]), _two_reductions(), pack_reductions),
+    ):
+        for graph in (split, joined):
+            name_collectives(graph)
+        (name,), pair = _names(split), _names(joined)
+        pack(split, costs=above(10))
+        assert _names(split) == [name, name]
+        pack(joined, merge=True, costs=above(1000))
+        assert _names(joined) == [", ".join(pair)] and len(pair) == 2

@@ -1,0 +1,161 @@
+"""Packs that stay as they are, and readers that keep what they read."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import fx
+
+from compile_fsdp.passes import Costs, pack_gathers, pack_reductions
+from helpers.graphs.build import GATHER, REDUCE, GraphBuilder, aten, c10d, gather, reduce
+from helpers.graphs.rank_zero import run_rank_zero
+from helpers.graphs.render import render
+
+# Every parameter is better off alone; none is, and all fit into one pack.
+ALONE = Costs(latency=0.0, comm_bandwidth=1.0, memory_bandwidth=1.0, flops=1.0)
+TOGETHER = Costs(latency=1e9, comm_bandwidth=1.0, memory_bandwidth=1.0, flops=1.0)
+
+
+def launched(graph: fx.Graph, target: torch._ops.OpOverload) -> int:
+    return len(graph.find_nodes(op="call_function", target=target))
+
+
+def strided_input(build: GraphBuilder, name: str, shape: tuple[int, ...]) -> fx.Node:
+    """An input whose elements do not lie one behind the other."""
+    with build.fake_mode:
+        return build.input_like(name, torch.empty(*shape, 2)[..., 0])
+
+
+def test_shards_with_gaps_stay_packed() -> None:
+    build = GraphBuilder()
+    shards = [strided_input(build, "a", (2,)), build.input("b", (3,))]
+    graph = build.output(*gather(build, shards, 2))
+    before = render(graph)
+    pack_gathers(graph, costs=ALONE)
+    assert render(graph) == before
+
+
+def test_gradients_with_gaps_stay_packed() -> None:
+    build = GraphBuilder()
+    gradients = [strided_input(build, "a", (2, 2)), build.input("b", (2, 3))]
+    packed = build.call(aten.reshape.default, build.call(aten.cat.default, gradients, 1), [-1])
+    waited = build.call(c10d.wait_tensor.default, build.call(REDUCE, packed, "avg", 2, "dp"))
+    split = build.call(aten.split_with_sizes.default, waited, [2, 3])
+    graph = build.output(*(build.call(operator.getitem, split, i) for i in range(2)))
+    before = render(graph)
+    pack_reductions(graph, costs=ALONE)
+    assert render(graph) == before
+
+
+def test_costs_of_the_device_are_used_unless_given() -> None:
+    build = GraphBuilder()
+    graph = build.output(*reduce(build, [build.input(name, (2, 2)) for name in "ab"], 2))
+    pack_reductions(graph)
+    assert launched(graph, REDUCE) == 1
+    build = GraphBuilder()
+    graph = build.output(*gather(build, [build.input(name, (2,)) for name in "ab"], 2))
+    pack_gathers(graph)
+    assert launched(graph, GATHER) == 1
+
+
+def test_reductions_are_joined_only_on_request() -> None:
+    build = GraphBuilder()
+    pairs = [[build.input(f"g{i}{j}", (2, 2)) for j in range(2)] for i in range(2)]
+    graph = build.output(*(item for pair in pairs for item in reduce(build, pair, 2)))
+    pack_reductions(graph, costs=TOGETHER)
+    assert launched(graph, REDUCE) == 2
+    pack_reductions(graph, merge=True, costs=TOGETHER)
+    assert launched(graph, REDUCE) == 1
+
+
+def test_gradient_that_nobody_reads_is_packed_like_the_others() -> None:
+    build = GraphBuilder()
+    pairs = [[build.input(f"g{i}{j}", (2, 2)) for j in range(2)] for i in range(2)]
+    first, second = (reduce(build, pair, 2) for pair in pairs)
+    build.graph.erase_node(first[0])
+    graph = build.output(first[1], *second)
+    gradients = list(torch.randn(4, 2, 2))
+    before = run_rank_zero(graph, *gradients)
+    pack_reductions(graph, merge=True, costs=TOGETHER)
+    graph.lint()
+    assert launched(graph, REDUCE) == 1
+    for expected, got in zip(before, run_rank_zero(graph, *gradients), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_item_is_copied_where_others_read_it_too_or_do_something_else() -> None:
+    build = GraphBuilder()
+    shards = [build.input(name, (2,)) for name in ("a", "b")]
+    copies = gather(build, shards, 2)
+    read, copied = (copy.args[0] for copy in copies)
+    assert isinstance(read, fx.Node) and isinstance(copied, fx.Node)
+    build.graph.erase_node(copies[0])
+    build.call(aten.add_.Tensor, copies[1], 1)
+    graph = build.output(build.call(aten.neg.default, read), copies[1], build.call(aten.neg.default, copied))
+    inputs = list(torch.randn(2, 2))
+    before = run_rank_zero(graph, *inputs)
+    pack_gathers(graph, costs=ALONE)
+    graph.lint()
+    assert launched(graph, GATHER) == 2
+    for expected, got in zip(before, run_rank_zero(graph, *inputs), strict=True):
+        assert torch.equal(got, expected)
+
+
+class Groups:
+    """Groups of two parameters, gathered one after the other into parameters that stay unsharded."""
+
+    def __init__(self, count: int = 2) -> None:
+        self.build = GraphBuilder()
+        self.shards = [[self.build.input(f"s{i}{j}", (2,)) for j in range(2)] for i in range(count)]
+        self.weights = [[self.build.input(f"w{i}{j}", (2, 2)) for j in range(2)] for i in range(count)]
+
+    def fill(self, group: int, shards: Sequence[fx.Node] | None = None) -> list[fx.Node]:
+        values = gather(self.build, shards or self.shards[group], 2)
+        for weight, value in zip(self.weights[group], values, strict=True):
+            self.build.fill(weight, value)
+        return values
+
+    def merged(self) -> fx.Graph:
+        graph = self.build.output(self.build.call(aten.neg.default, self.weights[1][1]))
+        inputs = [node.name for node in graph.find_nodes(op="placeholder")]
+        pack_gathers(graph, merge=True, costs=TOGETHER)
+        graph.lint()
+        assert [node.name for node in graph.find_nodes(op="placeholder")] == inputs
+        return graph
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_groups_that_stay_are_gathered_together_in_front_of_the_first(count: int) -> None:
+    groups = Groups(count)
+    for group in range(count):
+        groups.fill(group)
+    assert launched(groups.merged(), GATHER) == 1
+
+
+@pytest.mark.parametrize("freed", [0, 1])
+def test_group_that_is_freed_is_gathered_by_itself(freed: int) -> None:
+    groups = Groups()
+    groups.fill(0)
+    groups.fill(1)
+    groups.build.free(groups.weights[freed][0])
+    assert launched(groups.merged(), GATHER) == 2
+
+
+def test_group_whose_value_is_read_directly_is_gathered_by_itself() -> None:
+    groups = Groups()
+    groups.fill(0)
+    values = groups.fill(1)
+    groups.build.call(aten.neg.default, values[0])
+    assert launched(groups.merged(), GATHER) == 2
+
+
+def test_what_the_graph_computes_is_gathered_where_it_is() -> None:
+    groups = Groups()
+    groups.fill(0)
+    call = groups.build.call
+    computed = [call(aten.neg.default, call(aten.relu.default, each)) for each in groups.shards[1]]
+    groups.fill(1, computed)
+    assert launched(groups.merged(), GATHER) == 2

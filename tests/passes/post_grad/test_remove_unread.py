@@ -1,0 +1,129 @@
+"""What is not read is not gathered; what is read twice is gathered once, if it is still there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import fx
+
+from compile_fsdp.passes import remove_unread
+from helpers.graphs.build import GATHER, GraphBuilder, aten, c10d, gather
+from helpers.graphs.rank_zero import run_rank_zero
+from helpers.graphs.render import render
+
+
+def gathers(graph: fx.Graph) -> int:
+    return len(graph.find_nodes(op="call_function", target=GATHER))
+
+
+def reading_twice(still_alive: bool, write: bool = False) -> fx.Graph:
+    build = GraphBuilder()
+    shards = [build.input("a", (2,)), build.input("b", (3,))]
+    first = gather(build, shards, 2)
+    read = build.call(aten.neg.default, first[0])
+    if write:
+        build.graph.call_function(aten.zero_.default, (shards[0],))
+    second = gather(build, shards, 2)
+    results = [read, build.call(aten.sin.default, second[0]), build.call(aten.cos.default, second[1])]
+    return build.output(*results, build.call(aten.exp.default, first[1] if still_alive else second[1]))
+
+
+def test_unread_gather_goes_with_all_that_was_made_of_it() -> None:
+    build = GraphBuilder()
+    shards = [build.input(name, (numel,)) for name, numel in (("a", 2), ("b", 3))]
+    gather(build, shards, 2)
+    (rows,) = gather(build, shards[1:], 2)
+    build.call(aten.new_empty_strided.default, rows, [2, 3], [3, 1])
+    graph = build.output(build.call(aten.neg.default, rows))
+    report = remove_unread(graph)
+    assert dict(report.counts) == {"gathers_unread": 1, "gathers_repeated": 0, "other_nodes": 9}
+    assert_expected_inline(render(graph), """\
+a: f32[2]
+b: f32[3]
+%0: f32[6] = all_gather_into_tensor(b, 2, 'dp')
+%1: f32[6] = wait_tensor(%0)
+%2: f32[2, 3] = reshape(%1, [2, 3])
+%3: f32[2, 3] = neg(%2)
+return (%3,)
+""")
+
+
+def test_one_unread_parameter_of_a_pack_is_still_gathered() -> None:
+    build = GraphBuilder()
+    items = gather(build, [build.input("a", (2,)), build.input("b", (3,))], 2)
+    graph = build.output(build.call(aten.neg.default, items[1]))
+    remove_unread(graph)
+    assert gathers(graph) == 1
+
+
+def test_value_that_is_still_there_is_not_gathered_again() -> None:
+    graph = reading_twice(still_alive=True)
+    inputs = [torch.randn(2), torch.randn(3)]
+    before = run_rank_zero(graph, *inputs)
+    report = remove_unread(graph)
+    graph.lint()
+    assert dict(report.counts)["gathers_repeated"] == 1
+    assert gathers(graph) == 1
+    for expected, got in zip(before, run_rank_zero(graph, *inputs), strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize(("still_alive", "write"), [(False, False), (True, True)])
+def test_value_that_is_gone_or_out_of_date_is_gathered_again(still_alive: bool, write: bool) -> None:
+    graph = reading_twice(still_alive, write)
+    before = render(graph)
+    assert dict(remove_unread(graph).counts)["gathers_repeated"] == 0
+    assert gathers(graph) == 2
+    assert render(graph).count("all_gather") == before.count("all_gather")
+
+
+def test_collective_of_the_user_stays_though_nobody_reads_it() -> None:
+    build = GraphBuilder()
+    launched = build.call(c10d.all_reduce.default, build.input("x", (2,)), "sum", "dp")
+    build.call(c10d.wait_tensor.default, launched)
+    graph = build.output()
+    before = render(graph)
+    remove_unread(graph)
+    assert render(graph) == before
+
+
+def two_gathers(build: GraphBuilder, first: fx.Node, second: fx.Node) -> fx.Graph:
+    """Two gathers, the first of which is still to be read where the second is."""
+    old, new = gather(build, [first], 2)[0], gather(build, [second], 2)[0]
+    return build.output(build.call(aten.sin.default, new), build.call(aten.cos.default, old))
+
+
+def test_gathers_of_what_the_graph_computes_are_not_compared() -> None:
+    build = GraphBuilder()
+    computed = build.call(aten.neg.default, build.input("a", (2,)))
+    graph = two_gathers(build, computed, computed)
+    assert dict(remove_unread(graph).counts)["gathers_repeated"] == 0
+
+
+def test_gathers_of_several_shards_are_told_apart() -> None:
+    build = GraphBuilder()
+    graph = two_gathers(build, build.input("a", (2,)), build.input("b", (2,)))
+    assert dict(remove_unread(graph).counts)["gathers_repeated"] == 0
+
+
+def test_gather_that_is_not_just_waited_for_is_not_compared() -> None:
+    build = GraphBuilder()
+    shard = build.input("a", (2,))
+    results = []
+    for _ in range(2):
+        launched = build.call(GATHER, shard, 2, "dp")
+        results += [build.call(c10d.wait_tensor.default, launched) for _ in range(2)]
+    graph = build.output(*(build.call(aten.neg.default, each) for each in (*results, results[0])))
+    assert dict(remove_unread(graph).counts)["gathers_repeated"] == 0
+
+
+def test_gather_that_somebody_else_waits_for_stays() -> None:
+    build = GraphBuilder()
+    launched = build.call(GATHER, build.input("a", (2,)), 2, "dp")
+    read = build.call(c10d.wait_tensor.default, launched)
+    build.call(c10d.wait_tensor.default, launched)
+    graph = build.output(build.call(aten.neg.default, read))
+    before = render(graph)
+    remove_unread(graph)
+    assert render(graph) == before

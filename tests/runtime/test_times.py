@@ -1,0 +1,55 @@
+"""Code runs at the time that its decorator says: no trace enters what is marked `at_run_time`."""
+
+from __future__ import annotations
+
+import logging
+from types import CodeType
+
+import torch
+from torch import nn
+
+import compile_fsdp
+from compile_fsdp.runtime.backward import GroupBackward
+from compile_fsdp.runtime.hooks import StateHooks
+from compile_fsdp.runtime.tracing import RUN_TIME
+from helpers.ranks.fake_world import fake_world
+
+
+class _Inlined(logging.Handler):
+    """Keeps the code that Dynamo interprets, from its log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[CodeType] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if str(record.msg).startswith("INLINING"):
+            self.found.update(each for each in record.args or () if isinstance(each, CodeType))
+
+
+def _step() -> None:
+    """Hooks, prefetch, a frozen group and gradients of one step, in both graphs."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    model[1].requires_grad_(False)
+    for module in (*model, model):
+        compile_fsdp.fully_shard(module, reshard_after_forward=module is not model[2])
+    model[0].set_modules_to_forward_prefetch([model[1]])
+    model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
+    model(torch.ones(2, 4)).sum().backward()
+
+
+def test_no_trace_enters_code_of_run_time() -> None:
+    logger, handler = logging.getLogger("torch._dynamo.symbolic_convert"), _Inlined()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        with fake_world(2):
+            _step()
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+    traced = {function.__code__ for function in (StateHooks.before_forward, StateHooks.complete, GroupBackward.reduce)}
+    assert traced <= handler.found
+    assert [code.co_name for code in RUN_TIME & handler.found] == []
+    assert len(RUN_TIME) > 40

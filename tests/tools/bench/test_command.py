@@ -1,0 +1,101 @@
+"""`compile-fsdp bench`, as users run it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from compile_fsdp.cli import main
+from compile_fsdp.tools.bench.measure import peak_bytes
+from compile_fsdp.tools.bench.modes import SIMPLE_FSDP
+
+TINY: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
+def test_modes_take_turns_on_two_ranks(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    options = ["--model", "config.json", "--seq-len", "8", "--modes", "eager,whole,compile", "--rounds", "2"]
+    files = ["--json", "out.json", "--plot", "out.png"]
+    command = [sys.executable, "-m", "compile_fsdp", "bench", *options, *files]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    head = json.loads((tmp_path / "out.json").read_text())
+    assert (head["torch"], head["ranks"], head["device"]) == (torch.__version__, 2, "cpu")
+    results = head["results"]["config.json"]
+    assert list(results) == ["eager", "whole", "compile"]
+    assert results["eager"]["ratio"] == 1
+    # Two layers are gathered twice and reduced once, the root once each; what there is to synchronise comes on top.
+    assert {mode: each["collectives"] for mode, each in results.items()} == {"eager": 8, "whole": 8, "compile": 8}
+    for each in results.values():
+        lower, upper = each["spread"]
+        assert 0 < lower <= each["ratio"] <= upper
+        assert each["step_ms"] > 0 and each["first_step_s"] > 0 and each["peak_mib"] > 0
+    assert "| `compile` |" in done.stdout
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--modes", "eager,fast"], "expected --modes among eager, block"),
+        (["--modes", "block"], "expected eager among --modes"),
+        (["--rounds", "1"], "expected at least 2 rounds and 1 rank, got --rounds 1"),
+        (["--model", "large"], "or the path of a config.json, got large"),
+        (["--modes", "eager,simple"], "put a checkout of torchtitan on PYTHONPATH"),
+        (["--model", __file__], "expected a config.json of transformers"),
+    ],
+)
+def test_bad_options_are_one_line(options: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *options]) == 2
+    error = capsys.readouterr().err
+    assert expected in error and error.count("\n") == 1
+
+
+def test_ranks_of_torchrun_measure_whole_apart(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of a test")
+    assert main(["bench", "--modes", "eager,block,whole"]) == 2
+    assert "expected whole with eager alone under torchrun" in capsys.readouterr().err
+
+
+def test_what_a_checkout_of_torchtitan_lacks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path.joinpath(*SIMPLE_FSDP.split(".")).with_suffix(".py")
+    file.parent.mkdir(parents=True)
+    file.write_text("import what_torchtitan_needs\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["bench", "--modes", "eager,simple"]) == 2
+    assert "compile-fsdp bench needs what_torchtitan_needs" in capsys.readouterr().err
+
+
+def test_peak_is_what_lives_at_a_time() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        kept: list[torch.Tensor] = []
+
+        def run() -> None:
+            for _ in range(3):
+                torch.empty(2**20, dtype=torch.uint8)
+            kept.append(torch.empty(2**21, dtype=torch.uint8))
+            torch.empty(2**20, dtype=torch.uint8)
+
+        assert 3 * 2**20 <= peak_bytes(run) < 3 * 2**20 + 2**12
+    finally:
+        dist.destroy_process_group()

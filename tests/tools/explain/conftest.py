@@ -1,0 +1,43 @@
+"""One compiled step, explained once for all tests, and a browser."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from playwright.sync_api import Browser, sync_playwright
+
+import compile_fsdp
+from compile_fsdp.tools.explain import Report
+from helpers.models.explained import WORLD, Model
+from helpers.pages.open_page import OpenPage
+
+
+@pytest.fixture(scope="session")
+def report() -> Report:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    return compile_fsdp.explain(Model(), torch.randn(16, 4), world_size=WORLD)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if path is None:
+        pytest.fail("expected a browser for the page's tests, got none; install Debian's or Ubuntu's package chromium")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def opened(report: Report, browser: Browser, tmp_path: Path) -> Iterator[OpenPage]:
+    path = tmp_path / "report.html"
+    report.save_html(path)
+    page = browser.new_page(viewport={"width": 1400, "height": 1000})
+    yield OpenPage(page, path)
+    page.close()

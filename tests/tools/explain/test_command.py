@@ -1,0 +1,107 @@
+"""`compile-fsdp explain`."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from compile_fsdp.cli import main
+from helpers.ranks.torchrun import torchrun
+
+SCRIPT = """\
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+import beside
+from compile_fsdp import fully_shard
+
+if not dist.is_initialized():
+    dist.init_process_group("gloo")
+assert __name__ == "__main__" and sys.argv[1:] == ["--width", "8"]
+model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+for module in (model[0], model):
+    fully_shard(module)
+model.compile(backend="compile_fsdp", options=beside.OPTIONS)
+model(torch.randn(2, 8)).sum().backward()
+print("ranks", dist.get_world_size())
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    torch._dynamo.reset()
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    (tmp_path / "beside.py").write_text("OPTIONS = {}\n")
+    return path
+
+
+def _data(page: Path) -> Any:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.S)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def test_a_script_is_explained(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = script.parent / "report.html"
+    before = list(sys.argv), list(sys.path)
+    assert main(["explain", "--out", str(page), "--world", "16", str(script), "--width", "8"]) == 0
+    assert (sys.argv, sys.path) == before
+    assert not dist.is_initialized()
+    out = capsys.readouterr().out
+    for part in ("ranks 16", "script.py on 16 ranks", "1 forward, 1 backward", f"wrote {page}"):
+        assert part in out
+    data = _data(page)
+    assert [graph["direction"] for graph in data["graphs"]] == ["forward", "backward"]
+    assert {row["facts"]["name"] for row in data["groups"]} == {"0", "the root"}
+
+
+@pytest.mark.parametrize(
+    ("source", "args", "expected"),
+    [
+        (None, [], "expected a Python file to run, got"),
+        ("", ["--world", "0"], "expected --world to be at least 1, got 0"),
+        ("raise SystemExit(3)", [], "got exit status 3"),
+        (
+            "import torch.distributed as d\nd.init_process_group('gloo', store=d.HashStore(), rank=0, world_size=1)",
+            [],
+            "`if not dist.is_initialized():`",
+        ),
+    ],
+)
+def test_mistakes_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str | None, args: list[str], expected: str
+) -> None:
+    path = tmp_path / "script.py"
+    if source is not None:
+        path.write_text(source)
+    assert main(["explain", "--out", str(tmp_path / "r.html"), *args, str(path)]) == 2
+    error = capsys.readouterr().err
+    assert expected in error and error.count("\n") == 1
+    assert not (tmp_path / "r.html").exists()
+    assert not dist.is_initialized()
+
+
+def test_a_live_run_is_explained_by_its_first_rank(script: Path) -> None:
+    page = script.parent / "report.html"
+    command = ("-m", "compile_fsdp", "explain", "--out", page, script, "--width", "8")
+    out = torchrun(script.parent, *command)
+    assert "script.py on 2 ranks" in out and out.count(f"wrote {page}") == 1
+    assert [graph["direction"] for graph in _data(page)["graphs"]] == ["forward", "backward"]
+
+
+def test_a_script_may_raise_its_own_errors(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text("raise ZeroDivisionError('mine')")
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        main(["explain", "--out", str(tmp_path / "r.html"), str(path)])
+    assert not dist.is_initialized()

@@ -1,0 +1,132 @@
+"""`explain` on models and process groups of all kinds, without Inductor; graph breaks and recompiles."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import compile_fsdp
+from compile_fsdp.errors import ExplainError, NothingSelectedError
+from compile_fsdp.tools.explain.capture import capture
+from compile_fsdp.tools.explain.report import make_report
+from compile_fsdp.torch_compat.dynamo import graph_break_logger
+from helpers.ranks.fake_world import fake_world
+
+EAGERLY = {"inner_backend": "aot_eager"}
+
+
+class Breaking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        torch._dynamo.graph_break()  # the line that a report names
+        return self.norm(self.layers[1](x))
+
+
+def _break_line() -> int:
+    lines, first = inspect.getsourcelines(Breaking.forward)
+    return first + next(i for i, line in enumerate(lines) if "graph_break" in line)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+
+
+def test_a_graph_break_is_listed_with_the_users_line() -> None:
+    logger = graph_break_logger()
+    before = logger.level, logger.propagate, list(logger.handlers)
+    report = compile_fsdp.explain(Breaking(), torch.randn(4, 4), world_size=4, options=EAGERLY)
+    assert [(found.place.filename, found.place.line) for found in report.breaks] == [(__file__, _break_line())]
+    (found,) = report.breaks
+    assert found.place.source.startswith("torch._dynamo.graph_break()")
+    assert "graph_break()" in found.reason and found.explanation
+    assert "User code traceback" not in found.explanation
+    assert (logger.level, logger.propagate, logger.handlers) == before
+
+
+def test_the_model_that_is_given_stays_as_it_is() -> None:
+    model = Breaking()
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(3)
+    batch = torch.randn(4, 4)
+    state = torch.get_rng_state()
+    compile_fsdp.explain(model, batch, world_size=4, options=EAGERLY)
+    assert not dist.is_initialized()
+    assert type(model) is Breaking and all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_sharded_model_is_explained_where_it_is() -> None:
+    with fake_world(4):
+        model = Breaking()
+        for module in (*model.layers, model):
+            compile_fsdp.fully_shard(module)
+        model(torch.randn(4, 4)).sum().backward()
+        grads = [parameter.grad for parameter in model.parameters()]
+        assert not any(grad is None for grad in grads)
+        mean = model.norm.running_mean.clone()
+        report = compile_fsdp.explain(model, torch.randn(4, 4) + 5, options=EAGERLY)
+        assert report.world_size == 4 and len(report.breaks) == 1
+        assert all(parameter.grad is grad for parameter, grad in zip(model.parameters(), grads, strict=True))
+        assert torch.equal(model.norm.running_mean, mean)
+        with pytest.raises(ExplainError, match="expected world_size=4"):
+            compile_fsdp.explain(model, torch.randn(4, 4), world_size=8)
+
+
+def test_a_model_on_meta_is_explained_on_the_cpu() -> None:
+    with torch.device("meta"):
+        model = Breaking()
+    report = compile_fsdp.explain(model, torch.randn(4, 4), world_size=64, options=EAGERLY)
+    assert report.model == "Breaking" and report.world_size == 64
+    assert next(model.parameters()).is_meta
+
+
+def test_mistakes_are_refused_in_words() -> None:
+    with pytest.raises(ExplainError, match="expected an initialised process group"):
+        compile_fsdp.explain(Breaking(), torch.randn(4, 4))
+    with pytest.raises(ExplainError, match="at least 1, got 0"):
+        compile_fsdp.explain(Breaking(), torch.randn(4, 4), world_size=0)
+    with pytest.raises(NothingSelectedError):
+        compile_fsdp.explain(nn.Linear(4, 4), torch.randn(4, 4), world_size=2)
+    assert not dist.is_initialized()
+
+
+def test_a_recompile_is_listed_with_the_line_that_called() -> None:
+    class Sharded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, scale: bool) -> torch.Tensor:
+            return self.layer(x) * (2 if scale else 1)
+
+    with fake_world(2), capture() as captured:
+        model = Sharded()
+        compile_fsdp.fully_shard(model)
+        model.compile(backend="compile_fsdp", options=EAGERLY)
+        model(torch.randn(2, 4), False)
+        line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
+        model(torch.randn(2, 4), True)
+    assert [(each.place.filename, each.place.line) for each in captured.recompiles] == [(__file__, line)]
+    assert "scale" in captured.recompiles[0].reason or "args" in captured.recompiles[0].reason
+    assert captured.breaks == []
+
+
+def test_other_backends_and_warnings_are_noted() -> None:
+    with capture() as captured:
+        logging.getLogger("compile_fsdp").warning("backward falls back to %s", "eager")
+    report = make_report(captured, "script.py", 1)
+    assert report.notes[0] == "backward falls back to eager"
+    assert "No graph was compiled by Inductor" in report.notes[1]
+    assert report.to_dict()["figures"]["step_s"] == 0

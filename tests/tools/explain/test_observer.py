@@ -1,0 +1,57 @@
+"""Who looks on while the passes run, and what it costs where nobody does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+
+from compile_fsdp.passes import PASSES, Pipeline, pipelines
+from compile_fsdp.passes.report import PassCounts, WindowReport, node_name
+from compile_fsdp.passes.runner import PostGradPass
+from compile_fsdp.reports import observing, present_observer
+from helpers.graphs.build import one_window
+
+
+def _passes() -> tuple[PostGradPass, ...]:
+    return pipelines.post_grad(node_name, hoist=True, merge=False, costs=None)
+
+
+class Notes:
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int]] = []
+
+    def start(self, graph: fx.Graph) -> None:
+        self.seen.append(("start", len(graph.nodes)))
+
+    def after(self, graph: fx.Graph, report: WindowReport | PassCounts) -> None:
+        assert len(graph.nodes) == report.nodes_after
+        self.seen.append((report.name, report.nodes_after))
+
+    def end(self, graph: fx.Graph) -> None:
+        self.seen.append(("end", len(graph.nodes)))
+
+
+def test_an_observer_sees_the_graph_before_between_and_after_the_passes() -> None:
+    notes = Notes()
+    graph = one_window(numel=8, dtype=torch.float32)
+    nodes = len(graph.nodes)
+    Pipeline(_passes(), lambda reports: None, observer=notes)(graph)
+    assert [name for name, _ in notes.seen] == ["start", *(each.__name__ for each in PASSES), "end"]
+    assert notes.seen[0][1] == nodes and notes.seen[1][1] == nodes - 3 == notes.seen[-1][1]
+
+
+def test_an_observer_changes_no_cache_key() -> None:
+    plain = Pipeline(_passes(), lambda reports: None)
+    watched = Pipeline(_passes(), lambda reports: None, observer=Notes())
+    assert plain.uuid() == watched.uuid()
+
+
+def test_observation_ends_with_its_block_also_on_errors() -> None:
+    first, second = object(), object()
+    with observing(first):  # type: ignore[arg-type]
+        with pytest.raises(ZeroDivisionError), observing(second):  # type: ignore[arg-type]
+            assert present_observer() is second
+            raise ZeroDivisionError
+        assert present_observer() is first
+    assert present_observer() is None

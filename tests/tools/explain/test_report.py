@@ -1,0 +1,89 @@
+"""What a report says of a compiled step."""
+
+from __future__ import annotations
+
+import json
+
+from rich.console import Console
+
+from compile_fsdp.tools.explain import Report
+from compile_fsdp.tools.explain.events import Kind
+from compile_fsdp.tools.explain.summary import print_summary
+from helpers.models.explained import HOSTILE, WORLD
+
+BLOCK_BYTES = 2 * 2 * WORLD * 4 * 4
+ROOT_BYTES = (8 * 4 + 8) * 4
+
+
+def test_a_report_survives_json(report: Report) -> None:
+    data = report.to_dict()
+    assert json.loads(json.dumps(data)) == data
+    assert data["world_size"] == WORLD
+    assert data["figures"]["peak_bytes"] == report.peak_bytes > 0
+    assert [graph["direction"] for graph in data["graphs"]] == ["forward", "backward"]
+
+
+def test_the_groups_have_their_collectives_and_windows(report: Report) -> None:
+    rows = {row.facts.name: row for row in report.groups}
+    assert list(rows) == ["blocks.0", "blocks.1", "the root"]
+    for name in ("blocks.0", "blocks.1"):
+        row = rows[name]
+        assert set(row.facts.parameters) == {f"{name}.up.weight", f"{name}.gate.weight"}
+        assert row.facts.ranks == WORLD and row.facts.reshards
+        assert (row.windows, row.windows_removed, row.kept) == (4, 4, ())
+        # No gradient flows on from the first block: its backward reads no parameters.
+        directions = ["forward"] if name == "blocks.0" else ["forward", "backward"]
+        assert [report.graphs[use.graph].direction for use in row.uses] == directions
+        assert (row.gathers, row.reductions) == (len(directions), 1)
+        assert row.uses[0].first[0].startswith(name) and row.uses[0].first[1] < row.uses[0].last[1]
+        assert all(use.prefetch_events is not None for use in row.uses)
+    root = rows["the root"]
+    assert not root.facts.reshards and root.gathers == 1
+    assert root.windows_removed == 0 and root.windows == 2
+    assert set(root.kept) == {
+        (f"{HOSTILE}.{name}", reason) for name in ("weight", "bias") for reason in ("open at return", "open at start")
+    }
+
+
+def test_every_collective_is_named_and_carries_its_parameters(report: Report) -> None:
+    launches = [each.event for each in report.timeline if each.event.kind in (Kind.GATHER, Kind.REDUCE)]
+    parameters = {fqn for row in report.groups for fqn in row.facts.parameters}
+    for kind in (Kind.GATHER, Kind.REDUCE):
+        carried = [event.parameters for event in launches if event.kind is kind]
+        assert all(carried)
+        assert {fqn for each in carried for fqn in each} == parameters
+    assert all(event.name != "?" and event.size_bytes > 0 for event in launches)
+
+
+def test_the_modules_of_the_forward_come_in_order(report: Report) -> None:
+    forward = [each for each in report.timeline if each.graph == 0 and each.event.kind is Kind.COMPUTE]
+    names = list(dict.fromkeys(each.event.name for each in forward if each.event.name != "?"))
+    order = [f"blocks.{i}.{name}" for i in (0, 1) for name in ("up", "gate")]
+    assert [name for name in names if name in order] == order
+    assert HOSTILE in names
+
+
+def test_memory_is_that_of_what_is_gathered(report: Report) -> None:
+    at_end = [each for each in report.timeline if each.graph == 0][-1]
+    assert at_end.event.alive_bytes == ROOT_BYTES  # for the backward
+    assert BLOCK_BYTES / 2 < report.peak_bytes < 4 * BLOCK_BYTES
+    assert report.timeline[-1].event.alive_bytes <= ROOT_BYTES
+    assert report.eager_peak_bytes == sum(row.facts.unsharded_bytes for row in report.groups)
+    assert report.shard_bytes == sum(row.facts.shard_bytes for row in report.groups)
+
+
+def test_times_add_up(report: Report) -> None:
+    waits = [each for each in report.timeline if each.event.kind is Kind.WAIT]
+    assert report.exposed_s == sum(each.exposed_s for each in waits) > 0
+    assert all(each.exposed_s == 0 for each in report.timeline if each.event.kind is not Kind.WAIT)
+    starts = [each.at_s for each in report.timeline]
+    assert starts == sorted(starts) and starts[0] == 0
+    assert abs(starts[-1] + report.timeline[-1].exposed_s - report.step_s) < 1e-9 + report.timeline[-1].event.seconds
+
+
+def test_the_summary_names_groups_figures_and_reasons(report: Report) -> None:
+    console = Console(width=160, record=True, markup=False)
+    print_summary(report, console)
+    text = console.export_text()
+    for part in ("Model on 1024 ranks", "blocks.1", "the root", "open at return", "4 of 4", "exposed"):
+        assert part in text

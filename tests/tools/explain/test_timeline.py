@@ -1,0 +1,121 @@
+"""Times and memory of hand-made events and graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from compile_fsdp.ops import copy_, resize_storage_bytes_
+from compile_fsdp.tools.explain.events import Event, Kind
+from compile_fsdp.tools.explain.memory import unsharded_bytes
+from compile_fsdp.tools.explain.names import GraphNames, GroupFacts
+from compile_fsdp.tools.explain.timeline import eager_bytes, place
+from helpers.graphs.build import GraphBuilder, aten, c10d
+
+
+def event(kind: Kind, seconds: float = 0.0, collective: int = -1, reads: str = "") -> Event:
+    return Event(kind, "m", (reads,) if reads else (), (), 0, seconds, 0, collective)
+
+
+def group(name: str, size: int, reshards: bool = True) -> GroupFacts:
+    return GroupFacts(name, (f"{name}.w",), (size,), size // 4, 4, reshards)
+
+
+def test_a_wait_exposes_what_compute_does_not_hide() -> None:
+    events = [event(Kind.GATHER, 5.0, 0), event(Kind.COMPUTE, 3.0), event(Kind.WAIT, 0.0, 0), event(Kind.COMPUTE, 1.0)]
+    placed = place([events], [])
+    assert [each.start_s for each in placed] == [0, 0, 3, 5]
+    assert [each.exposed_s for each in placed] == [0, 0, 2, 0]
+
+
+def test_collectives_share_one_wire() -> None:
+    events = [
+        event(Kind.GATHER, 5.0, 0),
+        event(Kind.REDUCE, 2.0, 1),
+        event(Kind.WAIT, 0.0, 1),
+        event(Kind.WAIT, 0.0, 0),
+    ]
+    placed = place([events], [])
+    assert [each.start_s for each in placed] == [0, 5, 0, 7]
+    assert [each.exposed_s for each in placed] == [0, 0, 7, 0]
+    assert [each.at_s for each in placed] == [0, 0, 0, 7]
+
+
+def test_graphs_follow_each_other_and_number_their_collectives_anew() -> None:
+    one = [event(Kind.GATHER, 1.0, 0), event(Kind.WAIT, 0.0, 0), event(Kind.COMPUTE, 2.0)]
+    placed = place([one, one], [])
+    assert [each.start_s for each in placed] == [0, 0, 1, 3, 3, 4]
+    assert [each.graph for each in placed] == [0, 0, 0, 1, 1, 1]
+
+
+def test_eager_holds_a_group_and_the_next_one() -> None:
+    events = [event(Kind.COMPUTE, 1.0, reads=f"{name}.w") for name in "abc"]
+    groups = [group("a", 100), group("b", 20), group("c", 3)]
+    assert eager_bytes(events, groups) == [120, 23, 3]
+
+
+def test_eager_keeps_the_root_from_forward_to_backward() -> None:
+    root, block = group("r", 1000, reshards=False), group("a", 100)
+    forward = [event(Kind.COMPUTE, 1.0, reads=name) for name in ("r.w", "a.w", "")]
+    assert eager_bytes(forward, [root, block]) == [1100, 1100, 1000]
+    backward = [*(event(Kind.COMPUTE, 1.0, reads=name) for name in ("", "a.w", "r.w")), event(Kind.REDUCE, 1.0, 0)]
+    assert eager_bytes(backward, [root, block]) == [1100, 1100, 1000, 0]
+
+
+class _Idx:
+    def __init__(self, idx: int) -> None:
+        self.idx = idx
+
+
+def _input(builder: GraphBuilder, position: int, shape: list[int]) -> Any:
+    node = builder.input(f"in{position}", shape)
+    node.meta["desc"] = _Idx(position)
+    return node
+
+
+NAMES = GraphNames(shards={0: "w"}, unsharded={1: "w"}, gradients={})
+
+
+def test_a_gathered_buffer_lives_until_its_last_view_is_read() -> None:
+    builder = GraphBuilder()
+    shard, x = _input(builder, 0, [4]), _input(builder, 2, [4, 4])
+    gathered = builder.call(c10d.all_gather_into_tensor.default, shard, 4, "0")
+    waited = builder.call(c10d.wait_tensor.default, gathered)
+    view = builder.call(aten.view.default, waited, [4, 4])
+    used = builder.call(aten.mm.default, x, view)
+    again = builder.call(aten.relu.default, used)
+    builder.graph.output((again,))
+    assert unsharded_bytes(builder.graph, NAMES) == [0, 0, 64, 64, 64, 64, 0, 0]
+
+
+def test_a_copy_of_a_gathered_buffer_counts_beside_it() -> None:
+    builder = GraphBuilder()
+    shard = _input(builder, 0, [4])
+    waited = builder.call(c10d.wait_tensor.default, builder.call(c10d.all_gather_into_tensor.default, shard, 4, "0"))
+    half = builder.call(torch.ops.prims.convert_element_type.default, waited, torch.bfloat16)
+    builder.graph.output((builder.call(aten.relu.default, half),))
+    assert unsharded_bytes(builder.graph, NAMES) == [0, 64, 64, 64 + 32, 32, 0]
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_parameter_lives_in_its_window(is_open: bool) -> None:
+    builder = GraphBuilder()
+    leaf, value = _input(builder, 1, [16]), _input(builder, 2, [16])
+    builder.call(resize_storage_bytes_, leaf, 64)
+    builder.call(copy_, leaf, value)
+    used = builder.call(aten.relu.default, leaf)
+    if not is_open:
+        builder.call(resize_storage_bytes_, leaf, 0)
+    builder.graph.output((used,))
+    assert unsharded_bytes(builder.graph, NAMES) == [0, 0, 64, 64, 64, 64 if is_open else 0, *([] if is_open else [0])]
+
+
+def test_a_parameter_that_another_graph_has_filled_lives_from_the_start() -> None:
+    builder = GraphBuilder()
+    leaf = _input(builder, 1, [16])
+    used = builder.call(aten.relu.default, leaf)
+    builder.call(resize_storage_bytes_, leaf, 0)
+    builder.graph.output((used,))
+    assert unsharded_bytes(builder.graph, NAMES) == [64, 64, 0, 0]

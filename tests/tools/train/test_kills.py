@@ -1,0 +1,54 @@
+"""Ranks are killed at random moments; torchrun's restarts end with the loss curve of a run in which none was."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from helpers.faults.jobs import CHECKPOINTS, PHASES, SAVE_EVERY, STEPS_BETWEEN_KILLS, Outcome, draw_kills, run_job
+
+SLOW = pytest.mark.slow
+
+
+def steps_for(kills: int) -> int:
+    """So many that the last of the kills comes to pass, and a start after it."""
+    return STEPS_BETWEEN_KILLS * kills + SAVE_EVERY
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Outcome]:
+    """The run without kills, by inner backend and number of steps."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return functools.cache(lambda inner, steps: run_job(folder / f"{inner}_{steps}", steps, [], inner))
+
+
+@pytest.mark.timeout(3600)  # beside other work, a start takes from ten seconds to a minute
+@pytest.mark.parametrize(
+    ("seed", "kills_per_phase", "inner_backend"),
+    [
+        pytest.param(0, 1, "aot_eager", id="5 kills"),
+        *(pytest.param(seed, 2, "aot_eager", id=f"10 kills, seed {seed}", marks=SLOW) for seed in (1, 2, 3, 4)),
+        pytest.param(5, 2, "inductor", id="10 kills, Inductor", marks=SLOW),
+    ],
+)
+def test_restarts_continue_the_loss_curve(
+    seed: int, kills_per_phase: int, inner_backend: str, tmp_path: Path, undisturbed: Callable[[str, int], Outcome]
+) -> None:
+    steps = steps_for(kills_per_phase * len(PHASES))
+    expected = undisturbed(inner_backend, steps)
+    kills = draw_kills(random.Random(seed), kills_per_phase, expected)
+    if inner_backend == "inductor":
+        kills.sort(key=lambda kill: kill.phase != "compile")  # first, while there is nothing in Inductor's caches
+    outcome = run_job(tmp_path / "killed", steps, kills, inner_backend)
+    planned = [{"start": start, "phase": kill.phase, "rank": kill.rank} for start, kill in enumerate(kills)]
+    assert outcome.record == planned
+    assert Counter(kill.phase for kill in kills) == dict.fromkeys(PHASES, kills_per_phase)
+    assert outcome.losses == expected.losses
+    assert outcome.first_step > 0
+    assert not list((tmp_path / "killed" / CHECKPOINTS).glob("*.part"))
+    print(f"{expected.seconds:.0f} s undisturbed, {outcome.seconds:.0f} s with {len(kills)} kills")
