@@ -264,17 +264,13 @@ class TraceableGroup:
     def _free(self) -> None:
         free([param.unsharded_param for param in self.params], self._gather_plan().storage_bytes)
 
-    @property
-    def ends_forward_sharded(self) -> bool:
-        """Whether a forward frees all of the group: `reshard_after_forward=True`."""
-        return self.fsdp_group.post_forward_mesh_info is self.fsdp_group.mesh_info
-
     def reshard_after_forward(self) -> None:
         """Free the unsharded parameters as far as the group's setting has it, and register what is left."""
-        if self.ends_forward_sharded:
+        mesh_info = self.fsdp_group.post_forward_mesh_info
+        if mesh_info is self.fsdp_group.mesh_info:
             self.reshard()
             self.modules.restore()
-        elif self.fsdp_group.post_forward_mesh_info is None:
+        elif mesh_info is None:
             self.modules.register_left_unsharded()
         else:
             assert self.post_forward_rank is not None

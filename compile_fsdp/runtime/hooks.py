@@ -92,8 +92,7 @@ class StateHooks:
             if reason is not None:
                 checks.refuse(self, reason)
             if not group.is_unsharded:
-                if group.ends_forward_sharded:
-                    group.modules.save()
+                group.modules.save()
                 group.unshard()
             elif group.is_ahead:
                 group.is_ahead = False

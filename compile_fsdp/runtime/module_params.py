@@ -40,8 +40,10 @@ class ModuleParams:
         the sharded parameters inputs of the graph, nor guards them. Here, not in the parameters, since Dynamo takes a
         millisecond for each function that it goes into.
         """
-        is_post_forward = self.fsdp_group._sharded_state is self.known.post_forward
-        if not self.is_tied and not is_post_forward and _is_below_a_call():
+        fsdp_group = self.fsdp_group
+        ends_sharded = fsdp_group.post_forward_mesh_info is fsdp_group.mesh_info
+        is_post_forward = fsdp_group._sharded_state is self.known.post_forward
+        if ends_sharded and not self.is_tied and not is_post_forward and _is_below_a_call():
             infos = [param.fsdp_param._module_info for param in self.params]
             self.saved = [info.module._parameters[info.param_name] for info in infos]
             self.hold = self.known.until_restored
