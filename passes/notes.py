@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from compile_fsdp.torch_compat.dynamo import dynamo_counters
+
 # Before each note, among the names of what Inductor counts.
 _NOTE = "compile_fsdp "
 
@@ -12,16 +14,13 @@ def leave_note(note: str) -> None:
     Inductor stores what it has counted during the compilation, and counts it again when the graph comes from a cache:
     the note is the name of a count. (counters["inductor"], CompiledFxGraph.counter_deltas: checked on 2.13.0)
     """
-    from torch._dynamo.utils import counters
-
-    counters["inductor"][_NOTE + note] += 1
+    dynamo_counters()["inductor"][_NOTE + note] += 1
 
 
 def take_notes() -> list[str]:
     """The notes of graphs that were compiled, or came from a cache, since the last call. Each is listed once."""
-    from torch._dynamo.utils import counters
-
-    names = [name for name in counters["inductor"] if name.startswith(_NOTE)]
+    counts = dynamo_counters()["inductor"]
+    names = [name for name in counts if name.startswith(_NOTE)]
     for name in names:
-        del counters["inductor"][name]
+        del counts[name]
     return [name.removeprefix(_NOTE) for name in names]

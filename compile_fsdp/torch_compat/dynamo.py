@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -118,9 +118,9 @@ def without_side_effect_log() -> contextlib.AbstractContextManager[object]:
 
 
 @needs("torch._dynamo.utils.counters")
-def dynamo_counters() -> Mapping[str, Mapping[str, int]]:
+def dynamo_counters() -> Mapping[str, MutableMapping[str, int]]:
     """What Dynamo, and what it calls, count in this process: by kind, then by what it was. (2.13.0)"""
-    return cast(Mapping[str, Mapping[str, int]], utils.counters)
+    return cast(Mapping[str, MutableMapping[str, int]], utils.counters)
 
 
 @needs("torch._dynamo.utils.get_compilation_metrics")
