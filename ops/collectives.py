@@ -62,12 +62,13 @@ def _gathered(input: Tensor, group_size: int, group_name: str, name: str) -> Ten
 def _all_gather(input: Tensor, group_size: int, group_name: str, name: str) -> Tensor:
     with _named_range(name):
         output = _gathered(input, group_size, group_name, name)
-        if not _is_gloo_pair(input, group_size, group_name):
+        group = _find_gloo_pair(input, group_size, group_name)
+        if group is None:
             _GATHER_INTO(input, group_size, group_name, out=output)
             return output
-        group, halves = resolve_group(group_name), output.chunk(2)
-        register_work(output, _send_and_receive(input.contiguous(), halves[1 - group.rank()], group))
-        halves[group.rank()].copy_(input)
+        own, others = _halves(output, group)
+        register_work(output, _send_and_receive(input.contiguous(), others, group))
+        own.copy_(input)
     return output
 
 
@@ -81,21 +82,29 @@ def _reduced(input: Tensor, reduce_op: str, group_size: int, group_name: str, na
 def _reduce_scatter(input: Tensor, reduce_op: str, group_size: int, group_name: str, name: str) -> Tensor:
     with _named_range(name):
         can_add = reduce_op in ("sum", "avg") and input.is_floating_point()
-        if not (can_add and _is_gloo_pair(input, group_size, group_name)):
+        group = _find_gloo_pair(input, group_size, group_name) if can_add else None
+        if group is None:
             reduced: Tensor = _REDUCE(input, reduce_op, group_size, group_name)
             return reduced
-        group, halves = resolve_group(group_name), input.chunk(2)
+        own, others = _halves(input, group)
         output = _reduced(input, reduce_op, group_size, group_name, name)
-        message = _send_and_receive(halves[1 - group.rank()].contiguous(), output, group)
-        register_work(output, _Addition(message, output, halves[group.rank()], reduce_op == "avg"))
+        message = _send_and_receive(others.contiguous(), output, group)
+        register_work(output, _Addition(message, output, own, reduce_op == "avg"))
     return output
 
 
-def _is_gloo_pair(input: Tensor, group_size: int, group_name: str) -> bool:
-    """Whether two ranks are to exchange this by gloo. See [Note: What gloo does for two ranks]."""
-    if input.device.type != "cpu" or group_size != 2 or input.numel() == 0:
-        return False
-    return backend_name(group_name, "cpu") == "gloo"
+def _find_gloo_pair(input: Tensor, group_size: int, group_name: str) -> ProcessGroup | None:
+    """The process group, if it is two ranks on gloo; see [Note: What gloo does for two ranks]."""
+    if group_size != 2 or input.device.type != "cpu" or input.numel() == 0:
+        return None
+    group = resolve_group(group_name)
+    return group if backend_name(group, "cpu") == "gloo" else None
+
+
+def _halves(tensor: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Along the first dim, what belongs to this rank and what to the other."""
+    first, second = tensor.chunk(2)
+    return (first, second) if group.rank() == 0 else (second, first)
 
 
 def _send_and_receive(sent: Tensor, received: Tensor, group: ProcessGroup) -> Work:

@@ -185,15 +185,15 @@ class GraphCall:
             with _without_nan_check(), compiled_autograd(weak_callable(self.graph.compile_backward.__call__)):
                 torch.autograd.backward(outputs, grads)
             for group in self.groups:
-                group.backward.deliver()
-                group.modules.show_unsharded()
+                group.backward.deliver(group)
+                group.modules.show_unsharded(group)
         except BaseException:
             for group in self.groups:
                 group.end_backward()
             raise
         finally:
             for group in self.groups:
-                group.backward.leave_graph()
+                group.backward.leave_graph(group)
 
     def is_to_come(self) -> bool:
         """Whether the backward that runs now goes through this call, and has not yet."""
@@ -203,7 +203,7 @@ class GraphCall:
         start_backward(next(iter(self.groups)).state)
         for group, (position, read) in self.groups.items():
             group.backward_prefetch = self.graph.backward_prefetch
-            group.backward.enter_graph(read, None if position in self.graph.whole else self.forward_id)
+            group.backward.enter_graph(group, read, None if position in self.graph.whole else self.forward_id)
             if position in self.graph.pre_backward_elsewhere:
                 group.unshard_now()
             elif position in self.graph.left_unsharded:

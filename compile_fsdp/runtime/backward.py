@@ -57,10 +57,11 @@ class ForwardCalls:
 
 
 class GroupBackward:
-    """One backward of one group. See [Note: One object for each backward].
+    """One backward of one group.
+
+    See [Note: One object for each backward] and [Note: Parts of a group do not know it].
 
     Attributes:
-        group: Whose backward it is.
         is_compiled: Whether a compiled graph runs; the gradient hooks only take note of what arrives otherwise.
         gradients: Counts the gradients of a compiled graph.
         is_deferred: More gradients follow in this backward, of another forward or of eager code between graphs, and
@@ -71,8 +72,7 @@ class GroupBackward:
         unreplicated_params: Positions of those whose gradients await a later backward's all-reduce.
     """
 
-    def __init__(self, group: TraceableGroup) -> None:
-        self.group = group
+    def __init__(self) -> None:
         self.is_compiled = False
         self.gradients = GradientCount()
         self.is_deferred = False
@@ -84,45 +84,47 @@ class GroupBackward:
     # Around a compiled graph
 
     @at_run_time
-    def enter_graph(self, read: Sequence[torch.Tensor], cut_forward: object) -> None:
+    def enter_graph(self, group: TraceableGroup, read: Sequence[torch.Tensor], cut_forward: object) -> None:
         """Settle how many gradients complete the group in the compiled graph that runs next.
 
         Args:
+            group: The group of this backward.
             read: The unsharded parameters that its forward graph computes with.
             cut_forward: None if that graph holds the whole forward of the group's module. Else which forward it is a
                 piece of: the group is complete, and may be freed, only when all its parameters have their gradients. So
                 it is where torch reduces zeros for those that are not used.
         """
-        group = self.group
         self.is_compiled = True
         needs_all = cut_forward is not None or reduces_unused(group.fsdp_group)
         required = [param.unsharded_param for param in group.params] if needs_all else []
         self.gradients.expect(read, required, cut_forward)
         free_gradient_dtypes(group.fsdp_group)
-        self.is_deferred = any(call.is_to_come() for call in group.forwards.calls) or self._awaits_eager_gradients()
+        forward_to_come = any(call.is_to_come() for call in group.forwards.calls)
+        self.is_deferred = forward_to_come or self._awaits_eager_gradients(group)
 
     @at_run_time
-    def _awaits_eager_gradients(self) -> bool:
+    def _awaits_eager_gradients(self, group: TraceableGroup) -> bool:
         """Whether eager code of a forward that was cut has gradients still to come in this backward."""
-        group = self.group
+        if not group.forwards.is_cut:
+            return False
         leaves = [param.unsharded_param for param in group.params if param.unsharded_param.requires_grad]
         came = self.gradients.from_eager
-        return group.forwards.is_cut and any(accumulates_into(leaf) and id(leaf) not in came for leaf in leaves)
+        return any(accumulates_into(leaf) and id(leaf) not in came for leaf in leaves)
 
     @at_run_time
-    def leave_graph(self) -> None:
+    def leave_graph(self, group: TraceableGroup) -> None:
         """The compiled graph is over, or has failed."""
         self.is_compiled = False
-        fix_gradient_dtypes(self.group.fsdp_group)
+        fix_gradient_dtypes(group.fsdp_group)
 
     @at_run_time
-    def begin_eagerly(self) -> None:
+    def begin_eagerly(self, group: TraceableGroup) -> None:
         """A pre-backward hook runs outside of a compiled graph, since its forward's frame fell back to eager."""
         if self.is_compiled:
             return
-        if self.group.fsdp_group._training_state is TrainingState.IDLE:
+        if group.fsdp_group._training_state is TrainingState.IDLE:
             # Nothing of the group has run in this backward, and torch's own hooks may have begun that one.
-            self.group.end_backward()
+            group.end_backward()
         else:
             # Only a compiled graph counts gradients down: whatever an earlier one has left would look as if the group
             # were gathered, while an eager part of this backward has freed it.
@@ -130,19 +132,19 @@ class GroupBackward:
 
     # Begin
 
-    def begin(self, then_prefetch: list[TraceableGroup]) -> None:
+    def begin(self, group: TraceableGroup, then_prefetch: list[TraceableGroup]) -> None:
         """Unshard before the first gradient computation that may need the group.
 
         Args:
+            group: The group of this backward.
             then_prefetch: Groups to gather next, before this group's gradients are computed or after.
         """
         if self.gradients.pending:
             return  # another output, or another use of the module, came first
-        group = self.group
         group.fsdp_group._training_state = TrainingState.PRE_BACKWARD
         self.gradients.start()
         if group.fsdp_group._sharded_state is group.known.sharded:
-            group.modules.keep_sharded()
+            group.modules.keep_sharded(group)
         if group.fsdp_group.unshard_in_backward and not group.is_unsharded:
             group.unshard()
         if group.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
@@ -152,7 +154,7 @@ class GroupBackward:
 
     # A gradient arrives
 
-    def arrive(self) -> None:
+    def arrive(self, group: TraceableGroup) -> None:
         """Count a gradient that has just been accumulated; reduce once the group is complete.
 
         Parameters that are read and get no gradient leave the group incomplete: torch's own final callback then
@@ -162,33 +164,31 @@ class GroupBackward:
             return
         _prefetch(self.prefetch_last)
         self.prefetch_last = []
-        self._reshard()
-        fsdp_group = self.group.fsdp_group
+        self._reshard(group)
+        fsdp_group = group.fsdp_group
         if self.is_deferred:
             # Or torch's own hooks, if the other backward is an eager one, would take the group for unsharded.
             fsdp_group._training_state = TrainingState.IDLE
         elif fsdp_group.reduce_grads:
-            self.reduce()
+            self.reduce(group)
 
-    def end_frozen(self) -> None:
+    def end_frozen(self, group: TraceableGroup) -> None:
         """Reshard a frozen group once the gradients of its module's inputs are there."""
-        if self.is_compiled and self.group.is_frozen:
-            self._reshard()
+        if self.is_compiled and group.is_frozen:
+            self._reshard(group)
 
-    def _reshard(self) -> None:
-        group = self.group
+    def _reshard(self, group: TraceableGroup) -> None:
         needed_again = self.is_deferred and not group.fsdp_group._reshard_after_forward
         if group.fsdp_group.reshard_after_backward and not needed_again:
             group.reshard()
-            group.modules.register_resharded()
+            group.modules.register_resharded(group)
         else:
-            group.modules.sync_states()
+            group.modules.sync_states(group)
 
     # Reduce
 
-    def reduce(self) -> None:
+    def reduce(self, group: TraceableGroup) -> None:
         """Reduce the gradients that have arrived."""
-        group = self.group
         # Nothing is left to do for torch's final callback.
         group.fsdp_group._training_state = TrainingState.POST_BACKWARD
         arrived: list[int] = []
@@ -210,13 +210,12 @@ class GroupBackward:
     # Deliver
 
     @at_run_time
-    def deliver(self) -> None:
+    def deliver(self, group: TraceableGroup) -> None:
         """Hand the reduced gradients to the sharded parameters, adding to what is there.
 
         Raises:
             RuntimeError: in anomaly mode, one is NaN, as torch's own check raises.
         """
-        group = self.group
         for param in group.params:
             param.hand_back_gradient()
         reduced, params = self.reduced, self.reduced_params
@@ -257,7 +256,7 @@ def gradient_accumulated(owner: weakref.ref[TraceableGroup], unsharded_param: to
         return
     backward = group.backward
     if backward.is_compiled:
-        backward.arrive()
+        backward.arrive(group)
     else:
         backward.gradients.seen.add(id(unsharded_param))
         backward.gradients.from_eager.add(id(unsharded_param))

@@ -88,12 +88,12 @@ class TraceableGroup:
         self.params = [TraceableParam(param) for param in fsdp_group.fsdp_params]
         self.constants = GroupConstants()
         self.post_forward_rank: torch.Tensor | None = None
-        self.modules = ModuleParams(fsdp_group, self.params)
+        self.modules = ModuleParams(self.params)
         self.launched: Launched | None = None
         self.is_ahead = False
         self.backward_prefetch: BackwardPrefetch | None = None
         self.forwards = ForwardCalls()
-        self.backward = GroupBackward(self)
+        self.backward = GroupBackward()
         self.ticket = issue_ticket(self)
 
     # Setting up, before anything is traced
@@ -246,7 +246,7 @@ class TraceableGroup:
         """
         if not self.is_unsharded and self.is_filled:
             states.enter(self, self.known.unsharded)
-            self.modules.keep_sharded()
+            self.modules.keep_sharded(self)
 
     # Reshard
 
@@ -269,9 +269,9 @@ class TraceableGroup:
         mesh_info = self.fsdp_group.post_forward_mesh_info
         if mesh_info is self.fsdp_group.mesh_info:
             self.reshard()
-            self.modules.restore()
+            self.modules.restore(self)
         elif mesh_info is None:
-            self.modules.register_left_unsharded()
+            self.modules.register_left_unsharded(self)
         else:
             assert self.post_forward_rank is not None
             with torch.no_grad():
@@ -279,7 +279,7 @@ class TraceableGroup:
                     param.keep_slice(self.constants.post_forward_count, self.post_forward_rank)
             self._free()
             states.enter(self, self.known.post_forward)
-            self.modules.register_post_forward()
+            self.modules.register_post_forward(self)
 
     # Between backwards
 
@@ -306,7 +306,7 @@ class TraceableGroup:
     @at_run_time
     def end_backward(self) -> None:
         """Forget the backward, also one that failed: the next one begins anew."""
-        self.backward = GroupBackward(self)
+        self.backward = GroupBackward()
         self.modules.forget()
         self.launched = None
 

@@ -92,11 +92,11 @@ class StateHooks:
             if reason is not None:
                 checks.refuse(self, reason)
             if not group.is_unsharded:
-                group.modules.save()
+                group.modules.save(group)
                 group.unshard()
             elif group.is_ahead:
                 group.is_ahead = False
-            group.modules.register_unsharded()
+            group.modules.register_unsharded(group)
         if torch.is_grad_enabled() and any([group.is_frozen for group in self.groups]):
             self._watch_inputs((args, kwargs))
         ahead = self.state._states_to_forward_prefetch
@@ -300,18 +300,18 @@ def _pre_backward(hooks: StateHooks, previous: int, is_whole: bool, grad: torch.
     if not torch.compiler.is_dynamo_compiling():
         start_backward(hooks.state)
         for group in hooks.groups:
-            group.backward.begin_eagerly()
+            group.backward.begin_eagerly(group)
     for group in hooks.groups:
-        group.backward.begin(hooks.next_in_backward(previous, group))
+        group.backward.begin(group, hooks.next_in_backward(previous, group))
         if not is_whole:
             # A checkpoint may run the forward again, as eager code that looks into the modules.
-            group.modules.register_unsharded()
+            group.modules.register_unsharded(group)
     return grad
 
 
 def _after_backward(hooks: StateHooks, grad: torch.Tensor) -> torch.Tensor:
     for group in hooks.groups:
-        group.backward.end_frozen()
+        group.backward.end_frozen(group)
     return grad
 
 

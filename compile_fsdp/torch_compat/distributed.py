@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch._C._distributed_c10d
+from torch.distributed import distributed_c10d
 
 from compile_fsdp.torch_compat.declarations import needs, needs_attributes
 
@@ -32,27 +33,23 @@ def init_fake_process_group(world_size: int) -> None:
 @needs("torch.distributed.distributed_c10d._resolve_process_group")
 def resolve_group(name: str) -> torch.distributed.ProcessGroup:
     """The process group that ops of a graph call by this name. (2.13.0)"""
-    from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
-
-    group: torch.distributed.ProcessGroup = _resolve_process_group(name)  # type: ignore[arg-type]
+    group: torch.distributed.ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
     return group
 
 
 @needs("torch.distributed.distributed_c10d._world.pg_map")
 def group_store(group: torch.distributed.ProcessGroup) -> Store:
     """The key-value store that the ranks of a process group have met at. (2.13.0)"""
-    from torch.distributed.distributed_c10d import _world
-
-    return _world.pg_map[group][1]
+    return distributed_c10d._world.pg_map[group][1]
 
 
-def backend_name(group_name: str, device_type: str) -> str | None:
-    """What carries a process group's collectives on that kind of device: "gloo", "nccl", "fake". (2.13.0)
+def backend_name(group: torch.distributed.ProcessGroup, device_type: str) -> str | None:
+    """What carries a process group's collectives on that kind of device: "gloo", "nccl", "fake"; None for no backend.
 
-    None in a process that has no such group, or no backend for such a device.
+    (2.13.0)
     """
     try:
-        return str(resolve_group(group_name)._get_backend(torch.device(device_type)).name())
+        return str(group._get_backend(torch.device(device_type)).name())
     except RuntimeError:
         return None
 
