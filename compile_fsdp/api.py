@@ -1,4 +1,4 @@
-"""`fully_shard` and `make_traceable`: how a model becomes one that can be compiled whole."""
+"""`fully_shard` and `make_traceable`: prepare a model to be compiled as a whole."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def fully_shard(module: nn.Module | list[nn.Module], **kwargs: Any) -> FSDPModul
     hooks become ops of the compiled graph.
 
     Args:
-        module: The module to shard, in place; or several, to share one parameter group.
+        module: The module to shard in place, or a list of modules that share one parameter group.
         **kwargs: Arguments of the installed torch's `torch.distributed.fsdp.fully_shard`.
     Returns:
         `module` itself.
@@ -53,9 +53,9 @@ def _names(module: nn.Module | list[nn.Module]) -> str:
 
 
 def make_traceable(model: nn.Module) -> nn.Module:
-    """Make every FSDP2 module traceable of a model that torch's own `fully_shard` has sharded.
+    """Make traceable every FSDP2 module of a model that torch's own `fully_shard` has sharded.
 
-    Nothing changes for eager runs. A module that is traceable already stays as it is.
+    Eager runs do not change. A module that is traceable already stays as it is.
 
     Args:
         model: A model to which torch's own `fully_shard` was applied.

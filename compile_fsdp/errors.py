@@ -1,6 +1,6 @@
-"""What can go wrong on the user's side: one exception type for each mistake, with what to do about it.
+"""The package's exceptions: one type for each kind of mistake, whose messages say what to do.
 
-All of them leave model and state usable, and all but `VerificationError` are raised before any collective is issued.
+All errors leave model and state usable, and all but `VerificationError` are raised before any collective is issued.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from compile_fsdp.torch_compat.dynamo import ShortenTraceback
 class CompileFSDPError(ShortenTraceback):
     """Base of every error this project raises.
 
-    It derives from the one exception family (itself a `RuntimeError`) that Dynamo hands through unchanged, so
-    that an error found while a model is being traced reaches the user as itself, not inside an internal error.
+    It derives from `ShortenTraceback`, a `RuntimeError` that Dynamo passes through unchanged: an error raised while a
+    model is being traced reaches the user as it is, not inside an internal error.
     """
 
     def __init__(self, message: str) -> None:
@@ -56,11 +56,11 @@ class CollectiveMismatchError(CompileFSDPError):
 
 
 class RankMissingError(CompileFSDPError):
-    """A rank has not compiled the graph that the others wait to run."""
+    """A rank has not compiled the graph that the other ranks wait to run."""
 
 
 class VerificationError(CompileFSDPError):
-    """With `options={"verify": True}`: a compiled graph differs from the traced one. Raised on all ranks."""
+    """The option `verify` found a graph that differs from the traced one, or a wrong gradient; raised on all ranks."""
 
 
 class BackwardError(CompileFSDPError):
@@ -72,7 +72,7 @@ class SecondBackwardError(BackwardError):
 
 
 class DoubleBackwardError(BackwardError):
-    """`create_graph=True`: a backward through the compiled backward."""
+    """A backward through the compiled backward, as `create_graph=True` asks for."""
 
 
 class PartialBackwardError(BackwardError):
@@ -80,7 +80,7 @@ class PartialBackwardError(BackwardError):
 
 
 class PlanError(CompileFSDPError):
-    """Base of the errors for a plan of what to shard that cannot be applied; the model is as it was."""
+    """Base of the errors about a plan that cannot be applied; the model is unchanged."""
 
 
 class PolicyError(PlanError):
@@ -96,7 +96,7 @@ class IgnoredModuleError(PlanError):
 
 
 class AlreadyShardedError(PlanError):
-    """A selected module is sharded already, or inside of a module that is."""
+    """A selected module is sharded already, or is inside a sharded module."""
 
 
 class NoForwardError(PlanError):
@@ -108,7 +108,7 @@ class SharedParameterError(PlanError):
 
 
 class UnshardableParameterError(PlanError):
-    """`fully_shard` cannot shard a parameter: a scalar, not contiguous, or unevenly split."""
+    """A parameter cannot be sharded: it is a scalar, not contiguous, or split unevenly on a dim other than 0."""
 
 
 class PrecisionOverrideError(PlanError):
@@ -120,7 +120,7 @@ class MixedFrozenWarning(UserWarning):
 
 
 class StateError(CompileFSDPError):
-    """Base of the errors about optimizer state and checkpoints; model and optimizer are as they were."""
+    """Base of the errors about optimizer state and checkpoints; model and optimizer are unchanged."""
 
 
 class ForeignParameterError(StateError):
@@ -140,12 +140,12 @@ class CheckpointError(StateError):
 
 
 class EstimateError(CompileFSDPError):
-    """A model, an option or a file of which no memory and communication can be estimated."""
+    """Memory and communication cannot be estimated for the given model, options or files."""
 
 
 class OpDefinitionError(CompileFSDPError):
-    """An operator of torch is defined otherwise than the runtime needs it."""
+    """torch defines an operator in a way that the runtime cannot use."""
 
 
 class ExplainError(CompileFSDPError):
-    """A step cannot be explained: no world to explain it for, or a script that does not run."""
+    """A step cannot be explained: the number of ranks is missing or wrong, a script fails, or rich is not installed."""

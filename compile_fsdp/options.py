@@ -18,29 +18,28 @@ from compile_fsdp.torch_compat.inductor import inductor_mode_options, inductor_o
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What `torch.compile(..., backend="compile_fsdp", options={...})` takes.
+    """The options that `torch.compile(..., backend="compile_fsdp", options={...})` takes.
 
     Attributes:
         inner_backend: The registered Dynamo backend that compiles both graphs: "inductor" runs the passes and
             generates code, "aot_eager" runs the traced graphs op by op, for bitwise comparisons.
         disabled_passes: Names of passes to leave out, see docs/passes.md.
-        backward_prefetch: When the backward gathers the parameters of the module that it comes to next, as in
-            FullyShardedDataParallel: BACKWARD_PRE, the default, before the gradients of the present one are
-            computed (as eager FSDP2 does), BACKWARD_POST after, None when it is reached. A member of
-            torch.distributed.fsdp.BackwardPrefetch or its name. A module's own set_modules_to_backward_prefetch
-            replaces which modules are gathered.
+        backward_prefetch: When the backward gathers the parameters of the next module, as in FullyShardedDataParallel:
+            before it computes the gradients of the current module (BACKWARD_PRE, the default, as in eager FSDP2), after
+            it (BACKWARD_POST), or when it reaches the next module (None). A member of
+            torch.distributed.fsdp.BackwardPrefetch or its name. A module's set_modules_to_backward_prefetch overrides
+            which modules are gathered.
         memory_budget: Most bytes of unsharded parameters that a rank may hold at a time. Groups that fit stay unsharded
             from the forward to the backward, which does not gather them again: docs/passes.md. With None, only
             `reshard_after_forward` decides which groups stay unsharded.
-        costs: What collectives, copies and compute cost, for the passes that decide by costs; equal on all ranks.
-            None takes the numbers for the device from `compile_fsdp.passes.COSTS`.
-        progress: Whether rank 0 says on stderr what is being traced or compiled when that takes more than two seconds.
-        agreement_timeout_s: Seconds that ranks wait for each other before a graph first runs, where one compiles longer
-            than another.
-        verify: Whether each graph is compared with what it was compiled from when it first runs, and the gradients of
-            the first step with those of eager FSDP2; the passes are checked one by one. For finding errors: the first
+        costs: Costs of collectives, copies and compute for the passes that decide by costs; equal on all ranks. None
+            takes the costs of the device from `compile_fsdp.passes.COSTS`.
+        progress: Whether rank 0 reports on stderr what is traced or compiled if that takes more than two seconds.
+        agreement_timeout_s: Seconds that a rank waits for other ranks to compile before a graph first runs.
+        verify: Whether to compare each compiled graph with the traced one when it first runs, and the gradients of the
+            first step with those of eager FSDP2, and to check each graph after every pass. For debugging: the first
             step takes several times the memory.
-        inductor: Options of Inductor, by the names that `torch.compile(options=...)` knows.
+        inductor: Options of Inductor, under the names that `torch.compile(options=...)` accepts.
     """
 
     inner_backend: str = "inductor"
@@ -55,10 +54,10 @@ class Options:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None, mode: str | None = None) -> Options:
-        """Sort the user's dict into our options and Inductor's, which overwrite the options of Inductor's `mode`.
+        """Split the user's dict into our options and Inductor's; the latter override those of Inductor's `mode`.
 
         Raises:
-            UnknownOptionError: a name is neither, or a value has the wrong type; the valid ones are listed.
+            UnknownOptionError: a name is neither our option nor Inductor's, or a value has the wrong type.
         """
         own = {f.name for f in dataclasses.fields(cls)} - {"inductor"}
         ours: dict[str, Any] = {}

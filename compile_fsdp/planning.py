@@ -1,4 +1,4 @@
-"""Memory and communication of a sharded model before it runs: see docs/planning.md."""
+"""Estimate memory and communication of a sharded model before it runs. See docs/planning.md."""
 
 from compile_fsdp.tools.planning import Backend, Estimate, Optimizer, estimate
 

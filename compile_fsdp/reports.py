@@ -1,4 +1,4 @@
-"""What the compiler did, graph by graph."""
+"""Reports of what the compiler did, one for each graph."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class GraphReport:
     """One compiled graph.
 
     Attributes:
-        direction: Which half of the step the graph is.
+        direction: Whether the graph is a forward or a backward graph.
         inner_backend: The Dynamo backend that compiled it.
-        windows_removed: Complete `resize(full), copy, resize(0)` windows taken out.
-        copies_removed: `fsdp.copy_` ops taken out.
-        resizes_removed: `inductor.resize_storage_bytes_` ops taken out.
-        kept: (parameter FQN, reason) of every window left alone.
-        nodes_before: Nodes of the graph that the passes got.
-        nodes_after: Nodes of the graph that they left.
-        seconds: Time in the passes.
-        cached: True if Inductor took the compiled graph from its cache, so that no pass ran. The rest is then what
-            was reported when the graph was compiled.
+        windows_removed: Number of complete `resize(full), copy, resize(0)` windows that the passes removed.
+        copies_removed: Number of `fsdp.copy_` ops that the passes removed.
+        resizes_removed: Number of `inductor.resize_storage_bytes_` ops that the passes removed.
+        kept: (parameter FQN, reason) of every window that the passes left.
+        nodes_before: Number of nodes before the passes.
+        nodes_after: Number of nodes after the passes.
+        seconds: Seconds spent in the passes.
+        cached: Whether Inductor took the graph from its cache, so that no pass ran. The other attributes are then those
+            reported when the graph was compiled.
     """
 
     direction: Direction
@@ -87,10 +87,10 @@ class CompileObserver(Protocol):
     def begin(
         self, direction: Direction, gm: fx.GraphModule, groups: Collection[TraceableGroup], costs: Costs | None
     ) -> GraphObserver:
-        """Begin to observe a graph; the result sees it between the passes, if Inductor compiles it.
+        """Return an observer that sees the graph between the passes, if Inductor compiles the graph.
 
         Args:
-            direction: Which half of the step the graph is.
+            direction: Whether the graph is a forward or a backward graph.
             gm: The Dynamo graph.
             groups: Parameter groups whose unsharded parameters are inputs of the graph.
             costs: The costs by which the passes decide; None for the costs of the device.

@@ -1,4 +1,4 @@
-"""Optimizer state by parameter name, and checkpoints of it that fit any sharding of the model."""
+"""Optimizer state by parameter name, and checkpoints that load under any sharding of the model."""
 
 from compile_fsdp.state.checkpoint import PendingSave, async_save, save
 from compile_fsdp.state.folder import find_latest

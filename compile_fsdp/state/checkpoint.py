@@ -1,7 +1,7 @@
-"""`save`, `async_save` and `load`: model, optimizer and step through torch.distributed.checkpoint.
+"""`save` and `async_save`: write model, optimizer and step with torch.distributed.checkpoint.
 
-A checkpoint is one of torch.distributed.checkpoint's own, of `{"model": ..., "optimizer": ..., "step": ...}`. What a
-save does to the folder is in [Note: A save becomes complete in two renames].
+A checkpoint has torch.distributed.checkpoint's own format and holds `{"model": ..., "optimizer": ..., "step": ...}`.
+How a save changes the folder: see [Note: A save becomes complete in two renames].
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from compile_fsdp.state.folder import begin, complete
 from compile_fsdp.state.optim import optim_state_dict
 from compile_fsdp.state.ranks import gather, is_first, on_first
 
-# The last save into each folder that may still be running: the next save into the folder waits for it, or it could
-# be the older of the two that `latest` names in the end.
+# The last background save into each folder. The next save into the folder waits for it: otherwise, `latest` could name
+# the older of the two in the end.
 _running: dict[Path, PendingSave] = {}
 
 
 class PendingSave:
-    """A save that goes on in the background."""
+    """A save that runs in the background."""
 
     def __init__(self, written: Future[Any], part: Path, files: Mapping[str, str], group: Any) -> None:
         self._completed: Future[Path] = Future()
@@ -46,7 +46,7 @@ class PendingSave:
         written.add_done_callback(self._complete)
 
     def _complete(self, written: Future[Any]) -> None:
-        # On the background thread. On rank 0, the data of all ranks are written by now.
+        # Runs on the background thread. When it runs on rank 0, all ranks have written their data.
         try:
             written.result()
             if self._is_first:
@@ -56,14 +56,14 @@ class PendingSave:
             self._completed.set_exception(error)
 
     def done(self) -> bool:
-        """Whether this rank's part is written; no collective."""
+        """Whether this rank's part is written; issues no collective."""
         return self._completed.done()
 
     def wait(self) -> Path:
         """Wait until the checkpoint is complete, and return its folder. All ranks call it together.
 
         Raises:
-            CheckpointError: the save failed; the previous checkpoint is what it was.
+            CheckpointError: the save failed; the previous checkpoint is unchanged.
         """
         error = self._completed.exception()
         if _running.get(self._part.parent) is self:
@@ -93,15 +93,15 @@ def save(
 ) -> Path:
     """Save model and optimizer as the newest checkpoint in a folder. Collective: all ranks call it.
 
-    Each rank writes what it holds. A save that is interrupted at any point leaves the previous checkpoint as it was,
-    and is cleaned up by the next one.
+    Each rank writes its own shards. A save that is interrupted at any point leaves the previous checkpoint unchanged,
+    and its files are removed by the next save.
 
     Args:
-        model: Sharded or not; its whole `state_dict()` is saved.
+        model: The model, sharded or not; its whole `state_dict()` is saved.
         optim: An optimizer over parameters of `model`.
         path: Folder for the run's checkpoints, on a file system that all ranks share; made if it is missing.
-        step: Optimizer steps done; names the checkpoint, and is what `load` returns.
-        files: Texts to store in the checkpoint, by file name; rank 0's are written.
+        step: Number of optimizer steps done, by which the checkpoint is named; `load` returns it.
+        files: Texts to store in the checkpoint, by file name; those of rank 0 are written.
     Returns:
         The checkpoint's own folder, `path/step-...`.
     Raises:
@@ -122,13 +122,13 @@ def async_save(
     *,
     files: Mapping[str, str] | None = None,
 ) -> PendingSave:
-    """`save` in the background: returns once everything is copied to the CPU, so that training can go on.
+    """Do what `save` does in the background; return once everything is copied to the CPU, so that training can go on.
 
-    The background work has a process group of its own (gloo), since its collectives would otherwise come between
-    the collectives of the training, in another order on each rank. A save into the same folder waits for this one.
+    The background work has a gloo process group of its own: in the default group, its collectives would mix with those
+    of training in an order that differs between ranks. A later save into the same folder waits for this one.
 
     Returns:
-        A handle whose `wait()` all ranks call before they leave, and which raises if the save failed.
+        A handle, whose `wait()` all ranks have to call before they exit; it raises if the save failed.
     """
     state = _collect(model, optim, step)
     part = _begin(path, step)
@@ -180,7 +180,7 @@ def quietly_alone() -> Iterator[None]:
 
 
 def text_of(error: BaseException) -> str:
-    """The message of an error; of a failure on several ranks, the messages of all of them."""
+    """The message of an error; for a failure on several ranks, the messages of all these ranks."""
     if isinstance(error, CheckpointException):
         causes = {rank: failure for rank, (failure, _) in error.failures.items()}
         return "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in causes.items())

@@ -1,10 +1,10 @@
-"""What an optimizer keeps for one parameter may be tensors, numbers, and containers of both: walk, name, rebuild.
+"""Walk and encode one parameter's optimizer state, which may be tensors, numbers, and nested containers of both.
 
 [Note: What DCP does to containers]
 torch.distributed.checkpoint saves the tensors in nested dicts and lists one by one, but turns every dict key into a
-string, forgets empty dicts, and pickles a tuple whole, with the tensors in it. State that would come back changed is
-therefore saved flat, beside a picture of its containers; `encode` and `decode` do that. Ordinary state, a dict of
-tensors and numbers, stays as torch's own functions would save it.
+string, forgets empty dicts, and pickles a tuple whole, with the tensors in it. `encode` turns state that would come
+back changed into a flat dict of its tensors and a picture of its containers, in which a `Place` stands for each tensor;
+`decode` undoes this. A plain dict of tensors and numbers is saved as torch's own functions would save it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Place:
 def map_leaves(value: Any, function: Callable[[str, Any], Any], name: str = "") -> Any:
     """Copy nested dicts, lists and tuples, with `function(name, leaf)` in place of every leaf.
 
-    Names are the keys and indices on the way, joined by dots.
+    The name of a leaf is the keys and indices that lead to it, joined by dots.
     """
     if isinstance(value, dict):
         return {key: map_leaves(each, function, _join(name, key)) for key, each in value.items()}
@@ -47,7 +47,7 @@ def leaves(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def encode(state: dict[Any, Any]) -> dict[str, Any]:
-    """One parameter's state in a form that comes back from DCP as it was. See [Note: What DCP does to containers]."""
+    """Encode one parameter's state so that DCP gives it back unchanged. See [Note: What DCP does to containers]."""
     if all(isinstance(key, str) and _is_plain(value) for key, value in state.items()):
         return state
     tensors: dict[str, Any] = {}
@@ -74,7 +74,7 @@ def decode(state: dict[str, Any]) -> dict[Any, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """A tensor, or anything that holds neither tensors nor dicts."""
+    """Whether DCP saves a value unchanged: no dict, and no list or tuple that holds tensors or containers."""
     if isinstance(value, (list, tuple)):
         return not any(isinstance(each, (Tensor, dict, list, tuple)) for each in value)
     return not isinstance(value, dict)

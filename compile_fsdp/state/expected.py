@@ -1,12 +1,12 @@
-"""Find out what an optimizer will keep for a parameter, without changing the optimizer or the parameter.
+"""Find out which state an optimizer will keep for a parameter, without changing the optimizer or the parameter.
 
 [Note: A twin takes the step]
-Only an optimizer's own step says which entries it keeps for a parameter, of which dtype, sharded how. torch's
-`set_optimizer_state_dict` lets the optimizer itself take one with zero gradients. Here a twin does: an object of the
-same class and attributes, but with one group that holds nothing but a copy of the parameter, made of zeros. It runs
-the class's own `step`, without hooks, profiler or learning rate scheduler. An optimizer that cannot step like that
-(one that wants a closure, or whose arithmetic DTensor refuses) may have said less than everything: what it has not
-named is then accepted as it comes.
+Only an optimizer's own step shows which entries it keeps for a parameter, and their dtypes and sharding. torch's
+`set_optimizer_state_dict` makes the optimizer itself take a step with zero gradients. Here a twin takes the step: an
+object of the optimizer's class and attributes, but with one group that holds only a copy of the parameter, filled with
+zeros. It runs the class's own `step`, without hooks, profiler or learning rate scheduler. If that step fails (it needs
+a closure, or DTensor does not support its arithmetic), the list of entries may be incomplete; other entries are then
+accepted unchecked.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ class Expected:
     """The entries that an optimizer keeps for one parameter."""
 
     entries: dict[str, TensorSpec | None]
-    """The entries by name; None for an entry that is not a tensor."""
+    """Layout of each entry by name; None for an entry that is not a tensor."""
     required: frozenset[str]
-    """Names of the entries that the optimizer makes in its first step; others it may make later."""
+    """Names of the entries that the optimizer makes in its first step."""
     is_complete: bool
-    """Whether there can be no other entry."""
+    """Whether the twin's step succeeded, so that an entry not in `entries` is unexpected."""
 
 
 class Probe:
-    """Finds out what one optimizer keeps; for parameters of equal layout only once."""
+    """Finds the entries that one optimizer keeps; parameters of equal group, layout and device share a trial step."""
 
     def __init__(self, optim: torch.optim.Optimizer) -> None:
         self.optim = optim
         self._known: dict[tuple[int, TensorSpec, torch.device], Expected] = {}
 
     def expected(self, parameter: nn.Parameter, number: int, options: dict[str, Any]) -> Expected:
-        """The entries that the optimizer would keep for `parameter`, with the options of group `number`.
+        """The entries that the optimizer would keep for `parameter` in its group `number`, which has `options`.
 
         Collective if the optimizer's arithmetic issues collectives. See [Note: A twin takes the step].
         """
@@ -73,5 +73,5 @@ class Probe:
 
 
 def describe(state: Any) -> dict[str, TensorSpec | None]:
-    """The entries of one parameter's state."""
+    """Layout of each entry of one parameter's state by name; None for an entry that is not a tensor."""
     return {name: TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else None for name, leaf in leaves(state)}

@@ -6,9 +6,9 @@
 
 [Note: A save becomes complete in two renames]
 Everything is written into `step-N.part`, whose last file is torch.distributed.checkpoint's `.metadata`. The first
-rename makes it `step-N`, the second one moves `latest` to it; each is atomic. Interrupted before the second, `latest`
-still names the previous checkpoint, which no save touches. To save the step again that `latest` names, there is a
-second name, `step-N-again`; the two take turns.
+rename makes it `step-N`, the second makes `latest` name it; each is atomic. If a save is interrupted before the second
+rename, `latest` still names the previous checkpoint, which no save touches. If `latest` names the step to be saved, the
+new checkpoint is called `step-N-again`, or `step-N` if `latest` names `step-N-again`: the two names take turns.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ METADATA = ".metadata"
 
 
 def find_latest(path: str | os.PathLike[str]) -> Path | None:
-    """The newest complete checkpoint in a folder, None where there is none yet. Reads files, changes nothing.
+    """The newest complete checkpoint in a folder, or None if there is none yet; changes no file.
 
     Raises:
-        CheckpointError: the path is a file, or `latest` names what is no complete checkpoint.
+        CheckpointError: the path is a file, or `latest` names something that is no complete checkpoint.
     """
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
@@ -49,7 +49,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
     """The checkpoint at a path: the newest one in a folder of checkpoints, or the path itself.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no checkpoint.
     """
     folder = Path(path)
     if not folder.is_file() and (folder / METADATA).is_file():
@@ -61,7 +61,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """Make room for a save, and return its `.part` folder, which does not exist yet."""
+    """Remove interrupted saves, and return the `.part` folder for a new one, which does not exist yet."""
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"expected a folder for checkpoints, got the file {folder}; give another path")
     folder.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Put renames and new files on the disk, not only their contents."""
+    """Flush a folder to disk, so that renames and new files in it survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

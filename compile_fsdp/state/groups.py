@@ -1,4 +1,4 @@
-"""Bring the options of saved parameter groups to the groups that an optimizer has now."""
+"""Match the options of saved parameter groups with the groups that an optimizer has now."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from compile_fsdp.state.names import NamedParameter
 from compile_fsdp.state.verify import Differences
 
-NAMES = ("params", "param_names")  # entries of a group that name its parameters, and are no options
+NAMES = ("params", "param_names")  # entries of a group that name its parameters and are not options
 
 Group = Mapping[str, Any]
 
@@ -27,15 +27,15 @@ def match_groups(
 ) -> list[dict[str, Any]]:
     """The options that each present group gets: its own, overwritten by the saved options of its parameters.
 
-    Groups may have been split or merged since, as long as the parameters of one group were saved with equal options;
-    others are noted in `differences`. A group without parameters keeps its options, unless the saved groups are as
-    many and the one in its place is empty too.
+    Groups may have been split or merged since the save, as long as the parameters of each present group were saved with
+    equal options; other parameters are noted in `differences`. A group without parameters keeps its options, unless
+    there are as many saved groups as present ones and the saved group at its index is empty, too.
 
     Args:
         named: The parameters of each present group.
-        present: The optimizer's groups now.
-        saved: The saved groups, their `params` by FQN.
-        differences: Collects what does not fit.
+        present: The groups that the optimizer has now.
+        saved: The saved groups, whose `params` are FQNs.
+        differences: Collects the parameters whose options do not fit.
     """
     by_name = {name: options_of(group) for group in saved for name in group["params"]}
     matched = []

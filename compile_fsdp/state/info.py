@@ -1,4 +1,4 @@
-"""`param_info`: how each managed parameter is sharded."""
+"""`param_info`: how `fully_shard` has sharded each parameter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ParamInfo:
     group: tuple[str, ...]
     """FQNs of the modules of the parameter's group: one, unless `fully_shard` got a list. "" is the root."""
     shape: torch.Size
-    """Shape before sharding; with tensor parallelism, of the whole DTensor."""
+    """Shape before sharding; with tensor parallelism, the shape of the whole DTensor."""
     dtype: torch.dtype
     """The original dtype, not `param_dtype` of mixed precision."""
     mesh: DeviceMesh
@@ -32,7 +32,7 @@ class ParamInfo:
 
     @property
     def regions(self) -> dict[int, Region]:
-        """Offsets and sizes of the shard of every rank in `mesh`, by global rank; computed when asked for.
+        """Offsets and sizes of the shard of every rank in `mesh`, by global rank; computed on access.
 
         See [Note: Ranks may see different meshes].
         """
@@ -43,9 +43,9 @@ def param_info(model: nn.Module) -> dict[str, ParamInfo]:
     """Describe every parameter that `fully_shard` manages; issues no collective.
 
     Args:
-        model: Any module that is sharded, contains sharded modules, or is a part of a sharded one.
+        model: Any module that is sharded, contains sharded modules, or is part of a sharded module.
     Returns:
-        The parameters by FQN, in the order of `model.named_parameters()`; a shared parameter has one entry, under its
+        A description by FQN, in the order of `model.named_parameters()`; a shared parameter has one entry, under its
         first name. FQNs start at `model`, see [Note: FQNs are relative to the module that was given].
     """
     found = {}

@@ -1,7 +1,7 @@
-"""Which part of a tensor each rank holds, and how a whole tensor comes together on one rank without the others' help.
+"""Which part of a tensor each rank holds, and how rank 0 collects and distributes whole tensors.
 
-A whole tensor is collected on the first rank straight from the ranks that hold its parts: each of them only sends
-what it has, and needs no memory for it.
+Rank 0 collects a whole tensor directly from the ranks that hold its parts: each rank only sends its part, and needs no
+additional memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Region:
     """A rectangular part of a tensor."""
 
     offsets: tuple[int, ...]
-    """(ndim,) index of the first element; in an empty region, the size of the dim that is empty."""
+    """(ndim,) index of the first element; in a dim in which the region is empty, the size of the tensor."""
     sizes: tuple[int, ...]
     """(ndim,) size of the region in each dim."""
 
@@ -60,7 +60,7 @@ class TensorSpec:
 
 
 def regions(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> dict[int, Region]:
-    """The region of a tensor that every rank of the mesh holds, by global rank; replicas hold equal regions."""
+    """The region of a tensor that each rank of the mesh holds, by global rank; replicas hold equal regions."""
     coordinates = itertools.product(*map(range, mesh.shape))
     return {int(mesh.mesh[each]): _region_at(shape, mesh, each, placements) for each in coordinates}
 
@@ -82,7 +82,7 @@ def region_here(spec: TensorSpec) -> Region:
 
 
 def wrap_local(local: Tensor, spec: TensorSpec) -> DTensor:
-    """The DTensor of which this rank holds `local`."""
+    """A DTensor with the layout of `spec`, of which `local` is this rank's local tensor."""
     assert spec.mesh is not None
     stride = torch.empty(spec.shape, device="meta").stride()
     return DTensor.from_local(
@@ -91,7 +91,7 @@ def wrap_local(local: Tensor, spec: TensorSpec) -> DTensor:
 
 
 def cut(whole: Tensor, spec: TensorSpec, device: torch.device) -> Tensor:
-    """A copy, on `device`, of the part of a whole tensor that this rank holds under `spec`; never a view of it."""
+    """A copy, on `device`, of the part of a whole tensor that this rank holds under `spec`; never a view of `whole`."""
     if spec.mesh is None:
         return whole.detach().clone()
     part = whole.detach()[region_here(spec).slices]
@@ -113,18 +113,18 @@ def collect_whole(tensor: DTensor) -> Tensor:
 
 
 # [Note: Ranks may see different meshes]
-# A slice of a mesh, such as the data-parallel dim beside tensor parallelism, is another mesh on each rank: ranks 0 and
-# 2 of a 2 x 2 mesh see one of ranks (0, 2), ranks 1 and 3 one of (1, 3). What lies on it is replicated over the rest.
-# A rank cannot know the meshes of others, only that the first rank's has the first rank in it.
+# A slice of a mesh, such as its data-parallel dim beside tensor parallelism, differs between ranks: of a 2 x 2 mesh,
+# ranks 0 and 2 see a mesh of ranks (0, 2), and ranks 1 and 3 one of (1, 3). A tensor on such a slice is replicated over
+# the other dims. A rank does not know the slices of other ranks, except that rank 0's slice contains rank 0.
 
 
 @torch.no_grad()
 def collect_on_first(tensor: DTensor, offload: bool) -> Tensor | None:
-    """The whole value of a tensor on global rank 0, None on the other ranks. All ranks call it.
+    """The whole value of a tensor on global rank 0, None on other ranks. Collective: all ranks call it.
 
     Args:
-        tensor: A DTensor on any mesh; global rank 0 is in its own. See [Note: Ranks may see different meshes].
-        offload: Collect it on the CPU instead of the mesh's device.
+        tensor: A DTensor; on global rank 0, its mesh contains rank 0. See [Note: Ranks may see different meshes].
+        offload: Whether to collect the tensor on the CPU instead of the mesh's device.
     """
     tensor = _without_partial(tensor)
     mesh = tensor.device_mesh
@@ -147,16 +147,16 @@ def collect_on_first(tensor: DTensor, offload: bool) -> Tensor | None:
     return whole
 
 
-# Bytes of a chunk of a whole tensor that the first rank sends: large enough that latency does not count, small beside
+# Bytes of each chunk in which rank 0 sends a whole tensor: large enough to make latency negligible, small compared with
 # the shards of a model that needs sharding.
 CHUNK_BYTES = 16 * 2**20
 
 
 @torch.no_grad()
 def distribute_from_first(whole: Tensor | None, spec: TensorSpec, device: torch.device) -> Tensor:
-    """This rank's part, on `device`, of a whole tensor that only global rank 0 has. All ranks call it.
+    """This rank's part, on `device`, of a whole tensor that only global rank 0 has. Collective: all ranks call it.
 
-    The tensor passes all ranks in chunks of rows, of which each keeps what it needs.
+    Rank 0 broadcasts the tensor in chunks of rows, and each rank keeps its region of each chunk.
     """
     if spec.mesh is None:
         carried = [whole.cpu() if whole is not None else None]

@@ -21,26 +21,26 @@ from compile_fsdp.state.verify import Differences
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """Which saved state is loaded for which parameter. Names are the names that the state was saved under."""
+    """Which saved state is loaded for which parameter. All names are those that the state was saved under."""
 
     sources: tuple[str, ...]
     """Names of the parameters with a saved state, in the order of the optimizer's groups."""
     parameters: Mapping[str, nn.Parameter]
-    """By saved name."""
+    """The parameters of `sources`, by saved name."""
     expected: Mapping[str, Expected]
-    """By saved name."""
+    """The entries that the optimizer keeps for each of `parameters`, by saved name."""
     kept: frozenset[nn.Parameter]
     """Parameters that the saved state does not name: their state stays as it is."""
     merge: bool
-    """Whether entries that were not saved stay as they are."""
+    """Whether entries that a saved state lacks stay as they are in the optimizer."""
     options: Sequence[Mapping[str, Any]]
-    """The options of each of the optimizer's groups."""
+    """The options that each of the optimizer's groups will have."""
 
     def target(self, fqn: str, entry: str, saved: TensorSpec) -> TensorSpec:
-        """How a tensor is laid out once it is loaded.
+        """The layout of a tensor once it is loaded.
 
-        It is laid out as the optimizer would make it. Where that is not known: like the parameter, if shapes are equal;
-        replicated over the parameter's mesh, if they differ; as a plain tensor, if it has no dims.
+        It is the layout that the optimizer would choose. If that is not known, it is the parameter's layout if shapes
+        are equal, replicated over the parameter's mesh if they differ, and a plain tensor if there are no dims or mesh.
         """
         known = self.expected[fqn].entries.get(entry)
         if known is not None:
@@ -56,7 +56,7 @@ class LoadPlan:
         return TensorSpec(saved.shape, saved.dtype, parameter.device_mesh, placements)
 
     def apply(self, optim: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Hand the state to the optimizer's own `load_state_dict`; if that raises, the optimizer is as it was.
+        """Pass the state to the optimizer's own `load_state_dict`; if that raises, the optimizer is unchanged.
 
         Args:
             optim: The optimizer that this plan was made for.
@@ -99,14 +99,14 @@ def plan_load(
     Args:
         model: The model that holds the optimizer's parameters.
         optim: The optimizer, which is not changed here.
-        groups: The saved groups, `params` by FQN.
-        outline: The saved state by FQN, a `TensorSpec` in place of every tensor. Equal on all ranks.
+        groups: The saved groups, whose `params` are FQNs.
+        outline: The saved state by FQN, with a `TensorSpec` in place of every tensor. Equal on all ranks.
         strict: Whether missing and unexpected entries are refused.
-        what: Name of the state, for the message.
+        what: Name of the state in the error message.
         differences: Differences found so far, to be raised together with the ones found here.
     Raises:
         StateError: the saved groups hold parameter ids.
-        StateMismatchError: the state does not fit; the same on all ranks.
+        StateMismatchError: the state does not fit; all ranks raise the same error.
     """
     differences = Differences(strict) if differences is None else differences
     if any(not isinstance(name, str) for group in groups for name in group["params"]):
@@ -142,7 +142,7 @@ def plan_load(
 
 
 def _saved_name(member: NamedParameter, saved: Mapping[str, None]) -> str | None:
-    """The name of a parameter that was used to save it, None if it was not saved."""
+    """The name under which a parameter was saved, None if it was not saved."""
     return next((name for name in member.names if name in saved), None)
 
 
@@ -151,9 +151,9 @@ def _spec(leaf: Any) -> TensorSpec | None:
 
 
 def _undo_casts(loaded: dict[Any, Any], wanted: dict[Any, Any]) -> dict[Any, Any]:
-    """A copy of `loaded`, with the leaves of `wanted` that `Optimizer.load_state_dict` has changed.
+    """A copy of `loaded` in which leaves that `Optimizer.load_state_dict` has changed come from `wanted`.
 
-    `Optimizer.load_state_dict` casts every tensor, counters included, to the parameter's dtype, and splits strings.
+    `Optimizer.load_state_dict` casts tensors to the parameter's dtype, counters included, and corrupts strings.
     """
     originals = dict(leaves(wanted))
 

@@ -1,9 +1,9 @@
 """Names of parameters that do not change with sharding, compiling or checkpointing.
 
 [Note: FQNs are relative to the module that was given]
-An FQN is the path from the module that a function was called with, as in its `named_parameters()`: called with a
-model that contains sharded modules, names are those of the whole model; called with a submodule, they start there.
-Modules that only wrap another one (`torch.compile(module)`, activation checkpointing, DDP) leave no trace in it.
+An FQN is the path from the module that a function was called with, as in the module's `named_parameters()`: names start
+at the model if the function was called with the whole model, and at the submodule if it was called with a submodule.
+Modules that only wrap another one (`torch.compile(module)`, activation checkpointing, DDP) leave no trace in an FQN.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class NamedParameter:
     """A parameter under all of its names."""
 
     fqn: str
-    """The first name, in the order of the modules."""
+    """The parameter's first FQN, in the order of the modules."""
     aliases: tuple[str, ...]
-    """The other names, where modules share the parameter."""
+    """Further FQNs of the parameter, if modules share it."""
     parameter: nn.Parameter
     """The parameter that an optimizer holds: the sharded one, also while the model is unsharded."""
     managed: FSDPParam | None
     """FSDP2's object for the parameter; None if no `fully_shard` call manages it."""
     group: tuple[str, ...]
-    """FQNs of the modules whose group manages it; empty for an unmanaged one."""
+    """FQNs of the modules whose FSDP2 group has the parameter; empty if no `fully_shard` call manages it."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -87,7 +87,7 @@ def named_parameters(root: nn.Module) -> list[NamedParameter]:
 
 
 def named_groups(root: nn.Module, optim: torch.optim.Optimizer) -> list[list[NamedParameter]]:
-    """The parameters of each of the optimizer's groups, in its order.
+    """The parameters of each of the optimizer's groups, in the optimizer's order.
 
     Raises:
         ForeignParameterError: the optimizer holds parameters that are not in the model.

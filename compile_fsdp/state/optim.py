@@ -33,20 +33,20 @@ def optim_state_dict(
 ) -> OptimState:
     """The optimizer's state in the shape of `Optimizer.state_dict()`, with FQNs in place of parameter ids.
 
-    Parameters come in the optimizer's order, which is the same on all ranks; a shared parameter comes once, under
-    its first name; one without state (frozen, unused, or before the first step) is named in its group alone.
+    Parameters are in the optimizer's order, which is equal on all ranks. A shared parameter appears once, under its
+    first name. A parameter without state (frozen, unused, or before the first step) appears in its group only.
 
     Args:
-        model: Holds all of the optimizer's parameters, managed ones and others. FQNs start at it.
-        optim: Any optimizer; it is not changed, also before its first step.
-        full: Whole plain tensors, which are copies, instead of the DTensors that the optimizer itself goes on
-            working on. Collective: all ranks call it.
-        cpu_offload: Put tensors on the CPU.
-        rank0_only: With `full`: rank 0 alone gets the state, the others get `{}`. Tensors go there one after the
-            other, and take no memory on the other ranks.
+        model: A module that holds all of the optimizer's parameters, sharded or not; FQNs start at it.
+        optim: Any optimizer, even before its first step; it is not changed.
+        full: Whether to return copies as whole plain tensors, instead of the DTensors that the optimizer itself uses.
+            With True the call is collective: all ranks call it.
+        cpu_offload: Whether to return tensors on the CPU.
+        rank0_only: Whether rank 0 alone gets the full state, and other ranks `{}`; requires `full`. Tensors are sent to
+            rank 0 one after the other, and take no memory on other ranks.
     Raises:
-        StateError: `rank0_only` without `full`; state that belongs to no parameter.
-        StateMismatchError: with `full`, ranks that do not have the same entries.
+        StateError: `rank0_only` is set without `full`, or some state belongs to no parameter.
+        StateMismatchError: `full` is set, and entries differ between ranks.
         ForeignParameterError: the optimizer holds parameters that are not in the model.
     """
     if rank0_only and not full:
@@ -94,24 +94,24 @@ def _convert(leaf: Any, full: bool, cpu_offload: bool, rank0_only: bool) -> Any:
 def load_optim_state_dict(
     model: nn.Module, optim: torch.optim.Optimizer, state: OptimState, *, strict: bool = True
 ) -> None:
-    """Load what `optim_state_dict` returned, in any of its forms, for any sharding, on any number of ranks.
+    """Load a state from `optim_state_dict`, in any of its forms, under any sharding and on any number of ranks.
 
-    The optimizer's state is replaced; options of its groups that were saved are overwritten. Tensors are copied, so
-    that the optimizer does not go on working on those of `state`, and keep their dtypes.
+    The state replaces the optimizer's, and saved options of groups overwrite the optimizer's. Tensors are copied, so
+    that the optimizer does not change those of `state`, and keep their dtypes.
 
-    Collective: all ranks call it. Where it raises, the optimizer is as it was, and all ranks raise the same error.
+    Collective: all ranks call it. If it raises, the optimizer is unchanged, and all ranks raise the same error.
 
     Args:
-        model: Holds all of the optimizer's parameters. FQNs start at it; any name of a shared parameter will do.
-        optim: An optimizer with any state, or none yet.
-        state: Sharded or full on every rank, or full on rank 0 with `{}` on the others. With parameter ids in place
-            of FQNs, see `rekey_optim_state`.
-        strict: Refuse parameters and entries that are missing or unexpected. Otherwise what is missing stays as it
-            is, parameters that the optimizer does not have are left out, and entries that it does not make in its
-            first step (it may make them later) are loaded.
+        model: A module with all the optimizer's parameters; FQNs start at it. Any FQN of a shared parameter works.
+        optim: An optimizer, with any state or none yet.
+        state: A sharded or full state on every rank, or a full state on rank 0 and `{}` on other ranks. A state with
+            parameter ids has to be converted with `rekey_optim_state`.
+        strict: Whether to refuse missing and unexpected parameters and entries. If False, missing ones stay as they are
+            in the optimizer, parameters that the optimizer does not have are left out, and entries that the optimizer
+            does not make in its first step (but may make later) are loaded.
     Raises:
-        StateError: there is a state on some ranks only, or different ones.
-        StateMismatchError: entries are missing, unexpected, or of another shape or dtype than the optimizer has.
+        StateError: `state` has another form, or only some ranks have a state.
+        StateMismatchError: entries are missing, unexpected, of another shape or dtype, or differ between ranks.
         ForeignParameterError: the optimizer holds parameters that are not in the model.
     """
     is_partial = isinstance(state, dict) and bool(state) and not {"state", "param_groups"} <= state.keys()
@@ -136,7 +136,7 @@ def load_optim_state_dict(
 
 
 def _outline(_: str, leaf: Any) -> Any:
-    """Replace a tensor by a description with its whole shape and dtype."""
+    """Replace a tensor by a description with the shape and dtype of the whole tensor."""
     return TensorSpec(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
@@ -166,7 +166,7 @@ def _is_on_first_alone(state: OptimState) -> bool:
     """Whether rank 0 has a state and all other ranks `{}`; all ranks get the same answer.
 
     Raises:
-        StateError: neither that, nor a state of the same structure on every rank.
+        StateError: only some ranks have a state, other than a full one on rank 0; or states differ in structure.
     """
     tensors = [leaf for entries in state.get("state", {}).values() for _, leaf in leaves(entries)]
     sharded = any(isinstance(leaf, DTensor) for leaf in tensors)
@@ -190,7 +190,7 @@ def _require_same_structure(state: dict[str, Any]) -> None:
 
 
 def _refuse_differences(state: dict[str, Any], digests: list[str]) -> None:
-    """Raise, on all ranks, the names of entries that some ranks lack or have in another shape or dtype."""
+    """Raise on all ranks, with the entries' names, if some ranks lack an entry or have another shape or dtype of it."""
     if len(set(digests)) == 1:
         return
     listed = gather(_list_entries(state))

@@ -1,5 +1,4 @@
-"""Decisions that all ranks take together: they agree, or raise the same error. Without a process group, one rank does.
-"""
+"""Decisions that all ranks take together; without a process group, this process is the only rank."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ def on_first(function: Callable[[], T]) -> T:
     """Call `function` on rank 0 alone; every rank returns its result, or raises its error.
 
     Raises:
-        CompileFSDPError: the function did; `CheckpointError` for a failing file operation.
+        CompileFSDPError: the function raised it; its other exceptions become a `CheckpointError`.
     """
     outcome: list[Any] = [None, None]
     if is_first():

@@ -1,4 +1,4 @@
-"""`rekey_optim_state`: between parameter ids, as `Optimizer.state_dict()` has them, and FQNs."""
+"""`rekey_optim_state`: convert optimizer state between the parameter ids of `Optimizer.state_dict()` and FQNs."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def rekey_optim_state(
 ) -> OptimState:
     """Rename the parameters of an optimizer state; tensors are neither copied nor changed. Issues no collective.
 
-    Ids number the parameters of all groups in their order, and say nothing else. Their names come from, in this
-    order: `optim`; the `param_names` that the groups carry if the optimizer was made from named parameters; and,
-    if there is but one group, the order of `model.named_parameters()`, with or without the frozen ones.
+    Ids only number the parameters of all groups in order. Their names come from the first available of: `optim`; the
+    `param_names` that groups have if the optimizer was made from named parameters; and, if there is only one group, the
+    order of `model.named_parameters()`, with or without the frozen parameters.
 
     Args:
-        state: What `Optimizer.state_dict()` or `optim_state_dict()` returned.
-        model: The unsharded or the sharded model: FQNs are the same.
+        state: A state from `Optimizer.state_dict()` or `optim_state_dict()`.
+        model: The model, sharded or not, since FQNs do not depend on sharding.
         to: "fqn" for a state to give to `load_optim_state_dict`, "id" for one to give to `Optimizer.load_state_dict`.
-        optim: An optimizer over parameters of `model`, with the groups of the state: needed to name the ids of
-            several groups without `param_names`; with to="id", ids then follow this optimizer's order.
+        optim: An optimizer over parameters of `model`, with the groups of the state. It is needed to name the ids of
+            several groups without `param_names`; with to="id", ids follow its order.
     Returns:
         A new state of the same form, without `param_names`.
     Raises:
-        RekeyError: nothing says whose the ids are, or names or shapes are not those of the model.
+        RekeyError: the names of the ids cannot be determined, or names or shapes are not those of the model.
     """
     if to == "fqn":
         return _to_fqns(state, model, optim)
@@ -94,7 +94,7 @@ def _names_of_ids(
 
 
 def _known_names(names: Iterable[str], every: Sequence[NamedParameter], model: nn.Module) -> list[str]:
-    """Map the names that an optimizer was given, perhaps while the model was wrapped, to FQNs."""
+    """Map names that an optimizer was given, which may contain those of wrapper modules, to FQNs."""
     first = {name: member.fqn for member in every for name in member.names}
     found: list[str] = []
     foreign: list[str] = []
@@ -114,7 +114,7 @@ def _known_names(names: Iterable[str], every: Sequence[NamedParameter], model: n
 def _check_shapes(state: Mapping[Any, Any], fqns: Mapping[Any, str], model: nn.Module) -> None:
     """Refuse state that cannot belong to its parameter: no tensor with the parameter's number of dims has its sizes.
 
-    Dims that are reduced to size 1 fit any size.
+    A dim of size 1 fits any size.
     """
     shapes = {member.fqn: member.parameter.shape for member in named_parameters(model)}
     wrong = []

@@ -36,26 +36,26 @@ class Outline:
     state: Mapping[str, Any]
     """The optimizer's state by FQN, encoded for DCP."""
     groups: list[dict[str, Any]]
-    """The optimizer's parameter groups, with their tensors read."""
+    """The optimizer's parameter groups, with tensors as values rather than `TensorSpec`s."""
     step: int | None
 
 
 def load(
     model: nn.Module, optim: torch.optim.Optimizer, path: str | os.PathLike[str], *, strict: bool = True
 ) -> int:
-    """Load the newest checkpoint in a folder, or a certain one; any number of ranks may have saved it.
+    """Load the newest checkpoint in a folder, or a given one; any number of ranks may have saved it.
 
-    First all of it is compared with the model and the optimizer, then read beside what they have, which takes their
-    memory twice for a while, and only then put in place. Where it raises, nothing has been changed, and all ranks
-    raise the same error. Collective: all ranks call it.
+    The checkpoint is first compared with the model and the optimizer, then read into new tensors, which take the memory
+    of both a second time for a while, and only then put in place. If it raises, nothing is changed, and all ranks raise
+    the same error. Collective: all ranks call it.
 
     Args:
         model: A model, sharded in any way or not at all.
         optim: An optimizer over parameters of `model`, with any state or none yet.
         path: The folder that `save` was called with, or the folder of one checkpoint.
-        strict: Refuse missing and unexpected entries. Otherwise the former stay as they are, the latter are left out.
+        strict: Whether to refuse missing and unexpected entries; else missing ones stay, unexpected ones are skipped.
     Returns:
-        The step that was saved with it; 0 for a checkpoint without one, where that is not refused.
+        The step that was saved in the checkpoint; 0 if it has none, which `strict` refuses.
     Raises:
         CheckpointError: there is no checkpoint, or it cannot be read.
         StateMismatchError: entries are missing, unexpected, or of another shape or dtype.
@@ -86,10 +86,10 @@ def load(
 
 
 def read_outline(folder: Path) -> Outline:
-    """Read everything but the tensors of a checkpoint; on one rank, without collectives.
+    """Read all of a checkpoint but the tensors of model and optimizer state; on one rank, without collectives.
 
     Raises:
-        CheckpointError: it cannot be read, or holds no `{"model": ..., "optimizer": ...}`.
+        CheckpointError: the checkpoint cannot be read, or holds no `{"model": ..., "optimizer": ...}`.
     """
     try:
         reader = SafeReader(folder)
@@ -136,7 +136,7 @@ def _compare_model(present: Mapping[str, Any], saved: Mapping[str, Any], differe
 
 
 def _make_room(name: str, saved: Any, present: Any, tensors: dict[str, Tensor]) -> Any:
-    """One entry of the model's state, with new tensors to read into, which are noted in `tensors`."""
+    """One entry of the model's state, with new tensors to read into, which are added to `tensors`."""
 
     def room(leaf_name: str, leaf: Any) -> Any:
         if not isinstance(leaf, TensorSpec):
@@ -151,7 +151,7 @@ def _make_room(name: str, saved: Any, present: Any, tensors: dict[str, Tensor]) 
 def _make_room_for_state(
     fqn: str, saved: Mapping[str, Any], plan: LoadPlan, tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
-    """The optimizer state of one parameter, with new tensors to read into, which are noted in `tensors`."""
+    """The optimizer state of one parameter, with new tensors to read into, which are added to `tensors`."""
     prefix = f"optimizer.state.{fqn}."
     device = plan.parameters[fqn].device
 
@@ -176,7 +176,7 @@ def _read(tensors: dict[str, Tensor], folder: Path) -> None:
 
 
 def _nest(items: Iterable[tuple[tuple[str | int, ...], Any]]) -> dict[str, Any]:
-    """Nested dicts and lists from the paths to their leaves; an int in a path is the index in a list."""
+    """Build nested dicts and lists from (path, leaf) pairs; an int in a path is the index in a list."""
     root: dict[Any, Any] = {}
     for path, value in items:
         inner = root

@@ -1,6 +1,6 @@
-"""Read checkpoints of torch.distributed.checkpoint without running what somebody may have put into them.
+"""Read checkpoints of torch.distributed.checkpoint without running code that somebody may have put into them.
 
-torch's own reader unpickles the file `.metadata`, and its planner every value that is no tensor, whatever they contain:
+torch's own reader unpickles the file `.metadata`, and its planner every value that is not a tensor, without checks:
 a pickle can call any function. Here only descriptions of tensors are taken from `.metadata`, and other values only if
 `torch.load(weights_only=True)` takes them: numbers, strings, containers and tensors.
 """
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 # Modules whose classes only hold data.
 _DESCRIPTIONS = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-# Other classes and functions that only make a value, a layout or a path for example.
+# Other classes and functions that only make a value, such as a layout or a path.
 _PLAIN = {
     ("torch", "Size"),
     ("collections", "OrderedDict"),
@@ -36,10 +36,10 @@ class SafeReader(FileSystemReader):
     """Reads checkpoints from a folder, and unpickles nothing but descriptions of tensors."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the metadata that torch's own reader reads.
+        """Read the file `.metadata`, as torch's own reader does.
 
         Raises:
-            pickle.UnpicklingError: the file holds something else than descriptions of tensors.
+            pickle.UnpicklingError: the file holds anything but descriptions of tensors.
         """
         with (Path(self.path) / ".metadata").open("rb") as file:
             metadata = _Unpickler(file).load()
@@ -62,10 +62,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 class SafePlanner(DefaultLoadPlanner):
-    """Loads values that are no tensors into a flat state dict, with `torch.load(weights_only=True)`.
+    """Loads values that are not tensors into a flat state dict, with `torch.load(weights_only=True)`.
 
     Args:
-        allowed: Classes whose objects are loaded, beside those of `torch.serialization.add_safe_globals`.
+        allowed: Classes whose objects may be loaded, in addition to those of `torch.serialization.add_safe_globals`.
     """
 
     def __init__(self, allowed: Sequence[type]) -> None:
@@ -73,10 +73,10 @@ class SafePlanner(DefaultLoadPlanner):
         self._allowed: list[Any] = list(allowed)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Take one value.
+        """Load one value into the state dict.
 
         Raises:
-            pickle.UnpicklingError: the value contains an object of another class.
+            pickle.UnpicklingError: the value contains an object of a class that is not allowed.
         """
         with torch.serialization.safe_globals(self._allowed):
             self.original_state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)

@@ -31,9 +31,9 @@ class Differences:
         self._found.append((4, name))
 
     def compare(self, name: str, expected: TensorSpec | None, got: TensorSpec | None) -> None:
-        """Compare two entries of one name; None stands for an entry that is not a tensor.
+        """Compare the expected and the actual entry of one name; None stands for an entry that is not a tensor.
 
-        A number in place of a 0-dim tensor is no difference: older optimizers counted their steps so.
+        A number in place of a 0-dim tensor is no difference: older optimizers counted their steps with numbers.
         """
         if expected == got or (expected is not None and got is None and not expected.shape):
             return
@@ -55,10 +55,10 @@ class Differences:
                 self.unexpected(f"{fqn}: {name}")
 
     def raise_together(self, what: str) -> None:
-        """Raise the differences of all ranks on all of them, if there are any. Collective.
+        """Raise one error on all ranks if any rank has found differences. Collective.
 
         Args:
-            what: Name of the state, for the message.
+            what: Name of the state in the error message.
         """
         by_kind: dict[int, list[str]] = {}
         for text in unite(f"{kind}{text}" for kind, text in self._found):

@@ -1,1 +1,1 @@
-"""What users run beside the compiler: explain, plan, bench, train."""
+"""Tools for users beside the compiler: explain, plan, bench, train."""

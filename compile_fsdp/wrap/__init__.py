@@ -1,4 +1,4 @@
-"""Say once which modules of a model to shard: policies, plans, checks, and modules in full precision."""
+"""Choose which modules of a model to shard: policies, plans, checks, and modules that run in full precision."""
 
 from compile_fsdp.wrap.build_plan import plan
 from compile_fsdp.wrap.plans import Group, Plan

@@ -1,4 +1,4 @@
-"""`plan`: ask a policy, check what it says, and write down the calls of `fully_shard` that follow."""
+"""`plan`: ask a policy which modules to shard, check its answer, and list the calls of `fully_shard` to make."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def plan(
     fix_shared: bool = False,
     **root_kwargs: Any,
 ) -> Plan:
-    """Decide what to shard, and leave the model as it is. All ranks get the same plan, without communication.
+    """Decide which modules to shard, without changing the model. All ranks get equal plans, without communication.
 
     Args:
-        model: What will be the root; on any device, meta included.
-        policy: Which modules become groups of their own; `RepeatedBlocksPolicy()` unless given.
-        mesh: The mesh to shard over; all ranks unless given, as in `fully_shard`.
-        ignored_modules: Modules that are not sharded, nor any module below them.
-        mixed_precision_overrides: Classes of modules that compute in float32 whatever is around them: groups of
-            their own without `param_dtype`, 16-bit inputs cast up, outputs cast to the dtype that the inputs had.
-        fix_shared: Whether groups that share parameters are merged into one, in place of an error.
-        **root_kwargs: Arguments of `fully_shard` for the root, and for each module whose policy gives no other.
+        model: The outermost module, on any device, meta included; it becomes the root.
+        policy: Selects the modules that become groups of their own; `RepeatedBlocksPolicy()` by default.
+        mesh: The mesh to shard over; by default all ranks, as in `fully_shard`.
+        ignored_modules: Modules to leave unsharded, together with all modules below them.
+        mixed_precision_overrides: Classes of modules that compute in float32 even inside a low-precision model: each is
+            a group without `param_dtype`; 16-bit inputs are cast to float32, outputs to the first input's dtype.
+        fix_shared: Whether to merge groups that share parameters, instead of raising an error.
+        **root_kwargs: Arguments of `fully_shard` for the root, and for other groups unless the policy overrides them.
     Returns:
-        The plan: print it, `apply` it.
+        The plan, which `print` shows as a table and `apply` carries out.
     Raises:
         PlanError: the plan cannot be applied; the subclass says why.
         FSDP1Error: the model contains FullyShardedDataParallel modules.
@@ -83,7 +83,7 @@ def _draft(
     drafts = []
     for module in chosen:
         kwargs = {**root_kwargs, **selection.get(module, {})}
-        # fully_shard knows ignored parameters, not modules.
+        # fully_shard takes ignored parameters, but no ignored modules.
         if own_ignored := ignored_params | set(kwargs.get("ignored_params") or ()):
             kwargs["ignored_params"] = own_ignored
         if module in in_full_precision:

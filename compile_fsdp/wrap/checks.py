@@ -1,4 +1,4 @@
-"""Refuse, before anything is changed, a plan that cannot work: with all FQNs and what to do about it."""
+"""Refuse a plan that cannot work before the model is changed; errors name all offending FQNs and the remedy."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def check_ignored(root: nn.Module, ignored_modules: Collection[nn.Module]) -> No
 
 
 def check_selection(root: nn.Module, policy: Policy, selection: Selection, ignored: Collection[nn.Module]) -> None:
-    """Check what a policy returned, module by module."""
+    """Check that a policy selected modules of the model: none of them ignored, and at least one below the root."""
     names = names_of(root)
-    # The policy is the user's own code, whatever its annotations say.
+    # A policy is user code and may return anything, despite its annotations.
     foreign = [repr(module) for module in selection if module not in names]
     if foreign:
         raise PolicyError(
@@ -63,7 +63,7 @@ def check_selection(root: nn.Module, policy: Policy, selection: Selection, ignor
 
 
 def check_modules(root: nn.Module, modules: Collection[nn.Module]) -> None:
-    """Check that modules can be sharded, as far as it does not depend on their parameters."""
+    """Check that a model has no FSDP1 modules, and that the given modules are not sharded yet and have a forward."""
     names = names_of(root)
     fsdp1 = [fqn for module, fqn in names.items() if isinstance(module, FullyShardedDataParallel)]
     if fsdp1:
@@ -84,7 +84,7 @@ def check_modules(root: nn.Module, modules: Collection[nn.Module]) -> None:
 
 
 def check_arguments(root: nn.Module, drafts: Iterable[Draft]) -> None:
-    """Check the arguments of `fully_shard` that it would refuse half way through a plan."""
+    """Refuse arguments that `fully_shard` would refuse only after it has sharded a part of the model."""
     names = names_of(root)
     known = [name for name in inspect.signature(fully_shard).parameters if name != "module"]
     wrong: dict[str, list[str]] = {}
@@ -107,7 +107,7 @@ def _divides(factor: object, ranks: int) -> bool:
 
 
 def check_shared(root: nn.Module, drafts: Sequence[Draft]) -> None:
-    """Refuse a parameter that two groups would take: each would shard a copy of its own, and untie them."""
+    """Refuse a parameter that two groups share: each group would shard its own copy, and the copies would diverge."""
     shared = find_shared(drafts)
     if not shared:
         return
@@ -183,7 +183,7 @@ def check_full_precision(root: nn.Module, modules: Collection[nn.Module]) -> Non
 
 
 def check_process_group(kwargs: Iterable[Mapping[str, Any]]) -> None:
-    """Refuse to build a mesh where nothing says which ranks there are."""
+    """Refuse arguments of `fully_shard` without a mesh if there is no process group to build one from."""
     if dist.is_initialized() or "RANK" in os.environ or all(each.get("mesh") is not None for each in kwargs):
         return
     raise ProcessGroupMissingError(

@@ -1,9 +1,9 @@
-"""Drafts of calls of `fully_shard`: which parameters each of them will take, in which order, and their merging.
+"""Drafts of `fully_shard` calls: the parameters that each call takes, the order of the calls, and how drafts merge.
 
 [Note: Inner groups come first]
-`fully_shard` takes what it finds below its modules and stops at modules that are sharded already. A group with a
-module inside of another group's must therefore be sharded before it. In post-order that is so for groups of one
-module; a group of several waits for the groups below any of them.
+`fully_shard` takes all parameters below its modules, but stops at modules that are sharded already. A group with a
+module inside a module of another group must therefore be sharded before that group. Post-order ensures this for groups
+of one module; a group of several modules is sharded after all groups below any of them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def collect(draft: Draft, borders: Set[nn.Module]) -> list[Held]:
 
     Args:
         draft: The call of `fully_shard`.
-        borders: The modules of all drafts.
+        borders: The modules of all drafts, at which the search for parameters stops.
     """
     ignored = set(draft.kwargs.get("ignored_params") or ())
     found: list[Held] = []
@@ -70,7 +70,7 @@ def collect_all(drafts: Sequence[Draft]) -> list[list[Held]]:
 
 
 def find_shared(drafts: Sequence[Draft]) -> dict[nn.Parameter, dict[Draft, list[nn.Module]]]:
-    """Each parameter that more than one draft would take, with the modules by which each of them reaches it."""
+    """Each parameter that more than one draft would take, with the modules of each draft that hold the parameter."""
     holders: dict[nn.Parameter, dict[Draft, list[nn.Module]]] = {}
     for draft, held in zip(drafts, collect_all(drafts), strict=True):
         for parameter, module, _ in held:
@@ -79,7 +79,7 @@ def find_shared(drafts: Sequence[Draft]) -> dict[nn.Parameter, dict[Draft, list[
 
 
 def in_order(root: nn.Module, drafts: Sequence[Draft]) -> list[Draft]:
-    """The order to shard in. See [Note: Inner groups come first]."""
+    """Sort drafts into the order to shard them in. See [Note: Inner groups come first]."""
     position = {module: index for index, module in enumerate(in_post_order(root))}
     drafts = sorted(drafts, key=lambda draft: position[draft.modules[0]])
     ordered: dict[Draft, None] = {}
@@ -98,10 +98,10 @@ def in_order(root: nn.Module, drafts: Sequence[Draft]) -> list[Draft]:
 
 
 def merge_shared(root: nn.Module, drafts: Sequence[Draft]) -> list[Draft]:
-    """Make one draft of those that share parameters, again and again until none do.
+    """Merge drafts that share parameters, until no two drafts do.
 
-    Modules below others of the same draft are dropped, so that a group that shares with one around it goes into
-    that one, and groups side by side become one of several modules.
+    A merged draft keeps only its outermost modules: a group that shares parameters with a group around it becomes part
+    of the outer group, and groups side by side become one group of several modules.
 
     Raises:
         SharedParameterError: drafts that are to be merged differ in their arguments.

@@ -1,4 +1,4 @@
-"""How many bytes of a parameter each rank will keep: facts that are equal on all ranks."""
+"""Sizes of sharded and unsharded parameters under `fully_shard`, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 
 def shard_count(kwargs: Mapping[str, Any]) -> int:
-    """Ranks that `fully_shard` will shard over with these arguments.
+    """Number of ranks that `fully_shard` shards over with these arguments.
 
-    Without a mesh: all ranks of the process group, or of the launcher (`WORLD_SIZE`) where there is none yet.
+    Without a mesh, it is the size of the process group, or `WORLD_SIZE` of the launcher if there is no group yet.
     """
     mesh: DeviceMesh | None = kwargs.get("mesh")
     if mesh is None:
@@ -28,10 +28,10 @@ def shard_count(kwargs: Mapping[str, Any]) -> int:
 
 
 def shard_of(parameter: nn.Parameter, kwargs: Mapping[str, Any]) -> tuple[int, int]:
-    """The dim that `fully_shard` will shard a parameter on, not negative, and over how many ranks."""
+    """The non-negative dim that `fully_shard` shards a parameter on, and the number of ranks that it shards over."""
     place = kwargs.get("shard_placement_fn")
     placed = None if place is None else place(parameter)
-    # A Shard, or a torch ShardPlacementResult, which has a placement and a mesh.
+    # `placed` is a Shard, or torch's ShardPlacementResult, which has a placement and a mesh.
     placement = getattr(placed, "placement", placed)
     mesh_info = getattr(placed, "mesh_info", None)
     dim = placement.dim if isinstance(placement, Shard) else 0
@@ -39,7 +39,7 @@ def shard_of(parameter: nn.Parameter, kwargs: Mapping[str, Any]) -> tuple[int, i
 
 
 def local_shape(parameter: nn.Parameter) -> list[int]:
-    """The shape that is sharded of a parameter; for a DTensor, the largest of all ranks' local tensors."""
+    """The shape that `fully_shard` splits: the parameter's, or for a DTensor that of its largest local tensor."""
     shape = list(parameter.shape)
     if isinstance(parameter, DTensor):
         for mesh_dim, placement in enumerate(parameter.placements):
@@ -49,7 +49,7 @@ def local_shape(parameter: nn.Parameter) -> list[int]:
 
 
 def shard_bytes(parameter: nn.Parameter, kwargs: Mapping[str, Any]) -> int:
-    """Bytes of a parameter on each rank, in its own dtype; rows that pad an uneven split are counted."""
+    """Bytes of a parameter's shard on each rank, in the parameter's dtype, with the padding of an uneven split."""
     dim, ranks = shard_of(parameter, kwargs)
     shape = local_shape(parameter)
     shape[dim] = -(-shape[dim] // ranks)
@@ -57,7 +57,7 @@ def shard_bytes(parameter: nn.Parameter, kwargs: Mapping[str, Any]) -> int:
 
 
 def unsharded_bytes(parameter: nn.Parameter, kwargs: Mapping[str, Any]) -> int:
-    """Bytes of a gathered parameter, in the dtype that it is gathered in."""
+    """Bytes of an unsharded parameter, in the dtype that it is gathered in."""
     policy = kwargs.get("mp_policy")
     dtype = None if policy is None or not parameter.is_floating_point() else policy.param_dtype
     return math.prod(local_shape(parameter)) * (dtype or parameter.dtype).itemsize

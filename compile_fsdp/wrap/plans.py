@@ -1,4 +1,4 @@
-"""A plan: the calls of `fully_shard` that will be made, with their facts, to read before any of them is made."""
+"""A plan: the calls of `fully_shard` to make, with the sizes of their groups, to inspect before making them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Group:
     """One call of `fully_shard`, and the parameters that it will gather and reduce together.
 
     Attributes:
-        modules: What is sharded: one module, or several that share the group.
-        fqns: The FQN of each, empty for the root.
-        kwargs: Arguments of `fully_shard`, the root's where the policy gave none.
+        modules: The modules to shard: one, or several that share the group.
+        fqns: FQN of each module, empty for the root.
+        kwargs: Arguments of `fully_shard`: those of the root, overridden by those of the policy.
         parameters: FQNs of the group's parameters in torch's order, each parameter once.
         numel: Elements of all parameters of the group, unsharded.
         bytes_per_rank: Bytes of the parameters' shards on each rank, padding included: equal on all ranks.
@@ -46,10 +46,10 @@ class Plan:
     """The calls of `fully_shard` that `apply` will make, in order; `print` shows them as a table.
 
     Attributes:
-        root: The model.
-        groups: Children before parents, the root last.
-        full_precision: Modules that will run in full precision, whatever is around them.
-        warnings: Messages about choices that work and may not be intended.
+        root: The outermost module of the model.
+        groups: The calls of `fully_shard`, children before parents, the root last.
+        full_precision: Modules that will run in full precision even inside a low-precision model.
+        warnings: Messages about choices that work but may not be intended.
     """
 
     root: nn.Module
@@ -93,9 +93,9 @@ def _show_kwargs(kwargs: Mapping[str, Any], adopted: Mapping[str, Any]) -> str:
 
 
 def show(value: object) -> str:
-    """An argument in few words, the same on every rank."""
+    """Short text for an argument, equal on every rank."""
     if isinstance(value, DeviceMesh):
-        # Without the ranks of a mesh: they differ from rank to rank for a slice of a mesh.
+        # The ranks of a mesh are left out: a slice of a mesh has other ranks on each rank.
         names = value.mesh_dim_names or ("",) * value.ndim
         dims = ", ".join(f"{name}={size}" if name else str(size) for name, size in zip(names, value.shape, strict=True))
         return f"{value.device_type}({dims})"

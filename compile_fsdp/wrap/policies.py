@@ -1,8 +1,8 @@
 """Policies: which modules become groups of their own, and with which arguments of `fully_shard`.
 
-Several policies may be combined: `first | second` selects what either selects. Where both select a module, an
-argument that one of them gives stands before one that is adopted from the root; where both give the same argument,
-the second's stands, as in the union of two dicts.
+`first | second` combines two policies: it selects every module that either policy selects. If both select a module,
+its arguments are the union of both dicts: an argument of either policy overrides the root's, and an argument that
+both policies give is taken from the second.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Policy(Protocol):
             ignored: The ignored modules and everything below them; none of these may be selected.
             root_kwargs: Arguments of `fully_shard` for the root.
         Returns:
-            The arguments of `fully_shard` for each selected module. Arguments that are not given are the root's.
+            Arguments of `fully_shard` for each selected module; arguments that are left out are the root's.
         """
 
 
 class Combinable:
-    """Mixin for policies that `|` combines, also with an object that has a `select` method only."""
+    """Mixin with which `|` combines a policy with another policy, or with any object that has a `select` method."""
 
     __slots__ = ()
 
@@ -69,7 +69,7 @@ class ModuleWrapPolicy(Combinable):
     """Select every module of the given classes, subclasses included.
 
     Raises:
-        PolicyError: something else than module classes is given.
+        PolicyError: `classes` holds anything but module classes.
     """
 
     classes: Collection[type[nn.Module]]
@@ -91,7 +91,7 @@ class ModuleWrapPolicy(Combinable):
 class CustomPolicy(Combinable):
     """Select the modules for which a function returns True, or a dict of arguments that overrides the root's.
 
-    The function is not asked about the root and ignored modules.
+    The function is not called on the root or on ignored modules.
     """
 
     function: Callable[[nn.Module], bool | Mapping[str, Any]]
@@ -123,12 +123,12 @@ class CustomPolicy(Combinable):
 
 @dataclass(frozen=True, slots=True)
 class SizePolicy(Combinable):
-    """Select, from the leaves upwards, each module that holds enough parameters not selected below it.
+    """Select, from the leaves upwards, each module with enough parameters outside the modules selected below it.
 
     Args:
-        min_params: Fewest elements of a group.
-        exclude: Classes that are not selected themselves; what is below them still may be.
-        leaves: Classes below which nothing is selected, since they read their submodules' parameters.
+        min_params: Smallest number of parameter elements in a group.
+        exclude: Classes of modules that are not selected; modules below them may be.
+        leaves: Classes of modules that read their submodules' parameters, so that nothing below them is selected.
     """
 
     min_params: int
@@ -142,7 +142,7 @@ class SizePolicy(Combinable):
         counted.update(root_kwargs.get("ignored_params") or ())
 
         def unwrapped_numel(module: nn.Module, is_open: bool) -> int:
-            """Elements at and below a module that are in no selected module; each parameter counts once."""
+            """Parameter elements in and below a module that no selected module holds; each parameter counts once."""
             own = [parameter for parameter in module.parameters(recurse=False) if parameter not in counted]
             counted.update(own)
             numel = sum(parameter.numel() for parameter in own)
@@ -164,8 +164,8 @@ class SizePolicy(Combinable):
 class RepeatedBlocksPolicy(Combinable):
     """Select the outermost modules of the classes that a model repeats: the layers of a transformer, for example.
 
-    A class is repeated if at least two of its modules stand in lists, dicts or sequences of modules. Where some
-    of the repeated classes are made of modules with parameters, those alone count, and single layers do not.
+    A class is repeated if at least two modules of it are in `ModuleList`s, `ModuleDict`s or `Sequential`s. If any
+    repeated class has submodules with parameters, repeated classes without such submodules do not count.
     """
 
     def select(self, root: nn.Module, ignored: Set[nn.Module], root_kwargs: Mapping[str, Any]) -> Selection:
@@ -187,7 +187,7 @@ class RepeatedBlocksPolicy(Combinable):
         return selected
 
     def block_classes(self, root: nn.Module) -> list[type[nn.Module]]:
-        """The classes of the blocks that the model repeats, in the order of the first block of each."""
+        """The classes that the model repeats, in the order of their first modules."""
         containers = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
         in_containers = {
             child: None

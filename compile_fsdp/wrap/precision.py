@@ -1,4 +1,4 @@
-"""Modules that run in full precision inside of a model that runs in a low one."""
+"""Modules that run in full precision inside a low-precision model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from compile_fsdp.torch_compat.dispatch import tree_map_only
 
 
 class FullPrecision:
-    """Mixin in front of a module's class: 16-bit inputs are cast up, outputs to the dtype that the inputs had.
+    """Mixin before a module's class: casts 16-bit inputs to float32, and outputs to the first input's dtype.
 
     [Note: The dtype lives as long as the call]
-    The dtype to go back to is a local variable of the one call. A module that is used twice, that calls itself, or
+    The dtype to cast outputs to is a local variable of one call. A module that is used twice, that calls itself, or
     whose forward raises cannot get the dtype of another call, and Dynamo has no state to follow.
     """
 
@@ -41,7 +41,7 @@ def _full_precision_class(cls: type[Any]) -> type[Any]:
 
 
 def run_in_full_precision(module: nn.Module) -> None:
-    """Make a module compute in float32 at least; call it before the module is sharded."""
+    """Make a module compute in float32 or wider dtypes; has to be called before the module is sharded."""
     if not isinstance(module, FullPrecision):
         cls: Any = type(module)
         module.__class__ = _full_precision_class(cls)

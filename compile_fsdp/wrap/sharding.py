@@ -1,4 +1,4 @@
-"""`apply` and `auto_shard`: make the calls of a plan."""
+"""`apply` and `auto_shard`: make the calls of `fully_shard` that a plan lists."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def apply(plan: Plan) -> nn.Module:
     """Shard a model as planned: children before parents, the root last, through `compile_fsdp.fully_shard`.
 
     Warns:
-        MixedFrozenWarning: groups with trainable and frozen parameters.
+        MixedFrozenWarning: a group has both trainable and frozen parameters.
     Returns:
         The plan's root.
     Raises:
@@ -52,7 +52,7 @@ def auto_shard(
     fix_shared: bool = False,
     **root_kwargs: Any,
 ) -> Model:
-    """Shard a model as a policy says: `apply(plan(...))`, with the same arguments and errors.
+    """Shard a model by a policy: `apply(plan(...))`, with the arguments of `plan` and the errors of both.
 
     Returns:
         `model` itself, sharded and ready to be compiled.

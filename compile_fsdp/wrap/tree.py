@@ -10,10 +10,10 @@ ROOT = "the root"
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether calling the module runs a forward, and with it the hooks that shard it."""
+    """Whether calling the module runs a forward, and with it the hooks of FSDP2."""
     if type(module).forward is not nn.Module.forward:
         return True
-    # torch's own fully_shard refuses these two whatever they carry.
+    # torch's fully_shard refuses ModuleList and ModuleDict even if they have a forward.
     return "forward" in vars(module) and not isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
@@ -27,12 +27,12 @@ def names_of(root: nn.Module) -> dict[nn.Module, str]:
 
 
 def group_name(names: Sequence[str]) -> str:
-    """The name of a group: the module's own name, `[embedding, head]` for several modules."""
+    """The name of a group: that of its module, or `[embedding, head]` for several modules."""
     return names[0] if len(names) == 1 else f"[{', '.join(names)}]"
 
 
 def in_post_order(root: nn.Module) -> list[nn.Module]:
-    """All modules, each after those below it; one that several paths lead to where the first path does."""
+    """All modules in post-order; a module that several paths lead to has its place by the first path."""
     modules: dict[nn.Module, None] = {}
     seen = {root}
 

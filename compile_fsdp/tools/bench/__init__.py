@@ -1,1 +1,1 @@
-"""`compile-fsdp bench`: a training step against the other ways to run FSDP2."""
+"""`compile-fsdp bench`: compare a training step with other ways to run FSDP2."""

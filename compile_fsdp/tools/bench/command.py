@@ -1,4 +1,4 @@
-"""`compile-fsdp bench`: its options, and what happens with them."""
+"""The command `compile-fsdp bench`: parse its options and run it."""
 
 from __future__ import annotations
 
@@ -65,16 +65,16 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure, and report on the first rank.
+    """Measure the workloads, and report on the first rank.
 
     [Note: A process for each workload]
-    Each workload has processes of its own, without compiled models of other workloads and without profilers that gloo's
-    threads may still report to. The mode whole, with eager, has further processes of its own: after its graph breaks,
-    Dynamo skips the code of modules' calls, and a later mode with fullgraph would compile its blocks only.
+    Each workload runs in new processes, without compiled models of other workloads and without profilers that gloo's
+    threads may still report to. The mode whole, together with eager, has further processes of its own: after its graph
+    breaks, Dynamo skips the code of module calls, and a later mode with fullgraph would compile only its blocks.
 
     Raises:
         TrainError: the options or the installation do not allow the run.
-        EstimateError: a configuration is none of a model.
+        EstimateError: a file is not the configuration of a model.
     """
     workloads = _check(args)
     tables = {}
@@ -128,19 +128,19 @@ def _workload(name: str, args: argparse.Namespace) -> Workload:
 
 
 def _apart(modes: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """The modes that are measured in the same processes. See [Note: A process for each workload]"""
+    """Sets of modes, each measured in processes of its own. See [Note: A process for each workload]."""
     others = tuple(mode for mode in modes if mode != "whole")
     return [modes] if others in (modes, ("eager",)) else [others, ("eager", "whole")]
 
 
 def _spawn(workload: Workload, args: argparse.Namespace) -> dict[str, Result]:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # no line for every profile that the ranks take
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # keeps the profiler from printing a line for every profile
     table: dict[str, Result] = {}
     for modes in _apart(args.modes):
         with tempfile.TemporaryDirectory() as folder:
             results = Path(folder) / "results"
             spawn(_spawned, args=(workload, modes, args, f"{folder}/store", results), nprocs=args.ranks)
-            table = pickle.loads(results.read_bytes()) | table  # written by our own rank
+            table = pickle.loads(results.read_bytes()) | table  # written by rank 0, which this process started
     return {mode: table[mode] for mode in args.modes}
 
 
@@ -165,14 +165,14 @@ def _serve(
     rendezvous: Mapping[str, Any],
 ) -> dict[str, Result]:
     on_cuda = torch.cuda.is_available()
-    os.environ["TORCH_FR_BUFFER_SIZE"] = "400"  # collectives; each entry keeps the code that issued it alive
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "400"  # number of collectives; each entry keeps alive the code that issued it
     if on_cuda:
         torch.cuda.set_device(local_rank)
     else:
         torch.set_num_threads(1)
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo", **rendezvous)
     try:
-        # Modes share the code of the model.
+        # All modes compile the model's code, which one recompile limit counts.
         with recompile_limit(1000), torch.device("cuda" if on_cuda else "cpu"):
             return measure(workload, modes, args.rounds)
     finally:

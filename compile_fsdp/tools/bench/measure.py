@@ -1,4 +1,4 @@
-"""Time, memory and collectives of training steps, of several modes that take turns."""
+"""Measure time, memory and collectives of training steps in several modes that take turns."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Result:
     """The measurements of one mode with one workload.
 
     Attributes:
-        ratio: Median over the rounds of the time of a step by that of `eager` in the same round.
-        spread: The lower and the upper quartile of these ratios.
-        step_ms: Median time of a step, forward and backward, the slowest rank's.
-        peak_mib: Most memory that one step allocates on this rank over what there was before it. On a CPU the median
-            of five steps, since gloo's threads may hold on to the last collective's tensors.
-        collectives: Collectives of one step, on this rank.
-        first_step_s: Seconds of the first step, with whatever is in the compilers' caches.
+        ratio: Median over the rounds of the step time divided by the step time of `eager` in that round.
+        spread: Lower and upper quartile over the rounds of the step time relative to `eager`.
+        step_ms: Median time of a step, forward and backward, on the slowest rank, in milliseconds.
+        peak_mib: Peak memory of one step on this rank in MiB, less the memory allocated before it. On a CPU it is the
+            median of five steps, since gloo's threads may still hold tensors of the last collective.
+        collectives: Number of collectives that this rank issues in one step.
+        first_step_s: Seconds of the first step, which compiles or takes graphs from the compilers' caches.
     """
 
     ratio: float
@@ -41,7 +41,7 @@ class Result:
 
 
 class Run:
-    """One mode's model in training, on the default device."""
+    """The model and the batch of one mode, on the default device."""
 
     def __init__(self, mode: str, workload: Workload, rank: int) -> None:
         torch.manual_seed(0)
@@ -55,7 +55,7 @@ class Run:
         self.model.zero_grad()
 
     def time(self, steps: int) -> float:
-        """Seconds per step, of the slowest rank."""
+        """Seconds per step on the slowest rank."""
         dist.barrier()
         start = time.perf_counter()
         for _ in range(steps):
@@ -67,7 +67,7 @@ class Run:
         return seconds.item()
 
     def peak_bytes(self) -> int:
-        """Most memory that a step allocates over what there was before it."""
+        """Peak bytes allocated in one step, less the bytes allocated before it."""
         if not self._inputs.is_cuda:
             return int(statistics.median(peak_bytes(self.step) for _ in range(5)))
         torch.cuda.synchronize()
@@ -78,14 +78,11 @@ class Run:
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
-    """Most bytes of CPU memory that `run` has allocated at a time, from the allocator's own events.
-
-    Every rank calls it at the same place.
-    """
+    """Peak bytes of CPU memory that `run` allocates, by the allocator's events. Collective: all ranks call it."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run()
-        # gloo's threads let go of a collective's tensors some time after it is over, and report that to the profiler
-        # under which it was launched. It must not be gone by then.
+        # gloo's threads free a collective's tensors some time after it has ended, and report that to the profiler under
+        # which it was launched, which must still exist then.
         dist.barrier()
         time.sleep(0.02)
     level = peak = 0
@@ -99,8 +96,8 @@ def measure(workload: Workload, modes: Sequence[str], rounds: int) -> dict[str, 
     """Train with each mode in turn, on every rank of the present process group.
 
     Args:
-        modes: Names in `MODES`, "eager" among them.
-        rounds: Turns of each mode, at least 2.
+        modes: Names in `MODES`, which must include "eager".
+        rounds: Number of turns of each mode, at least 2.
     """
     rank = dist.get_rank()
     runs = {mode: Run(mode, workload, rank) for mode in modes}

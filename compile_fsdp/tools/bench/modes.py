@@ -16,7 +16,7 @@ from compile_fsdp.wrap import plan
 
 Mode = Callable[[Any], nn.Module]
 
-# Where SimpleFSDP is in torchtitan's main of 2026-08-21.
+# Module of SimpleFSDP in torchtitan's main branch of 2026-08-21.
 SIMPLE_FSDP = "torchtitan.experiments.graph_trainer.simple_fsdp"
 
 

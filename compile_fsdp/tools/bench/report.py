@@ -12,7 +12,7 @@ import torch
 
 from compile_fsdp.tools.bench.measure import Result
 
-Tables = Mapping[str, Mapping[str, Result]]  # by workload and mode
+Tables = Mapping[str, Mapping[str, Result]]  # results by workload and mode
 
 
 def format_table(name: str, table: Mapping[str, Result]) -> str:
@@ -37,7 +37,7 @@ def write_json(tables: Tables, ranks: int, device: str, path: Path) -> None:
 
 
 def write_plot(tables: Tables, path: Path) -> None:
-    """Draw bars: for each workload, the time of a step by eager's with its quartiles, and the peak memory."""
+    """Draw bars for each workload: the step time relative to eager's, with quartiles, and the peak memory."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 0.6 + 2.6 * len(tables)), layout="constrained")

@@ -1,4 +1,4 @@
-"""The models that are trained, whose forward takes tokens and targets and returns the loss, and their batches."""
+"""The models that bench trains, whose forward takes tokens and targets and returns the loss, and their batch sizes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Workload(Protocol):
     def vocab_size(self) -> int: ...
 
     def build(self) -> nn.Module:
-        """The model on the default device: (B, T) tokens and (B, T) targets, both int64, to a scalar loss."""
+        """Build the model on the default device; its forward maps int64 tokens (B, T) and targets (B, T) to a loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +61,10 @@ SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class CausalLM:
-    """A language model of transformers, from its configuration alone.
+    """A causal language model of transformers, built from its configuration alone.
 
     Attributes:
-        config: Entries of its config.json.
+        config: Entries of the model's config.json.
     """
 
     config: dict[str, Any]
@@ -73,9 +73,7 @@ class CausalLM:
 
     @classmethod
     def read(cls, path: Path, batch: int, seq_len: int) -> CausalLM:
-        """Raises:
-        EstimateError: the file is no configuration of a model.
-        """
+        """Read a config.json; raises an EstimateError if it is not the configuration of a model."""
         return cls(read_config(path), batch, seq_len)
 
     @property
@@ -83,15 +81,13 @@ class CausalLM:
         return int(self.config["vocab_size"])
 
     def build(self) -> nn.Module:
-        """Raises:
-        EstimateError: transformers cannot build a causal language model from the configuration.
-        """
+        """Build the model; raises an EstimateError if transformers has no causal language model for `config`."""
         from transformers import AutoConfig, AutoModelForCausalLM
 
         try:
             config = AutoConfig.for_model(**self.config)
             return _Loss(AutoModelForCausalLM.from_config(config))  # type: ignore[no-untyped-call]
-        except Exception as error:  # whatever a configuration makes a model's code raise
+        except Exception as error:  # a model's code may raise anything for a wrong configuration
             message = str(error).partition("\n")[0]
             raise EstimateError(
                 f"expected the configuration of a causal language model that transformers knows, got model_type "

@@ -49,11 +49,11 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class GraphBreak:
-    """Where Dynamo has cut the forward.
+    """A line at which Dynamo has broken the forward into two graphs.
 
     Attributes:
         place: The line of the user's code.
-        reason: The construct that Dynamo met.
+        reason: The construct that Dynamo could not trace.
         explanation: Why the construct ends a graph, in Dynamo's words; may be empty.
         hints: What to do about the graph break, in Dynamo's words.
     """
@@ -69,7 +69,7 @@ class Recompile:
     """A graph that was compiled again.
 
     Attributes:
-        place: Where the user's code called it; where the compiled function stands, if that is not known.
+        place: The line of the user's code that called the function; the function's definition if that is not known.
         function: Name of the function that was compiled.
         reason: The guard that failed.
     """
@@ -84,7 +84,7 @@ class Stage:
     """A graph as one pass has left it.
 
     Attributes:
-        name: The pass; "traced" for the graph that the first pass gets.
+        name: Name of the pass; "traced" for the graph before the first pass.
         summary: The pass's own report in one line.
         lines: The graph as text, one line for each node.
     """
@@ -99,9 +99,9 @@ class CapturedGraph:
     """One graph on its way through the passes.
 
     Attributes:
-        kept: (parameter FQN, reason) of windows that stay.
-        windows: Fills of unsharded parameters by FQN, as traced.
-        windows_left: Fills of unsharded parameters by FQN, after `remove_unshard_copies`.
+        kept: (parameter FQN, reason) of the windows that the passes left.
+        windows: Number of fills of each unsharded parameter in the traced graph, by FQN.
+        windows_left: Number of fills of each unsharded parameter after `remove_unshard_copies`, by FQN.
     """
 
     direction: Direction
@@ -165,12 +165,12 @@ class _Watcher:
 
 
 class Capture:
-    """The graphs, graph breaks and recompiles so far; see `capture`.
+    """The graphs, graph breaks and recompiles that `capture` has collected so far.
 
     Attributes:
-        graphs: In the order of their compilation.
-        breaks: Each place and reason once.
-        recompiles: Set at the end of the block.
+        graphs: The captured graphs, in the order of their compilation.
+        breaks: The graph breaks, each place and reason once.
+        recompiles: The recompiles, which are added at the end of the block.
         notes: Warnings of `compile_fsdp` itself, such as a backward that runs op by op.
     """
 
@@ -208,17 +208,17 @@ class Capture:
 
 
 def _split_reason(text: str) -> tuple[str, str, tuple[str, ...]]:
-    """Split Dynamo's message on a graph break: the construct that it met, its explanation, its hints."""
+    """Split Dynamo's message about a graph break into the construct, the explanation and the hints."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].startswith("Encountered graph break"):
-        lines = lines[1:]  # the bytecode instruction: it differs for every frame around the line
+        lines = lines[1:]  # names a bytecode instruction, which differs for every frame around the line
     explanation = [line.removeprefix("Explanation:").strip() for line in lines if line.startswith("Explanation:")]
     hints = [line.removeprefix("Hint:").strip() for line in lines if line.startswith("Hint:")]
     return lines[0] if lines else "", " ".join(explanation), tuple(hints)
 
 
 def _find_caller() -> Place | None:
-    """The innermost line on the stack that is neither torch's nor ours nor generated."""
+    """The innermost line on the stack that is not code of torch, of compile_fsdp, or generated."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         filename = frame.f_code.co_filename
@@ -244,7 +244,7 @@ def capture() -> Iterator[Capture]:
 
 @contextmanager
 def _listening(logger: logging.Logger, level: int, receive: Callable[[str], None]) -> Iterator[None]:
-    """Hand a logger's messages on; what it prints, and where, stays as it was."""
+    """Pass a logger's messages to `receive` inside the block, without a change of what the logger prints."""
     handler = logging.Handler(level)
     handler.emit = lambda record: receive(record.getMessage())  # type: ignore[method-assign]
     before = logger.level, logger.propagate

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> None:
 
     Raises:
         ExplainError: the script does not exist, initialises the process group a second time, or ends with an error
-            status; or the world is none.
+            status; or `--world` is not a valid number of ranks.
     """
     from compile_fsdp.tools.explain.capture import capture
     from compile_fsdp.tools.explain.report import make_report
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
 
 @contextmanager
 def _world(asked: int | None) -> Iterator[tuple[int, int]]:
-    """Rank and size of the world: torchrun's, which the script joins itself, or else a fake one."""
+    """Rank and number of ranks: those of torchrun, whose process group the script makes, or of a fake process group."""
     if dist.is_torchelastic_launched():
         if asked is not None:
             raise ExplainError(f"expected no --world under torchrun, which starts the ranks, got {asked}")

@@ -41,7 +41,7 @@ class Kind(str, enum.Enum):
 
 
 def _collective_kind(node: fx.Node) -> Kind | None:
-    """Of a node that launches a collective."""
+    """The kind of a node that launches a collective; None for other nodes."""
     if is_gather(node):
         return Kind.GATHER
     if is_reduction(node):
@@ -54,13 +54,13 @@ class Event:
     """A collective, a copy or a computation at one place of a graph.
 
     Attributes:
-        kind: See `Kind`.
-        name: FQN of the module that the event belongs to; for a collective, of the modules whose parameters it carries.
-        parameters: FQNs that a collective or a copy carries, or that a computation reads.
+        kind: Kind of the event.
+        name: FQN of the event's module; for a collective, that of the modules whose parameters it carries.
+        parameters: FQNs of the parameters that a collective or a copy carries, or that a computation reads.
         gradients: FQNs of the parameters whose gradients a computation makes.
-        operations: The ops of the event, in order.
-        size_bytes: Bytes of an all-gather output or of a reduce-scatter input; 0 for other events.
-        seconds: Estimated time, without waiting.
+        operations: Names of the event's ops, in their order.
+        size_bytes: Bytes of an all-gather output, or of a reduce-scatter or all-reduce input; 0 for other events.
+        seconds: Estimated seconds, without waiting.
         alive_bytes: Most bytes of unsharded parameters that are alive during the event.
         collective: Number that a launch and its wait have in common; -1 for other events.
     """
@@ -81,7 +81,7 @@ def read_events(graph: fx.Graph, names: GraphNames, costs: Costs | None = None) 
 
     Args:
         graph: The graph after the passes.
-        names: Which parameters the graph's inputs and results are.
+        names: FQNs of the parameters behind the graph's inputs and results.
         costs: Costs of collectives and compute; the costs of the device unless given.
     """
     return _Reader(graph, names, costs).read()
@@ -177,7 +177,7 @@ def _join(last: Event, event: Event) -> Event:
 
 
 def _modules(parameters: Names) -> str:
-    """What the FQNs of the parameters' modules have in common, `layers.0` for example; "?" without parameters."""
+    """The common prefix of the FQNs of the parameters' modules, or all FQNs if none; "?" without parameters."""
     modules = sorted({module_of_parameter(fqn) for fqn in parameters})
     if len(modules) <= 1:
         return modules[0] if modules else UNKNOWN_NAME
@@ -190,7 +190,7 @@ def _modules(parameters: Names) -> str:
 
 
 def trace_parameters(graph: fx.Graph, names: GraphNames) -> tuple[dict[fx.Node, Names], dict[fx.Node, Names]]:
-    """By node, the parameters whose unsharded values it has, in whole or in part, and those whose shards it has."""
+    """By node, FQNs of the parameters that it holds unsharded, at least in part, and of those whose shards it holds."""
     found: dict[fx.Node, Names] = {}
     sent: dict[fx.Node, Names] = {}
     apart = {
@@ -219,7 +219,7 @@ def trace_parameters(graph: fx.Graph, names: GraphNames) -> tuple[dict[fx.Node, 
 
 
 def _find_gradients(graph: fx.Graph, names: GraphNames) -> dict[fx.Node, Names]:
-    """The parameters whose gradients nodes compute, pack, reduce or are, followed back from the results."""
+    """By node, FQNs of the parameters whose gradients it computes, packs or reduces, traced back from the results."""
     found: dict[fx.Node, Names] = {}
     output = graph.output_node()
     results = output.args[0] if isinstance(output.args[0], (tuple, list)) else ()

@@ -1,4 +1,4 @@
-"""The table of parameter groups: what is gathered and reduced for each, when, and which windows stay."""
+"""The table of parameter groups: their collectives, their uses, and the windows that stay."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Use:
     """How one graph uses a group.
 
     Attributes:
-        graph: Number of the graph.
-        first: The module that computes with the group first, and when, in seconds since the start of the step.
-        last: The module that computes with the group last, and when.
-        prefetch_events: Events in which something is computed between the launch of the group's first gather and its
-            first use; None if the graph gathers nothing of the group.
-        prefetch_s: Seconds between the launch of the group's first gather and its first use.
+        graph: Index of the graph.
+        first: FQN of the first module that computes with the group, and its time in seconds from the start of the step.
+        last: FQN and time of the last module that computes with the group, as in `first`.
+        prefetch_events: Number of computations from the launch of the group's first gather to the group's first use;
+            None if the graph gathers nothing of the group.
+        prefetch_s: Seconds between the launch of the group's first gather and the group's first use.
     """
 
     graph: int
@@ -37,12 +37,12 @@ class GroupRow:
 
     Attributes:
         facts: Names and sizes of the group.
-        gathers: All-gathers that carry a parameter of the group, in all graphs; a pack may carry several groups.
-        reductions: Reduce-scatters that carry a gradient of the group, in all graphs.
-        windows: Traced windows of the group's parameters.
-        windows_removed: Windows that the passes have removed.
-        kept: (parameter FQN, reason) of the windows that stay.
-        uses: How each graph uses the group that computes with it.
+        gathers: Number of all-gathers in all graphs that carry a parameter of the group; one may carry several groups.
+        reductions: Number of reduce-scatters in all graphs that carry a gradient of the group.
+        windows: Number of traced windows of the group's parameters.
+        windows_removed: Number of the group's windows that the passes have removed.
+        kept: (parameter FQN, reason) of the group's windows that stay.
+        uses: One entry for each graph that computes with the group.
     """
 
     facts: GroupFacts
@@ -61,14 +61,14 @@ def make_rows(
     windows_left: Counter[str],
     kept: Sequence[tuple[str, str]],
 ) -> tuple[GroupRow, ...]:
-    """One row for each group.
+    """The rows of the table, one for each group.
 
     Args:
         groups: Parameter groups in the order in which graphs first used them.
         placed: The events of the step.
-        windows: Traced windows by parameter FQN, in all graphs.
-        windows_left: Windows left by the passes, by parameter FQN.
-        kept: (parameter FQN, reason) of windows that stay.
+        windows: Number of traced windows in all graphs, by parameter FQN.
+        windows_left: Number of windows in all graphs that the passes left, by parameter FQN.
+        kept: (parameter FQN, reason) of the windows that stay.
     """
     return tuple(_row(group, placed, windows, windows_left, kept) for group in groups)
 

@@ -1,8 +1,8 @@
-"""The page: one file with its style, its code and its data, and nothing to load.
+"""The HTML page of a report: one file that holds its style, code and data, and loads nothing.
 
 [Note: Text from the model is data]
 Names of modules and lines of code may hold anything. They go into the page as JSON without a `<`, and from there into
-the document as text, never as markup. The page's content security policy forbids to load anything.
+the document as text, never as markup. The page's content security policy forbids loading anything.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Edit = tuple[str, list[int]]  # " ", "-" or "+", and positions in the graph's ta
 
 
 def render_page(report: Report) -> str:
-    """The whole page."""
+    """The HTML page of a report."""
     here = files("compile_fsdp.tools.explain")
     page = (here / "page.html").read_text(encoding="utf-8")
     parts = {
@@ -35,7 +35,7 @@ def render_page(report: Report) -> str:
 
 
 def page_data(report: Report) -> dict[str, Any]:
-    """The data of the page: the report, with lines stored once and passes as edits."""
+    """The data of the page: the report, with each line of a graph stored once, and the graphs after passes as edits."""
     data = report.to_dict()
     for row, group in zip(data["groups"], report.groups, strict=True):
         row["prefetch"] = prefetch_text(report, group)

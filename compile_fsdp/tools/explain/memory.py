@@ -15,14 +15,14 @@ from compile_fsdp.torch_compat.inductor import graph_input_position
 
 
 def unsharded_bytes(graph: fx.Graph, names: GraphNames) -> list[int]:
-    """By node of the graph: bytes of gather outputs, of what is copied out of them, and of parameters in open windows.
+    """By node, bytes alive of all-gather outputs, of copies out of them, and of parameters in open windows.
 
-    A gather's output lives from its launch to the last read of it or of a view of it; a parameter from the resize that
-    opens its window to the one that closes it, or beyond the graph.
+    An all-gather output lives from its launch to the last read of the output or of a view of it. A parameter lives from
+    the resize that opens its window to the resize that closes it, or to the end of the graph.
     """
     position = {node: i for i, node in enumerate(graph.nodes)}
     changes = [0] * (len(position) + 1)
-    root: dict[fx.Node, fx.Node] = {}  # a node on gathered memory: the node that allocated it
+    root: dict[fx.Node, fx.Node] = {}  # by node on gathered memory: the node that allocated the memory
     last: dict[fx.Node, int] = {}
     for node, i in position.items():
         for each in node.all_input_nodes:
@@ -54,7 +54,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _windows(graph: fx.Graph, names: GraphNames, position: dict[fx.Node, int]) -> list[tuple[int, int, int]]:
-    """(first node, node behind the last, bytes) of each stretch in which a parameter itself has memory."""
+    """(first node, node after the last, bytes) of each span in which a parameter's own storage is allocated."""
     found = []
     for leaf in graph.find_nodes(op="placeholder"):
         if graph_input_position(leaf) not in names.unsharded:
@@ -78,7 +78,7 @@ def _windows(graph: fx.Graph, names: GraphNames, position: dict[fx.Node, int]) -
 
 
 def count_windows(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Fills of each unsharded parameter."""
+    """Number of times that each unsharded parameter is filled, by its placeholder."""
     counts: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if is_copy(node):

@@ -1,11 +1,11 @@
-"""Which parameters the inputs and results of a Dynamo graph are, for graphs that are made of it and no longer tell.
+"""Which parameters the inputs and results of a Dynamo graph belong to; graphs made from it no longer tell.
 
-    shard placeholder                  what a rank sends of a parameter, known by the tensor behind it
-    unsharded parameter                known by the tensor behind it
-    result of the backward             the reduced gradient of a parameter, known by the parameter that its unsharded
-                                       gradient was accumulated for
+    shard placeholder       a rank's shard of a parameter, known by the tensor behind the placeholder
+    unsharded parameter     known by the tensor behind the placeholder
+    result of the backward  a parameter's reduced gradient, known by the parameter that the unsharded gradient was
+                            accumulated for
 
-A name is found by following the data, never by an order or a size; what cannot be followed has none.
+A name is found by following the data, never by an order or a size; data that cannot be followed has no name.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class GroupFacts:
     """Names and sizes of one parameter group.
 
     Attributes:
-        name: FQN of its module, or of its several modules.
+        name: FQN of the group's module, or of its several modules.
         parameters: FQNs of the group's parameters.
         parameter_bytes: Bytes of each parameter, unsharded and padded.
         shard_bytes: Bytes of the group's shards on this rank, padding included.
         ranks: Number of ranks that the group is sharded over.
-        reshards: Whether eager FSDP2 frees it after its forward.
+        reshards: Whether eager FSDP2 reshards the group after its forward.
     """
 
     name: str
@@ -84,15 +84,15 @@ def describe_group(group: TraceableGroup) -> GroupFacts:
 
 
 def name_graph(gm: fx.GraphModule, groups: Collection[TraceableGroup]) -> GraphNames:
-    """The names for a Dynamo graph that is being compiled."""
-    tensors: dict[int, tuple[str, bool]] = {}  # by identity: FQN, whether it is the shard
+    """Find the names for a Dynamo graph that is being compiled."""
+    tensors: dict[int, tuple[str, bool]] = {}  # by id of the tensor: FQN, whether the tensor is the shard
     for group in groups:
         for param in group.params:
             fqn = group.fqn(param.unsharded_param)
             tensors[id(param.unsharded_param)] = fqn, False
             tensors[id(param.gather_input(is_post_forward=False))] = fqn, True
     names = GraphNames({}, {}, {})
-    of_node: dict[tuple[fx.Node, int], str] = {}  # unsharded parameters in the Dynamo graph: placeholder, item
+    of_node: dict[tuple[fx.Node, int], str] = {}  # unsharded parameters by placeholder and item of its list
     position = 0
     for node in gm.graph.find_nodes(op="placeholder"):
         example = graph_input_example(node)
@@ -111,7 +111,7 @@ def name_graph(gm: fx.GraphModule, groups: Collection[TraceableGroup]) -> GraphN
 
 
 def _find_gradient(node: fx.Node, unsharded: dict[tuple[fx.Node, int], str]) -> str | None:
-    """The parameter whose reduced gradient a node of a Dynamo graph is."""
+    """FQN of the parameter whose reduced gradient a node of a Dynamo graph is; None if it cannot be followed."""
     item = 0
     reduced = False
     while not (node.target is accumulate_gradient or is_accumulate_grad(node.target)):
@@ -137,7 +137,7 @@ def _find_gradient(node: fx.Node, unsharded: dict[tuple[fx.Node, int], str]) -> 
 
 
 def module_of(node: fx.Node) -> str | None:
-    """FQN of the innermost module that a node comes from, where its metadata has it."""
+    """FQN of the innermost module that a node comes from; None if the node's metadata does not tell."""
     name = innermost_module(node)
     if name is None:
         return None

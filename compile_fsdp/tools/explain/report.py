@@ -1,4 +1,4 @@
-"""The findings of `explain` as data: for the terminal, for a page, for a program."""
+"""The findings of `explain` as data for the terminal, for an HTML page, or for a program."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class GraphView:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How a step was compiled, and what it should cost. Times are estimates, see `compile_fsdp.passes.Costs`.
+    """How a step was compiled, and its estimated times. See `compile_fsdp.passes.Costs` for the estimates.
 
     Attributes:
-        model: What was explained: a class, or a script.
-        world_size: Ranks of the process group.
+        model: Name of the model's class, or of the script.
+        world_size: Number of ranks of the process group.
         torch_version: Version of torch that compiled the step.
-        graphs: In the order of their compilation.
-        timeline: The events of the graphs, in that order.
+        graphs: The compiled graphs, in the order of their compilation.
+        timeline: The events of all graphs, in the order of `graphs`.
         groups: The parameter groups, in the order of their first use.
         breaks: Graph breaks of the forward.
         recompiles: Graphs that were compiled more than once.
@@ -70,7 +70,7 @@ class Report:
 
     @property
     def communication_s(self) -> float:
-        """Seconds of all collectives, hidden or not."""
+        """Estimated seconds of all collectives, hidden behind compute or not."""
         launches = (each.event for each in self.timeline if each.event.kind is not Kind.WAIT)
         return sum(event.seconds for event in launches if event.collective >= 0)
 
@@ -90,13 +90,13 @@ class Report:
         return sum(row.facts.shard_bytes for row in self.groups)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as dicts, lists, strings and numbers, ready for `json.dumps`."""
+        """The report as dicts, lists, strings and numbers, ready for `json.dumps`."""
         figures = ("step_s", "exposed_s", "communication_s", "peak_bytes", "eager_peak_bytes", "shard_bytes")
         plain: dict[str, Any] = _plain(dataclasses.asdict(self))
         return {**plain, "figures": {name: getattr(self, name) for name in figures}}
 
     def save_html(self, path: str | Path) -> None:
-        """Write one page that needs nothing else, no network either."""
+        """Write the report as one HTML page that needs no other file and no network."""
         from compile_fsdp.tools.explain.html import render_page
 
         Path(path).write_text(render_page(self), encoding="utf-8")
@@ -113,7 +113,7 @@ class Report:
 
 
 def make_report(captured: Capture, model: str, world_size: int) -> Report:
-    """Make a report of what was captured."""
+    """Make the report of a capture."""
     groups: dict[str, GroupFacts] = {}
     for graph in captured.graphs:
         for group in graph.groups:

@@ -26,22 +26,22 @@ def explain(
 ) -> Report:
     """Compile and run one step of a model, forward and backward of the sum of its outputs, and report on it.
 
-    A model that is sharded already is explained as it is, on its process group; its gradients and buffers are put back
-    afterwards, so that training can go on. Of any other model a copy is sharded by `compile_fsdp.wrap`'s own policy:
-    over the present process group, or else over `world_size` ranks of which this process is one and whose collectives
-    do nothing. Such a copy of a model on the meta device gets zeros as parameters, on the CPU.
+    A sharded model is explained as it is, on its process group; its gradients and buffers are restored afterwards, so
+    that training can go on. Any other model is copied, and the copy is sharded by the default policy of
+    `compile_fsdp.wrap`: over the present process group, or over a fake one of `world_size` ranks, whose collectives do
+    nothing. The copy of a model on the meta device gets zeros as parameters, on the device of the inputs.
 
-    All ranks of a real process group have to call it.
+    Collective if a process group is initialised: all its ranks call it.
 
     Args:
         model: The outermost module that is to be compiled.
-        *example_inputs: Positional arguments of its forward, as one rank gets them.
-        world_size: Ranks to shard over where no process group is initialised.
+        *example_inputs: Positional arguments of the model's forward on one rank.
+        world_size: Number of ranks to shard over if no process group is initialised.
         options: Options of the backend, see `compile_fsdp.Options`.
     Returns:
-        The report: `.print()`, `.save_html(path)`, `.to_dict()`.
+        The report, with the methods `.print()`, `.save_html(path)` and `.to_dict()`.
     Raises:
-        ExplainError: there is no process group and no `world_size`, or one that contradicts the process group.
+        ExplainError: there is neither a process group nor `world_size`, or the two contradict each other.
         CompileFSDPError: the model cannot be sharded or compiled; the subclass says why.
     """
     from compile_fsdp.backend.compile import compile_fsdp
@@ -61,7 +61,7 @@ def explain(
 
 @contextmanager
 def _world(world_size: int | None, is_sharded: bool) -> Iterator[None]:
-    """The present process group, or a fake one for the time of the block."""
+    """Use the present process group, or a fake one inside the block."""
     if dist.is_initialized():
         present = dist.get_world_size()
         if world_size not in (None, present):
@@ -105,7 +105,7 @@ def _sharded_copy(model: nn.Module, example_inputs: tuple[Any, ...]) -> nn.Modul
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Put gradients, buffers and random states back at the end of the block."""
+    """Restore gradients, buffers and random states at the end of the block."""
     grads = {parameter: parameter.grad for parameter in model.parameters()}
     buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
     for parameter in grads:

@@ -1,8 +1,8 @@
 """Estimate when the events of a step happen, by the costs of compute and communication.
 
 Computations run in the order of the graph. Collectives go over one wire, one after the other, each as soon as it is
-launched and the wire is free: an alpha-beta model, see `compile_fsdp.passes.Costs`. A wait that comes before its
-collective has arrived exposes the difference.
+launched and the wire is free: an alpha-beta model, see `compile_fsdp.passes.Costs`. A wait that starts before its
+collective has ended exposes the time in between.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class Placed:
     """An event of the step with its place in time.
 
     Attributes:
-        graph: Number of the event's graph.
-        at_s: Seconds from the start of the step until compute comes to it.
+        graph: Index of the event's graph.
+        at_s: Seconds from the start of the step until compute reaches the event.
         start_s: Seconds from the start of the step until the event starts: a collective may have to wait for the wire.
         exposed_s: Seconds that compute stands still in a wait; 0 for other events.
-        eager_bytes: Unsharded bytes that eager FSDP2 would hold here, by `eager_bytes`.
+        eager_bytes: Bytes of unsharded parameters that eager FSDP2 would hold at the event, see `eager_bytes()`.
     """
 
     event: Event
@@ -81,7 +81,7 @@ def eager_bytes(events: Sequence[Event], groups: Sequence[GroupFacts]) -> list[i
 
 
 def find_uses(events: Sequence[Event], group: GroupFacts) -> tuple[int, int] | None:
-    """The first and the last event that computes with a parameter of the group, or a gradient of one."""
+    """Indices of the first and the last event that compute with a parameter of the group or its gradient, if any."""
     own = set(group.parameters)
     found = [
         i

@@ -1,4 +1,4 @@
-"""Amounts of bytes as exact sums over a few functions of the ranks, the batch and the sequence."""
+"""Amounts of bytes as exact sums of functions of the number of ranks, the batch size and the sequence length."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ ONE = sympy.Integer(1)
 
 
 class Amount(dict[sympy.Expr, Fraction]):
-    """An amount of bytes as a sum: coefficients by term, none of them 0.
+    """An amount of bytes as a sum of terms: the coefficient of each term, never 0.
 
     [Note: Terms are never negative]
-    Every term is a function of N >= 2, B >= 1 and S >= 1 that is 0 or larger, and none is a sum of others: (N - 2)
-    times the rows of a shard, (B - 1) * (S - 1)**2. An amount whose coefficients are all at least as large as
-    another amount's is then the larger one for all sizes.
+    Every term is a function of N >= 2, B >= 1 and S >= 1 that is never negative, and no term is a sum of others: for
+    example (N - 2) times the rows of a shard, or (B - 1) * (S - 1)**2. An amount whose coefficients are all at least as
+    large as another amount's is therefore at least as large for all sizes.
     """
 
     def __add__(self, other: Mapping[sympy.Expr, Fraction]) -> Amount:
@@ -38,7 +38,7 @@ class Amount(dict[sympy.Expr, Fraction]):
         return total
 
     def times_ranks(self) -> Amount:
-        """N times this amount, whose terms do not have N as a factor."""
+        """N times this amount, none of whose terms may have N as a factor."""
         others = Amount({(N - 2) * term: coefficient for term, coefficient in self.items()})
         return others + self + self
 
@@ -59,7 +59,7 @@ def total(amounts: Iterable[Amount]) -> Amount:
 
 
 def rows(length: int) -> sympy.Expr:
-    """Rows of dim 0 that each of N ranks holds, the last ones padded to as many as the first."""
+    """Rows of each padded shard if `length` rows of dim 0 are sharded over N ranks."""
     return sympy.ceiling(sympy.Integer(length) / N)
 
 
@@ -71,7 +71,7 @@ def dominates(larger: Amount, smaller: Amount) -> bool:
 
 
 def maximal(amounts: Iterable[Amount]) -> list[Amount]:
-    """The amounts that no other amount dominates, in order."""
+    """The amounts that no other amount dominates, in their order."""
     front: list[Amount] = []
     for amount in amounts:
         if not any(dominates(other, amount) for other in front):
@@ -86,9 +86,9 @@ def maximum(amounts: Iterable[Amount]) -> sympy.Expr:
 
 
 def hull(amounts: Sequence[Amount]) -> list[Amount]:
-    """Leave out amounts that a mixture of two others dominates: one of these two is larger for any sizes.
+    """Leave out amounts that a mixture of two others dominates: for any sizes, one of the two is at least as large.
 
-    Layers that are alike give amounts that lie on a line, of which the two ends stay.
+    Equal layers give amounts that lie on a line, of which only the two ends stay.
     """
     left = list(amounts)
     reach = 1

@@ -1,4 +1,4 @@
-"""`compile-fsdp plan`: its options, and what happens with them."""
+"""The command `compile-fsdp plan`: parse its options and run it."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def estimate_from(args: argparse.Namespace) -> Estimate:
         )
     except (EstimateError, PlanError):
         raise
-    except Exception as error:  # whatever the model's own code raises on fake tensors
+    except Exception as error:  # the model's own code may raise anything on fake tensors
         message = str(error).partition("\n")[0]
         raise EstimateError(
             f"expected a model that runs on {args.batch_size} x {args.seq_len} fake tokens, got "
@@ -122,7 +122,7 @@ def estimate_from(args: argparse.Namespace) -> Estimate:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Estimate, and report.
+    """Print the estimate, and write the files that the options ask for.
 
     Raises:
         EstimateError: the options, the configuration or the installation do not allow an estimate.

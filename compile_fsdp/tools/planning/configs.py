@@ -1,4 +1,4 @@
-"""Models of transformers from configurations alone: nothing is downloaded, nothing has data."""
+"""Build models of transformers from configurations alone, without downloads and without data."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def build_model(config: dict[str, Any], checkpointed: bool = False) -> nn.Module
     """A causal language model with float32 parameters on the meta device, in training mode.
 
     [Note: Attention without a mask]
-    Given fake tensors, transformers builds masks that it does not need without padding. Its own attention by
-    `scaled_dot_product_attention`, registered under a name for which it knows no mask, gets none.
+    On fake tensors, transformers builds attention masks even if there is no padding. Its `scaled_dot_product_attention`
+    is therefore registered under a name for which transformers builds no mask.
 
     Args:
-        config: Entries of its config.json.
-        checkpointed: Compute the layers' activations again in the backward.
+        config: Entries of the model's config.json.
+        checkpointed: Whether the backward recomputes the activations of the layers.
     Raises:
         EstimateError: transformers does not know the architecture, or cannot build it from this configuration.
     """
@@ -70,7 +70,7 @@ def build_model(config: dict[str, Any], checkpointed: bool = False) -> nn.Module
             model = from_config(parsed, dtype=torch.float32, attn_implementation="sdpa_without_mask")
         if checkpointed:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-    except Exception as error:  # whatever a configuration makes a model's code raise
+    except Exception as error:  # a model's code may raise anything for a wrong configuration
         message = str(error).partition("\n")[0]
         raise EstimateError(
             f"expected the configuration of a causal language model that transformers knows, got model_type "
@@ -81,7 +81,7 @@ def build_model(config: dict[str, Any], checkpointed: bool = False) -> nn.Module
 
 
 def token_batch(batch: int, seq_len: int) -> dict[str, Tensor]:
-    """Arguments of a causal language model: `batch` sequences of `seq_len` tokens, which are the labels as well."""
+    """Arguments of a causal language model: (batch, seq_len) int64 tokens, which are also the labels."""
     tokens = torch.empty(batch, seq_len, dtype=torch.int64, device="meta")
     return {"input_ids": tokens, "labels": tokens}
 
@@ -89,7 +89,7 @@ def token_batch(batch: int, seq_len: int) -> dict[str, Tensor]:
 def _attend_without_mask(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> Any:
-    """See [Note: Attention without a mask]."""
+    """Attend without `attention_mask`. See [Note: Attention without a mask]."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     return sdpa_attention_forward(module, query, key, value, None, **kwargs)

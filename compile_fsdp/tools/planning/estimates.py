@@ -1,4 +1,4 @@
-"""`estimate`: put a traced step and FSDP2's schedule together."""
+"""`estimate`: combine a traced step with FSDP2's schedule."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Events = list[tuple[Mark | None, Amount]]
 
 
 class Optimizer(enum.Enum):
-    """An optimizer, by what it keeps between steps; step counters, 4 bytes a parameter tensor, are not counted."""
+    """An optimizer, of which only the state counts; step counters, 4 bytes per parameter tensor, are left out."""
 
     ADAMW = "adamw"
     SGD = "sgd"
@@ -35,23 +35,23 @@ class Optimizer(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """One training step on one rank, eager FSDP2: expressions in N ranks, B sequences of S tokens on each rank.
+    """Memory and communication of one training step of eager FSDP2 on the first rank, which has the most rows.
 
-    All are in bytes, but for the two counts. Figures are for the first rank, which has the most rows.
+    All attributes are expressions in N ranks and B sequences of S tokens per rank; all but the two counts are in bytes.
 
     Attributes:
-        parameters: Sharded parameters, rows that pad an uneven split included; parameters in no group are whole.
-        gradients: Sharded gradients after the backward, of the parameters that get one, with their padding.
+        parameters: Sharded parameters, with the padding of uneven splits; parameters in no group count as a whole.
+        gradients: Sharded gradients after the backward, with padding, of the parameters that require one.
         optimizer: State of the optimizer.
         buffers: Buffers of modules, which are not sharded.
-        batch: The tensors that the forward takes.
-        activations: What the forward leaves to the backward.
-        unsharded: Gathered parameters and the buffers of gathers, at most.
-        peak: All of these together with what the step allocates in between, at most.
+        batch: Input tensors of the forward.
+        activations: Tensors that the forward saves for the backward.
+        unsharded: Peak of unsharded parameters and all-gather buffers.
+        peak: Peak of all memory, including what the step allocates for a while.
         all_gathers: Number of all-gathers.
         reduce_scatters: Number of reduce-scatters.
-        gathered: What a rank receives from other ranks in all-gathers.
-        reduced: What a rank receives in reduce-scatters by a ring, in which each rank sends as much.
+        gathered: Bytes that a rank receives from other ranks in all-gathers.
+        reduced: Bytes that a rank receives in reduce-scatters by a ring, in which a rank sends as many bytes.
     """
 
     parameters: sympy.Expr
@@ -72,10 +72,10 @@ class Estimate:
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def at(self, ranks: int, batch: int = 1, seq_len: int = 1) -> dict[str, int]:
-        """The values on `ranks` ranks, with `batch` sequences of `seq_len` tokens on each where that was left open.
+        """The values of all attributes for `ranks` ranks, and `batch` sequences of `seq_len` tokens if B and S occur.
 
         Raises:
-            EstimateError: fewer than two ranks, which gather nothing, or an empty batch.
+            EstimateError: there are fewer than two ranks, or the batch is empty.
         """
         if ranks < 2 or batch < 1 or seq_len < 1:
             raise EstimateError(
@@ -96,19 +96,19 @@ def estimate(
     backward_prefetch: int = 1,
     backend: Backend = Backend.NCCL,
 ) -> Estimate:
-    """Estimate a step of forward and backward, and what stays between steps, without data and without ranks.
+    """Estimate memory and communication of one training step, without data and without other ranks.
 
     Args:
-        model: Returns the loss, or an output with a `loss`; on the meta device or any other. Or a plan of
-            `compile_fsdp.wrap`, where other groups or arguments of `fully_shard` than `plan(model)` has are meant.
-            The mesh of a plan says nothing: ranks are a symbol.
-        batch: Keyword arguments of a forward, of which shapes and dtypes count; or a function of the number of
-            sequences and their length that returns them. Then formulas have B and S.
-        near: Sizes of that batch that the model takes. Smaller sequences are traced as well.
+        model: A model on any device, meta included, that returns the loss or an output with a `loss`; or a plan of
+            `compile_fsdp.wrap`, if its groups or arguments of `fully_shard` are not those of `plan(model)`. The size of
+            a plan's mesh does not count, since the number of ranks is a symbol.
+        batch: Keyword arguments of the forward, of which shapes and dtypes count; or a function of the number of
+            sequences and their length that returns such arguments, for formulas in B and S.
+        near: (sequences, length) to trace a `batch` function at; up to 2 sequences more and smaller lengths follow.
         optimizer: The optimizer whose state is counted.
-        forward_prefetch: Groups that each group's forward gathers ahead, set on all of them and the root.
-        backward_prefetch: Groups that each group's backward gathers ahead; 1 is FSDP2's own prefetch.
-        backend: The collectives' backend, whose own copies are counted.
+        forward_prefetch: Number of groups that each group, the root included, gathers ahead in the forward.
+        backward_prefetch: Number of groups that each group gathers ahead in the backward; 1 is FSDP2's own prefetch.
+        backend: The backend of the collectives, whose own copies are counted.
     Raises:
         EstimateError: the plan or the model has a feature that cannot be estimated.
         PlanError: the model's default plan cannot be applied.
@@ -163,10 +163,10 @@ def estimate(
 
 
 def _merge(traces: list[Trace], fit: Fit) -> Iterator[tuple[Mark | None, Amount]]:
-    """Merge the events of all traces: bytes alive become polynomials, and of allocations the largest stays.
+    """Merge the events of all traces: bytes alive become polynomials, and only the largest ones between marks stay.
 
     Raises:
-        EstimateError: the traces are not of the same operations.
+        EstimateError: the traces differ in their operations.
     """
     steps = [[mark for mark, _ in trace.events] for trace in traces]
     if any(step != steps[0] for step in steps):

@@ -1,4 +1,4 @@
-"""Polynomials in B and S through the sizes of a few traces."""
+"""Polynomials in B and S that interpolate the byte counts of a few traces."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Fit:
     """Interpolation of degree 1 in B and 2 in S, or of a constant.
 
     Attributes:
-        points: (B, S) of each trace: as many as there are monomials, and at most one more, to check the result at.
+        points: (B, S) of each trace: one for each monomial, and at most one more to check the result at.
         monomials: The monomials of the polynomials. See [Note: Terms are never negative].
-        inverse: From the values at the points to the coefficients of the monomials.
-        check: From the values at the points to the value at the additional point.
+        inverse: Matrix that maps values at the first points to the coefficients of the monomials, row by row.
+        check: Row that maps values at the first points to the value at the additional point; empty without one.
     """
 
     points: tuple[tuple[int, int], ...]
@@ -36,11 +36,11 @@ class Fit:
 
     @classmethod
     def near(cls, batch: int, seq_len: int) -> Fit:
-        """A fit of traces with sizes up to the given ones, as far as a polynomial needs no larger ones.
+        """A fit of traces with at least `batch` sequences (at least 2), of at most `seq_len` tokens (at least 8).
 
         [Note: Batches of one]
         Tensors with a dim of size 1 are contiguous in more layouts, so that torch skips copies. Batches of at least
-        2 are traced; for one of 1 the polynomial is extrapolated, and may be too large by such copies.
+        2 are traced; for a batch of 1 the polynomial is extrapolated, and may count copies that torch skips.
         """
         batch, seq_len = max(batch, 2), max(seq_len, 8)
         step = seq_len // 4

@@ -1,4 +1,4 @@
-"""An estimate for people, as formulas, table and plot, and for programs, as JSON."""
+"""Show an estimate as formulas, as a table and as a plot, and write it as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from compile_fsdp.tools.planning.amounts import B, N, S
 from compile_fsdp.tools.planning.estimates import Estimate
 
 COUNTS = ("all_gathers", "reduce_scatters")
-# What a rank holds all the time, from the bottom of the plot upwards; the peak is above them.
+# Parts of the memory that the plot shows beside the peak.
 LAYERS = ("parameters", "optimizer", "gradients", "unsharded", "activations")
 
 
@@ -42,7 +42,7 @@ def print_estimate(estimate: Estimate, worlds: Sequence[int], batch: int, seq_le
 def largest_terms(
     peak: sympy.Expr, worlds: Sequence[int], batch: int, seq_len: int
 ) -> dict[sympy.Expr, list[int]]:
-    """The operands of a maximum that are the largest for some number of ranks, with these numbers."""
+    """The operands of a maximum that are the largest for some numbers of ranks, each with these numbers."""
     operands = peak.args if isinstance(peak, sympy.Max) else (peak,)
     found: dict[sympy.Expr, list[int]] = {}
     for ranks in worlds:
@@ -62,7 +62,7 @@ def show_bytes(count: int) -> str:
 def write_json(estimate: Estimate, worlds: Sequence[int], batch: int, seq_len: int, path: Path) -> None:
     """Write an estimate as JSON: formulas as strings, and values for each number of ranks.
 
-    `sympy.sympify` reads the formulas if its `locals` say that N, B and S are symbols: sympy has names of its own.
+    To read the formulas, pass N, B and S as symbols to `sympy.sympify` in `locals`: sympy uses these names itself.
     """
     content: dict[str, Any] = {
         "batch": batch,

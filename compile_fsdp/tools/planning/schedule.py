@@ -23,11 +23,11 @@ class Backend(enum.Enum):
     """The backend of the collectives, which decides which copies they make in torch's memory."""
 
     NCCL = "nccl"
-    """None."""
+    """NCCL makes no copies."""
     GLOO = "gloo"
-    """The whole result of a gather, the whole input of a reduction, and padded gradients, as in all CPU reductions."""
+    """gloo copies whole all-gather outputs and reduce-scatter inputs, and on CPUs gradients are copied to pad them."""
     FAKE = "fake"
-    """Padded gradients: torch's process group whose collectives do nothing, on a CPU."""
+    """torch's fake process group on a CPU, whose collectives do nothing; gradients are copied to pad them."""
 
 
 @dataclass
@@ -36,9 +36,10 @@ class Schedule:
 
     Attributes:
         sizes: Sizes of each group of the plan.
-        execution: Groups in the order in which their forwards begin.
-        forward_prefetch: Gathers launched ahead in the forward: as by `set_modules_to_forward_prefetch`.
-        backward_prefetch: Gathers launched ahead in the backward; FSDP2 itself launches 1.
+        execution: Indices of the groups in the order in which their forwards begin.
+        forward_prefetch: Number of gathers launched ahead in the forward, as by `set_modules_to_forward_prefetch`.
+        backward_prefetch: Number of gathers launched ahead in the backward; FSDP2 itself launches 1.
+        backend: Backend of the collectives.
         gathers: Bytes that a rank sends in each all-gather so far.
         reductions: Bytes that a rank receives from each reduce-scatter so far.
     """
@@ -56,16 +57,16 @@ class Schedule:
         self._unsharded: set[int] = set()
         self._held: int | None = None  # See [Note: Who holds a gather's buffer]
         self._reduce_input = Amount()
-        self._former_reduce_input = Amount()  # input of the reduce-scatter before
+        self._former_reduce_input = Amount()  # input of the previous reduce-scatter
         self._gradients: dict[int, Amount] = {}
         self._order: list[int] = []  # groups in the order in which their forwards end
-        self._positions: dict[int, list[int]] = {}  # where each group stands in that order
+        self._positions: dict[int, list[int]] = {}  # positions of each group in `_order`
         self._parameter_bytes = Amount()  # bytes of unsharded parameters and of all-gather outputs
         self._other_bytes = Amount()
 
     @property
     def unsharded(self) -> Amount:
-        """Bytes of gathered parameters and of buffers of gathers."""
+        """Bytes of unsharded parameters and of all-gather buffers."""
         return self._parameter_bytes
 
     @property
@@ -74,7 +75,7 @@ class Schedule:
         return self._parameter_bytes + self._other_bytes
 
     def advance(self, mark: Mark) -> Iterator[Amount]:
-        """Do what FSDP2 does at a mark; yields the bytes that it holds at each possible peak."""
+        """Follow what FSDP2 does at a mark; yields the bytes that FSDP2 holds at each possible peak."""
         if mark.point is Point.PRE_FORWARD:
             yield from self._gather(mark.group)
             yield from self._copy_out(mark.group, in_forward=True)
@@ -158,6 +159,6 @@ class Schedule:
         yield self.level + output + (self._reduce_input if self.backend is Backend.GLOO else Amount())
         if sizes.casts_reduced(mark.reduced):
             yield self.level + output + gradients
-        if mark.group not in self._gradients:  # else the gradients are added to those of an earlier use
+        if mark.group not in self._gradients:  # otherwise they are added to the gradients of an earlier use
             self._gradients[mark.group] = gradients
             self._other_bytes = self._other_bytes + gradients

@@ -21,7 +21,7 @@ from compile_fsdp.wrap import Group, Plan
 
 @dataclass(frozen=True, slots=True)
 class GroupSizes:
-    """Bytes of one group on one rank.
+    """The bytes that FSDP2 allocates for one group on one rank.
 
     Attributes:
         parameters: The group's parameters by FQN.
@@ -34,7 +34,7 @@ class GroupSizes:
     reshard_after_forward: bool
 
     def shards(self, of: Collection[str] | None = None) -> Amount:
-        """Sharded parameters, or gradients, in the parameters' dtype: (ceil(d0 / N), *rest) each."""
+        """Bytes of sharded parameters, or of their gradients, in the parameters' dtype: (ceil(d0 / N), *rest) each."""
         return self._sum(lambda parameter: parameter.dtype, of)
 
     def gather_input(self) -> Amount:
@@ -46,7 +46,7 @@ class GroupSizes:
         return self.gather_input().times_ranks()
 
     def cast(self) -> Amount:
-        """Bytes of the copy of the shards in the dtype that is gathered, where it is not the original one."""
+        """Bytes of the copies of shards that are cast to another dtype before they are gathered."""
         cast = [fqn for fqn, each in self.parameters.items() if self._gathered_dtype(each) != each.dtype]
         return self._sum(self._gathered_dtype, cast)
 
@@ -55,7 +55,7 @@ class GroupSizes:
         return self._sum(self._reduced_dtype, of)
 
     def casts_reduced(self, of: Iterable[str]) -> bool:
-        """Whether reduced gradients are copied into another dtype, that of the parameters."""
+        """Whether reduced gradients are cast to the parameters' dtype, which makes a copy."""
         return any(self._reduced_dtype(self.parameters[fqn]) != self.parameters[fqn].dtype for fqn in of)
 
     def padded_copies(self, of: Iterable[str]) -> Amount:
@@ -106,7 +106,7 @@ def group_sizes(plan: Plan) -> list[GroupSizes]:
         GroupSizes(
             {fqn: parameters[fqn] for fqn in group.parameters},
             group.kwargs.get("mp_policy") or MixedPrecisionPolicy(),
-            # Unless told otherwise, FSDP2 keeps the root's parameters for the backward, which begins with them.
+            # By default, FSDP2 keeps the root's parameters unsharded for the backward, which begins with them.
             group is not root if (reshard := group.kwargs.get("reshard_after_forward")) is None else bool(reshard),
         )
         for group in plan.groups

@@ -1,7 +1,7 @@
 """Run one step of a model on fake tensors and record allocations and the points at which FSDP2 acts.
 
-The model runs unsharded, as each rank computes it. Hooks in the places of FSDP2's own mark where that would gather,
-free and reduce; what it allocates there is added by schedule.py.
+The model runs unsharded, as each rank computes it. Hooks in the places of FSDP2's hooks mark where FSDP2 would gather,
+free and reduce; schedule.py adds what FSDP2 allocates there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Batch = Mapping[str, Any]
 
 
 class Point(enum.Enum):
-    """Where FSDP2 acts on a group."""
+    """A point in a step at which FSDP2 acts on a group."""
 
     PRE_FORWARD = enum.auto()
     POST_FORWARD = enum.auto()
@@ -49,12 +49,12 @@ class Point(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A point in a step.
+    """A point in a step, and the group that FSDP2 would act on.
 
     Attributes:
-        point: What happens.
+        point: Kind of the point.
         group: Index of the group in the plan, -1 for the whole model.
-        reduced: FQNs of the group's parameters that have a gradient, at POST_BACKWARD.
+        reduced: FQNs of the group's parameters that have a gradient, at POST_BACKWARD and GRADIENTS_FREED.
     """
 
     point: Point
@@ -63,11 +63,11 @@ class Mark:
 
 
 class Timeline(TorchDispatchMode):
-    """Follows the storages of a step.
+    """Records how many bytes of storages are alive in a step.
 
     Attributes:
         events: (None, bytes alive) after each allocation, (mark, bytes alive) at each mark.
-        in_backward: Whether the forward is over; modules whose forward runs again are not freed after it.
+        in_backward: Whether the forward is over; a group whose forward then runs again is not freed after it.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class Timeline(TorchDispatchMode):
 
 
 class PostBackward(torch.autograd.Function):
-    """The identity function, whose backward calls a function as soon as all gradients of its results are there."""
+    """The identity function, whose backward calls a function as soon as all gradients of its results exist."""
 
     @staticmethod
     def forward(ctx: Any, function: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -123,7 +123,7 @@ class PostBackward(torch.autograd.Function):
 
 
 class GroupHooks:
-    """Marks when FSDP2 would do something with one group."""
+    """Hooks that mark where FSDP2 would act on one group."""
 
     def __init__(self, group: Group, index: int, parameters: Mapping[str, Tensor], timeline: Timeline) -> None:
         self.group, self.index, self.timeline = group, index, timeline
@@ -142,7 +142,7 @@ class GroupHooks:
         inputs = (args, kwargs)
         if self.policy is not None and self.policy.param_dtype is not None and self.policy.cast_forward_inputs:
             inputs = cast_floating(inputs, self.policy.param_dtype)
-        # Once the backward has reached the group, activations are computed again, and the parameters are there.
+        # After the backward has reached the group, a forward recomputes activations, with unsharded parameters.
         if not self.in_backward and not self.to_run:
             self.to_run.update(self.group.modules)
             self.is_reduced = False
@@ -186,7 +186,7 @@ class GroupHooks:
 
 
 class Step(nn.Module):
-    """Forward and backward in one call, so that the backward, too, finds fake parameters in the model."""
+    """Forward and backward in one call, so that the model has fake parameters in the backward, too."""
 
     def __init__(self, model: nn.Module, timeline: Timeline) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ def trace_step(plan: Plan, batch: Batch) -> Trace:
     """Run forward and backward of the plan's model on fake tensors, and leave the model as it is.
 
     Args:
-        plan: The plan of any model, also of one on the meta device.
+        plan: The plan of a model on any device, meta included.
         batch: Keyword arguments of one forward; of tensors only shapes, strides and dtypes count.
     Raises:
         EstimateError: the model returns no loss.

@@ -1,10 +1,6 @@
-"""The checkpoints of a training run: checkpoints of `compile_fsdp.state` with a description of the run in each.
+"""The checkpoints of a training run: checkpoints of `compile_fsdp.state`, each with a run.json that describes the run.
 
-    latest               the name of the newest complete step folder
-    step-00000200/       one complete checkpoint: torch.distributed.checkpoint's files and run.json
-    step-00000300.part/  a save that was interrupted; the next save removes it
-
-With several machines, the folder has to be on a file system that all of them share.
+For the folder's layout see compile_fsdp/state/folder.py. Several machines need a file system that all of them share.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ from compile_fsdp import state
 from compile_fsdp.errors import StateError
 from compile_fsdp.tools.train.config import ModelConfig, TrainError
 
-KEPT = 2  # complete checkpoints: the newest, and the one before it
+KEPT = 2  # number of complete checkpoints to keep: the newest, and the one before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +26,10 @@ class RunState:
     """The description of a run that is stored with a checkpoint."""
 
     step: int
-    """Optimizer steps done."""
+    """Number of optimizer steps done."""
     model: ModelConfig
     stream: dict[str, int]
-    """Settings that decide the order of the data; see `describe_change`."""
+    """Settings that decide the order of the data, by name."""
     losses: tuple[float, ...]
     """(step,) mean loss of every step so far."""
 
@@ -54,10 +50,10 @@ class Checkpointer:
         self.is_first = rank == 0
 
     def find_latest(self) -> Path | None:
-        """The newest complete step folder, or None where training has not begun.
+        """The newest complete step folder, or None if there is none yet.
 
         Raises:
-            TrainError: the folder is no checkpoint folder, or a part of it is missing.
+            TrainError: the folder is not a checkpoint folder, or a part of it is missing.
         """
         try:
             return state.find_latest(self.folder)
@@ -88,7 +84,7 @@ class Checkpointer:
         return run
 
     def save(self, run: RunState, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
-        """Save under the step's name; `latest` moves to it once it is complete.
+        """Save a checkpoint named by the step, make `latest` name it, and remove all but the last `KEPT` checkpoints.
 
         Raises:
             TrainError: files cannot be written.
@@ -103,13 +99,13 @@ class Checkpointer:
         return target
 
     def _remove_old(self, newest: Path) -> None:
-        """Remove step folders before the last `KEPT`; anything else in the folder is not ours."""
+        """Remove all step folders but the last `KEPT`; other files in the folder stay."""
         names = [path for path in self.folder.glob("step-" + "[0-9]" * 8) if path.name <= newest.name]
         for old in sorted(names)[:-KEPT]:
             shutil.rmtree(old)
 
 
 def differences(saved: dict[str, int], now: dict[str, int]) -> str:
-    """Every name whose value differs, with both values; empty where none does."""
+    """A text with every name whose value differs and both its values; empty if none differs."""
     names = [name for name in now if saved.get(name) != now[name]]
     return ", ".join(f"{name} was {saved.get(name)} and is {now[name]}" for name in names)

@@ -1,4 +1,4 @@
-"""`compile-fsdp train`: its options, and what happens with them."""
+"""The command `compile-fsdp train`: parse its options and run it."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def add_choice(group: argparse._ArgumentGroup, flag: str, kind: type[E], default
 
 
 def parse_options(args: argparse.Namespace) -> TrainOptions:
-    """The options of a run, with the preset's values where none were given."""
+    """The options of a run; options that were not given have the preset's values."""
     preset: Preset = PRESETS[args.preset]
     return TrainOptions(
         model=dataclasses.replace(preset.model, tie_embeddings=args.tie_embeddings),

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 from pathlib import Path
 
-DEFAULT_TIMEOUT_S = 1800.0  # the default of torch's gloo process groups
+DEFAULT_TIMEOUT_S = 1800.0  # the default timeout of torch's gloo process groups
 
 
 class TrainError(Exception):
@@ -28,7 +28,7 @@ class Precision(enum.Enum):
 
 
 class DeviceChoice(enum.Enum):
-    """Where to train; `AUTO` takes the GPUs where there are any."""
+    """Device to train on; `AUTO` takes GPUs if there are any."""
 
     AUTO = "auto"
     CPU = "cpu"
@@ -42,13 +42,13 @@ class ModelConfig:
     dim: int
     """Width of the residual stream."""
     layers: int
-    """Transformer blocks."""
+    """Number of transformer blocks."""
     heads: int
-    """Attention heads per block; divides `dim` into even head widths."""
+    """Number of attention heads per block; `dim / heads` has to be an even integer."""
     hidden: int
-    """Width between the two halves of a SwiGLU feed-forward."""
+    """Hidden width of a SwiGLU feed-forward."""
     vocab_size: int = 256
-    """Token values: one per byte."""
+    """Number of token values; 256, one per byte, by default."""
     tie_embeddings: bool = False
     """Whether the output projection is the embedding table."""
 
@@ -109,7 +109,7 @@ class TrainOptions:
     """Folder for loss.png and summary.json."""
     mode: Mode = Mode.COMPILE
     inner_backend: str | None = None
-    """Dynamo backend that compiles the graphs in compile mode; None leaves the default."""
+    """Dynamo backend that compiles the graphs in compile mode; None uses that of `compile_fsdp.Options`."""
     steps: int = 100
     """Optimizer steps since the start of training; a resumed run continues up to this number."""
     warmup_steps: int = 10

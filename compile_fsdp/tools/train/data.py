@@ -26,7 +26,7 @@ class Corpus:
     name: str
     files: tuple[Path, ...]
     starts: tuple[int, ...]
-    """Offset in bytes of each file in the whole, and the size of the whole at the end."""
+    """Offset in bytes of each file in the long string, and as the last entry the size of the string."""
 
     @classmethod
     def of(cls, name: str, files: list[Path]) -> Corpus:
@@ -105,7 +105,7 @@ def sorted_files(root: Path, pattern: str) -> list[Path]:
 class Batches:
     """The batches of one rank.
 
-    Sequences start at random places. There is no state to save: a resumed run asks for the step it is at.
+    Sequences start at random places. There is no state to save, since a batch depends on its step alone.
     """
 
     corpus: Corpus
@@ -129,8 +129,8 @@ class Batches:
             tokens: (batch_size, seq_len) int64, one per byte.
             targets: (batch_size, seq_len) int64, the byte after each token.
         """
-        # One draw for all ranks, of which this rank takes its row: the global batch stays the same when as
-        # many sequences are spread over another number of ranks.
+        # Every rank draws the starts for all ranks and takes its row, so that the global batch does not depend on the
+        # number of ranks that its sequences are spread over.
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         last_start = self.corpus.size_bytes - self.seq_len  # exclusive: a sequence is seq_len + 1 bytes
         starts = torch.randint(last_start, (self.world_size, self.batch_size), generator=generator)[self.rank]

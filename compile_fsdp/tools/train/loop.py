@@ -43,7 +43,7 @@ def build_model(options: TrainOptions, world: World) -> Transformer:
 
 
 def learning_rate(options: TrainOptions, step: int) -> float:
-    """Linear warmup, then constant: it depends on the step alone, so that a run can be prolonged."""
+    """Linear warmup, then constant; the rate depends on the step alone, so that a run can be prolonged."""
     return options.learning_rate * min(1.0, (step + 1) / max(1, options.warmup_steps))
 
 
@@ -112,7 +112,7 @@ class Trainer:
         checkpointer.save(run, self.model, self.optimizer)
 
     def describe(self) -> str:
-        """The run in one line: what is about to be trained."""
+        """One line that describes the run."""
         ranks = "1 rank" if self.world.size == 1 else f"{self.world.size} ranks"
         millions = self.options.model.parameter_count() / 1e6
         return (
@@ -166,7 +166,7 @@ def train(options: TrainOptions, world: World, console: Console) -> RunSummary:
 
 
 def peak_memory_bytes(world: World) -> int:
-    """On a GPU, the most allocated in warm steps; on a CPU, the most resident memory of the process."""
+    """On a GPU, peak bytes allocated in warm steps; on a CPU, peak resident bytes of the process."""
     if world.device.type == "cuda":
         return torch.cuda.max_memory_allocated(world.device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,4 +1,4 @@
-"""Ranks that have just started find each other at a key-value store where earlier ones have left their keys.
+"""Let ranks that have just started find each other at a key-value store that may hold keys of earlier ranks.
 
 [Note: torchrun's store outlives its ranks]
 The ranks that torchrun starts again after a failure meet at the same store as those before them
@@ -26,7 +26,7 @@ _REMEDY = "look for its error, or whether this host reaches its; if it only need
 
 
 def meet(store: Store, rank: int, size: int, limit_s: float) -> str:
-    """A name that the ranks started together have in common, and no earlier ones. All of them call it together.
+    """Agree on a name that only ranks that were started together know. All of these ranks call it together.
 
     Args:
         store: A store that all ranks reach. See [Note: torchrun's store outlives its ranks].
@@ -34,7 +34,7 @@ def meet(store: Store, rank: int, size: int, limit_s: float) -> str:
         size: Number of ranks.
         limit_s: Seconds to wait for the others.
     Raises:
-        TrainError: a rank does not come within the limit.
+        TrainError: a rank does not start within the limit.
     """
     own = uuid.uuid4().hex
     deadline = time.monotonic() + limit_s
@@ -53,7 +53,7 @@ def meet(store: Store, rank: int, size: int, limit_s: float) -> str:
 
 
 def _gather(store: Store, name: str, size: int, limit_s: float) -> str:
-    """On rank 0: wait for all ranks, and answer each that this is the rank 0 that they look for."""
+    """On rank 0, wait for all other ranks, and confirm to each that this process is its rank 0."""
     store.set(_FIRST, name)
     keys = {rank: f"{name}/{rank}" for rank in range(1, size)}
     if not _is_set(store, list(keys.values()), limit_s):

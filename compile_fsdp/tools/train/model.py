@@ -126,7 +126,7 @@ class Transformer(nn.Module):
             tokens: (B, T) int64.
             targets: (B, T) int64, the token that follows each of `tokens`.
         Returns:
-            () float32.
+            The loss, () float32.
         """
         x = self.embedding(tokens)
         for block in self.layers:

@@ -1,4 +1,4 @@
-"""The progress of a run, which the first rank shows: a bar on a terminal, a line now and then in a log."""
+"""Show the progress of a run on the first rank: as a bar on a terminal, as occasional lines in a log."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class ProgressView(Protocol):
         """Show what the current step is busy with."""
 
     def step(self, done: int, loss: float, tokens_per_s: float) -> None:
-        """Show the figures of the step that makes it `done` steps."""
+        """Show the figures of the last of `done` steps."""
 
 
 class SilentView:
-    """The other ranks' view."""
+    """Shows nothing, for all ranks but the first."""
 
     def phase(self, text: str) -> None:
         pass
@@ -77,7 +77,7 @@ class LineView:
 
 @contextmanager
 def show_progress(console: Console, first: int, total: int) -> Iterator[ProgressView]:
-    """The view of steps `first` to `total` on `console`; silent if the console is."""
+    """A view of steps `first` to `total` on `console`; shows nothing if the console is quiet."""
     if console.quiet:
         yield SilentView()
     elif not console.is_terminal:

@@ -21,7 +21,7 @@ SMOOTHED_SHARE = 0.05  # share of all steps in the drawn running mean; summary.j
 
 @dataclass(slots=True)
 class StepTimes:
-    """Seconds per step: cold ones, which compile or come first, apart from warm ones."""
+    """Seconds of cold steps, which compile or come first, and of all other steps, the warm ones."""
 
     cold_s: list[float] = field(default_factory=list)
     warm_s: list[float] = field(default_factory=list)
@@ -44,7 +44,7 @@ class CompileFigures:
     nodes_before: int = 0
     nodes_after: int = 0
     kept: tuple[tuple[str, str], ...] = ()
-    """(FQN, reason) of every window left alone."""
+    """(parameter FQN, reason) of every window that the passes left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class _Counts:
     """What Dynamo has done in this process so far."""
 
     graph_breaks: int
-    recompiles: int  # of the compilations that Dynamo remembers
+    recompiles: int  # among the compilations that Dynamo remembers
     captures: int  # graphs that Dynamo or compiled autograd traced
 
     @classmethod
@@ -66,7 +66,7 @@ class _Counts:
 
 
 class CompileCounter:
-    """Counts what is compiled from its creation on."""
+    """Counts what is compiled after the counter was created."""
 
     def __init__(self) -> None:
         compile_fsdp.reset_reports()
@@ -74,7 +74,7 @@ class CompileCounter:
         self.seen = self.start.captures
 
     def has_compiled(self) -> bool:
-        """Whether anything was compiled since the last time this was asked."""
+        """Whether anything was compiled since the last call of this method."""
         before, self.seen = self.seen, _Counts.now().captures
         return self.seen != before
 
@@ -105,7 +105,7 @@ class RunSummary:
     device: str
     parameters: int
     first_step: int
-    """Steps that were done before this run, in the run that it resumes."""
+    """Number of steps done before this run, by the run that it resumes."""
     losses: tuple[float, ...]
     """Mean loss over the ranks of every step since the start of training, in nats per byte."""
     tokens_per_step: int
@@ -183,7 +183,7 @@ def write_outputs(summary: RunSummary, folder: Path) -> list[Path]:
 
 
 def draw_losses(summary: RunSummary) -> Figure:
-    """The loss of every step, with its running mean."""
+    """Draw the loss of every step, with its running mean."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     steps = range(1, len(summary.losses) + 1)

@@ -58,7 +58,7 @@ def join_world(choice: DeviceChoice, timeout_s: float) -> Iterator[World]:
     """Set up the process group, NCCL for GPUs and gloo for CPUs, and take it down at the end, also on errors.
 
     Args:
-        choice: Where to train.
+        choice: Device to train on.
         timeout_s: Seconds that a rank waits for the others, to start and in a collective.
     Raises:
         TrainError: the chosen device is missing, or has to be shared between ranks; a rank does not start in time, or
@@ -79,7 +79,7 @@ def join_world(choice: DeviceChoice, timeout_s: float) -> Iterator[World]:
 
 @contextmanager
 def naming_lost_ranks(timeout_s: float) -> Iterator[None]:
-    """Turn the errors that another rank's end leads to into a TrainError that says so."""
+    """Turn errors caused by the loss of another rank into a TrainError that says so."""
     try:
         yield
     except RankMissingError as error:
@@ -98,13 +98,13 @@ def describe_lost_rank(error: RuntimeError) -> str | None:
     """The message for an error that says that a rank died or cannot be reached; None for other errors."""
     if isinstance(error, dist.DistError):
         return first_line(error)
-    # gloo has no error type of its own. Its texts begin with a place in its source and go on with guesses.
+    # gloo has no error type of its own. Its messages begin with a place in its source and end with guesses.
     found = re.search(r"gloo/\S+\] (.*?)(?:\. This is typically|$)", str(error), flags=re.MULTILINE)
     return None if found is None else found[1]
 
 
 def first_line(error: Exception) -> str:
-    """An error's own text: Dynamo adds advice below it, and C++ its stack."""
+    """The first line of an error's message; Dynamo adds advice below it, and C++ a stack trace."""
     return str(error).partition("\n")[0]
 
 
@@ -118,7 +118,7 @@ def find_store(timeout_s: float) -> tuple[Store, int, int]:
 
 
 def pick_device(choice: DeviceChoice) -> torch.device:
-    """Choose the device of this rank, and make it the current device where there is one."""
+    """Choose the device of this rank, and make it the current CUDA device if it is a GPU."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if choice is DeviceChoice.CPU or (choice is DeviceChoice.AUTO and gpus == 0):
         return torch.device("cpu")
