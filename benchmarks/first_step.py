@@ -55,7 +55,7 @@ def _serve(rank: int, store: str, mode: str, size_name: str, layers: int) -> Non
 
 
 def _start(mode: str, size: str, layers: int, cache: str) -> list[str]:
-    """Seconds and counters of a first step in fresh processes."""
+    """Seconds and counters of the first step of fresh processes, as text."""
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
     command = [sys.executable, __file__, "--only", mode, "--size", size, "--layers", str(layers)]
     output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout

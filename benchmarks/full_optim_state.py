@@ -3,7 +3,7 @@
 A model of 1e8 parameters, one of them an embedding of a third of all, is sharded over two gloo ranks and gets AdamW
 state. Then each way of building the full state runs once in processes of its own: `optim_state_dict(full=True,
 rank0_only=True, cpu_offload=True)`, and torch's `get_optimizer_state_dict` with `full_state_dict` and `cpu_offload`.
-What counts is the most resident memory of the process during the call, less what was resident before it. Linux.
+The figure is the peak resident memory of the process in the call, less the memory before the call. Linux only.
 
     python benchmarks/full_optim_state.py [--parameters 100000000] [--rounds 3]
 """
@@ -30,13 +30,13 @@ from compile_fsdp.state import optim_state_dict
 from compile_fsdp.torch_compat.distributed import local_tensor
 
 WORLD_SIZE = 2
-LIMIT = 1.3  # of the sharded state, for the other ranks' state and what they need besides it during the call
+LIMIT = 1.3  # largest peak of another rank's memory, as a multiple of its sharded state
 WAYS = ("compile_fsdp.state", "torch")
 Row = tuple[int, int, int, float]  # rank, bytes of the sharded state, bytes on top of it, seconds
 
 
 def build(parameters: int) -> nn.Module:
-    """An embedding of a third of all parameters, and square layers."""
+    """A sharded model: an embedding with a third of the given number of parameters, and square layers."""
     dim = 1024
     embedding = nn.Embedding(parameters // 3 // dim, dim)
     layers = [nn.Linear(dim, dim, bias=False) for _ in range((parameters - embedding.weight.numel()) // dim**2)]
@@ -56,7 +56,7 @@ def full_state(way: str, model: nn.Module, optim: torch.optim.Optimizer) -> Any:
 
 
 def resident_bytes(field: str) -> int:
-    """A line of /proc/self/status: VmRSS is now, VmHWM the most since `reset_peak`."""
+    """A figure of /proc/self/status: VmRSS is the present resident memory, VmHWM its peak since `reset_peak`."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024
 
@@ -78,7 +78,7 @@ def run_rank(rank: int, store: str, way: str, parameters: int, results: Any) -> 
     optim.zero_grad()
     warm = nn.Linear(8, 8)
     compile_fsdp.fully_shard(warm)
-    full_state(way, warm, torch.optim.AdamW(warm.parameters()))  # imports and connections
+    full_state(way, warm, torch.optim.AdamW(warm.parameters()))  # warm up: imports and connections
     sharded = sum(
         local_tensor(value).numel() * value.element_size()
         for entries in optim.state.values()

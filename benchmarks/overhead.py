@@ -26,7 +26,7 @@ WIDTH = 16
 
 
 class _Stack(nn.Module):
-    """A class of its own, since Dynamo skips frames of torch's containers."""
+    """A stack of linear layers; a class of its own, since Dynamo skips frames of torch's containers."""
 
     def __init__(self, modules: int) -> None:
         super().__init__()

@@ -27,8 +27,8 @@ from compile_fsdp.passes.report import Report, node_name
 
 SIZES = (1_000, 10_000, 100_000)
 NODES_PER_LAYER = 37  # two parameters, their shards, and 33 ops
-LIMIT_US = 60.0  # per node, at the largest size
-LIMIT_GROWTH = 1.2  # of the time per node, from one size to any larger one
+LIMIT_US = 60.0  # microseconds per node, at the largest size
+LIMIT_GROWTH = 1.2  # most growth of the time per node from the smallest to the largest size
 RANKS = 2
 
 aten = torch.ops.aten
@@ -59,7 +59,7 @@ class Builder:
 
 
 def synthetic_graph(nodes: int) -> fx.Graph:
-    """A stack of layers with about this many nodes."""
+    """The graph of a stack of layers with about `nodes` nodes."""
     build = Builder()
     x = build.fresh(build.graph.placeholder("x"), 8, 8)
     layers = (nodes - 2) // NODES_PER_LAYER
@@ -102,7 +102,7 @@ def synthetic_graph(nodes: int) -> fx.Graph:
 
 
 def measure(nodes: int) -> float:
-    """Microseconds per node of one run."""
+    """Microseconds of CPU time per node that one run of the passes takes."""
     graph = synthetic_graph(nodes)
     reports: list[tuple[Report, ...]] = []
     # Costs under which every pass has work to do.

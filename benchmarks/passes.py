@@ -13,7 +13,7 @@ from compile_fsdp.passes import PASSES
 from compile_fsdp.tools.bench.modes import MODES
 
 NAMES = [each.__name__ for each in PASSES]
-# Here, for the ranks import this file too.
+# At the top level, since the ranks import this file, too.
 WITHOUT = {f"no_{name}": partial(MODES["compile"], disabled_passes=[name]) for name in NAMES}
 MODES.update(WITHOUT, no_passes=partial(MODES["compile"], disabled_passes=NAMES))
 

@@ -20,7 +20,7 @@ plugin = FullyShardedDataParallelPlugin(
     fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
 )
 accelerator = Accelerator(fsdp_plugin=plugin, cpu=True)
-# For the CPU alone: accelerate takes the plugin on GPUs and the like, and would use DDP here. Leave both out elsewhere.
+# On a CPU, accelerate would use DDP in place of the plugin. On a GPU, leave out this line and `cpu=True`.
 accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
 
 torch.manual_seed(0)
@@ -31,7 +31,7 @@ model = LlamaForCausalLM(config)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 model, optimizer = accelerator.prepare(model, optimizer)
 if not args.eager:
-    # In the place of Accelerator(dynamo_backend=...), which knows only accelerate's own list of backends.
+    # Replaces Accelerator(dynamo_backend=...), which takes only the backends that accelerate lists.
     compile_fsdp.make_traceable(model).compile(
         backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"}
     )

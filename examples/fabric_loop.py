@@ -1,4 +1,4 @@
-"""Lightning Fabric with ModelParallelStrategy: its parallelize_fn shards, and Fabric puts torch.compile back around.
+"""Lightning Fabric with ModelParallelStrategy: parallelize_fn shards the model, and Fabric compiles it again.
 
 torchrun --nproc-per-node 2 examples/fabric_loop.py
 """

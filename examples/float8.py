@@ -25,7 +25,7 @@ dist.init_process_group("gloo")
 rank, mesh = dist.get_rank(), dist.init_device_mesh("cpu", (dist.get_world_size(),))
 torch.manual_seed(0)
 blocks = nn.Sequential(block(), block())
-# emulate: for machines without float8 hardware.
+# emulate=True is for machines without float8 hardware.
 convert_to_float8_training(blocks, config=Float8LinearConfig(emulate=True))
 model = nn.Sequential(nn.Embedding(256, 32), blocks, nn.Linear(32, 256))
 

@@ -50,7 +50,7 @@ with tempfile.TemporaryDirectory() as folder:
         train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
         callbacks=[] if args.eager else [CompileFSDP],
     )
-    # For the CPU alone: accelerate takes FSDP on GPUs and the like, and would use DDP here. Leave them out elsewhere.
+    # On a CPU, accelerate would use DDP in place of FSDP. On a GPU, leave out these three lines and `use_cpu=True`.
     trainer.is_fsdp_enabled, state = True, trainer.accelerator.state
     state.fsdp_plugin = FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args)
     state.distributed_type = DistributedType.FSDP
