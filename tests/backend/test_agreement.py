@@ -7,6 +7,7 @@ import io
 import time
 from collections.abc import Mapping
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -82,18 +83,26 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     assert kind == "RankMissingError" and "expected rank 1 to compile its forward graph within 1 s" in message
 
 
-def _late(rank: int) -> str:
+def _late(rank: int, waits: Path) -> str:
+    """Rank 1 comes to the agreement only after rank 0 has said that it waits."""
+
+    class Said(io.StringIO):
+        def write(self, text: str) -> int:
+            if "waiting for" in text:
+                waits.touch()
+            return super().write(text)
+
     model = _model([8, 8])
-    if rank == 1:
-        time.sleep(4.0)
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
+    deadline = time.monotonic() + 100.0
+    while rank == 1 and not waits.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    with contextlib.redirect_stderr(said := Said()):
         _step(model, AOT_EAGER)
     return said.getvalue()
 
 
-def test_a_late_rank_is_waited_for_and_said_so() -> None:
-    assert "waiting for the other ranks' forward graph" in run_ranks(2, _late)[0]
+def test_a_late_rank_is_waited_for_and_said_so(tmp_path: Path) -> None:
+    assert "waiting for the other ranks' forward graph" in run_ranks(2, _late, tmp_path / "waits")[0]
 
 
 def _other_batch(rank: int) -> int:

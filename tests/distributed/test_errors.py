@@ -20,6 +20,7 @@ from compile_fsdp.torch_compat.fsdp import param_groups
 from helpers.models.reference import Stack
 from helpers.models.tensor_subclasses import Float8Weight, LowPrecision, use
 from helpers.parity.check import build, loss_of
+from helpers.ranks.meshes import shared_mesh
 from helpers.ranks.pools import run_ranks
 from helpers.releases.skip import skip_before
 
@@ -164,7 +165,7 @@ def _symmetric_memory() -> None:
 def _spmd_mesh() -> None:
     from torch.distributed.fsdp import DataParallelMeshDims
 
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    mesh = shared_mesh("cpu", (2, 1), ("dp", "tp"))
     model = nn.Linear(8, 8)
     distribute_module(model, mesh)
     compile_fsdp.fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))

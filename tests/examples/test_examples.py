@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.ranks.torchrun import torchrun
+from helpers.ranks.forked import run_forked
 
 FOLDER = Path(__file__).parents[2] / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
@@ -25,7 +25,7 @@ def _graphs(output: str) -> list[str]:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example_learns_what_the_eager_run_learns(example: Path, tmp_path: Path) -> None:
-    eager, compiled = torchrun(tmp_path, example, "--eager"), torchrun(tmp_path, example)
+    eager, compiled = run_forked(tmp_path, example, "--eager"), run_forked(tmp_path, example)
     losses = _losses(compiled)
     assert len(losses) == 6
     assert losses[-1] < losses[0] - 0.5

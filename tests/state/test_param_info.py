@@ -17,6 +17,7 @@ from compile_fsdp.state import Region, optim_state_dict, param_info
 from helpers.models.optimizers import everything
 from helpers.models.reference import Stack
 from helpers.ranks.fake_world import fake_world
+from helpers.ranks.meshes import shared_mesh
 from helpers.ranks.pools import run_ranks
 
 
@@ -138,13 +139,13 @@ def _every_rank_holds_its_region(rank: int, layout: str) -> None:
         mesh = init_device_mesh("cpu", (4,))
         compile_fsdp.fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1))
     elif layout == "hsdp":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        mesh = shared_mesh("cpu", (2, 2), ("replicate", "shard"))
         compile_fsdp.fully_shard(model, mesh=mesh)
     elif layout == "replicate":
         mesh = init_device_mesh("cpu", (4,))
         replicate(model, mesh=mesh)
     else:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = shared_mesh("cpu", (2, 2), ("dp", "tp"))
         for block in model.layers:
             parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         compile_fsdp.fully_shard(model, mesh=mesh["dp"])

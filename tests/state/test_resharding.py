@@ -16,6 +16,7 @@ import compile_fsdp
 from compile_fsdp.state import load, load_optim_state_dict, optim_state_dict, rekey_optim_state, save
 from helpers.models.optimizers import OPTIMIZERS, assert_same, everything, groups_of, train, whole
 from helpers.models.reference import Stack
+from helpers.ranks.meshes import shared_mesh
 from helpers.ranks.pools import run_ranks
 from helpers.ranks.worlds import world_of
 
@@ -68,14 +69,14 @@ def _build(layout: str) -> nn.Module:
             compile_fsdp.fully_shard(block, mesh=line)
         compile_fsdp.fully_shard(model, mesh=line)
     elif layout == "hsdp":
-        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        grid = shared_mesh("cpu", (2, 2), ("replicate", "shard"))
         compile_fsdp.fully_shard(model, mesh=grid)
     elif layout == "columns":
         for block in model.layers:
             compile_fsdp.fully_shard(block, mesh=line, shard_placement_fn=lambda p: Shard(p.ndim - 1))
         compile_fsdp.fully_shard(model, mesh=line)
     elif layout == "tensor parallel":
-        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        grid = shared_mesh("cpu", (2, 2), ("dp", "tp"))
         for block in model.layers:
             parallelize_module(block, grid["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
             compile_fsdp.fully_shard(block, mesh=grid["dp"])

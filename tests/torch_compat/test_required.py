@@ -90,6 +90,19 @@ def _full_name(node: ast.AST, imported: dict[str, str]) -> str:
     return f"{imported.get(first, first)}.{rest}" if is_known else ""
 
 
+def test_private_names_are_imported_in_their_room_alone() -> None:
+    files = [file for file in _FOLDER.parent.rglob("*.py") if file not in _FILES]
+    assert len(files) > 100
+    for file in files:
+        nodes = list(ast.walk(ast.parse(file.read_text())))
+        names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        names |= set(_imported(nodes).values())
+        names |= {_full_name(node, _imported(nodes)) for node in nodes}
+        private = {name for name in names if name.startswith("torch.") and re.search(r"\._(?!_)", name)}
+        # Names of ops: torch registers them for everybody.
+        assert {name for name in private if not name.startswith("torch.ops.")} == set(), file
+
+
 def test_what_a_function_declares_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "torch._C._current_graph_task_id" in declarations.NAMES
     required.check_names()

@@ -97,10 +97,9 @@ def read_summary(folder: Path) -> dict[str, Any]:
     return summary
 
 
-def draw_kills(rng: random.Random, per_phase: int, undisturbed: Outcome) -> list[Kill]:
-    """Kills in random order, at random moments within what each phase took in an undisturbed run."""
-    phases = [phase for phase in PHASES for _ in range(per_phase)]
-    rng.shuffle(phases)
+def draw_kills(rng: random.Random, phases: Sequence[str], undisturbed: Outcome) -> list[Kill]:
+    """A kill in each of these phases, in random order, at random moments within what it took in an undisturbed run."""
+    phases = rng.sample(phases, len(phases))
     return [_draw_kill(rng, phase, undisturbed) for phase in phases]
 
 

@@ -1,8 +1,7 @@
-"""Ranks that are killed, for real, at a certain moment of a save."""
+"""Ranks whose processes are killed at a certain moment of a save."""
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import signal
 import time
@@ -16,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from compile_fsdp.state import async_save, checkpoint, find_latest, load, save
 from helpers.models.optimizers import OPTIMIZERS, everything, groups_of, train
+from helpers.ranks.forked import forkserver
 
 # Moments in the life of a save. Files are put in place by rank 0: at the last three it is rank 0 that kills.
 STAGES = (
@@ -39,13 +39,11 @@ def train_one_step_and_save(folder: Path, stage: str | None, victim: int, in_bac
 
     Processes are forked from one that has imported everything: the killing is real, the imports are shared.
     """
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["helpers.faults.killed_saves"])
     store = str(folder.parent / f"store_{time.monotonic_ns()}")
     ranks = []
     for rank in range(WORLD_SIZE):
         arguments = (rank, str(folder), store, stage, victim, in_background)
-        ranks.append(context.Process(target=_resume, args=arguments, daemon=True))
+        ranks.append(forkserver().Process(target=_resume, args=arguments, daemon=True))
         ranks[-1].start()
     deadline = time.monotonic() + PATIENCE_S
     for process in ranks:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import multiprocessing as mp
 import os
 import re
 import sys
@@ -15,6 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from helpers.ranks.fake_world import fake_world
+from helpers.ranks.forked import forkserver
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
@@ -76,8 +76,7 @@ def run_page(page: Path, setting: Setting, folder: Path) -> None:
     Raises:
         AssertionError: a block raised, printed something else, or did not end in time.
     """
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch._inductor.compile_fx", "compile_fsdp.state", "compile_fsdp.wrap"])
+    context = forkserver()
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_serve, args=(page, setting, folder, theirs), daemon=True)
     process.start()

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 import compile_fsdp
 from helpers.models.reference import CASES, Case
+from helpers.ranks.meshes import shared_mesh
 from helpers.ranks.pools import device_type
 from helpers.ranks.recording import Collective, record
 
@@ -177,7 +178,7 @@ def build_mesh(sizes: dict[str, int]) -> DeviceMesh:
     for size in sizes.values():
         known *= size or 1
     shape = tuple(size or dist.get_world_size() // known for size in sizes.values())
-    return init_device_mesh(device_type(), shape, mesh_dim_names=tuple(sizes))
+    return shared_mesh(device_type(), shape, tuple(sizes))
 
 
 def loss_of(model: Any, batch: dict[str, Any]) -> torch.Tensor:
@@ -236,11 +237,11 @@ def check_parity(feature: Feature, inner_backend: str, steps: int = 3) -> Outcom
                 recorded[index], peaks[index] = record(partial(trainer.train, step, batches))
             else:
                 trainer.train(step, batches)
-        for trainer, name in ((plain, "run eagerly"), (compiled, "compiled")):
-            _compare_step(outcome, f"{name}, step {step}", trainer, eager)
+        _compare_step(outcome, f"run eagerly, step {step}", plain, eager)
+        is_equal = _compare_step(outcome, f"compiled, step {step}", compiled, eager)
         if reference is not None:
-            differences = _reference_step(reference, (compiled, eager), step, batches)
-            outcome.unsharded = max(outcome.unsharded[0], differences[0]), max(outcome.unsharded[1], differences[1])
+            differences = _reference_step(reference, (eager,) if is_equal else (compiled, eager), step, batches)
+            outcome.unsharded = max(outcome.unsharded[0], differences[0]), max(outcome.unsharded[1], differences[-1])
         for trainer in trainers:
             trainer.update()
         if step == 0:
@@ -267,16 +268,17 @@ def _data_rank(feature: Feature) -> int:
     return dist.get_rank() // mesh["tp"].size()
 
 
-def _compare_step(outcome: Outcome, where: str, ours: Trainer, eager: Trainer) -> None:
+def _compare_step(outcome: Outcome, where: str, ours: Trainer, eager: Trainer) -> bool:
+    """Compare losses and gradients; whether the gradients are equal."""
     assert len(ours.losses) == len(eager.losses)
     for mine, theirs in zip(ours.losses, eager.losses, strict=True):
         compare(outcome, f"{where}: loss", mine, theirs)
-    compare_grads(outcome, where, ours.model, eager.model)
+    return compare_grads(outcome, where, ours.model, eager.model)
 
 
 def _reference_step(
-    reference: Trainer, trainers: tuple[Trainer, Trainer], step: int, batches: list[dict[str, Any]]
-) -> tuple[float, float]:
+    reference: Trainer, trainers: Sequence[Trainer], step: int, batches: list[dict[str, Any]]
+) -> list[float]:
     """Train without sharding, on the mean gradient of all ranks; each trainer's largest relative difference to it."""
     reference.train(step, batches)
     for parameter in reference.model.parameters():
@@ -293,7 +295,7 @@ def _reference_step(
                 differences.append(1.0 if mine is None else relative_difference(mine, grad))
         worst.append(max(differences))
     reference.update()
-    return worst[0], worst[1]
+    return worst
 
 
 def _compare_end(outcome: Outcome, who: str, ours: Trainer, eager: Trainer) -> None:
@@ -307,13 +309,14 @@ def _compare_end(outcome: Outcome, who: str, ours: Trainer, eager: Trainer) -> N
         if isinstance(theirs, DTensor) and (theirs.placements, theirs.dtype) != (mine.placements, mine.dtype):
             outcome.differing.append(f"{who}: {name}: {mine.placements} {mine.dtype}")
             outcome.worst = float("inf")
-        compare(outcome, f"{who}: state_dict {name}", full(mine), full(theirs))
+    pairs: list[Pair] = [(f"{who}: state_dict {name}", got[name], theirs) for name, theirs in expected.items()]
     for mine, theirs in zip(ours.model.parameters(), eager.model.parameters(), strict=True):
         states = ours.optimizer.state.get(mine, {}), eager.optimizer.state.get(theirs, {})
         assert states[0].keys() == states[1].keys()
         for key, value in states[1].items():
             if isinstance(value, torch.Tensor):
-                compare(outcome, f"{who}: optimizer's {key}", full(states[0][key]), full(value))
+                pairs.append((f"{who}: optimizer's {key}", states[0][key], value))
+    compare_all(outcome, pairs)
 
 
 def train_both(
@@ -350,22 +353,44 @@ def train_both(
     return result
 
 
-def compare_grads(result: Parity, where: str, ours: nn.Module, eager: nn.Module) -> None:
-    got, expected = full_grads(ours), full_grads(eager)
-    assert got.keys() == expected.keys()
-    for (name, mine), theirs in zip(ours.named_parameters(), eager.parameters(), strict=True):
+def compare_grads(result: Parity, where: str, ours: nn.Module, eager: nn.Module) -> bool:
+    pairs = []
+    for (name, mine), (other_name, theirs) in zip(ours.named_parameters(), eager.named_parameters(), strict=True):
+        assert name == other_name
         if isinstance(mine.grad, DTensor) and isinstance(theirs.grad, DTensor):
             assert mine.grad.placements == theirs.grad.placements, name
             assert mine.grad.to_local().shape == theirs.grad.to_local().shape, name
             assert mine.grad.dtype == theirs.grad.dtype, name
-    for name, grad in expected.items():
-        mine_full = got[name]
-        if grad is None or mine_full is None:
-            if mine_full is not grad:
-                result.differing.append(f"{where}: {name}: None on one side only")
-                result.worst = float("inf")
-            continue
-        compare(result, f"{where}: {name}", mine_full, grad)
+        pairs.append((f"{where}: {name}", mine.grad, theirs.grad))
+    return compare_all(result, pairs)
+
+
+Pair = tuple[str, torch.Tensor | None, torch.Tensor | None]
+
+
+def compare_all(result: Parity, pairs: Sequence[Pair]) -> bool:
+    """Compare tensors, sharded or not, which are named, ours, and expected; whether all of them are equal on all ranks.
+
+    Only if some shard differs on some rank are whole tensors gathered, to say by how much.
+    """
+    differs = torch.tensor(float(any(_shards_differ(mine, theirs) for _, mine, theirs in pairs)), device=device_type())
+    dist.all_reduce(differs, dist.ReduceOp.MAX)
+    if not differs:
+        return True
+    for where, mine, theirs in pairs:
+        if mine is not None and theirs is not None:
+            compare(result, where, full(mine), full(theirs))
+        elif mine is not theirs:
+            result.differing.append(f"{where}: None on one side only")
+            result.worst = float("inf")
+    return False
+
+
+def _shards_differ(mine: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
+    if mine is None or theirs is None:
+        return mine is not theirs
+    mine, theirs = (each.to_local() if isinstance(each, DTensor) else each for each in (mine, theirs))
+    return mine.dtype != theirs.dtype or not torch.equal(mine, theirs)
 
 
 def compare(result: Parity, where: str, got: torch.Tensor, expected: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import Shard
@@ -19,6 +19,7 @@ from compile_fsdp.torch_compat.fsdp import FSDPMeshInfo
 from helpers.models.reference import Case
 from helpers.models.tensor_subclasses import Float8Weight, Int8Weight, use
 from helpers.parity.check import Feature, Trainer
+from helpers.ranks.meshes import shared_mesh
 from helpers.ranks.pools import device_type
 
 BF16_FP32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -40,7 +41,7 @@ def tensor_parallel(case: Case, mesh: DeviceMesh) -> None:
 def _expert_mesh(mesh: DeviceMesh) -> dict[str, Any]:
     from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
 
-    halves = init_device_mesh(mesh.device_type, (2, mesh.size() // 2), mesh_dim_names=("outer", "inner"))
+    halves = shared_mesh(mesh.device_type, (2, mesh.size() // 2), ("outer", "inner"))
     experts = FSDPMeshInfo(halves["inner"], shard_mesh_dim=0)
 
     def place(parameter: nn.Parameter) -> Any:

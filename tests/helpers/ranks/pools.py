@@ -1,8 +1,8 @@
 """Run a function on several ranks: pools of processes that live for the whole session.
 
-Starting a rank costs seconds of importing, so ranks are started once per world size and get one function after
-another, each with a process group of its own. A rank that hangs is killed together with its pool, and the test
-fails with the stack of every rank that was still at work.
+What a rank has made, its process group above all, serves the next function, too, so ranks are started once per world
+size and get one function after another. A rank that hangs is killed together with its pool, and the test fails with the
+stack of every rank that was still at work.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib.util
-import multiprocessing as mp
 import os
 import signal
 import sys
@@ -22,6 +21,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from helpers.ranks.forked import forkserver
 
 DEFAULT_TIMEOUT_S = 240.0
 
@@ -62,7 +63,7 @@ class _Left:
     """How a test leaves the process group that it was given.
 
     Attributes:
-        alone: Whether it is still there, and no other was made.
+        alone: Whether it is still there, and no others were made but those of shared meshes.
         agreements: Decisions that ranks have come together for.
     """
 
@@ -81,7 +82,7 @@ class RankPool:
         self.directory = Path(tempfile.mkdtemp(prefix="compile_fsdp_ranks_"))
         self.calls = 0
         self.is_fresh = True  # whether the ranks have to meet anew
-        context = mp.get_context("spawn")
+        context = forkserver()
         self.ranks: list[_Rank] = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
@@ -207,6 +208,7 @@ def _run_one(rank: int, world_size: int, store: str | None, source: str, name: s
 
     import compile_fsdp
     from compile_fsdp.backend import agreement
+    from helpers.ranks.meshes import group_count
 
     function = getattr(_load(source), name)
     torch._dynamo.reset()
@@ -219,7 +221,7 @@ def _run_one(rank: int, world_size: int, store: str | None, source: str, name: s
         # Or a rank whose function needs no other could close its connections while another still makes them.
         dist.barrier()
         result = function(rank, *args)
-        alone = dist.group.WORLD is world and dist.get_pg_count() == 1
+        alone = dist.group.WORLD is world and dist.get_pg_count() == 1 + group_count()
         return result, _Left(alone, sum(each.rounds for each in agreement._agreed.values()))
     finally:
         torch.manual_seed(0)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from compile_fsdp.cli import main
-from helpers.ranks.torchrun import torchrun
+from helpers.ranks.forked import run_forked
 
 SCRIPT = """\
 import sys
@@ -93,8 +93,9 @@ def test_mistakes_are_one_line(
 
 def test_a_live_run_is_explained_by_its_first_rank(script: Path) -> None:
     page = script.parent / "report.html"
-    command = ("-m", "compile_fsdp", "explain", "--out", page, script, "--width", "8")
-    out = torchrun(script.parent, *command)
+    command = script.parent / "command.py"
+    command.write_text("import sys\nfrom compile_fsdp.cli import main\nsys.exit(main())\n")
+    out = run_forked(script.parent, command, "explain", "--out", page, script, "--width", "8")
     assert "script.py on 2 ranks" in out and out.count(f"wrote {page}") == 1
     assert [graph["direction"] for graph in _data(page)["graphs"]] == ["forward", "backward"]
 

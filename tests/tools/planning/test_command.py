@@ -66,11 +66,13 @@ def test_options_change_what_they_say(config: Path) -> None:
         return values
 
     base = at_8()
-    assert at_8("--optimizer", "sgd")["optimizer"] == 0
-    assert at_8("--param-dtype", "float32")["gathered"] == 2 * base["gathered"]
-    assert at_8("--reduce-dtype", "bfloat16")["reduced"] * 2 == base["reduced"]
-    assert at_8("--keep-unsharded")["all_gathers"] == 4
-    assert at_8("--checkpoint-layers")["activations"] < base["activations"] / 2
+    assert base["optimizer"] > 0
+    other = at_8("--optimizer", "sgd", "--param-dtype", "float32", "--reduce-dtype", "bfloat16")
+    assert (other["optimizer"], other["gathered"]) == (0, 2 * base["gathered"])
+    assert other["reduced"] * 2 == base["reduced"]
+    other = at_8("--keep-unsharded", "--checkpoint-layers")
+    assert (base["all_gathers"], other["all_gathers"]) == (7, 4)
+    assert other["activations"] < base["activations"] / 2
     assert at_8("--forward-prefetch", "2")["unsharded"] > base["unsharded"]
     # Where activations are most of the peak, collectives' copies are elsewhere.
     assert at_8("--seq-len", "8", "--backend", "gloo")["peak"] > at_8("--seq-len", "8")["peak"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -170,7 +170,15 @@ TRAININGS = {
 }
 
 
-@pytest.mark.parametrize("name", TRAININGS)
+ON_REAL_RANKS = ["transformer", "few tokens", "bfloat16", "uneven", "uneven, few rows"]
+
+
+def _slow(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+# `make test` leaves to `make test-all` what real ranks show, too, and there four ranks but for one row.
+@pytest.mark.parametrize("name", [*(name for name in TRAININGS if name not in ON_REAL_RANKS), *_slow(ON_REAL_RANKS)])
 def test_peak_without_communication(name: str) -> None:
     """What is left are counters of the optimizer and other small tensors between the operations."""
     training = TRAININGS[name]
@@ -195,10 +203,12 @@ def _measure(rank: int, name: str, expected: int) -> int:
     return int(smallest)
 
 
-@pytest.mark.parametrize("name", ["transformer", "few tokens", "bfloat16", "uneven", "uneven, few rows"])
-def test_peak_of_real_ranks(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [*((name, 2) for name in ON_REAL_RANKS), ("uneven", 4)]
+    + [pytest.param(name, 4, marks=pytest.mark.slow) for name in ON_REAL_RANKS if name != "uneven"],
+)
+def test_peak_of_real_ranks(name: str, ranks: int) -> None:
     training = TRAININGS[name]
-    found = training.estimate(Backend.GLOO)
-    for ranks in (2, 4):
-        peak = found.at(ranks, *training.size)["peak"]
-        assert peak == pytest.approx(run_ranks(ranks, _measure, name, int(1.01 * peak))[0], rel=0.05)
+    peak = training.estimate(Backend.GLOO).at(ranks, *training.size)["peak"]
+    assert peak == pytest.approx(run_ranks(ranks, _measure, name, int(1.01 * peak))[0], rel=0.05)

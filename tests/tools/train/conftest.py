@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from compile_fsdp.cli import main
 from compile_fsdp.tools.train.config import PRESETS, ModelConfig, Preset
+from helpers.ranks.forked import run_forked
 from helpers.ranks.torchrun import torchrun
 
 TINY = ["--batch-size", "2", "--seq-len", "32", "--device", "cpu"]
@@ -64,13 +65,13 @@ def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def train_on_two_ranks(tmp_path: Path, text: Path) -> Train:
-    """Trains a model of two blocks on two gloo ranks under torchrun and returns summary.json."""
+    """Trains a model of two blocks on two gloo ranks and returns summary.json."""
     (tmp_path / "train.py").write_text(SCRIPT)
 
     def run(*args: object) -> Summary:
         output = tmp_path / "out"
         arguments = ["train", *TINY, "--data", text, "--output", output, *args]
-        torchrun(tmp_path, "train.py", *arguments)
+        run_forked(tmp_path, "train.py", *arguments)
         summary: Summary = json.loads((output / "summary.json").read_text())
         return summary
 
@@ -101,8 +102,8 @@ def eager_on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> EagerOnTwoRa
     (folder / "text.txt").write_text(TEXT)
     (folder / "train.py").write_text(SCRIPT)
     common = ["train.py", "train", *TINY, "--data", "text.txt", "--mode", "eager"]
-    torchrun(folder, *common, "--steps", 5, "--output", "whole")
-    torchrun(folder, *common, "--steps", 2, "--output", "stopped", "--checkpoint", "checkpoint")
+    run_forked(folder, *common, "--steps", 5, "--output", "whole")
+    run_forked(folder, *common, "--steps", 2, "--output", "stopped", "--checkpoint", "checkpoint")
     return EagerOnTwoRanks(json.loads((folder / "whole" / "summary.json").read_text()), folder / "checkpoint")
 
 

@@ -13,6 +13,7 @@ import pytest
 from helpers.faults.jobs import CHECKPOINTS, PHASES, SAVE_EVERY, STEPS_BETWEEN_KILLS, Outcome, draw_kills, run_job
 
 SLOW = pytest.mark.slow
+TWO_OF_EACH = 2 * PHASES
 
 
 def steps_for(kills: int) -> int:
@@ -29,25 +30,30 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int]
 
 @pytest.mark.timeout(3600)  # beside other work, a start takes from ten seconds to a minute
 @pytest.mark.parametrize(
-    ("seed", "kills_per_phase", "inner_backend"),
+    ("seed", "phases", "inner_backend"),
     [
-        pytest.param(0, 1, "aot_eager", id="5 kills"),
-        *(pytest.param(seed, 2, "aot_eager", id=f"10 kills, seed {seed}", marks=SLOW) for seed in (1, 2, 3, 4)),
-        pytest.param(5, 2, "inductor", id="10 kills, Inductor", marks=SLOW),
+        # Kills in a save and while compiling are in tests/state/test_kills.py and test_lost_ranks.py, too.
+        pytest.param(0, ("backward", "optimizer"), "aot_eager", id="2 kills"),
+        *(pytest.param(n, TWO_OF_EACH, "aot_eager", id=f"10 kills, seed {n}", marks=SLOW) for n in (1, 2, 3, 4)),
+        pytest.param(5, TWO_OF_EACH, "inductor", id="10 kills, Inductor", marks=SLOW),
     ],
 )
 def test_restarts_continue_the_loss_curve(
-    seed: int, kills_per_phase: int, inner_backend: str, tmp_path: Path, undisturbed: Callable[[str, int], Outcome]
+    seed: int,
+    phases: tuple[str, ...],
+    inner_backend: str,
+    tmp_path: Path,
+    undisturbed: Callable[[str, int], Outcome],
 ) -> None:
-    steps = steps_for(kills_per_phase * len(PHASES))
+    steps = steps_for(len(phases))
     expected = undisturbed(inner_backend, steps)
-    kills = draw_kills(random.Random(seed), kills_per_phase, expected)
+    kills = draw_kills(random.Random(seed), phases, expected)
     if inner_backend == "inductor":
         kills.sort(key=lambda kill: kill.phase != "compile")  # first, while there is nothing in Inductor's caches
     outcome = run_job(tmp_path / "killed", steps, kills, inner_backend)
     planned = [{"start": start, "phase": kill.phase, "rank": kill.rank} for start, kill in enumerate(kills)]
     assert outcome.record == planned
-    assert Counter(kill.phase for kill in kills) == dict.fromkeys(PHASES, kills_per_phase)
+    assert Counter(kill.phase for kill in kills) == Counter(phases)
     assert outcome.losses == expected.losses
     assert outcome.first_step > 0
     assert not list((tmp_path / "killed" / CHECKPOINTS).glob("*.part"))
