@@ -14,8 +14,9 @@ import statistics
 
 import torch
 import torch.distributed as dist
-from overhead import MODES, WIDTH, time_step
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from overhead import MODES, WIDTH, time_step
 
 PARTS = 10
 

@@ -1,7 +1,7 @@
-"""What does one card gain: step time, MFU, peak memory and kernels launched, for an 8B-like model in bfloat16?
+"""What does one card gain: step time, MFU, peak memory and kernels launched, for a Llama-like model in bfloat16?
 
-    python benchmarks/gpu.py [--worlds fake8 fake64 nccl1] [--modes eager block ...] [--layers 32] [--rounds 2]
-                             [--json FILE] [--device cpu]
+    python benchmarks/gpu.py [--worlds fake8 fake64 nccl1] [--size 8b] [--modes eager block ...] [--layers 32]
+                             [--rounds 2] [--json FILE] [--device cpu]
 
 `fake8` and `fake64` are rank 0 of 8 and of 64 on the fake process group: shards of that size, gathered into full
 parameters, and collectives that take no time. `nccl1` is NCCL with one rank. The modes are those of `compile-fsdp
@@ -34,14 +34,17 @@ from compile_fsdp.tools.bench.workloads import Decoder
 from compile_fsdp.tools.train.config import ModelConfig
 
 WORLDS = {"fake8": ("fake", 8), "fake64": ("fake", 64), "nccl1": ("nccl", 1)}
-LARGE = Decoder(ModelConfig(dim=4096, layers=32, heads=32, hidden=14336, vocab_size=128256), batch=1, seq_len=4096)
+SIZES = {
+    "8b": Decoder(ModelConfig(dim=4096, layers=32, heads=32, hidden=14336, vocab_size=128256), batch=1, seq_len=4096),
+    "1b": Decoder(ModelConfig(dim=2048, layers=16, heads=32, hidden=8192, vocab_size=128256), batch=1, seq_len=4096),
+}
 TINY = Decoder(ModelConfig(dim=64, layers=2, heads=4, hidden=192), batch=1, seq_len=16)
 PEAK_FLOPS = 989e12  # bfloat16 without sparsity, data sheets of H100 SXM and H200 SXM
 WARM_UP, STEPS = 3, 10
 
 
 def flops_per_step(size: Decoder) -> float:
-    """Of forward and backward without recomputation, attention in full: PaLM (arXiv 2204.02311), appendix B."""
+    """FLOPs of forward and backward without recomputation, with full attention: PaLM (arXiv 2204.02311), appendix B."""
     config = size.model
     embedding = config.vocab_size * config.dim
     tokens = size.batch * size.seq_len
@@ -49,9 +52,9 @@ def flops_per_step(size: Decoder) -> float:
 
 
 def layers_that_fit(size: Decoder, memory: int) -> int:
-    """How many blocks a card of so many bytes holds in every mode, `bound` without sharding included.
+    """Number of blocks that a card with `memory` bytes holds in every mode, including `bound`, which does not shard.
 
-    A block has parameters and gradients, and keeps about 14 activations of the model's width and 4 of the hidden one.
+    A block has parameters and gradients, and keeps about 14 activations of the model's width and 4 of the hidden width.
     """
     config = size.model
     one, tokens = replace(config, layers=1).parameter_count(), size.batch * size.seq_len
@@ -61,7 +64,7 @@ def layers_that_fit(size: Decoder, memory: int) -> int:
     return max(1, min(config.layers, int((0.85 * memory - 2 * 2 * tables - logits) / block)))
 
 
-def _measure(mode: str, world: str, layers: int, device: str) -> dict[str, Any]:
+def _measure(mode: str, world: str, size: Decoder, device: str) -> dict[str, Any]:
     backend, ranks = WORLDS[world]
     on_cuda = device == "cuda"
     with tempfile.TemporaryDirectory() as folder:
@@ -69,8 +72,6 @@ def _measure(mode: str, world: str, layers: int, device: str) -> dict[str, Any]:
         if backend == "nccl" and not on_cuda:
             backend = "gloo"
         dist.init_process_group(backend, store=store, rank=0, world_size=ranks)
-        size = LARGE if on_cuda else TINY
-        size = replace(size, model=replace(size.model, layers=layers))
         torch.set_default_dtype(torch.bfloat16)
         with torch.device(device):
             run = Run(mode, size, rank=0)
@@ -81,15 +82,24 @@ def _measure(mode: str, world: str, layers: int, device: str) -> dict[str, Any]:
             for _ in range(WARM_UP):
                 run.step()
             _wait(on_cuda)
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             for _ in range(STEPS):
                 run.step()
+            cpu_s = (time.process_time() - cpu_start) / STEPS  # until everything is launched
             _wait(on_cuda)
             seconds = (time.perf_counter() - start) / STEPS
             peak, kernels = _cuda_peak(run) if on_cuda else (run.peak_bytes(), 0)
         dist.destroy_process_group()
     mfu = flops_per_step(size) / seconds / PEAK_FLOPS
-    return {"ms": 1e3 * seconds, "mfu": mfu, "peak_gib": peak / 2**30, "kernels": kernels, "first_step_s": first}
+    return {
+        "ms": 1e3 * seconds,
+        "tokens_per_s": size.batch * size.seq_len / seconds,
+        "mfu": mfu,
+        "cpu_ms": 1e3 * cpu_s,
+        "peak_gib": peak / 2**30,
+        "kernels": kernels,
+        "first_step_s": first,
+    }
 
 
 def _wait(on_cuda: bool) -> None:
@@ -98,7 +108,7 @@ def _wait(on_cuda: bool) -> None:
 
 
 def _cuda_peak(run: Run) -> tuple[int, int]:
-    """Bytes allocated at most, parameters included, and the kernels that one step launches."""
+    """Peak bytes allocated in one step, parameters included, and the number of kernels that a step launches."""
     torch.cuda.reset_peak_memory_stats()
     run.step()
     peak = torch.cuda.max_memory_allocated()
@@ -111,7 +121,8 @@ def _cuda_peak(run: Run) -> tuple[int, int]:
 
 
 def _start(mode: str, world: str, options: argparse.Namespace) -> dict[str, Any]:
-    arguments = ["--only", mode, world, "--layers", str(options.layers), "--device", options.device]
+    shape = ["--size", options.size, "--layers", str(options.layers)]
+    arguments = ["--only", mode, world, *shape, "--device", options.device]
     command = [sys.executable, __file__, *arguments]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     result: dict[str, Any] = json.loads(output.splitlines()[-1])
@@ -122,14 +133,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", nargs="+", choices=WORLDS, default=list(WORLDS))
     parser.add_argument("--modes", nargs="+", choices=MODES, help="all whose packages there are, unless given")
+    parser.add_argument("--size", choices=SIZES, default="8b")
     parser.add_argument("--layers", type=int, help="blocks; as many as fit, unless given")
     parser.add_argument("--rounds", type=int, default=2, help="processes for each mode")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    size = SIZES[options.size] if options.device == "cuda" else TINY
     if options.only:
-        print(json.dumps(_measure(*options.only, options.layers, options.device)))
+        size = replace(size, model=replace(size.model, layers=options.layers))
+        print(json.dumps(_measure(*options.only, size, options.device)))
         return
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("expected a GPU that torch can use, got none; --device cpu rehearses with a tiny model")
@@ -137,7 +151,7 @@ def main() -> None:
     modes = options.modes or [mode for mode in MODES if has_simple or not mode.startswith("simple")]
     if options.layers is None:
         memory = torch.cuda.get_device_properties(0).total_memory if options.device == "cuda" else 2**34
-        options.layers = layers_that_fit(LARGE if options.device == "cuda" else TINY, memory)
+        options.layers = layers_that_fit(size, memory)
     print(f"torch {torch.__version__}, {options.layers} blocks, {options.device}\n")
     tables: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for world in options.worlds:
@@ -151,13 +165,14 @@ def main() -> None:
 
 
 def _format(world: str, table: dict[str, list[dict[str, Any]]]) -> str:
-    columns = ("ms", "mfu", "peak_gib", "kernels", "first_step_s")
-    head = f"| {world} | " + " | ".join(columns) + " | ms of each round |"
-    lines = [head, "| --- |" + " ---: |" * (len(columns) + 1)]
+    columns = ("ms", "tokens_per_s", "mfu", "cpu_ms", "peak_gib", "kernels")
+    head = f"| {world} | " + " | ".join(columns) + " | ms of each round | first step of each round, s |"
+    lines = [head, "| --- |" + " ---: |" * (len(columns) + 2)]
     for mode, rounds in table.items():
         median = (statistics.median(each[name] for each in rounds) for name in columns)
         cells = [f"{value:.4g}" for value in median]
-        lines.append(f"| `{mode}` | " + " | ".join([*cells, ", ".join(f"{each['ms']:.1f}" for each in rounds)]) + " |")
+        cells += [", ".join(f"{each[name]:.1f}" for each in rounds) for name in ("ms", "first_step_s")]
+        lines.append(f"| `{mode}` | " + " | ".join(cells) + " |")
     return "\n".join([*lines, ""])
 
 
