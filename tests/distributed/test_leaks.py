@@ -68,7 +68,7 @@ AOT_EAGER = {"inner_backend": "aot_eager"}
     [
         {},
         pytest.param(AOT_EAGER, marks=pytest.mark.slow),
-        {**AOT_EAGER, "memory_budget": 2**20},
+        pytest.param({**AOT_EAGER, "memory_budget": 2**20}, marks=pytest.mark.slow),
         pytest.param({"memory_budget": 2**20}, marks=pytest.mark.slow),
     ],
 )

@@ -40,12 +40,17 @@ def _train(rank: int, budget: int, inner_backend: str) -> tuple[Parity, int]:
     return twins.result, gathers
 
 
-@pytest.mark.parametrize(("inner_backend", "gathers_of_forward"), [("aot_eager", 3), ("inductor", 1)])
-def test_what_fits_is_gathered_once(inner_backend: str, gathers_of_forward: int) -> None:
-    counts = []
-    for budget in (PLENTY, 0):
-        for result, gathers in run_ranks(2, _train, budget, inner_backend):
-            assert result.differing == [] if inner_backend == "aot_eager" else result.worst < 2e-6
-            counts.append(gathers)
-    # Two blocks and the root, joined by `pack_gathers`; without the budget the blocks are gathered again.
-    assert counts == [gathers_of_forward, gathers_of_forward, 5, 5]
+# Two blocks and the root, joined by `pack_gathers`; without the budget the blocks are gathered again.
+@pytest.mark.parametrize(
+    ("inner_backend", "budget", "expected_gathers"),
+    [
+        ("aot_eager", PLENTY, 3),
+        ("aot_eager", 0, 5),
+        ("inductor", PLENTY, 1),
+        pytest.param("inductor", 0, 5, marks=pytest.mark.slow),
+    ],
+)
+def test_what_fits_is_gathered_once(inner_backend: str, budget: int, expected_gathers: int) -> None:
+    for result, gathers in run_ranks(2, _train, budget, inner_backend):
+        assert result.differing == [] if inner_backend == "aot_eager" else result.worst < 2e-6
+        assert gathers == expected_gathers

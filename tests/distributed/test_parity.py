@@ -38,7 +38,7 @@ def _train(rank: int, case: str, inner_backend: str, steps: int, fullgraph: bool
 # have to share. Of `transformer_tied` it has the row with Inductor, and three steps op by op in test_verify.py.
 AOT_EAGER_ON_TWO = {"nested", "used_twice", "llama", "gpt2"}
 AOT_EAGER_ON_FOUR = {"uneven"}
-INDUCTOR_ON_TWO = {"transformer_tied", "checkpoint_outside", "uneven"}
+INDUCTOR_ON_TWO = {"transformer_tied", "uneven"}
 
 
 def _table(quick: set[tuple[str, int]]) -> list[Any]:

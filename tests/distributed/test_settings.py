@@ -51,7 +51,11 @@ def _train_under(rank: int, name: str, inner_backend: str) -> tuple[list[str], f
     return twins.result.differing, twins.result.worst, graphs
 
 
-@pytest.mark.parametrize("inner_backend", ["aot_eager", "inductor"])
+# A setting changes what is traced, which op by op and with Inductor is the same.
+INNER_BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("inner_backend", INNER_BACKENDS)
 @pytest.mark.parametrize("name", list(SETTINGS))
 def test_setting(name: str, inner_backend: str) -> None:
     for differing, worst, graphs in run_ranks(2, _train_under, name, inner_backend):
@@ -86,7 +90,7 @@ def _train_on_nan(rank: int, inner_backend: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("inner_backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner_backend", INNER_BACKENDS)
 def test_anomaly_mode_names_a_gradient_that_is_nan(inner_backend: str) -> None:
     for message in run_ranks(2, _train_on_nan, inner_backend):
         assert "expected no nan in the gradient of " in message

@@ -27,9 +27,11 @@ TINY: dict[str, Any] = {
 }
 
 
-def test_modes_take_turns_on_two_ranks(tmp_path: Path) -> None:
+# "whole" is measured in processes of its own, and compiles many graphs.
+@pytest.mark.parametrize("modes", [["eager", "compile"], pytest.param(["eager", "whole"], marks=pytest.mark.slow)])
+def test_modes_take_turns_on_two_ranks(modes: list[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY))
-    options = ["--model", "config.json", "--seq-len", "8", "--modes", "eager,whole,compile", "--rounds", "2"]
+    options = ["--model", "config.json", "--seq-len", "8", "--modes", ",".join(modes), "--rounds", "2"]
     files = ["--json", "out.json", "--plot", "out.png"]
     command = [sys.executable, "-m", "compile_fsdp", "bench", *options, *files]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
@@ -37,15 +39,15 @@ def test_modes_take_turns_on_two_ranks(tmp_path: Path) -> None:
     head = json.loads((tmp_path / "out.json").read_text())
     assert (head["torch"], head["ranks"], head["device"]) == (torch.__version__, 2, "cpu")
     results = head["results"]["config.json"]
-    assert list(results) == ["eager", "whole", "compile"]
+    assert list(results) == modes
     assert results["eager"]["ratio"] == 1
     # Two layers are gathered twice and reduced once, the root once each; what there is to synchronise comes on top.
-    assert {mode: each["collectives"] for mode, each in results.items()} == {"eager": 8, "whole": 8, "compile": 8}
+    assert {each["collectives"] for each in results.values()} == {8}
     for each in results.values():
         lower, upper = each["spread"]
         assert 0 < lower <= each["ratio"] <= upper
         assert each["step_ms"] > 0 and each["first_step_s"] > 0 and each["peak_mib"] > 0
-    assert "| `compile` |" in done.stdout
+    assert f"| `{modes[1]}` |" in done.stdout
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
