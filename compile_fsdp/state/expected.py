@@ -12,6 +12,7 @@ accepted unchecked.
 from __future__ import annotations
 
 from collections import defaultdict
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,9 +59,8 @@ class Probe:
         twin: Any = object.__new__(type(self.optim))
         twin.__dict__.update(self.optim.__dict__)
         twin.state = defaultdict(dict)
-        devices = [parameter.device] if parameter.device.type == "cuda" else []
         is_complete = True
-        with torch.random.fork_rng(devices):  # the step may draw random numbers
+        with _kept_random_state(parameter.device):  # the step may draw random numbers
             try:
                 copy = nn.Parameter(torch.zeros_like(parameter, requires_grad=False))
                 copy.grad = torch.zeros_like(copy, requires_grad=False)
@@ -70,6 +70,12 @@ class Probe:
                 is_complete = False
         (kept,) = [*twin.state.values()] or [{}]
         return Expected(describe(kept), frozenset(describe(kept)), is_complete)
+
+
+def _kept_random_state(device: torch.device) -> AbstractContextManager[None]:
+    if device.type in ("cpu", "meta"):
+        return torch.random.fork_rng([])
+    return torch.random.fork_rng([device], device_type=device.type)
 
 
 def describe(state: Any) -> dict[str, TensorSpec | None]:

@@ -19,6 +19,7 @@ from compile_fsdp.tools.bench.modes import MODES, SIMPLE_FSDP
 from compile_fsdp.tools.bench.report import format_table, write_json, write_plot
 from compile_fsdp.tools.bench.workloads import SIZES, CausalLM, Workload
 from compile_fsdp.tools.train.config import TrainError
+from compile_fsdp.tools.train.world import backends_of
 from compile_fsdp.torch_compat.dynamo import recompile_limit
 
 DESCRIPTION = """\
@@ -86,7 +87,7 @@ def run(args: argparse.Namespace) -> None:
         return
     ranks = int(os.environ.get("WORLD_SIZE", args.ranks))
     if args.json is not None:
-        write_json(tables, ranks, "cuda" if torch.cuda.is_available() else "cpu", args.json)
+        write_json(tables, ranks, _device().type, args.json)
     if args.plot is not None:
         write_plot(tables, args.plot)
 
@@ -157,6 +158,11 @@ def _on_present_ranks(workload: Workload, args: argparse.Namespace) -> dict[str,
     return _serve(workload, args.modes, args, int(os.environ["LOCAL_RANK"]), {})
 
 
+def _device() -> torch.device:
+    """The type of accelerator that torch finds; the CPU where it finds none."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
 def _serve(
     workload: Workload,
     modes: tuple[str, ...],
@@ -164,16 +170,16 @@ def _serve(
     local_rank: int,
     rendezvous: Mapping[str, Any],
 ) -> dict[str, Result]:
-    on_cuda = torch.cuda.is_available()
+    device = _device()
     os.environ["TORCH_FR_BUFFER_SIZE"] = "400"  # number of collectives; each entry keeps alive the code that issued it
-    if on_cuda:
-        torch.cuda.set_device(local_rank)
-    else:
+    if device.type == "cpu":
         torch.set_num_threads(1)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo", **rendezvous)
+    else:
+        torch.accelerator.set_device_index(local_rank)
+    dist.init_process_group(backends_of(device), **rendezvous)
     try:
         # All modes compile the model's code, which one recompile limit counts.
-        with recompile_limit(1000), torch.device("cuda" if on_cuda else "cpu"):
+        with recompile_limit(1000), device:
             return measure(workload, modes, args.rounds)
     finally:
         dist.destroy_process_group()

@@ -60,21 +60,34 @@ class Run:
         start = time.perf_counter()
         for _ in range(steps):
             self.step()
-        if self._inputs.is_cuda:
-            torch.cuda.synchronize()
+        synchronize(self._inputs.device)
         seconds = torch.tensor((time.perf_counter() - start) / steps)
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         return seconds.item()
 
     def peak_bytes(self) -> int:
         """Peak bytes allocated in one step, less the bytes allocated before it."""
-        if not self._inputs.is_cuda:
+        device = self._inputs.device
+        if device.type == "cpu":
             return int(statistics.median(peak_bytes(self.step) for _ in range(5)))
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        self.step()
-        return torch.cuda.max_memory_allocated() - before
+        return device_peak_bytes(self.step, device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until this process's device has done what it was given; nothing on the CPU."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
+def device_peak_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """Peak bytes that `run` allocates in an accelerator's memory, less the bytes allocated before it."""
+    module = torch.get_device_module(device)
+    synchronize(device)
+    module.reset_peak_memory_stats(device)
+    before: int = module.memory_allocated(device)
+    run()
+    peak: int = module.max_memory_allocated(device)
+    return peak - before
 
 
 def peak_bytes(run: Callable[[], object]) -> int:

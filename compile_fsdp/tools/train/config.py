@@ -28,7 +28,7 @@ class Precision(enum.Enum):
 
 
 class DeviceChoice(enum.Enum):
-    """Device to train on; `AUTO` takes GPUs if there are any."""
+    """Device to train on; `AUTO` takes the accelerators that torch finds, CUDA's or others, if there are any."""
 
     AUTO = "auto"
     CPU = "cpu"

@@ -142,8 +142,8 @@ def train(options: TrainOptions, world: World, console: Console) -> RunSummary:
             # The first step also pays for allocations and lazy initialisation, in any mode.
             is_cold = counter.has_compiled() or trainer.steps_done == first_step + 1
             times.add(seconds, is_cold)
-            if is_cold and world.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
+            if is_cold and world.device.type != "cpu":
+                torch.accelerator.reset_peak_memory_stats(world.device)
             view.step(trainer.steps_done, loss, tokens_per_step / seconds)
             if checkpointer is not None and (
                 trainer.steps_done % options.save_every == 0 or trainer.steps_done == options.steps
@@ -166,8 +166,8 @@ def train(options: TrainOptions, world: World, console: Console) -> RunSummary:
 
 
 def peak_memory_bytes(world: World) -> int:
-    """On a GPU, peak bytes allocated in warm steps; on a CPU, peak resident bytes of the process."""
-    if world.device.type == "cuda":
-        return torch.cuda.max_memory_allocated(world.device)
+    """On an accelerator, peak bytes allocated in warm steps; on a CPU, peak resident bytes of the process."""
+    if world.device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(world.device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB

@@ -137,8 +137,8 @@ class RunSummary:
             spread = f"min {low * 1e3:.1f}, max {high * 1e3:.1f}, steps {len(self.warm_step_s)}"
             rows.append(("warm step time", f"median {middle * 1e3:.1f} ms ({spread})"))
             rows.append(("throughput", f"{self.tokens_per_step / middle:,.0f} tokens/s over {self.ranks}"))
-        on_gpu = self.device == "cuda"
-        meaning = "allocated on the GPU in warm steps" if on_gpu else "peak RSS of the whole process"
+        on_cpu = self.device == "cpu"
+        meaning = "peak RSS of the whole process" if on_cpu else "allocated on the GPU in warm steps"
         rows.append(("peak memory", f"{self.peak_memory_bytes / 2**20:,.0f} MiB per rank ({meaning})"))
         return rows
 

@@ -37,8 +37,8 @@ class World:
 
     def synchronize(self) -> None:
         """Wait until this rank's device has done everything it was given."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
 
     def mean(self, value: Tensor) -> float:
         """Mean of a scalar over the ranks, on every rank."""
@@ -55,7 +55,7 @@ class World:
 
 @contextmanager
 def join_world(choice: DeviceChoice, timeout_s: float) -> Iterator[World]:
-    """Set up the process group, NCCL for GPUs and gloo for CPUs, and take it down at the end, also on errors.
+    """Set up the process group, the device's own and gloo for CPUs, and take it down at the end, also on errors.
 
     Args:
         choice: Device to train on.
@@ -65,16 +65,21 @@ def join_world(choice: DeviceChoice, timeout_s: float) -> Iterator[World]:
             is lost meanwhile.
     """
     device = pick_device(choice)
-    # gloo carries checkpoints' CPU tensors; on a CPU it carries everything.
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     with naming_lost_ranks(timeout_s):
         store, rank, size = find_store(timeout_s)
         timeout = timedelta(seconds=timeout_s)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        dist.init_process_group(backends_of(device), store=store, rank=rank, world_size=size, timeout=timeout)
         try:
             yield World(rank, size, device, init_device_mesh(device.type, (size,), mesh_dim_names=("dp",)))
         finally:
             dist.destroy_process_group()
+
+
+def backends_of(device: torch.device) -> str:
+    """The backends of a process group: gloo for the tensors of checkpoints and all on CPUs, and the device's own."""
+    if device.type == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
 @contextmanager
@@ -118,16 +123,19 @@ def find_store(timeout_s: float) -> tuple[Store, int, int]:
 
 
 def pick_device(choice: DeviceChoice) -> torch.device:
-    """Choose the device of this rank, and make it the current CUDA device if it is a GPU."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if choice is DeviceChoice.CPU or (choice is DeviceChoice.AUTO and gpus == 0):
+    """Choose the device of this rank, and make it the current device if it is an accelerator."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if choice is DeviceChoice.CUDA and found is not None and found.type != "cuda":
+        found = None
+    if choice is DeviceChoice.CPU or (choice is DeviceChoice.AUTO and found is None):
         return torch.device("cpu")
+    gpus = 0 if found is None else torch.accelerator.device_count()
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if local_ranks > gpus:
+    if found is None or local_ranks > gpus:
         raise TrainError(
             f"expected a GPU for each of the {local_ranks} ranks of this machine, got {gpus}; start fewer "
             "ranks, or train on the CPU with --device cpu"
         )
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
+    device = torch.device(found.type, int(os.environ.get("LOCAL_RANK", "0")))
+    torch.accelerator.set_device_index(device)
     return device
