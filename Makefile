@@ -53,6 +53,7 @@ demo: $(VENV)/.deps-train $(VENV)/.package
 test: setup
 	$(BIN)/ruff check .
 	cd tests && $(abspath $(BIN))/mypy --config-file ../pyproject.toml -p compile_fsdp
+	cd tests && PYTHONPATH=. $(abspath $(BIN))/python -m helpers.device.build
 	$(BIN)/pytest $(PARALLEL)
 
 test-all: setup

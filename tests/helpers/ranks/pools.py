@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from helpers.ranks.devices import backend_of, missing_for, prepare
 from helpers.ranks.forked import forkserver
 
 DEFAULT_TIMEOUT_S = 240.0
@@ -30,12 +31,12 @@ DEFAULT_TIMEOUT_S = 240.0
 # what that was compiled to, and its process group with threads.
 TRACE_BUFFER_SIZE = "400"
 
-# Where ranks make their tensors and meshes: "cpu" with gloo, "cuda" with NCCL and a GPU for each rank.
+# Where ranks make their tensors and meshes: see `helpers.ranks.devices`.
 _DEVICE_VARIABLE = "COMPILE_FSDP_TEST_DEVICE"
 
 
 def device_type() -> str:
-    """Of this run of the tests; set by pytest's --device."""
+    """Of this rank; in the process of the tests, of ranks that are started for no other. Set by pytest's --device."""
     return os.environ.get(_DEVICE_VARIABLE, "cpu")
 
 
@@ -77,7 +78,7 @@ _Reply = tuple[str, Any, _Left | None]
 class RankPool:
     """`world_size` processes that run functions of the test modules."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, device: str) -> None:
         self.world_size = world_size
         self.directory = Path(tempfile.mkdtemp(prefix="compile_fsdp_ranks_"))
         self.calls = 0
@@ -88,7 +89,7 @@ class RankPool:
             ours, theirs = context.Pipe()
             stack_file = self.directory / f"stack_{rank}"
             process = context.Process(
-                target=_serve, args=(rank, world_size, theirs, str(stack_file)), daemon=True
+                target=_serve, args=(rank, world_size, device, theirs, str(stack_file)), daemon=True
             )
             process.start()
             theirs.close()
@@ -154,24 +155,35 @@ class RankPool:
             rank.connection.close()
 
 
-_pools: dict[int, RankPool] = {}
+_pools: dict[tuple[int, str], RankPool] = {}
 
 
 def run_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    device: str | None = None,
 ) -> list[Any]:
-    """Call `function(rank, *args)` on `world_size` ranks; the results, by rank. See `RankPool.run`."""
-    if device_type() == "cuda":
-        import pytest
-        import torch
+    """Call `function(rank, *args)` on `world_size` ranks; the results, by rank. See `RankPool.run`.
 
-        if (gpus := torch.cuda.device_count()) < world_size:
-            pytest.skip(f"needs a GPU for each of {world_size} ranks, found {gpus}")
-    pool = _pools.get(world_size)
+    Args:
+        world_size: How many ranks.
+        function: Of a test module.
+        args: For the function.
+        timeout_s: Seconds until the ranks are killed.
+        device: Where they compute; that of pytest's --device unless given.
+    """
+    device = device or device_type()
+    if missing := missing_for(device, world_size):
+        import pytest
+
+        pytest.skip(missing)
+    pool = _pools.get((world_size, device))
     if pool is None or not pool.is_alive:
         if pool is not None:
             pool.close()
-        pool = _pools[world_size] = RankPool(world_size)
+        pool = _pools[world_size, device] = RankPool(world_size, device)
     return pool.run(function, *args, timeout_s=timeout_s)
 
 
@@ -181,15 +193,17 @@ def close_pools() -> None:
     _pools.clear()
 
 
-def _serve(rank: int, world_size: int, connection: Connection, stack_file: str) -> None:
+def _serve(rank: int, world_size: int, device: str, connection: Connection, stack_file: str) -> None:
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         faulthandler.enable(file=stacks)  # where a segmentation fault leaves its own
         os.environ["TORCH_FR_BUFFER_SIZE"] = TRACE_BUFFER_SIZE
         os.environ["KINETO_LOG_LEVEL"] = "6"  # no line for every profile taken
+        set_device_type(device)
         import torch
 
         torch.set_num_threads(1)
+        prepare(device, rank)
         while True:
             try:
                 store, source, name, args = connection.recv()
@@ -234,16 +248,11 @@ def _meet(rank: int, world_size: int, store: str) -> None:
     Once, and again behind a test that has failed or made others: what Dynamo has compiled keeps its process groups,
     for good, and the threads of hundreds of them would wake a hundred times a second each.
     """
-    import torch
     import torch.distributed as dist
 
     if dist.is_initialized():
         dist.destroy_process_group()
-    backend = "gloo"
-    if device_type() == "cuda":
-        backend = "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(rank)
-        torch.set_default_device("cuda")
+    backend = backend_of(device_type())
     dist.init_process_group(backend, store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
 
 

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from compile_fsdp.tools.bench.measure import peak_bytes
+from compile_fsdp.tools.bench.measure import device_peak_bytes, peak_bytes, synchronize
 from compile_fsdp.torch_compat.distributed import executed_collectives
+from helpers.ranks.pools import device_type
 
 _ITEM_BYTES = {"Float": 4, "Double": 8, "Half": 2, "BFloat16": 2, "Byte": 1, "Int": 4, "Long": 8}
 
@@ -46,8 +47,10 @@ def _entries() -> list[dict[str, Any]]:
 
 def collectives_of(run: Callable[[], None]) -> list[Collective]:
     """The collectives that `run` issues on this rank, in order."""
+    synchronize(_device())
     before = executed_collectives()
     run()
+    synchronize(_device())
     entries = [entry for entry in _entries() if entry["record_id"] >= before]
     assert min((entry["record_id"] for entry in entries), default=before) == before, "the recorder has forgotten some"
     names = dist.distributed_c10d._world.pg_names
@@ -73,5 +76,12 @@ def gathers_of(run: Callable[[], object]) -> int:
 def record(run: Callable[[], None]) -> tuple[list[Collective], int]:
     """The collectives of `run`, and the most bytes it has allocated at one time over what was there before."""
     collectives: list[Collective] = []
-    peak = peak_bytes(lambda: collectives.extend(collectives_of(run)))
-    return collectives, peak
+    def measured() -> None:
+        collectives.extend(collectives_of(run))
+
+    device = _device()
+    return collectives, peak_bytes(measured) if device.type == "cpu" else device_peak_bytes(measured, device)
+
+
+def _device() -> torch.device:
+    return torch.device(device_type())

@@ -1,0 +1,113 @@
+"""The process group of the emulated device: what ranks get, and that the host does not wait for it."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+
+from helpers.device.install import install
+from helpers.ranks.pools import run_ranks
+
+
+def _all(rank: int) -> dict[str, list[float]]:
+    x = torch.arange(4.0) + 10 * rank
+    reduced, mean = x.clone(), x.clone()
+    dist.all_reduce(reduced)
+    dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+    sent = x.clone()
+    dist.broadcast(sent, src=1)
+    parts = [torch.empty(4) for _ in range(2)]
+    dist.all_gather(parts, x)
+    exchanged = torch.empty(4)
+    dist.all_to_all_single(exchanged, x)
+    scattered = torch.empty(2)
+    dist.scatter(scattered, [x[:2].clone(), x[2:].clone()] if rank == 0 else None, src=0)
+    gathered = [torch.empty(4) for _ in range(2)] if rank == 1 else None
+    dist.gather(x, gathered, dst=1)
+    summed = x.clone()
+    dist.reduce(summed, dst=0)
+    passed = torch.empty(4)
+    for task in dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, passed, 1 - rank)]
+    ):
+        task.wait()
+    world = dist.group.WORLD
+    both = functional.all_gather_single(x, 0, world)
+    half = functional.reduce_scatter_single(x, "sum", 0, world)
+    several = functional.all_gather_into_tensor_coalesced([x[:1].clone(), x[1:2].clone()], world)
+    dist.barrier()
+    results = {
+        "all_reduce": reduced,
+        "mean": mean,
+        "broadcast": sent,
+        "all_gather": torch.cat(parts),
+        "all_to_all": exchanged,
+        "scatter": scattered,
+        "passed": passed,
+        "functional all_gather": both,
+        "functional reduce_scatter": half,
+        "coalesced": torch.cat(tuple(several)),
+    }
+    if gathered is not None:
+        results["gather"] = torch.cat(gathered)
+    else:
+        results["reduce"] = summed
+    return {name: result.tolist() for name, result in results.items()}
+
+
+def test_every_collective() -> None:
+    rows = [[0.0, 1, 2, 3], [10.0, 11, 12, 13]]
+    total = [a + b for a, b in zip(*rows, strict=True)]
+    for rank, results in enumerate(run_ranks(2, _all, device="emulated")):
+        assert results == {
+            "all_reduce": total,
+            "mean": [each / 2 for each in total],
+            "broadcast": rows[1],
+            "all_gather": rows[0] + rows[1],
+            "all_to_all": [each for row in rows for each in row[2 * rank : 2 * rank + 2]],
+            "scatter": rows[0][2 * rank : 2 * rank + 2],
+            "passed": rows[1 - rank],
+            "functional all_gather": rows[0] + rows[1],
+            "functional reduce_scatter": total[2 * rank : 2 * rank + 2],
+            "coalesced": [rows[0][0], rows[1][0], rows[0][1], rows[1][1]],
+            **({"gather": rows[0] + rows[1]} if rank == 1 else {"reduce": total}),
+        }
+
+
+def _asynchronous(rank: int) -> tuple[bool, bool, float]:
+    x = torch.ones(4)
+    torch.emulated.synchronize()
+    install().hold_streams(True)
+    try:
+        work = dist.all_reduce(x, async_op=True)
+        work.wait()
+        was_there = work.is_completed()
+        y = x + 1  # behind it, on the current stream
+    finally:
+        install().hold_streams(False)
+    total = y.sum().item()
+    return was_there, work.is_completed(), total
+
+
+def test_waiting_for_a_collective_stops_the_stream_and_not_the_host() -> None:
+    assert run_ranks(2, _asynchronous, device="emulated") == [(False, True, 12.0)] * 2
+
+
+def _forgets_to_wait(rank: int) -> tuple[str, float]:
+    x = torch.ones(4)
+    work = dist.all_reduce(x, async_op=True)
+    try:
+        x + 1
+        message = ""
+    except RuntimeError as error:
+        message = str(error).partition("\n")[0]
+    work.wait()
+    return message, (x + 1).sum().item()
+
+
+def test_a_result_that_nobody_has_waited_for_is_a_race() -> None:
+    for message, total in run_ranks(2, _forgets_to_wait, device="emulated"):
+        assert message.startswith("race on a tensor without a name: aten::add")
+        assert "what c10d::ALLREDUCE on stream" in message
+        assert total == 12

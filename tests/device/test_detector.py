@@ -1,0 +1,171 @@
+"""The race detector of the emulated device: what it reports, and what it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from helpers.device.install import install
+from helpers.ranks.pools import run_ranks
+
+
+def _nothing(x: torch.Tensor, side: torch.Stream) -> None:
+    pass
+
+
+def _wait(x: torch.Tensor, side: torch.Stream) -> None:
+    side.wait_stream(torch.emulated.current_stream())
+
+
+def _wait_for_event(x: torch.Tensor, side: torch.Stream) -> None:
+    event = torch.emulated.Event()
+    event.record()
+    side.wait_event(event)
+
+
+def _wait_on_the_host(x: torch.Tensor, side: torch.Stream) -> None:
+    torch.emulated.current_stream().synchronize()
+
+
+def _read_a_number(x: torch.Tensor, side: torch.Stream) -> None:
+    x.sum().item()
+
+
+def _wait_for_a_third(x: torch.Tensor, side: torch.Stream) -> None:
+    third = torch.emulated.Stream()
+    third.wait_stream(torch.emulated.current_stream())
+    side.wait_stream(third)
+
+
+def _wait_too_early(x: torch.Tensor, side: torch.Stream) -> None:
+    side.wait_stream(torch.emulated.current_stream())
+    x.add_(1)
+
+
+def _wait_for_an_old_event(x: torch.Tensor, side: torch.Stream) -> None:
+    event = torch.emulated.current_stream().record_event()
+    x.add_(1)
+    side.wait_event(event)
+
+
+def _wait_for_an_event_of_nobody(x: torch.Tensor, side: torch.Stream) -> None:
+    side.wait_event(torch.emulated.Event())
+
+
+ORDERED = [_wait, _wait_for_event, _wait_on_the_host, _read_a_number, _wait_for_a_third]
+UNORDERED = [_nothing, _wait_too_early, _wait_for_an_old_event, _wait_for_an_event_of_nobody]
+
+
+def _read_elsewhere(rank: int, order: str) -> str:
+    x = torch.zeros(8)
+    install().name_storage(x, "layers.0.weight")
+    x.add_(1)
+    side = torch.emulated.Stream()
+    globals()[order](x, side)
+    try:
+        with torch.emulated.stream(side):
+            x[2:4].sum()
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    finally:
+        torch.emulated.synchronize()
+    return ""
+
+
+@pytest.mark.parametrize("order", ORDERED)
+def test_what_has_been_waited_for_may_be_read(order: Callable[..., None]) -> None:
+    assert run_ranks(1, _read_elsewhere, order.__name__, device="emulated") == [""]
+
+
+@pytest.mark.parametrize("order", UNORDERED)
+def test_a_read_without_a_wait_names_both_operations_their_streams_and_the_parameter(
+    order: Callable[..., None],
+) -> None:
+    (message,) = run_ranks(1, _read_elsewhere, order.__name__, device="emulated")
+    assert message.startswith("race on layers.0.weight: aten::sum")
+    assert "reads what aten::add" in message
+    assert "on stream 0 writes, and stream" in message
+
+
+def _write_elsewhere(rank: int, part: int) -> str:
+    x = torch.zeros(8)
+    side = torch.emulated.Stream()
+    side.wait_stream(torch.emulated.current_stream())
+    with torch.emulated.stream(side):
+        torch.sum(x[:4])
+    try:
+        x[part : part + 4].add_(1)
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    finally:
+        torch.emulated.synchronize()
+    return ""
+
+
+def test_a_write_over_what_another_stream_reads_is_a_race_and_one_beside_it_is_none() -> None:
+    (message,) = run_ranks(1, _write_elsewhere, 2, device="emulated")
+    assert "aten::add" in message and "writes what aten::sum" in message and "reads" in message
+    assert run_ranks(1, _write_elsewhere, 4, device="emulated") == [""]
+
+
+def _read_on_both(rank: int) -> str:
+    x = torch.zeros(8)
+    side = torch.emulated.Stream()
+    side.wait_stream(torch.emulated.current_stream())
+    with torch.emulated.stream(side):
+        torch.sum(x)
+    torch.sum(x)
+    torch.emulated.synchronize()
+    return ""
+
+
+def test_two_streams_may_read() -> None:
+    run_ranks(1, _read_on_both, device="emulated")
+
+
+def _pinned(rank: int, waits: bool) -> str:
+    side = torch.emulated.Stream()
+    host = torch.zeros(8, device="cpu", pin_memory=True)
+    host.copy_(torch.ones(8), non_blocking=True)
+    if waits:
+        side.wait_stream(torch.emulated.current_stream())
+    try:
+        with torch.emulated.stream(side):
+            host.to("emulated", non_blocking=True)
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    finally:
+        torch.emulated.synchronize()
+    return ""
+
+
+def test_copies_from_and_to_pinned_memory_are_ordered_too() -> None:
+    assert run_ranks(1, _pinned, True, device="emulated") == [""]
+    assert run_ranks(1, _pinned, False, device="emulated")[0].startswith("race on a tensor without a name")
+
+
+def _frees_early(rank: int, records: bool) -> str:
+    side = torch.emulated.Stream()
+    tensor = torch.ones(1000)
+    side.wait_stream(torch.emulated.current_stream())
+    with torch.emulated.stream(side):
+        torch.sum(tensor)
+    if records:
+        tensor.record_stream(side)
+    del tensor
+    try:
+        torch.empty(1000)
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    finally:
+        torch.emulated.synchronize()
+    return ""
+
+
+def test_memory_that_another_stream_reads_is_used_again_only_with_record_stream() -> None:
+    assert run_ranks(1, _frees_early, True, device="emulated") == [""]
+    (message,) = run_ranks(1, _frees_early, False, device="emulated")
+    assert message.startswith("race on ")
+    assert "a new allocation on stream 0 writes what aten::sum" in message

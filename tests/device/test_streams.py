@@ -1,0 +1,149 @@
+"""Streams and events of the emulated device, copies to and from pinned memory, and the engine's thread."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import torch
+
+from helpers.device.install import install
+from helpers.ranks.pools import run_ranks
+
+
+@contextlib.contextmanager
+def _held() -> Iterator[None]:
+    """Inside, no stream begins another task."""
+    install().hold_streams(True)
+    try:
+        yield
+    finally:
+        install().hold_streams(False)
+
+
+def _asynchronous(rank: int) -> tuple[bool, bool, float]:
+    module = torch.emulated
+    x = torch.ones(4)
+    module.synchronize()
+    with _held():
+        y = x + 1
+        event = module.current_stream().record_event()
+        before = event.query()
+    event.synchronize()
+    return before, event.query(), y.sum().item()
+
+
+def test_the_host_goes_on_before_a_kernel_has_run() -> None:
+    assert run_ranks(1, _asynchronous, device="emulated") == [(False, True, 8.0)]
+
+
+def _ordered(rank: int) -> list[float]:
+    module = torch.emulated
+    install().set_delays(7, 2000.0)
+    try:
+        side = module.Stream()
+        total = torch.zeros(1)
+        for step in range(20):
+            side.wait_stream(module.current_stream())
+            with module.stream(side):
+                total.mul_(2)
+            module.current_stream().wait_event(side.record_event())
+            total.add_(step)
+        return total.tolist()
+    finally:
+        install().set_delays(0, 0.0)
+
+
+def test_streams_that_wait_for_one_another_compute_what_one_would() -> None:
+    expected = 0.0
+    for step in range(20):
+        expected = 2 * expected + step
+    assert run_ranks(1, _ordered, device="emulated") == [[expected]]
+
+
+def _timed(rank: int) -> float:
+    module = torch.emulated
+    first, last = module.Event(enable_timing=True), module.Event(enable_timing=True)
+    install().set_delays(1, 4000.0)
+    try:
+        first.record()
+        x = torch.ones(4)
+        for _ in range(10):
+            x.add_(1)
+        last.record()
+        last.synchronize()
+        return first.elapsed_time(last)
+    finally:
+        install().set_delays(0, 0.0)
+
+
+def test_events_measure_the_time_between_them() -> None:
+    assert 1 < run_ranks(1, _timed, device="emulated")[0] < 1000
+
+
+def _copied(rank: int) -> tuple[bool, list[float], list[float], bool]:
+    module = torch.emulated
+    pinned = torch.zeros(4, device="cpu", pin_memory=True)
+    plain = torch.arange(4.0, device="cpu")
+    x = torch.ones(4)
+    with _held():
+        x.add_(1)
+        pinned.copy_(x, non_blocking=True)
+        is_early = bool((pinned == 0).all())
+        up = plain.to("emulated", non_blocking=True)
+        plain.fill_(-1)  # has been taken
+    module.synchronize()
+    return is_early, pinned.tolist(), up.tolist(), pinned.is_pinned()
+
+
+def test_copies_to_pinned_memory_do_not_stop_the_host_and_others_take_what_is_there() -> None:
+    assert run_ranks(1, _copied, device="emulated") == [(True, [2] * 4, [0, 1, 2, 3], True)]
+
+
+def _failed(rank: int) -> str:
+    table = torch.ones(3, 2)
+    rows = torch.full((1,), 5, dtype=torch.int64)
+    torch.index_select(table, 0, rows)  # what is wrong shows when it runs
+    try:
+        torch.emulated.synchronize()
+    except RuntimeError as error:
+        torch.emulated.synchronize()  # it is over
+        return str(error)
+    return ""
+
+
+def test_an_error_in_a_kernel_is_raised_when_the_host_waits() -> None:
+    (message,) = run_ranks(1, _failed, device="emulated")
+    assert "failed earlier, on the device: aten::index_select" in message
+    assert "out of range" in message
+
+
+class _Thread(torch.autograd.Function):
+    names: list[str] = []  # noqa: RUF012  # filled by the backward, on another thread
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+        _Thread.names.append(str(threading.get_ident()))
+        _Thread.names.append(str(torch.emulated.current_stream().stream_id))
+        return grad
+
+
+def _backward(rank: int) -> tuple[bool, bool, list[float]]:
+    side = torch.emulated.Stream()
+    x = torch.ones(2, requires_grad=True)
+    side.wait_stream(torch.emulated.current_stream())
+    with torch.emulated.stream(side):
+        y = _Thread.apply(x).sum()
+    y.backward()
+    torch.emulated.current_stream().wait_stream(side)
+    thread, stream = _Thread.names
+    return thread != str(threading.get_ident()), stream == str(side.stream_id), x.grad.tolist()
+
+
+def test_a_backward_runs_on_the_device_thread_and_on_the_stream_of_its_forward() -> None:
+    assert run_ranks(1, _backward, device="emulated") == [(True, True, [1.0, 1.0])]
