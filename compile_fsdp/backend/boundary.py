@@ -5,11 +5,19 @@ The compiled forward graph sits inside an autograd function. Its outputs leave d
 autograd graph, which the user's `loss.backward()` runs, sees one node. The node's backward starts a second
 backward, through the inner graph and under compiled autograd: FSDP2's backward hooks are traced together with
 the gradient computation, and no global setting has to change.
+
+[Note: Settings on the device's thread]
+Settings of Dynamo, AOTAutograd and Inductor hold for the thread that has made them. On an accelerator the engine calls
+the node on a thread of its own, which knows none of them, and the backward would be compiled with other settings than
+the forward. So it runs in the context of its forward there. On the CPU it is called by `backward()` itself, and sees
+what is set then.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -109,6 +117,8 @@ class GraphCall:
         inner_inputs: The differentiable inputs, detached.
         inner_outputs: The outputs of the inner autograd graph; None once a backward has used it.
         node: The node of the outer autograd graph.
+        thread: The thread that the forward has run on.
+        context: What was set there then. See [Note: Settings on the device's thread].
     """
 
     def __init__(
@@ -131,6 +141,8 @@ class GraphCall:
         self.inner_inputs: list[torch.Tensor] = []
         self.inner_outputs: Sequence[Any] | None = None
         self.node: weakref.ref[Any] | None = None
+        self.thread = threading.get_ident()
+        self.context = contextvars.copy_context()
         for group, use in groups.items():
             group.forwards.add(self, is_whole=use.position in graph.whole)
 
@@ -174,7 +186,10 @@ class GraphCall:
         outputs = [out for out, _ in pairs]
         with _unchanged(self.managed):
             set_versions(self.managed, self.versions)
-            self._run_backward(outputs, [grad for _, grad in pairs])
+            if threading.get_ident() == self.thread:
+                self._run_backward(outputs, [grad for _, grad in pairs])
+            else:
+                self.context.run(self._run_backward, outputs, [grad for _, grad in pairs])
         return [tensor.grad for tensor in inputs]
 
     def _run_backward(self, outputs: list[torch.Tensor], grads: list[torch.Tensor]) -> None:

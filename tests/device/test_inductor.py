@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from helpers.device.install import install
+from helpers.parity.check import Outcome, check_parity
+from helpers.parity.features import FEATURES
 from helpers.ranks.pools import run_ranks
 
 DEVICE = "emulated"
@@ -32,8 +35,6 @@ def test_kernels_compute_what_they_compute_on_the_cpu() -> None:
 
 
 def _is_asynchronous(rank: int) -> tuple[bool, float]:
-    from helpers.device.install import install
-
     function = torch.compile(lambda x: (x.sin() + 1) * 2)
     x = torch.ones(8)
     function(x)
@@ -55,8 +56,6 @@ def test_the_host_goes_on_while_a_kernel_runs() -> None:
 
 
 def _races(rank: int) -> list[str]:
-    from helpers.device.install import install
-
     function = torch.compile(lambda x: (x.sin() + 1) * 2)
     x = torch.ones(8)
     install().name_storage(x, "the input")
@@ -80,3 +79,18 @@ def test_a_kernel_that_does_not_wait_for_its_input_is_a_race() -> None:
     ((error,),) = run_ranks(1, _races, device=DEVICE)
     assert error.startswith("race on the input: cpp_fused_")
     assert "reads what aten::add" in error
+
+
+def _train(rank: int) -> Outcome:
+    install().set_delays(rank, 100.0)
+    try:
+        return check_parity(FEATURES["even"], "inductor", steps=2)
+    finally:
+        install().set_delays(0, 0.0)
+
+
+def test_a_sharded_model_trains_through_the_passes_of_inductor() -> None:
+    for outcome in run_ranks(2, _train, device=DEVICE):
+        assert outcome.worst <= 1e-5, outcome.differing
+        assert outcome.directions == ["forward", "backward"]
+        assert outcome.windows_removed > 0

@@ -28,6 +28,8 @@ def register() -> None:
     register_backend_for_device(NAME, CppScheduling, _Wrapper)
     register_device_op_overrides(NAME, _Overrides())
     register_interface_for_device(NAME, _Interface)
+    # What Inductor takes the code generator of a device to be that it has no name for.
+    config.cuda_backend = "cpp"
     # The scheduler leaves these out for the CPU alone, by its name: the C++ code generator cannot do them.
     config.loop_ordering_after_fusion = False
     config.loop_reindexing_after_fusion = False
