@@ -199,6 +199,7 @@ def relative_difference(got: torch.Tensor, expected: torch.Tensor) -> float:
     """Largest absolute difference over the largest absolute expected value; 0 for empty tensors, inf for nan."""
     if expected.numel() == 0:
         return 0.0
+    got = got.to(expected.device)  # offloaded gradients stay on the CPU
     difference = ((got - expected).abs().max() / expected.abs().max().clamp_min(1e-30)).item()
     return difference if math.isfinite(difference) else math.inf
 
