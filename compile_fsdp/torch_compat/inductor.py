@@ -43,6 +43,14 @@ def inductor_mode_options(mode: str) -> dict[str, Any]:
     return dict(list_mode_options(mode))
 
 
+@needs("torch._inductor.config.triton.cudagraphs")
+def cuda_graphs_by_default() -> bool:
+    """Whether Inductor captures CUDA graphs unless its options say otherwise. (2.13.0)"""
+    from torch._inductor import config
+
+    return bool(config.triton.cudagraphs)
+
+
 @needs("torch._inductor.compile_fx.compile_fx", "torch._inductor.compile_fx.compile_fx_inner")
 def inductor_compilers() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Inductor for a Dynamo graph, and for each of the graphs that AOTAutograd makes of that. (2.13.0)"""

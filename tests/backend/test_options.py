@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+import torch._inductor.config
 from torch.distributed.fsdp import BackwardPrefetch
 
 from compile_fsdp import Options
@@ -40,6 +42,32 @@ def test_ours_and_inductors_are_told_apart() -> None:
 def test_a_mode_gives_way_to_options() -> None:
     assert Options.parse({"max_autotune": False}, "max-autotune-no-cudagraphs").inductor["max_autotune"] is False
     assert Options.parse({}, "max-autotune-no-cudagraphs").inductor["max_autotune"] is True
+
+
+@pytest.mark.parametrize(
+    ("given", "mode", "is_refused"),
+    [
+        ({}, "reduce-overhead", True),
+        ({}, "max-autotune", True),
+        ({"triton.cudagraphs": True}, None, True),
+        ({"inner_backend": "cudagraphs"}, None, True),
+        ({"triton.cudagraphs": False}, "reduce-overhead", False),
+        ({}, None, False),
+    ],
+)
+def test_cuda_graphs_are_refused_with_what_to_do(given: dict[str, Any], mode: str | None, is_refused: bool) -> None:
+    if is_refused:
+        with pytest.raises(UnknownOptionError, match=r"expected no CUDA graphs.*max-autotune-no-cudagraphs"):
+            Options.parse(given, mode)
+    else:
+        Options.parse(given, mode)
+
+
+def test_cuda_graphs_by_a_setting_are_refused_too() -> None:
+    with torch._inductor.config.patch({"triton.cudagraphs": True}):
+        with pytest.raises(UnknownOptionError, match="expected no CUDA graphs"):
+            Options.parse({})
+        Options.parse({"triton.cudagraphs": False})
 
 
 @pytest.mark.parametrize(
