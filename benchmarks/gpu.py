@@ -1,13 +1,14 @@
 """What does one card gain: step time, MFU, peak memory and kernels launched, for a Llama-like model in bfloat16?
 
     python benchmarks/gpu.py [--worlds fake8 fake64 nccl1] [--size 8b] [--modes eager block ...] [--layers 32]
-                             [--rounds 2] [--json FILE] [--device cpu]
+                             [--rounds 2] [--json FILE] [--device cuda]
 
 `fake8` and `fake64` are rank 0 of 8 and of 64 on the fake process group: shards of that size, gathered into full
 parameters, and collectives that take no time. `nccl1` is NCCL with one rank. The modes are those of `compile-fsdp
 bench`; those of SimpleFSDP need torchtitan on PYTHONPATH. Each runs in a process of its own, since a card holds one
 such model at a time, and the modes take turns in every round.
-`--device cpu` is a rehearsal with a tiny model, on which no figure means anything.
+Any other device than `cuda` is a rehearsal with a tiny model, whose figures mean nothing: `cpu`, an accelerator that
+torch knows, or with `tests/` on PYTHONPATH the emulated device (docs/devices.md).
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from compile_fsdp.tools.bench.measure import Run
+from compile_fsdp.tools.bench.measure import Run, synchronize
 from compile_fsdp.tools.bench.modes import MODES
 from compile_fsdp.tools.bench.workloads import Decoder
 from compile_fsdp.tools.train.config import ModelConfig
+from compile_fsdp.tools.train.world import backends_of
 
-WORLDS = {"fake8": ("fake", 8), "fake64": ("fake", 64), "nccl1": ("nccl", 1)}
+WORLDS = {"fake8": 8, "fake64": 64, "nccl1": 1}  # ranks
 SIZES = {
     "8b": Decoder(ModelConfig(dim=4096, layers=32, heads=32, hidden=14336, vocab_size=128256), batch=1, seq_len=4096),
     "1b": Decoder(ModelConfig(dim=2048, layers=16, heads=32, hidden=8192, vocab_size=128256), batch=1, seq_len=4096),
@@ -65,30 +67,34 @@ def layers_that_fit(size: Decoder, memory: int) -> int:
 
 
 def _measure(mode: str, world: str, size: Decoder, device: str) -> dict[str, Any]:
-    backend, ranks = WORLDS[world]
-    on_cuda = device == "cuda"
+    if device == "emulated":
+        from helpers.ranks.devices import prepare
+
+        prepare(device, 0)
+    target = torch.device(device)
+    is_fake = world.startswith("fake")
+    backend = "fake" if is_fake else backends_of(target)
     with tempfile.TemporaryDirectory() as folder:
-        store: Any = FakeStore() if backend == "fake" else dist.FileStore(f"{folder}/store", ranks)
-        if backend == "nccl" and not on_cuda:
-            backend = "gloo"
-        dist.init_process_group(backend, store=store, rank=0, world_size=ranks)
+        store: Any = FakeStore() if is_fake else dist.FileStore(f"{folder}/store", WORLDS[world])
+        dist.init_process_group(backend, store=store, rank=0, world_size=WORLDS[world])
         torch.set_default_dtype(torch.bfloat16)
-        with torch.device(device):
+        with target:
             run = Run(mode, size, rank=0)
             start = time.perf_counter()
             run.step()
-            _wait(on_cuda)
+            synchronize(target)
             first = time.perf_counter() - start
             for _ in range(WARM_UP):
                 run.step()
-            _wait(on_cuda)
+            synchronize(target)
             start, cpu_start = time.perf_counter(), time.process_time()
             for _ in range(STEPS):
                 run.step()
             cpu_s = (time.process_time() - cpu_start) / STEPS  # until everything is launched
-            _wait(on_cuda)
+            synchronize(target)
             seconds = (time.perf_counter() - start) / STEPS
-            peak, kernels = _cuda_peak(run) if on_cuda else (run.peak_bytes(), 0)
+            peak = run.peak_bytes() if device == "cpu" else _peak_bytes(run, target)
+            kernels = _kernels(run) if device == "cuda" else 0
         dist.destroy_process_group()
     mfu = flops_per_step(size) / seconds / PEAK_FLOPS
     return {
@@ -102,22 +108,23 @@ def _measure(mode: str, world: str, size: Decoder, device: str) -> dict[str, Any
     }
 
 
-def _wait(on_cuda: bool) -> None:
-    if on_cuda:
-        torch.cuda.synchronize()
-
-
-def _cuda_peak(run: Run) -> tuple[int, int]:
-    """Peak bytes allocated in one step, parameters included, and the number of kernels that a step launches."""
-    torch.cuda.reset_peak_memory_stats()
+def _peak_bytes(run: Run, device: torch.device) -> int:
+    """Peak bytes allocated in one step, parameters included."""
+    module = torch.get_device_module(device)
+    module.reset_peak_memory_stats()
     run.step()
-    peak = torch.cuda.max_memory_allocated()
+    peak: int = module.max_memory_allocated()
+    return peak
+
+
+def _kernels(run: Run) -> int:
+    """The number of kernels that a step launches on a GPU."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run.step()
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
     events = profile.profiler.kineto_results.events()
     kernels = [e for e in events if e.device_type() == torch.profiler.DeviceType.CUDA and not e.is_user_annotation()]
-    return peak, len(kernels)
+    return len(kernels)
 
 
 def _start(mode: str, world: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -137,7 +144,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="blocks; as many as fit, unless given")
     parser.add_argument("--rounds", type=int, default=2, help="processes for each mode")
     parser.add_argument("--json", type=Path, help="write the results to this file")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--device", default="cuda")
     parser.add_argument("--only", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     size = SIZES[options.size] if options.device == "cuda" else TINY

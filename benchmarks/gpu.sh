@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All that one GPU can tell in eight minutes, without a network: what is right, and how fast it is.
 #
-#     bash benchmarks/gpu.sh OUT [--device cpu] [--limit-s 480]
+#     bash benchmarks/gpu.sh OUT [--device cuda] [--limit-s 480]
 #
 # Needs torch, setuptools, pip and a C++ compiler. Installs the package into OUT/package, beside what the machine has,
 # and writes OUT/gpu.md after every step: a run that is cut off has told all that it knew. PYTHON is the interpreter.

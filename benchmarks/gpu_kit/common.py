@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor
 
 import compile_fsdp
 from compile_fsdp.tools.train.config import ModelConfig
 from compile_fsdp.tools.train.model import Transformer
+from compile_fsdp.torch_compat.distributed import local_tensor
+from helpers.parity.check import relative_difference
+from helpers.ranks.devices import backend_of, prepare
 
 CONFIG = ModelConfig(dim=256, layers=2, heads=4, hidden=704)
 SEQ_LEN = 64
@@ -30,11 +32,9 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 def start_alone(device: str) -> None:
     """Be the only rank, on NCCL if the device is a GPU, and let tensors be made there."""
-    if device == "cuda":
-        torch.cuda.set_device(0)
+    prepare(device, 0)
     store = dist.FileStore(f"{tempfile.mkdtemp()}/store", 1)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
-    torch.set_default_device(device)
+    dist.init_process_group(backend_of(device), store=store, rank=0, world_size=1)
 
 
 def build(fully_shard: Callable[..., Any]) -> nn.Module:
@@ -63,13 +63,8 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def worst_difference(ours: nn.Module, eager: nn.Module) -> float:
     """Largest difference of a gradient over the largest value of that gradient, on this rank."""
-    worst = 0.0
-    for mine, theirs in zip(ours.parameters(), eager.parameters(), strict=True):
-        assert mine.grad is not None and theirs.grad is not None
-        a, b = (each.to_local() if isinstance(each, DTensor) else each for each in (mine.grad, theirs.grad))
-        if b.numel():
-            worst = max(worst, ((a - b).abs().max() / b.abs().max().clamp_min(1e-30)).item())
-    return worst
+    pairs = zip(ours.parameters(), eager.parameters(), strict=True)
+    return max(relative_difference(local_tensor(mine.grad), local_tensor(theirs.grad)) for mine, theirs in pairs)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

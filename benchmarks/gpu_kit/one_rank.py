@@ -7,6 +7,7 @@ import time
 import torch
 
 import compile_fsdp
+from compile_fsdp.tools.bench.measure import synchronize
 from gpu_kit.common import batch, build_pair, parser, start_alone, table, worst_difference
 
 
@@ -20,7 +21,7 @@ def main() -> None:
         start = time.perf_counter()
         loss = ours(*inputs)
         loss.backward()
-        torch.accelerator.synchronize() if options.device != "cpu" else None
+        synchronize(torch.device(options.device))
         seconds = time.perf_counter() - start
         expected = eager(*inputs)
         expected.backward()

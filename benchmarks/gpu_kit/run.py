@@ -42,7 +42,7 @@ STEPS = (
     Step("A step compiled with Inductor on one rank equals the eager one", ("gpu_kit/one_rank.py",), 120),
     Step("Parity rows on two ranks of one device, gloo", ("gpu_kit/two_ranks.py", "--backend", "gloo"), 120),
     Step("Figures of a Llama-like 1B", ("gpu.py", "--worlds", "nccl1", "--size", "1b", "--modes", *MODES), 200),
-    Step("`mode='reduce-overhead'` over 20 steps", ("gpu_kit/cuda_graphs.py",), 90),
+    Step("20 steps with accumulation and evaluation; CUDA graphs are refused", ("gpu_kit/twenty_steps.py",), 90),
     Step("Parity rows and overlap on two ranks of one device, NCCL", ("gpu_kit/two_ranks.py", "--backend", "nccl"), 90),
     Step("torch's CUDA sanitizer over a step", ("gpu_kit/two_ranks.py", "--backend", "gloo", "--sanitizer"), 60),
 )
@@ -51,7 +51,7 @@ STEPS = (
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of gpu.md and of the compilers' caches")
-    parser.add_argument("--device", default="cuda", help="cpu rehearses with tiny models")
+    parser.add_argument("--device", default="cuda", help="cpu or emulated: a rehearsal with tiny models")
     parser.add_argument("--limit-s", type=float, default=480.0, help="seconds for all steps together")
     options = parser.parse_args()
     report = options.out / "gpu.md"

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import compile_fsdp
 from gpu_kit.common import batch, build_pair, parser, table, worst_difference
+from helpers.ranks.devices import backend_of, prepare
 
 ROWS = [
     *(("even", "aot_eager"), ("even", "inductor"), ("reshard", "aot_eager"), ("bf16, reduced in fp32", "inductor")),
@@ -80,15 +81,13 @@ def _one_step() -> None:
 
 def _serve(rank: int, options: argparse.Namespace) -> None:
     device = options.device
-    if device == "cuda":
-        torch.cuda.set_device(0)
-    backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{options.backend}"
+    prepare(device, 0)
+    backend = f"cpu:gloo,cuda:{options.backend}" if device == "cuda" else backend_of(device)
     dist.init_process_group(backend, store=dist.FileStore(options.store, 2), rank=rank, world_size=2)
-    torch.set_default_device(device)
     if options.sanitizer:
         _one_step()
     else:
-        if options.backend == "nccl" and device == "cuda":
+        if options.backend == "nccl":
             _overlap()
         _parity_rows()
     dist.destroy_process_group()
@@ -104,8 +103,8 @@ def main() -> int:
     if options.rank is not None:
         _serve(options.rank, options)
         return 0
-    if options.device == "cpu" and (options.backend == "nccl" or options.sanitizer):
-        print("Not on a CPU.")
+    if options.device != "cuda" and (options.backend == "nccl" or options.sanitizer):
+        print("On a GPU alone.")
         return 0
     store = f"{tempfile.mkdtemp()}/store"
     ranks = []

@@ -1,16 +1,24 @@
-"""Are 20 steps with `mode="reduce-overhead"` equal to eager ones, with accumulation and evaluation between them?"""
+"""Are 20 steps equal to eager ones, with accumulation and evaluation between them? And are CUDA graphs refused?"""
 
 from __future__ import annotations
 
 import torch
 
+from compile_fsdp.errors import UnknownOptionError
 from gpu_kit.common import batch, build_pair, parser, start_alone, table, worst_difference
 
 
 def main() -> None:
     options = parser(__doc__).parse_args()
     start_alone(options.device)
-    eager, ours = build_pair(mode="reduce-overhead")
+    _, refused = build_pair(mode="reduce-overhead")
+    try:
+        refused(*batch(0))
+    except UnknownOptionError as error:
+        print(f"`mode='reduce-overhead'` is refused: {str(error).splitlines()[0]}\n")
+    else:
+        raise AssertionError("CUDA graphs were not refused")
+    eager, ours = build_pair()
     worst_gradient = worst_loss = 0.0
     for step in range(20):
         microbatches = 2 if step % 5 == 3 else 1
