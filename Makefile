@@ -2,7 +2,8 @@
 #
 #   make demo    train a small model on every GPU, or on two CPU ranks; results in demo-out/
 #   make test    check and test the installed package
-#   make test-all    the same with the slow rows of the parity table (half an hour on two cores)
+#   make test-all    the same with the slow rows of the parity table, and what trains once more on the emulated device
+#                    (two hours on two cores)
 #   make test-matrix    run the tests with every supported torch, and write docs/compatibility.md (hours; MATRIX_ARGS for
 #                       pytest; where there is no GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu)
 #   make parity  write docs/parity.md from a run of the whole parity table (half an hour on two cores)
@@ -24,6 +25,8 @@ MATRIX_ARGS ?=
 CONSTRAINTS ?= constraints.txt
 # Two tests at a time: ranks wait for one another, and so do processes for the compiler.
 PARALLEL ?= -n 2 --dist worksteal
+# What `make test-all` runs on the emulated device, too.
+ON_A_DEVICE := tests/backend/test_verify.py $(addprefix tests/distributed/test_,exceptions.py features.py programs.py)
 BIN := $(VENV)/bin
 
 PACKAGE_FILES := pyproject.toml README.md LICENSE $(shell find compile_fsdp passes ops -name '*.py' -o -name py.typed -o -name 'page.*')
@@ -58,6 +61,7 @@ test: setup
 
 test-all: setup
 	$(BIN)/pytest $(PARALLEL) -m 'slow or not slow'
+	$(BIN)/pytest $(PARALLEL) -m 'slow or not slow' --device emulated $(ON_A_DEVICE)
 
 test-matrix:
 	PYTEST_ADDOPTS="$(PARALLEL)" $(PYTHON) tests/helpers/releases/matrix.py $(TORCHES) -- $(MATRIX_ARGS)

@@ -71,7 +71,13 @@ NEEDED = {
 }
 
 
-@pytest.mark.parametrize("is_compiled, edge", NEEDED)
+QUICK = {(False, "WAIT"), (False, "EVENT"), (True, "WAIT"), (True, "HOLD")}
+
+
+@pytest.mark.parametrize(
+    ("is_compiled", "edge"),
+    [pytest.param(*each, marks=[] if each in QUICK else [pytest.mark.slow]) for each in NEEDED],
+)
 def test_an_edge_that_is_left_out_is_found_or_was_not_needed(is_compiled: bool, edge: str) -> None:
     first, second = run_ranks(2, _leave_out_each, is_compiled, edge, device="emulated", timeout_s=280)
     assert first == second  # it does not depend on what runs when

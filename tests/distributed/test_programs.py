@@ -19,7 +19,7 @@ import compile_fsdp
 from compile_fsdp.torch_compat.fsdp import fsdp_state, param_groups
 from helpers.models.random_programs import PROGRAMS, Part, Program, Training, comparable, reshard
 from helpers.parity.check import Parity, compare, full
-from helpers.ranks.pools import run_ranks
+from helpers.ranks.pools import device_type, run_ranks
 
 
 def _train(rank: int, program: Program) -> Parity | None:
@@ -247,19 +247,23 @@ def test_gradients_that_are_added_in_another_order() -> None:
     assert _check(Program(Part("chain", (Part("mlp", is_sharded=True, times=2),)), ("sum", "sum", "plain")))
 
 
+# How many programs. On the emulated device an op takes several times as long.
+OP_BY_OP, WITH_PASSES = (500, 100) if device_type() == "cpu" else (100, 20)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=OP_BY_OP, deadline=None, suppress_health_check=list(HealthCheck))
 @given(PROGRAMS)
-def test_five_hundred_random_programs(program: Program) -> None:
+def test_random_programs(program: Program) -> None:
     assume(_check(program))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=WITH_PASSES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(PROGRAMS)
-def test_a_hundred_random_programs_with_the_passes(program: Program) -> None:
+def test_random_programs_with_the_passes(program: Program) -> None:
     assume(_check(comparable(replace(program, inner_backend="inductor"))))
 
 

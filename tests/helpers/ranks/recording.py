@@ -46,12 +46,17 @@ def _entries() -> list[dict[str, Any]]:
 
 
 def collectives_of(run: Callable[[], None]) -> list[Collective]:
-    """The collectives that `run` issues on this rank, in order."""
+    """The collectives that `run` issues on this rank, in order; on an accelerator, one group's after another's.
+
+    There each group has a stream of its own, and which runs first is up to chance.
+    """
     synchronize(_device())
     before = executed_collectives()
     run()
     synchronize(_device())
     entries = [entry for entry in _entries() if entry["record_id"] >= before]
+    if device_type() != "cpu":
+        entries.sort(key=lambda entry: entry["process_group"][1])  # by what the group is for
     assert min((entry["record_id"] for entry in entries), default=before) == before, "the recorder has forgotten some"
     names = dist.distributed_c10d._world.pg_names
     ranks = {name: dist.get_process_group_ranks(group) for group, name in names.items()}

@@ -15,12 +15,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
+from compile_fsdp.tools.bench.measure import device_peak_bytes
 from compile_fsdp.tools.planning import Backend, Estimate, Optimizer, estimate
 from compile_fsdp.tools.train.config import ModelConfig
 from compile_fsdp.tools.train.model import Transformer
 from compile_fsdp.wrap import Plan, apply, plan
 from helpers.ranks.fake_world import fake_world
-from helpers.ranks.pools import run_ranks
+from helpers.ranks.pools import device_type, run_ranks
 
 
 def peak_bytes(
@@ -34,10 +35,10 @@ def peak_bytes(
 
     Memory of the first step's gradients is free again in the second, which has the optimizer's state beside its own.
     """
-    gc.collect()  # Or what an earlier model leaves would be freed, and reported, in between.
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+
+    def train() -> None:
         model = apply(make_plan())
-        model.to_empty(device="cpu")
+        model.to_empty(device=device_type())
         for tensor in (*model.parameters(), *model.buffers()):
             nn.init.zeros_(tensor)
         _set_prefetch(model, forward_prefetch, backward_prefetch)
@@ -51,6 +52,12 @@ def peak_bytes(
             del loss
             optimizer.step()
             optimizer.zero_grad()
+
+    gc.collect()  # Or what an earlier model leaves would be freed, and reported, in between.
+    if device_type() != "cpu":
+        return device_peak_bytes(train, torch.device(device_type()))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        train()
         # gloo's threads report what they free some time after a collective is over.
         dist.barrier()
         time.sleep(0.05)
@@ -201,6 +208,19 @@ def _measure(rank: int, name: str, expected: int) -> int:
         if smallest <= expected:
             break
     return int(smallest)
+
+
+def _measure_on_device(rank: int, name: str) -> int:
+    return TRAININGS[name].measured()
+
+
+@pytest.mark.parametrize("name", ["few tokens", "two ahead", *_slow(["transformer", "bfloat16", "kept", "uneven"])])
+def test_peak_of_an_accelerator(name: str) -> None:
+    """Its allocator hands out multiples of 512 bytes, and its process group makes no copies, like NCCL."""
+    training = TRAININGS[name]
+    peak = training.estimate(Backend.NCCL).at(2, *training.size)["peak"]
+    for measured in run_ranks(2, _measure_on_device, name, device="emulated"):
+        assert peak == pytest.approx(measured, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from compile_fsdp.cli import main
 from compile_fsdp.tools.train.config import PRESETS, ModelConfig, Preset
+from helpers.device.build import build
 from helpers.ranks.forked import run_forked
 from helpers.ranks.torchrun import torchrun
 
@@ -27,6 +28,14 @@ from compile_fsdp.tools.train.config import PRESETS, ModelConfig, Preset
 
 PRESETS["tiny"] = {TWO_BLOCKS!r}
 sys.exit(main())
+"""
+# To go before the script: ranks of two machines, each of which has one emulated device.
+ON_ONE_DEVICE_EACH = """\
+import os
+from helpers.device.install import install
+
+install()
+os.environ.update(LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
 """
 TEXT = "the quick brown fox jumps over the lazy dog; " * 400
 
@@ -66,12 +75,24 @@ def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def train_on_two_ranks(tmp_path: Path, text: Path) -> Train:
     """Trains a model of two blocks on two gloo ranks and returns summary.json."""
-    (tmp_path / "train.py").write_text(SCRIPT)
+    return _two_ranks(SCRIPT, tmp_path, text)
+
+
+@pytest.fixture
+def train_on_two_devices(tmp_path: Path, text: Path) -> Train:
+    """The same, on whatever accelerator is there, and an emulated device is there for each rank."""
+    build()
+    train = _two_ranks(ON_ONE_DEVICE_EACH + SCRIPT, tmp_path, text)
+    return lambda *args: train("--device", "auto", *args)
+
+
+def _two_ranks(script: str, folder: Path, text: Path) -> Train:
+    (folder / "train.py").write_text(script)
 
     def run(*args: object) -> Summary:
-        output = tmp_path / "out"
+        output = folder / "out"
         arguments = ["train", *TINY, "--data", text, "--output", output, *args]
-        run_forked(tmp_path, "train.py", *arguments)
+        run_forked(folder, "train.py", *arguments)
         summary: Summary = json.loads((output / "summary.json").read_text())
         return summary
 

@@ -138,6 +138,19 @@ def test_compiled_losses_equal_eager_ones_on_two_ranks(train_on_two_ranks: Train
     assert len(compiled["cold_step_s"]) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_compiled_losses_equal_eager_ones_on_two_accelerators(train_on_two_devices: Train) -> None:
+    eager = train_on_two_devices("--mode", "eager", "--steps", 3)
+    compiled = train_on_two_devices("--mode", "compile", "--steps", 3)
+    assert compiled["device"] == eager["device"] == "emulated"
+    assert compiled["losses"] == pytest.approx(eager["losses"], rel=1e-5)
+    assert compiled["peak_memory_bytes"] > 0
+    figures = compiled["compiled"]
+    assert (figures["forward_graphs"], figures["backward_graphs"]) == (1, 1)
+    assert (figures["graph_breaks"], figures["recompiles"]) == (0, 0)
+
+
 @pytest.mark.timeout(1200)
 def test_compiled_run_resumes_an_eager_one(
     train_on_two_ranks: Train, eager_on_two_ranks: Any, tmp_path: Path

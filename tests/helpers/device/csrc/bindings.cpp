@@ -6,6 +6,7 @@
 #include "functions.h"
 #include "generator.h"
 #include "launch.h"
+#include "recorder.h"
 
 namespace {
 
@@ -20,6 +21,15 @@ py::dict statistics_of(const Pool& pool) {
   result["allocated_bytes_by_stream"] = py::dict();
   for (auto& [stream, bytes] : pool.statistics.allocated_bytes_by_stream) {
     result["allocated_bytes_by_stream"][py::int_(stream)] = bytes;
+  }
+  return result;
+}
+
+// For each launch its operation, its stream, the counts of its clock by stream, and the bytes that it touches.
+py::list recorded_launches() {
+  py::list result;
+  for (auto& launch : stop_recording()) {
+    result.append(py::make_tuple(launch.operation, launch.stream, launch.clock.counts(), launch.bytes));
   }
   return result;
 }
@@ -42,6 +52,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   });
   module.def("set_delays", &set_delays, py::arg("seed"), py::arg("most_us"));
   module.def("hold_streams", &hold_streams, py::arg("are_held"));
+  module.def("start_recording", &start_recording);
+  module.def("stop_recording", &recorded_launches);
   module.def("set_detecting", &set_detecting, py::arg("is_on"));
   module.def("races_found", &races_found);
   py::enum_<Edge>(module, "Edge").value("WAIT", Edge::WAIT).value("EVENT", Edge::EVENT).value("HOLD", Edge::HOLD);

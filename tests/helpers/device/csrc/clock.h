@@ -16,6 +16,10 @@ class Clock {
     return stream < counts_.size() ? counts_[stream] : 0;
   }
 
+  const std::vector<uint64_t>& counts() const {
+    return counts_;
+  }
+
   void advance(StreamNumber stream) {
     counts_.resize(std::max(counts_.size(), stream + 1));
     ++counts_[stream];

@@ -6,6 +6,8 @@
 
 #include <unordered_map>
 
+#include "recorder.h"
+
 namespace emulated {
 namespace {
 
@@ -139,13 +141,16 @@ void launch_on(
   if (moves_data(operation)) {
     hand_on_names(accesses);
   }
+  size_t bytes = 0;
   for (auto& access : accesses) {
     auto& block = block_of(access, operation);
     if (pinned_memory().contains(access.begin)) {
       block.used_by.insert(stream);
     }
     block.history.add(access, operation, stream, clock_of(stream));
+    bytes += access.end - access.begin;
   }
+  record_launch({operation, stream, clock_of(stream), bytes});
 }
 
 void launch(const std::string& operation, const std::vector<Access>& accesses, std::function<void()> run) {

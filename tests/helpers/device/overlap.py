@@ -1,0 +1,115 @@
+"""How much communication a step leaves beside compute, read from what it has launched on which stream, after what.
+
+Launches are laid out in time as an accelerator would run them that the host never keeps waiting: each begins when all
+that its stream had been given before, and all that its stream has waited for, is over. How long one takes is a model of
+its bytes, so that the same step has the same figure on every run and every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from helpers.device.install import install
+
+# Time for each byte touched. Matrix products do more with a byte than to read it; a link is slower than memory. With
+# these, a step of the tests' models communicates for about as long as it computes.
+_MATRIX_PRODUCT, _COLLECTIVE, _OTHER = 8.0, 6.0, 1.0
+_MATRIX_PRODUCTS = ("mm", "linear", "attention", "conv")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One operation or collective that was enqueued.
+
+    Attributes:
+        operation: Its name.
+        stream: Its stream's number.
+        clock: By stream, how many tasks come before its end; of its own stream, its own position.
+        size_bytes: Bytes that it reads and writes.
+    """
+
+    operation: str
+    stream: int
+    clock: tuple[int, ...]
+    size_bytes: int
+
+    @property
+    def is_collective(self) -> bool:
+        return self.operation.startswith("c10d::")
+
+    @property
+    def duration(self) -> float:
+        if self.is_collective:
+            return _COLLECTIVE * self.size_bytes
+        is_product = self.operation.startswith("aten::") and any(name in self.operation for name in _MATRIX_PRODUCTS)
+        return (_MATRIX_PRODUCT if is_product else _OTHER) * self.size_bytes
+
+
+def launches_of(run: Callable[[], object]) -> list[Launch]:
+    """What this process launches on the emulated device while `run` runs, in order."""
+    extension = install()
+    torch.accelerator.synchronize()
+    extension.start_recording()
+    try:
+        run()
+        torch.accelerator.synchronize()
+    finally:
+        recorded = extension.stop_recording()
+    return [Launch(name, stream, tuple(clock), size) for name, stream, clock, size in recorded]
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Of the collectives of a step.
+
+    Attributes:
+        duration: Time of all of them.
+        longest: Time of the longest.
+        hidden: Time in which another stream computes.
+    """
+
+    duration: float
+    longest: float
+    hidden: float
+
+    @property
+    def share(self) -> float:
+        """How much of the communication is hidden, from 0 to 1."""
+        return self.hidden / self.duration
+
+
+def overlap_of(launches: Sequence[Launch]) -> Overlap:
+    """Lay out launches, among which there is a collective, and find what runs beside what."""
+    ends: dict[int, list[tuple[int, float]]] = {}  # by stream: position of a launch, and when it is over
+    communication: list[tuple[float, float]] = []
+    compute: list[tuple[float, float]] = []
+    for launch in launches:
+        begin = max((_end_of(ends.get(stream, []), count) for stream, count in enumerate(launch.clock)), default=0.0)
+        end = begin + launch.duration
+        ends.setdefault(launch.stream, []).append((launch.clock[launch.stream], end))
+        (communication if launch.is_collective else compute).append((begin, end))
+    durations = [end - begin for begin, end in communication]
+    busy = _union(compute)
+    return Overlap(sum(durations), max(durations), sum(_common(span, busy) for span in communication))
+
+
+def _end_of(launches: Sequence[tuple[int, float]], count: int) -> float:
+    """When the last of a stream's launches up to this position is over."""
+    return next((end for position, end in reversed(launches) if position <= count), 0.0)
+
+
+def _union(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    merged: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def _common(span: tuple[float, float], others: Sequence[tuple[float, float]]) -> float:
+    return sum(max(0.0, min(span[1], end) - max(span[0], begin)) for begin, end in others)
