@@ -3,7 +3,7 @@
 #   make demo    train a small model on every GPU, or on two CPU ranks; results in demo-out/
 #   make test    check and test the installed package
 #   make test-all    the same with the slow rows of the parity table, and what trains once more on the emulated device
-#                    (two hours on two cores)
+#                    (hours on two cores)
 #   make test-matrix    run the tests with every supported torch, and write docs/compatibility.md (hours; MATRIX_ARGS for
 #                       pytest; where there is no GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu)
 #   make parity  write docs/parity.md from a run of the whole parity table (half an hour on two cores)

@@ -93,7 +93,8 @@ def _measure(mode: str, world: str, size: Decoder, device: str) -> dict[str, Any
             cpu_s = (time.process_time() - cpu_start) / STEPS  # until everything is launched
             synchronize(target)
             seconds = (time.perf_counter() - start) / STEPS
-            peak = run.peak_bytes() if device == "cpu" else _peak_bytes(run, target)
+            held = 0 if device == "cpu" else torch.get_device_module(target).memory_allocated()
+            peak = held + run.peak_bytes()
             kernels = _kernels(run) if device == "cuda" else 0
         dist.destroy_process_group()
     mfu = flops_per_step(size) / seconds / PEAK_FLOPS
@@ -106,15 +107,6 @@ def _measure(mode: str, world: str, size: Decoder, device: str) -> dict[str, Any
         "kernels": kernels,
         "first_step_s": first,
     }
-
-
-def _peak_bytes(run: Run, device: torch.device) -> int:
-    """Peak bytes allocated in one step, parameters included."""
-    module = torch.get_device_module(device)
-    module.reset_peak_memory_stats()
-    run.step()
-    peak: int = module.max_memory_allocated()
-    return peak
 
 
 def _kernels(run: Run) -> int:

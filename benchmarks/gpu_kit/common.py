@@ -15,9 +15,10 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 import compile_fsdp
 from compile_fsdp.tools.train.config import ModelConfig
 from compile_fsdp.tools.train.model import Transformer
+from compile_fsdp.tools.train.world import backends_of
 from compile_fsdp.torch_compat.distributed import local_tensor
 from helpers.parity.check import relative_difference
-from helpers.ranks.devices import backend_of, prepare
+from helpers.ranks.devices import prepare
 
 CONFIG = ModelConfig(dim=256, layers=2, heads=4, hidden=704)
 SEQ_LEN = 64
@@ -34,7 +35,7 @@ def start_alone(device: str) -> None:
     """Be the only rank, on NCCL if the device is a GPU, and let tensors be made there."""
     prepare(device, 0)
     store = dist.FileStore(f"{tempfile.mkdtemp()}/store", 1)
-    dist.init_process_group(backend_of(device), store=store, rank=0, world_size=1)
+    dist.init_process_group(backends_of(torch.device(device)), store=store, rank=0, world_size=1)
 
 
 def build(fully_shard: Callable[..., Any]) -> nn.Module:

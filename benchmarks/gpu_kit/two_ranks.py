@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 import compile_fsdp
+from compile_fsdp.tools.train.world import backends_of
 from gpu_kit.common import batch, build_pair, parser, table, worst_difference
-from helpers.ranks.devices import backend_of, prepare
+from helpers.ranks.devices import prepare
 
 ROWS = [
     *(("even", "aot_eager"), ("even", "inductor"), ("reshard", "aot_eager"), ("bf16, reduced in fp32", "inductor")),
@@ -82,7 +83,7 @@ def _one_step() -> None:
 def _serve(rank: int, options: argparse.Namespace) -> None:
     device = options.device
     prepare(device, 0)
-    backend = f"cpu:gloo,cuda:{options.backend}" if device == "cuda" else backend_of(device)
+    backend = f"cpu:gloo,cuda:{options.backend}" if device == "cuda" else backends_of(torch.device(device))
     dist.init_process_group(backend, store=dist.FileStore(options.store, 2), rank=rank, world_size=2)
     if options.sanitizer:
         _one_step()

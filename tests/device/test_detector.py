@@ -11,6 +11,17 @@ from helpers.device.install import install
 from helpers.ranks.pools import run_ranks
 
 
+def _error_of(run: Callable[[], object]) -> str:
+    """The first line of the error that `run` raises; "" if it raises none."""
+    try:
+        run()
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    finally:
+        torch.emulated.synchronize()
+    return ""
+
+
 def _nothing(x: torch.Tensor, side: torch.Stream) -> None:
     pass
 
@@ -64,14 +75,12 @@ def _read_elsewhere(rank: int, order: str) -> str:
     x.add_(1)
     side = torch.emulated.Stream()
     globals()[order](x, side)
-    try:
+
+    def read() -> None:
         with torch.emulated.stream(side):
             x[2:4].sum()
-    except RuntimeError as error:
-        return str(error).partition("\n")[0]
-    finally:
-        torch.emulated.synchronize()
-    return ""
+
+    return _error_of(read)
 
 
 @pytest.mark.parametrize("order", ORDERED)
@@ -95,13 +104,7 @@ def _write_elsewhere(rank: int, part: int) -> str:
     side.wait_stream(torch.emulated.current_stream())
     with torch.emulated.stream(side):
         torch.sum(x[:4])
-    try:
-        x[part : part + 4].add_(1)
-    except RuntimeError as error:
-        return str(error).partition("\n")[0]
-    finally:
-        torch.emulated.synchronize()
-    return ""
+    return _error_of(lambda: x[part : part + 4].add_(1))
 
 
 def test_a_write_over_what_another_stream_reads_is_a_race_and_one_beside_it_is_none() -> None:
@@ -131,14 +134,12 @@ def _pinned(rank: int, waits: bool) -> str:
     host.copy_(torch.ones(8), non_blocking=True)
     if waits:
         side.wait_stream(torch.emulated.current_stream())
-    try:
+
+    def copy() -> None:
         with torch.emulated.stream(side):
             host.to("emulated", non_blocking=True)
-    except RuntimeError as error:
-        return str(error).partition("\n")[0]
-    finally:
-        torch.emulated.synchronize()
-    return ""
+
+    return _error_of(copy)
 
 
 def test_copies_from_and_to_pinned_memory_are_ordered_too() -> None:
@@ -155,13 +156,7 @@ def _frees_early(rank: int, records: bool) -> str:
     if records:
         tensor.record_stream(side)
     del tensor
-    try:
-        torch.empty(1000)
-    except RuntimeError as error:
-        return str(error).partition("\n")[0]
-    finally:
-        torch.emulated.synchronize()
-    return ""
+    return _error_of(lambda: torch.empty(1000))
 
 
 def test_memory_that_another_stream_reads_is_used_again_only_with_record_stream() -> None:

@@ -68,9 +68,8 @@ class Run:
     def peak_bytes(self) -> int:
         """Peak bytes allocated in one step, less the bytes allocated before it."""
         device = self._inputs.device
-        if device.type == "cpu":
-            return int(statistics.median(peak_bytes(self.step) for _ in range(5)))
-        return device_peak_bytes(self.step, device)
+        runs = 5 if device.type == "cpu" else 1
+        return int(statistics.median(peak_bytes(self.step, device) for _ in range(runs)))
 
 
 def synchronize(device: torch.device) -> None:
@@ -79,8 +78,15 @@ def synchronize(device: torch.device) -> None:
         torch.get_device_module(device).synchronize(device)
 
 
-def device_peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Peak bytes that `run` allocates in an accelerator's memory, less the bytes allocated before it."""
+def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """Peak bytes that `run` allocates in the device's memory, less the bytes allocated before it.
+
+    Collective on the CPU, where the events of its allocator are added up: all ranks call it.
+    """
+    return _peak_bytes_of_cpu(run) if device.type == "cpu" else _peak_bytes_of_accelerator(run, device)
+
+
+def _peak_bytes_of_accelerator(run: Callable[[], object], device: torch.device) -> int:
     module = torch.get_device_module(device)
     synchronize(device)
     module.reset_peak_memory_stats(device)
@@ -90,8 +96,7 @@ def device_peak_bytes(run: Callable[[], object], device: torch.device) -> int:
     return peak - before
 
 
-def peak_bytes(run: Callable[[], object]) -> int:
-    """Peak bytes of CPU memory that `run` allocates, by the allocator's events. Collective: all ranks call it."""
+def _peak_bytes_of_cpu(run: Callable[[], object]) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run()
         # gloo's threads free a collective's tensors some time after it has ended, and report that to the profiler under

@@ -30,10 +30,3 @@ def prepare(device: str, rank: int) -> None:
         install()
     torch.get_device_module(device).set_device(rank)
     torch.set_default_device(device)
-
-
-def backend_of(device: str) -> str:
-    """Of process groups for tensors on the device, and for those on the CPU."""
-    import torch.distributed as dist
-
-    return "gloo" if device == "cpu" else f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"

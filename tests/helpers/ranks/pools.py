@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from helpers.ranks.devices import backend_of, missing_for, prepare
+from helpers.ranks.devices import missing_for, prepare
 from helpers.ranks.forked import forkserver
 
 DEFAULT_TIMEOUT_S = 240.0
@@ -248,11 +248,14 @@ def _meet(rank: int, world_size: int, store: str) -> None:
     Once, and again behind a test that has failed or made others: what Dynamo has compiled keeps its process groups,
     for good, and the threads of hundreds of them would wake a hundred times a second each.
     """
+    import torch
     import torch.distributed as dist
+
+    from compile_fsdp.tools.train.world import backends_of
 
     if dist.is_initialized():
         dist.destroy_process_group()
-    backend = backend_of(device_type())
+    backend = backends_of(torch.device(device_type()))
     dist.init_process_group(backend, store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from compile_fsdp.tools.bench.measure import device_peak_bytes, peak_bytes, synchronize
+from compile_fsdp.tools.bench.measure import peak_bytes, synchronize
 from compile_fsdp.torch_compat.distributed import executed_collectives
 from helpers.ranks.pools import device_type
 
@@ -55,11 +55,12 @@ def collectives_of(run: Callable[[], None]) -> list[Collective]:
     run()
     synchronize(_device())
     entries = [entry for entry in _entries() if entry["record_id"] >= before]
-    if device_type() != "cpu":
-        entries.sort(key=lambda entry: entry["process_group"][1])  # by what the group is for
     assert min((entry["record_id"] for entry in entries), default=before) == before, "the recorder has forgotten some"
     names = dist.distributed_c10d._world.pg_names
     ranks = {name: dist.get_process_group_ranks(group) for group, name in names.items()}
+    if device_type() != "cpu":
+        # By what all ranks know of a group: what it is for, and its size.
+        entries.sort(key=lambda entry: (entry["process_group"][1], len(ranks[entry["process_group"][0]])))
     return [
         Collective(
             kind=entry["profiling_name"].removeprefix("gloo:"),
@@ -81,11 +82,8 @@ def gathers_of(run: Callable[[], object]) -> int:
 def record(run: Callable[[], None]) -> tuple[list[Collective], int]:
     """The collectives of `run`, and the most bytes it has allocated at one time over what was there before."""
     collectives: list[Collective] = []
-    def measured() -> None:
-        collectives.extend(collectives_of(run))
-
-    device = _device()
-    return collectives, peak_bytes(measured) if device.type == "cpu" else device_peak_bytes(measured, device)
+    peak = peak_bytes(lambda: collectives.extend(collectives_of(run)), _device())
+    return collectives, peak
 
 
 def _device() -> torch.device:

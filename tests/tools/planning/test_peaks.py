@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
-from compile_fsdp.tools.bench.measure import device_peak_bytes
+from compile_fsdp.tools.bench import measure
 from compile_fsdp.tools.planning import Backend, Estimate, Optimizer, estimate
 from compile_fsdp.tools.train.config import ModelConfig
 from compile_fsdp.tools.train.model import Transformer
@@ -55,7 +55,7 @@ def peak_bytes(
 
     gc.collect()  # Or what an earlier model leaves would be freed, and reported, in between.
     if device_type() != "cpu":
-        return device_peak_bytes(train, torch.device(device_type()))
+        return measure.peak_bytes(train, torch.device(device_type()))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         train()
         # gloo's threads report what they free some time after a collective is over.

@@ -13,4 +13,4 @@ def test_example_runs_on_two_ranks(tmp_path: Path, run_on_two_ranks: Callable[..
     (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
     path = tmp_path / "example.py"
     path.write_text(example)
-    run_on_two_ranks(path)
+    assert "Traceback" not in run_on_two_ranks(path)  # and its exit status is 0

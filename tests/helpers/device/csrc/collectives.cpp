@@ -3,6 +3,8 @@
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <tuple>
+
 #include "launch.h"
 
 namespace emulated {
@@ -75,6 +77,10 @@ Tensors join(const TensorLists& lists) {
   return result;
 }
 
+Tensor host_aliases(const Tensor& tensor) {
+  return host_alias(tensor);
+}
+
 Tensors host_aliases(const Tensors& tensors) {
   Tensors result;
   for (auto& tensor : tensors) {
@@ -89,6 +95,21 @@ TensorLists host_aliases(const TensorLists& lists) {
     result.push_back(host_aliases(list));
   }
   return result;
+}
+
+// What is no tensor stays as it is.
+template <typename Value>
+Value host_aliases(const Value& value) {
+  return value;
+}
+
+// The call of a collective of the host's process group, with what its tensors are there.
+template <typename Method, typename... Arguments>
+std::function<WorkPtr()> on_host(
+    const c10::intrusive_ptr<c10d::Backend>& host, Method method, const Arguments&... arguments) {
+  return [host, method, copies = std::make_tuple(host_aliases(arguments)...)]() mutable {
+    return std::apply([&](auto&... each) { return ((*host).*method)(each...); }, copies);
+  };
 }
 
 } // namespace
@@ -121,111 +142,62 @@ WorkPtr ProcessGroup::run(
 
 WorkPtr ProcessGroup::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   bool is_source = options.rootRank == getRank();
-  return run(
-      OpType::BROADCAST,
-      is_source ? tensors : Tensors(),
-      is_source ? Tensors() : tensors,
-      [host = host_, tensors = host_aliases(tensors), options]() mutable { return host->broadcast(tensors, options); });
+  auto call = on_host(host_, &c10d::Backend::broadcast, tensors, options);
+  return run(OpType::BROADCAST, is_source ? tensors : Tensors(), is_source ? Tensors() : tensors, call);
 }
 
 WorkPtr ProcessGroup::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  return run(OpType::ALLREDUCE, {}, tensors, [host = host_, tensors = host_aliases(tensors), options]() mutable {
-    return host->allreduce(tensors, options);
-  });
+  return run(OpType::ALLREDUCE, {}, tensors, on_host(host_, &c10d::Backend::allreduce, tensors, options));
 }
 
 WorkPtr ProcessGroup::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
-  return run(OpType::ALLREDUCE_COALESCED, {}, tensors, [host = host_, tensors = host_aliases(tensors), options]() mutable {
-    return host->allreduce_coalesced(tensors, options);
-  });
+  auto call = on_host(host_, &c10d::Backend::allreduce_coalesced, tensors, options);
+  return run(OpType::ALLREDUCE_COALESCED, {}, tensors, call);
 }
 
 WorkPtr ProcessGroup::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  return run(OpType::REDUCE, {}, tensors, [host = host_, tensors = host_aliases(tensors), options]() mutable {
-    return host->reduce(tensors, options);
-  });
+  return run(OpType::REDUCE, {}, tensors, on_host(host_, &c10d::Backend::reduce, tensors, options));
 }
 
 WorkPtr ProcessGroup::allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
-  return run(
-      OpType::ALLGATHER,
-      inputs,
-      join(outputs),
-      [host = host_, outputs = host_aliases(outputs), inputs = host_aliases(inputs), options]() mutable {
-        return host->allgather(outputs, inputs, options);
-      });
+  auto call = on_host(host_, &c10d::Backend::allgather, outputs, inputs, options);
+  return run(OpType::ALLGATHER, inputs, join(outputs), call);
 }
 
 WorkPtr ProcessGroup::_allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) {
-  return run(
-      OpType::_ALLGATHER_BASE,
-      {input},
-      {output},
-      [host = host_, output = host_alias(output), input = host_alias(input), options]() mutable {
-        return host->_allgather_base(output, input, options);
-      });
+  auto call = on_host(host_, &c10d::Backend::_allgather_base, output, input, options);
+  return run(OpType::_ALLGATHER_BASE, {input}, {output}, call);
 }
 
 WorkPtr ProcessGroup::allgather_into_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
-  return run(
-      OpType::COALESCED,
-      inputs,
-      outputs,
-      [host = host_, outputs = host_aliases(outputs), inputs = host_aliases(inputs), options]() mutable {
-        return host->allgather_into_tensor_coalesced(outputs, inputs, options);
-      });
+  auto call = on_host(host_, &c10d::Backend::allgather_into_tensor_coalesced, outputs, inputs, options);
+  return run(OpType::COALESCED, inputs, outputs, call);
 }
 
 WorkPtr ProcessGroup::gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& options) {
-  return run(
-      OpType::GATHER,
-      inputs,
-      join(outputs),
-      [host = host_, outputs = host_aliases(outputs), inputs = host_aliases(inputs), options]() mutable {
-        return host->gather(outputs, inputs, options);
-      });
+  return run(OpType::GATHER, inputs, join(outputs), on_host(host_, &c10d::Backend::gather, outputs, inputs, options));
 }
 
 WorkPtr ProcessGroup::scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& options) {
-  return run(
-      OpType::SCATTER,
-      join(inputs),
-      outputs,
-      [host = host_, outputs = host_aliases(outputs), inputs = host_aliases(inputs), options]() mutable {
-        return host->scatter(outputs, inputs, options);
-      });
+  auto call = on_host(host_, &c10d::Backend::scatter, outputs, inputs, options);
+  return run(OpType::SCATTER, join(inputs), outputs, call);
 }
 
 WorkPtr ProcessGroup::reduce_scatter(Tensors& outputs, TensorLists& inputs, const c10d::ReduceScatterOptions& options) {
-  return run(
-      OpType::REDUCE_SCATTER,
-      join(inputs),
-      outputs,
-      [host = host_, outputs = host_aliases(outputs), inputs = host_aliases(inputs), options]() mutable {
-        return host->reduce_scatter(outputs, inputs, options);
-      });
+  auto call = on_host(host_, &c10d::Backend::reduce_scatter, outputs, inputs, options);
+  return run(OpType::REDUCE_SCATTER, join(inputs), outputs, call);
 }
 
 WorkPtr ProcessGroup::_reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) {
-  return run(
-      OpType::_REDUCE_SCATTER_BASE,
-      {input},
-      {output},
-      [host = host_, output = host_alias(output), input = host_alias(input), options]() mutable {
-        return host->_reduce_scatter_base(output, input, options);
-      });
+  auto call = on_host(host_, &c10d::Backend::_reduce_scatter_base, output, input, options);
+  return run(OpType::_REDUCE_SCATTER_BASE, {input}, {output}, call);
 }
 
 WorkPtr ProcessGroup::reduce_scatter_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
-  return run(
-      OpType::COALESCED,
-      inputs,
-      outputs,
-      [host = host_, outputs = host_aliases(outputs), inputs = host_aliases(inputs), options]() mutable {
-        return host->reduce_scatter_tensor_coalesced(outputs, inputs, options);
-      });
+  auto call = on_host(host_, &c10d::Backend::reduce_scatter_tensor_coalesced, outputs, inputs, options);
+  return run(OpType::COALESCED, inputs, outputs, call);
 }
 
 WorkPtr ProcessGroup::alltoall_base(
@@ -234,31 +206,21 @@ WorkPtr ProcessGroup::alltoall_base(
     std::vector<int64_t>& output_splits,
     std::vector<int64_t>& input_splits,
     const c10d::AllToAllOptions& options) {
-  return run(
-      OpType::ALLTOALL_BASE,
-      {input},
-      {output},
-      [host = host_, output = host_alias(output), input = host_alias(input), output_splits, input_splits, options]() mutable {
-        return host->alltoall_base(output, input, output_splits, input_splits, options);
-      });
+  auto call = on_host(host_, &c10d::Backend::alltoall_base, output, input, output_splits, input_splits, options);
+  return run(OpType::ALLTOALL_BASE, {input}, {output}, call);
 }
 
 WorkPtr ProcessGroup::send(Tensors& tensors, int rank, int tag) {
-  return run(OpType::SEND, tensors, {}, [host = host_, tensors = host_aliases(tensors), rank, tag]() mutable {
-    return host->send(tensors, rank, tag);
-  });
+  return run(OpType::SEND, tensors, {}, on_host(host_, &c10d::Backend::send, tensors, rank, tag));
 }
 
 WorkPtr ProcessGroup::recv(Tensors& tensors, int rank, int tag) {
-  return run(OpType::RECV, {}, tensors, [host = host_, tensors = host_aliases(tensors), rank, tag]() mutable {
-    return host->recv(tensors, rank, tag);
-  });
+  return run(OpType::RECV, {}, tensors, on_host(host_, &c10d::Backend::recv, tensors, rank, tag));
 }
 
-WorkPtr ProcessGroup::barrier(const c10d::BarrierOptions& options) {
-  return run(OpType::BARRIER, {}, {}, [host = host_, options = c10d::BarrierOptions()] {
-    return host->barrier(options);
-  });
+WorkPtr ProcessGroup::barrier(const c10d::BarrierOptions&) {
+  // The options may name the device, which the process group of the host does not know.
+  return run(OpType::BARRIER, {}, {}, on_host(host_, &c10d::Backend::barrier, c10d::BarrierOptions()));
 }
 
 } // namespace emulated
