@@ -7,6 +7,7 @@ a pickle can call any function. Here only descriptions of tensors are taken from
 
 from __future__ import annotations
 
+import enum
 import io
 import pickle
 from collections.abc import Sequence
@@ -50,8 +51,17 @@ class SafeReader(FileSystemReader):
         return metadata
 
 
+def _enum_member(cls: Any, name: str) -> enum.Enum:
+    """Stands for `getattr`, as which some Pythons (3.11.2) pickle a member of an enum."""
+    if isinstance(cls, type) and issubclass(cls, enum.Enum) and name in cls.__members__:
+        return cls[name]
+    raise pickle.UnpicklingError(f"expected only descriptions of tensors in .metadata, got builtins.getattr of {name}")
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         found = None
         if module == "torch" or module in _DESCRIPTIONS or (module, name) in _PLAIN:
             found = super().find_class(module, name)

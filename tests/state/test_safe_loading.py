@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+import io
 import os
 import pickle
 import shutil
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
 from compile_fsdp.errors import CheckpointError
 from compile_fsdp.state import load, save
@@ -25,6 +27,24 @@ class _Harmful:
 
     def __reduce__(self) -> Any:
         return os.mkdir, (str(self.folder),)
+
+
+class _Attribute:
+    """What it is unpickled as is an attribute of something."""
+
+    def __init__(self, subject: Any, name: str) -> None:
+        self.subject = subject
+        self.name = name
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.subject, self.name)
+
+
+class _PicklerOfEarly311(pickle.Pickler):
+    """Pickles members of enums as Python 3.11.2 does."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
 
 
 class _Setting:
@@ -53,6 +73,30 @@ def test_harmful_metadata(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"expected only descriptions of tensors in \.metadata, got posix\.mkdir"):
         load(model, optim, checkpoint)
     assert not (tmp_path / "harm").exists()
+
+
+def test_metadata_of_every_python_is_read(tmp_path: Path) -> None:
+    model, optim = _training()
+    checkpoint = save(model, optim, tmp_path / "run", step=1)
+    buffer = io.BytesIO()
+    _PicklerOfEarly311(buffer).dump(_metadata(checkpoint))
+    assert b"getattr" in buffer.getvalue()
+    (checkpoint / ".metadata").write_bytes(buffer.getvalue())
+    assert load(*_training(), checkpoint) == 1
+
+
+_MEMORY_FORMATS = next(type(each) for each in TensorProperties().__getstate__() if isinstance(each, enum.Enum))
+
+
+@pytest.mark.parametrize("subject", [torch.Size, _MEMORY_FORMATS])
+def test_an_attribute_that_is_no_member_of_an_enum_is_refused(tmp_path: Path, subject: type[Any]) -> None:
+    model, optim = _training()
+    checkpoint = save(model, optim, tmp_path / "run", step=1)
+    metadata = _metadata(checkpoint)
+    metadata.planner_data = _Attribute(subject, "__base__")
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"expected only descriptions .* got builtins\.getattr of __base__"):
+        load(model, optim, checkpoint)
 
 
 def test_harmful_value(tmp_path: Path) -> None:
