@@ -153,8 +153,8 @@ class Places:
         return self._barriers[self._order[first]] != self._barriers[self._order[last]]
 
 
-def neighbours(packed: Sequence[Packed], may_join: Callable[[Packed, Packed], bool] | None) -> list[list[Packed]]:
-    """The collectives in order, those that follow each other and may share packs in one list.
+def joinable(packed: Sequence[Packed], may_join: Callable[[Packed, Packed], bool] | None) -> list[list[Packed]]:
+    """The collectives in order; those of one kind that may share packs in one list, whatever stands between them.
 
     Args:
         packed: The collectives.
@@ -163,11 +163,14 @@ def neighbours(packed: Sequence[Packed], may_join: Callable[[Packed, Packed], bo
     if may_join is None:
         return [[each] for each in packed]
     runs: list[list[Packed]] = []
+    latest: dict[object, list[Packed]] = {}
     for each in packed:
-        if runs and each.kind == runs[-1][-1].kind and all(may_join(earlier, each) for earlier in runs[-1]):
-            runs[-1].append(each)
-        else:
-            runs.append([each])
+        kind = each.kind
+        run = latest.get(kind, [])
+        if not run or not all(may_join(earlier, each) for earlier in run):
+            run = latest[kind] = []
+            runs.append(run)
+        run.append(each)
     return runs
 
 

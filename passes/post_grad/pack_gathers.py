@@ -2,7 +2,7 @@
 
 Precondition  packed all-gathers, see `collectives.py`
 Match         shards whose copies into the pack and out of it cost more than a collective of their own; packs of more
-              bytes than `Costs.pack_bytes`; with `merge`, neighbouring packs whose parameters stay unsharded
+              bytes than `Costs.pack_bytes`; with `merge`, packs whose parameters stay unsharded
 Rewrite       such a shard gets an all-gather of its own, straight from the shard and into the parameter's own buffer;
               the others are packed by `plan_packs`
 Report        gathers before and after; parameters that are gathered by themselves; bytes no longer copied
@@ -35,8 +35,8 @@ from compile_fsdp.passes.analysis.collectives import (
     insert,
     is_gather,
     is_rearrangement,
+    joinable,
     launch,
-    neighbours,
     numel,
     positions,
 )
@@ -56,7 +56,7 @@ def pack_gathers(graph: fx.Graph, *, merge: bool = False, costs: Costs | None = 
     """
     nodes_before = len(graph.nodes)
     before = after = alone = copied = 0
-    for run in neighbours(find_packed(graph, is_gather), _Joining(graph) if merge else None):
+    for run in joinable(find_packed(graph, is_gather), _Joining(graph) if merge else None):
         shards = [shard for packed in run for shard in packed.inputs]
         sizes = [size_bytes(shard) for shard in shards]
         own = costs or device_costs(run[0].collective)

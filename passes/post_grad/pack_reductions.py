@@ -2,7 +2,7 @@
 
 Precondition  packed reduce-scatters, see `collectives.py`; their results are returned parameter by parameter
 Match         gradients whose copy into the pack costs more than a collective of their own; packs of more bytes than
-              `Costs.pack_bytes`; with `merge`, neighbouring packs
+              `Costs.pack_bytes`; with `merge`, packs of several groups
 Rewrite       such a gradient gets a reduce-scatter of its own, from where it lies; `plan_packs` packs the others
 Report        reductions before and after; gradients that are reduced by themselves; bytes no longer copied
 
@@ -30,8 +30,8 @@ from compile_fsdp.passes.analysis.collectives import (
     find_packed,
     insert,
     is_reduction,
+    joinable,
     launch,
-    neighbours,
     numel,
     positions,
     replace_uses,
@@ -53,7 +53,7 @@ def pack_reductions(graph: fx.Graph, *, merge: bool = False, costs: Costs | None
     replaced: dict[fx.Node, fx.Node] = {}
     obsolete: list[Packed] = []
     may_join = partial(_may_join, Places(graph)) if merge else None
-    for run in neighbours(find_packed(graph, is_reduction), may_join):
+    for run in joinable(find_packed(graph, is_reduction), may_join):
         gradients = [rows for packed in run for rows in packed.inputs]
         sizes = [size_bytes(rows) for rows in gradients]
         own = costs or device_costs(run[0].collective)

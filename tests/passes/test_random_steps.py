@@ -187,3 +187,9 @@ def test_step_that_was_wrong_is_right(
     plan = StepPlan((GroupPlan(numels, torch.float32, "dp"),), actions)
     check_each_pass(plan, costs, hoist=True, merge=merge)
     check_pipeline(plan, costs, frozenset(), hoist=True, merge=merge)
+
+
+def test_packs_are_joined_past_one_of_another_dtype() -> None:
+    wide, low = GroupPlan((1, 1), torch.float32, "dp"), GroupPlan((1,), torch.bfloat16, "dp")
+    plan = StepPlan((wide, low), (("reduce_anew", 1, 0), ("reduce_anew", 0, 0), ("reduce_anew", 1, 0)))
+    check_each_pass(plan, costs_of(8, 1), hoist=False, merge=True)
