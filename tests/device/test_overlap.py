@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -53,6 +54,7 @@ def _overlaps(rank: int) -> tuple[Overlap, Overlap]:
     return found[0], found[1]
 
 
+@pytest.mark.slow
 def test_a_compiled_step_hides_all_that_an_eager_one_does_but_one_gather() -> None:
     """Eager FSDP2 gathers on a stream of its own: the backward's first gather runs beside the end of the forward.
 

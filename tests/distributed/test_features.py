@@ -14,7 +14,7 @@ from helpers.parity.table import ParityTable
 from helpers.ranks.pools import run_ranks
 from helpers.releases.skip import skip_before
 
-QUICK_WITH_INDUCTOR = {"bf16, reduced in fp32", "int8 gather"}
+QUICK_WITH_INDUCTOR = {"bf16, reduced in fp32"}
 # What other tests of `make test` cover: the same row with Inductor, a row that does this and more, one that does this
 # and something else, the case of another file, or an example.
 COVERED = QUICK_WITH_INDUCTOR | IN_TOGETHER | {
@@ -28,6 +28,7 @@ COVERED = QUICK_WITH_INDUCTOR | IN_TOGETHER | {
     "frozen layers, checkpointed",
     "hsdp",
     "hsdp, one shard",
+    "int8 gather",
     "lora",
     "reshard",
     "tensor parallel",

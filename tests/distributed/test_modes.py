@@ -165,17 +165,18 @@ def _backward_in_force_eager(rank: int) -> Parity:
     return twins.result
 
 
+# test_memory_budget.py and test_settings.py evaluate between steps, too, and sizes change in test_dynamic.py.
 @pytest.mark.parametrize(
     "program",
     [
         _eager_and_compiled_steps,
-        _evaluation_between,
+        pytest.param(_evaluation_between, marks=pytest.mark.slow),
         _inference_before_training,
         _unshard_and_reshard,
         _state_dict_between,
         _accumulation,
         _recompile_limit,
-        _changing_batch_sizes,
+        pytest.param(_changing_batch_sizes, marks=pytest.mark.slow),
         _freezing_between,
         _frozen_values_change,
         _frozen_and_prefetched_values_change,

@@ -35,10 +35,10 @@ def _train(rank: int, case: str, inner_backend: str, steps: int, fullgraph: bool
 
 
 # `make test` leaves to `make test-all` the rows that another row covers, most of all on four ranks, which two cores
-# have to share. Of `transformer_tied` it has the row with Inductor, and three steps op by op in test_verify.py.
-AOT_EAGER_ON_TWO = {"nested", "used_twice", "llama", "gpt2"}
+# have to share. Transformers train with Inductor in tests/tools/train/test_command.py, and op by op in test_verify.py.
+AOT_EAGER_ON_TWO = {"nested", "llama"}
 AOT_EAGER_ON_FOUR = {"uneven"}
-INDUCTOR_ON_TWO = {"transformer_tied", "uneven"}
+INDUCTOR_ON_TWO = {"uneven"}
 
 
 def _table(quick: set[tuple[str, int]]) -> list[Any]:
