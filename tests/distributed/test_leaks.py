@@ -66,8 +66,8 @@ AOT_EAGER = {"inner_backend": "aot_eager"}
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        pytest.param(AOT_EAGER, marks=pytest.mark.slow),
+        AOT_EAGER,
+        pytest.param({}, marks=pytest.mark.slow),
         pytest.param({**AOT_EAGER, "memory_budget": 2**20}, marks=pytest.mark.slow),
         pytest.param({"memory_budget": 2**20}, marks=pytest.mark.slow),
     ],

@@ -84,6 +84,7 @@ def test_graph_breaks_in_more_modules_than_dynamo_recompiles_a_function() -> Non
         assert result.compiled_after_first_step == 0
 
 
+@pytest.mark.slow
 def test_graph_break_with_inductor() -> None:
     for result in run_ranks(2, _train, "graph_break", "inductor", STEPS, False, timeout_s=280.0):
         assert result.worst <= 1e-5, result.differing

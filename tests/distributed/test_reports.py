@@ -1,4 +1,4 @@
-"""What `compile_fsdp.reports()` and the log say of a compiled step."""
+"""What `compile_fsdp.reports()` and the log say of a compiled step, of one rank whose collectives do nothing."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import compile_fsdp
 from helpers.graphs.caches import without_graph_caches
 from helpers.parity.check import build, loss_of
-from helpers.ranks.pools import run_ranks
+from helpers.ranks.fake_world import fake_world
 
 
-def _step(rank: int, options: dict[str, Any]) -> tuple[list[compile_fsdp.GraphReport], list[str]]:
+def _step(options: dict[str, Any]) -> tuple[list[compile_fsdp.GraphReport], list[str]]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -20,7 +20,7 @@ def _step(rank: int, options: dict[str, Any]) -> tuple[list[compile_fsdp.GraphRe
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
-        with without_graph_caches():
+        with fake_world(2), without_graph_caches():
             case = build("mlp", compile_fsdp.fully_shard)
             case.model.compile(backend="compile_fsdp", fullgraph=True, options=options)
             loss_of(case.model, case.batch()).backward()
@@ -34,31 +34,31 @@ def _step(rank: int, options: dict[str, Any]) -> tuple[list[compile_fsdp.GraphRe
 
 
 def test_windows_of_the_blocks_go_and_those_of_the_root_stay() -> None:
-    for (forward, backward), lines in run_ranks(2, _step, {}):
-        # Two blocks of seven parameters; the root's four are kept from forward to backward.
-        root = {"inp.weight", "inp.bias", "out.weight", "out.bias"}
-        for report, direction, reason in (
-            (forward, "forward", "open at return"),
-            (backward, "backward", "open at start"),
-        ):
-            assert (report.direction, report.inner_backend, report.cached) == (direction, "inductor", False)
-            assert (report.windows_removed, report.copies_removed, report.resizes_removed) == (14, 14, 28)
-            # In the backward another pass takes out the buffers of gradients that were never copied.
-            assert report.nodes_before - report.nodes_after == (42 if direction == "forward" else 78)
-            assert {fqn for fqn, _ in report.kept} == root
-            assert {why for _, why in report.kept} == {reason}
-            assert report.seconds > 0
-        assert sum("14 windows removed" in line for line in lines) == 2, lines
+    (forward, backward), lines = _step({})
+    # Two blocks of seven parameters; the root's four are kept from forward to backward.
+    root = {"inp.weight", "inp.bias", "out.weight", "out.bias"}
+    for report, direction, reason in (
+        (forward, "forward", "open at return"),
+        (backward, "backward", "open at start"),
+    ):
+        assert (report.direction, report.inner_backend, report.cached) == (direction, "inductor", False)
+        assert (report.windows_removed, report.copies_removed, report.resizes_removed) == (14, 14, 28)
+        # In the backward another pass takes out the buffers of gradients that were never copied.
+        assert report.nodes_before - report.nodes_after == (42 if direction == "forward" else 78)
+        assert {fqn for fqn, _ in report.kept} == root
+        assert {why for _, why in report.kept} == {reason}
+        assert report.seconds > 0
+    assert sum("14 windows removed" in line for line in lines) == 2, lines
 
 
 def test_a_disabled_pass_does_not_run() -> None:
-    for (forward, backward), _ in run_ranks(2, _step, {"disabled_passes": {"remove_unshard_copies"}}):
-        assert forward.windows_removed == backward.windows_removed == 0
-        assert forward.nodes_before == forward.nodes_after
+    (forward, backward), _ = _step({"disabled_passes": {"remove_unshard_copies"}})
+    assert forward.windows_removed == backward.windows_removed == 0
+    assert forward.nodes_before == forward.nodes_after
 
 
 def test_other_inner_backends_are_reported_without_passes() -> None:
-    for (forward, backward), _ in run_ranks(2, _step, {"inner_backend": "aot_eager"}):
-        assert (forward.direction, backward.direction) == ("forward", "backward")
-        assert forward.inner_backend == "aot_eager"
-        assert (forward.windows_removed, forward.kept, forward.cached) == (0, (), False)
+    (forward, backward), _ = _step({"inner_backend": "aot_eager"})
+    assert (forward.direction, backward.direction) == ("forward", "backward")
+    assert forward.inner_backend == "aot_eager"
+    assert (forward.windows_removed, forward.kept, forward.cached) == (0, (), False)

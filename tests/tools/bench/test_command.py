@@ -21,7 +21,7 @@ TINY: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 16,
     "intermediate_size": 32,
-    "num_hidden_layers": 1,
+    "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
@@ -41,8 +41,8 @@ def test_modes_take_turns_on_two_ranks(modes: list[str], tmp_path: Path) -> None
     results = head["results"]["config.json"]
     assert list(results) == modes
     assert results["eager"]["ratio"] == 1
-    # The layer is gathered twice and reduced once, the root once each; what there is to synchronise comes on top.
-    assert {each["collectives"] for each in results.values()} == {5}
+    # Two layers are gathered twice and reduced once, the root once each; what there is to synchronise comes on top.
+    assert {each["collectives"] for each in results.values()} == {8}
     for each in results.values():
         lower, upper = each["spread"]
         assert 0 < lower <= each["ratio"] <= upper
