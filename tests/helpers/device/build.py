@@ -18,11 +18,11 @@ import torch
 
 _SOURCES = Path(__file__).parent / "csrc"
 _NAME = "emulated_device"
-# The warnings left out are about torch's headers.
+# torch 2.11 compiles extensions as C++17 unless told otherwise. The warnings left out are about torch's headers.
 _LOAD = """
 import sys
 from torch.utils import cpp_extension
-cpp_extension.load(sys.argv[1], sys.argv[3:], build_directory=sys.argv[2], extra_cflags=["-O1", "-g0", "-w"])
+cpp_extension.load(sys.argv[1], sys.argv[3:], build_directory=sys.argv[2], extra_cflags=["-std=c++20", "-O1", "-g0", "-w"])
 """
 
 
@@ -39,7 +39,7 @@ def build() -> Path:
         NoCompiler: it has to be built, and there is no C++ compiler.
     """
     sources = sorted(_SOURCES.iterdir())
-    key = hashlib.sha256(torch.__version__.encode())
+    key = hashlib.sha256((torch.__version__ + _LOAD).encode())
     for source in sources:
         key.update(source.name.encode() + source.read_bytes())
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "compile_fsdp"

@@ -30,10 +30,11 @@ def register() -> None:
     register_interface_for_device(NAME, _Interface)
     # What Inductor takes the code generator of a device to be that it has no name for.
     config.cuda_backend = "cpp"
-    # The scheduler leaves these out for the CPU alone, by its name: the C++ code generator cannot do them.
-    config.loop_ordering_after_fusion = False
-    config.loop_reindexing_after_fusion = False
-    config.loop_index_inversion_in_fusion = False
+    # The scheduler leaves these out for the CPU alone, by its name: the C++ code generator cannot do them. Not every
+    # release has each of them.
+    for name in ("loop_ordering_after_fusion", "loop_reindexing_after_fusion", "loop_index_inversion_in_fusion"):
+        if hasattr(config, name):
+            setattr(config, name, False)
 
 
 def launch(name: str, kernel: Any, types: tuple[str, ...], *args: Any) -> None:
