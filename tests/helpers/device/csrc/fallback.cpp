@@ -52,6 +52,13 @@ IValue convert_tensors(const IValue& value, const Conversion& convert) {
   return value;
 }
 
+// Calls the CPU's kernel. torch 2.11 takes an operation with several outputs off the stack before it has put the results
+// there, which are the outputs themselves: somebody else has to hold them meanwhile.
+void call(const c10::OperatorHandle& operation, Stack& stack) {
+  auto arguments = stack;
+  operation.callBoxed(&stack);
+}
+
 void for_each_tensor(const IValue& value, const std::function<void(const Tensor&)>& visit) {
   convert_tensors(value, [&](const Tensor& tensor) {
     visit(tensor);
@@ -278,7 +285,7 @@ class Call {
       }
     }
     launch(name_, accesses_, [operation = operation_, stack, fresh]() mutable {
-      operation.callBoxed(&stack);
+      call(operation, stack);
       for (auto& [position, tensors] : fresh) {
         size_t next = 0;
         for_each_tensor(stack.at(position), [&](const Tensor& computed) {
@@ -296,7 +303,7 @@ class Call {
   // Waits for what the operation computes, and takes the shapes of results from that.
   Stack run_now() {
     auto stack = std::make_shared<Stack>(prepare());
-    launch_and_wait(name_, accesses_, [operation = operation_, stack] { operation.callBoxed(stack.get()); });
+    launch_and_wait(name_, accesses_, [operation = operation_, stack] { call(operation, *stack); });
     Stack results;
     for (size_t i = 0; i < returns().size(); ++i) {
       if (auto known = aliased(returns()[i], IValue())) {
