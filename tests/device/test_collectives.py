@@ -33,8 +33,8 @@ def _all(rank: int) -> dict[str, list[float]]:
     ):
         task.wait()
     world = dist.group.WORLD
-    both = functional.all_gather_single(x, 0, world)
-    half = functional.reduce_scatter_single(x, "sum", 0, world)
+    both = getattr(functional, "all_gather_single", functional.all_gather_tensor)(x, 0, world)
+    half = getattr(functional, "reduce_scatter_single", functional.reduce_scatter_tensor)(x, "sum", 0, world)
     several = functional.all_gather_into_tensor_coalesced([x[:1].clone(), x[1:2].clone()], world)
     dist.barrier()
     results = {

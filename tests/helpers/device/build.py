@@ -22,7 +22,8 @@ _NAME = "emulated_device"
 _LOAD = """
 import sys
 from torch.utils import cpp_extension
-cpp_extension.load(sys.argv[1], sys.argv[3:], build_directory=sys.argv[2], extra_cflags=["-std=c++20", "-O1", "-g0", "-w"])
+flags = ["-std=c++20", "-O1", "-g0", "-w"]
+cpp_extension.load(sys.argv[1], sys.argv[3:], build_directory=sys.argv[2], extra_cflags=flags)
 """
 
 
