@@ -242,10 +242,6 @@ class ModuleHooks:
         (pre_id,), (post_id,) = ids & before.keys(), ids & after.keys()
         self.eager_pre_forward, self.eager_post_forward = before[pre_id], after[post_id]
         before[pre_id] = with_own_code(_pre_forward)
-        # torch has moved its hook to the front. Dynamo of 2.11 sees only in which order hooks were put in.
-        in_order = list(before.items())
-        before.clear()
-        before.update(in_order)
         after[post_id] = with_own_code(_post_forward)
         set_module_hooks(self.module, self)
 

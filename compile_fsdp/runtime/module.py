@@ -21,6 +21,7 @@ from compile_fsdp.runtime.root import Root
 from compile_fsdp.runtime.tracing import at_run_time, inline_only, restore_hook_bodies_now
 from compile_fsdp.torch_compat.dynamo import Unsupported
 from compile_fsdp.torch_compat.fsdp import fsdp_state
+from compile_fsdp.torch_compat.nn import settle_hook_order
 
 
 class TraceableModule:
@@ -87,6 +88,8 @@ def _prepare_call(module: Any) -> bool:
     root = _root_of(module)
     root.follow_trainable()
     is_first, root.was_called = not root.was_called, True
+    if is_first:
+        settle_hook_order(module)
     return is_first and pause_collection()
 
 

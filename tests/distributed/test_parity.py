@@ -80,7 +80,7 @@ def test_graph_break_is_bitwise_equal(world_size: int) -> None:
 def test_graph_breaks_in_more_modules_than_dynamo_recompiles_a_function() -> None:
     for result in run_ranks(2, _train, "graph_breaks", "aot_eager", 3, False, timeout_s=280.0):
         assert result.differing == []
-        assert result.directions.count("backward") >= 10
+        assert result.directions.count("backward") > 8  # the recompile limit
         assert result.compiled_after_first_step == 0
 
 

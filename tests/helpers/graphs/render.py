@@ -33,8 +33,8 @@ def render(graph: fx.Graph) -> str:
             lines.append(f"return {_arguments(node, labels)}")
         elif node.op == "get_attr":
             labels[node] = str(node.target)
-        else:
-            call = f"{_target(node)}({_arguments(node, labels)})"
+        elif not _begins_clone(node):
+            call = _clone(node, labels) or f"{_target(node)}({_arguments(node, labels)})"
             if _has_value(node):
                 labels[node] = f"%{sum(label.startswith('%') for label in labels.values())}"
                 call = f"{labels[node]}{_type(node)} = {call}"
@@ -48,6 +48,22 @@ def _render_subgraph(node: fx.Node) -> str:
     if not isinstance(module, fx.GraphModule):
         return ""
     return f"{node.target}:\n" + "".join(f"  {line}\n" for line in render(module.graph).splitlines())
+
+
+def _begins_clone(node: fx.Node) -> bool:
+    """Whether a node is the first half of a clone, as AOTAutograd writes it since torch 2.12: memory, and a copy."""
+    if node.op != "call_function" or _target(node) != "empty_strided" or len(node.users) != 1:
+        return False
+    (user,) = node.users
+    return _target(user) == "copy" and user.args[0] is node
+
+
+def _clone(node: fx.Node, labels: dict[fx.Node, str]) -> str | None:
+    """What torch 2.11 writes for both halves, if the node is the second one; None for any other node."""
+    first = node.args[0] if node.args else None
+    if not (isinstance(first, fx.Node) and _begins_clone(first)):
+        return None
+    return f"clone({_argument(node.args[1], labels)}, memory_format=torch.contiguous_format)"
 
 
 def _has_value(node: fx.Node) -> bool:

@@ -32,16 +32,17 @@ What differs from release to release, beside what a release lacks:
 
 * 2.11: Dynamo calls functions of ours with constants only, so that objects reach them by their id. Without sharding,
   too, `aot_eager` rounds some gradients otherwise than eager code: 13 of 21 of the Llama of the parity table, by up to
-  2.2e-8 in float32, and less than 1 % in bfloat16. AOTAutograd writes a gradient's clone as `empty_strided` and a copy,
-  so the two golden graphs of a whole backward differ, and Dynamo cuts a model with breaks into fewer pieces. Dynamo
-  looks hooks up in the order of their registration: one registered with `prepend=True` on a sharded module ends in an
-  `AttributeError`, unless it was registered before `fully_shard`. DTensor's cache of operations grows in the first 600
-  steps of AdamW, after eager FSDP2 as well. Of all runs one rank died with `free(): invalid pointer`, in "frozen
-  between", and one of an eager run as it ended; in six and in twelve further ones none did.
-* 2.11 and 2.12: eager FSDP2 keeps a group of several modules unsharded into the backward if one of them does not run.
-  Compiled steps free it, as eager ones do since 2.13, and gather it once more. The guards of compiled code outlive it,
-  and so do the constants of the gathers of a model that is deleted. `skip_fsdp_hooks` exists, other than
-  [Migration](migration.md) prints.
+  2.2e-8 in float32, and less than 1 % in bfloat16 (shown with torch alone by `tests/torch_compat/test_releases.py`).
+  AOTAutograd writes a clone as one op, and Dynamo cuts a model with breaks into fewer pieces. Dynamo looks hooks up in
+  the order of their registration: before the first step they are registered anew, in the order in which they run.
+  DTensor's cache of operations grows in the first 600 steps of AdamW, after eager FSDP2 as well. An operation with
+  several outputs, called through the dispatcher by stack, uses the outputs' memory after it has dropped them: extension
+  devices have to hold them. Of all runs one rank died with `free(): invalid pointer`, in "frozen between", and one of
+  an eager run as it ended; in six and in twelve further ones none did.
+* 2.11 and 2.12: eager FSDP2 keeps a group of several modules unsharded into the backward if one of them does not run
+  (shown by the same tests). Compiled steps free it, as eager ones do since 2.13, and gather it once more. The guards of
+  compiled code outlive it, and so do the constants of the gathers of a model that is deleted. `skip_fsdp_hooks` exists,
+  other than [Migration](migration.md) prints.
 * 2.12: eager FSDP2 holds the input of a group's reduction until the next group's is over, which `compile-fsdp plan`
   counts. It is 1.4 % below the peak under a policy of lower precision.
 * 2.15: eager FSDP2 reduces gradients in the parameters' own dtype, not the one they are computed in, unless the policy
