@@ -256,6 +256,19 @@ class ModuleHooks:
         return self.hooks.cast_output(output)
 
 
+@at_run_time
+def settle_hook_order(model: nn.Module) -> None:
+    """Register the forward hooks of all modules in the order in which they run; for Dynamo before 2.12. (2.11.0)
+
+    It looks a hook up at the place at which it was registered, and finds another one where `prepend=True` has moved it.
+    """
+    for module in model.modules() if torch.__version__ < "2.12" else ():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            in_order = list(hooks.items())
+            hooks.clear()
+            hooks.update(in_order)
+
+
 # The hooks themselves. They take their object from the module, since Dynamo checks before every step each object by the
 # path on which it has come to it; that through a hook is a long one.
 

@@ -14,14 +14,13 @@ from torch import nn
 from compile_fsdp.runtime import calls, trace_record
 from compile_fsdp.runtime.attached import find_hooks, hooks_of
 from compile_fsdp.runtime.checks import describe
-from compile_fsdp.runtime.hooks import StateHooks, with_own_code
+from compile_fsdp.runtime.hooks import StateHooks, settle_hook_order, with_own_code
 from compile_fsdp.runtime.pause import pause_collection
 from compile_fsdp.runtime.reset import reset_iter_state
 from compile_fsdp.runtime.root import Root
 from compile_fsdp.runtime.tracing import at_run_time, inline_only, restore_hook_bodies_now
 from compile_fsdp.torch_compat.dynamo import Unsupported
 from compile_fsdp.torch_compat.fsdp import fsdp_state
-from compile_fsdp.torch_compat.nn import settle_hook_order
 
 
 class TraceableModule:

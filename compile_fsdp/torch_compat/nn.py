@@ -14,18 +14,6 @@ from compile_fsdp.torch_compat.declarations import needs, needs_attributes
 needs_attributes(nn.Module, "_call_impl", "_forward_hooks", "_forward_pre_hooks", "_parameters")
 
 
-def settle_hook_order(model: nn.Module) -> None:
-    """Register the forward hooks of all modules in the order in which they run; for Dynamo before 2.12. (2.11.0)
-
-    It looks a hook up at the place at which it was registered, and finds another one where `prepend=True` has moved it.
-    """
-    for module in model.modules() if torch.__version__ < "2.12" else ():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            in_order = list(hooks.items())
-            hooks.clear()
-            hooks.update(in_order)
-
-
 @needs(
     "torch._dynamo.OptimizedModule",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper",
