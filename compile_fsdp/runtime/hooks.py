@@ -243,6 +243,7 @@ class ModuleHooks:
         self.eager_pre_forward, self.eager_post_forward = before[pre_id], after[post_id]
         before[pre_id] = with_own_code(_pre_forward)
         after[post_id] = with_own_code(_post_forward)
+        settle_hook_order(self.module)  # torch has moved its own to the front, and an outer function may be compiled
         set_module_hooks(self.module, self)
 
     def after_forward(self, output: Any) -> Any:

@@ -18,7 +18,7 @@ from compile_fsdp.runtime.gather import GatherPlan
 from compile_fsdp.runtime.reduction import Reduction
 from helpers.parity.check import build, loss_of
 from helpers.ranks.pools import TRACE_BUFFER_SIZE, run_ranks
-from helpers.releases.differences import KEEPS_TRACE_CONSTANTS
+from helpers.releases.differences import CACHES_NUMBERS, KEEPS_TRACE_CONSTANTS
 
 
 def _held() -> dict[str, int]:
@@ -47,8 +47,7 @@ def _many_steps(
 ) -> tuple[dict[str, int], dict[str, int], list[Counter[str]], int]:
     case = build("mlp", compile_fsdp.fully_shard)
     case.model.compile(backend="compile_fsdp", fullgraph=True, options=options)
-    # Not Adam: its numbers differ from step to step, and DTensor of torch 2.11 has a cache entry for each.
-    optimizer = torch.optim.SGD(case.model.parameters(), lr=1e-3, momentum=0.9)
+    optimizer = (torch.optim.SGD if CACHES_NUMBERS else torch.optim.AdamW)(case.model.parameters())
     batch = case.batch()
 
     def train(count: int) -> None:

@@ -9,6 +9,7 @@ import pytest
 from helpers.graphs.caches import without_graph_caches
 from helpers.parity.check import Parity, train_both
 from helpers.ranks.pools import run_ranks
+from helpers.releases.differences import CUTS_FEWER_PIECES
 
 STEPS = 20
 # What long training is compared on; test_features.py has the others, for a few steps each.
@@ -80,7 +81,7 @@ def test_graph_break_is_bitwise_equal(world_size: int) -> None:
 def test_graph_breaks_in_more_modules_than_dynamo_recompiles_a_function() -> None:
     for result in run_ranks(2, _train, "graph_breaks", "aot_eager", 3, False, timeout_s=280.0):
         assert result.differing == []
-        assert result.directions.count("backward") > 8  # the recompile limit
+        assert result.directions.count("backward") >= (9 if CUTS_FEWER_PIECES else 10)
         assert result.compiled_after_first_step == 0
 
 

@@ -86,7 +86,7 @@ def test_backward_list() -> None:
     assert backward[:4] == ["gather[384]", "gather[128]", "gather[64]", "mm[16, 24]"]
 
 
-@pytest.mark.parametrize("world_size", [1024])
+@pytest.mark.parametrize("world_size", [pytest.param(64, marks=pytest.mark.slow), 1024])
 def test_graphs_of_a_large_world(world_size: int) -> None:
     """Rows are padded to the number of ranks; the order is the same."""
     forward, backward = _events(world_size=world_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import expecttest
 import pytest
@@ -38,6 +38,8 @@ from helpers.parity.check import Parity, compare, compare_grads, loss_of
 from helpers.ranks.fake_world import fake_world
 from helpers.ranks.pools import run_ranks
 from helpers.releases.differences import AOT_ROUNDS_OTHERWISE
+
+_Seen = TypeVar("_Seen")
 
 OFFLOADED = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -192,31 +194,36 @@ def _graphs(model: nn.Module, batch: dict[str, Any], monkeypatch: pytest.MonkeyP
     return graphs
 
 
+def _both(way: Way, look: Callable[[Case], _Seen]) -> list[_Seen]:
+    """What is seen of the model that the policy has sharded, and of the one sharded by hand."""
+    seen = []
+    for shard in (way.shard, way.shard_by_hand):
+        with fake_world(2):
+            case = way.build()
+            shard(case.model, init_device_mesh("cpu", (2,)))
+            seen.append(look(case))
+    return seen
+
+
 @pytest.mark.parametrize("name", WAYS)
 def test_same_groups_as_by_hand(name: str) -> None:
-    way = WAYS[name]
-    found = []
-    for shard in (way.shard, way.shard_by_hand):
-        with fake_world(2):
-            case = way.build()
-            shard(case.model, init_device_mesh("cpu", (2,)))
-            found.append(groups_of(case.model))
-    assert found[0] == found[1]
+    ours, by_hand = _both(WAYS[name], lambda case: groups_of(case.model))
+    assert ours == by_hand
 
 
-@pytest.mark.parametrize("name", ["classes", "shared with the root"])
+QUICK = {"classes", "shared with the root"}  # equal groups make equal graphs
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in WAYS])
 def test_same_graphs_as_by_hand(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    way = WAYS[name]
-    found = []
-    for shard in (way.shard, way.shard_by_hand):
-        with fake_world(2):
-            case = way.build()
-            shard(case.model, init_device_mesh("cpu", (2,)))
-            torch.manual_seed(1)
-            found.append(_graphs(case.model, case.batch(), monkeypatch))
-    collectives = ["all_gather_into_tensor" in text or "reduce_scatter_tensor" in text for text in found[0]]
+    def graphs(case: Case) -> list[str]:
+        torch.manual_seed(1)
+        return _graphs(case.model, case.batch(), monkeypatch)
+
+    ours, by_hand = _both(WAYS[name], graphs)
+    collectives = ["all_gather_into_tensor" in text or "reduce_scatter_tensor" in text for text in ours]
     assert sum(collectives) >= 2
-    assert found[0] == found[1]
+    assert ours == by_hand
 
 
 def _train_as_by_hand(rank: int) -> list[Parity]:

@@ -1,4 +1,4 @@
-"""What the installed torch does otherwise than newer ones; tests/torch_compat/test_releases.py shows the last two."""
+"""What the installed torch does otherwise than newer ones; tests/torch_compat/test_releases.py shows two of them."""
 
 from __future__ import annotations
 
@@ -12,3 +12,9 @@ KEEPS_GROUPS_IN_PART = torch.__version__ < "2.13"
 
 # `aot_eager` rounds some gradients in bfloat16 otherwise than eager code.
 AOT_ROUNDS_OTHERWISE = torch.__version__ < "2.12"
+
+# DTensor keeps a cache entry for each set of numbers that an operation is called with; Adam's differ from step to step.
+CACHES_NUMBERS = torch.__version__ < "2.12"
+
+# Dynamo cuts a model with graph breaks into fewer pieces.
+CUTS_FEWER_PIECES = torch.__version__ < "2.12"

@@ -34,6 +34,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int]
     [
         # `make test` kills in a save and while compiling, and goes on from checkpoints: tests/state/test_kills.py,
         # tests/state/test_continue.py and test_lost_ranks.py.
+        # This seed's rank dies in its third backward, behind the first save.
+        pytest.param(12, ("backward",), "aot_eager", id="1 kill", marks=SLOW),
         *(pytest.param(n, TWO_OF_EACH, "aot_eager", id=f"10 kills, seed {n}", marks=SLOW) for n in (1, 2, 3, 4)),
         pytest.param(5, TWO_OF_EACH, "inductor", id="10 kills, Inductor", marks=SLOW),
     ],
