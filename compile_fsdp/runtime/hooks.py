@@ -257,13 +257,15 @@ class ModuleHooks:
         return self.hooks.cast_output(output)
 
 
-@at_run_time
+@torch.compiler.disable  # the frames of what it calls, too, where the whole model's function is compiled
 def settle_hook_order(model: nn.Module) -> None:
     """Register the forward hooks of all modules in the order in which they run; for Dynamo before 2.12. (2.11.0)
 
     It looks a hook up at the place at which it was registered, and finds another one where `prepend=True` has moved it.
     """
-    for module in model.modules() if torch.__version__ < "2.12" else ():
+    if torch.__version__ >= "2.12":
+        return
+    for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             in_order = list(hooks.items())
             hooks.clear()

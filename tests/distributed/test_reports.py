@@ -19,6 +19,7 @@ def _step(options: dict[str, Any]) -> tuple[list[compile_fsdp.GraphReport], list
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    compile_fsdp.reset_reports()  # of other tests of this process
     try:
         with fake_world(2), without_graph_caches():
             case = build("mlp", compile_fsdp.fully_shard)
