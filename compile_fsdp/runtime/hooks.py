@@ -257,7 +257,7 @@ class ModuleHooks:
         return self.hooks.cast_output(output)
 
 
-@torch.compiler.disable  # the frames of what it calls, too, where the whole model's function is compiled
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # Dynamo would compile the frames of what it calls.
 def settle_hook_order(model: nn.Module) -> None:
     """Register the forward hooks of all modules in the order in which they run; for Dynamo before 2.12. (2.11.0)
 

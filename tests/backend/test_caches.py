@@ -74,11 +74,13 @@ def test_broken_caches_are_compiled_anew(tmp_path: Path) -> None:
     assert _finish(_start(tmp_path)) == ["[False, False]"]
 
 
+@pytest.mark.slow
 def test_graphs_of_other_passes_are_not_taken(tmp_path: Path) -> None:
     assert _finish(_start(tmp_path, OTHER_PASSES="1")) == ["[False, False]"]
     assert _finish(_start(tmp_path)) == ["[False, False]"]
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_cache(tmp_path: Path) -> None:
     both = [_start(tmp_path), _start(tmp_path)]
     assert all(len(_finish(each)) == 1 for each in both)

@@ -26,13 +26,17 @@ def _train(rank: int, case: str, inner_backend: str) -> tuple[list[str], float, 
     return twins.result.differing, twins.result.worst, len(compile_fsdp.reports())
 
 
-@pytest.mark.parametrize("case", ["batch_norm", "frozen", "transformer_tied", "checkpoint_inside", "graph_break"])
+SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in ("transformer_tied", "graph_break")]
+
+
+@pytest.mark.parametrize("case", ["batch_norm", "frozen", "checkpoint_inside", *SLOW])
 def test_right_models_train_as_they_do_without(case: str) -> None:
     for differing, _, graphs in run_ranks(2, _train, case, "aot_eager"):
         assert differing == []
         assert graphs >= 2
 
 
+@pytest.mark.slow
 def test_right_models_train_with_inductor() -> None:
     for _, worst, graphs in run_ranks(2, _train, "mlp", "inductor"):
         assert worst < 1e-5

@@ -165,19 +165,20 @@ def _backward_in_force_eager(rank: int) -> Parity:
     return twins.result
 
 
-# test_memory_budget.py and test_settings.py evaluate between steps, too, and sizes change in test_dynamic.py.
+# test_memory_budget.py and test_settings.py evaluate between steps, too, sizes change in test_dynamic.py, and rows of
+# test_features.py freeze and load state dicts between steps.
 @pytest.mark.parametrize(
     "program",
     [
         _eager_and_compiled_steps,
         pytest.param(_evaluation_between, marks=pytest.mark.slow),
-        _inference_before_training,
+        pytest.param(_inference_before_training, marks=pytest.mark.slow),
         _unshard_and_reshard,
-        _state_dict_between,
+        pytest.param(_state_dict_between, marks=pytest.mark.slow),
         _accumulation,
         _recompile_limit,
         pytest.param(_changing_batch_sizes, marks=pytest.mark.slow),
-        _freezing_between,
+        pytest.param(_freezing_between, marks=pytest.mark.slow),
         _frozen_values_change,
         _frozen_and_prefetched_values_change,
         _backward_in_force_eager,

@@ -38,7 +38,6 @@ def _train(rank: int, case: str, inner_backend: str, steps: int, fullgraph: bool
 # `make test` leaves to `make test-all` the rows that another row covers, most of all on four ranks, which two cores
 # have to share. Transformers train with Inductor in tests/tools/train/test_command.py, and op by op in test_verify.py.
 AOT_EAGER_ON_TWO = {"nested", "llama"}
-AOT_EAGER_ON_FOUR = {"uneven"}
 INDUCTOR_ON_TWO = {"uneven"}
 
 
@@ -47,7 +46,7 @@ def _table(quick: set[tuple[str, int]]) -> list[Any]:
     return [pytest.param(*row, marks=[] if row in quick else [pytest.mark.slow]) for row in rows]
 
 
-AOT_EAGER = _table({(case, 2) for case in AOT_EAGER_ON_TWO} | {(case, 4) for case in AOT_EAGER_ON_FOUR})
+AOT_EAGER = _table({(case, 2) for case in AOT_EAGER_ON_TWO})
 INDUCTOR = _table({(case, 2) for case in INDUCTOR_ON_TWO})
 
 
@@ -68,7 +67,7 @@ def test_inductor_is_equal_within_1e_5(case: str, world_size: int) -> None:
         assert result.windows_removed > 0
 
 
-# The test below does the same in more modules, for three steps.
+# Rows of test_programs.py break the graph, too.
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_graph_break_is_bitwise_equal(world_size: int) -> None:
@@ -78,6 +77,7 @@ def test_graph_break_is_bitwise_equal(world_size: int) -> None:
         assert result.compiled_after_first_step == 0
 
 
+@pytest.mark.slow
 def test_graph_breaks_in_more_modules_than_dynamo_recompiles_a_function() -> None:
     for result in run_ranks(2, _train, "graph_breaks", "aot_eager", 3, False, timeout_s=280.0):
         assert result.differing == []

@@ -12,7 +12,7 @@ from helpers.ranks.forked import run_forked
 FOLDER = Path(__file__).parents[2] / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
 # `make test` trains the README's model and the quick start's, which are plain loops as well.
-QUICK = {"float8", "hf_trainer"}
+QUICK = {"hf_trainer"}
 TRAINED = [pytest.param(each, marks=[] if each.stem in QUICK else [pytest.mark.slow]) for each in EXAMPLES]
 
 

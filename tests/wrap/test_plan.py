@@ -253,6 +253,7 @@ def _train_as_by_hand(rank: int) -> list[Parity]:
     return results
 
 
+@pytest.mark.slow
 def test_trains_as_by_hand() -> None:
     for llama, *others in run_ranks(2, _train_as_by_hand):
         assert [result.differing for result in others] == [[], []]

@@ -91,6 +91,7 @@ def test_mistakes_are_one_line(
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_a_live_run_is_explained_by_its_first_rank(script: Path) -> None:
     page = script.parent / "report.html"
     command = script.parent / "command.py"

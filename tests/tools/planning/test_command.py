@@ -60,6 +60,7 @@ def test_attention_has_no_mask(config: Path) -> None:
     assert "S**2" not in formulas["activations"] and "B*S" in formulas["activations"]
 
 
+@pytest.mark.slow
 def test_options_change_what_they_say(config: Path) -> None:
     def at_8(*options: str) -> dict[str, int]:
         values: dict[str, int] = planned(config, *options)["ranks"]["8"]
