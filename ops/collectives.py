@@ -64,7 +64,7 @@ def _all_gather(input: Tensor, group_size: int, group_name: str, name: str) -> T
         output = _gathered(input, group_size, group_name, name)
         group = _find_gloo_pair(input, group_size, group_name)
         if group is None:
-            _GATHER_INTO(input, group_size, group_name, out=output)
+            _GATHER_INTO(input.contiguous(), group_size, group_name, out=output)
             return output
         own, others = _halves(output, group)
         register_work(output, _send_and_receive(input.contiguous(), others, group))
