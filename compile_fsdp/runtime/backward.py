@@ -17,14 +17,20 @@ import torch
 from torch.distributed.fsdp import BackwardPrefetch
 
 from compile_fsdp.ops import hand_over
-from compile_fsdp.runtime.attached import find_group
+from compile_fsdp.runtime.attached import find_group, hooks_of
 from compile_fsdp.runtime.gradient_count import GradientCount
 from compile_fsdp.runtime.gradient_dtypes import describe_partial_output, fix_gradient_dtypes, free_gradient_dtypes
 from compile_fsdp.runtime.reduction import reduce_gradients, split_shards
 from compile_fsdp.runtime.tracing import at_run_time, eval_at_trace_time_guarded
-from compile_fsdp.torch_compat.autograd import accumulates_into, after_backward
+from compile_fsdp.torch_compat.autograd import accumulates_into, after_backward, current_backward
 from compile_fsdp.torch_compat.distributed import functional_collectives, local_tensor
-from compile_fsdp.torch_compat.fsdp import FSDPParamGroup, FSDPState, TrainingState, param_groups, reduces_unused
+from compile_fsdp.torch_compat.fsdp import (
+    FSDPState,
+    TrainingState,
+    order_gather_streams,
+    param_groups,
+    reduces_unused,
+)
 
 if TYPE_CHECKING:
     from compile_fsdp.runtime.group import TraceableGroup
@@ -273,14 +279,22 @@ def start_backward(state: FSDPState) -> None:
     graphs have left.
     """
     context = state._state_ctx
-    if context.post_backward_final_callback_queued:
-        return
-    for each in context.all_states:
-        for fsdp_group in param_groups(each):
-            if (group := find_group(fsdp_group)) is not None:
-                group.end_backward()  # of the last one, which may have left parameters without gradients
-    state._register_root_post_backward_final_callback()
-    after_backward(partial(_drop_gathered, context.all_states))
+    if not context.post_backward_final_callback_queued:
+        for each in context.all_states:
+            for fsdp_group in param_groups(each):
+                if (group := find_group(fsdp_group)) is not None:
+                    group.end_backward()  # of the last one, which may have left parameters without gradients
+        state._register_root_post_backward_final_callback()
+    await_end_of_backward(state)
+
+
+@at_run_time
+def await_end_of_backward(state: FSDPState) -> None:
+    """Inside a backward, eager or compiled: drop at its end what it has gathered and not freed."""
+    root = hooks_of(state).root
+    if root.awaited_backward != (backward := current_backward()):
+        root.awaited_backward = backward
+        after_backward(partial(_drop_gathered, state._state_ctx.all_states))
 
 
 @at_run_time
@@ -296,11 +310,8 @@ def _drop_gathered(states: Sequence[FSDPState]) -> None:
             if (group := find_group(fsdp_group)) is not None and group.launched is not None:
                 functional_collectives.wait_tensor(group.launched.output)
                 group.launched = None
-            reshard_left(fsdp_group)
-
-
-@at_run_time
-def reshard_left(fsdp_group: FSDPParamGroup) -> None:
-    """At the end of a backward: shard what it has left unsharded, and was not asked to."""
-    if fsdp_group.is_unsharded and fsdp_group.reshard_after_backward:
-        fsdp_group.reshard()
+            if fsdp_group.is_unsharded and fsdp_group.reshard_after_backward:
+                fsdp_group.reshard()
+    # For a module that eager code has gathered in vain torch's callback has waited with the current stream alone. The
+    # stream that the memory belongs to would use it again in a backward that follows at once.
+    order_gather_streams(states[0])

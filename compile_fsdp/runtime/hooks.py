@@ -24,7 +24,7 @@ from torch import nn
 
 from compile_fsdp.runtime import checks, trace_record
 from compile_fsdp.runtime.attached import hooks_of, module_hooks_of, set_hooks, set_module_hooks
-from compile_fsdp.runtime.backward import reshard_left, start_backward
+from compile_fsdp.runtime.backward import await_end_of_backward, start_backward
 from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.runtime.outputs import cast_floating, find_tensors
 from compile_fsdp.runtime.root import Root
@@ -35,7 +35,7 @@ from compile_fsdp.runtime.tracing import (
     is_deep_in_regions,
     restore_hook_bodies,
 )
-from compile_fsdp.torch_compat.autograd import after_backward, is_in_backward
+from compile_fsdp.torch_compat.autograd import current_backward
 from compile_fsdp.torch_compat.dispatch import tree_map_only
 from compile_fsdp.torch_compat.dynamo import call_with_side_effects
 from compile_fsdp.torch_compat.fsdp import FSDPState, ends_backward_by_hand, param_groups
@@ -70,6 +70,7 @@ class StateHooks:
                 checks.refuse_not_root(self)
             context.iter_forward_root = self.state
             self.root.is_traced = True
+            self.root.is_ordered = False
             # For the whole forward, since the user's hooks are to be traced with the backward as well. Otherwise
             # Dynamo would trace a tensor's hook on the spot, and forget what ours have done so far.
             defer_hook_bodies()
@@ -164,17 +165,6 @@ class StateHooks:
                     group.fsdp_group.wait_for_unshard()
                     group.is_ahead = True
                     root.ahead.append(group)
-
-    @at_run_time
-    def end_with_backward(self) -> None:
-        """As the module runs eagerly: if a checkpoint runs it again in a backward, shard it at the end of that one.
-
-        torch leaves a frozen module unsharded that runs behind what it has taken for the module's backward: a change
-        of its parameters would be lost.
-        """
-        if is_in_backward():
-            for group in self.groups:
-                after_backward(partial(reshard_left, group.fsdp_group))
 
     def _watch_inputs(self, inputs: Any) -> None:
         # No gradient tells when the backward of frozen parameters is over; the inputs' gradients do.
@@ -282,9 +272,13 @@ def _pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
         _enter(member.hooks)
         return call_with_side_effects(member.hooks.before_forward, args, kwargs)
     assert member.eager_pre_forward is not None
+    member.hooks.root.order_gathers()
     inputs = member.eager_pre_forward(module, args, kwargs)
     member.hooks.wait_for_prefetched()
-    member.hooks.end_with_backward()
+    if current_backward() is not None:
+        # A checkpoint runs the module again. torch leaves a frozen one unsharded that runs behind what it has taken for
+        # the module's backward: a change of its parameters would be lost.
+        await_end_of_backward(member.hooks.state)
     return inputs
 
 
@@ -310,6 +304,7 @@ _copies = itertools.count()
 
 def _pre_backward(hooks: StateHooks, previous: int, is_whole: bool, grad: torch.Tensor) -> torch.Tensor:
     if not torch.compiler.is_dynamo_compiling():
+        hooks.root.order_gathers()
         start_backward(hooks.state)
         for group in hooks.groups:
             group.backward.begin_eagerly(group)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from compile_fsdp.runtime.attached import hooks_of
 from compile_fsdp.runtime.tracing import at_run_time, inline_only
-from compile_fsdp.torch_compat.fsdp import FSDPState
+from compile_fsdp.torch_compat.fsdp import FSDPState, order_gather_streams
 
 if TYPE_CHECKING:
     from compile_fsdp.runtime.group import TraceableGroup
@@ -23,6 +23,9 @@ class Root:
         shared: Those that several modules share, since `fully_shard` was given a list; inner ones first.
         was_called: Whether the model has been called since `compile()`.
         is_traced: Whether the forward that runs is compiled, at least in part.
+        is_ordered: Whether eager gathers come behind what was done before the forward that has begun last, such as the
+            optimizer's step: torch sees to it in a forward that begins eagerly, a graph cannot.
+        awaited_backward: At the end of which backward what it has left gathered is dropped; None before the first.
         ahead: Groups that eager code of such a forward has gathered ahead.
     """
 
@@ -32,6 +35,8 @@ class Root:
         self.shared: list[StateHooks] = []
         self.was_called = False
         self.is_traced = False
+        self.is_ordered = True
+        self.awaited_backward: int | None = None
         self.ahead: list[TraceableGroup] = []
 
     @at_run_time
@@ -59,6 +64,13 @@ class Root:
         for group in self._groups():
             for param in group.params:
                 param.follow_trainable()
+
+    @at_run_time
+    def order_gathers(self) -> None:
+        """Before eager code gathers: see `is_ordered`."""
+        if not self.is_ordered:
+            self.is_ordered = True
+            order_gather_streams(self.state)
 
     @at_run_time
     def drop_prefetched(self) -> None:

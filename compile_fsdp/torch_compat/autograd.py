@@ -35,9 +35,10 @@ def set_versions(tensors: Sequence[torch.Tensor], versions: list[int]) -> None:
 
 
 @needs("torch._C._current_graph_task_id")
-def is_in_backward() -> bool:
-    """Whether this thread runs a backward now. (2.13.0)"""
-    return torch._C._current_graph_task_id() != -1
+def current_backward() -> int | None:
+    """A number for the backward that this thread runs now, None outside of one. (2.13.0)"""
+    number = torch._C._current_graph_task_id()
+    return None if number == -1 else number
 
 
 @needs("torch.autograd.Variable._execution_engine.queue_callback")

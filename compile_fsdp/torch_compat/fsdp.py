@@ -30,7 +30,10 @@ needs_attributes(
 
 # What all states of a root share: the first about steps, the second about communication. (2.13.0)
 needs_attributes(_fsdp_state.FSDPStateContext, "all_states", "iter_forward_root", "post_backward_final_callback_queued")
-needs_attributes(_fsdp_param_group.FSDPCommContext, "all_gather_state", "post_forward_order")
+needs_attributes(
+    _fsdp_param_group.FSDPCommContext,
+    *("all_gather_copy_in_stream", "all_gather_state", "all_gather_stream", "device_handle", "post_forward_order"),
+)
 
 # In which part of a step a state, or a group, is. (2.13.0)
 TrainingState = _fsdp_common.TrainingState
@@ -115,6 +118,14 @@ def param_groups(state: FSDPState) -> list[FSDPParamGroup]:
         return list(state._fsdp_param_groups)
     group = state._fsdp_param_group
     return [] if group is None else [group]
+
+
+def order_gather_streams(state: FSDPState) -> None:
+    """Let eager gathers from now on come behind all that the current stream has been given. (2.11.0, 2.13.0)"""
+    context = state._comm_ctx
+    current = context.device_handle.current_stream()
+    context.all_gather_copy_in_stream.wait_stream(current)
+    context.all_gather_stream.wait_stream(current)
 
 
 def ends_backward_by_hand(state: FSDPState) -> bool:

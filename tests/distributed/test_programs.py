@@ -91,6 +91,10 @@ KEPT = {
     "a break in a frozen checkpoint": Program(
         Part("chain", (LINEAR, Part("gate", (replace(LINEAR, frozen="all"),), is_checkpointed=True, is_sharded=True)))
     ),
+    # What follows the optimizer's step on the emulated device has to come behind it.
+    "a sharded layer in a checkpoint that breaks": Program(
+        Part("chain", (SHARDED, Part("break", (LINEAR,))), is_checkpointed=True)
+    ),
     "eager code saves what a second forward fills": Program(
         Part("chain", (Part("break", (Part("scale"),), times=2),), keeps=False), APART
     ),
