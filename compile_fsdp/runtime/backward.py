@@ -173,7 +173,7 @@ class GroupBackward:
         self._reshard(group)
         fsdp_group = group.fsdp_group
         if self.is_deferred:
-            # Or torch's own hooks, if the other backward is an eager one, would take the group for unsharded.
+            # As in `end_frozen`.
             fsdp_group._training_state = TrainingState.IDLE
         elif fsdp_group.reduce_grads:
             self.reduce(group)
@@ -182,6 +182,8 @@ class GroupBackward:
         """Reshard a frozen group once the gradients of its module's inputs are there."""
         if self.is_compiled and group.is_frozen:
             self._reshard(group)
+            # Or torch's own hooks, of an earlier forward that ran eagerly, would take the group for unsharded.
+            group.fsdp_group._training_state = TrainingState.IDLE
 
     def _reshard(self, group: TraceableGroup) -> None:
         needed_again = self.is_deferred and not group.fsdp_group._reshard_after_forward

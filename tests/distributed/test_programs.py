@@ -98,6 +98,32 @@ KEPT = {
     "eager code saves what a second forward fills": Program(
         Part("chain", (Part("break", (Part("scale"),), times=2),), keeps=False), APART
     ),
+    # Dynamo gives up on the second of two blocks, which run twice, at its recompile limit.
+    "frozen layers run in a graph, and before by eager code": Program(
+        Part(
+            "break",
+            (
+                Part(
+                    "break",
+                    (
+                        Part(
+                            "chain",
+                            (
+                                Part("scale", frozen="all"),
+                                Part("scale", frozen="all", is_sharded=True),
+                                Part("scale", is_checkpointed=True, is_sharded=True, keeps=True),
+                            ),
+                            is_sharded=True,
+                            keeps=True,
+                        ),
+                    ),
+                    times=2,
+                ),
+            )
+            * 2,
+        ),
+        ("no_grad", "plain", "plain"),
+    ),
     "a checkpoint begins with frozen layers": Program(
         Part("chain", (Part("scale", frozen="all", is_sharded=True), LINEAR), is_checkpointed=True),
         ("accumulate", "sum", "apart"),
