@@ -268,9 +268,15 @@ KEPT = {
 }
 
 
+# Eager FSDP2 alone has a race here: a checkpoint runs a module again, torch gathers for it in vain, and its callback at
+# the end of the backward waits for that with the current stream only. The next backward takes the memory. (2.13.0)
+RACES_IN_EAGER = {"frozen layers that the partitioner computes again"}
+
+
 @pytest.mark.parametrize("name", KEPT)
 def test_kept_programs(name: str) -> None:
-    assert _check(KEPT[name])
+    can_train = device_type() != "emulated" or name not in RACES_IN_EAGER
+    assert _check(KEPT[name]) is can_train
 
 
 def test_gradients_that_are_added_in_another_order() -> None:
