@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from compile_fsdp.torch_compat.autograd import is_profiling
+from compile_fsdp.torch_compat.autograd import BelowAutograd, is_profiling
 from compile_fsdp.torch_compat.distributed import backend_name, functional_collectives, register_work, resolve_group
 
 # Overloads: to find one of a packet takes as long as the call.
@@ -60,7 +60,7 @@ def _gathered(input: Tensor, group_size: int, group_name: str, name: str) -> Ten
 
 @torch.library.impl(_LIBRARY, "all_gather_into_tensor", "CompositeExplicitAutograd")
 def _all_gather(input: Tensor, group_size: int, group_name: str, name: str) -> Tensor:
-    with _named_range(name):
+    with _named_range(name), BelowAutograd():
         output = _gathered(input, group_size, group_name, name)
         group = _find_gloo_pair(input, group_size, group_name)
         if group is None:
@@ -80,7 +80,7 @@ def _reduced(input: Tensor, reduce_op: str, group_size: int, group_name: str, na
 
 @torch.library.impl(_LIBRARY, "reduce_scatter_tensor", "CompositeExplicitAutograd")
 def _reduce_scatter(input: Tensor, reduce_op: str, group_size: int, group_name: str, name: str) -> Tensor:
-    with _named_range(name):
+    with _named_range(name), BelowAutograd():
         can_add = reduce_op in ("sum", "avg") and input.is_floating_point()
         group = _find_gloo_pair(input, group_size, group_name) if can_add else None
         if group is None:

@@ -23,6 +23,7 @@ from compile_fsdp.runtime import communicators, states
 from compile_fsdp.runtime.attached import set_group, set_owner
 from compile_fsdp.runtime.backward import ForwardCalls, GroupBackward, gradient_accumulated
 from compile_fsdp.runtime.gather import GatherPlan, Launched, copy_in, copy_out, fill, free, wait_and_copy_out
+from compile_fsdp.runtime.group_names import name_in_graphs
 from compile_fsdp.runtime.module_params import ModuleParams
 from compile_fsdp.runtime.parameter import TraceableParam
 from compile_fsdp.runtime.states import KNOWN
@@ -42,9 +43,9 @@ class GroupConstants:
 
     Attributes:
         shard_count: Ranks that the parameters are sharded over.
-        gather_group: Name of their process group; empty for no collective.
+        gather_group: Name of their process group in graphs; empty for no collective.
         post_forward_count: Ranks of the smaller mesh, with `reshard_after_forward=<int>`.
-        post_forward_group: Name of their process group.
+        post_forward_group: Name of their process group in graphs.
         gather_name: Of the all-gather in a profile, as eager FSDP2 names it.
         reduce_name: Of the reduce-scatter in a profile.
         is_extended: Whether a parameter decides itself what is gathered (fsdp_pre_all_gather).
@@ -104,7 +105,7 @@ class TraceableGroup:
         fsdp_group, constants = self.fsdp_group, self.constants
         if isinstance(fsdp_group.mesh_info, FSDPMeshInfo):
             process_group = fsdp_group.mesh_info.shard_process_group
-            constants.shard_count, constants.gather_group = process_group.size(), process_group.group_name
+            constants.shard_count, constants.gather_group = process_group.size(), name_in_graphs(process_group)
         # Created under inference_mode they would be inference tensors, and training would never work again.
         with torch.inference_mode(False), torch.no_grad():
             for param in self.params:
@@ -129,7 +130,8 @@ class TraceableGroup:
         mesh_info, constants = self.fsdp_group.post_forward_mesh_info, self.constants
         assert mesh_info is not None
         process_group = mesh_info.shard_process_group
-        constants.post_forward_count, constants.post_forward_group = process_group.size(), process_group.group_name
+        constants.post_forward_count = process_group.size()
+        constants.post_forward_group = name_in_graphs(process_group)
         self.post_forward_rank = torch.tensor([mesh_info.shard_mesh_rank], device=self.fsdp_group.device)
         for param in self.params:
             param.prepare_post_forward(constants.post_forward_count)

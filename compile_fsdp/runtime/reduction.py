@@ -13,6 +13,7 @@ import torch.distributed as dist
 from compile_fsdp.ops import reduce_scatter_tensor
 from compile_fsdp.runtime import communicators
 from compile_fsdp.runtime.group_calls import group_call
+from compile_fsdp.runtime.group_names import name_in_graphs
 from compile_fsdp.runtime.tracing import at_run_time, eval_at_trace_time_guarded
 from compile_fsdp.torch_compat.dispatch import chunk_cat
 from compile_fsdp.torch_compat.distributed import functional_collectives
@@ -63,8 +64,8 @@ def plan_reduction(fsdp_group: FSDPParamGroup, dtype: torch.dtype) -> Reduction:
     replica = fsdp_group._all_reduce_process_group if isinstance(fsdp_group.mesh_info, DDPMeshInfo) else None
     shard_count = 1 if scatter is None else scatter.size()
     factor = fsdp_group.gradient_divide_factor
-    scatter_name = "" if scatter is None else scatter.group_name
-    replica_name = "" if replica is None else replica.group_name
+    scatter_name = "" if scatter is None else name_in_graphs(scatter)
+    replica_name = "" if replica is None else name_in_graphs(replica)
     lone_divisor = factor if shard_count == 1 else None
     is_safe = dtype in (torch.float32, torch.bfloat16) and not fsdp_group.force_sum_reduction_for_comms
     if is_safe and factor is not None and factor != shard_count:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ needs_attributes(torch.Tensor, "_backward_hooks", "_base", "_post_accumulate_gra
 
 # Inside, in-place writes leave the tensors' version counters as they are. (2.13.0)
 preserve_version_counter = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
+
+# Inside, operations go past autograd, which for the functional collectives is Python code. (2.11.0, 2.13.0)
+BelowAutograd: Callable[[], AbstractContextManager[object]] = torch._C._AutoDispatchBelowAutograd
 
 # Whether a profiler is on in this thread. (2.13.0)
 is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]

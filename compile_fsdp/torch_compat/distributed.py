@@ -37,6 +37,24 @@ def resolve_group(name: str) -> torch.distributed.ProcessGroup:
     return group
 
 
+@needs(
+    "torch._C._distributed_c10d._register_process_group",
+    "torch._C._distributed_c10d._resolve_process_group",
+    "torch._C._distributed_c10d._unregister_process_group",
+)
+def add_group_name(group: torch.distributed.ProcessGroup, name: str) -> bool:
+    """Let ops of a graph call a process group by one more name; False if the name is another living group's.
+
+    Names are kept without the groups: one that is gone leaves its name to the next. (2.11.0, 2.13.0)
+    """
+    try:
+        return bool(torch._C._distributed_c10d._resolve_process_group(name) == group)  # type: ignore[arg-type]
+    except RuntimeError:
+        torch._C._distributed_c10d._unregister_process_group(name)  # type: ignore[arg-type]
+        torch._C._distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type]
+        return True
+
+
 @needs("torch.distributed.distributed_c10d._world.pg_map")
 def group_store(group: torch.distributed.ProcessGroup) -> Store:
     """The key-value store that the ranks of a process group have met at. (2.13.0)"""

@@ -41,12 +41,12 @@ def _rendering() -> Iterator[list[str]]:
 def render_step(model: nn.Module, run: Callable[[], torch.Tensor], **options: Any) -> list[str]:
     """Compile `model` with Inductor and `run` it; before and after the passes, forward and then backward.
 
-    The names of process groups, which differ from run to run, read `dp`.
+    The names of process groups read `dp`, and those of the collectives in profiles are left out.
     """
     with _rendering() as graphs:
         model.compile(backend="compile_fsdp", fullgraph=True, options=options)
         run().backward()
-    return [re.sub(r", '\w+'(, 'FSDP::.*')?\)$", ", dp)", graph, flags=re.M) for graph in graphs]
+    return [re.sub(r", '[\w:]+'(, 'FSDP::.*')?\)$", ", dp)", graph, flags=re.M) for graph in graphs]
 
 
 def events(graph: str) -> list[str]:
