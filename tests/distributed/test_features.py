@@ -11,7 +11,7 @@ from helpers.parity.check import Outcome, check_parity, more_collectives
 from helpers.parity.features import FEATURES, FOUR_RANKS, SINCE
 from helpers.parity.pairs import IN_TOGETHER, PAIRS, TOGETHER, cover_pairs
 from helpers.parity.table import ParityTable
-from helpers.ranks.pools import run_ranks
+from helpers.ranks.pools import RankError, device_type, run_ranks
 from helpers.releases.differences import KEEPS_GROUPS_IN_PART
 from helpers.releases.skip import skip_before
 
@@ -37,6 +37,10 @@ COVERED = QUICK_WITH_INDUCTOR | IN_TOGETHER | {
     "used three times",
 }
 
+# Eager FSDP2 alone has a race here: what an all-reduce hook has reduced is added to the accumulated gradient on the
+# all-reduces' stream, and freed. The next reduce-scatter takes its memory and has not waited. (2.13.0)
+RACES_IN_EAGER = {"all-reduce hook + buffers + accumulate sharded"}
+
 ROWS = {**FEATURES, **PAIRS, **TOGETHER}
 
 
@@ -47,6 +51,10 @@ def _train(rank: int, row: str, inner_backend: str) -> Outcome:
 def _check(row: str, inner_backend: str, tolerance: float, table: ParityTable | None) -> None:
     if row in SINCE:
         skip_before(SINCE[row])
+    if row in RACES_IN_EAGER and device_type() == "emulated":
+        with pytest.raises(RankError, match="race on a tensor without a name: a new allocation"):
+            run_ranks(2, _train, row, inner_backend)
+        return
     feature = ROWS[row]
     world_size = 4 if row in FOUR_RANKS or row in PAIRS else 2
     outcomes = run_ranks(world_size, _train, row, inner_backend, timeout_s=280.0)
