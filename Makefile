@@ -53,10 +53,12 @@ demo: $(VENV)/.deps-train $(VENV)/.package
 	$(BIN)/torchrun --standalone --nproc-per-node "$$ranks" --no-python \
 		$(BIN)/compile-fsdp train --mode compile $$size $$inner --output demo-out $(DEMO_ARGS)
 
+# Types are checked while the emulated device is compiled.
 test: setup
 	$(BIN)/ruff check .
-	cd tests && $(abspath $(BIN))/mypy --config-file ../pyproject.toml -p compile_fsdp
-	cd tests && PYTHONPATH=. $(abspath $(BIN))/python -m helpers.device.build
+	cd tests && { PYTHONPATH=. $(abspath $(BIN))/python -m helpers.device.build & building=$$!; \
+		$(abspath $(BIN))/mypy --config-file ../pyproject.toml -p compile_fsdp; checked=$$?; \
+		wait $$building && exit $$checked; }
 	$(BIN)/pytest $(PARALLEL)
 
 test-all: setup

@@ -64,6 +64,7 @@ def _finish(process: subprocess.Popen[str]) -> list[str]:
     return _outputs(process)[0]
 
 
+@pytest.mark.slow
 def test_broken_caches_are_compiled_anew(tmp_path: Path) -> None:
     assert _finish(_start(tmp_path)) == ["[False, False]"]
     assert _finish(_start(tmp_path)) == ["[True, True]"]

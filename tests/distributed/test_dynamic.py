@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
@@ -45,6 +46,7 @@ def _train_on(
 SHAPES = [(4, 6), (5, 6), (7, 9), (3, 11), (4, 6), (9, 4)]
 
 
+@pytest.mark.slow
 def test_marked_sizes_are_compiled_once() -> None:
     for result, compiled in run_ranks(2, _train_on, "embedded", SHAPES, True, None):
         assert result.differing == []
@@ -58,6 +60,7 @@ def test_dynamic_compiles_once() -> None:
         assert compiled == ["forward backward", "backward", "backward", "", "", ""]
 
 
+@pytest.mark.slow
 def test_unmarked_sizes_are_compiled_when_they_change() -> None:
     for result, compiled in run_ranks(2, _train_on, "embedded", SHAPES, False, None):
         assert result.differing == []

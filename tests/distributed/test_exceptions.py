@@ -171,7 +171,7 @@ AOT_EAGER = {"inner_backend": "aot_eager"}
         (AOT_EAGER, False, True),
         (AOT_EAGER, True, True),
         (AOT_EAGER, False, False),
-        ({}, False, True),
+        pytest.param({}, False, True, marks=pytest.mark.slow),
         pytest.param({"memory_budget": 2**20}, False, True, marks=pytest.mark.slow),
     ],
     ids=["eager", "aot_eager", "checkpointed", "not resharded", "inductor", "kept"],

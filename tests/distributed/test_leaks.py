@@ -108,7 +108,8 @@ def _many_models(rank: int, count: int) -> tuple[dict[str, int], dict[str, int],
     return before, _held(), sum(each() is not None for each in alive)
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 50])
 def test_deleted_models_leave_nothing_behind(count: int) -> None:
     for before, after, alive in run_ranks(2, _many_models, count, timeout_s=600.0):
         assert alive == 0

@@ -36,7 +36,7 @@ def _train(rank: int, case: str, inner_backend: str, steps: int, fullgraph: bool
 
 
 # `make test` leaves to `make test-all` the rows that another row covers, most of all on four ranks, which two cores
-# have to share. Transformers train with Inductor in tests/tools/train/test_command.py, and op by op in test_verify.py.
+# have to share. Transformers train with Inductor in tests/tools/train/test_command.py.
 AOT_EAGER_ON_TWO = {"nested", "llama"}
 INDUCTOR_ON_TWO = {"uneven"}
 
