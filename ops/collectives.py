@@ -60,7 +60,7 @@ def _gathered(input: Tensor, group_size: int, group_name: str, name: str) -> Ten
 
 @torch.library.impl(_LIBRARY, "all_gather_into_tensor", "CompositeExplicitAutograd")
 def _all_gather(input: Tensor, group_size: int, group_name: str, name: str) -> Tensor:
-    with _named_range(name), BelowAutograd():
+    with _named_range(name):
         output = _gathered(input, group_size, group_name, name)
         group = _find_gloo_pair(input, group_size, group_name)
         if group is None:
