@@ -173,7 +173,7 @@ class GroupBackward:
         self._reshard(group)
         fsdp_group = group.fsdp_group
         if self.is_deferred:
-            # As in `end_frozen`.
+            # Or torch's own hooks, if the other backward is an eager one, would take the group for unsharded.
             fsdp_group._training_state = TrainingState.IDLE
         elif fsdp_group.reduce_grads:
             self.reduce(group)

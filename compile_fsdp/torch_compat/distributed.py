@@ -39,7 +39,6 @@ def resolve_group(name: str) -> torch.distributed.ProcessGroup:
 
 @needs(
     "torch._C._distributed_c10d._register_process_group",
-    "torch._C._distributed_c10d._resolve_process_group",
     "torch._C._distributed_c10d._unregister_process_group",
 )
 def add_group_name(group: torch.distributed.ProcessGroup, name: str) -> bool:
@@ -48,7 +47,7 @@ def add_group_name(group: torch.distributed.ProcessGroup, name: str) -> bool:
     Names are kept without the groups: one that is gone leaves its name to the next. (2.11.0, 2.13.0)
     """
     try:
-        return bool(torch._C._distributed_c10d._resolve_process_group(name) == group)  # type: ignore[arg-type]
+        return resolve_group(name) == group
     except RuntimeError:
         torch._C._distributed_c10d._unregister_process_group(name)  # type: ignore[arg-type]
         torch._C._distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type]
