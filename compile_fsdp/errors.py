@@ -59,6 +59,10 @@ class RankMissingError(CompileFSDPError):
     """A rank has not compiled the graph that the other ranks wait to run."""
 
 
+class NotPortableError(CompileFSDPError):
+    """A step cannot be run again without tracing, or a bundle is not for it. Caught, and logged with its text."""
+
+
 class VerificationError(CompileFSDPError):
     """The option `verify` found a graph that differs from the traced one, or a wrong gradient; raised on all ranks."""
 

@@ -12,16 +12,18 @@ not skipped in silence.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.distributed.fsdp import BackwardPrefetch
 
 from compile_fsdp.backend.agreement import DEFAULT_LIMIT_S
 from compile_fsdp.errors import UnknownOptionError
 from compile_fsdp.passes import PASSES, Costs
-from compile_fsdp.torch_compat.dynamo import list_backends
+from compile_fsdp.torch_compat.dynamo import CAN_REPLAY, list_backends
 from compile_fsdp.torch_compat.inductor import (
     cuda_graphs_by_default,
     inductor_mode_options,
@@ -52,6 +54,11 @@ class Options:
         verify: Whether to compare each compiled graph with the traced one when it first runs, and the gradients of the
             first step with those of eager FSDP2, and to check each graph after every pass. For debugging: the first
             step takes several times the memory.
+        replay: Whether to run a step that was traced again without looking at it through Dynamo and compiled autograd,
+            while all that it depends on is as it was: docs/performance.md. For a model that is compiled by its own
+            `compile`; a bundle does it, too.
+        bundle: A file with the traced and compiled first step, for processes that start later: docs/performance.md. It
+            is read if it fits, and made if it does not.
         inductor: Options of Inductor, under the names that `torch.compile(options=...)` accepts.
     """
 
@@ -63,6 +70,8 @@ class Options:
     progress: bool = True
     agreement_timeout_s: float = DEFAULT_LIMIT_S
     verify: bool = False
+    replay: bool = False
+    bundle: str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -119,12 +128,23 @@ def _checked(ours: dict[str, Any]) -> dict[str, Any]:
     costs = ours.get("costs")
     if not (costs is None or isinstance(costs, Costs)):
         raise UnknownOptionError(f"expected costs to be compile_fsdp.passes.Costs or None, got {costs!r}")
-    for name in ("progress", "verify"):
+    for name in ("progress", "verify", "replay"):
         if not isinstance(value := ours.get(name, True), bool):
             raise UnknownOptionError(f"expected {name} to be True or False, got {value!r}")
     limit = ours.get("agreement_timeout_s", 1.0)
     if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
         raise UnknownOptionError(f"expected agreement_timeout_s to be a number of seconds above 0, got {limit!r}")
+    bundle = ours.get("bundle")
+    if isinstance(bundle, os.PathLike):
+        ours = {**ours, "bundle": os.fspath(bundle)}
+    elif not (bundle is None or isinstance(bundle, str)):
+        raise UnknownOptionError(f"expected bundle to be the path of a file or None, got {bundle!r}")
+    if bundle is not None and (ours.get("verify") or backend != "inductor"):
+        raise UnknownOptionError(
+            "expected no bundle together with verify=True or another inner_backend than inductor"
+        )
+    if bundle is not None and not CAN_REPLAY:
+        raise UnknownOptionError(f"expected torch 2.13 or later for a bundle, got {torch.__version__}")
     if "disabled_passes" in ours:
         passes = {p.__name__ for p in PASSES}
         disabled = ours["disabled_passes"]

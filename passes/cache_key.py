@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 # The ops themselves, what rewrites graphs, what it asks torch for, who calls it, and what is traced into the graphs.
-_FOLDERS = ("ops", "passes", "torch_compat", "backend", "runtime")
+_FOLDERS = ("ops", "passes", "torch_compat", "backend", "runtime", "replay")
 
 
 def cache_key(*options: object) -> str:

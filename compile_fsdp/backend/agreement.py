@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NoReturn
@@ -68,7 +68,7 @@ def agree(sequence: CollectiveSequence, what: str, limit_s: float, shown: bool) 
     digest = hashlib.sha256("\n".join(sequence.lines).encode()).hexdigest()
     are_all_here = True
     with _Meeting(what, limit_s, shown) as meeting:
-        for name, group in _real_groups(sequence):
+        for name, group in _real_groups(sequence.groups):
             if digest in _agreed_in(group).digests:
                 are_all_here = False  # See [Note: Agreed once is agreed].
                 continue
@@ -91,13 +91,38 @@ def share_problem(sequence: CollectiveSequence, what: str, problem: str, limit_s
         RankMissingError: a rank does not come within the limit.
     """
     with _Meeting(what, limit_s, shown=False) as meeting:
-        for name, group in _real_groups(sequence):
+        for name, group in _real_groups(sequence.groups):
             problem = meeting.decide(group, name, problem, lambda problems: next(filter(None, problems), ""))
     return problem
 
 
-def _real_groups(sequence: CollectiveSequence) -> Iterator[tuple[str, dist.ProcessGroup]]:
-    for name in sorted(sequence.groups):
+def share_choice(names: Collection[str], what: str, choice: str, limit_s: float) -> str:
+    """Whether all ranks of some process groups have chosen the same; decided for all of them together.
+
+    Args:
+        names: What graphs call the process groups.
+        what: What is chosen, in errors.
+        choice: This rank's, as "=" and the choice, or why it has none.
+        limit_s: Seconds to wait for the other ranks.
+    Returns:
+        "" if all have chosen the same; else why one has not.
+    Raises:
+        RankMissingError: a rank does not come within the limit.
+    """
+
+    def judge(choices: Sequence[str]) -> str:
+        without = next((each for each in choices if not each.startswith("=")), None)
+        return without or ("" if len(set(choices)) == 1 else "the ranks have different ones")
+
+    with _Meeting(what, limit_s, shown=False) as meeting:
+        for name, group in _real_groups(names):
+            problem = meeting.decide(group, name, choice, judge)
+            choice = problem or choice
+    return "" if choice.startswith("=") else choice
+
+
+def _real_groups(names: Collection[str]) -> Iterator[tuple[str, dist.ProcessGroup]]:
+    for name in sorted(names):
         group = resolve_group(name)
         if group.size() > 1 and dist.get_backend(group) != _FAKE:
             yield name, group

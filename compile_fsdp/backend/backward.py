@@ -23,6 +23,8 @@ from compile_fsdp.passes import LegalizeReport, legalize_windows, pipelines
 from compile_fsdp.passes.dynamo.join_op_runs import join_op_runs
 from compile_fsdp.passes.dynamo.lift_tensor_hooks import DeferredHooks
 from compile_fsdp.passes.runner import Run
+from compile_fsdp.replay.backward import BackwardRecord
+from compile_fsdp.replay.recording import current, recording, see_guards
 from compile_fsdp.runtime.group_calls import GROUP_CALLS
 from compile_fsdp.runtime.pause import pause_collection
 from compile_fsdp.torch_compat.dynamo import (
@@ -65,9 +67,13 @@ class BackwardCompiler:
     Compiled autograd's cache keeps what it is given as long as the process lives, and so does torch.compile with
     a backend. Both get functions that only refer to this object: it belongs to the compiled forward graph, which Dynamo
     drops with the model.
+
+    Attributes:
+        record: Takes note of the backward that runs now, if it is traced; None if nobody does.
     """
 
     def __init__(self, options: Options, hooks: DeferredHooks | None) -> None:
+        self.record: BackwardRecord | None = None
         self._options = options
         self._hooks = hooks
         self._runs: list[Callable[..., Any]] = []
@@ -83,7 +89,7 @@ class BackwardCompiler:
         # Not the module itself: its handling of an exception would be compiled too, and fail with another one.
         # And a copy, since what Dynamo keeps with code and globals would live as long as the captured graph.
         forward = FunctionType(captured.forward.__code__.replace(), dict(captured.forward.__globals__))
-        compiled = compile_for_many(MethodType(forward, captured), weak_callable(self._compile_traced))
+        compiled = compile_for_many(MethodType(forward, captured), weak_callable(self._compile_traced), see_guards)
         is_traced = False
 
         def run(inputs: list[Any], sizes: Any, scalars: Any, hooks: list[Any], *rest: Any) -> Any:
@@ -91,7 +97,10 @@ class BackwardCompiler:
             is_first, is_traced = not is_traced, True
             if self._hooks is not None:
                 rest = (*rest, HooksOfForward.state_in(hooks))
-            with self._running(is_first):
+            frame = None
+            if is_first and self.record is not None:
+                frame = self.record.begin(forward, (inputs, sizes, scalars, hooks, *rest))
+            with self._running(is_first), recording(frame):
                 try:
                     return compiled(inputs, sizes, scalars, hooks, *rest)
                 except (Unsupported, FailOnRecompileLimitHit) as error:
@@ -138,9 +147,14 @@ class BackwardCompiler:
         gm.recompile()
         graph = TracedGraph(gm, example_inputs, "backward", inputs, self._options)
         unfilled = inputs.unfilled_positions(gm.graph)
-        if not unfilled:
-            return compile_traced(graph)
-        return UnshardBeforeRun(compile_traced(graph, earlier=inputs.gathers(unfilled)), unfilled)
+        if self.record is not None:
+            self.record.unfilled = unfilled
+        compiled = compile_traced(graph, earlier=inputs.gathers(unfilled) if unfilled else None)
+        if unfilled:
+            compiled = UnshardBeforeRun(compiled, unfilled)
+        if (frame := current()) is not None:
+            frame.see_graph(compiled)
+        return compiled
 
 
 def _check_moved(report: LegalizeReport) -> None:

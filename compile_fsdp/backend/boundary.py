@@ -30,6 +30,7 @@ from compile_fsdp.backend.backward import BackwardCompiler, HooksOfForward
 from compile_fsdp.backend.lifetimes import weak_callable
 from compile_fsdp.errors import DoubleBackwardError, PartialBackwardError, SecondBackwardError
 from compile_fsdp.passes.dynamo.lift_tensor_hooks import DeferredHooks
+from compile_fsdp.replay.backward import GraphReplay
 from compile_fsdp.runtime import calls
 from compile_fsdp.runtime.attached import owner_of
 from compile_fsdp.runtime.backward import start_backward
@@ -57,6 +58,7 @@ class ForwardGraph:
         backward_prefetch: When the backward gathers the groups that it needs next.
         hooks: Which of its inputs holds the hooks on its intermediates, if it has any; `run` does not take that one.
         compile_backward: Compiles the graph that compiled autograd captures.
+        replay: Its backward, as far as it can run without being captured.
     """
 
     run: GraphFn
@@ -68,6 +70,7 @@ class ForwardGraph:
     backward_prefetch: BackwardPrefetch | None
     hooks: DeferredHooks | None
     compile_backward: BackwardCompiler
+    replay: GraphReplay
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
         args, hooks_state = (list(inputs), None) if self.hooks is None else self.hooks.split(inputs)
@@ -194,11 +197,10 @@ class GraphCall:
 
     def _run_backward(self, outputs: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
         self._begin()
-        if self.graph.hooks is not None and outputs:
-            outputs[0].register_hook(HooksOfForward(self.hooks_state))
         try:
-            with _without_nan_check(), compiled_autograd(weak_callable(self.graph.compile_backward.__call__)):
-                torch.autograd.backward(outputs, grads)
+            again = self.graph.replay.backward
+            if again is None or not again.run(self, outputs, grads, self.hooks_state):
+                self._run_captured(outputs, grads)
             for group in self.groups:
                 group.backward.deliver(group)
                 group.modules.show_unsharded(group)
@@ -209,6 +211,20 @@ class GraphCall:
         finally:
             for group in self.groups:
                 group.backward.leave_graph(group)
+
+    def _run_captured(self, outputs: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
+        compiler, recorder = self.graph.compile_backward, self.graph.replay.recorder
+        if recorder is not None:
+            compiler.record = recorder.begin_backward(self, outputs, grads)
+        if self.graph.hooks is not None and outputs:
+            outputs[0].register_hook(HooksOfForward(self.hooks_state))
+        try:
+            with _without_nan_check(), compiled_autograd(weak_callable(compiler.__call__)):
+                torch.autograd.backward(outputs, grads)
+        finally:
+            compiler.record = None
+        if recorder is not None:
+            recorder.end_backward(self)
 
     def is_to_come(self) -> bool:
         """Whether the backward that runs now goes through this call, and has not yet."""

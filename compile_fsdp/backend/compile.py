@@ -13,12 +13,14 @@ from compile_fsdp.backend.backward import BackwardCompiler
 from compile_fsdp.backend.boundary import ForwardGraph
 from compile_fsdp.backend.graph_inputs import GraphInputs
 from compile_fsdp.backend.inner import TracedGraph, compile_traced
-from compile_fsdp.errors import NotRootError
+from compile_fsdp.errors import NotRootError, UnknownOptionError
 from compile_fsdp.ops import ensure_ops
 from compile_fsdp.options import Options
 from compile_fsdp.passes import keep_unsharded, pipelines
 from compile_fsdp.passes.dynamo.lift_tensor_hooks import DeferredHooks, lift_tensor_hooks
 from compile_fsdp.passes.runner import Run
+from compile_fsdp.replay.backward import GraphReplay
+from compile_fsdp.replay.recording import current
 from compile_fsdp.runtime import trace_record
 from compile_fsdp.runtime.checks import describe
 from compile_fsdp.runtime.group import TraceableGroup
@@ -57,14 +59,22 @@ def compile_fsdp(
     parsed = Options.parse(options, mode)
     _check_names_and_ops()
     _check_roots(traced)
+    if parsed.bundle is not None and traced.entered and not any(hooks.root.replay for hooks in traced.entered):
+        raise UnknownOptionError(
+            "expected model.compile() with a bundle, got torch.compile() of a model or a function; call the model's "
+            'own, with backend="compile_fsdp" and options={"bundle": ...}'
+        )
     gm, example_inputs, passes = _run_passes(gm, example_inputs, parsed)
     graph = TracedGraph(gm, example_inputs, "forward", GraphInputs(gm), parsed)
     read = graph.inputs.read_positions()
-    run = compile_traced(graph)
-    if not graph.inputs.managed:
+    compiled: Callable[..., Any] = compile_traced(graph)
+    if graph.inputs.managed:
+        compiled = _behind_boundary(graph, compiled, read, passes, traced)
+    else:
         graph.inputs.check_sharded()
-        return run
-    return _behind_boundary(graph, run, read, passes, traced)
+    if (frame := current()) is not None:
+        frame.see_graph(compiled)
+    return compiled
 
 
 def _check_names_and_ops() -> None:
@@ -99,7 +109,8 @@ def _run_passes(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
 ) -> tuple[fx.GraphModule, Sequence[Any], _PassResults]:
     """Rewrite Dynamo's forward graph; the inputs are those of the graph that is left."""
-    lifts_hooks = bool(GraphInputs(gm).managed) and options.inner_backend == "inductor" and has_hooks_input(gm)
+    takes_numbers = options.inner_backend in ("inductor", "aot_eager")  # their graphs go through AOTAutograd
+    lifts_hooks = takes_numbers and bool(GraphInputs(gm).managed) and has_hooks_input(gm)
     if lifts_hooks:
         gm = copy_dynamo_graph(gm)  # Dynamo goes on to read the inputs of its own graph
     inputs, has_backward = GraphInputs(gm), torch.is_grad_enabled()
@@ -142,6 +153,7 @@ def _behind_boundary(
         backward_prefetch=graph.options.backward_prefetch,
         hooks=passes.hooks,
         compile_backward=BackwardCompiler(graph.options, passes.hooks),
+        replay=GraphReplay(),
     )
 
 

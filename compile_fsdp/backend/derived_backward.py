@@ -82,6 +82,15 @@ class UnusedBackward(_OutputCode):  # type: ignore[misc]
     def __call__(self, inputs: Sequence[Any]) -> Any:
         raise NotImplementedError("expected the backward of a sharded model to run under compiled autograd")
 
+    def prepare_for_serialization(self) -> None:
+        pass
+
+    def post_compile(self, *args: Any) -> None:
+        pass
+
+    def set_triton_bundle(self, triton_bundle: Any) -> None:
+        pass
+
 
 class ForwardCompiler:
     """Inductor's inner compiler for one forward graph, without work on the backward that is derived of it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ from compile_fsdp.backend.recorder import Recorder
 from compile_fsdp.backend.verify import VerifiedGraph, VerifiedStep, is_repeatable
 from compile_fsdp.options import Options
 from compile_fsdp.passes.analysis.sequence import CollectiveSequence, read_collectives
+from compile_fsdp.replay.recording import current
 from compile_fsdp.reports import Direction, present_observer
 from compile_fsdp.runtime.calls import outermost
 from compile_fsdp.torch_compat.dynamo import copy_dynamo_graph, has_hooks_input, lookup_backend
-from compile_fsdp.torch_compat.inductor import functorch_config, inductor_compilers
+from compile_fsdp.torch_compat.inductor import compile_flat, functorch_config, inductor_compilers, stored_graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +64,10 @@ def compile_traced(graph: TracedGraph, earlier: CollectiveSequence | None = None
     traced = read_collectives(graph.gm.graph)
     original = _copy_to_verify(graph)
     recorder = Recorder(graph.direction, graph.options.inner_backend, len(graph.gm.graph.nodes))
-    compiled = _call_inner_backend(graph, recorder)
+    compiled, stored = _call_inner_backend(graph, recorder)
     collectives = recorder.finish() or traced
+    if (frame := current()) is not None:
+        frame.see_compiled(stored, recorder.reports)
     if earlier is not None:
         collectives = collectives.after(earlier)
     limit_s = graph.options.agreement_timeout_s
@@ -80,7 +84,10 @@ def _copy_to_verify(graph: TracedGraph) -> fx.GraphModule | None:
     return copy_dynamo_graph(graph.gm) if is_compared else None
 
 
-def _call_inner_backend(graph: TracedGraph, recorder: Recorder) -> Callable[..., Any]:
+def _call_inner_backend(
+    graph: TracedGraph, recorder: Recorder
+) -> tuple[Callable[..., Any], Callable[[], Any] | None]:
+    """The compiled graph, and who makes an object of it that can be stored."""
     gm, options = graph.gm, graph.options
     observer = None
     if (watching := present_observer()) is not None:
@@ -93,18 +100,22 @@ def _call_inner_backend(graph: TracedGraph, recorder: Recorder) -> Callable[...,
     if options.inner_backend == "inductor" and is_captured:
         # AOTAutograd stores a graph once it has both compiled halves: it is to ask for the second at once.
         settings["force_non_lazy_backward_lowering"] = True
+    if options.bundle is not None:
+        settings["bundled_autograd_cache"] = True
     phase = Phase(f"compiling the {graph.what}, {len(gm.graph.nodes)} nodes,", options.progress)
-    compiled: Callable[..., Any]
     try:
         with functorch_config.patch(settings):
             if options.inner_backend != "inductor":
-                compiled = lookup_backend(options.inner_backend)(gm, list(graph.example_inputs))
-                return compiled
+                return lookup_backend(options.inner_backend)(gm, list(graph.example_inputs)), None
             config = inductor_config(options, graph.direction, graph.inputs, recorder, observer, is_captured)
             compile_fx, compile_inner = inductor_compilers()
             if is_captured:
                 compile_inner = ForwardCompiler(compile_inner)
-            compiled = compile_fx(gm, list(graph.example_inputs), compile_inner, config_patches=config)
-            return compiled
+            compile_graph = partial(compile_fx, inner_compile=compile_inner, config_patches=config)
+            if any(isinstance(each, list) for each in graph.example_inputs):
+                compiled, flat = compile_flat(gm, list(graph.example_inputs), compile_graph)
+            else:
+                compiled = flat = compile_graph(gm, list(graph.example_inputs))
+            return compiled, stored_graph(flat)
     finally:
         phase.end()

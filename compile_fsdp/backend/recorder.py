@@ -18,11 +18,14 @@ class Recorder:
         direction: Which half of the step the graph is.
         inner_backend: The Dynamo backend that compiles it.
         nodes: Of the Dynamo graph.
+
+    Attributes:
+        reports: What it has reported.
     """
 
     def __init__(self, direction: Direction, inner_backend: str, nodes: int) -> None:
         self._next = GraphReport(direction, inner_backend, 0, 0, 0, (), nodes, nodes, 0.0, cached=False)
-        self._recorded = False
+        self.reports: list[GraphReport] = []
         take_graph_notes()  # of a backward that Inductor compiled by itself, later than its forward
 
     def __call__(self, passes: Sequence[Report]) -> None:
@@ -36,28 +39,27 @@ class Recorder:
             The collectives that the graph issues; None where another inner backend decides on them.
         """
         notes = take_graph_notes()
-        if not self._recorded:
+        if not self.reports:
             for note in notes:
                 self._record(note.reports, cached=True)
-        if not self._recorded:
+        if not self.reports:
             self._record((), cached=self._next.inner_backend == "inductor")
         return notes[0].collectives if notes else None
 
     def _record(self, passes: Sequence[Report], cached: bool) -> None:
         windows = [p for p in passes if isinstance(p, WindowReport)]
-        record(
-            replace(
-                self._next,
-                windows_removed=sum(p.windows_removed for p in windows),
-                copies_removed=sum(p.copies_removed for p in windows),
-                resizes_removed=sum(p.resizes_removed for p in windows),
-                kept=tuple((fqn, reason.value) for p in windows for fqn, reason in p.kept),
-                nodes_before=passes[0].nodes_before if passes else self._next.nodes_before,
-                nodes_after=passes[-1].nodes_after if passes else self._next.nodes_after,
-                seconds=sum(p.seconds for p in passes),
-                cached=cached,
-            )
+        report = replace(
+            self._next,
+            windows_removed=sum(p.windows_removed for p in windows),
+            copies_removed=sum(p.copies_removed for p in windows),
+            resizes_removed=sum(p.resizes_removed for p in windows),
+            kept=tuple((fqn, reason.value) for p in windows for fqn, reason in p.kept),
+            nodes_before=passes[0].nodes_before if passes else self._next.nodes_before,
+            nodes_after=passes[-1].nodes_after if passes else self._next.nodes_after,
+            seconds=sum(p.seconds for p in passes),
+            cached=cached,
         )
-        self._recorded = True
+        record(report)
+        self.reports.append(report)
         # Inductor compiles the backward of a graph without sharded modules by itself, as a second graph.
         self._next = replace(self._next, direction="backward")

@@ -26,6 +26,7 @@ from compile_fsdp.runtime.gather import GatherPlan, Launched, copy_in, copy_out,
 from compile_fsdp.runtime.group_names import name_in_graphs
 from compile_fsdp.runtime.module_params import ModuleParams
 from compile_fsdp.runtime.parameter import TraceableParam
+from compile_fsdp.runtime.reduction import process_groups
 from compile_fsdp.runtime.states import KNOWN
 from compile_fsdp.runtime.tracing import at_run_time, eval_at_trace_time_guarded, guarded_text
 from compile_fsdp.torch_compat.distributed import functional_collectives
@@ -106,6 +107,8 @@ class TraceableGroup:
         if isinstance(fsdp_group.mesh_info, FSDPMeshInfo):
             process_group = fsdp_group.mesh_info.shard_process_group
             constants.shard_count, constants.gather_group = process_group.size(), name_in_graphs(process_group)
+        for each in filter(None, process_groups(fsdp_group)):
+            name_in_graphs(each)  # here, so that names do not depend on what is traced first
         # Created under inference_mode they would be inference tensors, and training would never work again.
         with torch.inference_mode(False), torch.no_grad():
             for param in self.params:

@@ -14,7 +14,7 @@ compiles on their own as well, each for its module.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -328,17 +328,40 @@ def _after_backward(hooks: StateHooks, grad: torch.Tensor) -> torch.Tensor:
 @eval_at_trace_time_guarded
 def _enter(hooks: StateHooks) -> None:
     """Initialise the FSDP2 state and refuse what cannot be compiled, before the graph gets any op."""
+    _initialise(hooks)
+    _prepare_groups((hooks, *map(hooks_of, hooks.state._states_to_forward_prefetch)))
+    trace_record.enter(hooks)
+
+
+@at_run_time
+def _initialise(hooks: StateHooks) -> None:
     state = hooks.state
     if state._is_root is not False:
         checks.check_parameters(hooks.module, state)
     state._lazy_init()
     root_state = next(each for each in state._state_ctx.all_states if each._is_root)  # it may run in eager mode
     hooks_of(root_state).root.adopt()
-    for each in (hooks, *map(hooks_of, state._states_to_forward_prefetch)):
-        for group in each.groups:
+
+
+@at_run_time
+def _prepare_groups(modules: Iterable[StateHooks]) -> None:
+    for hooks in modules:
+        for group in hooks.groups:
             checks.check_group(group.fsdp_group)
             group.prepare()
-    trace_record.enter(hooks)
+
+
+@at_run_time
+def prepare_model(root: StateHooks) -> frozenset[str]:
+    """Bring a model to where the trace of a first forward brings it.
+
+    Returns:
+        The names in graphs of the process groups that its parameters are gathered in.
+    """
+    _initialise(root)
+    _prepare_groups(root.root.all_hooks)
+    groups = (group for hooks in root.root.all_hooks for group in hooks.groups)
+    return frozenset(filter(None, (group.constants.gather_group for group in groups)))
 
 
 @eval_at_trace_time_guarded

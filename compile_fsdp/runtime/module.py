@@ -17,9 +17,9 @@ from compile_fsdp.runtime.checks import describe
 from compile_fsdp.runtime.hooks import StateHooks, settle_hook_order, with_own_code
 from compile_fsdp.runtime.pause import pause_collection
 from compile_fsdp.runtime.reset import reset_iter_state
-from compile_fsdp.runtime.root import Root
+from compile_fsdp.runtime.root import Replay, Root
 from compile_fsdp.runtime.tracing import at_run_time, inline_only, restore_hook_bodies_now
-from compile_fsdp.torch_compat.dynamo import Unsupported
+from compile_fsdp.torch_compat.dynamo import Unsupported, compiles_frames
 from compile_fsdp.torch_compat.fsdp import fsdp_state
 
 
@@ -37,8 +37,12 @@ class TraceableModule:
         is_outermost = calls.outermost() is None
         is_paused = is_outermost and _prepare_call(self)
         call = calls.begin(self, args, kwargs)  # type: ignore[arg-type]
+        replay = _replay_of(self) if is_outermost else None
         try:
-            output = super().__call__(*args, **kwargs)  # type: ignore[misc]
+            if replay is None:
+                output = super().__call__(*args, **kwargs)  # type: ignore[misc]
+            else:
+                output = replay.call(self, args, kwargs, super().__call__)  # type: ignore[misc, arg-type]
         except Unsupported as error:
             _name_module(error)
             raise
@@ -57,7 +61,10 @@ class TraceableModule:
     @at_run_time
     def compile(self, *args: Any, **kwargs: Any) -> None:
         _take_own_code(self)
-        _root_of(self).was_called = False
+        root = _root_of(self)
+        root.was_called, root.replay = False, None
+        if kwargs.get("backend") == "compile_fsdp":
+            root.replay, kwargs = _replay(kwargs)
         super().compile(*args, **kwargs)  # type: ignore[misc]
 
     @at_run_time
@@ -67,6 +74,21 @@ class TraceableModule:
         assert state is not None
         reset_iter_state(state)
         hooks_of(state).root.reset()
+
+
+@at_run_time
+def _replay_of(module: Any) -> Replay | None:
+    """What runs the model's steps again; None where Dynamo would compile what that does, or compiles the caller."""
+    is_compiled = module._compiled_call_impl is not None and not compiles_frames()
+    return _root_of(module).replay if is_compiled else None
+
+
+@at_run_time
+def _replay(kwargs: dict[str, Any]) -> tuple[Replay | None, dict[str, Any]]:
+    """What runs the steps of a compiled model again, and the arguments of torch.compile with which it is traced."""
+    from compile_fsdp.replay.model import start_replay  # behind torch.compile: eager models do not need it
+
+    return start_replay(kwargs)
 
 
 @inline_only

@@ -58,10 +58,17 @@ class Reduction:
 
 
 @at_run_time
-def plan_reduction(fsdp_group: FSDPParamGroup, dtype: torch.dtype) -> Reduction:
-    """The reduction of gradients of that dtype that eager FSDP2 chooses for the group's present settings."""
+def process_groups(fsdp_group: FSDPParamGroup) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """Where gradients are reduced and scattered, and where the shards are reduced over replicas."""
     scatter = fsdp_group._reduce_scatter_process_group if isinstance(fsdp_group.mesh_info, FSDPMeshInfo) else None
     replica = fsdp_group._all_reduce_process_group if isinstance(fsdp_group.mesh_info, DDPMeshInfo) else None
+    return scatter, replica
+
+
+@at_run_time
+def plan_reduction(fsdp_group: FSDPParamGroup, dtype: torch.dtype) -> Reduction:
+    """The reduction of gradients of that dtype that eager FSDP2 chooses for the group's present settings."""
+    scatter, replica = process_groups(fsdp_group)
     shard_count = 1 if scatter is None else scatter.size()
     factor = fsdp_group.gradient_divide_factor
     scatter_name = "" if scatter is None else name_in_graphs(scatter)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import nn
 
 from compile_fsdp.runtime.attached import hooks_of
 from compile_fsdp.runtime.tracing import at_run_time, inline_only
@@ -12,6 +14,13 @@ from compile_fsdp.torch_compat.fsdp import FSDPState, order_gather_streams
 if TYPE_CHECKING:
     from compile_fsdp.runtime.group import TraceableGroup
     from compile_fsdp.runtime.hooks import StateHooks
+
+
+class Replay(Protocol):
+    """Runs the steps of a model again without tracing."""
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
+        """Call the model; `run` does it as if there was no replay."""
 
 
 class Root:
@@ -26,6 +35,7 @@ class Root:
         is_ordered: Whether eager gathers come behind what was done before the forward that has begun last, such as the
             optimizer's step: torch sees to it in a forward that begins eagerly, a graph cannot.
         awaited_backward: At the end of which backward what it has left gathered is dropped; None before the first.
+        replay: Runs the model's steps again without tracing; None if nothing does.
         ahead: Groups that eager code of such a forward has gathered ahead.
     """
 
@@ -37,6 +47,7 @@ class Root:
         self.is_traced = False
         self.is_ordered = True
         self.awaited_backward: int | None = None
+        self.replay: Replay | None = None
         self.ahead: list[TraceableGroup] = []
 
     @at_run_time

@@ -45,6 +45,22 @@ def current_backward() -> int | None:
     return None if number == -1 else number
 
 
+@needs("torch._C._autograd._get_current_graph_task_keep_graph")
+def keeps_graph() -> bool:
+    """Whether the backward that runs now was called with retain_graph=True. (2.13.0)"""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def is_compiled_node(node: Any) -> bool:
+    """Whether an autograd node is that of a graph that AOTAutograd has compiled. (2.13.0)"""
+    return hasattr(node, "maybe_clear_saved_tensors") and hasattr(node, "_compiled_autograd_key")
+
+
+def drop_saved_tensors(node: Any) -> None:
+    """Inside of a backward: let the node of a compiled graph forget what it has saved. (2.13.0)"""
+    node.maybe_clear_saved_tensors()
+
+
 @needs("torch.autograd.Variable._execution_engine.queue_callback")
 def after_backward(callback: Callable[[], None]) -> None:
     """Inside a backward: run a function when all of it is over. (2.13.0)"""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch._C._distributed_c10d
 from torch.distributed import distributed_c10d
+from torch.distributed.tensor import _dtensor_spec
 
 from compile_fsdp.torch_compat.declarations import needs, needs_attributes
 
@@ -17,6 +18,9 @@ Store = torch._C._distributed_c10d.Store
 
 # The collectives as ops of a graph. (2.13.0)
 functional_collectives = torch.ops._c10d_functional
+
+# How a DTensor is sharded. (2.13.0)
+DTensorSpec = _dtensor_spec.DTensorSpec
 
 # What carries a process group's collectives on a kind of device. (2.13.0)
 needs_attributes(torch.distributed.ProcessGroup, "_get_backend")

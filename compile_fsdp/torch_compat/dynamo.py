@@ -6,11 +6,13 @@ import contextlib
 import inspect
 import logging
 import os
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from types import CodeType
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch._dynamo
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo import eval_frame, exc, symbolic_convert, tensor_version_op, utils
 from torch.fx.experimental import _backward_state
 
@@ -24,6 +26,9 @@ ShortenTraceback = exc.ShortenTraceback
 # What Dynamo cannot trace, and what it will not compile once more. (2.13.0)
 Unsupported = exc.Unsupported
 FailOnRecompileLimitHit = exc.FailOnRecompileLimitHit
+
+# Whether Dynamo's guards and bytecode are what `compile_fsdp.replay` takes them for: checked with 2.13.0, not before.
+CAN_REPLAY = torch.__version__ >= "2.13"
 
 # Frames of this code are not compiled on their own, but are still inlined into a compiled caller. (2.13.0)
 skip_code = eval_frame.skip_code
@@ -90,13 +95,67 @@ def lookup_backend(name: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], torch._dynamo.lookup_backend(name))
 
 
-def compile_for_many(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+def compile_for_many(
+    function: Callable[..., Any], backend: Callable[..., Any], see_guards: Callable[[Sequence[Any]], Sequence[bool]]
+) -> Callable[..., Any]:
     """torch.compile without graph breaks, of a function that many modules share, each with its own graph. (2.13.0)"""
-    arguments: dict[str, Any] = {"fullgraph": True, "backend": backend}
+    arguments: dict[str, Any] = {"fullgraph": True, "backend": backend, "options": {"guard_filter_fn": see_guards}}
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         arguments["recompile_limit"] = 1000
     compiled: Callable[..., Any] = torch.compile(function, **arguments)
     return compiled
+
+
+class GuardFact(NamedTuple):
+    """One of Dynamo's guards.
+
+    Attributes:
+        kind: What it asks, as "TYPE_MATCH".
+        name: The expression of the object that it asks; empty for torch's global state.
+        argument: What it asks the object for; None for most kinds.
+    """
+
+    kind: str
+    name: str
+    argument: Any
+
+
+def guard_facts(entries: Sequence[Any]) -> list[GuardFact]:
+    """The guards of a graph, from what Dynamo hands to the option `guard_filter_fn`. (2.13.0)"""
+    facts = []
+    for entry in entries:
+        make: Any = entry.orig_guard.create_fn
+        arguments = [*getattr(make, "args", ()), *getattr(make, "keywords", {}).values()]
+        facts.append(GuardFact(entry.guard_type, entry.orig_guard.name, arguments[0] if arguments else None))
+    return facts
+
+
+@needs("torch._dynamo.convert_frame.register_bytecode_hook")
+@contextlib.contextmanager
+def on_bytecode(see: Callable[[CodeType, CodeType], None]) -> Iterator[None]:
+    """Within it, get the code of every frame that Dynamo compiles, and the code that it runs instead. (2.13.0)"""
+    from torch._dynamo import convert_frame
+
+    def hook(code: CodeType, new_code: CodeType) -> None:
+        see(code, new_code)
+
+    handle = convert_frame.register_bytecode_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def compiles_frames() -> bool:
+    """Whether Dynamo looks at each frame that begins now, in this thread. (2.13.0)"""
+    callback = get_eval_frame_callback()
+    return callback is not None and callback is not False
+
+
+@needs("torch._guards.TracingContext.get_traced_code")
+def traced_code() -> list[CodeType]:
+    """While Dynamo compiles a graph: the code that it has traced into it. (2.13.0)"""
+    return list(torch._guards.TracingContext.get_traced_code() or ())
 
 
 @needs("torch._dynamo.config.patch")

@@ -129,3 +129,54 @@ def register_collective_lowering(op: OpOverload) -> None:
 
     add_layout_constraint(op, constrain_to_fx_strides)
     register_inductor_lowering(op, lower)
+
+
+def stored_graph(compiled: Any) -> Callable[[], Any] | None:
+    """Who makes an object that can be pickled of what `compile_fx` returns; None if nobody does. (2.13.0)
+
+    Within `bundled_autograd_cache` of AOTAutograd's settings there is someone.
+    """
+    store: Callable[[], Any] | None = getattr(compiled, "serialize", None)
+    return store
+
+
+@needs("torch._functorch._aot_autograd.aot_autograd_result.deserialize_bundled_cache_entry")
+def load_graph(stored: Any) -> Callable[[list[Any]], Any]:
+    """The compiled graph, which takes its inputs as a list that it empties. (2.13.0)"""
+    from torch._functorch._aot_autograd.aot_autograd_result import deserialize_bundled_cache_entry
+
+    compiled: Any = deserialize_bundled_cache_entry(stored)
+    loaded: Callable[[list[Any]], Any] = compiled.__wrapped__
+    return loaded
+
+
+@needs("torch._dynamo.utils.flatten_graph_inputs")
+def compile_flat(
+    gm: torch.fx.GraphModule, inputs: Sequence[Any], compile_graph: Callable[..., Any]
+) -> tuple[Callable[..., Any], Any]:
+    """Compile a graph of which an input is a list. (2.13.0)
+
+    Returns:
+        What takes the graph's inputs, and what `compile_graph` has made, which takes the items one by one.
+    """
+    from torch._dynamo.utils import flatten_graph_inputs
+
+    inner: list[Any] = []
+
+    def compile_inner(flat_gm: torch.fx.GraphModule, flat_inputs: Sequence[Any]) -> Any:
+        inner.append(compile_graph(flat_gm, flat_inputs))
+        return inner[0]
+
+    return flatten_graph_inputs(gm, inputs, compile_inner), inner[0]
+
+
+@needs("torch._inductor.config.get_hash")
+def settings_hash() -> str:
+    """Changes with the settings of AOTAutograd and Inductor that a compiled graph depends on. (2.13.0)
+
+    Dynamo's hash is another one in each process, for the order of its sets.
+    """
+    from torch._inductor import config
+
+    aot_autograd: Any = functorch_config
+    return f"{aot_autograd.get_hash().hex()} {config.get_hash().hex()}"

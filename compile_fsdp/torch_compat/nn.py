@@ -10,8 +10,10 @@ from torch import nn
 
 from compile_fsdp.torch_compat.declarations import needs, needs_attributes
 
-# The hooks of a module, the call that runs them, and its own parameters by name. (2.11.0 to 2.15.0)
-needs_attributes(nn.Module, "_call_impl", "_forward_hooks", "_forward_pre_hooks", "_parameters")
+# The hooks of a module, the call that runs them, also compiled, and its own parameters by name. (2.11.0 to 2.15.0)
+needs_attributes(
+    nn.Module, "_call_impl", "_compiled_call_impl", "_forward_hooks", "_forward_pre_hooks", "_parameters"
+)
 
 
 @needs(

@@ -38,7 +38,11 @@ def _train(rank: int, program: Program) -> Parity | None:
     except Exception:
         return None
     ours = Training(program, compile_fsdp.fully_shard)
-    options: dict[str, Any] = {"inner_backend": program.inner_backend, "memory_budget": program.memory_budget}
+    options: dict[str, Any] = {
+        "inner_backend": program.inner_backend,
+        "memory_budget": program.memory_budget,
+        "replay": True,
+    }
     ours.model.compile(backend="compile_fsdp", fullgraph=not program.has_breaks, options=options)
     for number, (losses, grads) in enumerate(expected):
         ours.step(number, rank)

@@ -28,7 +28,8 @@ modes take turns in every round, so that what else the machine does falls on all
 or on those that torchrun has started.
 
 modes: eager is torch's FSDP2; block compiles each block before sharding it; whole compiles the sharded model, with its
-graph breaks, and is measured apart; compile is this project, compile_kept with memory for all unsharded parameters;
+graph breaks, and is measured apart; compile is this project, compile_kept with memory for all unsharded parameters,
+compile_bundle with a bundle in the folder of the caches;
 bound is one model without sharding, compiled. simple is SimpleFSDP from torchtitan, where that can be imported;
 simple_bucket the same with all of Inductor's collective bucketing, simple_block with buckets of a block's size.
 """

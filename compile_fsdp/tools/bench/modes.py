@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -55,6 +58,11 @@ def _compile_kept(model: nn.Module) -> nn.Module:
     return _compile(model, memory_budget=2 * _bytes(model))
 
 
+def _compile_bundle(model: nn.Module) -> nn.Module:
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
+    return _compile(model, bundle=str(Path(folder, "compile_fsdp.bundle")))
+
+
 def _bytes(module: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
 
@@ -101,4 +109,5 @@ MODES: dict[str, Mode] = {
     "bound": _bound,
     "compile": _compile,
     "compile_kept": _compile_kept,
+    "compile_bundle": _compile_bundle,
 }

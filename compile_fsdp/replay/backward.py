@@ -1,0 +1,247 @@
+"""The backward of a graph, run again without compiled autograd.
+
+Compiled autograd walks through the autograd graph in every backward, to hand what it finds there to the compiled code.
+Behind a forward that was run again it would find what it has found before: what the one node of the forward has saved,
+the gradients that come in, and parameters. Where each of these goes is noted when the backward is traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType
+from typing import Any, Protocol
+
+import torch
+
+from compile_fsdp.errors import NotPortableError
+from compile_fsdp.replay.frames import Frame
+from compile_fsdp.replay.recording import FrameRecord
+from compile_fsdp.runtime.backward import gradient_accumulated
+from compile_fsdp.torch_compat.autograd import drop_saved_tensors, is_compiled_node, keeps_graph
+from compile_fsdp.torch_compat.dynamo import GuardFact
+
+# Which list of the forward a tensor is in, and where in that.
+Place = tuple[str, int]
+
+
+class ForwardRun(Protocol):
+    """A forward that has run, as far as its backward reads it.
+
+    Attributes:
+        managed: The unsharded parameters.
+        inner_inputs: The inputs that need a gradient.
+    """
+
+    managed: list[torch.Tensor]
+    inner_inputs: list[torch.Tensor]
+
+
+class Tensors:
+    """What a backward reads of its forward, by place."""
+
+    def __init__(self, forward: ForwardRun, outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+        node: Any = outputs[0].grad_fn
+        saved: Sequence[torch.Tensor] = node.saved_tensors
+        leaves = [*forward.managed, *forward.inner_inputs]
+        self.node = node
+        # Compiled autograd accumulates into what a leaf has already, and traces another graph for it.
+        self.accumulated = [leaf.grad is not None for leaf in leaves]
+        # A graph with such hooks is traced by itself.
+        self.has_hooks = any(leaf._backward_hooks for leaf in leaves)
+        self._lists: dict[str, Sequence[torch.Tensor | None]] = {
+            "gradient": grads,
+            "saved": saved,
+            "leaf": leaves,
+            "accumulated": [leaf.grad for leaf in leaves],
+        }
+
+    def find(self, tensor: torch.Tensor) -> Place:
+        """Where a tensor is.
+
+        Raises:
+            NotPortableError: it is none of the forward's, or may be several.
+        """
+        places = self._places(lambda each: each is tensor)
+        if not places and tensor.untyped_storage().nbytes():
+            # What is saved and is an output, too, is another object each time that it is looked at.
+            memory = _memory(tensor)
+            places = self._places(lambda each: each is not None and _memory(each) == memory)
+            if len({name for name, _ in places}) > 1:
+                raise NotPortableError("its backward reads memory that the forward has saved and that is a gradient")
+        if not places:
+            raise NotPortableError("its backward reads a tensor that is neither saved, nor a gradient, nor a parameter")
+        return places[0]
+
+    def _places(self, is_it: Callable[[torch.Tensor | None], bool]) -> list[Place]:
+        return [(name, i) for name, tensors in self._lists.items() for i, each in enumerate(tensors) if is_it(each)]
+
+    def get(self, place: Place) -> torch.Tensor:
+        """The tensor in a place."""
+        name, position = place
+        tensor = self._lists[name][position]
+        assert tensor is not None
+        return tensor
+
+
+def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _is_one_node(outputs: Sequence[torch.Tensor]) -> bool:
+    """Whether these are results of one autograd node, that of a compiled graph."""
+    return len({output.grad_fn for output in outputs}) == 1 and is_compiled_node(outputs[0].grad_fn)
+
+
+class BackwardFrame:
+    """A traced backward, ready to run again.
+
+    Attributes:
+        frame: Its code, as a function of the captured graph, inputs, sizes, scalars, hooks, packed data and the object
+            with the forward's hooks.
+        places: Where each of its inputs is in the forward.
+        outputs: How many outputs of the forward have a gradient.
+        accumulated: Which leaves of the forward's autograd graph have a gradient before.
+    """
+
+    def __init__(self, frame: Frame, places: Sequence[Place], outputs: int, accumulated: Sequence[bool]) -> None:
+        self.frame = frame
+        self.places = places
+        self.outputs = outputs
+        self.accumulated = list(accumulated)
+        self._hooks: Any = None
+
+    def run(
+        self, forward: ForwardRun, outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], hooks: Any
+    ) -> bool:
+        """Run the backward if it is the one that was traced.
+
+        Args:
+            forward: The forward.
+            outputs: Those of its outputs that have a gradient.
+            grads: The gradients.
+            hooks: The object that holds the forward's hooks.
+        Returns:
+            Whether it has run.
+        """
+        if len(outputs) != self.outputs or not _is_one_node(outputs) or keeps_graph() or torch.is_anomaly_enabled():
+            return False
+        tensors = Tensors(forward, outputs, grads)
+        if tensors.has_hooks or tensors.accumulated != self.accumulated:
+            return False
+        # Each forward has a new object, with the same hooks of the same modules.
+        known = hooks if self._hooks is None else self._hooks
+        if not self.frame.fits({"inputs": _not_saved(self.places, tensors), "state": known}):
+            return False
+        self._hooks = known
+        inputs = [tensors.get(place) for place in self.places]
+        drop_saved_tensors(tensors.node)
+        del tensors  # the graph frees what it takes from the list
+        self.frame.runs += 1
+        self.frame.run(None, inputs, [], [], [], (), hooks)
+        return True
+
+
+class BackwardRecord:
+    """Takes note of the first backward of a graph.
+
+    Attributes:
+        frame: What was seen of its frame; None until it is traced.
+        places: Where each of its inputs is in the forward.
+        outputs: How many outputs of the forward have a gradient.
+        accumulated: Which leaves of the forward's autograd graph have a gradient before.
+        unfilled: Positions of inputs whose groups are gathered before it runs.
+        problem: Why it cannot be run again; None if nothing is against it.
+    """
+
+    def __init__(self, forward: ForwardRun, outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+        self.frame: FrameRecord | None = None
+        self.places: list[Place] = []
+        self.outputs = len(outputs)
+        self.accumulated: list[bool] = []
+        self.unfilled: Sequence[int] = ()
+        self.problem: str | None = None
+        self._tensors = Tensors(forward, outputs, grads) if _is_one_node(outputs) else None
+        if self._tensors is None:
+            self.problem = "its outputs are not those of its graph"
+
+    def begin(self, function: FunctionType, arguments: Sequence[Any]) -> FrameRecord | None:
+        """The backward is traced now.
+
+        Args:
+            function: What is traced.
+            arguments: Its arguments but the first, see `BackwardFrame`.
+        """
+        tensors, self._tensors = self._tensors, None
+        if tensors is None:
+            return None
+        inputs, sizes, scalars, hooks, *_, state = arguments
+        self.accumulated = tensors.accumulated
+        try:
+            self.places = [tensors.find(tensor) for tensor in inputs]
+        except NotPortableError as error:
+            self.problem = str(error)
+            return None
+        if len(sizes) or len(scalars) or not all(_is_own(hook, tensors.node) for hook in hooks):
+            self.problem = "its backward has sizes, numbers or hooks of its own"
+            return None
+        gradients = [i for i, (name, _) in enumerate(self.places) if name == "gradient"]
+        scope = {"L": {"inputs": _not_saved(self.places, tensors), "state": state}, "G": function.__globals__}
+        self.frame = FrameRecord(function.__code__, scope, _follows(gradients))
+        return self.frame
+
+
+class Recorder(Protocol):
+    """Wants to know of the first backward of a graph."""
+
+    def begin_backward(
+        self, forward: Any, outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+    ) -> BackwardRecord:
+        """The backward begins."""
+
+    def end_backward(self, forward: Any) -> None:
+        """The backward is over."""
+
+
+@dataclass(slots=True)
+class GraphReplay:
+    """The backward of one forward graph, as far as it can run again.
+
+    Attributes:
+        backward: The backward; None until one was traced or read.
+        recorder: Who takes note of the next one; None for nobody.
+    """
+
+    backward: BackwardFrame | None = None
+    recorder: Recorder | None = None
+
+
+def _not_saved(places: Sequence[Place], tensors: Tensors) -> dict[int, torch.Tensor]:
+    return {i: tensors.get(place) for i, place in enumerate(places) if place[0] != "saved"}
+
+
+def _is_own(hook: Any, node: Any) -> bool:
+    """Whether something in compiled autograd's list of hooks is there behind every forward like this one."""
+    if isinstance(hook, partial):
+        return hook.func is gradient_accumulated
+    return hook is node or type(hook).__name__ == "HooksOfForward"
+
+
+def _follows(gradients: Collection[int]) -> Callable[[GuardFact], bool]:
+    """Which guards hold behind every forward like this one.
+
+    All but those of the gradients, of the modules, and of what inputs have, such as a gradient of an earlier backward.
+    """
+    given = {f"L['inputs'][{i}]" for i in gradients}
+
+    def follows(fact: GuardFact) -> bool:
+        if fact.kind == "DUPLICATE_INPUT" and not all("L['state']" in name for name in (fact.name, fact.argument.name)):
+            return True
+        if fact.name.startswith("G['"):
+            return not fact.name.startswith("G['__")  # functions that the captured graph calls: torch's, and our own
+        if "L['inputs'][" in fact.name:
+            return fact.name.endswith("]") and fact.name not in given
+        return "L['" in fact.name and "L['state']" not in fact.name
+
+    return follows

@@ -1,0 +1,136 @@
+"""The file that holds a traced step: what it was made with, then the step.
+
+[Note: What a bundle is made of]
+A line of JSON says with what the step was made; it is compared before anything else of the file is read. Then comes a
+pickle: code, conditions, compiled graphs. Unpickling runs what the file says, so a file is read only if none but its
+owner can have written it: see docs/security.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import platform
+import stat
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from compile_fsdp.errors import NotPortableError
+from compile_fsdp.options import Options
+from compile_fsdp.passes.cache_key import cache_key
+from compile_fsdp.replay.words import class_name, describe, hash_code
+from compile_fsdp.torch_compat.inductor import settings_hash
+
+_MAGIC = b"compile_fsdp bundle 1\n"
+
+
+def make_facts(model: nn.Module, options: Options) -> dict[str, str]:
+    """What a step depends on beside its conditions, by name."""
+    facts: dict[str, str] = {
+        "torch": torch.__version__,
+        "python": f"{sys.implementation.cache_tag} {platform.machine()}",
+        "code of compile_fsdp": cache_key(),
+        "processor": _processor(),
+        "options": repr(replace(options, bundle=None, progress=True, agreement_timeout_s=0.0)),
+        "settings of Inductor": settings_hash(),
+        "parameters": _hash([(name, *_words(parameter)) for name, parameter in model.named_parameters()]),
+        "buffers": _hash([(name, describe(buffer)) for name, buffer in model.named_buffers()]),
+        "modules": _hash([(name, class_name(type(module))) for name, module in model.named_modules()]),
+        "code of the modules": _hash([_code_of(module) for module in model.modules()]),
+    }
+    return facts
+
+
+def _processor() -> str:
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != "cuda":
+        return torch.backends.cpu.get_cpu_capability()
+    return f"{torch.cuda.get_device_name()} {torch.cuda.get_device_capability()}"
+
+
+def _words(parameter: nn.Parameter) -> tuple[object, object]:
+    return describe(parameter), describe(getattr(parameter, "_spec", None))
+
+
+def _code_of(module: nn.Module) -> object:
+    code = getattr(type(module).forward, "__code__", None)
+    return None if code is None else hash_code(code)
+
+
+def _hash(described: object) -> str:
+    return hashlib.sha256(repr(described).encode()).hexdigest()
+
+
+def write(path: Path, facts: Mapping[str, Any], step: object) -> None:
+    """Write a bundle, whole or not at all.
+
+    Raises:
+        NotPortableError: the step has something that cannot be pickled.
+        OSError: the file cannot be written.
+    """
+    try:
+        body = pickle.dumps(step)
+    except Exception as error:  # whatever the classes in it raise
+        raise NotPortableError(f"{type(error).__name__}: {error}") from error
+    head = json.dumps({"facts": facts, "sha256": hashlib.sha256(body).hexdigest(), "bytes": len(body)})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(_MAGIC + head.encode() + b"\n" + body)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def read(path: Path, facts: Mapping[str, Any]) -> tuple[Any, str]:
+    """The step in a bundle, and the hash of it.
+
+    Raises:
+        NotPortableError: there is none, it is damaged, or it was made with something else; says which.
+    """
+    try:
+        with path.open("rb") as file:
+            _check_owner(os.fstat(file.fileno()))
+            content = file.read()
+    except FileNotFoundError:
+        raise NotPortableError("there is none yet") from None
+    except OSError as error:
+        raise NotPortableError(f"it cannot be read: {error}") from error
+    magic, _, rest = content.partition(b"\n")
+    if magic + b"\n" != _MAGIC:
+        raise NotPortableError("the file is no bundle, or that of another version")
+    line, _, body = rest.partition(b"\n")
+    try:
+        head = json.loads(line)
+        made, digest = head["facts"], head["sha256"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise NotPortableError(f"its first lines are damaged: {error}") from error
+    for name in sorted({*made, *facts}):
+        if made.get(name) != facts.get(name):
+            raise NotPortableError(f"it was made with other {name}: {made.get(name)}, not {facts.get(name)}")
+    if hashlib.sha256(body).hexdigest() != digest:
+        raise NotPortableError(f"it is damaged: {len(body)} bytes of {head.get('bytes')}, or others")
+    try:
+        return pickle.loads(body), digest
+    except Exception as error:  # whatever the classes in it raise
+        raise NotPortableError(f"it cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _check_owner(status: os.stat_result) -> None:
+    if hasattr(os, "getuid") and status.st_uid not in (os.getuid(), 0):
+        raise NotPortableError("it belongs to another user")
+    if status.st_mode & stat.S_IWOTH:
+        raise NotPortableError("everybody may write it")

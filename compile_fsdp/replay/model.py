@@ -1,0 +1,228 @@
+"""How one model comes from a step that was traced, or from a bundle, to steps that nobody traces.
+
+[Note: Replayed steps]
+With the option `replay` a step of a model is traced as always, and what Dynamo, compiled autograd and the backend make
+of it is noted: the code that runs in place of the model's frame, and of its backward, with the conditions under which
+they are right. A later step in which all conditions hold runs that code. Any other step goes to Dynamo, as if there was
+no replay. With `bundle` what was noted first is also written to a file. The next process reads the conditions
+from there, finds that they hold, and runs a step that it has never traced.
+
+[Note: All ranks or none]
+A rank that traces meets its peers to compare collectives, see `backend/agreement.py`; one that replays meets nobody. So
+the ranks decide together whether they take a bundle: each looks whether it fits, and all take it if it fits on all.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import CellType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from compile_fsdp.backend.agreement import share_choice
+from compile_fsdp.backend.boundary import ForwardGraph, GraphCall
+from compile_fsdp.errors import NotPortableError
+from compile_fsdp.options import Options
+from compile_fsdp.replay import bundle
+from compile_fsdp.replay.backward import BackwardFrame, BackwardRecord
+from compile_fsdp.replay.frames import Frame
+from compile_fsdp.replay.recording import FrameRecord, recording, see_guards
+from compile_fsdp.replay.stored import StoredStep
+from compile_fsdp.runtime.attached import module_hooks_of
+from compile_fsdp.runtime.hooks import prepare_model
+from compile_fsdp.runtime.tracing import at_run_time
+from compile_fsdp.torch_compat.dynamo import CAN_REPLAY
+
+_log = logging.getLogger("compile_fsdp")
+
+# Of one model, for inputs of other sizes for example. Each is compared with what a step has until one fits.
+_MOST_STEPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A forward and its backward, ready to run again.
+
+    Attributes:
+        forward: The forward of the whole model.
+        backward: The backward of its graph.
+    """
+
+    forward: Frame
+    backward: BackwardFrame
+
+
+class ModelReplay:
+    """The steps of one model. See [Note: Replayed steps].
+
+    Attributes:
+        options: The user's.
+        path: Of the bundle; None for none.
+        steps: Those that can run again, the one that did last in front.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.path = None if options.bundle is None else Path(options.bundle)
+        self.steps: list[Step] = []
+        self._is_read = self.path is None
+        self._facts: Mapping[str, Any] = {}
+
+    @at_run_time
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
+        """Call the model.
+
+        Args:
+            module: The model, compiled.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            run: Calls it as if there was no replay.
+        """
+        if not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        function = module.__dict__["_call_impl"].__func__
+        (cell,) = closure = function.__closure__
+        arguments = {"self": module, "args": args, "kwargs": kwargs, "__class__": cell.cell_contents}
+        if not self._is_read:
+            self._is_read = True
+            self._read(module, arguments, closure)
+        for i, step in enumerate(self.steps):
+            if step.forward.fits(arguments):
+                self.steps.insert(0, self.steps.pop(i))
+                step.forward.runs += 1
+                return step.forward.run(module, *args, **kwargs)
+        if len(self.steps) == _MOST_STEPS:
+            return run(*args, **kwargs)
+        frame = FrameRecord(function.__code__, {"L": arguments, "G": function.__globals__}, lambda fact: False)
+        with recording(frame):
+            output = run(*args, **kwargs)
+        if frame.graphs > 0:  # else Dynamo had compiled the step before
+            self._note_backward(frame, closure)
+        return output
+
+    # Note
+
+    @at_run_time
+    def _note_backward(self, frame: FrameRecord, closure: Sequence[CellType]) -> None:
+        if not isinstance(frame.graph, ForwardGraph) or frame.graph.hooks is None:
+            frame.problem = "there is no graph with a backward whose hooks are known by numbers"
+        if self._can(frame.finish):
+            frame.graph.replay.recorder = _Recorder(self, frame, closure)
+
+    @at_run_time
+    def keep(self, forward: FrameRecord, backward: BackwardRecord, closure: Sequence[CellType]) -> None:
+        """A step was noted whole."""
+        self._can(lambda: self._keep(forward, backward, closure))
+
+    @at_run_time
+    def _keep(self, forward: FrameRecord, backward: BackwardRecord, closure: Sequence[CellType]) -> None:
+        path, self.path = self.path, None
+        step = StoredStep.of(forward, backward, with_graphs=path is not None and dist.get_rank() == 0)
+        if path is not None and dist.get_rank() == 0:
+            try:
+                bundle.write(path, self._facts, step)
+            except OSError as error:
+                _log.warning("the bundle %s cannot be written: %s", path, error)
+        assert backward.frame is not None
+        forward.graph.replay.backward = step.bind_backward(backward.frame.graph)
+        self.steps.insert(0, Step(step.bind_forward(forward.graph, closure), forward.graph.replay.backward))
+
+    def _can(self, finish: Callable[[], object]) -> bool:
+        try:
+            finish()
+        except Exception as error:  # whatever cannot be noted, the step itself is right
+            if self.options.bundle is not None:
+                _log.warning("no bundle is made, and every process traces this model: %s", error)
+            else:
+                _log.info("steps are not replayed: %s", error)
+            return False
+        return True
+
+    # Read
+
+    @at_run_time
+    def _read(self, module: nn.Module, arguments: Mapping[str, Any], closure: Sequence[CellType]) -> None:
+        groups = prepare_model(module_hooks_of(module).hooks)
+        self._facts = bundle.make_facts(module, self.options)
+        loaded, choice = self._look(arguments, closure)
+        problem = share_choice(groups, "bundle", choice, self.options.agreement_timeout_s)
+        if problem:
+            _log.warning("the bundle %s is not used, and made anew: %s", self.path, problem)
+        else:
+            assert loaded is not None
+            self.path = None
+            self.steps.append(loaded)
+
+    def _look(self, arguments: Mapping[str, Any], closure: Sequence[CellType]) -> tuple[Step | None, str]:
+        """The step in the bundle, and what this rank says of it: see `share_choice`."""
+        assert self.path is not None
+        try:
+            step, digest = bundle.read(self.path, self._facts)
+            return self._load(step, arguments, closure), f"={digest}"
+        except NotPortableError as error:
+            return None, str(error)
+
+    def _load(self, step: StoredStep, arguments: Mapping[str, Any], closure: Sequence[CellType]) -> Step:
+        for frame in (step.forward, step.backward):
+            if (changed := frame.sources.changed()) is not None:
+                raise NotPortableError(f"the code of {changed} has changed")
+        graph = step.load_forward(self.options)
+        forward = step.bind_forward(graph, closure)
+        if not forward.fits(arguments):
+            raise NotPortableError(str(forward.problem))
+        assert graph.replay.backward is not None
+        return Step(forward, graph.replay.backward)
+
+
+class _Recorder:
+    """Takes note of the first backward of one forward graph."""
+
+    def __init__(self, replay: ModelReplay, forward: FrameRecord, closure: Sequence[CellType]) -> None:
+        self._replay = replay
+        self._forward = forward
+        self._closure = closure
+        self._backward: BackwardRecord | None = None
+
+    def begin_backward(
+        self, forward: GraphCall, outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+    ) -> BackwardRecord:
+        """The backward begins."""
+        self._backward = BackwardRecord(forward, outputs, grads)
+        return self._backward
+
+    def end_backward(self, forward: GraphCall) -> None:
+        """The backward is over."""
+        assert self._backward is not None
+        forward.graph.replay.recorder = None
+        self._replay.keep(self._forward, self._backward, self._closure)
+
+
+@at_run_time
+def start_replay(arguments: Mapping[str, Any]) -> tuple[ModelReplay | None, dict[str, Any]]:
+    """For a model that is compiled.
+
+    Args:
+        arguments: Those of torch.compile.
+    Returns:
+        What runs the model's steps again, if anything is to, and the arguments with which it is traced.
+    Raises:
+        UnknownOptionError: see `Options.parse`.
+    """
+    given = dict(arguments.get("options") or {})
+    choose = given.pop("guard_filter_fn", None)
+
+    def choose_and_see(entries: Sequence[Any]) -> Sequence[bool]:
+        see_guards(entries)
+        return [True] * len(entries) if choose is None else choose(entries)
+
+    options = Options.parse(given, arguments.get("mode"))
+    wants_replay = options.replay or options.bundle is not None
+    if not wants_replay or options.verify or not CAN_REPLAY:
+        return None, dict(arguments)
+    return ModelReplay(options), {**arguments, "options": {**given, "guard_filter_fn": choose_and_see}}

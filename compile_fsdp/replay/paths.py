@@ -1,0 +1,129 @@
+"""What a graph reads beside its inputs, by the way that Dynamo has come to it.
+
+Dynamo calls each object that it guards by a Python expression, such as `L['self']._modules['0'].training`: `L` has the
+local variables of the traced frame, `G` its globals. The expressions of a graph share most of their beginnings, so they
+are kept as one table of steps.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from operator import getitem
+from typing import Any, NamedTuple
+
+from compile_fsdp.errors import NotPortableError
+
+Scope = Mapping[str, Mapping[str, Any]]
+
+
+class Access(NamedTuple):
+    """One step to an object.
+
+    Attributes:
+        kind: "root" for a variable, "attribute", "item", "key" and "value" (of a dict, by position), "type",
+            "variables" (its `__dict__`), "call" (of a weak reference).
+        parent: Position in the table of the object that it is a step from; -1 for a root.
+        key: The name, index or position; None where there is none.
+    """
+
+    kind: str
+    parent: int
+    key: Any
+
+
+# How each kind of step is taken.
+STEPS: dict[str, Any] = {
+    "attribute": getattr,
+    "item": getitem,
+    "key": lambda mapping, position: list(mapping)[position],
+    "value": lambda mapping, position: list(mapping.values())[position],
+    "type": lambda value, _: type(value),
+    "variables": lambda value, _: vars(value),
+    "call": lambda value, _: value(),
+}
+
+
+_TEXTS = {"attribute": ".{}", "item": "[{!r}]", "key": ".keys()[{}]", "value": ".values()[{}]", "call": "()"}
+
+
+class Paths:
+    """A table of steps.
+
+    Attributes:
+        accesses: The steps; each comes after the one that it starts from.
+    """
+
+    def __init__(self) -> None:
+        self.accesses: list[Access] = []
+        self._positions: dict[Access, int] = {}
+
+    def __getstate__(self) -> list[Access]:
+        return self.accesses
+
+    def __setstate__(self, accesses: list[Access]) -> None:
+        self.accesses = accesses
+        self._positions = {access: position for position, access in enumerate(accesses)}
+
+    def add(self, expression: str) -> int:
+        """The position of the object that an expression stands for.
+
+        Raises:
+            NotPortableError: the expression has a step of a kind that is not known here.
+        """
+        return self._add(ast.parse(expression, mode="eval").body, expression)
+
+    def values(self, scope: Scope) -> list[Any]:
+        """All objects of the table.
+
+        Args:
+            scope: The local variables as "L", the globals as "G".
+        Raises:
+            LookupError, AttributeError, TypeError: there is no such object.
+        """
+        values: list[Any] = []
+        for kind, parent, key in self.accesses:
+            values.append(scope[key[0]][key[1]] if kind == "root" else STEPS[kind](values[parent], key))
+        return values
+
+    def name(self, position: int) -> str:
+        """The expression of an object, for messages."""
+        kind, parent, key = self.accesses[position]
+        if kind == "root":
+            return str(key[1])
+        return self.name(parent) + _TEXTS.get(kind, f".{kind}").format(key)
+
+    def roots(self) -> list[tuple[str, str]]:
+        """By position, from which variable the object is reached."""
+        roots: list[tuple[str, str]] = []
+        for access in self.accesses:
+            roots.append(access.key if access.kind == "root" else roots[access.parent])
+        return roots
+
+    def _add(self, node: ast.expr, whole: str) -> int:
+        match node:
+            case ast.Subscript(ast.Name("L" | "G" as scope), ast.Constant(str(name))):
+                return self._position(Access("root", -1, (scope, name)))
+            case ast.Subscript(ast.Call(ast.Name("list"), [ast.Call(ast.Attribute(ast.Name("dict"), "keys"), [of])])):
+                return self._position(Access("key", self._add(of, whole), ast.literal_eval(node.slice)))
+            case ast.Subscript(value, ast.Subscript(ast.Call(ast.Name("list")), ast.Constant(int(position)))):
+                return self._position(Access("value", self._add(value, whole), position))
+            case ast.Subscript(value, ast.Constant() | ast.UnaryOp()):
+                return self._position(Access("item", self._add(value, whole), ast.literal_eval(node.slice)))
+            case ast.Attribute(value, "__dict__"):
+                return self._position(Access("variables", self._add(value, whole), None))
+            case ast.Attribute(value, name):
+                return self._position(Access("attribute", self._add(value, whole), name))
+            case ast.Call(ast.Name("type"), [value]):
+                return self._position(Access("type", self._add(value, whole), None))
+            case ast.Call(ast.Name("dict"), [value]):  # a copy of what is only looked into
+                return self._add(value, whole)
+            case ast.Call(value, []):
+                return self._position(Access("call", self._add(value, whole), None))
+        raise NotPortableError(f"the graph depends on {whole}")
+
+    def _position(self, access: Access) -> int:
+        if access not in self._positions:
+            self._positions[access] = len(self.accesses)
+            self.accesses.append(access)
+        return self._positions[access]

@@ -1,0 +1,97 @@
+"""The code that Dynamo runs in place of a frame that it has traced, in a form that other processes can run."""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import importlib
+import marshal
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import CellType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+from compile_fsdp.errors import NotPortableError
+from compile_fsdp.replay.words import class_name
+
+# Dynamo's name of the compiled graph in the code begins so.
+_GRAPH = "__compiled_fn_"
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Code, and what its globals refer to.
+
+    Attributes:
+        code: The code object, marshalled.
+        variables: By name, the kind of each global, and what it is: ("graph", None), ("builtins", None), ("module",
+            name), ("object", (module, qualified name)) or ("value", value).
+    """
+
+    code: bytes
+    variables: Mapping[str, tuple[str, Any]]
+
+    @classmethod
+    def record(cls, code: CodeType, variables: Mapping[str, Any], also: Iterable[str]) -> Program:
+        """Describe the code.
+
+        Args:
+            code: What Dynamo has made.
+            variables: The globals of the frame.
+            also: Names of globals that conditions refer to.
+        Raises:
+            NotPortableError: a global can be found in this process only.
+        """
+        used = {each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"} | set(also)
+        described = {name: _describe(name, variables[name]) for name in sorted(used) if name in variables}
+        try:
+            return cls(marshal.dumps(code), described)
+        except ValueError as error:
+            raise NotPortableError(f"the compiled code has a constant that is an object: {error}") from error
+
+    def globals(self, graph: Callable[..., Any] | None) -> dict[str, Any]:
+        """The globals, in this process."""
+        found: dict[str, Any] = {"__builtins__": builtins}
+        for name, (kind, what) in self.variables.items():
+            found[name] = graph if kind == "graph" else _find(kind, what)
+        return found
+
+    def bind(self, variables: dict[str, Any], closure: tuple[CellType, ...] | None = None) -> Callable[..., Any]:
+        """The code as a function of the traced frame's arguments."""
+        return FunctionType(marshal.loads(self.code), variables, closure=closure)
+
+
+def _describe(name: str, value: Any) -> tuple[str, Any]:
+    if name.startswith(_GRAPH):
+        return "graph", None
+    if value is vars(builtins):
+        return "builtins", None
+    if isinstance(value, ModuleType):
+        return "module", value.__name__
+    if isinstance(value, (type, FunctionType)):
+        where = (value.__module__, value.__qualname__)
+        if "<locals>" not in value.__qualname__ and _find("object", where) is value:
+            return "object", where
+    if _is_plain(value):
+        return "value", value
+    raise NotPortableError(f"the compiled code uses {name}, an object of class {class_name(type(value))}")
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return isinstance(value, (type(None), bool, int, float, str))
+
+
+def _find(kind: str, what: Any) -> Any:
+    if kind == "builtins":
+        return vars(builtins)
+    if kind == "module":
+        return importlib.import_module(what)
+    if kind == "object":
+        module, qualname = what
+        found: Any = importlib.import_module(module)
+        for name in qualname.split("."):
+            found = getattr(found, name)
+        return found
+    return what

@@ -1,0 +1,122 @@
+"""Take note of a frame while Dynamo and the backend compile it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import CodeType
+from typing import Any
+
+from compile_fsdp.errors import NotPortableError
+from compile_fsdp.replay.conditions import Conditions
+from compile_fsdp.replay.paths import Scope
+from compile_fsdp.replay.program import Program
+from compile_fsdp.replay.sources import Sources
+from compile_fsdp.reports import GraphReport
+from compile_fsdp.torch_compat.dynamo import GuardFact, guard_facts, on_bytecode
+from compile_fsdp.torch_compat.global_state import GlobalState
+
+
+class FrameRecord:
+    """What was seen of one frame.
+
+    Attributes:
+        code: The frame's own code.
+        scope: Its variables, until its guards were seen.
+        dropped: Names of local variables whose conditions hold by the way in which the frame is run again.
+        graphs: How many graphs were compiled for it.
+        graph: The compiled graph, as the backend has returned it.
+        stored: Returns the compiled graph in a form that can be stored; None if there is none.
+        reports: What the passes have reported of it.
+        problem: Why the frame cannot be run again without tracing; None if it can.
+    """
+
+    def __init__(self, code: CodeType, scope: Scope, dropped: Callable[[GuardFact], bool]) -> None:
+        self.code = code
+        self.scope: Scope | None = scope
+        self.dropped = dropped
+        self.graphs = 0
+        self.graph: Any = None
+        self.stored: Callable[[], Any] | None = None
+        self.reports: Sequence[GraphReport] = ()
+        self.problem: str | None = None
+        self._variables = scope["G"]
+        self._state = GlobalState()  # now: Dynamo changes it while it traces
+        self._sources = Sources()
+        self._conditions: Conditions | None = None
+        self._new_code: CodeType | None = None
+
+    def see_compiled(self, stored: Callable[[], Any] | None, reports: Sequence[GraphReport]) -> None:
+        """The inner backend has compiled a graph."""
+        self.stored, self.reports = stored, reports
+
+    def see_graph(self, graph: Any) -> None:
+        """The backend returns a compiled graph to Dynamo."""
+        self.graphs += 1
+        self.graph = graph
+        self._sources.add_traced_code()
+
+    def see_guards(self, entries: Sequence[Any]) -> None:
+        """Dynamo guards the graph."""
+        facts = [fact for fact in guard_facts(entries) if not self.dropped(fact)]
+        scope, self.scope = self.scope, None
+        if scope is None:
+            return  # of another frame: there is more than one graph
+        try:
+            self._conditions = Conditions(facts, scope, self._state)
+        except Exception as error:  # whatever cannot be noted, the graph itself is right
+            self.problem = str(error)
+
+    def see_code(self, old: CodeType, new: CodeType) -> None:
+        """Dynamo runs other code in place of the frame's."""
+        if old is self.code:
+            self._new_code = new
+
+    def finish(self) -> tuple[Conditions, Program, Sources]:
+        """What is needed to run the frame again.
+
+        Raises:
+            NotPortableError: it cannot be run again without tracing.
+        """
+        if self.problem is not None:
+            raise NotPortableError(self.problem)
+        if self._conditions is None or self._new_code is None or self.graphs != 1:
+            raise NotPortableError(f"it was compiled as {self.graphs} graphs")
+        if (problem := self._sources.problem) is not None:
+            raise NotPortableError(problem)
+        names = (key[1] for kind, _, key in self._conditions.paths.accesses if kind == "root" and key[0] == "G")
+        return self._conditions, Program.record(self._new_code, self._variables, names), self._sources
+
+
+class _Current(threading.local):
+    frame: FrameRecord | None = None
+
+
+_current = _Current()
+
+
+@contextmanager
+def recording(frame: FrameRecord | None) -> Iterator[None]:
+    """Within it, this thread takes note of one frame; of none with None."""
+    outer, _current.frame = _current.frame, frame
+    try:
+        if frame is None:
+            yield
+        else:
+            with on_bytecode(frame.see_code):
+                yield
+    finally:
+        _current.frame = outer
+
+
+def current() -> FrameRecord | None:
+    """The frame that is taken note of now."""
+    return _current.frame
+
+
+def see_guards(entries: Sequence[Any]) -> list[bool]:
+    """Dynamo's option `guard_filter_fn`: takes note of all guards, and keeps them."""
+    if _current.frame is not None:
+        _current.frame.see_guards(entries)
+    return [True] * len(entries)

@@ -1,0 +1,163 @@
+"""A traced step as it is kept: plain data, which is bound to a model's graphs to run again."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from types import CellType
+from typing import Any
+
+from compile_fsdp.backend.backward import BackwardCompiler
+from compile_fsdp.backend.boundary import ForwardGraph
+from compile_fsdp.backend.prefill import UnshardBeforeRun
+from compile_fsdp.errors import NotPortableError
+from compile_fsdp.options import Options
+from compile_fsdp.replay.backward import BackwardFrame, BackwardRecord, GraphReplay, Place
+from compile_fsdp.replay.conditions import Conditions
+from compile_fsdp.replay.frames import Frame
+from compile_fsdp.replay.program import Program
+from compile_fsdp.replay.recording import FrameRecord
+from compile_fsdp.replay.sources import Sources
+from compile_fsdp.reports import GraphReport, record
+from compile_fsdp.torch_compat.inductor import load_graph
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFrame:
+    """What both halves of a step have.
+
+    Attributes:
+        conditions: When its code is right.
+        program: Its code.
+        sources: The files that its code comes from.
+        graph: The compiled graph, pickled; empty if it is not to leave this process.
+        reports: What the passes have reported of it.
+    """
+
+    conditions: Conditions
+    program: Program
+    sources: Sources
+    graph: bytes
+    reports: tuple[GraphReport, ...]
+
+    @classmethod
+    def of(cls, frame: FrameRecord, with_graph: bool) -> StoredFrame:
+        """Keep what was noted of a frame.
+
+        Raises:
+            NotPortableError: it cannot be kept.
+        """
+        conditions, program, sources = frame.finish()
+        graph = _pickle(frame.stored) if with_graph else b""
+        return cls(conditions, program, sources, graph, tuple(frame.reports))
+
+    def load(self) -> Callable[[list[Any]], Any]:
+        """The compiled graph, which takes its inputs as a list that it empties."""
+        for report in self.reports:
+            record(replace(report, cached=True))
+        return load_graph(pickle.loads(self.graph))
+
+    def bind(
+        self, graph: Callable[..., Any], closure: tuple[CellType, ...] | None, inputs: frozenset[str]
+    ) -> Frame:
+        """The frame, with a compiled graph.
+
+        Args:
+            graph: The graph.
+            closure: What the traced frame closes over.
+            inputs: Names of arguments that are other objects in each step.
+        """
+        variables = self.program.globals(graph)
+        return Frame(self.program.bind(variables, closure), self.conditions, variables, inputs)
+
+
+def _pickle(store: Callable[[], Any] | None) -> bytes:
+    if store is None or (stored := store()) is None:
+        raise NotPortableError("its graph cannot be stored")
+    try:
+        return pickle.dumps(stored)
+    except Exception as error:  # whatever the classes in it raise
+        raise NotPortableError(f"its graph cannot be stored: {type(error).__name__}: {error}") from error
+
+
+# What a forward graph has that is plain data.
+_PLAIN = ("managed", "read", "whole", "pre_backward_elsewhere", "left_unsharded", "backward_prefetch", "hooks")
+assert set(_PLAIN) < {field.name for field in fields(ForwardGraph)}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredStep:
+    """A forward and its backward.
+
+    Attributes:
+        forward: The forward.
+        graph: What its `ForwardGraph` has, by name.
+        backward: The backward.
+        places: Where each input of the backward is in the forward.
+        outputs: How many outputs of the forward have a gradient.
+        accumulated: Which leaves of the forward's autograd graph have a gradient before.
+        unfilled: Positions of inputs of the backward whose groups are gathered before it runs.
+    """
+
+    forward: StoredFrame
+    graph: dict[str, Any]
+    backward: StoredFrame
+    places: tuple[Place, ...]
+    outputs: int
+    accumulated: tuple[bool, ...]
+    unfilled: tuple[int, ...]
+
+    @classmethod
+    def of(cls, forward: FrameRecord, backward: BackwardRecord, with_graphs: bool) -> StoredStep:
+        """Keep what was noted of a step.
+
+        Args:
+            forward: Of its forward.
+            backward: Of its backward.
+            with_graphs: Whether it is to leave this process.
+        Raises:
+            NotPortableError: it cannot be kept.
+        """
+        if backward.problem is not None or backward.frame is None:
+            raise NotPortableError(backward.problem or "its backward was not traced")
+        return cls(
+            forward=StoredFrame.of(forward, with_graphs),
+            graph={name: getattr(forward.graph, name) for name in _PLAIN},
+            backward=StoredFrame.of(backward.frame, with_graphs),
+            places=tuple(backward.places),
+            outputs=backward.outputs,
+            accumulated=tuple(backward.accumulated),
+            unfilled=tuple(backward.unfilled),
+        )
+
+    def load_forward(self, options: Options) -> ForwardGraph:
+        """The forward's graph, and the backward behind it."""
+        run = self.forward.load()
+        graph = ForwardGraph(
+            run=lambda *inputs: run(list(inputs)),
+            compile_backward=BackwardCompiler(options, self.graph["hooks"]),
+            replay=GraphReplay(),
+            **self.graph,
+        )
+        graph.replay.backward = self.bind_backward(self._load_backward())
+        return graph
+
+    def _load_backward(self) -> Callable[..., Any]:
+        run = self.backward.load()
+
+        def run_list(inputs: list[Any], *others: Any) -> Any:
+            flat = [*inputs, *others]
+            inputs.clear()
+            return run(flat)
+
+        return UnshardBeforeRun(run_list, self.unfilled) if self.unfilled else run_list
+
+    def bind_forward(self, graph: ForwardGraph, closure: Sequence[CellType]) -> Frame:
+        """The model's frame."""
+        return self.forward.bind(graph, tuple(closure), frozenset({"args", "kwargs"}))
+
+    def bind_backward(self, graph: Callable[..., Any]) -> BackwardFrame:
+        """The backward's frame."""
+        frame = self.backward.bind(graph, None, frozenset({"inputs"}))
+        return BackwardFrame(frame, self.places, self.outputs, self.accumulated)

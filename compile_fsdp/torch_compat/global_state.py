@@ -1,0 +1,47 @@
+"""torch's global state, as far as a traced graph depends on it."""
+
+from __future__ import annotations
+
+import torch
+from torch._C._dynamo.guards import GlobalStateGuard
+from torch.utils import _python_dispatch
+
+from compile_fsdp.torch_compat.declarations import needs
+
+
+@needs(
+    "torch._C._len_torch_function_stack",
+    "torch._C._autograd._top_saved_tensors_default_hooks",
+    "torch.utils._python_dispatch._len_torch_dispatch_stack",
+)
+def _modes() -> tuple[object, ...]:
+    # Modes, the default device's among them, and hooks are code: a graph that is to be kept is traced with as many.
+    return (
+        torch.is_inference_mode_enabled(),
+        torch._C._len_torch_function_stack(),
+        _python_dispatch._len_torch_dispatch_stack(),  # type: ignore[attr-defined]
+        torch._C._autograd._top_saved_tensors_default_hooks(True) is None,
+    )
+
+
+class GlobalState:
+    """The state at one time, to compare with that of other times and processes. (2.13.0)
+
+    Attributes:
+        guard: Dynamo's own: gradients, autocasting, deterministic algorithms, threads, how matrices are multiplied.
+        modes: See `_modes`.
+    """
+
+    def __init__(self) -> None:
+        self.guard = GlobalStateGuard()
+        self.modes = _modes()
+
+    def has_changed(self) -> bool:
+        """Whether the state is now another one."""
+        return not self.guard.check() or _modes() != self.modes
+
+    def difference(self) -> str:
+        """What is different now."""
+        if not self.guard.check():
+            return str(self.guard.reason()).strip()
+        return f"modes {_modes()}, and were {self.modes}"

@@ -1,0 +1,322 @@
+"""A process that has a bundle traces nothing; a bundle that does not fit, or is damaged, is refused by name."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.utils
+from torch import nn
+
+import compile_fsdp
+from compile_fsdp import Options
+from compile_fsdp.errors import NotPortableError, UnknownOptionError
+from compile_fsdp.replay import bundle
+from helpers.models.replays import count_replays
+from helpers.ranks.fake_world import fake_world
+from helpers.ranks.pools import run_ranks
+from helpers.releases.skip import skip_before
+
+
+@pytest.fixture(autouse=True)
+def _replays() -> None:
+    skip_before("2.13")
+
+
+_STEP = """
+import json, logging, sys
+import torch
+from torch import nn
+import torch._dynamo.utils
+from torch.distributed.device_mesh import init_device_mesh
+
+import compile_fsdp
+from helpers.models.replays import count_replays
+from helpers.ranks.fake_world import fake_world
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 6)
+        self.outer = nn.Linear(6, 4)
+
+    def forward(self, x):
+        return x + self.outer(torch.relu(self.inner(x)))
+
+logging.basicConfig(level=logging.WARNING, stream=sys.stdout)
+path, rank = json.loads(sys.argv[1])
+with fake_world(4, rank):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = nn.Sequential(Block(), Block(), nn.Linear(4, 1))
+    for module in (*model[:2], model):
+        compile_fsdp.fully_shard(module, mesh=mesh)
+    model.compile(backend="compile_fsdp", fullgraph=True, options={"bundle": path})
+    for _ in range(2):
+        model(torch.ones(3, 4)).square().mean().backward()
+    counters = torch._dynamo.utils.counters
+    print(json.dumps({
+        "replays": count_replays(model),
+        "graphs": counters["stats"]["unique_graphs"],
+        "captures": counters["compiled_autograd"]["captures"],
+        "reports": [(report.direction, report.cached) for report in compile_fsdp.reports()],
+    }))
+"""
+
+
+def _start(path: Path, rank: int) -> tuple[dict[str, Any], str]:
+    """What a fresh process on one rank of four says of its steps, and what it has logged."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    command = [sys.executable, "-c", _STEP, json.dumps([str(path), rank])]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    *log, result = done.stdout.splitlines()
+    return json.loads(result), "\n".join(log)
+
+
+def test_another_rank_in_another_process_traces_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "step.bundle"
+    made, log = _start(path, rank=0)
+    assert "there is none yet" in log
+    assert made == {
+        "replays": [1, 1],
+        "graphs": 2,
+        "captures": 1,
+        "reports": [["forward", False], ["backward", False]],
+    }
+    content = path.read_bytes()
+    read, log = _start(path, rank=3)
+    assert log == ""
+    assert read == {"replays": [2, 2], "graphs": 0, "captures": 0, "reports": [["forward", True], ["backward", True]]}
+    assert path.read_bytes() == content
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("offset", torch.ones(width))
+        self.scale = 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x)) * self.scale + self.offset
+
+
+class _OtherBlock(_Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x)) * self.scale - self.offset
+
+
+def _model(path: Path | None, block: type[_Block] = _Block, blocks: int = 2, width: int = 4, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(block(width) for _ in range(blocks)))
+    for module in (*model, model):
+        compile_fsdp.fully_shard(module)
+    given = options if path is None else {"bundle": str(path), **options}
+    model.compile(backend="compile_fsdp", fullgraph=True, options=given)
+    return model
+
+
+def _train(model: Any, batch: int = 3) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(batch, 4)).square().mean().backward()
+        optimizer.step()
+    return [parameter.full_tensor().detach() for parameter in model.parameters()]
+
+
+def _second_model(rank: int, folder: str) -> tuple[list[tuple[int, int]], list[int], bool]:
+    path = Path(folder, "step.bundle")
+    counters = torch._dynamo.utils.counters["stats"]
+    before = counters["unique_graphs"]
+    results, replays, graphs = [], [], []
+    for _ in range(2):
+        model = _model(path)
+        results.append(_train(model))
+        replays.append(count_replays(model))
+        graphs.append(counters["unique_graphs"] - before)
+    plain = _train(_model(None, replay=False))
+    return replays, graphs, all(map(torch.equal, results[1], plain)) and all(map(torch.equal, results[0], plain))
+
+
+def test_steps_from_a_bundle_are_right(tmp_path: Path) -> None:
+    for result in run_ranks(2, _second_model, str(tmp_path)):
+        assert result == ([(2, 2), (3, 3)], [2, 2], True)
+
+
+def _bytes(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    return lambda path: path.write_bytes(change(path.read_bytes())) and None
+
+
+def _fact(name: str) -> Callable[[Path], None]:
+    """Lets the head say that a bundle was made with something else."""
+
+    def change(content: bytes) -> bytes:
+        magic, head, body = content.split(b"\n", 2)
+        parsed = json.loads(head)
+        parsed["facts"][name] = "something else"
+        return b"\n".join((magic, json.dumps(parsed).encode(), body))
+
+    return _bytes(change)
+
+
+_FACTS = (
+    *("torch", "python", "processor", "code of compile_fsdp", "options", "settings of Inductor"),
+    *("parameters", "buffers", "modules", "code of the modules"),
+)
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (lambda path: path.unlink(), "none yet"),
+        (_bytes(lambda content: b""), "no bundle"),
+        (_bytes(lambda content: b"PK" + content), "no bundle"),
+        (_bytes(lambda content: content.replace(b"bundle 1", b"bundle 2", 1)), "another version"),
+        (_bytes(lambda content: content[:40]), "first lines are damaged"),
+        (_bytes(lambda content: content.replace(b'"sha256"', b'"sha255"', 1)), "first lines are damaged"),
+        (_bytes(lambda content: content[:-1]), "damaged"),
+        (_bytes(lambda content: content + b"."), "damaged"),
+        (_bytes(lambda content: content[:-9] + b"!" + content[-8:]), "damaged"),
+        (lambda path: path.chmod(0o606), "everybody may write"),
+        *((_fact(name), f"other {name}") for name in _FACTS),
+    ],
+)
+def test_a_damaged_bundle_is_refused_by_name(
+    damage: Callable[[Path], None], named: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "step.bundle"
+    facts = dict.fromkeys(_FACTS, "this")
+    bundle.write(path, facts, {"a": 1})
+    assert bundle.read(path, facts)[0] == {"a": 1}
+    damage(path)
+    with pytest.raises(NotPortableError, match=named):
+        bundle.read(path, facts)
+
+
+def test_a_bundle_of_another_user_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "step.bundle"
+    bundle.write(path, {}, None)
+    if os.getuid() != 0:
+        pytest.skip("only root can give files away")
+    os.chown(path, 12345, -1)
+    with pytest.raises(NotPortableError, match="another user"):
+        bundle.read(path, {})
+
+
+def test_what_cannot_be_unpickled_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "step.bundle"
+    bundle.write(path, {}, _Gone())
+    name, module = _Gone.__name__, sys.modules[__name__]
+    gone = getattr(module, name)
+    delattr(module, name)
+    try:
+        with pytest.raises(NotPortableError, match="cannot be read: AttributeError"):
+            bundle.read(path, {})
+    finally:
+        setattr(module, name, gone)
+
+
+class _Gone:
+    pass
+
+
+def test_facts_differ_with_what_a_step_depends_on() -> None:
+    with fake_world(2):
+        made = bundle.make_facts(_model(None), Options())
+        others = {
+            "parameters": _model(None, blocks=3),
+            "buffers": _model(None, width=1),
+            "modules": _model(None, block=_OtherBlock),
+            "code of the modules": _model(None, block=_OtherBlock),
+        }
+        for name, model in others.items():
+            assert bundle.make_facts(model, Options())[name] != made[name], name
+        same = bundle.make_facts(_model(None), Options(bundle="elsewhere", progress=False))
+        assert same == made
+        assert bundle.make_facts(_model(None), Options(memory_budget=1))["options"] != made["options"]
+    with fake_world(4):
+        assert bundle.make_facts(_model(None), Options())["parameters"] != made["parameters"]
+
+
+def _refusals(rank: int, folder: str) -> list[str]:
+    """What is said of a bundle by models that it does not fit, in the first step of each."""
+    path = Path(folder, "step.bundle")
+    _train(_model(path))
+    content = path.read_bytes()
+    problems = []
+    for change, batch in ((_scale, 3), (_freeze, 3), (_add_hook, 3), (_do_nothing, 5)):
+        model = _model(path)
+        change(model)
+        with _logged() as messages:
+            model(torch.randn(batch, 4)).square().mean().backward()
+        problems.append(messages[0])
+        assert count_replays(model) == (0, 0)
+        path.write_bytes(content)
+    return problems
+
+
+@contextmanager
+def _logged() -> Iterator[list[str]]:
+    """The warnings of this package."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("compile_fsdp").addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logging.getLogger("compile_fsdp").removeHandler(handler)
+
+
+def _scale(model: Any) -> None:
+    model[1].scale = 3.0
+
+
+def _freeze(model: Any) -> None:
+    model[1].linear.bias.requires_grad_(False)
+
+
+def _add_hook(model: Any) -> None:
+    model[0].register_forward_hook(lambda module, args, output: output)
+
+
+def _do_nothing(model: Any) -> None:
+    pass
+
+
+def test_a_step_that_is_another_one_is_refused_by_name(tmp_path: Path) -> None:
+    (problems,) = run_ranks(1, _refusals, str(tmp_path))
+    for problem, named in zip(problems, ("scale", "parameters", "_forward_hooks", "args[0]"), strict=True):
+        assert named in problem
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"bundle": 3}, {"bundle": "x", "verify": True}, {"bundle": "x", "inner_backend": "eager"}, {"replay": "yes"}],
+)
+def test_options_that_do_not_go_together(given: dict[str, Any]) -> None:
+    with pytest.raises(UnknownOptionError, match=r"bundle|replay"):
+        Options.parse(given)
+
+
+def _unwritable(rank: int, folder: str) -> tuple[tuple[int, int], bool]:
+    path = Path(folder, "file", "step.bundle")
+    path.parent.write_text("no folder")
+    model = _model(path)
+    _train(model)
+    return count_replays(model), path.exists()
+
+
+def test_a_bundle_that_cannot_be_written_costs_nothing_else(tmp_path: Path) -> None:
+    assert run_ranks(1, _unwritable, str(tmp_path)) == [((2, 2), False)]
