@@ -90,10 +90,9 @@ def share_problem(sequence: CollectiveSequence, what: str, problem: str, limit_s
     Raises:
         RankMissingError: a rank does not come within the limit.
     """
-    with _Meeting(what, limit_s, shown=False) as meeting:
-        for name, group in _real_groups(sequence.groups):
-            problem = meeting.decide(group, name, problem, lambda problems: next(filter(None, problems), ""))
-    return problem
+    return _decide_in_turn(
+        sequence.groups, what, problem, limit_s, lambda problems: next(filter(None, problems), "")
+    )
 
 
 def share_choice(names: Collection[str], what: str, choice: str, limit_s: float) -> str:
@@ -112,13 +111,20 @@ def share_choice(names: Collection[str], what: str, choice: str, limit_s: float)
 
     def judge(choices: Sequence[str]) -> str:
         without = next((each for each in choices if not each.startswith("=")), None)
-        return without or ("" if len(set(choices)) == 1 else "the ranks have different ones")
+        return without or (choices[0] if len(set(choices)) == 1 else "the ranks have different ones")
 
+    choice = _decide_in_turn(names, what, choice, limit_s, judge)
+    return "" if choice.startswith("=") else choice
+
+
+def _decide_in_turn(
+    names: Collection[str], what: str, own: str, limit_s: float, judge: Callable[[Sequence[str]], str]
+) -> str:
+    """What becomes of this rank's text when one process group after the other decides."""
     with _Meeting(what, limit_s, shown=False) as meeting:
         for name, group in _real_groups(names):
-            problem = meeting.decide(group, name, choice, judge)
-            choice = problem or choice
-    return "" if choice.startswith("=") else choice
+            own = meeting.decide(group, name, own, judge)
+    return own
 
 
 def _real_groups(names: Collection[str]) -> Iterator[tuple[str, dist.ProcessGroup]]:

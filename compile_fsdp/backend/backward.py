@@ -89,7 +89,8 @@ class BackwardCompiler:
         # Not the module itself: its handling of an exception would be compiled too, and fail with another one.
         # And a copy, since what Dynamo keeps with code and globals would live as long as the captured graph.
         forward = FunctionType(captured.forward.__code__.replace(), dict(captured.forward.__globals__))
-        compiled = compile_for_many(MethodType(forward, captured), weak_callable(self._compile_traced), see_guards)
+        method, backend = MethodType(forward, captured), weak_callable(self._compile_traced)
+        compiled = compile_for_many(method, backend, see_guards if self.record is not None else None)
         is_traced = False
 
         def run(inputs: list[Any], sizes: Any, scalars: Any, hooks: list[Any], *rest: Any) -> Any:

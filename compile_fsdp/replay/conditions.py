@@ -276,49 +276,38 @@ def _is_same(value: Any, other: Any) -> bool:
 
 
 class _Contents:
-    """What of an object may change while it stays the same object: lengths, keys, attributes, sizes of a tensor."""
+    """What of an object may change while it stays the same object: lengths, keys, attributes, sizes of a tensor.
+
+    Attributes:
+        looks: A function, the columns of its arguments, and what it has returned for each row of them.
+    """
 
     def __init__(self, conditions: Sequence[Condition], values: Sequence[Any]) -> None:
         def of(*kinds: str) -> tuple[list[Any], list[Any]]:
             chosen = [c for c in conditions if c.kind in kinds]
             return [values[c.position] for c in chosen], [c.argument for c in chosen]
 
-        self._sized, _ = of("SEQUENCE_LENGTH", "EMPTY_NN_MODULE_HOOKS_DICT")
-        self._lengths = list(map(len, self._sized))
-        self._keyed, _ = of("DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK")
-        self._keys = list(map(list, self._keyed))
+        sized, _ = of("SEQUENCE_LENGTH", "EMPTY_NN_MODULE_HOOKS_DICT")
         objects, names = of("NOT_PRESENT_IN_GENERIC_DICT")
         containers, keys = of("DICT_CONTAINS", "DICT_NOT_CONTAINS")
-        self._containers, self._asked = [*map(_variables, objects), *containers], [*names, *keys]
-        self._contained = list(map(contains, self._containers, self._asked))
-        self._holders, self._attributes = of("HASATTR")
-        self._held = list(map(hasattr, self._holders, self._attributes))
-        self._tensors, _ = of("TENSOR_MATCH")
-        self._metadata = list(map(_METADATA, self._tensors))
-        self._strides = list(map(torch.Tensor.stride, self._tensors))
-        self._typed, _ = of("TYPE_MATCH")
-        self._types = list(map(type, self._typed))
+        typed, _ = of("TYPE_MATCH")
+        keyed, _ = of("DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK")
         functions, _ = of("CLOSURE_MATCH", "FUNCTION_MATCH")
-        self._functions = [each for each in functions if isinstance(each, FunctionType)]
-        self._codes = list(map(_CODE, self._functions))
-        described, _ = of("CONSTANT_MATCH", "EQUALS_MATCH")
-        self._containers_of_constants = [each for each in described if isinstance(each, (list, set, dict))]
-        self._constants = list(map(describe, self._containers_of_constants))
+        tensors, _ = of("TENSOR_MATCH")
+        constants, _ = of("CONSTANT_MATCH", "EQUALS_MATCH")
+        columns: list[tuple[Callable[..., Any], tuple[list[Any], ...]]] = [
+            (len, (sized,)),
+            (contains, ([*map(_variables, objects), *containers], [*names, *keys])),
+            (type, (typed,)),
+            (list, (keyed,)),
+            (hasattr, of("HASATTR")),
+            (attrgetter("__code__"), ([each for each in functions if isinstance(each, FunctionType)],)),
+            (attrgetter("requires_grad", "dtype", "shape", "device"), (tensors,)),
+            (torch.Tensor.stride, (tensors,)),
+            (describe, ([each for each in constants if isinstance(each, (list, set, dict))],)),
+        ]
+        self.looks = [(look, given, list(map(look, *given))) for look, given in columns]
 
     def hold(self) -> bool:
         """Whether all of it is as it was."""
-        return (
-            list(map(len, self._sized)) == self._lengths
-            and list(map(contains, self._containers, self._asked)) == self._contained
-            and list(map(type, self._typed)) == self._types
-            and list(map(list, self._keyed)) == self._keys
-            and list(map(hasattr, self._holders, self._attributes)) == self._held
-            and list(map(_CODE, self._functions)) == self._codes
-            and list(map(_METADATA, self._tensors)) == self._metadata
-            and list(map(torch.Tensor.stride, self._tensors)) == self._strides
-            and list(map(describe, self._containers_of_constants)) == self._constants
-        )
-
-
-_CODE = attrgetter("__code__")
-_METADATA = attrgetter("requires_grad", "dtype", "shape", "device")
+        return all(list(map(look, *given)) == found for look, given, found in self.looks)

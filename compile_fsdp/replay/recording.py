@@ -24,7 +24,7 @@ class FrameRecord:
     Attributes:
         code: The frame's own code.
         scope: Its variables, until its guards were seen.
-        dropped: Names of local variables whose conditions hold by the way in which the frame is run again.
+        dropped: Which guards hold by the way in which the frame is run again.
         graphs: How many graphs were compiled for it.
         graph: The compiled graph, as the backend has returned it.
         stored: Returns the compiled graph in a form that can be stored; None if there is none.

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import torch
 
+import compile_fsdp
 from compile_fsdp.torch_compat.dynamo import traced_code
 
 # What the versions of torch and of this project stand for.
-_KNOWN = tuple(str(Path(file).parent.absolute()) + os.sep for file in (torch.__file__, Path(__file__).parent))
+_KNOWN = tuple(str(Path(file).parent.absolute()) + os.sep for file in (torch.__file__, compile_fsdp.__file__))
 
 
 class Sources:

@@ -96,10 +96,17 @@ def lookup_backend(name: str) -> Callable[..., Any]:
 
 
 def compile_for_many(
-    function: Callable[..., Any], backend: Callable[..., Any], see_guards: Callable[[Sequence[Any]], Sequence[bool]]
+    function: Callable[..., Any],
+    backend: Callable[..., Any],
+    filter_guards: Callable[[Sequence[Any]], Sequence[bool]] | None,
 ) -> Callable[..., Any]:
-    """torch.compile without graph breaks, of a function that many modules share, each with its own graph. (2.13.0)"""
-    arguments: dict[str, Any] = {"fullgraph": True, "backend": backend, "options": {"guard_filter_fn": see_guards}}
+    """torch.compile without graph breaks, of a function that many modules share, each with its own graph. (2.13.0)
+
+    With a filter Dynamo looks up the object of every guard once more.
+    """
+    arguments: dict[str, Any] = {"fullgraph": True, "backend": backend}
+    if filter_guards is not None:
+        arguments["options"] = {"guard_filter_fn": filter_guards}
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         arguments["recompile_limit"] = 1000
     compiled: Callable[..., Any] = torch.compile(function, **arguments)

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from helpers.ranks.fresh import run_fresh
+
 _STEP = """
 import dataclasses, json, sys
 import torch
-from torch import nn
 import torch._dynamo.utils
-from torch.distributed.device_mesh import init_device_mesh
 
 import compile_fsdp
+from helpers.models import hybrid
 from helpers.ranks.fake_world import fake_world
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(4, 6)
-        self.outer = nn.Linear(6, 4)
-
+class Block(hybrid.Block):
     def forward(self, x):
         return x + self.outer(self.inner(x).where(x.new_ones(()) > 0, torch.rand(())))
 
@@ -37,10 +29,7 @@ with fake_world(4, rank):
         torch._dynamo.utils.counters.clear()
         for _ in range(3):
             torch.distributed.new_group([0, 1, 2, 3])
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = nn.Sequential(Block(), Block(), nn.Linear(4, 1))
-    for module in (*model[:2], model):
-        compile_fsdp.fully_shard(module, mesh=mesh)
+    model = hybrid.build_hybrid(Block)
     model.compile(backend="compile_fsdp", fullgraph=True)
     model(torch.ones(3, 4)).square().mean().backward()
     counters = torch._dynamo.utils.counters
@@ -54,16 +43,8 @@ with fake_world(4, rank):
 
 def _run(cache: Path, rank: int, warm_up: bool = False) -> dict[str, Any]:
     """What one process on one rank of four has compiled, and what it took from the cache."""
-    tests = str(Path(__file__).parent.parent)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": tests,
-        "TORCHINDUCTOR_CACHE_DIR": str(cache),
-    }
-    command = [sys.executable, "-c", _STEP, json.dumps([warm_up, rank])]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    result: dict[str, Any]
+    result, _ = run_fresh(_STEP, warm_up, rank, TORCHINDUCTOR_CACHE_DIR=str(cache))
     return result
 
 

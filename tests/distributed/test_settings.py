@@ -9,17 +9,9 @@ import pytest
 import torch
 
 import compile_fsdp
+from helpers.models.global_settings import deterministic
 from helpers.parity.twins import Twins
 from helpers.ranks.pools import run_ranks
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @contextmanager

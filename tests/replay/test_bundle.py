@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from compile_fsdp.errors import NotPortableError, UnknownOptionError
 from compile_fsdp.replay import bundle
 from helpers.models.replays import count_replays
 from helpers.ranks.fake_world import fake_world
+from helpers.ranks.fresh import run_fresh
 from helpers.ranks.pools import run_ranks
 from helpers.releases.skip import skip_before
 
@@ -35,30 +35,17 @@ def _replays() -> None:
 _STEP = """
 import json, logging, sys
 import torch
-from torch import nn
 import torch._dynamo.utils
-from torch.distributed.device_mesh import init_device_mesh
 
 import compile_fsdp
+from helpers.models.hybrid import build_hybrid
 from helpers.models.replays import count_replays
 from helpers.ranks.fake_world import fake_world
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(4, 6)
-        self.outer = nn.Linear(6, 4)
-
-    def forward(self, x):
-        return x + self.outer(torch.relu(self.inner(x)))
 
 logging.basicConfig(level=logging.WARNING, stream=sys.stdout)
 path, rank = json.loads(sys.argv[1])
 with fake_world(4, rank):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = nn.Sequential(Block(), Block(), nn.Linear(4, 1))
-    for module in (*model[:2], model):
-        compile_fsdp.fully_shard(module, mesh=mesh)
+    model = build_hybrid()
     model.compile(backend="compile_fsdp", fullgraph=True, options={"bundle": path})
     for _ in range(2):
         model(torch.ones(3, 4)).square().mean().backward()
@@ -72,19 +59,9 @@ with fake_world(4, rank):
 """
 
 
-def _start(path: Path, rank: int) -> tuple[dict[str, Any], str]:
-    """What a fresh process on one rank of four says of its steps, and what it has logged."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-    command = [sys.executable, "-c", _STEP, json.dumps([str(path), rank])]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    *log, result = done.stdout.splitlines()
-    return json.loads(result), "\n".join(log)
-
-
 def test_another_rank_in_another_process_traces_nothing(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "step.bundle"
-    made, log = _start(path, rank=0)
+    made, log = run_fresh(_STEP, str(path), 0)
     assert "there is none yet" in log
     assert made == {
         "replays": [1, 1],
@@ -93,7 +70,7 @@ def test_another_rank_in_another_process_traces_nothing(tmp_path: Path) -> None:
         "reports": [["forward", False], ["backward", False]],
     }
     content = path.read_bytes()
-    read, log = _start(path, rank=3)
+    read, log = run_fresh(_STEP, str(path), 3)
     assert log == ""
     assert read == {"replays": [2, 2], "graphs": 0, "captures": 0, "reports": [["forward", True], ["backward", True]]}
     assert path.read_bytes() == content

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 import compile_fsdp
 from compile_fsdp.replay import conditions
+from helpers.models.global_settings import deterministic
 from helpers.models.replays import count_replays
 from helpers.ranks.pools import run_ranks
 from helpers.releases.skip import skip_before
@@ -200,16 +201,7 @@ def _autocast(step: _Step) -> None:
 
 
 def _deterministic(step: _Step) -> None:
-    step.around = _deterministically()
-
-
-@contextmanager
-def _deterministically() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+    step.around = deterministic()
 
 
 class _Mode(TorchFunctionMode):

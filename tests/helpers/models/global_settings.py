@@ -1,0 +1,18 @@
+"""Settings of torch for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Deterministic algorithms only."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
