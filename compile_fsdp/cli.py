@@ -7,7 +7,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from compile_fsdp.errors import EstimateError, ExplainError, PlanError, UnknownOptionError
+from compile_fsdp.errors import EstimateError, ExplainError, PlanError, ScriptError, UnknownOptionError
+from compile_fsdp.tools import precompile as precompile_command
 from compile_fsdp.tools.bench import command as bench_command
 from compile_fsdp.tools.explain import command as explain_command
 from compile_fsdp.tools.planning import command as planning_command
@@ -21,6 +22,7 @@ def build_parser() -> argparse.ArgumentParser:
     train_command.add_parser(subcommands)
     planning_command.add_parser(subcommands)
     explain_command.add_parser(subcommands)
+    precompile_command.add_parser(subcommands)
     bench_command.add_parser(subcommands)
     return parser
 
@@ -30,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         args.run(args)
-    except (EstimateError, ExplainError, PlanError, TrainError, UnknownOptionError) as error:
+    except (EstimateError, ExplainError, PlanError, ScriptError, TrainError, UnknownOptionError) as error:
         where = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
         message = str(error).partition("\n")[0]  # Dynamo appends advice on its own log settings
         print(f"compile-fsdp: error{where}: {message}", file=sys.stderr)

@@ -152,4 +152,8 @@ class OpDefinitionError(CompileFSDPError):
 
 
 class ExplainError(CompileFSDPError):
-    """A step cannot be explained: the number of ranks is missing or wrong, a script fails, or rich is not installed."""
+    """A step cannot be explained: the number of ranks is missing or wrong, or rich is not installed."""
+
+
+class ScriptError(CompileFSDPError):
+    """A command cannot run the user's script, or does not find in it what it is to work on."""

@@ -16,7 +16,8 @@ import platform
 import stat
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,47 @@ from compile_fsdp.replay.words import class_name, describe, hash_code
 from compile_fsdp.torch_compat.inductor import settings_hash
 
 _MAGIC = b"compile_fsdp bundle 1\n"
+
+
+class Outcomes(dict[Path, str]):
+    """What has become of each bundle in a folder that gets all of them.
+
+    Attributes:
+        folder: The folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+
+_outcomes: Outcomes | None = None
+
+
+@contextmanager
+def kept_in(folder: Path) -> Iterator[Outcomes]:
+    """Within it, the bundle of each model that is compiled is in a folder, with the name that its file was to have.
+
+    Args:
+        folder: It is made with the first bundle.
+    """
+    global _outcomes
+    outer, _outcomes = _outcomes, Outcomes(folder)
+    try:
+        yield _outcomes
+    finally:
+        _outcomes = outer
+
+
+def locate(asked: str) -> Path:
+    """Where the bundle is for which a model asks."""
+    return Path(asked) if _outcomes is None else _outcomes.folder / Path(asked).name
+
+
+def note(path: Path, outcome: str) -> None:
+    """Keep what has become of a bundle, if somebody wants to know."""
+    if _outcomes is not None:
+        _outcomes[path] = outcome
 
 
 def make_facts(model: nn.Module, options: Options) -> dict[str, str]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import CellType
 from typing import Any
 
@@ -69,7 +68,7 @@ class ModelReplay:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.path = None if options.bundle is None else Path(options.bundle)
+        self.path = None if options.bundle is None else bundle.locate(options.bundle)
         self.steps: list[Step] = []
         self._is_read = self.path is None
         self._facts: Mapping[str, Any] = {}
@@ -127,6 +126,7 @@ class ModelReplay:
         if path is not None and dist.get_rank() == 0:
             try:
                 bundle.write(path, self._facts, step)
+                bundle.note(path, "wrote")
             except OSError as error:
                 _log.warning("the bundle %s cannot be written: %s", path, error)
         assert backward.frame is not None
@@ -155,7 +155,8 @@ class ModelReplay:
         if problem:
             _log.warning("the bundle %s is not used, and made anew: %s", self.path, problem)
         else:
-            assert loaded is not None
+            assert loaded is not None and self.path is not None
+            bundle.note(self.path, "kept, since it fits:")
             self.path = None
             self.steps.append(loaded)
 

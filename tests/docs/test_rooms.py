@@ -33,6 +33,7 @@ VALUES = {
     "compile-fsdp bench",
     "compile-fsdp explain",
     "compile-fsdp plan",
+    "compile-fsdp precompile",
     "compile-fsdp train",
     "python -m compile_fsdp",
     "-O",

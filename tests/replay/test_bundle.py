@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -297,3 +298,54 @@ def _unwritable(rank: int, folder: str) -> tuple[tuple[int, int], bool]:
 
 def test_a_bundle_that_cannot_be_written_costs_nothing_else(tmp_path: Path) -> None:
     assert run_ranks(1, _unwritable, str(tmp_path)) == [((2, 2), False)]
+
+
+_WRITE_MANY = """
+import json, sys
+from pathlib import Path
+
+from compile_fsdp.replay import bundle
+
+path, text = json.loads(sys.argv[1])
+for _ in range(200):
+    bundle.write(Path(path), {"a": "b"}, text * 10_000)
+print(json.dumps(None))
+"""
+
+
+def test_two_processes_may_write_a_bundle_at_once(tmp_path: Path) -> None:
+    path, texts = tmp_path / "step.bundle", ("one", "other")
+    bundle.write(path, {"a": "b"}, texts[0] * 10_000)
+    seen = set()
+    with ThreadPoolExecutor() as pool:
+        writers = [pool.submit(run_fresh, _WRITE_MANY, str(path), text) for text in texts]
+        while not all(writer.done() for writer in writers):
+            seen.add(bundle.read(path, {"a": "b"})[0])
+        for writer in writers:
+            writer.result()
+    assert seen == {text * 10_000 for text in texts}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+_WRITE_TO_A_FULL_DISK = """
+import json, resource, sys
+from pathlib import Path
+
+from compile_fsdp.replay import bundle
+
+(path,) = json.loads(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # a larger file cannot be written
+try:
+    bundle.write(Path(path), {}, "x" * 200_000)
+except OSError as error:
+    print(json.dumps(str(error)))
+"""
+
+
+def test_a_full_disk_leaves_the_bundle_that_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "step.bundle"
+    bundle.write(path, {}, "before")
+    problem, _ = run_fresh(_WRITE_TO_A_FULL_DISK, str(path))
+    assert "too large" in problem
+    assert bundle.read(path, {})[0] == "before"
+    assert list(tmp_path.iterdir()) == [path]

@@ -65,30 +65,12 @@ def test_a_script_is_explained(script: Path, capsys: pytest.CaptureFixture[str])
     assert {row["facts"]["name"] for row in data["groups"]} == {"0", "the root"}
 
 
-@pytest.mark.parametrize(
-    ("source", "args", "expected"),
-    [
-        (None, [], "expected a Python file to run, got"),
-        ("", ["--world", "0"], "expected --world to be at least 1, got 0"),
-        ("raise SystemExit(3)", [], "got exit status 3"),
-        (
-            "import torch.distributed as d\nd.init_process_group('gloo', store=d.HashStore(), rank=0, world_size=1)",
-            [],
-            "`if not dist.is_initialized():`",
-        ),
-    ],
-)
-def test_mistakes_are_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str | None, args: list[str], expected: str
-) -> None:
-    path = tmp_path / "script.py"
-    if source is not None:
-        path.write_text(source)
-    assert main(["explain", "--out", str(tmp_path / "r.html"), *args, str(path)]) == 2
+def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "r.html"
+    assert main(["explain", "--out", str(page), str(tmp_path / "script.py")]) == 2
     error = capsys.readouterr().err
-    assert expected in error and error.count("\n") == 1
-    assert not (tmp_path / "r.html").exists()
-    assert not dist.is_initialized()
+    assert "expected a Python file to run, got" in error and error.count("\n") == 1
+    assert not page.exists()
 
 
 @pytest.mark.slow
@@ -99,11 +81,3 @@ def test_a_live_run_is_explained_by_its_first_rank(script: Path) -> None:
     out = run_forked(script.parent, command, "explain", "--out", page, script, "--width", "8")
     assert "script.py on 2 ranks" in out and out.count(f"wrote {page}") == 1
     assert [graph["direction"] for graph in _data(page)["graphs"]] == ["forward", "backward"]
-
-
-def test_a_script_may_raise_its_own_errors(tmp_path: Path) -> None:
-    path = tmp_path / "script.py"
-    path.write_text("raise ZeroDivisionError('mine')")
-    with pytest.raises(ZeroDivisionError, match="mine"):
-        main(["explain", "--out", str(tmp_path / "r.html"), str(path)])
-    assert not dist.is_initialized()

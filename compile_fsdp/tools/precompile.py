@@ -1,0 +1,48 @@
+"""`compile-fsdp precompile`: run a user's script to make its bundles, before the job that uses them starts."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch.distributed as dist
+
+from compile_fsdp.errors import ScriptError
+from compile_fsdp.replay import bundle
+from compile_fsdp.tools.scripts import add_script, fake_world, run_script
+
+DESCRIPTION = """\
+Run a training script in one process, as one rank of a world whose collectives do nothing, and write into a folder the
+bundles that its models name with the option `bundle`. A job of so many ranks that finds them there traces nothing. One
+step of training is enough: let the script end behind it.
+"""
+
+
+def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `precompile` to the command line."""
+    parser = subcommands.add_parser(
+        "precompile", help="make the bundles of a job before it starts", description=DESCRIPTION
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("--world", type=int, required=True, metavar="N", help="ranks of the job")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder that gets the bundles")
+    add_script(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the script, and say what has become of each bundle.
+
+    Raises:
+        ScriptError: see `run_script`; the script makes no bundle, `--world` is no number of ranks, or there are ranks.
+    """
+    if dist.is_torchelastic_launched():
+        raise ScriptError("expected one process, got ranks that torchrun has started; run the command without it")
+    with fake_world(args.world), bundle.kept_in(args.out) as outcomes:
+        run_script(args.script, args.args)
+    if not outcomes:
+        raise ScriptError(
+            f"expected a step of a model that is compiled with the option bundle, got none from {args.script} that can "
+            "be kept; if it trains one, a warning above says why"
+        )
+    for path, outcome in outcomes.items():
+        print(f"{outcome} {path}")

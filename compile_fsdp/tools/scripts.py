@@ -1,0 +1,80 @@
+"""A user's script, as commands run it: alone, as one rank of a world whose collectives do nothing."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+
+from compile_fsdp.errors import ScriptError
+from compile_fsdp.torch_compat.distributed import init_fake_process_group
+
+
+def add_script(parser: argparse.ArgumentParser) -> None:
+    """Add the script and its own arguments, as the last ones of a command."""
+    parser.add_argument("script", type=Path, metavar="SCRIPT", help="a Python file")
+    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="what the script gets as its arguments")
+
+
+@contextmanager
+def fake_world(size: int) -> Iterator[None]:
+    """Within it, this process is the first rank of a world, for torch and in the variables that torchrun sets.
+
+    Args:
+        size: Number of ranks.
+    Raises:
+        ScriptError: it is less than 1.
+    """
+    if size < 1:
+        raise ScriptError(f"expected --world to be at least 1, got {size}")
+    ours = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": "1"}
+    before = {name: os.environ.get(name) for name in ours}
+    os.environ.update(ours)
+    init_fake_process_group(size)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def run_script(script: Path, arguments: list[str]) -> None:
+    """Run a script as Python would.
+
+    Args:
+        script: A file.
+        arguments: Its own, as in `sys.argv[1:]`.
+    Raises:
+        ScriptError: it does not exist, initialises the process group a second time, or ends with an error status.
+        Exception: whatever else the script raises.
+    """
+    if not script.is_file():
+        raise ScriptError(f"expected a Python file to run, got {script}, which does not exist")
+    argv, path = sys.argv, list(sys.path)
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.resolve().parent))
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise ScriptError(f"expected {script} to end without an error, got exit status {end.code}") from end
+    except ValueError as error:
+        if "process group twice" not in str(error):
+            raise
+        raise ScriptError(
+            f"expected {script} to use the process group that is there, got another init_process_group(); write "
+            "`if not dist.is_initialized():` before it"
+        ) from error
+    finally:
+        sys.argv, sys.path[:] = argv, path
