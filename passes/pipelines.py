@@ -11,6 +11,7 @@ from torch import fx
 from compile_fsdp.passes.analysis.costs import Costs
 from compile_fsdp.passes.dynamo.call_tensor_hooks import call_tensor_hooks
 from compile_fsdp.passes.dynamo.canonicalize_backward import canonicalize_backward
+from compile_fsdp.passes.dynamo.drop_undefined_gradients import drop_undefined_gradients
 from compile_fsdp.passes.dynamo.expand_group_calls import expand_group_calls
 from compile_fsdp.passes.dynamo.join_op_runs import join_op_runs
 from compile_fsdp.passes.dynamo.keep_unsharded import keep_unsharded
@@ -49,10 +50,14 @@ def forward(
     )
 
 
-def captured_backward(*, hooks: Sequence[str] | None) -> tuple[Pass, ...]:
+def captured_backward(
+    *, has_gradient: Sequence[bool], inputs: Sequence[Any], hooks: Sequence[str] | None
+) -> tuple[Pass, ...]:
     """A backward, as compiled autograd has captured it, before Dynamo traces it. `hooks`: None if none were lifted."""
     return (
-        # First: a run of ops ends where a hook is called.
+        # First: hooks that are not to be called are points in the graph still.
+        partial(drop_undefined_gradients, has_gradient=has_gradient, inputs=inputs),
+        # Then: a run of ops ends where a hook is called.
         *((partial(call_tensor_hooks, hooks=hooks),) if hooks is not None else ()),
         join_op_runs,
     )

@@ -6,6 +6,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -20,11 +21,13 @@ from compile_fsdp.backend.progress import Phase
 from compile_fsdp.errors import UnsupportedFeatureError
 from compile_fsdp.options import Options
 from compile_fsdp.passes import LegalizeReport, legalize_windows, pipelines
+from compile_fsdp.passes.dynamo.drop_undefined_gradients import drop_undefined_gradients
 from compile_fsdp.passes.dynamo.join_op_runs import join_op_runs
 from compile_fsdp.passes.dynamo.lift_tensor_hooks import DeferredHooks
 from compile_fsdp.passes.runner import Run
 from compile_fsdp.replay.backward import BackwardRecord
 from compile_fsdp.replay.recording import current, recording, see_guards
+from compile_fsdp.runtime.backward import expect_no_gradient
 from compile_fsdp.runtime.group_calls import GROUP_CALLS
 from compile_fsdp.runtime.pause import pause_collection
 from compile_fsdp.torch_compat.dynamo import (
@@ -61,6 +64,21 @@ class HooksOfForward:
         return next(hook for hook in hooks if isinstance(hook, HooksOfForward)).state
 
 
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A captured backward that can run.
+
+    Attributes:
+        function: What Dynamo traces.
+        compiled: The same, compiled when it is first called.
+        undefined: Positions, among its inputs, of the leaves that get no gradient from it.
+    """
+
+    function: FunctionType
+    compiled: Callable[..., Any]
+    undefined: Sequence[int]
+
+
 class BackwardCompiler:
     """Compiles a captured backward; where that fails, runs it op by op.
 
@@ -70,10 +88,12 @@ class BackwardCompiler:
 
     Attributes:
         record: Takes note of the backward that runs now, if it is traced; None if nobody does.
+        has_gradient: By result of the forward, whether it has a gradient; of the forward whose backward runs now.
     """
 
     def __init__(self, options: Options, hooks: DeferredHooks | None) -> None:
         self.record: BackwardRecord | None = None
+        self.has_gradient: Sequence[bool] = ()
         self._options = options
         self._hooks = hooks
         self._runs: list[Callable[..., Any]] = []
@@ -83,27 +103,23 @@ class BackwardCompiler:
 
     def __call__(self, captured: fx.GraphModule) -> Callable[..., Any]:
         """What compiled autograd is to call in place of the graph that it has captured."""
-        hooks = None if self._hooks is None else self._hooks.names
-        self._op_runs |= Run(captured.graph, pipelines.captured_backward(hooks=hooks)).result(join_op_runs)
-        captured.recompile()
-        # Not the module itself: its handling of an exception would be compiled too, and fail with another one.
-        # And a copy, since what Dynamo keeps with code and globals would live as long as the captured graph.
-        forward = FunctionType(captured.forward.__code__.replace(), dict(captured.forward.__globals__))
-        method, backend = MethodType(forward, captured), weak_callable(self._compile_traced)
-        compiled = compile_for_many(method, backend, see_guards if self.record is not None else None)
-        is_traced = False
+        has_gradient = self.has_gradient
+        ready: _Ready | None = None
 
         def run(inputs: list[Any], sizes: Any, scalars: Any, hooks: list[Any], *rest: Any) -> Any:
-            nonlocal is_traced
-            is_first, is_traced = not is_traced, True
+            nonlocal ready
+            is_first = ready is None
+            if ready is None:
+                ready = self._prepare(captured, has_gradient, inputs)
+            expect_no_gradient([inputs[i] for i in ready.undefined])
             if self._hooks is not None:
                 rest = (*rest, HooksOfForward.state_in(hooks))
             frame = None
             if is_first and self.record is not None:
-                frame = self.record.begin(forward, (inputs, sizes, scalars, hooks, *rest))
+                frame = self.record.begin(ready.function, (inputs, sizes, scalars, hooks, *rest), ready.undefined)
             with self._running(is_first), recording(frame):
                 try:
-                    return compiled(inputs, sizes, scalars, hooks, *rest)
+                    return ready.compiled(inputs, sizes, scalars, hooks, *rest)
                 except (Unsupported, FailOnRecompileLimitHit) as error:
                     if not inputs:
                         raise  # The compiled graph has emptied the list: it has run, and failed.
@@ -114,6 +130,20 @@ class BackwardCompiler:
         self._runs.append(run)
         # Where AOTAutograd does not make every graph unique, a model may come upon the graph of one that is gone.
         return weak_callable(run, otherwise=captured)
+
+    def _prepare(self, captured: fx.GraphModule, has_gradient: Sequence[bool], inputs: Sequence[Any]) -> _Ready:
+        """Rewrite a captured backward, with the inputs of its first run, and let Dynamo trace what is left."""
+        hooks = None if self._hooks is None else self._hooks.names
+        passes = pipelines.captured_backward(has_gradient=has_gradient, inputs=inputs, hooks=hooks)
+        done = Run(captured.graph, passes)
+        self._op_runs |= done.result(join_op_runs)
+        captured.recompile()
+        # Not the module itself: its handling of an exception would be compiled too, and fail with another one.
+        # And a copy, since what Dynamo keeps with code and globals would live as long as the captured graph.
+        function = FunctionType(captured.forward.__code__.replace(), dict(captured.forward.__globals__))
+        method, backend = MethodType(function, captured), weak_callable(self._compile_traced)
+        compiled = compile_for_many(method, backend, see_guards if self.record is not None else None)
+        return _Ready(function, compiled, done.result(drop_undefined_gradients))
 
     @contextmanager
     def _running(self, is_first: bool) -> Iterator[None]:

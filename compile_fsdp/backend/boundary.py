@@ -21,6 +21,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,9 +34,17 @@ from compile_fsdp.passes.dynamo.lift_tensor_hooks import DeferredHooks
 from compile_fsdp.replay.backward import GraphReplay
 from compile_fsdp.runtime import calls
 from compile_fsdp.runtime.attached import owner_of
-from compile_fsdp.runtime.backward import start_backward
+from compile_fsdp.runtime.backward import expect_no_gradient, start_backward
 from compile_fsdp.runtime.group import TraceableGroup
-from compile_fsdp.torch_compat.autograd import accumulates_into, compiled_autograd, get_versions, set_versions, will_run
+from compile_fsdp.torch_compat.autograd import (
+    accumulates_into,
+    asks_for,
+    compiled_autograd,
+    get_versions,
+    keeps_graph,
+    set_versions,
+    will_run,
+)
 
 GraphFn = Callable[..., Sequence[Any]]
 
@@ -160,8 +169,16 @@ class GraphCall:
             self.versions = get_versions(self.managed)
         return tuple(out.detach() if isinstance(out, torch.Tensor) else out for out in self.inner_outputs)
 
-    def check(self, leaf: torch.Tensor) -> None:
-        """Refuse what a compiled backward cannot do, before anything is computed."""
+    def check(self, leaf: torch.Tensor, edges: Sequence[Any]) -> list[int] | None:
+        """Refuse what a compiled backward cannot do, before anything is computed.
+
+        Args:
+            leaf: One that a whole backward accumulates into.
+            edges: The autograd nodes that get what the graph's node returns: those of the differentiable inputs, of
+                `leaf`, and of the sharded parameters.
+        Returns:
+            None for a whole backward. Else the positions of the differentiable inputs whose gradients alone are wanted.
+        """
         if self.inner_outputs is None:
             raise SecondBackwardError(
                 "expected one backward for each forward, got a second one through the same compiled graph; "
@@ -172,35 +189,80 @@ class GraphCall:
                 "expected backward() without create_graph=True: the compiled backward of a sharded model "
                 "cannot be differentiated again; run this step eagerly"
             )
-        if not accumulates_into(leaf):
+        if accumulates_into(leaf):
+            return None
+        inputs, parameters = edges[: len(self.differentiable)], edges[len(self.differentiable) + 1 :]
+        if any(map(asks_for, parameters)):
             raise PartialBackwardError(
-                "expected loss.backward(), got torch.autograd.grad() or backward(inputs=...): gradients of a "
-                "sharded model end in the .grad of its sharded parameters; call loss.backward() and read them"
+                "expected loss.backward(), or gradients by the model's inputs alone, got torch.autograd.grad() or "
+                "backward(inputs=...) by sharded parameters: their gradients end in their .grad; call loss.backward() "
+                "and read them"
             )
+        return [i for i, node in enumerate(inputs) if asks_for(node)]
+
+    def backward_to_inputs(
+        self, grads: Sequence[torch.Tensor | None], wanted: Sequence[int]
+    ) -> list[torch.Tensor | None]:
+        """Gradients by some of the differentiable inputs, and by nothing else."""
+        assert self.inner_outputs is not None
+        kept = (self.inner_inputs, self.inner_outputs) if keeps_graph() else None
+        inputs = [self.inner_inputs[i] for i in wanted]
+        outputs, given = self._pair_outputs(grads)
+        self.inner_inputs, self.inner_outputs = kept or ([], None)
+        found: list[torch.Tensor | None] = [None] * len(self.differentiable)
+
+        def run() -> None:
+            gradients = torch.autograd.grad(outputs, inputs, given, retain_graph=kept is not None, allow_unused=True)
+            for i, gradient in zip(wanted, gradients, strict=True):
+                found[i] = gradient
+
+        self._run_unchanged(partial(self._run_to_inputs, outputs, run))
+        return found
 
     def backward(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        assert self.inner_outputs is not None
-        pairs = [
-            (out, grad)
-            for out, grad in zip(self.inner_outputs, grads, strict=True)
-            if grad is not None and isinstance(out, torch.Tensor) and out.requires_grad
-        ]
+        """All gradients; those of the differentiable inputs are returned."""
+        outputs, given = self._pair_outputs(grads)
         inputs, self.inner_outputs, self.inner_inputs = self.inner_inputs, None, []
-        outputs = [out for out, _ in pairs]
+        self._run_unchanged(partial(self._run_whole, outputs, given))
+        return [tensor.grad for tensor in inputs]
+
+    def _pair_outputs(
+        self, grads: Sequence[torch.Tensor | None]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The outputs that have gradients, and these."""
+        assert self.inner_outputs is not None
+        has_gradient = [isinstance(out, torch.Tensor) and out.requires_grad for out in self.inner_outputs]
+        self.graph.compile_backward.has_gradient = has_gradient
+        every = zip(self.inner_outputs, grads, has_gradient, strict=True)
+        pairs = [(out, grad) for out, grad, has in every if grad is not None and has]
+        return [out for out, _ in pairs], [grad for _, grad in pairs]
+
+    def _run_unchanged(self, run: Callable[[], None]) -> None:
+        """Run a backward, as autograd has saved the parameters and where the forward's settings hold."""
         with _unchanged(self.managed):
             set_versions(self.managed, self.versions)
             if threading.get_ident() == self.thread:
-                self._run_backward(outputs, [grad for _, grad in pairs])
+                run()
             else:
-                self.context.run(self._run_backward, outputs, [grad for _, grad in pairs])
-        return [tensor.grad for tensor in inputs]
+                self.context.run(run)
 
-    def _run_backward(self, outputs: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
-        self._begin()
-        try:
+    def _run_whole(self, outputs: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
+        with self._around_graph():
             again = self.graph.replay.backward
             if again is None or not again.run(self, outputs, grads, self.hooks_state):
-                self._run_captured(outputs, grads)
+                self._run_noted(outputs, grads)
+
+    def _run_to_inputs(self, outputs: list[torch.Tensor], run: Callable[[], None]) -> None:
+        with self._around_graph():
+            expect_no_gradient(self.managed)
+            self._run_captured(outputs, run)
+
+    @contextlib.contextmanager
+    def _around_graph(self) -> Iterator[None]:
+        """What the groups do before and after the graph of a backward."""
+        self._begin()
+        try:
+            yield
             for group in self.groups:
                 group.backward.deliver(group)
                 group.modules.show_unsharded(group)
@@ -212,19 +274,28 @@ class GraphCall:
             for group in self.groups:
                 group.backward.leave_graph(group)
 
-    def _run_captured(self, outputs: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
+    def _run_noted(self, outputs: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
         compiler, recorder = self.graph.compile_backward, self.graph.replay.recorder
         if recorder is not None:
             compiler.record = recorder.begin_backward(self, outputs, grads)
-        if self.graph.hooks is not None and outputs:
-            outputs[0].register_hook(HooksOfForward(self.hooks_state))
         try:
-            with _without_nan_check(), compiled_autograd(weak_callable(compiler.__call__)):
-                torch.autograd.backward(outputs, grads)
+            self._run_captured(outputs, lambda: torch.autograd.backward(outputs, grads))
         finally:
             compiler.record = None
         if recorder is not None:
             recorder.end_backward(self)
+
+    def _run_captured(self, outputs: list[torch.Tensor], run: Callable[[], None]) -> None:
+        carried = None
+        if self.graph.hooks is not None and outputs:
+            carried = outputs[0].register_hook(HooksOfForward(self.hooks_state))
+        compile_captured = weak_callable(self.graph.compile_backward.__call__)
+        try:
+            with _without_nan_check(), compiled_autograd(compile_captured):
+                run()
+        finally:
+            if carried is not None:
+                carried.remove()
 
     def is_to_come(self) -> bool:
         """Whether the backward that runs now goes through this call, and has not yet."""
@@ -282,7 +353,7 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        ctx.call.check(ctx.leaf)
-        input_grads = ctx.call.backward(grads)
+        wanted = ctx.call.check(ctx.leaf, [node for node, _ in ctx.next_functions])
+        input_grads = ctx.call.backward(grads) if wanted is None else ctx.call.backward_to_inputs(grads, wanted)
         without_grad = len(ctx.needs_input_grad) - 1 - len(input_grads)
         return (None, *input_grads, *(None,) * without_grad)

@@ -18,7 +18,7 @@ import torch
 from compile_fsdp.errors import NotPortableError
 from compile_fsdp.replay.frames import Frame
 from compile_fsdp.replay.recording import FrameRecord
-from compile_fsdp.runtime.backward import gradient_accumulated
+from compile_fsdp.runtime.backward import expect_no_gradient, gradient_accumulated
 from compile_fsdp.torch_compat.autograd import drop_saved_tensors, is_compiled_node, keeps_graph
 from compile_fsdp.torch_compat.dynamo import GuardFact
 
@@ -101,15 +101,24 @@ class BackwardFrame:
         frame: Its code, as a function of the captured graph, inputs, sizes, scalars, hooks, packed data and the object
             with the forward's hooks.
         places: Where each of its inputs is in the forward.
-        outputs: How many outputs of the forward have a gradient.
+        outputs: Which outputs of the forward's node have a gradient.
         accumulated: Which leaves of the forward's autograd graph have a gradient before.
+        undefined: Places of the leaves that get none.
     """
 
-    def __init__(self, frame: Frame, places: Sequence[Place], outputs: int, accumulated: Sequence[bool]) -> None:
+    def __init__(
+        self,
+        frame: Frame,
+        places: Sequence[Place],
+        outputs: Sequence[int],
+        accumulated: Sequence[bool],
+        undefined: Sequence[Place],
+    ) -> None:
         self.frame = frame
         self.places = places
-        self.outputs = outputs
+        self.outputs = list(outputs)
         self.accumulated = list(accumulated)
+        self.undefined = undefined
         self._hooks: Any = None
 
     def run(
@@ -125,11 +134,14 @@ class BackwardFrame:
         Returns:
             Whether it has run.
         """
-        if len(outputs) != self.outputs or not _is_one_node(outputs) or keeps_graph() or torch.is_anomaly_enabled():
+        if not _is_one_node(outputs) or keeps_graph() or torch.is_anomaly_enabled():
+            return False
+        if [output.output_nr for output in outputs] != self.outputs:
             return False
         tensors = Tensors(forward, outputs, grads)
         if tensors.has_hooks or tensors.accumulated != self.accumulated:
             return False
+        expect_no_gradient([tensors.get(place) for place in self.undefined])
         # Each forward has a new object, with the same hooks of the same modules.
         known = hooks if self._hooks is None else self._hooks
         if not self.frame.fits({"inputs": _not_saved(self.places, tensors), "state": known}):
@@ -149,8 +161,9 @@ class BackwardRecord:
     Attributes:
         frame: What was seen of its frame; None until it is traced.
         places: Where each of its inputs is in the forward.
-        outputs: How many outputs of the forward have a gradient.
+        outputs: Which outputs of the forward's node have a gradient.
         accumulated: Which leaves of the forward's autograd graph have a gradient before.
+        undefined: Places of the leaves that get none.
         unfilled: Positions of inputs whose groups are gathered before it runs.
         problem: Why it cannot be run again; None if nothing is against it.
     """
@@ -158,20 +171,24 @@ class BackwardRecord:
     def __init__(self, forward: ForwardRun, outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
         self.frame: FrameRecord | None = None
         self.places: list[Place] = []
-        self.outputs = len(outputs)
+        self.outputs = [output.output_nr for output in outputs]
         self.accumulated: list[bool] = []
+        self.undefined: list[Place] = []
         self.unfilled: Sequence[int] = ()
         self.problem: str | None = None
         self._tensors = Tensors(forward, outputs, grads) if _is_one_node(outputs) else None
         if self._tensors is None:
             self.problem = "its outputs are not those of its graph"
 
-    def begin(self, function: FunctionType, arguments: Sequence[Any]) -> FrameRecord | None:
+    def begin(
+        self, function: FunctionType, arguments: Sequence[Any], undefined: Sequence[int]
+    ) -> FrameRecord | None:
         """The backward is traced now.
 
         Args:
             function: What is traced.
             arguments: Its arguments but the first, see `BackwardFrame`.
+            undefined: Positions among its inputs of the leaves that get no gradient.
         """
         tensors, self._tensors = self._tensors, None
         if tensors is None:
@@ -180,6 +197,7 @@ class BackwardRecord:
         self.accumulated = tensors.accumulated
         try:
             self.places = [tensors.find(tensor) for tensor in inputs]
+            self.undefined = [self.places[i] for i in undefined]
         except NotPortableError as error:
             self.problem = str(error)
             return None

@@ -95,8 +95,9 @@ class StoredStep:
         graph: What its `ForwardGraph` has, by name.
         backward: The backward.
         places: Where each input of the backward is in the forward.
-        outputs: How many outputs of the forward have a gradient.
+        outputs: Which outputs of the forward's node have a gradient.
         accumulated: Which leaves of the forward's autograd graph have a gradient before.
+        undefined: Places of the leaves that get none.
         unfilled: Positions of inputs of the backward whose groups are gathered before it runs.
     """
 
@@ -104,8 +105,9 @@ class StoredStep:
     graph: dict[str, Any]
     backward: StoredFrame
     places: tuple[Place, ...]
-    outputs: int
+    outputs: tuple[int, ...]
     accumulated: tuple[bool, ...]
+    undefined: tuple[Place, ...]
     unfilled: tuple[int, ...]
 
     @classmethod
@@ -126,8 +128,9 @@ class StoredStep:
             graph={name: getattr(forward.graph, name) for name in _PLAIN},
             backward=StoredFrame.of(backward.frame, with_graphs),
             places=tuple(backward.places),
-            outputs=backward.outputs,
+            outputs=tuple(backward.outputs),
             accumulated=tuple(backward.accumulated),
+            undefined=tuple(backward.undefined),
             unfilled=tuple(backward.unfilled),
         )
 
@@ -160,4 +163,4 @@ class StoredStep:
     def bind_backward(self, graph: Callable[..., Any]) -> BackwardFrame:
         """The backward's frame."""
         frame = self.backward.bind(graph, None, frozenset({"inputs"}))
-        return BackwardFrame(frame, self.places, self.outputs, self.accumulated)
+        return BackwardFrame(frame, self.places, self.outputs, self.accumulated, self.undefined)

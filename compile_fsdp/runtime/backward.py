@@ -9,7 +9,7 @@ the next backward begins, and an error or a reset does so at once. So nothing of
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,7 +17,7 @@ import torch
 from torch.distributed.fsdp import BackwardPrefetch
 
 from compile_fsdp.ops import hand_over
-from compile_fsdp.runtime.attached import find_group, hooks_of
+from compile_fsdp.runtime.attached import find_group, hooks_of, owner_of
 from compile_fsdp.runtime.gradient_count import GradientCount
 from compile_fsdp.runtime.gradient_dtypes import describe_partial_output, fix_gradient_dtypes, free_gradient_dtypes
 from compile_fsdp.runtime.reduction import reduce_gradients, split_shards
@@ -81,6 +81,8 @@ class GroupBackward:
     def __init__(self) -> None:
         self.is_compiled = False
         self.gradients = GradientCount()
+        self._expect: Callable[[Collection[int]], None] | None = None
+        self._without: set[int] = set()
         self.is_deferred = False
         self.prefetch_last: list[TraceableGroup] = []
         self.reduced: Sequence[torch.Tensor] = ()
@@ -103,10 +105,19 @@ class GroupBackward:
         self.is_compiled = True
         needs_all = cut_forward is not None or reduces_unused(group.fsdp_group)
         required = [param.unsharded_param for param in group.params] if needs_all else []
-        self.gradients.expect(read, required, cut_forward)
+        self._expect = partial(self.gradients.expect, read, required, cut_forward)
+        self._without = set()
+        self._expect(self._without)
         free_gradient_dtypes(group.fsdp_group)
         forward_to_come = any(call.is_to_come() for call in group.forwards.calls)
         self.is_deferred = forward_to_come or self._awaits_eager_gradients(group)
+
+    @at_run_time
+    def expect_none(self, parameters: Collection[int]) -> None:
+        """Unsharded parameters, by id, get no gradient in the compiled graph that has been entered."""
+        assert self._expect is not None
+        self._without.update(parameters)
+        self._expect(self._without)
 
     @at_run_time
     def _awaits_eager_gradients(self, group: TraceableGroup) -> bool:
@@ -121,6 +132,7 @@ class GroupBackward:
     def leave_graph(self, group: TraceableGroup) -> None:
         """The compiled graph is over, or has failed."""
         self.is_compiled = False
+        self._expect = None
         fix_gradient_dtypes(group.fsdp_group)
 
     @at_run_time
@@ -268,6 +280,17 @@ def gradient_accumulated(owner: weakref.ref[TraceableGroup], unsharded_param: to
     else:
         backward.gradients.seen.add(id(unsharded_param))
         backward.gradients.from_eager.add(id(unsharded_param))
+
+
+@at_run_time
+def expect_no_gradient(leaves: Sequence[torch.Tensor]) -> None:
+    """Before a compiled backward runs: these leaves get no gradient from it, and no group is to wait for one."""
+    by_group: dict[TraceableGroup, set[int]] = {}
+    for leaf in leaves:
+        if (group := owner_of(leaf)) is not None:
+            by_group.setdefault(group, set()).add(id(leaf))
+    for group, parameters in by_group.items():
+        group.backward.expect_none(parameters)
 
 
 # The backward of a whole model

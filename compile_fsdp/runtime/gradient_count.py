@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -29,7 +29,13 @@ class GradientCount:
         self.from_eager: set[int] = set()
 
     @at_run_time
-    def expect(self, read: Sequence[torch.Tensor], required: Sequence[torch.Tensor], cut_forward: object) -> None:
+    def expect(
+        self,
+        read: Sequence[torch.Tensor],
+        required: Sequence[torch.Tensor],
+        cut_forward: object,
+        without: Collection[int],
+    ) -> None:
         """Settle what completes the group in the compiled backward that runs next.
 
         Args:
@@ -38,11 +44,14 @@ class GradientCount:
                 before the group is complete; empty if the gradients of this graph are enough.
             cut_forward: None if that graph holds the whole forward of the group's module. Else which forward it is a
                 piece of.
+            without: Of those in `read`, by id, the ones that get no gradient.
         """
+        read = [leaf for leaf in read if id(leaf) not in without]
         expected = len([leaf for leaf in read if leaf.requires_grad])
         if required:
             if cut_forward is not self.cut_forward:
                 self.cut_forward, self.seen = cut_forward, set()
+            self.seen.difference_update(without)
             self.seen.update(map(id, read))
             if any(leaf.requires_grad and id(leaf) not in self.seen for leaf in required):
                 expected += 1  # which never comes

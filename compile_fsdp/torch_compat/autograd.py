@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch._dynamo
@@ -87,6 +88,18 @@ def accumulates_into(leaf: torch.Tensor) -> bool:
         return False
 
 
+@needs("torch._C._will_engine_execute_node")
+def asks_for(node: Any) -> bool:
+    """Whether the backward that runs now wants a gradient for an autograd node; False for None.
+
+    To run it, or, inside of `torch.autograd.grad`, to return it. (2.13.0)
+    """
+    try:
+        return node is not None and bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # see `accumulates_into`
+        return True
+
+
 @needs("torch._dynamo.compiled_autograd._enable", "torch._dynamo.eval_frame._stance.stance")
 @contextlib.contextmanager
 def compiled_autograd(compiler: Callable[[torch.fx.GraphModule], Callable[..., Any]]) -> Iterator[None]:
@@ -130,6 +143,45 @@ def may_hand_on(target: object) -> bool:
     if isinstance(target, _compiled_autograd.Op):
         return target.__name__ == "validate_outputs"
     return getattr(target, "__name__", "") == "call_aot_bwd_prologue"
+
+
+class AotGradients(NamedTuple):
+    """The gradients in a captured backward that holds one graph of AOTAutograd.
+
+    Attributes:
+        given: By output of the forward graph, those that come in; None for an output that cannot have one.
+        read: What stands for them in AOTAutograd's graph, which leaves out those of outputs without gradient.
+    """
+
+    given: Sequence[object]
+    read: list[torch.fx.Node]
+
+
+def find_aot_gradients(graph: torch.fx.Graph) -> AotGradients | None:
+    """See `AotGradients`; None if there is not one such graph. (2.13.0)"""
+    calls = [node for node in graph.nodes if getattr(node.target, "__name__", "") == "call_aot_bwd_prologue"]
+    if len(calls) != 1:
+        return None
+    given: Any = calls[0].args[-1]
+    read = [node for node in calls[0].users if re.fullmatch(r"aot\d+_tangents_\d+", node.name)]
+    return AotGradients(given, sorted(read, key=lambda node: cast(int, node.args[1])))
+
+
+def leaf_of_accumulation(node: torch.fx.Node) -> torch.fx.Node | None:
+    """Into what a node of a captured backward accumulates a gradient; None if it is none of this kind. (2.13.0)"""
+    if getattr(node.target, "__name__", "") not in ("call_accumulate_grad", "accumulate_grad_.default"):
+        return None
+    return cast(torch.fx.Node, node.args[0])
+
+
+def leaf_of_hook(node: torch.fx.Node) -> torch.fx.Node | None:
+    """Behind whose accumulation a node of a captured backward calls a hook; None if it calls none there. (2.13.0)"""
+    return cast(torch.fx.Node, node.args[1]) if node.kwargs.get("hook_type") == "post_acc_grad_hook" else None
+
+
+def is_gradient_hook(node: torch.fx.Node) -> bool:
+    """Whether a node of a captured backward calls a tensor's hook, with the gradient as its last argument. (2.13.0)"""
+    return node.kwargs.get("hook_type") == "tensor_pre_hook"
 
 
 def allocation_sizes(profile: torch.profiler.profile) -> Iterator[int]:

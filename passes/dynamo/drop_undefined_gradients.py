@@ -1,0 +1,125 @@
+"""Take out of a captured backward what only the gradients of outputs that the loss does not use lead to.
+
+Precondition  a graph as compiled autograd has captured it, before its runs of ops are joined
+Match         zeros in the place of an undefined gradient, and all that is computed of nothing but such zeros
+Rewrite       those computations are removed, with their hooks and with what they accumulate; where one is added to
+              something else, that stays
+Report        positions, among the inputs, of the leaves that get no gradient
+
+    zeros = aten.zeros([3, 2])
+    prologue = call_aot_bwd_prologue(..., (grad, zeros))        prologue = call_aot_bwd_prologue(..., (grad, zeros))
+    mm = aten.mm(prologue[1], weight_b)
+    mm_1 = aten.mm(prologue[0], weight_a)                       mm_1 = aten.mm(prologue[0], weight_a)
+    add = aten.add(mm, mm_1)
+    call_accumulate_grad(bias_b, aten.sum(prologue[1]))
+    call_accumulate_grad(bias, aten.sum(add))                   call_accumulate_grad(bias, aten.sum(mm_1))
+
+[Note: Undefined gradients]
+AOTAutograd derives one backward for all outputs of a forward, and computes it with zeros for those that the loss does
+not use. Autograd does not run the nodes behind them: gradients stay None, hooks are not called, and an optimizer leaves
+such parameters alone. A backward is linear in the gradients that it gets, so what depends on zeros alone is zero.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from compile_fsdp.passes.analysis.captured_values import captured_values
+from compile_fsdp.passes.analysis.effects import Effects
+from compile_fsdp.torch_compat.autograd import find_aot_gradients, leaf_of_accumulation, leaf_of_hook
+from compile_fsdp.torch_compat.dispatch import OpOverload
+
+_aten = torch.ops.aten
+
+
+def drop_undefined_gradients(graph: fx.Graph, has_gradient: Sequence[bool], inputs: Sequence[Any]) -> list[int]:
+    """Remove what an ordinary backward would not run.
+
+    Args:
+        graph: The graph.
+        has_gradient: By result of the forward graph, whether it has a gradient at all.
+        inputs: The graph's, in the backward that runs.
+    Returns:
+        Positions in the list of inputs of the leaves that get no gradient. Empty also where a forward changes its
+        inputs or returns views of each other, whose gradients stand elsewhere: there zeros stay zeros.
+    """
+    defined, undefined = _find_gradients(graph, has_gradient)
+    if not undefined:
+        return []
+    dropped = _only_behind(graph, defined, undefined)
+    values = captured_values(graph, inputs)
+    for node in list(graph.nodes):
+        if node not in dropped and any(each in dropped for each in node.all_input_nodes):
+            _do_without(node, dropped, values)
+    leaves = {leaf for node in dropped if (leaf := leaf_of_accumulation(node)) is not None}
+    hooks = {node for node in graph.nodes if leaf_of_hook(node) in leaves}
+    effects = Effects(graph.owning_module)
+    for node in reversed(list(graph.nodes)):
+        # With what was computed for it, a parameter's view for example: it would be gathered to be read.
+        if node in hooks or (not node.users and (node in dropped or _only_computes(node, effects))):
+            graph.erase_node(node)
+    return sorted(_position(leaf) for leaf in leaves)
+
+
+def _find_gradients(graph: fx.Graph, has_gradient: Sequence[bool]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The gradients as AOTAutograd's part of the graph reads them: the defined ones, and those that are zeros."""
+    if (found := find_aot_gradients(graph)) is None or len(found.given) != len(has_gradient):
+        return [], []
+    given = [each for each, has in zip(found.given, has_gradient, strict=True) if has]
+    if len(given) != len(found.read):
+        return [], []
+    defined: list[fx.Node] = []
+    undefined: list[fx.Node] = []
+    for read, each in zip(found.read, given, strict=True):
+        is_zeros = isinstance(each, fx.Node) and each.target is _aten.zeros.default
+        (undefined if is_zeros else defined).append(read)
+    return defined, undefined
+
+
+def _only_behind(
+    graph: fx.Graph, defined: Collection[fx.Node], undefined: Collection[fx.Node]
+) -> dict[fx.Node, None]:
+    """What depends on some of the undefined gradients, and on no other one."""
+    behind_defined, only = set(defined), dict.fromkeys(undefined)
+    for node in graph.nodes:
+        if node in only or any(each in behind_defined for each in (node, *node.all_input_nodes)):
+            behind_defined.update({node} - only.keys())
+        elif any(each in only for each in node.all_input_nodes):
+            only[node] = None
+    return only
+
+
+def _do_without(node: fx.Node, dropped: Collection[fx.Node], values: Mapping[fx.Node, Any]) -> None:
+    """Let a node not read what is dropped, if that is known well enough."""
+    for each in node.all_input_nodes:
+        if each not in dropped or not isinstance(zero := values.get(each), torch.Tensor):
+            continue
+        others = [other for other in node.all_input_nodes if other is not each]
+        if node.target is _aten.add.Tensor and not node.kwargs and others and _is_alike(values.get(others[0]), zero):
+            node.replace_all_uses_with(others[0])
+            node.graph.erase_node(node)
+            return
+        with node.graph.inserting_before(node):
+            settings = {"dtype": zero.dtype, "device": zero.device}
+            node.replace_input_with(each, node.graph.call_function(_aten.zeros.default, (list(zero.shape),), settings))
+
+
+def _only_computes(node: fx.Node, effects: Effects) -> bool:
+    op = node.target
+    if isinstance(op, OpOverload):
+        return op.namespace == "aten" and not effects.written_inputs(node)
+    return op is operator.getitem
+
+
+def _is_alike(value: object, other: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (other.shape, other.dtype)
+
+
+def _position(leaf: fx.Node) -> int:
+    assert leaf.target is operator.getitem and isinstance(leaf.args[1], int)
+    return leaf.args[1]

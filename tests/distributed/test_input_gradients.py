@@ -1,0 +1,97 @@
+"""Gradients by a model's inputs alone, as torch.autograd.grad and backward(inputs=...) ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+import compile_fsdp
+from helpers.ranks.pools import run_ranks
+from helpers.ranks.recording import collectives_of
+
+Ask = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * scale
+        return x.square().mean()
+
+
+def _build(fully_shard: Any) -> Any:
+    torch.manual_seed(0)
+    model: Any = _Model()
+    for module in (*model.layers, model):
+        fully_shard(module)
+    return model
+
+
+def _grad(loss: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.grad(loss, x)[0]
+
+
+def _backward_with_inputs(loss: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    loss.backward(inputs=[x])
+    assert x.grad is not None
+    return x.grad
+
+
+def _grad_and_backward(loss: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
+    loss.backward()
+    assert x.grad is not None
+    return torch.stack([grad, x.grad])
+
+
+def _twice(loss: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.stack([_grad_keeping(loss, x), _grad(loss, x)])
+
+
+def _grad_keeping(loss: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.grad(loss, x, retain_graph=True)[0]
+
+
+_WAYS = {each.__name__: each for each in (_grad, _backward_with_inputs, _grad_and_backward, _twice)}
+
+
+def _steps(model: Any, ask: Ask) -> tuple[list[torch.Tensor], list[list[bool]], list[int]]:
+    """Gradients by the input, which parameters have one, and the collectives; in turn with ordinary steps."""
+    grads, have, collectives = [], [], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        torch.manual_seed(step)
+        x, scale = torch.randn(2, 4, requires_grad=True), torch.ones(4, requires_grad=True)
+        loss = model(x, scale)
+        collectives.append(len(collectives_of(lambda loss=loss, x=x: grads.append(ask(loss, x)))))  # type: ignore[misc]
+        assert scale.grad is None or ask is _grad_and_backward
+        have.append([parameter.grad is not None for parameter in model.parameters()])
+        optimizer.zero_grad()
+        model(x, scale).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*grads, *(parameter.full_tensor().detach() for parameter in model.parameters())], have, collectives
+
+
+def _as_eager(rank: int, way: str) -> tuple[bool, bool, list[int], list[int]]:
+    eager, ours = (_build(shard) for shard in (torch_fully_shard, compile_fsdp.fully_shard))
+    ours.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
+    expected, expected_have, issued = _steps(eager, _WAYS[way])
+    found, have, ours_issued = _steps(ours, _WAYS[way])
+    return all(map(torch.equal, found, expected)), have == expected_have, ours_issued, issued
+
+
+@pytest.mark.parametrize("way", _WAYS)
+def test_gradients_by_inputs_are_those_of_eager(way: str) -> None:
+    for equal, have_equal, ours, eager in run_ranks(2, _as_eager, way):
+        assert equal and have_equal
+        assert all(own <= other for own, other in zip(ours, eager, strict=True))

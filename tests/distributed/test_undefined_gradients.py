@@ -1,0 +1,175 @@
+"""What a loss does not use of a model's outputs leaves gradients None, as without torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.utils
+from torch import nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+import compile_fsdp
+from helpers.models.replays import count_replays
+from helpers.ranks.pools import run_ranks
+from helpers.ranks.recording import collectives_of
+from helpers.releases.skip import skip_before
+
+Loss = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+
+
+class _Heads(nn.Module):
+    """A trunk, and three heads: the last one is on top of the second, and shares a layer with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Tanh())
+        self.main, self.second, self.third = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = self.trunk(x)
+        second = x + self.second(x * self.scale)
+        return self.main(x), second.detach(), second, self.third(second).sum()
+
+
+class _Cut(_Heads):
+    """The same, with a graph break behind the trunk."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = self.trunk(x)
+        torch._dynamo.graph_break()
+        second = x + self.second(x * self.scale)
+        return self.main(x), second.detach(), second, self.third(second).sum()
+
+
+def _all(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    main, _, second, third = outputs
+    return main.square().mean() + second.square().mean() + third
+
+
+def _main(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    return outputs[0].square().mean()
+
+
+def _second(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    return outputs[2].square().mean()
+
+
+def _third(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    return outputs[3]
+
+
+def _build(fully_shard: Any, model_class: type[nn.Module] = _Heads) -> Any:
+    torch.manual_seed(0)
+    model: Any = model_class()
+    for module in (model.trunk, model.main, model.second, model.third, model):
+        fully_shard(module)
+    return model
+
+
+def _train(
+    model: Any, losses: Sequence[Loss], seen: list[list[str]] | None = None
+) -> tuple[list[list[bool]], list[torch.Tensor]]:
+    """Which parameters had a gradient in each step, and what they are at the end."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.5)
+    have = []
+    for step, loss in enumerate(losses):
+        torch.manual_seed(step)
+        outputs = model(torch.randn(3, 4))
+        collectives = collectives_of(loss(outputs).backward)
+        if seen is not None:
+            seen.append(sorted(map(str, collectives)))
+        have.append([parameter.grad is not None for parameter in model.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+    return have, [parameter.full_tensor().detach() for parameter in model.parameters()]
+
+
+_LOSSES = (_main, _all, _second, _main, _third, _second, _all)
+
+
+def _as_eager(rank: int, options: dict[str, Any], is_cut: bool) -> tuple[list[bool], bool, dict[str, int]]:
+    eager, ours = (_build(shard, _Cut if is_cut else _Heads) for shard in (torch_fully_shard, compile_fsdp.fully_shard))
+    ours.compile(backend="compile_fsdp", fullgraph=not is_cut, options=options)
+    compile_fsdp.reset_reports()
+    expected_have, expected = _train(eager, _LOSSES)
+    have, found = _train(ours, _LOSSES)
+    names = [report.direction for report in compile_fsdp.reports()]
+    close = torch.equal if options["inner_backend"] == "aot_eager" else torch.allclose
+    equal = [close(one, other) for one, other in zip(found, expected, strict=True)]
+    return equal, have == expected_have, {each: names.count(each) for each in ("forward", "backward")}
+
+
+@pytest.mark.parametrize("inner_backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_gradients_are_none_as_in_eager(inner_backend: str) -> None:
+    for equal, have_equal, graphs in run_ranks(2, _as_eager, {"inner_backend": inner_backend}, False):
+        assert have_equal and all(equal)
+        assert graphs == {"forward": 1, "backward": 4}
+
+
+def test_gradients_are_none_where_a_graph_is_cut() -> None:
+    for equal, have_equal, graphs in run_ranks(2, _as_eager, {"inner_backend": "aot_eager"}, True):
+        assert have_equal and all(equal)
+        assert graphs == {"forward": 3, "backward": 5}
+
+
+def _collectives(rank: int) -> tuple[list[list[str]], list[list[str]]]:
+    seen: tuple[list[list[str]], list[list[str]]] = ([], [])
+    eager, ours = (_build(shard) for shard in (torch_fully_shard, compile_fsdp.fully_shard))
+    ours.compile(backend="compile_fsdp", fullgraph=True)
+    for model, names in zip((eager, ours), seen, strict=True):
+        _train(model, (_main, _third, _main, _third), names)
+    return seen
+
+
+def test_nothing_is_gathered_for_what_the_loss_does_not_use() -> None:
+    for eager, ours in run_ranks(2, _collectives):
+        assert list(map(len, ours)) == list(map(len, eager))
+
+
+def _replayed(rank: int) -> tuple[tuple[int, int], bool, bool]:
+    plain, replaying = (_build(compile_fsdp.fully_shard) for _ in range(2))
+    plain.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
+    replaying.compile(
+        backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager", "replay": True}
+    )
+    losses = (_second, _main, _second, _third, _second)  # the first two are of outputs of one shape
+    (expected_have, expected), (have, found) = (_train(model, losses) for model in (plain, replaying))
+    return count_replays(replaying), have == expected_have, all(map(torch.equal, found, expected))
+
+
+def test_a_backward_is_run_again_for_the_same_outputs_only() -> None:
+    skip_before("2.13")
+    for replays, have_equal, equal in run_ranks(2, _replayed):
+        assert replays == (4, 2)
+        assert have_equal and equal
+
+
+def _hooks(rank: int) -> tuple[list[str], list[str]]:
+    records = []
+    for fully_shard in (torch_fully_shard, compile_fsdp.fully_shard):
+        model = _build(fully_shard)
+        called: list[str] = []
+
+        def watch(module: nn.Module, args: Any, output: torch.Tensor, called: list[str] = called) -> None:
+            def note(grad: torch.Tensor) -> None:
+                called.append(f"gradient of {tuple(grad.shape)} of {type(module).__name__}")
+
+            output.register_hook(note)
+
+        model.second.register_forward_hook(watch)
+        model.trunk.register_forward_hook(watch)
+        if fully_shard is compile_fsdp.fully_shard:
+            model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
+        _train(model, (_main, _second, _main))
+        records.append(called)
+    return records[0], records[1]
+
+
+def test_hooks_are_called_as_in_eager() -> None:
+    for eager, ours in run_ranks(2, _hooks):
+        assert len(eager) == 4
+        assert ours == eager
