@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import nn
 
 from compile_fsdp.backend.agreement import share_choice
-from compile_fsdp.backend.boundary import ForwardGraph, GraphCall
+from compile_fsdp.backend.boundary import ForwardGraph
+from compile_fsdp.backend.graph_call import GraphCall
 from compile_fsdp.errors import NotPortableError
 from compile_fsdp.options import Options
 from compile_fsdp.replay import bundle

@@ -105,7 +105,7 @@ def _do_without(node: fx.Node, dropped: Collection[fx.Node], values: Mapping[fx.
             node.graph.erase_node(node)
             return
         with node.graph.inserting_before(node):
-            settings = {"dtype": zero.dtype, "device": zero.device}
+            settings: dict[str, Any] = {"dtype": zero.dtype, "device": zero.device}
             node.replace_input_with(each, node.graph.call_function(_aten.zeros.default, (list(zero.shape),), settings))
 
 

@@ -256,8 +256,9 @@ def _backward_errors(rank: int) -> list[str]:
         model.reset_iter_state()
 
     def twice(loss: torch.Tensor) -> None:
-        loss.backward(retain_graph=True)
-        loss.backward()
+        output = loss * 1.0
+        output.backward()
+        (loss * 2.0).backward()
 
     parameters = list(model.parameters())
     check("second backward", twice)

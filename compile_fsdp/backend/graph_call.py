@@ -1,0 +1,275 @@
+"""One run of a compiled forward graph, and its backward.
+
+[Note: Settings on the device's thread]
+Settings of Dynamo, AOTAutograd and Inductor hold for the thread that has made them. On an accelerator the engine calls
+the node on a thread of its own, which knows none of them, and the backward would be compiled with other settings than
+the forward. So it runs in the context of its forward there. On the CPU it is called by `backward()` itself, and sees
+what is set then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from compile_fsdp.backend.backward import HooksOfForward
+from compile_fsdp.backend.lifetimes import weak_callable
+from compile_fsdp.errors import DoubleBackwardError, PartialBackwardError, SecondBackwardError
+from compile_fsdp.runtime import calls
+from compile_fsdp.runtime.backward import expect_no_gradient, start_backward
+from compile_fsdp.runtime.group import TraceableGroup
+from compile_fsdp.torch_compat.autograd import (
+    accumulates_into,
+    asks_for,
+    compiled_autograd,
+    current_backward,
+    get_versions,
+    keeps_graph,
+    set_versions,
+    will_run,
+)
+
+if TYPE_CHECKING:
+    from compile_fsdp.backend.boundary import ForwardGraph
+
+
+class GroupUse(NamedTuple):
+    """What a graph has to do with one parameter group: the position of one of its parameters, and those it reads."""
+
+    position: int
+    read: list[torch.Tensor]
+
+
+class GraphCall:
+    """One run of a forward graph, and its inner autograd graph until a backward has used that.
+
+    Attributes:
+        graph: The forward graph.
+        args: Its inputs, until it has run.
+        groups: The parameter groups that it works on.
+        forward_id: Which forward of the model the run is a part of.
+        hooks_state: The object that gets the hooks on the graph's intermediates; None if there are none.
+        differentiable: Positions of the inputs that need a gradient and are no parameters.
+        leaves: The unsharded parameters that need a gradient, of groups that only this graph works on.
+        managed: The inputs that are unsharded parameters.
+        versions: Their version counters when autograd saved them.
+        inner_inputs: The differentiable inputs, detached.
+        inner_outputs: The outputs of the inner autograd graph; None once a backward has used it up.
+        backward_id: Of the last backward that has run through it.
+        node: The node of the outer autograd graph.
+        thread: The thread that the forward has run on.
+        context: What was set there then. See [Note: Settings on the device's thread].
+    """
+
+    def __init__(
+        self, graph: ForwardGraph, args: list[Any], groups: dict[TraceableGroup, GroupUse], hooks_state: Any
+    ) -> None:
+        self.graph = graph
+        self.args = args
+        self.groups = groups
+        outermost = calls.outermost()
+        self.forward_id = object() if outermost is None else outermost.forward_id
+        self.hooks_state = hooks_state
+        managed = set(graph.managed)
+        self.differentiable = [
+            i
+            for i, arg in enumerate(args)
+            if isinstance(arg, torch.Tensor) and arg.requires_grad and i not in managed
+        ]
+        self.leaves = [args[i] for i in graph.managed if i in graph.whole and args[i].requires_grad]
+        self.managed = [args[i] for i in graph.managed]
+        self.versions: list[int] = []
+        self.inner_inputs: list[torch.Tensor] = []
+        self.inner_outputs: Sequence[Any] | None = None
+        self.backward_id: int | None = None
+        self.node: weakref.ref[Any] | None = None
+        self.thread = threading.get_ident()
+        self.context = contextvars.copy_context()
+        for group, use in groups.items():
+            group.forwards.add(self, is_whole=use.position in graph.whole)
+
+    def forward(self) -> tuple[Any, ...]:
+        args, self.args = self.args, []
+        for i in self.differentiable:
+            args[i] = args[i].detach().requires_grad_()
+            self.inner_inputs.append(args[i])
+        with unchanged_versions(self.managed):
+            with torch.enable_grad():
+                self.inner_outputs = self.graph.run(*args)
+            self.versions = get_versions(self.managed)
+        return tuple(out.detach() if isinstance(out, torch.Tensor) else out for out in self.inner_outputs)
+
+    def check(self, leaf: torch.Tensor, edges: Sequence[Any]) -> list[int] | None:
+        """Refuse what a compiled backward cannot do, before anything is computed.
+
+        Args:
+            leaf: One that a whole backward accumulates into.
+            edges: The autograd nodes that get what the graph's node returns: those of the differentiable inputs, of
+                `leaves`, of `leaf`, and of the sharded parameters.
+        Returns:
+            None for a whole backward. Else which of the differentiable inputs and `leaves` are asked for.
+        """
+        if self.inner_outputs is None:
+            raise SecondBackwardError(
+                "expected one backward for each forward, got a second one through the same compiled graph; call the "
+                "first one with retain_graph=True, or add the losses up and call backward() once"
+            )
+        if torch.is_grad_enabled():
+            raise DoubleBackwardError(
+                "expected backward() without create_graph=True: the compiled backward of a sharded model "
+                "cannot be differentiated again; run this step eagerly"
+            )
+        if accumulates_into(leaf):
+            return None
+        own = len(self.differentiable) + len(self.leaves)
+        if any(map(asks_for, edges[own + 1 :])):
+            raise PartialBackwardError(
+                "expected loss.backward(), or gradients by the model's inputs alone, got torch.autograd.grad() or "
+                "backward(inputs=...) by sharded parameters: their gradients end in their .grad; call loss.backward() "
+                "and read them"
+            )
+        return [i for i, node in enumerate(edges[:own]) if asks_for(node)]
+
+    def backward_to(self, wanted: Sequence[int], grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Gradients by some of the differentiable inputs and `leaves`, which are returned, and by nothing else."""
+        every = [*self.inner_inputs, *self.leaves]
+        found: list[torch.Tensor | None] = [None] * len(every)
+        inputs = [every[i] for i in wanted]
+        outputs, given, is_kept = self._take_outputs(grads)
+
+        def run() -> None:
+            gradients = torch.autograd.grad(outputs, inputs, given, retain_graph=is_kept, allow_unused=True)
+            for i, gradient in zip(wanted, gradients, strict=True):
+                found[i] = gradient
+
+        self._run_unchanged(partial(self._run_part, outputs, run))
+        return found
+
+    def backward(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """All gradients; those of the differentiable inputs are returned."""
+        inputs = self.inner_inputs
+        outputs, given, is_kept = self._take_outputs(grads)
+        self._run_unchanged(partial(self._run_whole, outputs, given, is_kept))
+        found = [tensor.grad for tensor in inputs]
+        for tensor in inputs:
+            tensor.grad = None  # or the next backward through a graph that is kept would add to it
+        return found
+
+    def _take_outputs(
+        self, grads: Sequence[torch.Tensor | None]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], bool]:
+        """The outputs that have gradients, these, and whether the graph is kept for another backward."""
+        assert self.inner_outputs is not None
+        has_gradient = [isinstance(out, torch.Tensor) and out.requires_grad for out in self.inner_outputs]
+        self.graph.compile_backward.has_gradient = has_gradient
+        every = zip(self.inner_outputs, grads, has_gradient, strict=True)
+        pairs = [(out, grad) for out, grad, has in every if grad is not None and has]
+        self.backward_id = current_backward()
+        if not (is_kept := keeps_graph()):
+            self.inner_inputs, self.inner_outputs = [], None
+        return [out for out, _ in pairs], [grad for _, grad in pairs], is_kept
+
+    def _run_unchanged(self, run: Callable[[], None]) -> None:
+        """Run a backward, as autograd has saved the parameters and where the forward's settings hold."""
+        with unchanged_versions(self.managed):
+            set_versions(self.managed, self.versions)
+            if threading.get_ident() == self.thread:
+                run()
+            else:
+                self.context.run(run)
+
+    def _run_whole(self, outputs: list[torch.Tensor], grads: list[torch.Tensor], is_kept: bool) -> None:
+        with self._around_graph():
+            again = self.graph.replay.backward
+            if is_kept:
+                self._run_captured(outputs, partial(torch.autograd.backward, outputs, grads, retain_graph=True))
+            elif again is None or not again.run(self, outputs, grads, self.hooks_state):
+                self._run_noted(outputs, grads)
+
+    def _run_part(self, outputs: list[torch.Tensor], run: Callable[[], None]) -> None:
+        with self._around_graph():
+            expect_no_gradient(self.managed)
+            self._run_captured(outputs, run)
+
+    @contextlib.contextmanager
+    def _around_graph(self) -> Iterator[None]:
+        """What the groups do before and after the graph of a backward."""
+        self._begin()
+        try:
+            yield
+            for group in self.groups:
+                group.backward.deliver(group)
+                group.modules.show_unsharded(group)
+        except BaseException:
+            for group in self.groups:
+                group.end_backward()
+            raise
+        finally:
+            for group in self.groups:
+                group.backward.leave_graph(group)
+
+    def _run_noted(self, outputs: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
+        compiler, recorder = self.graph.compile_backward, self.graph.replay.recorder
+        if recorder is not None:
+            compiler.record = recorder.begin_backward(self, outputs, grads)
+        try:
+            self._run_captured(outputs, partial(torch.autograd.backward, outputs, grads))
+        finally:
+            compiler.record = None
+        if recorder is not None:
+            recorder.end_backward(self)
+
+    def _run_captured(self, outputs: list[torch.Tensor], run: Callable[[], None]) -> None:
+        carried = None
+        if self.graph.hooks is not None and outputs:
+            carried = outputs[0].register_hook(HooksOfForward(self.hooks_state))
+        compile_captured = weak_callable(self.graph.compile_backward.__call__)
+        try:
+            with _without_nan_check(), compiled_autograd(compile_captured):
+                run()
+        finally:
+            if carried is not None:
+                carried.remove()
+
+    def is_to_come(self) -> bool:
+        """Whether the backward that runs now goes through this call, and has not yet."""
+        if self.inner_outputs is None or self.node is None or self.backward_id == current_backward():
+            return False
+        return will_run(self.node())
+
+    def _begin(self) -> None:
+        start_backward(next(iter(self.groups)).state)
+        for group, (position, read) in self.groups.items():
+            group.backward_prefetch = self.graph.backward_prefetch
+            group.backward.enter_graph(group, read, None if position in self.graph.whole else self.forward_id)
+            if position in self.graph.pre_backward_elsewhere:
+                group.unshard_now()
+            elif position in self.graph.left_unsharded:
+                group.resume_unsharded()
+
+
+@contextlib.contextmanager
+def unchanged_versions(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Keeps version counters: autograd would take a fill with the same values for a change of what it has saved.
+
+    As eager FSDP2 does around its own fills. What has saved them may be eager code between graphs.
+    """
+    versions = get_versions(parameters)
+    try:
+        yield
+    finally:
+        set_versions(parameters, versions)
+
+
+def _without_nan_check() -> contextlib.AbstractContextManager[None]:
+    """Keeps anomaly mode from looking for gradients that only the sharded parameters will have."""
+    if not (torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()):
+        return contextlib.nullcontext()
+    return torch.autograd.set_detect_anomaly(True, check_nan=False)

@@ -1,0 +1,101 @@
+"""Pipeline stages that are sharded and compiled train as those of eager FSDP2, by torch's own schedules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.pipelining import PipelineStage, schedules
+
+import compile_fsdp
+from helpers.ranks.meshes import shared_mesh
+from helpers.ranks.pools import device_type, run_ranks
+
+_WIDTH = 8
+
+
+class _Stage(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        torch.manual_seed(number)
+        self.layers = nn.ModuleList([nn.Linear(_WIDTH, _WIDTH) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean()
+
+
+def _train(fully_shard: Any, mesh: DeviceMesh, schedule_class: Any, reshards: bool) -> list[torch.Tensor]:
+    """Losses and parameters of three steps on this rank."""
+    pipeline, data = mesh["pp"], mesh["dp"]
+    place, size = pipeline.get_local_rank(), pipeline.size()
+    count = 2 if issubclass(schedule_class, schedules.PipelineScheduleMulti) else 1
+    numbers = [place + size * i for i in range(count)]
+    if schedule_class.__name__ in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV"):
+        numbers = [place, 2 * size - 1 - place]
+    models: list[Any] = [_Stage(number) for number in numbers]
+    for model in models:
+        for module in (*model.layers, model):
+            fully_shard(module, mesh=data, reshard_after_forward=reshards)
+        if fully_shard is compile_fsdp.fully_shard:
+            model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
+    stages = [
+        PipelineStage(model, number, size * count, torch.device(device_type()), group=pipeline.get_group())
+        for model, number in zip(models, numbers, strict=True)
+    ]
+    schedule = schedule_class(stages if count > 1 else stages[0], n_microbatches=4, loss_fn=_loss)
+    optimizer = torch.optim.SGD([parameter for model in models for parameter in model.parameters()], lr=0.1)
+    results: list[torch.Tensor] = []
+    for step in range(3):
+        torch.manual_seed(100 * step + data.get_local_rank())
+        x, target, losses = torch.randn(8, _WIDTH), torch.randn(8, _WIDTH), []
+        inputs = [x] if 0 in numbers else []
+        if size * count - 1 in numbers:
+            schedule.step(*inputs, target=target, losses=losses)
+        else:
+            schedule.step(*inputs)
+        results += [each.detach() for each in losses]
+        optimizer.step()
+        optimizer.zero_grad()
+    return results + [parameter.full_tensor().detach() for model in models for parameter in model.parameters()]
+
+
+def _as_eager(rank: int, name: str, reshards: bool) -> bool:
+    mesh = shared_mesh(device_type(), (2, 2), ("pp", "dp"))
+    eager, ours = (
+        _train(shard, mesh, getattr(schedules, name), reshards)
+        for shard in (torch_fully_shard, compile_fsdp.fully_shard)
+    )
+    return len(ours) == len(eager) and all(map(torch.equal, ours, eager))
+
+
+@pytest.mark.parametrize(
+    ("name", "reshards"),
+    [
+        ("Schedule1F1B", False),
+        # It asks for the gradients of inputs and of parameters apart.
+        ("ScheduleInterleavedZeroBubble", False),
+        *(
+            pytest.param(name, reshards, marks=pytest.mark.slow)
+            for name, reshards in (
+                ("Schedule1F1B", True),
+                ("ScheduleGPipe", False),
+                ("ScheduleInterleaved1F1B", True),
+                ("ScheduleLoopedBFS", False),
+                ("ScheduleZBVZeroBubble", False),
+                ("ScheduleDualPipeV", False),
+            )
+        ),
+    ],
+)
+def test_schedules(name: str, reshards: bool) -> None:
+    assert all(run_ranks(4, _as_eager, name, reshards))
