@@ -24,7 +24,7 @@ class NotShardedError(CompileFSDPError):
 
 
 class NotRootError(CompileFSDPError):
-    """The compiled module is not the root of its FSDP2 modules."""
+    """What is compiled holds several FSDP2 roots."""
 
 
 class FSDP1Error(CompileFSDPError):

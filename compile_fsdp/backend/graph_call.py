@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -34,10 +35,13 @@ from compile_fsdp.torch_compat.autograd import (
     keeps_graph,
     set_versions,
     will_run,
+    without_saved_tensor_hooks,
 )
 
 if TYPE_CHECKING:
     from compile_fsdp.backend.boundary import ForwardGraph
+
+_log = logging.getLogger("compile_fsdp")
 
 
 class GroupUse(NamedTuple):
@@ -101,7 +105,9 @@ class GraphCall:
             args[i] = args[i].detach().requires_grad_()
             self.inner_inputs.append(args[i])
         with unchanged_versions(self.managed):
-            with torch.enable_grad():
+            with torch.enable_grad(), without_saved_tensor_hooks() as had_hooks:
+                if had_hooks:
+                    _warn_of_saved_tensor_hooks()
                 self.inner_outputs = self.graph.run(*args)
             self.versions = get_versions(self.managed)
         return tuple(out.detach() if isinstance(out, torch.Tensor) else out for out in self.inner_outputs)
@@ -253,6 +259,15 @@ class GraphCall:
                 group.unshard_now()
             elif position in self.graph.left_unsharded:
                 group.resume_unsharded()
+
+
+@cache
+def _warn_of_saved_tensor_hooks() -> None:
+    # A captured backward would call what unpacks them, and could not be compiled.
+    _log.warning(
+        "a compiled graph keeps what it saves for its backward, though a checkpoint around it, save_on_cpu() or other "
+        "hooks on saved tensors would not: put the checkpoint inside of what is compiled"
+    )
 
 
 @contextlib.contextmanager

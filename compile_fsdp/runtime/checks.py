@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from compile_fsdp.errors import (
-    NotRootError,
     OutputTypeError,
     ParameterDeviceError,
     ProcessGroupMissingError,
@@ -127,7 +126,7 @@ def unsupported_setting(group: FSDPParamGroup) -> str | None:
     Traced with the model, so that a setting that changes later is noticed by a guard.
     """
     if group._all_gather_result is not None:
-        return "a pending unshard(async_op=True): wait on its handle first"
+        return "a pending unshard(async_op=True): wait on its handle first, or compile with the model's own compile()"
     return None
 
 
@@ -142,15 +141,6 @@ def _refusal(where: str, reason: str) -> str:
     return (
         f"{where} cannot be compiled with {reason}; train without it, or run the model eagerly, "
         "where it behaves as torch's own fully_shard does"
-    )
-
-
-@eval_at_trace_time_guarded
-def refuse_not_root(hooks: StateHooks) -> NoReturn:
-    """Refuse a module that is compiled alone, and is not the root."""
-    raise NotRootError(
-        f"expected the root of the FSDP2 modules to be compiled, got {describe(hooks.module, hooks.state)}, which is "
-        "part of a larger sharded model; compile the module that fully_shard() was applied to last"
     )
 
 

@@ -66,8 +66,6 @@ class StateHooks:
         """Gather, and cast the inputs."""
         context = self.state._state_ctx
         if context.iter_forward_root is None:
-            if not self.state._is_root:
-                checks.refuse_not_root(self)
             context.iter_forward_root = self.state
             self.root.is_traced = True
             self.root.is_ordered = False
@@ -242,7 +240,9 @@ class ModuleHooks:
             return self.hooks.after_forward(output)
         if self.is_awaited:
             self.is_awaited = False
-            if not any([member.is_awaited for member in self.hooks.members]):
+            # Nothing else ends a forward of this module alone, without the root's.
+            is_alone = self.hooks.state._state_ctx.iter_forward_root is self.hooks.state
+            if is_alone or not any([member.is_awaited for member in self.hooks.members]):
                 return self.hooks.after_forward(output)
         return self.hooks.cast_output(output)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from functools import cache
+from itertools import chain
 from types import MethodType
 from typing import Any
 
@@ -20,7 +21,7 @@ from compile_fsdp.runtime.reset import reset_iter_state
 from compile_fsdp.runtime.root import Replay, Root
 from compile_fsdp.runtime.tracing import at_run_time, inline_only, restore_hook_bodies_now
 from compile_fsdp.torch_compat.dynamo import Unsupported, compiles_frames
-from compile_fsdp.torch_compat.fsdp import fsdp_state
+from compile_fsdp.torch_compat.fsdp import fsdp_state, param_groups
 
 
 class TraceableModule:
@@ -36,6 +37,8 @@ class TraceableModule:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         is_outermost = calls.outermost() is None
         is_paused = is_outermost and _prepare_call(self)
+        if self._compiled_call_impl is not None:  # type: ignore[attr-defined]
+            _complete_unshard(self, is_outermost)
         call = calls.begin(self, args, kwargs)  # type: ignore[arg-type]
         replay = _replay_of(self) if is_outermost else None
         try:
@@ -112,6 +115,21 @@ def _prepare_call(module: Any) -> bool:
     if is_first:
         settle_hook_order(module)
     return is_first and pause_collection()
+
+
+@at_run_time
+def _complete_unshard(module: Any, is_outermost: bool) -> None:
+    """Wait for what the user has gathered by unshard(async_op=True), which a graph cannot."""
+    state = fsdp_state(module)
+    assert state is not None
+    states = [state]
+    if is_outermost and state._is_root is None:  # torch has not looked for the others yet
+        states = [each for each in map(fsdp_state, module.modules()) if each is not None]
+    elif is_outermost:
+        states = state._state_ctx.all_states
+    for fsdp_group in chain.from_iterable(map(param_groups, states)):
+        if fsdp_group._all_gather_result is not None:
+            fsdp_group.wait_for_unshard()
 
 
 @at_run_time

@@ -68,12 +68,6 @@ def _make_traceable_never_sharded() -> None:
     compile_fsdp.make_traceable(nn.Linear(8, 8))
 
 
-def _sharded_block_compiled_alone() -> None:
-    model = _sharded()
-    model(**_batch())  # finds the root
-    _compile(model.layers[0])(torch.ones(4, 8))
-
-
 def _root_never_sharded() -> None:
     torch.manual_seed(0)
     model = Stack()
@@ -142,12 +136,13 @@ def _unknown_prefetch() -> None:
 
 
 def _pending_unshard() -> None:
-    model = _compile(_sharded())
-    model(**_batch()).backward()
+    model = _sharded()
+    compiled = torch.compile(model, backend="compile_fsdp", fullgraph=True, options=AOT_EAGER)
+    compiled(**_batch()).backward()
     handle = model.layers[0].unshard(async_op=True)
     _collectives.start()
     try:
-        model(**_batch())
+        compiled(**_batch())
     finally:
         handle.wait()
         model.layers[0].reshard()
@@ -201,7 +196,6 @@ def _unsharded_subclass() -> None:
 CASES: list[tuple[Callable[[], None], type[Exception], str]] = [
     (_never_sharded, errors.NotShardedError, "never made traceable"),
     (_make_traceable_never_sharded, errors.NotShardedError, "found no FSDP2 module in Linear"),
-    (_sharded_block_compiled_alone, errors.NotRootError, "got layers.0 (Block)"),
     (_root_never_sharded, errors.NotRootError, "call fully_shard() on the module that contains them"),
     (_fsdp1, errors.FSDP1Error, "FullyShardedDataParallel at ['0']"),
     (_process_group_destroyed, errors.ProcessGroupMissingError, "init_process_group()"),

@@ -1,0 +1,149 @@
+"""Modules that are not the root, called and compiled by themselves, train as with eager FSDP2."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import compile_fsdp
+from helpers.parity.twins import AOT_EAGER
+from helpers.ranks.pools import run_ranks
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([_Block() for _ in range(3)])
+        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 6)
+
+    def forward(self, x: torch.Tensor, with_head: bool = True) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x)) if with_head else x
+
+
+def _build(fully_shard: Any, together: bool) -> Any:
+    torch.manual_seed(0)
+    model: Any = _Model()
+    ends = [[model.norm, model.head]] if together else [model.norm, model.head]
+    for module in (*model.layers, *ends, model):
+        fully_shard(module)
+    return model
+
+
+def _whole(model: Any, x: torch.Tensor, step: int) -> torch.Tensor:
+    return model(x).square().mean()  # type: ignore[no-any-return]
+
+
+def _head_in_chunks(model: Any, x: torch.Tensor, step: int) -> torch.Tensor:
+    hidden = model(x, with_head=False)
+    return torch.stack([model.head(chunk).square().mean() for chunk in hidden.chunk(3)]).sum()
+
+
+def _layer_alone(model: Any, x: torch.Tensor, step: int) -> torch.Tensor:
+    return _whole(model, x, step) if step % 2 == 0 else model.layers[1](x).square().mean()  # type: ignore[no-any-return]
+
+
+def _layers_and_head(model: Any, x: torch.Tensor, step: int) -> torch.Tensor:
+    if step == 0:
+        return _whole(model, x, step)
+    for layer in model.layers[:2]:
+        x = layer(x)
+    return model.head(x).square().mean()  # type: ignore[no-any-return]
+
+
+def _checkpointed(model: Any, x: torch.Tensor, step: int) -> torch.Tensor:
+    if step == 0:
+        return _whole(model, x, step)
+    for layer in model.layers:
+        x = checkpoint(layer, x, use_reentrant=False)
+    return x.square().mean()
+
+
+def _toggled(model: Any, x: torch.Tensor, step: int) -> torch.Tensor:
+    model.head.set_reshard_after_forward(step % 2 == 0)
+    return _head_in_chunks(model, x, step)
+
+
+_PROGRAMS: dict[str, Callable[[Any, torch.Tensor, int], torch.Tensor]] = {
+    each.__name__.strip("_"): each
+    for each in (_head_in_chunks, _layer_alone, _layers_and_head, _checkpointed, _toggled)
+}
+
+
+def _compile_root(model: Any, program: Any) -> Any:
+    model.compile(backend="compile_fsdp", options=AOT_EAGER)
+    return program
+
+
+def _compile_each(model: Any, program: Any) -> Any:
+    for module in (*model.layers, model.norm, model.head, model):
+        module.compile(backend="compile_fsdp", options=AOT_EAGER)
+    return program
+
+
+def _compile_function(model: Any, program: Any) -> Any:
+    return torch.compile(program, backend="compile_fsdp", options=AOT_EAGER)
+
+
+_WAYS = {each.__name__.removeprefix("_compile_"): each for each in (_compile_root, _compile_each, _compile_function)}
+
+
+def _train(model: Any, program: Any) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    results: list[torch.Tensor] = []
+    for step in range(4):
+        torch.manual_seed(step)
+        loss = program(model, torch.randn(6, 4), step)
+        loss.backward()
+        results.append(loss.detach())
+        grads = [parameter.grad for parameter in model.parameters()]
+        results += [torch.zeros(1) if grad is None else grad.full_tensor() for grad in grads]
+        optimizer.step()
+        optimizer.zero_grad()
+    return results + [parameter.full_tensor().detach() for parameter in model.parameters()]
+
+
+def _as_eager(rank: int, name: str, way: str, together: bool) -> list[int]:
+    """Positions of what differs."""
+    program = _PROGRAMS[name]
+    eager, ours = (_build(shard, together) for shard in (torch_fully_shard, compile_fsdp.fully_shard))
+    expected, found = _train(eager, program), _train(ours, _WAYS[way](ours, program))
+    pairs = enumerate(zip(found, expected, strict=True))
+    return [i for i, (one, other) in pairs if not torch.equal(one, other)]
+
+
+_FAST = {
+    ("head_in_chunks", "each", False),
+    ("head_in_chunks", "function", True),
+    ("layer_alone", "each", True),
+    ("checkpointed", "each", False),
+    ("toggled", "each", True),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "together"),
+    [
+        pytest.param(*case, marks=() if case in _FAST else pytest.mark.slow)
+        for case in itertools.product(_PROGRAMS, _WAYS, (False, True))
+    ],
+)
+def test_programs(name: str, way: str, together: bool) -> None:
+    assert run_ranks(2, _as_eager, name, way, together) == [[], []]
