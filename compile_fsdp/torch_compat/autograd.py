@@ -108,16 +108,15 @@ def asks_for(node: Any) -> bool:
 @contextlib.contextmanager
 def without_saved_tensor_hooks() -> Iterator[bool]:
     """Within it, autograd saves tensors as they are; yields whether there were hooks that change that. (2.13.0)"""
-    bindings: Any = torch._C._autograd
-    hooks = []
-    while (top := bindings._top_saved_tensors_default_hooks(False)) is not None:
+    hooks: list[Any] = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(False)) is not None:
         hooks.append(top)
-        bindings._pop_saved_tensors_default_hooks()
+        torch._C._autograd._pop_saved_tensors_default_hooks()
     try:
         yield bool(hooks)
     finally:
         for pack, unpack in reversed(hooks):
-            bindings._push_saved_tensors_default_hooks(pack, unpack)
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 @needs("torch._dynamo.compiled_autograd._enable", "torch._dynamo.eval_frame._stance.stance")

@@ -18,6 +18,7 @@ from torch.distributed.fsdp._fully_shard import (
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from compile_fsdp.torch_compat.declarations import needs, needs_attributes
+from compile_fsdp.torch_compat.dynamo import skip_code
 
 # What `fully_shard` keeps for each module that it is applied to. (2.13.0)
 FSDPState = _fsdp_state.FSDPState
@@ -118,6 +119,11 @@ def param_groups(state: FSDPState) -> list[FSDPParamGroup]:
         return list(state._fsdp_param_groups)
     group = state._fsdp_param_group
     return [] if group is None else [group]
+
+
+# Where a model calls them before it is traced, they are no frames to compile: the guards of one may fail to be read.
+for _each in (fsdp_state, param_groups):
+    skip_code(_each.__code__)
 
 
 def order_gather_streams(state: FSDPState) -> None:

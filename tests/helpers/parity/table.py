@@ -36,7 +36,7 @@ Before any collective, with the module's name; the same model trains eagerly.
 | --- | --- |
 | `dp_mesh_dims` (a full SPMD mesh) | the gradient's data-parallel dims stay partial, which has no traced form yet |
 | `set_symm_mem_for_comm` | a graph cannot allocate symmetric memory |
-| a pending `unshard(async_op=True)` inside of `torch.compile(model)` | a graph cannot wait for it; `model.compile()` does before it runs |
+| a pending `unshard(async_op=True)` in `torch.compile(model)` | a graph cannot wait; `model.compile()` does |
 | `set_manual_backward_finalization`, since torch 2.15 | a group is reduced in the graph, as soon as it is complete |
 | a parameter's own `grad_dtype`, SPMD types, since torch 2.15 | no traced form yet |
 | an all-gather extension that returns a tensor subclass | the unsharded parameter of a graph is a plain tensor |
