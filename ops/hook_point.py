@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 @torch.library.custom_op("compile_fsdp::hook_point", mutates_args=())
@@ -33,5 +34,10 @@ def watch(tensor: Tensor, number: int) -> None:
 
 def _mark(number: int, grad: Tensor) -> Tensor:
     with torch.no_grad():
-        marked: Tensor = hook_point(grad, number)
-    return marked
+        if not isinstance(grad, DTensor):
+            marked: Tensor = hook_point(grad, number)
+            return marked
+        local = hook_point(grad.to_local(), number)
+        return DTensor.from_local(
+            local, grad.device_mesh, grad.placements, run_check=False, shape=grad.shape, stride=grad.stride()
+        )

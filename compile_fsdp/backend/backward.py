@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
 
-import torch
 from torch import fx
 
 from compile_fsdp.backend.graph_inputs import GraphInputs
@@ -42,26 +42,19 @@ from compile_fsdp.torch_compat.dynamo import (
 _log = logging.getLogger("compile_fsdp")
 
 
-class HooksOfForward:
-    """A hook that does nothing but hold the hooks of one forward, for its captured backward.
+# By thread, the object that Dynamo has given the hooks of the forward whose backward runs. Compiled autograd calls what
+# it has compiled with tensors and with hooks of autograd's own only.
+_hooks_of_forward = threading.local()
 
-    Compiled autograd calls what it has compiled with the tensors and hooks of the backward that runs, and with nothing
-    else. So the hooks that one forward has put on its intermediates travel with one on its output.
 
-    Attributes:
-        state: The object that Dynamo has given the hooks of the forward.
-    """
-
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def __call__(self, grad: torch.Tensor) -> None:
-        pass
-
-    @staticmethod
-    def state_in(hooks: Sequence[Any]) -> Any:
-        """What the one among the hooks of a backward holds."""
-        return next(hook for hook in hooks if isinstance(hook, HooksOfForward)).state
+@contextmanager
+def hooks_of_forward(state: Any) -> Iterator[None]:
+    """Within it, captured backwards of this thread call the hooks that one forward has put on its intermediates."""
+    outer, _hooks_of_forward.state = getattr(_hooks_of_forward, "state", None), state
+    try:
+        yield
+    finally:
+        _hooks_of_forward.state = outer
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +106,7 @@ class BackwardCompiler:
                 ready = self._prepare(captured, has_gradient, inputs)
             expect_no_gradient([inputs[i] for i in ready.undefined])
             if self._hooks is not None:
-                rest = (*rest, HooksOfForward.state_in(hooks))
+                rest = (*rest, _hooks_of_forward.state)
             frame = None
             if is_first and self.record is not None:
                 frame = self.record.begin(ready.function, (inputs, sizes, scalars, hooks, *rest), ready.undefined)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from compile_fsdp.backend.backward import HooksOfForward
+from compile_fsdp.backend.backward import hooks_of_forward
 from compile_fsdp.backend.lifetimes import weak_callable
 from compile_fsdp.errors import DoubleBackwardError, PartialBackwardError, SecondBackwardError
 from compile_fsdp.runtime import calls
@@ -155,7 +155,7 @@ class GraphCall:
             for i, gradient in zip(wanted, gradients, strict=True):
                 found[i] = gradient
 
-        self._run_unchanged(partial(self._run_part, outputs, run))
+        self._run_unchanged(partial(self._run_part, run))
         return found
 
     def backward(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -195,14 +195,14 @@ class GraphCall:
         with self._around_graph():
             again = self.graph.replay.backward
             if is_kept:
-                self._run_captured(outputs, partial(torch.autograd.backward, outputs, grads, retain_graph=True))
+                self._run_captured(partial(torch.autograd.backward, outputs, grads, retain_graph=True))
             elif again is None or not again.run(self, outputs, grads, self.hooks_state):
                 self._run_noted(outputs, grads)
 
-    def _run_part(self, outputs: list[torch.Tensor], run: Callable[[], None]) -> None:
+    def _run_part(self, run: Callable[[], None]) -> None:
         with self._around_graph():
             expect_no_gradient(self.managed)
-            self._run_captured(outputs, run)
+            self._run_captured(run)
 
     @contextlib.contextmanager
     def _around_graph(self) -> Iterator[None]:
@@ -226,23 +226,16 @@ class GraphCall:
         if recorder is not None:
             compiler.record = recorder.begin_backward(self, outputs, grads)
         try:
-            self._run_captured(outputs, partial(torch.autograd.backward, outputs, grads))
+            self._run_captured(partial(torch.autograd.backward, outputs, grads))
         finally:
             compiler.record = None
         if recorder is not None:
             recorder.end_backward(self)
 
-    def _run_captured(self, outputs: list[torch.Tensor], run: Callable[[], None]) -> None:
-        carried = None
-        if self.graph.hooks is not None and outputs:
-            carried = outputs[0].register_hook(HooksOfForward(self.hooks_state))
+    def _run_captured(self, run: Callable[[], None]) -> None:
         compile_captured = weak_callable(self.graph.compile_backward.__call__)
-        try:
-            with _without_nan_check(), compiled_autograd(compile_captured):
-                run()
-        finally:
-            if carried is not None:
-                carried.remove()
+        with _without_nan_check(), hooks_of_forward(self.hooks_state), compiled_autograd(compile_captured):
+            run()
 
     def is_to_come(self) -> bool:
         """Whether the backward that runs now goes through this call, and has not yet."""

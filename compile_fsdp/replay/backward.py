@@ -243,7 +243,7 @@ def _is_own(hook: Any, node: Any) -> bool:
     """Whether something in compiled autograd's list of hooks is there behind every forward like this one."""
     if isinstance(hook, partial):
         return hook.func is gradient_accumulated
-    return hook is node or type(hook).__name__ == "HooksOfForward"
+    return hook is node
 
 
 def _follows(gradients: Collection[int]) -> Callable[[GuardFact], bool]:

@@ -109,7 +109,7 @@ def asks_for(node: Any) -> bool:
 def without_saved_tensor_hooks() -> Iterator[bool]:
     """Within it, autograd saves tensors as they are; yields whether there were hooks that change that. (2.13.0)"""
     hooks: list[Any] = []
-    while (top := torch._C._autograd._top_saved_tensors_default_hooks(False)) is not None:
+    while (top := cast(Any, torch._C._autograd._top_saved_tensors_default_hooks(False))) is not None:
         hooks.append(top)
         torch._C._autograd._pop_saved_tensors_default_hooks()
     try:

@@ -32,7 +32,7 @@ FakeTensorMode = fake_tensor.FakeTensorMode
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 
 # Whether a tensor is of a subclass that wraps others, and tells which. (2.13.0)
-_is_traceable_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
+is_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
 
 # The leaves of a tree, and a tree with a function applied to leaves of one type. (2.13.0)
 tree_leaves = _pytree.tree_leaves
@@ -138,7 +138,7 @@ def plain_tensors(values: Any) -> Iterator[torch.Tensor]:
     for value in tree_leaves(values):
         if isinstance(value, torch.Tensor):
             parts: Any = value
-            if _is_traceable_wrapper_subclass(parts):
+            if is_wrapper_subclass(parts):
                 yield from plain_tensors([getattr(parts, name) for name in parts.__tensor_flatten__()[0]])
             else:
                 yield value

@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from compile_fsdp.ops import accumulate_gradient
 from compile_fsdp.passes.analysis.aliases import fake_value
 from compile_fsdp.torch_compat.autograd import is_accumulate_grad, may_hand_on
+from compile_fsdp.torch_compat.dispatch import is_wrapper_subclass
 from compile_fsdp.torch_compat.dynamo import rename
 
 
@@ -46,10 +47,14 @@ def canonicalize_backward(graph: fx.Graph, fake_mode: Any) -> None:
             rename(node, f"node_{number}")  # part of the cache key, and others where the forward came from a cache
 
 
+def _is_plain_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and not is_wrapper_subclass(value)
+
+
 def _inline(graph: fx.Graph, node: fx.Node, fake_mode: Any) -> None:
-    inputs = [each for each in node.all_input_nodes if isinstance(fake_value(each), torch.Tensor)]
+    inputs = [each for each in node.all_input_nodes if _is_plain_tensor(fake_value(each))]
     if len(inputs) < len(node.all_input_nodes):
-        return  # sizes that are symbols
+        return  # sizes that are symbols, or subclasses, which the call takes apart
     used = [user.args[1] for user in node.users]
 
     def call(*values: torch.Tensor) -> list[Any]:

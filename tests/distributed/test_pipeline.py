@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import compile_fsdp
 from helpers.ranks.meshes import shared_mesh
@@ -25,9 +26,7 @@ class _Stage(nn.Module):
         self.layers = nn.ModuleList([nn.Linear(_WIDTH, _WIDTH) for _ in range(2)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return x
+        return x + self.layers[1](torch.tanh(self.layers[0](x)))
 
 
 def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -44,6 +43,8 @@ def _train(fully_shard: Any, mesh: DeviceMesh, schedule_class: Any, reshards: bo
         numbers = [place, 2 * size - 1 - place]
     models: list[Any] = [_Stage(number) for number in numbers]
     for model in models:
+        if "tp" in (mesh.mesh_dim_names or ()):
+            parallelize_module(model, mesh["tp"], {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()})
         for module in (*model.layers, model):
             fully_shard(module, mesh=data, reshard_after_forward=reshards)
         if fully_shard is compile_fsdp.fully_shard:
@@ -99,3 +100,16 @@ def _as_eager(rank: int, name: str, reshards: bool) -> bool:
 )
 def test_schedules(name: str, reshards: bool) -> None:
     assert all(run_ranks(4, _as_eager, name, reshards))
+
+
+def _with_tensor_parallelism(rank: int) -> bool:
+    mesh = shared_mesh(device_type(), (2, 2, 2), ("pp", "dp", "tp"))
+    eager, ours = (
+        _train(shard, mesh, schedules.Schedule1F1B, False) for shard in (torch_fully_shard, compile_fsdp.fully_shard)
+    )
+    return len(ours) == len(eager) and all(map(torch.equal, ours, eager))
+
+
+@pytest.mark.slow
+def test_stages_with_tensor_parallelism() -> None:
+    assert all(run_ranks(8, _with_tensor_parallelism))

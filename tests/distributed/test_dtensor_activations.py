@@ -1,0 +1,175 @@
+"""Sharded modules whose inputs and outputs are DTensors train as with eager FSDP2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+import compile_fsdp
+from compile_fsdp.torch_compat.fsdp import FSDPMeshInfo
+from helpers.ranks.meshes import shared_mesh
+from helpers.ranks.pools import device_type, run_ranks
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(12, 8)
+        self.layers = nn.ModuleList([_Block() for _ in range(2)])
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 12)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def _sequence_parallel(model: Any, mesh: DeviceMesh) -> None:
+    """Activations between the blocks are DTensors, sharded over the sequence."""
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "embedding": RowwiseParallel(
+                input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False
+            ),
+            "norm": SequenceParallel(),
+            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+        },
+    )
+    for layer in model.layers:
+        parallelize_module(
+            layer,
+            mesh,
+            {
+                "norm": SequenceParallel(),
+                "up": ColwiseParallel(input_layouts=Shard(1)),
+                "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+            },
+        )
+
+
+def _loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten())
+
+
+def _train(fully_shard: Any, options: Any) -> list[torch.Tensor]:
+    mesh = shared_mesh(device_type(), (2, 2), ("dp", "tp"))
+    torch.manual_seed(0)
+    model: Any = _Model()
+    _sequence_parallel(model, mesh["tp"])
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh["dp"])
+    if fully_shard is compile_fsdp.fully_shard:
+        model.compile(backend="compile_fsdp", fullgraph=True, options=options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        torch.manual_seed(10 * step + mesh["dp"].get_local_rank())
+        tokens, targets = torch.randint(12, (2, 6)), torch.randint(12, (2, 6))
+        with loss_parallel():
+            output = model(tokens)
+            loss = _loss(output, targets)
+            loss.backward()
+        losses.append(loss.detach().full_tensor() if isinstance(loss, DTensor) else loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses + [parameter.full_tensor().detach() for parameter in model.parameters()]
+
+
+class _Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 8, 8) * 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        local = weight.to_local() if isinstance(weight, DTensor) else weight
+        return torch.bmm(x.unsqueeze(0).expand(local.shape[0], -1, -1), local).sum(0)
+
+
+class _Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts, self.out = nn.Linear(8, 8), _Experts(), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.tanh(self.experts(self.router(x))))
+
+
+def _train_experts(fully_shard: Any, options: Any) -> list[torch.Tensor]:
+    """Experts are spread over two ranks, and sharded over the other two; everything else over all four."""
+    device = device_type()
+    experts = shared_mesh(device, (2, 2), ("efsdp", "ep"))
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(_Mixture(), _Mixture())
+    info = FSDPMeshInfo(experts["efsdp"], shard_mesh_dim=0)
+    for block in model:
+        weight = block.experts.weight
+        block.experts.weight = nn.Parameter(distribute_tensor(weight.detach(), experts["ep"], [Shard(0)]))
+    owned = {block.experts.weight for block in model}
+
+    def place(parameter: nn.Parameter) -> Any:
+        return ShardPlacementResult(Shard(1), info) if parameter in owned else None
+
+    for module in (*model, model):
+        fully_shard(module, mesh=shared_mesh(device, (4,), ("dp",)), shard_placement_fn=place)
+    if fully_shard is compile_fsdp.fully_shard:
+        model.compile(backend="compile_fsdp", fullgraph=True, options=options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        torch.manual_seed(10 * step + dist.get_rank())
+        loss = model(torch.randn(3, 8)).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses + [parameter.to_local().detach() for parameter in model.parameters()]
+
+
+_MODELS = {"sequence parallel": _train, "experts": _train_experts}
+
+
+def _as_eager(rank: int, name: str, inner_backend: str) -> list[float]:
+    eager = _MODELS[name](torch_fully_shard, None)
+    ours = _MODELS[name](compile_fsdp.fully_shard, {"inner_backend": inner_backend})
+    return [(one - other).abs().max().item() for one, other in zip(ours, eager, strict=True)]
+
+
+@pytest.mark.parametrize("name", _MODELS)
+def test_as_eager(name: str) -> None:
+    for differences in run_ranks(4, _as_eager, name, "aot_eager"):
+        assert max(differences) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _MODELS)
+def test_with_the_passes(name: str) -> None:
+    for differences in run_ranks(4, _as_eager, name, "inductor"):
+        assert max(differences) < 1e-5
