@@ -37,7 +37,7 @@ from compile_fsdp.runtime.tracing import (
 )
 from compile_fsdp.torch_compat.autograd import current_backward
 from compile_fsdp.torch_compat.dispatch import tree_map_only
-from compile_fsdp.torch_compat.dynamo import call_with_side_effects
+from compile_fsdp.torch_compat.dynamo import call_with_side_effects, passing_dynamo
 from compile_fsdp.torch_compat.fsdp import FSDPState, ends_backward_by_hand, param_groups
 
 
@@ -338,7 +338,10 @@ def _initialise(hooks: StateHooks) -> None:
     state = hooks.state
     if state._is_root is not False:
         checks.check_parameters(hooks.module, state)
-    state._lazy_init()
+    try:
+        state._lazy_init()
+    except (RuntimeError, ValueError) as error:
+        raise passing_dynamo(error) from None
     root_state = next(each for each in state._state_ctx.all_states if each._is_root)  # it may run in eager mode
     hooks_of(root_state).root.adopt()
 

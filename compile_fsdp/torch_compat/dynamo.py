@@ -23,6 +23,17 @@ from compile_fsdp.torch_compat.dispatch import OpOverload
 # becomes an InternalTorchDynamoError. (2.13.0)
 ShortenTraceback = exc.ShortenTraceback
 
+
+
+def passing_dynamo(error: Exception) -> Exception:
+    """An error of the same type and message that reaches the user unchanged if it is raised in a trace. (2.13.0)"""
+    if isinstance(error, ShortenTraceback):
+        return error
+    kind: Any = type(type(error).__name__, (ShortenTraceback, type(error)), {})
+    passing: Exception = kind(*error.args, first_useful_frame=None)
+    return passing
+
+
 # What Dynamo cannot trace, and what it will not compile once more. (2.13.0)
 Unsupported = exc.Unsupported
 FailOnRecompileLimitHit = exc.FailOnRecompileLimitHit

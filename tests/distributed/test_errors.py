@@ -135,6 +135,14 @@ def _unknown_prefetch() -> None:
     _compile(_sharded(), backward_prefetch="BACKWARD_NEVER")(**_batch())
 
 
+def _shared_between_groups() -> None:
+    model = Stack()
+    model.layers[1].up.weight = model.layers[0].up.weight
+    for module in (*model.layers, model):
+        compile_fsdp.fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    _compile(model)(**_batch())
+
+
 def _pending_unshard() -> None:
     model = _sharded()
     compiled = torch.compile(model, backend="compile_fsdp", fullgraph=True, options=AOT_EAGER)
@@ -205,6 +213,7 @@ CASES: list[tuple[Callable[[], None], type[Exception], str]] = [
     (_unknown_option, errors.UnknownOptionError, "innerbackend"),
     (_unknown_inner_backend, errors.UnknownOptionError, "no_such_backend"),
     (_unknown_prefetch, errors.UnknownOptionError, "'BACKWARD_NEVER'"),
+    (_shared_between_groups, ValueError, "is shared with a parameter already managed by another FSDP group"),
     (_pending_unshard, errors.UnsupportedFeatureError, "layers.0 (Block)"),
     (_symmetric_memory, errors.UnsupportedFeatureError, "layers.0 cannot be compiled with symmetric memory"),
     (_unsharded_subclass, errors.UnsupportedFeatureError, "extension that returns a LowPrecision"),
@@ -213,7 +222,7 @@ CASES: list[tuple[Callable[[], None], type[Exception], str]] = [
     (_own_grad_dtype, errors.UnsupportedFeatureError, "layers.0.norm.weight: a grad_dtype of its own"),
 ]
 
-_SINCE_2_12 = (_symmetric_memory, _spmd_mesh)
+_SINCE = {_symmetric_memory: "2.12", _spmd_mesh: "2.12", _shared_between_groups: "2.13"}
 
 
 def _raises(rank: int, name: str) -> tuple[str, str, int]:
@@ -229,8 +238,8 @@ def _raises(rank: int, name: str) -> tuple[str, str, int]:
 
 @pytest.mark.parametrize(("program", "expected", "message"), CASES, ids=lambda v: getattr(v, "__name__", ""))
 def test_raises(program: Callable[[], None], expected: type[Exception], message: str) -> None:
-    if program in _SINCE_2_12:
-        skip_before("2.12")
+    if program in _SINCE:
+        skip_before(_SINCE[program])
     for name, text, collectives in run_ranks(2, _raises, program.__name__):
         assert (name, message in text) == (expected.__name__, True), text
         assert collectives == 0
