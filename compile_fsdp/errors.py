@@ -23,10 +23,6 @@ class NotShardedError(CompileFSDPError):
     """The model given to the backend, or to `make_traceable`, has no FSDP2 module."""
 
 
-class NotRootError(CompileFSDPError):
-    """What is compiled holds several FSDP2 roots."""
-
-
 class FSDP1Error(CompileFSDPError):
     """The model contains `FullyShardedDataParallel` (FSDP1) modules, which cannot be traced."""
 

@@ -13,7 +13,7 @@ from compile_fsdp.backend.backward import BackwardCompiler
 from compile_fsdp.backend.boundary import ForwardGraph
 from compile_fsdp.backend.graph_inputs import GraphInputs
 from compile_fsdp.backend.inner import TracedGraph, compile_traced
-from compile_fsdp.errors import NotRootError, UnknownOptionError
+from compile_fsdp.errors import UnknownOptionError
 from compile_fsdp.ops import ensure_ops
 from compile_fsdp.options import Options
 from compile_fsdp.passes import keep_unsharded, pipelines
@@ -22,7 +22,6 @@ from compile_fsdp.passes.runner import Run
 from compile_fsdp.replay.backward import GraphReplay
 from compile_fsdp.replay.recording import current
 from compile_fsdp.runtime import trace_record
-from compile_fsdp.runtime.checks import describe
 from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.runtime.group_calls import GROUP_CALLS
 from compile_fsdp.runtime.hooks import StateHooks
@@ -52,13 +51,11 @@ def compile_fsdp(
     Raises:
         UnknownOptionError: an option does not exist.
         NotShardedError: the graph uses parameters, and none of a traceable model.
-        NotRootError: several FSDP2 roots meet in the graph.
     """
     restore_hook_bodies_now()
     traced = trace_record.take()
     parsed = Options.parse(options, mode)
     _check_names_and_ops()
-    _check_roots(traced)
     if parsed.bundle is not None and traced.entered and not any(hooks.root.replay for hooks in traced.entered):
         raise UnknownOptionError(
             "expected model.compile() with a bundle, got torch.compile() of a model or a function; call the model's "
@@ -80,16 +77,6 @@ def compile_fsdp(
 def _check_names_and_ops() -> None:
     check_names()
     ensure_ops()
-
-
-def _check_roots(traced: trace_record.TraceRecord) -> None:
-    roots = [hooks for hooks in traced.entered if hooks.state._is_root]
-    if len(roots) > 1:
-        raise NotRootError(
-            "expected one FSDP2 root in a compiled graph, got "
-            f"{[describe(hooks.module, hooks.state) for hooks in roots]}; call fully_shard() on the module that "
-            "contains them, or compile each model on its own"
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -244,7 +244,8 @@ class GraphCall:
         return will_run(self.node())
 
     def _begin(self) -> None:
-        start_backward(next(iter(self.groups)).state)
+        for state in {id(group.state._state_ctx): group.state for group in self.groups}.values():
+            start_backward(state)
         for group, (position, read) in self.groups.items():
             group.backward_prefetch = self.graph.backward_prefetch
             group.backward.enter_graph(group, read, None if position in self.graph.whole else self.forward_id)

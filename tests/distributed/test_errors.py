@@ -68,14 +68,6 @@ def _make_traceable_never_sharded() -> None:
     compile_fsdp.make_traceable(nn.Linear(8, 8))
 
 
-def _root_never_sharded() -> None:
-    torch.manual_seed(0)
-    model = Stack()
-    for layer in model.layers:
-        compile_fsdp.fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
-    _compile(model)(**_batch())
-
-
 def _fsdp1() -> None:
     compile_fsdp.make_traceable(nn.Sequential(FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))))
 
@@ -204,7 +196,6 @@ def _unsharded_subclass() -> None:
 CASES: list[tuple[Callable[[], None], type[Exception], str]] = [
     (_never_sharded, errors.NotShardedError, "never made traceable"),
     (_make_traceable_never_sharded, errors.NotShardedError, "found no FSDP2 module in Linear"),
-    (_root_never_sharded, errors.NotRootError, "call fully_shard() on the module that contains them"),
     (_fsdp1, errors.FSDP1Error, "FullyShardedDataParallel at ['0']"),
     (_process_group_destroyed, errors.ProcessGroupMissingError, "init_process_group()"),
     (_process_group_missing, errors.ProcessGroupMissingError, "shard Linear over"),

@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import compile_fsdp
 from helpers.parity.twins import AOT_EAGER
 from helpers.ranks.pools import run_ranks
+from helpers.ranks.recording import collectives_of
 
 
 class _Block(nn.Module):
@@ -147,3 +149,38 @@ _FAST = {
 )
 def test_programs(name: str, way: str, together: bool) -> None:
     assert run_ranks(2, _as_eager, name, way, together) == [[], []]
+
+
+def _without_a_root(rank: int, inner_backend: str) -> tuple[float, list[int], list[int]]:
+    """Two layers of a model are sharded, and nothing that contains them."""
+    results: list[list[torch.Tensor]] = []
+    issued: list[list[int]] = []
+    for fully_shard in (torch_fully_shard, compile_fsdp.fully_shard):
+        torch.manual_seed(0)
+        model: Any = _Model()
+        for layer in model.layers[:2]:
+            fully_shard(layer)
+        run = model
+        if fully_shard is compile_fsdp.fully_shard:
+            options = {"inner_backend": inner_backend}
+            run = torch.compile(model, backend="compile_fsdp", fullgraph=True, options=options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        counts = []
+        for step in range(3):
+            torch.manual_seed(step)
+            loss = run(torch.randn(6, 4)).square().mean()
+            counts.append(len(collectives_of(loss.backward)))
+            optimizer.step()
+            optimizer.zero_grad()
+        issued.append(counts)
+        parameters: list[Any] = list(model.parameters())
+        results.append([each.full_tensor() if isinstance(each, DTensor) else each for each in parameters])
+    differences = [(one - other).abs().max().item() for one, other in zip(*results, strict=True)]
+    return max(differences), issued[1], issued[0]
+
+
+@pytest.mark.parametrize("inner_backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_several_roots_in_one_graph(inner_backend: str) -> None:
+    for difference, ours, eager in run_ranks(2, _without_a_root, inner_backend):
+        assert difference <= (0 if inner_backend == "aot_eager" else 1e-6)
+        assert ours == eager

@@ -1,0 +1,214 @@
+"""Ways of training that users have beside a plain loop, compiled as with eager FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import compile_fsdp
+from helpers.ranks.pools import run_ranks
+
+_WIDTH = 8
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(_WIDTH, 2 * _WIDTH), nn.Linear(2 * _WIDTH, _WIDTH)
+        self.adapter: nn.Module | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.up(x))
+        if self.adapter is not None:
+            hidden = hidden + self.adapter(x)
+        return x + self.down(hidden)
+
+
+class _Experts(nn.Module):
+    """Tokens go to the two best of four experts, each as many as come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(_WIDTH, 4)
+        self.experts = nn.ModuleList([nn.Linear(_WIDTH, _WIDTH) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(2)
+        output = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows, places = torch.where(chosen == number)
+            output = output.index_add(0, rows, expert(x[rows]) * weights[rows, places].unsqueeze(-1))
+        return x + output
+
+
+class _Model(nn.Module):
+    def __init__(self, block: type[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([block() for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+Style = Callable[[Any, Any, Any], list[torch.Tensor]]
+
+
+def _build(fully_shard: Any, compiles: Callable[[Any], None], block: type[nn.Module] = _Block) -> Any:
+    torch.manual_seed(0)
+    model: Any = _Model(block)
+    for module in (*model.blocks, model):
+        fully_shard(module)
+    compiles(model)
+    return model
+
+
+def _batch(step: int, rank: int) -> torch.Tensor:
+    torch.manual_seed(100 * step + rank)
+    return torch.randn(6, _WIDTH)
+
+
+def _values(model: Any) -> list[torch.Tensor]:
+    return [parameter.full_tensor().detach() for parameter in model.parameters()]
+
+
+def _plain(model: Any, optimizer: Any, rank: int, steps: int = 3) -> None:
+    for step in range(steps):
+        model(_batch(step, rank)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _routed(fully_shard: Any, compiles: Any, rank: int) -> list[torch.Tensor]:
+    model = _build(fully_shard, compiles, _Experts)
+    _plain(model, torch.optim.SGD(model.parameters(), lr=0.1), rank)
+    return _values(model)
+
+
+def _functional(fully_shard: Any, compiles: Any, rank: int) -> list[torch.Tensor]:
+    model = _build(fully_shard, compiles)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        state = dict(model.named_buffers())
+        torch.func.functional_call(model, state, (_batch(step, rank),)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return _values(model)
+
+
+def _muon(fully_shard: Any, compiles: Any, rank: int) -> list[torch.Tensor]:
+    """An optimizer that needs whole matrices: it gathers each, and every rank keeps its part of the update."""
+    model = _build(fully_shard, compiles)
+    momenta: dict[nn.Parameter, torch.Tensor] = {}
+    for step in range(3):
+        model(_batch(step, rank)).square().mean().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                momentum = momenta.setdefault(parameter, torch.zeros_like(parameter))
+                momentum.mul_(0.9).add_(parameter.grad)
+                whole = momentum.full_tensor()
+                if whole.ndim == 2:
+                    u, _, v = torch.linalg.svd(whole, full_matrices=False)
+                    whole = u @ v
+                update = DTensor.from_local(whole, parameter.device_mesh, run_check=False)
+                parameter.add_(update.redistribute(placements=parameter.placements), alpha=-0.05)
+                parameter.grad = None
+    return _values(model)
+
+
+def _averaged(fully_shard: Any, compiles: Any, rank: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model: Any = _Model(_Block)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    for each in (model, average.module):
+        for module in (*each.blocks, each):
+            fully_shard(module)
+        compiles(each)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        model(_batch(step, rank)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+    with torch.no_grad():
+        output = average(_batch(9, rank))
+    return [output, *_values(average), *_values(model)]
+
+
+def _adapters(fully_shard: Any, compiles: Any, rank: int) -> list[torch.Tensor]:
+    """A frozen base; every other step trains with adapters, of which there are two sets in turn."""
+    torch.manual_seed(0)
+    model: Any = _Model(_Block)
+    sets = [[nn.Linear(_WIDTH, 2 * _WIDTH) for _ in model.blocks] for _ in range(2)]
+    model.requires_grad_(False)
+    for adapters in sets:
+        for adapter in adapters:
+            fully_shard(adapter)
+    for module in (*model.blocks, model):
+        fully_shard(module)
+    compiles(model)
+    parameters = [parameter for adapters in sets for adapter in adapters for parameter in adapter.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    for step in range(5):
+        for block, adapter in zip(model.blocks, sets[step % 2], strict=True):
+            block.adapter = adapter if step != 2 else None
+        output = model(_batch(step, rank))
+        if output.requires_grad:
+            output.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [parameter.full_tensor().detach() for parameter in parameters]  # type: ignore[attr-defined]
+
+
+def _parameter_hooks(fully_shard: Any, compiles: Any, rank: int) -> list[torch.Tensor]:
+    """Hooks on sharded parameters, of both kinds."""
+    model = _build(fully_shard, compiles)
+    seen: list[torch.Tensor] = []
+    first, second, *_ = model.parameters()
+
+    def note(parameter: Any) -> None:
+        seen.append(parameter.grad.full_tensor().clone())
+
+    first.register_post_accumulate_grad_hook(note)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _plain(model, optimizer, rank, 2)
+    second.register_post_accumulate_grad_hook(note)
+    _plain(model, optimizer, rank, 2)
+    return [*seen, *_values(model)]
+
+
+_STYLES = {
+    each.__name__.strip("_"): each
+    for each in (_routed, _functional, _muon, _averaged, _adapters, _parameter_hooks)
+}
+
+
+def _as_eager(rank: int, name: str, inner_backend: str) -> list[float]:
+    def compiles(model: Any) -> None:
+        model.compile(backend="compile_fsdp", options={"inner_backend": inner_backend})
+
+    eager = _STYLES[name](torch_fully_shard, lambda model: None, rank)
+    ours = _STYLES[name](compile_fsdp.fully_shard, compiles, rank)
+    assert len(eager) == len(ours) > 0
+    return [(one - other).abs().max().item() for one, other in zip(ours, eager, strict=True)]
+
+
+@pytest.mark.parametrize("name", _STYLES)
+def test_as_eager(name: str) -> None:
+    for differences in run_ranks(2, _as_eager, name, "aot_eager"):
+        assert max(differences) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _STYLES)
+def test_with_the_passes(name: str) -> None:
+    for differences in run_ranks(2, _as_eager, name, "inductor"):
+        assert max(differences) < 1e-5
