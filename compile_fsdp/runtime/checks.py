@@ -23,7 +23,6 @@ from compile_fsdp.torch_compat.fsdp import (
     FSDPState,
     fsdp_state,
     has_own_grad_dtype,
-    has_spmd_mesh,
     has_spmd_types,
     param_groups,
 )
@@ -98,8 +97,6 @@ def _unsupported_structure(group: FSDPParamGroup) -> str | None:
         if isinstance(comm, SYMMETRIC_MEMORY_COMMS):
             return f"symmetric memory for its collectives ({type(comm).__name__})"
     for param in group.fsdp_params:
-        if has_spmd_mesh(param):
-            return f"{param._param_fqn}: dp_mesh_dims"
         if has_spmd_types(param):
             return f"{param._param_fqn}: SPMD types"
         if has_own_grad_dtype(param):

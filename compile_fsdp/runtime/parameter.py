@@ -27,11 +27,12 @@ from torch.distributed.tensor import DTensor
 from compile_fsdp.ops import copy_
 from compile_fsdp.runtime.attached import accumulated_gradient, set_accumulated_gradient
 from compile_fsdp.runtime.checks import check_unsharded
+from compile_fsdp.runtime.dtensor_parameters import wraps_as_dtensor
 from compile_fsdp.runtime.gather import Input
 from compile_fsdp.runtime.tracing import at_run_time, guarded_text
 from compile_fsdp.torch_compat.distributed import local_tensor
 from compile_fsdp.torch_compat.dynamo import mark_static
-from compile_fsdp.torch_compat.fsdp import FSDPParam, free_storage, unsharded_spec
+from compile_fsdp.torch_compat.fsdp import FSDPParam, data_parallel_dims, free_storage, unsharded_spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ class TraceableParam:
         unsharded_param: The unsharded parameter that graphs read, plain. See [Note: Leaves are plain].
         plan: Its constants.
         is_watched: Whether the hook on the unsharded parameter's gradient is registered.
+        wrap: Makes the DTensor that modules hold, where its mesh has the data-parallel dims as well; else None.
         post_forward: Its shard of the smaller mesh that `reshard_after_forward=<int>` keeps; None without one.
         extended: Whether the shard is a tensor subclass that decides itself what is gathered (fsdp_pre_all_gather).
         pre_all_gather: That method of the subclass, as a function.
@@ -81,6 +83,7 @@ class TraceableParam:
     def __init__(self, fsdp_param: FSDPParam) -> None:
         self.fsdp_param = fsdp_param
         self.is_watched = False
+        self.wrap: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.post_forward: PostForwardShard | None = None
         self.extended = False
         self.pre_all_gather: Callable[..., Any] | None = None
@@ -122,6 +125,8 @@ class TraceableParam:
             storage_bytes=param.padded_sharded_param_size.numel() * shard_count * self.unsharded_param.itemsize,
             is_cast=param.param_dtype is not None,
         )
+        if dims := data_parallel_dims(param):
+            self.wrap = wraps_as_dtensor(unsharded_spec(param), dims)
 
     @at_run_time
     def _create_unsharded(self, shard_count: int, device: torch.device) -> None:
@@ -262,6 +267,9 @@ class TraceableParam:
         spec = unsharded_spec(self.fsdp_param)
         assert spec.tensor_meta is not None
         # See [Note: Leaves are plain].
+        if self.wrap is not None:
+            self._register(self.wrap(self.unsharded_param))
+            return
         self._register(
             DTensor.from_local(
                 self.unsharded_param,

@@ -163,9 +163,14 @@ def unsharded_spec(parameter: FSDPParam) -> DTensorSpec:
     return spec
 
 
-def has_spmd_mesh(parameter: FSDPParam) -> bool:
-    """Whether the parameter is a DTensor over a mesh whose data-parallel dims were named; since 2.12. (2.13.0)"""
-    return bool(getattr(parameter.mesh_info, "is_spmd_mesh", False))
+def data_parallel_dims(parameter: FSDPParam) -> tuple[int, ...]:
+    """The data-parallel dims of the mesh of a DTensor parameter, if `dp_mesh_dims` has named them; since 2.12. (2.13.0)
+
+    Over these dims the gradient of the unsharded parameter stays as it is.
+    """
+    if not getattr(parameter.mesh_info, "is_spmd_mesh", False):
+        return ()
+    return tuple(sorted(parameter._dp_dim_indices))
 
 
 def has_spmd_types(parameter: FSDPParam) -> bool:

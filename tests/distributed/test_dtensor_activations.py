@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -24,6 +24,7 @@ import compile_fsdp
 from compile_fsdp.torch_compat.fsdp import FSDPMeshInfo
 from helpers.ranks.meshes import shared_mesh
 from helpers.ranks.pools import device_type, run_ranks
+from helpers.releases.skip import skip_before
 
 
 class _Block(nn.Module):
@@ -153,7 +154,43 @@ def _train_experts(fully_shard: Any, options: Any) -> list[torch.Tensor]:
     return losses + [parameter.to_local().detach() for parameter in model.parameters()]
 
 
-_MODELS = {"sequence parallel": _train, "experts": _train_experts}
+
+def _train_on_full_mesh(fully_shard: Any, options: Any) -> list[torch.Tensor]:
+    """Parameters and activations are DTensors over all dims of the mesh, data parallelism's among them."""
+    skip_before("2.12")
+    from torch.distributed.fsdp import DataParallelMeshDims
+
+    device = device_type()
+    mesh = shared_mesh(device, (2, 2), ("dp", "tp"))
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(_Block(), _Block())
+
+    def distribute(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            is_rows = name.endswith("down") and key == "weight"
+            place = Shard(0) if name.endswith("up") else Shard(1) if is_rows else Replicate()
+            value = distribute_tensor(parameter.detach(), mesh, [Replicate(), place])
+            module.register_parameter(key, nn.Parameter(value))
+
+    distribute_module(model, mesh, distribute)
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    if fully_shard is compile_fsdp.fully_shard:
+        model.compile(backend="compile_fsdp", fullgraph=True, options=options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        torch.manual_seed(10 * step + mesh["dp"].get_local_rank())
+        x = DTensor.from_local(torch.randn(3, 8), mesh, [Shard(0), Replicate()], run_check=False)
+        loss = model(x).square().mean()
+        loss.backward()
+        losses.append(loss.detach().full_tensor())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses + [parameter.full_tensor().detach() for parameter in model.parameters()]
+
+
+_MODELS = {"sequence parallel": _train, "experts": _train_experts, "full mesh": _train_on_full_mesh}
 
 
 def _as_eager(rank: int, name: str, inner_backend: str) -> list[float]:

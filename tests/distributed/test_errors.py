@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import Shard, distribute_module
+from torch.distributed.tensor import Shard
 
 import compile_fsdp
 from compile_fsdp import errors
@@ -20,7 +20,6 @@ from compile_fsdp.torch_compat.fsdp import param_groups
 from helpers.models.reference import Stack
 from helpers.models.tensor_subclasses import Float8Weight, LowPrecision, use
 from helpers.parity.check import build, loss_of
-from helpers.ranks.meshes import shared_mesh
 from helpers.ranks.pools import run_ranks
 from helpers.releases.skip import skip_before
 
@@ -157,16 +156,6 @@ def _symmetric_memory() -> None:
     _compile(model)(**_batch())
 
 
-def _spmd_mesh() -> None:
-    from torch.distributed.fsdp import DataParallelMeshDims
-
-    mesh = shared_mesh("cpu", (2, 1), ("dp", "tp"))
-    model = nn.Linear(8, 8)
-    distribute_module(model, mesh)
-    compile_fsdp.fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
-    _compile(model)(torch.ones(4, 8))
-
-
 def _by_hand() -> None:
     model = _sharded()
     model._get_fsdp_state()._state_ctx.manual_backward_finalization = True  # as its setter does since 2.15
@@ -208,12 +197,11 @@ CASES: list[tuple[Callable[[], None], type[Exception], str]] = [
     (_pending_unshard, errors.UnsupportedFeatureError, "layers.0 (Block)"),
     (_symmetric_memory, errors.UnsupportedFeatureError, "layers.0 cannot be compiled with symmetric memory"),
     (_unsharded_subclass, errors.UnsupportedFeatureError, "extension that returns a LowPrecision"),
-    (_spmd_mesh, errors.UnsupportedFeatureError, "weight: dp_mesh_dims"),
     (_by_hand, errors.UnsupportedFeatureError, "compiled with set_manual_backward_finalization"),
     (_own_grad_dtype, errors.UnsupportedFeatureError, "layers.0.norm.weight: a grad_dtype of its own"),
 ]
 
-_SINCE = {_symmetric_memory: "2.12", _spmd_mesh: "2.12", _shared_between_groups: "2.13"}
+_SINCE = {_symmetric_memory: "2.12", _shared_between_groups: "2.13"}
 
 
 def _raises(rank: int, name: str) -> tuple[str, str, int]:

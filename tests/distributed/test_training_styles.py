@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import _functional_collectives as functional
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -46,6 +48,23 @@ class _Experts(nn.Module):
             rows, places = torch.where(chosen == number)
             output = output.index_add(0, rows, expert(x[rows]) * weights[rows, places].unsqueeze(-1))
         return x + output
+
+
+class _SplitAttention(nn.Module):
+    """Ranks hold parts of one sequence: heads are exchanged for positions before the attention, and back behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(_WIDTH, 3 * _WIDTH), nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ranks, positions = dist.get_world_size(), x.shape[0]
+        heads = self.qkv(x).view(positions, 3, ranks, _WIDTH // ranks).permute(2, 0, 1, 3).contiguous()
+        whole = functional.all_to_all_single_autograd(heads, None, None, dist.group.WORLD)
+        q, k, v = whole.view(ranks * positions, 3, 1, _WIDTH // ranks).permute(1, 2, 0, 3)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(0).contiguous()
+        parts = functional.all_to_all_single_autograd(attended, None, None, dist.group.WORLD)
+        return x + self.out(parts.view(ranks, positions, -1).transpose(0, 1).reshape(positions, _WIDTH))
 
 
 class _Model(nn.Module):
@@ -90,6 +109,24 @@ def _plain(model: Any, optimizer: Any, rank: int, steps: int = 3) -> None:
 def _routed(fully_shard: Any, compiles: Any, rank: int) -> list[torch.Tensor]:
     model = _build(fully_shard, compiles, _Experts)
     _plain(model, torch.optim.SGD(model.parameters(), lr=0.1), rank)
+    return _values(model)
+
+
+def _context_parallel(fully_shard: Any, compiles: Any, rank: int) -> list[torch.Tensor]:
+    model = _build(fully_shard, compiles, _SplitAttention)
+    _plain(model, torch.optim.SGD(model.parameters(), lr=0.1), rank)
+    return _values(model)
+
+
+def _lengths(fully_shard: Any, compiles: Any, rank: int) -> list[torch.Tensor]:
+    """Batches of another size in each step, and on each rank."""
+    model = _build(fully_shard, compiles)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(8):
+        x = _batch(step, rank).repeat(3, 1)[: 3 + 2 * step - rank]
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
     return _values(model)
 
 
@@ -187,7 +224,7 @@ def _parameter_hooks(fully_shard: Any, compiles: Any, rank: int) -> list[torch.T
 
 _STYLES = {
     each.__name__.strip("_"): each
-    for each in (_routed, _functional, _muon, _averaged, _adapters, _parameter_hooks)
+    for each in (_routed, _context_parallel, _lengths, _functional, _muon, _averaged, _adapters, _parameter_hooks)
 }
 
 

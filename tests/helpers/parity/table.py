@@ -34,7 +34,6 @@ Before any collective, with the module's name; the same model trains eagerly.
 
 | what | why |
 | --- | --- |
-| `dp_mesh_dims` (a full SPMD mesh) | the gradient's data-parallel dims stay partial, which has no traced form yet |
 | `set_symm_mem_for_comm` | a graph cannot allocate symmetric memory |
 | a pending `unshard(async_op=True)` in `torch.compile(model)` | a graph cannot wait; `model.compile()` does |
 | `set_manual_backward_finalization`, since torch 2.15 | a group is reduced in the graph, as soon as it is complete |
