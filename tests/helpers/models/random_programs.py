@@ -20,8 +20,8 @@ FEATURES = 5  # of every activation: nothing is a multiple of it
 ROWS = 3
 
 LEAVES = ("linear", "mlp", "norm", "scale", "buffer", "again")
-INNER = ("chain", "sum", "dict", "gate", "break")
-STEPS = ("plain", "sum", "apart", "no_grad", "accumulate", "eval")
+INNER = ("chain", "sum", "dict", "heads", "gate", "break")
+STEPS = ("plain", "sum", "apart", "no_grad", "accumulate", "eval", "half", "inputs", "kept", "part")
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,8 @@ class Program:
             return True
         if self.has_breaks and (max(_runs(self.root)) > 2 or any(part.kind == "again" for part in parts)):
             return True
-        return any(part.kind == "sum" and any(map(_hands_to_sharded, part.children)) for part in parts)
+        splits = [part for part in parts if part.kind in ("sum", "heads")]
+        return any(any(map(_hands_to_sharded, part.children)) for part in splits)
 
     @property
     def rounds_otherwise(self) -> bool:
@@ -126,7 +127,7 @@ def _hands_to_sharded(part: Part) -> bool:
     """Whether a sharded module gets the very tensor that the part takes."""
     if part.is_sharded or part.kind == "again":
         return True
-    takers = part.children if part.kind in ("sum", "gate") else part.children[:1]
+    takers = part.children if part.kind in ("sum", "heads", "gate") else part.children[:1]
     return any(map(_hands_to_sharded, takers))
 
 
@@ -191,6 +192,9 @@ class PartModule(nn.Module):
                 return x - self.mean
             case "sum":
                 return sum((tensor_of(each(x, flag)) for each in self.parts), x) / (1 + len(self.parts))
+            case "heads":
+                first, last = (tensor_of(each(x, flag)) for each in (self.parts[0], self.parts[-1]))
+                return {"x": first, "others": [last.sigmoid().mean()]}
             case "gate" if len(self.parts):
                 chosen = self.parts[0] if flag.item() > 0 else self.parts[-1]
                 return chosen(x, flag)
@@ -269,6 +273,25 @@ class Training:
                 with torch.no_grad():
                     self._loss(batches[1], flag)
                 self._backward(self._loss(batches[0], flag))
+            case "half":
+                output = self.model(batches[0], flag)
+                self._backward(self._loss_of(output["x"] if isinstance(output, dict) else output))
+            case "inputs":
+                batch = batches[1].requires_grad_()
+                loss = self._loss(batch, flag)
+                if loss.requires_grad:
+                    self.losses.append(torch.autograd.grad(loss, batch)[0].square().mean())
+                self._backward(self._loss(batches[0], flag))
+            case "kept":
+                loss = self._loss(batches[0], flag)
+                if loss.requires_grad:
+                    loss.backward(retain_graph=True)
+                self._backward(loss * 2)
+            case "part":
+                with torch.no_grad():
+                    self._loss(batches[1], flag)  # finds the root
+                assert isinstance(self.model, PartModule)
+                self._backward(self._loss_of(self.model.parts[0](batches[0], flag)))
             case "eval":
                 self.model.eval()
                 with torch.no_grad():
@@ -282,7 +305,10 @@ class Training:
                 self._backward(self._loss(batches[0], flag))
 
     def _loss(self, batch: torch.Tensor, flag: torch.Tensor) -> torch.Tensor:
-        output = tensor_of(self.model(batch, flag)).to(self.program.dtype)
+        return self._loss_of(self.model(batch, flag))
+
+    def _loss_of(self, result: Any) -> torch.Tensor:
+        output = tensor_of(result).to(self.program.dtype)
         # What comes out of a norm always has the same mean of squares: gradients would be nothing but rounding.
         target = torch.linspace(-1, 1, FEATURES, dtype=self.program.dtype)
         loss = (output - target).square().mean()

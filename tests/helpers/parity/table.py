@@ -28,6 +28,20 @@ dtypes; the collectives of the last step, as the backend executed them.
 """
 
 _TAIL = """
+## Further ways to train
+
+Each is held against eager FSDP2 by a test of its own in `tests/distributed/`, bit by bit with `aot_eager`:
+
+| what | test |
+| --- | --- |
+| all schedules of `torch.distributed.pipelining`, with tensor parallelism too | `test_pipeline.py` |
+| DTensors as inputs and outputs, experts on a mesh of their own, `dp_mesh_dims` | `test_dtensor_activations.py` |
+| modules called and compiled by themselves, several roots in one graph | `test_submodules.py` |
+| outputs that the loss does not use | `test_undefined_gradients.py` |
+| gradients by inputs, a graph that is kept for a second backward | `test_input_gradients.py` |
+| pending unshards, shared communication contexts | `test_user_gathers.py` |
+| routed experts, context parallelism, changing lengths, Muon, averages, adapters | `test_training_styles.py` |
+
 ## Refused
 
 Before any collective, with the module's name; the same model trains eagerly.
