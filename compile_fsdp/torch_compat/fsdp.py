@@ -168,9 +168,7 @@ def data_parallel_dims(parameter: FSDPParam) -> tuple[int, ...]:
 
     Over these dims the gradient of the unsharded parameter stays as it is.
     """
-    if not getattr(parameter.mesh_info, "is_spmd_mesh", False):
-        return ()
-    return tuple(sorted(parameter._dp_dim_indices))
+    return tuple(sorted(getattr(parameter, "_dp_dim_indices", ())))
 
 
 def has_spmd_types(parameter: FSDPParam) -> bool:
