@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch
 
 from compile_fsdp.backend.backward import BackwardCompiler
@@ -39,6 +40,7 @@ class ForwardGraph:
         managed: Positions of the graph inputs that are unsharded parameters.
         read: Positions in `managed` that something is computed with; of these parameters alone a gradient may come.
         whole: Positions in `managed` of parameters whose module runs in this graph from its inputs to its outputs.
+        whole_of: The module that was called, if all of its forward is in the graph; else None.
         pre_backward_elsewhere: Positions in `managed` of parameters whose pre-backward hook is in another graph, behind
             a graph break.
         left_unsharded: Positions in `managed` of parameters that the graph leaves unsharded for its backward.
@@ -52,6 +54,7 @@ class ForwardGraph:
     managed: tuple[int, ...]
     read: frozenset[int]
     whole: frozenset[int]
+    whole_of: weakref.ref[nn.Module] | None
     pre_backward_elsewhere: frozenset[int]
     left_unsharded: frozenset[int]
     backward_prefetch: BackwardPrefetch | None

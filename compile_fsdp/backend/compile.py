@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from compile_fsdp.backend.backward import BackwardCompiler
 from compile_fsdp.backend.boundary import ForwardGraph
@@ -21,7 +22,8 @@ from compile_fsdp.passes.dynamo.lift_tensor_hooks import DeferredHooks, lift_ten
 from compile_fsdp.passes.runner import Run
 from compile_fsdp.replay.backward import GraphReplay
 from compile_fsdp.replay.recording import current
-from compile_fsdp.runtime import trace_record
+from compile_fsdp.runtime import calls, trace_record
+from compile_fsdp.runtime.attached import module_hooks_of
 from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.runtime.group_calls import GROUP_CALLS
 from compile_fsdp.runtime.hooks import StateHooks
@@ -135,6 +137,7 @@ def _behind_boundary(
         managed=tuple(managed),
         read=read,
         whole=frozenset(i for i, group in managed.items() if group in entered and group in left),
+        whole_of=_whole_module(traced),
         pre_backward_elsewhere=frozenset(i for i, group in managed.items() if group not in left),
         left_unsharded=frozenset(i for i, group in managed.items() if group in passes.left_unsharded),
         backward_prefetch=graph.options.backward_prefetch,
@@ -142,6 +145,14 @@ def _behind_boundary(
         compile_backward=BackwardCompiler(graph.options, passes.hooks),
         replay=GraphReplay(),
     )
+
+
+def _whole_module(traced: trace_record.TraceRecord) -> weakref.ref[nn.Module] | None:
+    """The module whose call is compiled, if its forward begins and ends in the graph."""
+    call = calls.outermost()
+    if call is None or (hooks := module_hooks_of(call.module).hooks) not in traced.entered:
+        return None
+    return weakref.ref(call.module) if hooks in traced.left else None
 
 
 def _groups(modules: Iterable[StateHooks]) -> set[TraceableGroup]:

@@ -22,7 +22,7 @@ import torch
 
 from compile_fsdp.backend.backward import hooks_of_forward
 from compile_fsdp.backend.lifetimes import weak_callable
-from compile_fsdp.errors import DoubleBackwardError, PartialBackwardError, SecondBackwardError
+from compile_fsdp.errors import DoubleBackwardError, PartialBackwardError, SecondBackwardError, UnsupportedFeatureError
 from compile_fsdp.runtime import calls
 from compile_fsdp.runtime.backward import expect_no_gradient, start_backward
 from compile_fsdp.runtime.group import TraceableGroup
@@ -37,6 +37,7 @@ from compile_fsdp.torch_compat.autograd import (
     will_run,
     without_saved_tensor_hooks,
 )
+from compile_fsdp.torch_compat.distributed import splits_backward
 
 if TYPE_CHECKING:
     from compile_fsdp.backend.boundary import ForwardGraph
@@ -61,7 +62,8 @@ class GraphCall:
         forward_id: Which forward of the model the run is a part of.
         hooks_state: The object that gets the hooks on the graph's intermediates; None if there are none.
         differentiable: Positions of the inputs that need a gradient and are no parameters.
-        leaves: The unsharded parameters that need a gradient, of groups that only this graph works on.
+        leaves: The unsharded parameters that need a gradient, if the graph is all of the model's forward. Else eager
+            code may use them, too: autograd would hold back its gradients until the graph's backward is over.
         managed: The inputs that are unsharded parameters.
         versions: Their version counters when autograd saved them.
         inner_inputs: The differentiable inputs, detached.
@@ -87,7 +89,8 @@ class GraphCall:
             for i, arg in enumerate(args)
             if isinstance(arg, torch.Tensor) and arg.requires_grad and i not in managed
         ]
-        self.leaves = [args[i] for i in graph.managed if i in graph.whole and args[i].requires_grad]
+        is_all = graph.whole_of is not None and outermost is not None and graph.whole_of() is outermost.module
+        self.leaves = [args[i] for i in graph.managed if is_all and args[i].requires_grad]
         self.managed = [args[i] for i in graph.managed]
         self.versions: list[int] = []
         self.inner_inputs: list[torch.Tensor] = []
@@ -141,7 +144,18 @@ class GraphCall:
                 "backward(inputs=...) by sharded parameters: their gradients end in their .grad; call loss.backward() "
                 "and read them"
             )
+        if keeps_graph() and splits_backward(self.thread) and not self._can_split():
+            raise UnsupportedFeatureError(
+                "expected a pipeline stage compiled whole by its own compile(), without tensor parallelism, for a "
+                "schedule that computes the gradients of inputs and of parameters apart, got one whose parameters such "
+                "a schedule does not find; take another schedule, such as 1F1B"
+            )
         return [i for i, node in enumerate(edges[:own]) if asks_for(node)]
+
+    def _can_split(self) -> bool:
+        """Whether all parameters that need a gradient are inputs of the node, as the modules hold them."""
+        params = [each.fsdp_param for group in self.groups for each in group.params]
+        return bool(self.leaves) and not any(each.is_dtensor for each in params)
 
     def backward_to(self, wanted: Sequence[int], grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Gradients by some of the differentiable inputs and `leaves`, which are returned, and by nothing else."""

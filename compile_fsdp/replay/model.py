@@ -174,7 +174,7 @@ class ModelReplay:
         for frame in (step.forward, step.backward):
             if (changed := frame.sources.changed()) is not None:
                 raise NotPortableError(f"the code of {changed} has changed")
-        graph = step.load_forward(self.options)
+        graph = step.load_forward(self.options, arguments["self"])
         forward = step.bind_forward(graph, closure)
         if not forward.fits(arguments):
             raise NotPortableError(str(forward.problem))

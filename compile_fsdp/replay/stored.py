@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pickle
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from types import CellType
 from typing import Any
+
+from torch import nn
 
 from compile_fsdp.backend.backward import BackwardCompiler
 from compile_fsdp.backend.boundary import ForwardGraph
@@ -134,11 +137,12 @@ class StoredStep:
             unfilled=tuple(backward.unfilled),
         )
 
-    def load_forward(self, options: Options) -> ForwardGraph:
-        """The forward's graph, and the backward behind it."""
+    def load_forward(self, options: Options, module: nn.Module) -> ForwardGraph:
+        """The forward's graph, which is all of a module's, and the backward behind it."""
         run = self.forward.load()
         graph = ForwardGraph(
             run=lambda *inputs: run(list(inputs)),
+            whole_of=weakref.ref(module),
             compile_backward=BackwardCompiler(options, self.graph["hooks"]),
             replay=GraphReplay(),
             **self.graph,

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining._backward import stage_backward_input
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import compile_fsdp
@@ -113,3 +114,23 @@ def _with_tensor_parallelism(rank: int) -> bool:
 @pytest.mark.slow
 def test_stages_with_tensor_parallelism() -> None:
     assert all(run_ranks(8, _with_tensor_parallelism))
+
+
+def _refused(rank: int) -> str:
+    model: Any = _Stage(0)
+    for module in (*model.layers, model):
+        compile_fsdp.fully_shard(module, reshard_after_forward=False)
+    for layer in model.layers:
+        layer.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
+    x = torch.randn(2, _WIDTH, requires_grad=True)
+    output = model(x)
+    try:
+        stage_backward_input([output], [torch.ones_like(output)], [x], model.parameters())
+    except RuntimeError as error:
+        return str(error.__cause__)
+    return ""
+
+
+def test_a_split_backward_of_layers_compiled_one_by_one_is_refused() -> None:
+    for message in run_ranks(1, _refused):
+        assert "take another schedule, such as 1F1B" in message

@@ -53,6 +53,7 @@ Before any collective, with the module's name; the same model trains eagerly.
 | `set_manual_backward_finalization`, since torch 2.15 | a group is reduced in the graph, as soon as it is complete |
 | a parameter's own `grad_dtype`, SPMD types, since torch 2.15 | no traced form yet |
 | an all-gather extension that returns a tensor subclass | the unsharded parameter of a graph is a plain tensor |
+| a zero-bubble schedule on a stage compiled in parts, or with tensor parallelism | it does not find the parameters |
 | `create_graph=True`, `torch.autograd.grad` by sharded parameters | see `BackwardError` |
 """
 
