@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +38,7 @@ from compile_fsdp.torch_compat.autograd import (
     will_run,
     without_saved_tensor_hooks,
 )
-from compile_fsdp.torch_compat.distributed import splits_backward
+from compile_fsdp.torch_compat.distributed import split_backward_code
 
 if TYPE_CHECKING:
     from compile_fsdp.backend.boundary import ForwardGraph
@@ -144,7 +145,7 @@ class GraphCall:
                 "backward(inputs=...) by sharded parameters: their gradients end in their .grad; call loss.backward() "
                 "and read them"
             )
-        if keeps_graph() and splits_backward(self.thread) and not self._can_split():
+        if keeps_graph() and _splits_backward(self.thread) and not self._can_split():
             raise UnsupportedFeatureError(
                 "expected a pipeline stage compiled whole by its own compile(), without tensor parallelism, for a "
                 "schedule that computes the gradients of inputs and of parameters apart, got one whose parameters such "
@@ -267,6 +268,19 @@ class GraphCall:
                 group.unshard_now()
             elif position in self.graph.left_unsharded:
                 group.resume_unsharded()
+
+
+def _splits_backward(thread: int) -> bool:
+    """Whether a thread computes a pipeline stage's gradients of inputs, and those of its parameters later.
+
+    Args:
+        thread: Its identifier. The backward itself may run on one of the autograd engine.
+    """
+    code = split_backward_code()
+    frame = None if code is None else sys._current_frames().get(thread)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Callable, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -112,15 +113,10 @@ def executed_collectives() -> int:
     return 1 + max((int(entry["record_id"]) for entry in entries), default=-1)
 
 
-@needs("sys._current_frames")
-def splits_backward(thread: int) -> bool:
-    """Whether a thread computes a pipeline stage's gradients of inputs, and those of its parameters later. (2.13.0)
+def split_backward_code() -> CodeType | None:
+    """Of the function that computes a pipeline stage's gradients of inputs, and those of parameters later. (2.13.0)
 
-    Args:
-        thread: Its identifier. The backward itself may run on one of the autograd engine.
+    None where nobody has imported it.
     """
     pipelining = sys.modules.get("torch.distributed.pipelining._backward")
-    frame = sys._current_frames().get(thread) if pipelining is not None else None
-    while frame is not None and frame.f_code is not pipelining.stage_backward_input.__code__:  # type: ignore[union-attr]
-        frame = frame.f_back
-    return frame is not None
+    return None if pipelining is None else pipelining.stage_backward_input.__code__
