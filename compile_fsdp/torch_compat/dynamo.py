@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from types import CodeType
 from typing import Any, NamedTuple, cast
@@ -262,6 +263,12 @@ def innermost_module(node: torch.fx.Node) -> str | None:
     """How Dynamo refers to the innermost module of a node of the forward: "L['self'].layers.0". (2.13.0)"""
     stack = node.meta.get("nn_module_stack")
     return str(next(reversed(stack.values()))[0]) if stack else None
+
+
+def traced_in(node: torch.fx.Node, folder: str) -> bool:
+    """Whether the line that a node of a Dynamo graph stands for is in a file below a folder. (2.13.0)"""
+    *_, last = re.findall(r'File "(.*?)"', node.stack_trace or "") or [""]
+    return folder in last
 
 
 def graph_input_example(node: torch.fx.Node) -> Any:

@@ -20,8 +20,11 @@ from typing import Any
 
 from torch import fx
 
+from compile_fsdp.errors import UnsupportedFeatureError
 from compile_fsdp.ops import watch
-from compile_fsdp.torch_compat.dynamo import deferred_hook, is_hooks_input
+from compile_fsdp.passes.analysis.aliases import fake_value
+from compile_fsdp.torch_compat.dispatch import is_wrapper_subclass
+from compile_fsdp.torch_compat.dynamo import deferred_hook, is_hooks_input, traced_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,12 @@ class DeferredHooks:
 
 
 def lift_tensor_hooks(graph: fx.Graph) -> DeferredHooks | None:
-    """Take the hooks out; None if there are none, or some that no number can stand for."""
+    """Take the hooks out; None if there are none, or some that no number can stand for.
+
+    Raises:
+        UnsupportedFeatureError: a hook of the user's is on a tensor subclass, as a DTensor. It would get the gradient's
+            local tensor.
+    """
     placeholders = graph.find_nodes(op="placeholder")
     position = next((i for i, node in enumerate(placeholders) if is_hooks_input(node)), None)
     if position is None or any(deferred_hook(user) is None for user in placeholders[position].users):
@@ -52,6 +60,12 @@ def lift_tensor_hooks(graph: fx.Graph) -> DeferredHooks | None:
     for node in list(state.users):
         hook = deferred_hook(node)
         assert hook is not None
+        value = fake_value(hook.tensor)
+        if is_wrapper_subclass(value) and not traced_in(node, "compile_fsdp/runtime/"):
+            raise UnsupportedFeatureError(
+                f"expected hooks on plain tensors, got one on a {type(value).__name__}, whose gradient is a local "
+                "tensor in a compiled backward; put the hook on what to_local() returns, or leave it out"
+            )
         with graph.inserting_before(node):
             graph.call_function(watch, (hook.tensor, len(names))).meta.update(node.meta)
         names.append(hook.name)

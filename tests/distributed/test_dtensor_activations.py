@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import compile_fsdp
+from compile_fsdp.errors import UnsupportedFeatureError
 from compile_fsdp.torch_compat.fsdp import FSDPMeshInfo
 from helpers.ranks.meshes import shared_mesh
 from helpers.ranks.pools import device_type, run_ranks
@@ -210,3 +211,27 @@ def test_as_eager(name: str) -> None:
 def test_with_the_passes(name: str) -> None:
     for differences in run_ranks(4, _as_eager, name, "inductor"):
         assert max(differences) < 1e-5
+
+
+def _hooked(rank: int) -> str:
+    mesh = shared_mesh(device_type(), (2, 2), ("dp", "tp"))
+    model: Any = _Model()
+    _sequence_parallel(model, mesh["tp"])
+    for module in (*model.layers, model):
+        compile_fsdp.fully_shard(module, mesh=mesh["dp"])
+
+    def double(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda grad: grad * 2)
+
+    model.layers[0].register_forward_hook(double)
+    model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
+    try:
+        model(torch.zeros(2, 6, dtype=torch.long))
+    except UnsupportedFeatureError as error:
+        return str(error)
+    return ""
+
+
+def test_a_users_hook_on_a_dtensor_is_refused() -> None:
+    for message in run_ranks(4, _hooked):
+        assert "expected hooks on plain tensors, got one on a DTensor" in message
