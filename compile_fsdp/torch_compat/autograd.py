@@ -177,11 +177,14 @@ class AotGradients(NamedTuple):
 
 
 def find_aot_gradients(graph: torch.fx.Graph) -> AotGradients | None:
-    """See `AotGradients`; None if there is not one such graph. (2.13.0)"""
+    """See `AotGradients`; None if there is not one such graph. (2.11.0, 2.13.0)"""
     calls = [node for node in graph.nodes if getattr(node.target, "__name__", "") == "call_aot_bwd_prologue"]
     if len(calls) != 1:
         return None
-    given: Any = calls[0].args[-1]
+    *_, last = arguments = calls[0].args
+    # Behind sequences of other things; one by one on 2.11, later as a sequence, too.
+    is_one = isinstance(last, (tuple, list))
+    given: Any = last if is_one else [each for each in arguments if not isinstance(each, (tuple, list))]
     read = [node for node in calls[0].users if re.fullmatch(r"aot\d+_tangents_\d+", node.name)]
     return AotGradients(given, sorted(read, key=lambda node: cast(int, node.args[1])))
 

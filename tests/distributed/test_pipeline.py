@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import compile_fsdp
 from helpers.ranks.meshes import shared_mesh
 from helpers.ranks.pools import device_type, run_ranks
+from helpers.releases.skip import skip_before
 
 _WIDTH = 8
 
@@ -100,6 +101,8 @@ def _as_eager(rank: int, name: str, reshards: bool) -> bool:
     ],
 )
 def test_schedules(name: str, reshards: bool) -> None:
+    if "ZeroBubble" in name or name == "ScheduleDualPipeV":
+        skip_before("2.13")  # its autograd asks a node of Python's for what that does not have
     assert all(run_ranks(4, _as_eager, name, reshards))
 
 
@@ -132,5 +135,6 @@ def _refused(rank: int) -> str:
 
 
 def test_a_split_backward_of_layers_compiled_one_by_one_is_refused() -> None:
+    skip_before("2.13")
     for message in run_ranks(1, _refused):
         assert "take another schedule, such as 1F1B" in message

@@ -170,6 +170,7 @@ def _hooks(rank: int) -> tuple[list[str], list[str]]:
 
 
 def test_hooks_are_called_as_in_eager() -> None:
+    skip_before("2.13")  # 2.11 forgets what a hook appends to a list
     for eager, ours in run_ranks(2, _hooks):
         assert len(eager) == 4
         assert ours == eager
