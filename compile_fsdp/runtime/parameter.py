@@ -264,12 +264,12 @@ class TraceableParam:
         if not self.fsdp_param.is_dtensor:
             self._register(self.unsharded_param)
             return
-        spec = unsharded_spec(self.fsdp_param)
-        assert spec.tensor_meta is not None
         # See [Note: Leaves are plain].
         if self.wrap is not None:
             self._register(self.wrap(self.unsharded_param))
             return
+        spec = unsharded_spec(self.fsdp_param)
+        assert spec.tensor_meta is not None
         self._register(
             DTensor.from_local(
                 self.unsharded_param,

@@ -135,6 +135,11 @@ class Effects:
         """Every node whose data or storage some node of the graph may change."""
         return {written for node in graph.nodes for written in self.written_inputs(node)}
 
+    def only_computes(self, node: fx.Node) -> bool:
+        """Whether a node is an aten op that writes nothing."""
+        op = node.target
+        return isinstance(op, OpOverload) and op.namespace == "aten" and not self.written_inputs(node)
+
     def written_inputs(self, node: fx.Node) -> Sequence[fx.Node]:
         """Inputs whose data or storage the node may change."""
         if node.op in ("placeholder", "get_attr", "output"):

@@ -32,7 +32,6 @@ from torch import fx
 from compile_fsdp.passes.analysis.captured_values import captured_values
 from compile_fsdp.passes.analysis.effects import Effects
 from compile_fsdp.torch_compat.autograd import find_aot_gradients, leaf_of_accumulation, leaf_of_hook
-from compile_fsdp.torch_compat.dispatch import OpOverload
 
 _aten = torch.ops.aten
 
@@ -61,7 +60,8 @@ def drop_undefined_gradients(graph: fx.Graph, has_gradient: Sequence[bool], inpu
     effects = Effects(graph.owning_module)
     for node in reversed(list(graph.nodes)):
         # With what was computed for it, a parameter's view for example: it would be gathered to be read.
-        if node in hooks or (not node.users and (node in dropped or _only_computes(node, effects))):
+        is_item = node.target is operator.getitem
+        if node in hooks or (not node.users and (node in dropped or is_item or effects.only_computes(node))):
             graph.erase_node(node)
     return sorted(_position(leaf) for leaf in leaves)
 
@@ -107,13 +107,6 @@ def _do_without(node: fx.Node, dropped: Collection[fx.Node], values: Mapping[fx.
         with node.graph.inserting_before(node):
             settings: dict[str, Any] = {"dtype": zero.dtype, "device": zero.device}
             node.replace_input_with(each, node.graph.call_function(_aten.zeros.default, (list(zero.shape),), settings))
-
-
-def _only_computes(node: fx.Node, effects: Effects) -> bool:
-    op = node.target
-    if isinstance(op, OpOverload):
-        return op.namespace == "aten" and not effects.written_inputs(node)
-    return op is operator.getitem
 
 
 def _is_alike(value: object, other: torch.Tensor) -> bool:

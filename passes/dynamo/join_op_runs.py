@@ -53,10 +53,10 @@ def join_op_runs(graph: fx.Graph) -> set[Callable[..., Any]]:
 
 
 def _is_plain(node: fx.Node, effects: Effects) -> bool:
-    op = node.target
-    if not isinstance(op, OpOverload) or op.namespace != "aten" or effects.written_inputs(node):
+    if not effects.only_computes(node):
         return False
-    return not {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(op.tags)
+    assert isinstance(node.target, OpOverload)
+    return not {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(node.target.tags)
 
 
 def _join(run: Collection[fx.Node], before: fx.Node) -> Callable[..., Any] | None:

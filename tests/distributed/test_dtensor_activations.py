@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -80,6 +81,28 @@ def _loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten())
 
 
+def _take_steps(
+    model: Any, fully_shard: Any, options: Any, backward: Callable[[int], torch.Tensor]
+) -> list[torch.Tensor]:
+    """Compile a model that is ours, and take three steps; their losses.
+
+    Args:
+        model: The model.
+        fully_shard: What has sharded it.
+        options: The backend's.
+        backward: Runs the forward and the backward of a step, and returns its loss.
+    """
+    if fully_shard is compile_fsdp.fully_shard:
+        model.compile(backend="compile_fsdp", fullgraph=True, options=options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        losses.append(backward(step).detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [loss.full_tensor() if isinstance(loss, DTensor) else loss for loss in losses]
+
+
 def _train(fully_shard: Any, options: Any) -> list[torch.Tensor]:
     mesh = shared_mesh(device_type(), (2, 2), ("dp", "tp"))
     torch.manual_seed(0)
@@ -87,20 +110,16 @@ def _train(fully_shard: Any, options: Any) -> list[torch.Tensor]:
     _sequence_parallel(model, mesh["tp"])
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh["dp"])
-    if fully_shard is compile_fsdp.fully_shard:
-        model.compile(backend="compile_fsdp", fullgraph=True, options=options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(3):
+
+    def backward(step: int) -> torch.Tensor:
         torch.manual_seed(10 * step + mesh["dp"].get_local_rank())
         tokens, targets = torch.randint(12, (2, 6)), torch.randint(12, (2, 6))
         with loss_parallel():
-            output = model(tokens)
-            loss = _loss(output, targets)
+            loss = _loss(model(tokens), targets)
             loss.backward()
-        losses.append(loss.detach().full_tensor() if isinstance(loss, DTensor) else loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
+        return loss
+
+    losses = _take_steps(model, fully_shard, options, backward)
     return losses + [parameter.full_tensor().detach() for parameter in model.parameters()]
 
 
@@ -141,17 +160,14 @@ def _train_experts(fully_shard: Any, options: Any) -> list[torch.Tensor]:
 
     for module in (*model, model):
         fully_shard(module, mesh=shared_mesh(device, (4,), ("dp",)), shard_placement_fn=place)
-    if fully_shard is compile_fsdp.fully_shard:
-        model.compile(backend="compile_fsdp", fullgraph=True, options=options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(3):
+
+    def backward(step: int) -> torch.Tensor:
         torch.manual_seed(10 * step + dist.get_rank())
-        loss = model(torch.randn(3, 8)).square().mean()
+        loss: torch.Tensor = model(torch.randn(3, 8)).square().mean()
         loss.backward()
-        losses.append(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
+        return loss
+
+    losses = _take_steps(model, fully_shard, options, backward)
     return losses + [parameter.to_local().detach() for parameter in model.parameters()]
 
 
@@ -176,18 +192,15 @@ def _train_on_full_mesh(fully_shard: Any, options: Any) -> list[torch.Tensor]:
     distribute_module(model, mesh, distribute)
     for module in (*model, model):
         fully_shard(module, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
-    if fully_shard is compile_fsdp.fully_shard:
-        model.compile(backend="compile_fsdp", fullgraph=True, options=options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(3):
+
+    def backward(step: int) -> torch.Tensor:
         torch.manual_seed(10 * step + mesh["dp"].get_local_rank())
         x = DTensor.from_local(torch.randn(3, 8), mesh, [Shard(0), Replicate()], run_check=False)
-        loss = model(x).square().mean()
+        loss: torch.Tensor = model(x).square().mean()
         loss.backward()
-        losses.append(loss.detach().full_tensor())
-        optimizer.step()
-        optimizer.zero_grad()
+        return loss
+
+    losses = _take_steps(model, fully_shard, options, backward)
     return losses + [parameter.full_tensor().detach() for parameter in model.parameters()]
 
 
