@@ -1,4 +1,4 @@
-"""torchao float8 training: linear layers that multiply in float8, sharded and compiled.
+"""torchao float8 training: linear layers that multiply in float8 and are gathered in it, sharded and compiled.
 
 torchrun --nproc-per-node 2 examples/float8.py
 """
@@ -26,7 +26,7 @@ rank, mesh = dist.get_rank(), dist.init_device_mesh("cpu", (dist.get_world_size(
 torch.manual_seed(0)
 blocks = nn.Sequential(block(), block())
 # emulate=True is for machines without float8 hardware.
-convert_to_float8_training(blocks, config=Float8LinearConfig(emulate=True))
+convert_to_float8_training(blocks, config=Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=True))
 model = nn.Sequential(nn.Embedding(256, 32), blocks, nn.Linear(32, 256))
 
 fully_shard = torch.distributed.fsdp.fully_shard if args.eager else compile_fsdp.fully_shard

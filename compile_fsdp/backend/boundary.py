@@ -38,6 +38,7 @@ class ForwardGraph:
     Attributes:
         run: The graph, compiled by the inner backend.
         managed: Positions of the graph inputs that are unsharded parameters.
+        parts: Positions in `managed` of parts of parameters that are tensor subclasses.
         read: Positions in `managed` that something is computed with; of these parameters alone a gradient may come.
         whole: Positions in `managed` of parameters whose module runs in this graph from its inputs to its outputs.
         whole_of: The module that was called, if all of its forward is in the graph; else None.
@@ -52,6 +53,7 @@ class ForwardGraph:
 
     run: GraphFn
     managed: tuple[int, ...]
+    parts: tuple[int, ...]
     read: frozenset[int]
     whole: frozenset[int]
     whole_of: weakref.ref[nn.Module] | None
@@ -64,6 +66,9 @@ class ForwardGraph:
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
         args, hooks_state = (list(inputs), None) if self.hooks is None else self.hooks.split(inputs)
+        for owner in {owner_of(args[position]) for position in self.parts}:
+            if owner is not None:
+                owner.adopt_parts()
         if not torch.is_grad_enabled():
             return self._run_plain(args)
         groups: dict[TraceableGroup, GroupUse] = {}

@@ -135,6 +135,7 @@ def _behind_boundary(
     return ForwardGraph(
         run=run,
         managed=tuple(managed),
+        parts=graph.inputs.part_positions(),
         read=read,
         whole=frozenset(i for i, group in managed.items() if group in entered and group in left),
         whole_of=_whole_module(traced),

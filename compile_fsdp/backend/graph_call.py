@@ -20,6 +20,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from compile_fsdp.backend.backward import hooks_of_forward
 from compile_fsdp.backend.lifetimes import weak_callable
@@ -27,6 +28,7 @@ from compile_fsdp.errors import DoubleBackwardError, PartialBackwardError, Secon
 from compile_fsdp.runtime import calls
 from compile_fsdp.runtime.backward import expect_no_gradient, start_backward
 from compile_fsdp.runtime.group import TraceableGroup
+from compile_fsdp.runtime.subclass_parameters import split_leaf
 from compile_fsdp.torch_compat.autograd import (
     accumulates_into,
     asks_for,
@@ -34,10 +36,12 @@ from compile_fsdp.torch_compat.autograd import (
     current_backward,
     get_versions,
     keeps_graph,
+    kept_hooks,
     set_versions,
     will_run,
     without_saved_tensor_hooks,
 )
+from compile_fsdp.torch_compat.dispatch import is_wrapper_subclass
 from compile_fsdp.torch_compat.distributed import split_backward_code
 
 if TYPE_CHECKING:
@@ -67,7 +71,7 @@ class GraphCall:
             code may use them, too: autograd would hold back its gradients until the graph's backward is over.
         managed: The inputs that are unsharded parameters.
         versions: Their version counters when autograd saved them.
-        inner_inputs: The differentiable inputs, detached.
+        inner_inputs: The differentiable inputs, detached; for a tensor subclass, its leaf.
         inner_outputs: The outputs of the inner autograd graph; None once a backward has used it up.
         backward_id: Of the last backward that has run through it.
         node: The node of the outer autograd graph.
@@ -106,8 +110,11 @@ class GraphCall:
     def forward(self) -> tuple[Any, ...]:
         args, self.args = self.args, []
         for i in self.differentiable:
-            args[i] = args[i].detach().requires_grad_()
-            self.inner_inputs.append(args[i])
+            if is_wrapper_subclass(args[i]) and not isinstance(args[i], DTensor):
+                leaf, args[i] = split_leaf(args[i])
+            else:
+                leaf = args[i] = args[i].detach().requires_grad_()
+            self.inner_inputs.append(leaf)
         with unchanged_versions(self.managed):
             with torch.enable_grad(), without_saved_tensor_hooks() as had_hooks:
                 if had_hooks:
@@ -166,7 +173,8 @@ class GraphCall:
         outputs, given, is_kept = self._take_outputs(grads)
 
         def run() -> None:
-            gradients = torch.autograd.grad(outputs, inputs, given, retain_graph=is_kept, allow_unused=True)
+            with kept_hooks(outputs) if is_kept else contextlib.nullcontext():
+                gradients = torch.autograd.grad(outputs, inputs, given, retain_graph=is_kept, allow_unused=True)
             for i, gradient in zip(wanted, gradients, strict=True):
                 found[i] = gradient
 
@@ -210,7 +218,8 @@ class GraphCall:
         with self._around_graph():
             again = self.graph.replay.backward
             if is_kept:
-                self._run_captured(partial(torch.autograd.backward, outputs, grads, retain_graph=True))
+                with kept_hooks(outputs):
+                    self._run_captured(partial(torch.autograd.backward, outputs, grads, retain_graph=True))
             elif again is None or not again.run(self, outputs, grads, self.hooks_state):
                 self._run_noted(outputs, grads)
 

@@ -31,6 +31,7 @@ class GraphInputs:
     def __init__(self, gm: fx.GraphModule) -> None:
         self.managed: dict[int, TraceableGroup] = {}
         self._fqns: dict[int, str] = {}
+        self._parts: list[int] = []
         self._positions: dict[fx.Node, int] = {}
         self._parameters: list[nn.Parameter] = []
         flat: list[Any] = []
@@ -43,6 +44,8 @@ class GraphInputs:
             if group is not None:
                 self.managed[position] = group
                 self._fqns[position] = group.fqn(example)
+                if group.param_of(example).unsharded_param is not example:
+                    self._parts.append(position)
             elif isinstance(example, nn.Parameter):
                 self._parameters.append(example)
 
@@ -53,7 +56,12 @@ class GraphInputs:
 
     def frozen_nodes(self) -> list[fx.Node]:
         """The placeholders that are unsharded parameters and need no gradient."""
-        return [node for node, _ in self.managed_nodes() if not graph_input_example(node).requires_grad]
+        examples = ((node, group, graph_input_example(node)) for node, group in self.managed_nodes())
+        return [node for node, group, example in examples if not group.param_of(example).unsharded_param.requires_grad]
+
+    def part_positions(self) -> tuple[int, ...]:
+        """The positions in `managed` of parts of parameters that are tensor subclasses."""
+        return tuple(self._parts)
 
     def read_positions(self) -> frozenset[int]:
         """The positions in `managed` that something is computed with; the others are only filled and freed."""

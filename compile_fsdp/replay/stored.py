@@ -85,7 +85,7 @@ def _pickle(store: Callable[[], Any] | None) -> bytes:
 
 
 # What a forward graph has that is plain data.
-_PLAIN = ("managed", "read", "whole", "pre_backward_elsewhere", "left_unsharded", "backward_prefetch", "hooks")
+_PLAIN = ("managed", "parts", "read", "whole", "pre_backward_elsewhere", "left_unsharded", "backward_prefetch", "hooks")
 assert set(_PLAIN) < {field.name for field in fields(ForwardGraph)}
 
 

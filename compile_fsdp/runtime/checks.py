@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -15,6 +14,7 @@ from compile_fsdp.errors import (
     ProcessGroupMissingError,
     UnsupportedFeatureError,
 )
+from compile_fsdp.runtime.subclass_parameters import find_subclass, has_plain_parts, lost_parts
 from compile_fsdp.runtime.tracing import at_run_time, eval_at_trace_time_guarded
 from compile_fsdp.torch_compat.fsdp import (
     SYMMETRIC_MEMORY_COMMS,
@@ -105,15 +105,28 @@ def _unsupported_structure(group: FSDPParamGroup) -> str | None:
 
 
 @at_run_time
+def check_shard(param: FSDPParam) -> None:
+    """Refuse a sharded tensor subclass of which a graph would lose a part, such as a scale that was computed ahead.
+
+    Raises:
+        UnsupportedFeatureError: names the parameter, the subclass and the parts.
+    """
+    shard = param._sharded_local_tensor
+    if lost := lost_parts(shard):
+        reason = f"{', '.join(lost)} of its {type(shard).__name__}, which __tensor_unflatten__ leaves out"
+        raise UnsupportedFeatureError(_refusal(str(param._param_fqn), reason))
+
+
+@at_run_time
 def check_unsharded(param: FSDPParam) -> None:
-    """Refuse an all-gather extension that turns the gathered tensors into a tensor subclass.
+    """Refuse an all-gather extension that returns a tensor subclass of which a graph cannot fill the parts.
 
     Raises:
         UnsupportedFeatureError: names the parameter and the subclass.
     """
-    kind = type(param._unsharded_param.data)
-    if not param.is_dtensor and kind is not torch.Tensor:
-        reason = f"{param._param_fqn}: an all-gather extension that returns a {kind.__name__}, not a plain tensor"
+    kind = find_subclass(param)
+    if kind is not None and not has_plain_parts(param):
+        reason = f"an all-gather extension that returns a {kind.__name__}, not made of plain tensors"
         raise UnsupportedFeatureError(_refusal(str(param._param_fqn), reason))
 
 

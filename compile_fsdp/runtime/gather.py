@@ -49,7 +49,7 @@ class GatherPlan:
         process_group: Their process group's name.
         device: Where shards that lie elsewhere (CPU offload) are sent from.
         inputs: An `Input` for each parameter.
-        storage_bytes: Of each unsharded parameter.
+        storage_bytes: Of each unsharded parameter, or part of one.
     """
 
     shard_count: int

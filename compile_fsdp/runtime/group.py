@@ -116,7 +116,8 @@ class TraceableGroup:
             if fsdp_group._use_post_forward_mesh:
                 self._prepare_post_forward()
         for param in self.params:
-            set_owner(param.unsharded_param, self)
+            for tensor in (param.unsharded_param, *param.filled):
+                set_owner(tensor, self)
             # A weak reference: the garbage collector does not see that a tensor in C++ holds its hooks.
             param.watch_gradient(partial(gradient_accumulated, weakref.ref(self)))
         constants.is_extended = any(param.extended for param in self.params)
@@ -141,9 +142,22 @@ class TraceableGroup:
 
     @at_run_time
     def fqn(self, unsharded_param: torch.Tensor) -> str:
-        """The fully qualified name of one of the group's unsharded parameters."""
-        owned = (each for each in self.params if each.unsharded_param is unsharded_param)
-        return str(next(owned).fsdp_param._param_fqn)
+        """The fully qualified name of one of the group's unsharded parameters, or of the one that a part belongs to."""
+        return str(self.param_of(unsharded_param).fsdp_param._param_fqn)
+
+    @at_run_time
+    def param_of(self, tensor: torch.Tensor) -> TraceableParam:
+        """The parameter to which one of the group's unsharded parameters, or a part of one, belongs."""
+        return next(
+            param for param in self.params if any(tensor is each for each in (param.unsharded_param, *param.filled))
+        )
+
+    @at_run_time
+    def adopt_parts(self) -> None:
+        """Before a graph runs: take over what eager code has gathered of parameters that are tensor subclasses."""
+        for param in self.params:
+            if param.parts is not None:
+                param.parts.adopt(self.is_unsharded)
 
     # The state
 
@@ -205,7 +219,7 @@ class TraceableGroup:
         launched, self.launched = self.launched, None
         assert launched is not None
         plan = self._gather_plan()
-        unsharded_params = [param.unsharded_param for param in self.params]
+        filled = self._filled()
         with torch.no_grad():
             if self._is_extended_now():
                 assert launched.inputs is not None
@@ -213,28 +227,36 @@ class TraceableGroup:
                 if plan.shard_count > 1:
                     output = functional_collectives.wait_tensor(output)
                 values = self._extended_values(copy_out(output, plan.shard_count, launched.inputs))
-                fill(unsharded_params, values, plan.storage_bytes)
+                fill(filled, values, plan.storage_bytes)
             else:
-                wait_and_copy_out(launched.output, plan.shard_count, plan.inputs, unsharded_params, plan.storage_bytes)
+                wait_and_copy_out(launched.output, plan.shard_count, plan.inputs, filled, plan.storage_bytes)
         if self.is_post_forward:
             for param in self.params:
                 param.free_post_forward()
         states.enter(self, self.known.unsharded)
 
     def _extended_values(self, gathered: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        values, first = [], 0
+        values: list[torch.Tensor] = []
+        first = 0
         for param in self.params:
             count = len(param.gather_sizes) if param.extended else 1
-            parts = list(gathered[first : first + count])
-            values.append(param.extended_value(parts) if param.extended else parts[0])
+            own = list(gathered[first : first + count])
+            values += param.extended_values(own) if param.extended else own
             first += count
         return values
+
+    def _filled(self) -> list[torch.Tensor]:
+        """What a gather fills. For Dynamo a short way where no parameter has parts."""
+        if not self.constants.is_extended:
+            return [param.unsharded_param for param in self.params]
+        return [each for param in self.params for each in param.filled]
 
     @at_run_time
     def unshard_now(self) -> None:
         """Gather for a backward graph that reads the parameters and does not gather them itself."""
         self.fsdp_group.unshard()
         self.fsdp_group.wait_for_unshard()
+        self.adopt_parts()
 
     @property
     def is_filled(self) -> bool:
@@ -267,7 +289,7 @@ class TraceableGroup:
         states.enter(self, self.known.sharded)
 
     def _free(self) -> None:
-        free([param.unsharded_param for param in self.params], self._gather_plan().storage_bytes)
+        free(self._filled(), self._gather_plan().storage_bytes)
 
     def reshard_after_forward(self) -> None:
         """Free the unsharded parameters as far as the group's setting has it, and register what is left."""
@@ -334,7 +356,7 @@ class TraceableGroup:
 def _plan_gather(group: TraceableGroup, text: str, state: ShardedState) -> GatherPlan:
     # `text` is there for Dynamo to guard. See [Note: Numbers that stay numbers].
     params, constants = group.params, group.constants
-    storage_bytes = [param.plan.storage_bytes for param in params]
+    storage_bytes = [each for param in params for each in param.plan.storage_bytes]
     if state is KNOWN.post_forward:
         inputs = [tuple(param.post_forward_input()) for param in params]
         return GatherPlan(constants.post_forward_count, constants.post_forward_group, None, inputs, storage_bytes)

@@ -28,6 +28,7 @@ from compile_fsdp.runtime.backward import await_end_of_backward, start_backward
 from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.runtime.outputs import cast_floating, find_tensors
 from compile_fsdp.runtime.root import Root
+from compile_fsdp.runtime.subclass_parameters import is_extended
 from compile_fsdp.runtime.tracing import (
     at_run_time,
     defer_hook_bodies,
@@ -37,7 +38,7 @@ from compile_fsdp.runtime.tracing import (
 )
 from compile_fsdp.torch_compat.autograd import current_backward
 from compile_fsdp.torch_compat.dispatch import tree_map_only
-from compile_fsdp.torch_compat.dynamo import call_with_side_effects, passing_dynamo
+from compile_fsdp.torch_compat.dynamo import call_with_side_effects, passing_dynamo, skip_code
 from compile_fsdp.torch_compat.fsdp import FSDPState, ends_backward_by_hand, param_groups
 
 
@@ -229,8 +230,13 @@ class ModuleHooks:
         before, after = self.module._forward_pre_hooks, self.module._forward_hooks
         (pre_id,), (post_id,) = ids & before.keys(), ids & after.keys()
         self.eager_pre_forward, self.eager_post_forward = before[pre_id], after[post_id]
-        before[pre_id] = with_own_code(_pre_forward)
-        after[post_id] = with_own_code(_post_forward)
+        before[pre_id], after[post_id] = with_own_code(_pre_forward), with_own_code(_post_forward)
+        params = (param for group in self.hooks.groups for param in group.params)
+        if any(is_extended(param.fsdp_param) for param in params):
+            # Behind a graph break they are no frames to compile: a graph that returns a tensor subclass to the modules
+            # would be given a plain gradient for it.
+            skip_code(before[pre_id].__code__)
+            skip_code(after[post_id].__code__)
         settle_hook_order(self.module)  # torch has moved its own to the front, and an outer function may be compiled
         set_module_hooks(self.module, self)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,13 +26,14 @@ from torch.distributed.tensor import DTensor
 
 from compile_fsdp.ops import copy_
 from compile_fsdp.runtime.attached import accumulated_gradient, set_accumulated_gradient
-from compile_fsdp.runtime.checks import check_unsharded
+from compile_fsdp.runtime.checks import check_shard, check_unsharded
 from compile_fsdp.runtime.dtensor_parameters import wraps_as_dtensor
 from compile_fsdp.runtime.gather import Input
+from compile_fsdp.runtime.subclass_parameters import Parts, find_subclass, is_extended
 from compile_fsdp.runtime.tracing import at_run_time, guarded_text
 from compile_fsdp.torch_compat.distributed import local_tensor
 from compile_fsdp.torch_compat.dynamo import mark_static
-from compile_fsdp.torch_compat.fsdp import FSDPParam, data_parallel_dims, free_storage, unsharded_spec
+from compile_fsdp.torch_compat.fsdp import FSDPParam, ShardedState, data_parallel_dims, free_storage, unsharded_spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +44,14 @@ class ParamPlan:
         size: Of the unsharded parameter; of its local part, for a DTensor.
         shard_size: Of one rank's padded shard.
         shard_dim: The sharded dim.
-        storage_bytes: Of the unsharded parameter, with its padding.
+        storage_bytes: By tensor that a gather fills, with its padding: the unsharded parameter, or its parts.
         is_cast: Whether the shard is cast before it is sent.
     """
 
     size: tuple[int, ...]
     shard_size: tuple[int, ...]
     shard_dim: int
-    storage_bytes: int
+    storage_bytes: tuple[int, ...]
     is_cast: bool
 
     @property
@@ -69,6 +70,7 @@ class TraceableParam:
         is_watched: Whether the hook on the unsharded parameter's gradient is registered.
         wrap: Makes the DTensor that modules hold, where its mesh has the data-parallel dims as well; else None.
         post_forward: Its shard of the smaller mesh that `reshard_after_forward=<int>` keeps; None without one.
+        parts: Of an unsharded parameter that is a tensor subclass. See [Note: Parts of a subclass].
         extended: Whether the shard is a tensor subclass that decides itself what is gathered (fsdp_pre_all_gather).
         pre_all_gather: That method of the subclass, as a function.
         post_all_gather: Its counterpart behind the gather.
@@ -85,6 +87,7 @@ class TraceableParam:
         self.is_watched = False
         self.wrap: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.post_forward: PostForwardShard | None = None
+        self.parts: Parts | None = None
         self.extended = False
         self.pre_all_gather: Callable[..., Any] | None = None
         self.post_all_gather: Callable[..., Any] | None = None
@@ -98,8 +101,9 @@ class TraceableParam:
     def prepare(self, shard_count: int, device: torch.device) -> None:
         """Create the unsharded parameter, empty, and the constants that tracing needs."""
         param = self.fsdp_param
-        self.extended = hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather")
+        self.extended = is_extended(param)
         if self.extended:
+            check_shard(param)
             extension: Any = type(param._sharded_local_tensor)
             # As plain functions Dynamo traces into them; a method of a tensor would become a node of the graph.
             self.pre_all_gather = extension.fsdp_pre_all_gather
@@ -111,18 +115,18 @@ class TraceableParam:
             check_unsharded(param)
         unsharded = param._unsharded_param
         if not hasattr(self, "unsharded_param"):
-            # .detach() of an inner tensor: a leaf of its own on the same storage.
-            self.unsharded_param = nn.Parameter(local_tensor(unsharded).detach()) if param.is_dtensor else unsharded
+            self.unsharded_param = self._create_leaf(unsharded)
         for tensor in (unsharded, self.unsharded_param):
             tensor.requires_grad_(param.sharded_param.requires_grad)
         # With torch.compile(dynamic=True) sizes of shards would become symbols, one with the batch's if they are equal.
         for shard in (param._sharded_param_data, param.sharded_param, local_tensor(param.sharded_param)):
             mark_static(shard)
+        padded_bytes = param.padded_sharded_param_size.numel() * shard_count * self.unsharded_param.itemsize
         self.plan = ParamPlan(
             size=tuple(param._orig_size),
             shard_size=tuple(param.padded_sharded_param_size),
             shard_dim=param.fsdp_placement.dim,
-            storage_bytes=param.padded_sharded_param_size.numel() * shard_count * self.unsharded_param.itemsize,
+            storage_bytes=(padded_bytes,) if self.parts is None else tuple(self.parts.storage_bytes),
             is_cast=param.param_dtype is not None,
         )
         if dims := data_parallel_dims(param):
@@ -142,7 +146,22 @@ class TraceableParam:
         param.init_unsharded_param()
         check_unsharded(param)
         param.free_unsharded_param()
-        free_storage(local_tensor(param._unsharded_param))
+        if find_subclass(param) is None:
+            free_storage(local_tensor(param._unsharded_param))
+
+    def _create_leaf(self, unsharded: nn.Parameter) -> nn.Parameter:
+        param = self.fsdp_param
+        if find_subclass(param) is not None:
+            assert self.post_all_gather is not None
+            is_empty = param.sharded_state is not ShardedState.UNSHARDED
+            self.parts = Parts(param, self.post_all_gather)
+            if is_empty:
+                self.parts.free()
+            leaf = nn.Parameter(torch.empty(param._orig_size, dtype=unsharded.dtype, device=unsharded.device))
+            free_storage(leaf.data)
+            return leaf
+        # .detach() of an inner tensor: a leaf of its own on the same storage.
+        return nn.Parameter(local_tensor(unsharded).detach()) if param.is_dtensor else unsharded
 
     @at_run_time
     def prepare_post_forward(self, shard_count: int) -> None:
@@ -164,7 +183,14 @@ class TraceableParam:
     @property
     def is_filled(self) -> bool:
         """Whether the unsharded parameter has its memory."""
-        return self.unsharded_param.untyped_storage().nbytes() >= self.plan.storage_bytes
+        if self.parts is not None:
+            return self.parts.are_filled
+        return self.unsharded_param.untyped_storage().nbytes() >= self.plan.storage_bytes[0]
+
+    @property
+    def filled(self) -> list[torch.Tensor]:
+        """What a gather fills: the unsharded parameter, or its parts."""
+        return [self.unsharded_param] if self.parts is None else self.parts.tensors
 
     @at_run_time
     def follow_trainable(self) -> None:
@@ -210,8 +236,8 @@ class TraceableParam:
         self.gather_sizes = [each.size() for each in inputs]
         return [each.reshape(-1) for each in inputs]
 
-    def extended_value(self, gathered: list[torch.Tensor]) -> torch.Tensor:
-        """What an extension makes of all ranks' inputs, each (ranks, numel of the input)."""
+    def extended_values(self, gathered: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """What an extension makes of all ranks' inputs, each (ranks, numel of the input), to fill `filled` with."""
         assert self.post_all_gather is not None
         param = self.fsdp_param
         shard: Any = param._sharded_local_tensor
@@ -219,12 +245,13 @@ class TraceableParam:
             rows.reshape(rows.shape[0] * size[0], *size[1:])
             for rows, size in zip(gathered, self.gather_sizes, strict=True)
         ]
-        dtype = param.param_dtype or param.orig_dtype
+        metadata, self.metadata, self.gather_sizes = self.metadata, None, []
+        if self.parts is not None:
+            return self.parts.take(shard, metadata, *outputs)
         value: torch.Tensor
-        value, _ = self.post_all_gather(shard, tuple(outputs), self.metadata, dtype)
-        self.metadata, self.gather_sizes = None, []
+        value, _ = self.post_all_gather(shard, tuple(outputs), metadata, param.param_dtype or param.orig_dtype)
         length = self.unsharded_param.shape[0]
-        return value if value.shape[0] == length else value[:length]
+        return [value if value.shape[0] == length else value[:length]]
 
     # Memory
 
@@ -249,7 +276,8 @@ class TraceableParam:
             return  # never traced: torch's own reset has freed it
         if self.post_forward is not None:
             self.post_forward.free(param)
-        free_storage(self.unsharded_param.data)
+        for tensor in self.filled:
+            free_storage(tensor.data)
         self.unsharded_param.grad = None
         self.register_sharded()
 
@@ -261,18 +289,21 @@ class TraceableParam:
 
     def register_unsharded(self) -> None:
         """Register what the graph computes with."""
+        leaf: torch.Tensor = self.unsharded_param
+        if self.parts is not None:
+            leaf = self.parts.join(leaf, *self.parts.tensors)
         if not self.fsdp_param.is_dtensor:
-            self._register(self.unsharded_param)
+            self._register(leaf)
             return
         # See [Note: Leaves are plain].
         if self.wrap is not None:
-            self._register(self.wrap(self.unsharded_param))
+            self._register(self.wrap(leaf))
             return
         spec = unsharded_spec(self.fsdp_param)
         assert spec.tensor_meta is not None
         self._register(
             DTensor.from_local(
-                self.unsharded_param,
+                leaf,
                 spec.mesh,
                 spec.placements,
                 run_check=False,
@@ -283,7 +314,7 @@ class TraceableParam:
 
     def register_left_unsharded(self) -> None:
         """Register what eager code finds after a graph that leaves the parameter unsharded."""
-        if self.fsdp_param.is_dtensor:
+        if self.fsdp_param.is_dtensor or self.parts is not None:
             self._register(self.fsdp_param._unsharded_param)
 
     def register_post_forward(self) -> None:
@@ -306,7 +337,7 @@ class TraceableParam:
         earlier = accumulated_gradient(param)  # in the reduce dtype
         if earlier is not None:
             set_accumulated_gradient(param, None)
-        elif param.is_dtensor:
+        elif param.is_dtensor or self.parts is not None:
             earlier, param._unsharded_param.grad = param._unsharded_param.grad, None
         if earlier is None:
             return grad
@@ -316,18 +347,18 @@ class TraceableParam:
 
     @at_run_time
     def hand_back_gradient(self) -> None:
-        """Give a gradient that was not reduced to the DTensor parameter, where torch looks for it."""
+        """Give a gradient that was not reduced to torch's unsharded parameter, if it is another than ours."""
         param = self.fsdp_param
-        grad = self.unsharded_param.grad
-        if not param.is_dtensor or grad is None:
+        grad, unsharded = self.unsharded_param.grad, param._unsharded_param
+        if unsharded is self.unsharded_param or grad is None:
             return
         self.unsharded_param.grad = None
-        unsharded = param._unsharded_param
-        spec = unsharded_spec(param)
-        wrapped = DTensor.from_local(
-            grad, spec.mesh, spec.placements, run_check=False, shape=unsharded.shape, stride=unsharded.stride()
-        )
-        unsharded.grad = wrapped if unsharded.grad is None else unsharded.grad + wrapped
+        if param.is_dtensor:
+            spec = unsharded_spec(param)
+            grad = DTensor.from_local(
+                grad, spec.mesh, spec.placements, run_check=False, shape=unsharded.shape, stride=unsharded.stride()
+            )
+        unsharded.grad = grad if unsharded.grad is None else unsharded.grad + grad
 
 
 class PostForwardShard:
@@ -343,7 +374,7 @@ class PostForwardShard:
     def __init__(
         self, fsdp_param: FSDPParam, unsharded_param: nn.Parameter, shard_count: int, plan: ParamPlan
     ) -> None:
-        numel = plan.storage_bytes // unsharded_param.itemsize
+        numel = plan.storage_bytes[0] // unsharded_param.itemsize
         self.padded_numel_text = guarded_text(numel)
         self.data = torch.empty(numel // shard_count, dtype=unsharded_param.dtype, device=unsharded_param.device)
         self.bytes_text = guarded_text(self.data.untyped_storage().nbytes())

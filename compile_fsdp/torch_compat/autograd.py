@@ -17,6 +17,9 @@ from compile_fsdp.torch_compat.declarations import needs, needs_attributes
 # Hooks, the counter of in-place writes, and the tensor that a view is of. (2.11.0 to 2.15.0)
 needs_attributes(torch.Tensor, "_backward_hooks", "_base", "_post_accumulate_grad_hooks", "_version")
 
+# The hooks that a graph of AOTAutograd gets for its backward, in its autograd node. (2.11.0, 2.13.0)
+needs_attributes(torch._C._FunctionBase, "_compiled_autograd_backward_state")
+
 # Inside, in-place writes leave the tensors' version counters as they are. (2.13.0)
 preserve_version_counter = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
 
@@ -60,6 +63,34 @@ def is_compiled_node(node: Any) -> bool:
 def drop_saved_tensors(node: Any) -> None:
     """Inside of a backward: let the node of a compiled graph forget what it has saved. (2.13.0)"""
     node.maybe_clear_saved_tensors()
+
+
+@contextlib.contextmanager
+def kept_hooks(outputs: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Inside, a captured backward leaves the hooks on a graph's intermediates for the next one. (2.13.0)
+
+    Compiled autograd takes them from the nodes of AOTAutograd's graphs also where the graph is retained.
+
+    Args:
+        outputs: Of the graph that the backward runs through.
+    """
+    nodes: dict[Any, Any] = {}
+    found = [output.grad_fn for output in outputs]
+    seen: set[Any] = set()
+    while found:
+        node = found.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        found += [following for following, _ in node.next_functions]
+        if (hooks := getattr(node, "_compiled_autograd_backward_state", None)) is not None:
+            nodes[node] = hooks
+    try:
+        yield
+    finally:
+        for node, hooks in nodes.items():
+            if node._compiled_autograd_backward_state is None:
+                node._compiled_autograd_backward_state = hooks
 
 
 @needs("torch.autograd.Variable._execution_engine.queue_callback")

@@ -32,6 +32,8 @@ COVERED = QUICK_WITH_INDUCTOR | IN_TOGETHER | {
     "int8 gather",
     "lora",
     "reshard",
+    "subclass gather",
+    "subclass gather, checkpointed",
     "tensor parallel",
     "uneven",
     "used three times",
@@ -69,7 +71,7 @@ def _check(row: str, inner_backend: str, tolerance: float, table: ParityTable | 
             assert outcome.worst <= tolerance, outcome.differing
         assert tuple(outcome.directions) == feature.graphs or row in PAIRS
         assert outcome.compiled_after_first_step == feature.later_graphs
-        more = more_collectives(outcome)
+        more = more_collectives(*outcome.collectives)
         assert len(more) == (1 if KEEPS_GROUPS_IN_PART and row == "group of modules, in part" else 0), more
         assert compiled <= 1e-5 or feature.low_precision
     sequences = [[(each.kind, each.dtype, each.numel) for each in outcome.collectives[0]] for outcome in outcomes]

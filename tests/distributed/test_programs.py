@@ -99,6 +99,11 @@ KEPT = {
     "a sharded layer in a checkpoint that breaks": Program(
         Part("chain", (SHARDED, Part("break", (LINEAR,))), is_checkpointed=True)
     ),
+    "a graph that is kept, with hooks inside of a checkpoint": Program(
+        Part("gate", (SHARDED, Part("chain", (Part("norm"), Part("again", times=2)), is_checkpointed=True))),
+        ("plain", "kept", "plain"),
+        (True, False, True),
+    ),
     "eager code saves what a second forward fills": Program(
         Part("chain", (Part("break", (Part("scale"),), times=2),), keeps=False), APART
     ),

@@ -76,7 +76,7 @@ def describe_group(group: TraceableGroup) -> GroupFacts:
     return GroupFacts(
         name=group.fsdp_group._module_fqn or ROOT,
         parameters=tuple(group.fqn(param.unsharded_param) for param in group.params),
-        parameter_bytes=tuple(param.plan.storage_bytes for param in group.params),
+        parameter_bytes=tuple(sum(param.plan.storage_bytes) for param in group.params),
         shard_bytes=sum(shard.numel() * shard.itemsize for shard in shards),
         ranks=group.constants.shard_count,
         reshards=group.fsdp_group.post_forward_mesh_info is not None,
@@ -89,7 +89,8 @@ def name_graph(gm: fx.GraphModule, groups: Collection[TraceableGroup]) -> GraphN
     for group in groups:
         for param in group.params:
             fqn = group.fqn(param.unsharded_param)
-            tensors[id(param.unsharded_param)] = fqn, False
+            for tensor in param.filled:
+                tensors[id(tensor)] = fqn, False
             tensors[id(param.gather_input(is_post_forward=False))] = fqn, True
     names = GraphNames({}, {}, {})
     of_node: dict[tuple[fx.Node, int], str] = {}  # unsharded parameters by placeholder and item of its list

@@ -11,17 +11,23 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
+
+from helpers.models.tensor_subclasses import Int8RowsWeight, use
+from helpers.ranks.meshes import shared_mesh
+from helpers.ranks.pools import device_type
 
 FEATURES = 5  # of every activation: nothing is a multiple of it
 ROWS = 3
 
-LEAVES = ("linear", "mlp", "norm", "scale", "buffer", "again")
+LEAVES = ("linear", "mlp", "int8", "norm", "scale", "buffer", "dtensor", "again")
 INNER = ("chain", "sum", "dict", "heads", "gate", "break")
-STEPS = ("plain", "sum", "apart", "no_grad", "accumulate", "eval", "half", "inputs", "kept", "part")
+STEPS = ("plain", "sum", "apart", "no_grad", "accumulate", "eval", "half", "inputs", "kept", "part", "stages")
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,7 @@ class Program:
         """
         parts = list(_walk(self.root))
         is_split = not {"sum", "accumulate"}.isdisjoint(self.steps) or any(part.is_checkpointed for part in parts)
-        if is_split and any(part.times > 1 or part.kind == "again" for part in parts):
+        if is_split and (max(_runs(self.root)) > 1 or any(part.kind == "again" for part in parts)):
             return True
         if self.has_breaks and (max(_runs(self.root)) > 2 or any(part.kind == "again" for part in parts)):
             return True
@@ -119,8 +125,9 @@ def _walk(part: Part) -> Iterator[Part]:
 def _runs(part: Part) -> Iterator[int]:
     """How often each part of it runs; for "again" that is not known."""
     yield part.times
+    is_run_twice = part.kind == "heads" and len(part.children) == 1
     for child in part.children:
-        yield from (part.times * times for times in _runs(child))
+        yield from (part.times * times * (1 + is_run_twice) for times in _runs(child))
 
 
 def _hands_to_sharded(part: Part) -> bool:
@@ -151,6 +158,11 @@ class PartModule(nn.Module):
                 self.linear = nn.Linear(FEATURES, FEATURES)
             case "mlp":
                 self.up, self.down = nn.Linear(FEATURES, part.number), nn.Linear(part.number, FEATURES, bias=False)
+            case "int8":
+                self.linear = nn.Linear(FEATURES, FEATURES)
+                use([self], Int8RowsWeight)
+            case "dtensor":
+                self.mesh = shared_mesh(device_type(), (dist.get_world_size(),), ("rows",))
             case "norm":
                 self.norm = nn.LayerNorm(FEATURES)
             case "scale":
@@ -166,8 +178,8 @@ class PartModule(nn.Module):
         if part.is_sharded:
             earlier.append(self)
 
-    def forward(self, x: torch.Tensor, flag: torch.Tensor) -> Any:
-        output: Any = x
+    def forward(self, x: Any, flag: torch.Tensor) -> Any:
+        output = x
         for _ in range(self.part.times):
             x = tensor_of(output)
             if self.part.is_checkpointed:
@@ -178,8 +190,10 @@ class PartModule(nn.Module):
 
     def body(self, x: torch.Tensor, flag: torch.Tensor) -> Any:
         match self.part.kind:
-            case "linear":
+            case "linear" | "int8":
                 return x + torch.tanh(self.linear(x))
+            case "dtensor":
+                return DTensor.from_local(x, self.mesh, [Shard(0)], run_check=False).sin()
             case "mlp":
                 return x + self.down(nn.functional.gelu(self.up(x)))
             case "norm":
@@ -203,14 +217,17 @@ class PartModule(nn.Module):
             case "break":
                 torch._dynamo.graph_break()
         for each in self.parts:
-            x = tensor_of(each(x, flag))
+            x = each(x, flag)
+            x = x if isinstance(x, DTensor) else tensor_of(x)
+        if self.part.kind == "dict":
+            x = tensor_of(x)
         return {"x": x, "others": [x.sigmoid().mean()]} if self.part.kind == "dict" else x
 
 
 def tensor_of(output: Any) -> torch.Tensor:
-    """What the next module takes of an output."""
-    tensor: torch.Tensor = output["x"] + output["others"][0] if isinstance(output, dict) else output
-    return tensor
+    """What the next module computes with of an output."""
+    tensor: Any = output["x"] + output["others"][0] if isinstance(output, dict) else output
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor  # type: ignore[no-any-return]
 
 
 def build(program: Program, fully_shard: Any) -> nn.Module:
@@ -292,6 +309,10 @@ class Training:
                     self._loss(batches[1], flag)  # finds the root
                 assert isinstance(self.model, PartModule)
                 self._backward(self._loss_of(self.model.parts[0](batches[0], flag)))
+            case "stages":
+                with torch.no_grad():
+                    self._loss(batches[1], flag)  # finds the root
+                self._backward_by_stages(batches[0], flag)
             case "eval":
                 self.model.eval()
                 with torch.no_grad():
@@ -303,6 +324,20 @@ class Training:
                 self._backward(self._loss(batches[1], flag))
                 self.model.set_requires_gradient_sync(True)
                 self._backward(self._loss(batches[0], flag))
+
+    def _backward_by_stages(self, batch: torch.Tensor, flag: torch.Tensor) -> None:
+        """As a pipeline does: each part has a backward of its own, from the gradient of what it has handed on."""
+        assert isinstance(self.model, PartModule)
+        handed_on, x = [], batch
+        for part in self.model.parts:
+            taken = x.detach().requires_grad_()
+            x = tensor_of(part(taken, flag))
+            handed_on.append((taken, x))
+        self._backward(self._loss_of(taken := x.detach().requires_grad_()))
+        for earlier, output in reversed(handed_on):
+            if output.requires_grad and taken.grad is not None:
+                torch.autograd.backward(output, taken.grad)
+            taken = earlier
 
     def _loss(self, batch: torch.Tensor, flag: torch.Tensor) -> torch.Tensor:
         return self._loss_of(self.model(batch, flag))

@@ -104,6 +104,62 @@ class Int8Weight(LowPrecision):
         return value, (value,)
 
 
+class Int8Rows(torch.Tensor):
+    """What `Int8RowsWeight` is unsharded: int8 values with a scale each, and a factor for all."""
+
+    values: torch.Tensor
+    scale: torch.Tensor
+    factor: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> Int8Rows:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, values.size(), strides=values.stride(), dtype=dtype, device=values.device
+        )
+
+    def __init__(self, values: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> None:
+        self.values, self.scale, self.factor = values, scale, factor
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
+        return ["values", "scale", "factor"], self.dtype
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], dtype: torch.dtype, *_: Any) -> Int8Rows:
+        return cls(inner["values"], inner["scale"], inner["factor"], dtype)
+
+    def __repr__(self) -> str:
+        return f"Int8Rows({self.values}, {self.scale}, {self.factor})"
+
+    def _plain(self) -> torch.Tensor:
+        return self.values.to(self.dtype) * self.scale.to(self.dtype) * self.factor.to(self.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.as_strided.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default):
+            own = args[0]
+            return cls(func(own.values, *args[1:]), func(own.scale, *args[1:]), own.factor, own.dtype)
+        return func(*pytree.tree_map_only(cls, cls._plain, args), **pytree.tree_map_only(cls, cls._plain, kwargs or {}))
+
+
+class Int8RowsWeight(Int8Weight):
+    """Gathered as `Int8Weight`, and unsharded a tensor subclass of three plain tensors, one of which is metadata."""
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        inputs, _ = super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
+        return inputs, (torch.full((), 1.5, device=self.device),)
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[torch.Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        values, scale = gathered
+        if out is not None:
+            out.factor = metadata[0]
+            return None
+        return Int8Rows(values, scale, metadata[0], dtype), (values, scale)
+
+
 def use(modules: list[nn.Module], cls: type[LowPrecision]) -> None:
     """Make the weights of all linear layers in the modules instances of the subclass."""
     for module in [each for above in modules for each in above.modules()]:

@@ -400,19 +400,18 @@ def compare(result: Parity, where: str, got: torch.Tensor, expected: torch.Tenso
         result.worst = max(result.worst, relative_difference(got, expected))
 
 
-def more_collectives(outcome: Outcome) -> list[str]:
-    """Collectives of the compiled step that the eager one does not issue, or issues less often.
+def more_collectives(compiled: Sequence[Collective], eager: Sequence[Collective]) -> list[str]:
+    """Collectives of a compiled step that the eager one does not issue, or issues less often.
 
     An exchange between two ranks stands for a gather of shards of its size, or for a reduction of twice as many bytes.
     """
-    compiled, eager = (list(side) for side in outcome.collectives)
-    more = []
+    left, more = list(eager), []
     for each in sorted(compiled, key=lambda each: each.kind == "all_to_all"):
-        found = next((other for other in eager if _stands_for(each, other)), None)
+        found = next((other for other in left if _stands_for(each, other)), None)
         if found is None:
             more.append(str(each))
         else:
-            eager.remove(found)
+            left.remove(found)
     return more
 
 

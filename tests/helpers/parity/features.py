@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from compile_fsdp.torch_compat.fsdp import FSDPMeshInfo
 from helpers.models.reference import Case
-from helpers.models.tensor_subclasses import Float8Weight, Int8Weight, use
+from helpers.models.tensor_subclasses import Float8Weight, Int8RowsWeight, Int8Weight, use
 from helpers.parity.check import Feature, Trainer
 from helpers.ranks.meshes import shared_mesh
 from helpers.ranks.pools import device_type
@@ -345,6 +345,16 @@ FEATURES: dict[str, Feature] = {
     "int8 gather": Feature(prepare=lambda case: use([case.model], Int8Weight), has_reference=False),
     "int8 gather, uneven": Feature(
         case="uneven", prepare=lambda case: use([case.model], Int8Weight), has_reference=False
+    ),
+    "subclass gather": Feature(prepare=lambda case: use([case.model], Int8RowsWeight), has_reference=False),
+    "subclass gather, uneven": Feature(
+        case="uneven", prepare=lambda case: use([case.model], Int8RowsWeight), has_reference=False
+    ),
+    "subclass gather, frozen layers": Feature(
+        case="frozen_layers", prepare=lambda case: use([case.model], Int8RowsWeight), has_reference=False
+    ),
+    "subclass gather, checkpointed": Feature(
+        case="checkpoint_inside", prepare=lambda case: use([case.model], Int8RowsWeight), has_reference=False
     ),
     "from meta": Feature(on_meta=True, configure=_materialise, has_reference=False),
     "state dicts loaded": Feature(before_step=_load, has_reference=False),

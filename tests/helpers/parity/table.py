@@ -40,6 +40,7 @@ Each is held against eager FSDP2 by a test of its own in `tests/distributed/`, b
 | outputs that the loss does not use | `test_undefined_gradients.py` |
 | gradients by inputs, a graph that is kept for a second backward | `test_input_gradients.py` |
 | pending unshards, shared communication contexts | `test_user_gathers.py` |
+| torchao's float8 all-gather: kept, frozen, checkpointed, cut, tensor parallel | `test_float8_gathers.py` |
 | routed experts, context parallelism, changing lengths, Muon, averages, adapters | `test_training_styles.py` |
 
 ## Refused
@@ -52,7 +53,8 @@ Before any collective, with the module's name; the same model trains eagerly.
 | a pending `unshard(async_op=True)` in `torch.compile(model)` | a graph cannot wait; `model.compile()` does |
 | `set_manual_backward_finalization`, since torch 2.15 | a group is reduced in the graph, as soon as it is complete |
 | a parameter's own `grad_dtype`, SPMD types, since torch 2.15 | no traced form yet |
-| an all-gather extension that returns a tensor subclass | the unsharded parameter of a graph is a plain tensor |
+| an all-gather extension that returns a tensor subclass not made of plain tensors | graphs fill plain tensors |
+| torchao's `precompute_float8_dynamic_scale_for_fsdp` | its `__tensor_unflatten__` loses the scales |
 | a zero-bubble schedule on a stage compiled in parts, or with tensor parallelism | it does not find the parameters |
 | `create_graph=True`, `torch.autograd.grad` by sharded parameters | see `BackwardError` |
 """
@@ -68,7 +70,7 @@ class ParityTable:
         """Add the outcome of a row; figures of rank 0, the worst difference of all ranks."""
         first = outcomes[0]
         compiled, eager = first.collectives
-        passed = not any(more_collectives(outcome) for outcome in outcomes)
+        passed = not any(more_collectives(*outcome.collectives) for outcome in outcomes)
         cells = (
             row,
             str(world_size),
@@ -103,9 +105,10 @@ def _read(path: Path) -> dict[tuple[str, str], str]:
     """The rows of a file that `ParityTable.write` has written; none if there is no such file."""
     rows = {}
     backend = ""
-    for line in path.read_text().splitlines() if path.exists() else []:
+    figures = path.read_text().split("\n## Further", 1)[0] if path.exists() else ""
+    for line in figures.splitlines():
         if line.startswith("## "):
             backend = line.removeprefix("## ")
-        elif line.startswith("| ") and backend != "Refused" and not line.startswith(("| row ", "| --- ")):
+        elif line.startswith("| ") and not line.startswith(("| row ", "| --- ")):
             rows[backend, line.split("|")[1].strip()] = line
     return rows

@@ -1,0 +1,169 @@
+"""Unsharded parameters that are tensor subclasses, as an all-gather extension makes them.
+
+[Note: Parts of a subclass]
+A graph fills and frees plain tensors. Where an extension makes a tensor subclass of what was gathered, these are the
+parts that the subclass lists in `__tensor_flatten__`, each in a window of its own, on the memory of torch's unsharded
+parameter. The graph puts the subclass together from them. The autograd leaf is a plain tensor that never has memory:
+it gets the gradient of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from compile_fsdp.runtime.tracing import at_run_time
+from compile_fsdp.torch_compat.autograd import preserve_version_counter
+from compile_fsdp.torch_compat.dispatch import is_wrapper_subclass, storage_key
+from compile_fsdp.torch_compat.distributed import local_tensor
+from compile_fsdp.torch_compat.fsdp import FSDPParam, free_storage
+
+
+def is_extended(param: FSDPParam) -> bool:
+    """Whether the shard is a tensor subclass that decides itself what is gathered."""
+    return hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather")
+
+
+def lost_parts(shard: Any) -> list[str]:
+    """The plain tensors that a sharded tensor subclass lists, and that are gone when it is made from them again."""
+    names, context = shard.__tensor_flatten__()
+    inner = {name: getattr(shard, name) for name in names}
+    again = type(shard).__tensor_unflatten__(inner, context, shard.size(), shard.stride())
+    return sorted({*names} - {*again.__tensor_flatten__()[0]})
+
+
+def find_subclass(param: FSDPParam) -> type[torch.Tensor] | None:
+    """The tensor subclass that an extension has made of a parameter, if it is no plain tensor or DTensor of one."""
+    kind = type(local_tensor(param._unsharded_param.data))
+    return None if kind is torch.Tensor else kind
+
+
+def has_plain_parts(param: FSDPParam) -> bool:
+    """Whether the subclass of an unsharded parameter lists its parts, and all of them are plain tensors."""
+    whole: Any = local_tensor(param._unsharded_param)
+    return is_wrapper_subclass(whole) and all(
+        type(getattr(whole, name)) is torch.Tensor for name in whole.__tensor_flatten__()[0]
+    )
+
+
+class Parts:
+    """What an unsharded parameter consists of. See [Note: Parts of a subclass].
+
+    Attributes:
+        tensors: The parts, in the order of `__tensor_flatten__`.
+        storage_bytes: By part, of its storage.
+        join: Makes the subclass of the leaf and the parts, as one node of a graph; its gradient is the leaf's.
+        take: Makes the parts of the sharded parameter, its metadata, and by input of the gather what all ranks have
+            sent, as one node of a graph.
+    """
+
+    def __init__(self, param: FSDPParam, post_all_gather: Callable[..., Any]) -> None:
+        whole: Any = local_tensor(param._unsharded_param)
+        self._whole = whole
+        self._names, context = whole.__tensor_flatten__()
+        freed_by_torch = (*param.all_gather_outputs, *param._unsharded_inner_tensors)
+        bases = {storage_key(each): each for each in freed_by_torch}
+        self.tensors: list[torch.Tensor] = []
+        self.storage_bytes: list[int] = []
+        for name in self._names:
+            part = getattr(whole, name).detach()
+            if (base := bases.get(storage_key(part))) is None:
+                part = base = part.clone()
+                # From now on torch frees it, too, and allocates it before the extension may write it.
+                param._unsharded_inner_tensors = [*param._unsharded_inner_tensors, part]
+            setattr(whole, name, part)
+            self.tensors.append(part)
+            self.storage_bytes.append(base.numel() * base.itemsize)
+        kind, size, stride = type(whole), whole.size(), whole.stride()
+        dtype = param.param_dtype or param.orig_dtype
+        self.join = _joins(kind, self._names, context, size, stride)
+        self.take = _takes(post_all_gather, self._names, dtype, size, stride)
+
+    def free(self) -> None:
+        """Free all parts."""
+        for part in self.tensors:
+            free_storage(part)
+
+    @property
+    def are_filled(self) -> bool:
+        """Whether all parts have their memory."""
+        sizes = (part.untyped_storage().nbytes() for part in self.tensors)
+        return all(size >= full for size, full in zip(sizes, self.storage_bytes, strict=True))
+
+    @at_run_time
+    def adopt(self, is_unsharded: bool) -> None:
+        """Take over what eager code has gathered: the extension may have put other tensors into torch's parameter.
+
+        Args:
+            is_unsharded: Whether their values are to be kept.
+        """
+        for name, part, size in zip(self._names, self.tensors, self.storage_bytes, strict=True):
+            given = getattr(self._whole, name)
+            if given is part:
+                continue
+            if is_unsharded:
+                part.untyped_storage().resize_(size)
+                with torch.no_grad(), preserve_version_counter(part):
+                    part.copy_(given)
+            setattr(self._whole, name, part)
+
+
+def _joins(
+    kind: Any, names: list[str], context: Any, size: torch.Size, stride: tuple[int, ...]
+) -> Callable[..., torch.Tensor]:
+    def whole_of(*parts: torch.Tensor) -> torch.Tensor:
+        whole: torch.Tensor = kind.__tensor_unflatten__(dict(zip(names, parts, strict=True)), context, size, stride)
+        return whole
+
+    def join(leaf: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
+        return _Join.apply(leaf, whole_of, *parts)  # type: ignore[no-any-return, no-untyped-call]
+
+    # Dynamo does not construct every subclass.
+    marked: Callable[..., torch.Tensor] = torch.compiler.allow_in_graph(join)
+    return marked
+
+
+def _takes(
+    post_all_gather: Callable[..., Any],
+    names: list[str],
+    dtype: torch.dtype,
+    size: torch.Size,
+    stride: tuple[int, ...],
+) -> Callable[..., tuple[torch.Tensor, ...]]:
+    def take(shard: torch.Tensor, metadata: Any, *gathered: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with torch.no_grad():
+            whole, _ = post_all_gather(shard, gathered, metadata, dtype)
+            whole = torch.as_strided(whole, size, stride)  # without padding, as torch takes it off
+        return tuple(getattr(whole, name) for name in names)
+
+    marked: Callable[..., tuple[torch.Tensor, ...]] = torch.compiler.allow_in_graph(take)
+    return marked
+
+
+def split_leaf(whole: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """A plain leaf without memory, which gets the gradient of a tensor subclass, and the subclass joined to it.
+
+    Compiled autograd accumulates a gradient by ops that not every subclass has.
+
+    Args:
+        whole: A subclass that lists its parts.
+    """
+    names, context = whole.__tensor_flatten__()
+    leaf = torch.empty(whole.shape, dtype=whole.dtype, device=whole.device, requires_grad=True)
+    free_storage(leaf.data)
+    join = _joins(type(whole), names, context, whole.size(), whole.stride())
+    with torch.enable_grad():
+        return leaf, join(leaf, *(getattr(whole, name).detach() for name in names))
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, whole_of: Callable[..., torch.Tensor], *parts: torch.Tensor) -> Any:
+        ctx.others = 1 + len(parts)
+        return whole_of(*parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor | None, ...]:
+        return grad, *(None,) * ctx.others
