@@ -20,7 +20,7 @@ from compile_fsdp.ops import hand_over
 from compile_fsdp.runtime.attached import find_group, hooks_of, owner_of
 from compile_fsdp.runtime.gradient_count import GradientCount
 from compile_fsdp.runtime.gradient_dtypes import describe_partial_output, fix_gradient_dtypes, free_gradient_dtypes
-from compile_fsdp.runtime.reduction import reduce_gradients, split_shards
+from compile_fsdp.runtime.reduction import accumulation_dtypes, reduce_gradients
 from compile_fsdp.runtime.tracing import at_run_time, eval_at_trace_time_guarded
 from compile_fsdp.torch_compat.autograd import accumulates_into, after_backward, current_backward
 from compile_fsdp.torch_compat.distributed import functional_collectives, local_tensor
@@ -213,19 +213,20 @@ class GroupBackward:
         group.fsdp_group._training_state = TrainingState.POST_BACKWARD
         arrived: list[int] = []
         grads: list[torch.Tensor] = []
+        dtypes = accumulation_dtypes(group, group.constants.text)
         for index, param in enumerate(group.params):
-            grad = param.take_gradient()
+            grad = param.take_gradient(dtypes[index])
             if grad is not None:
                 arrived.append(index)
                 grads.append(grad)
         with torch.no_grad():
-            flat, numels = reduce_gradients(group, arrived, grads)
-            reduced = () if flat is None else split_shards(flat, numels)
-        if flat is not None and _has_gradient_hooks(group):
+            reduced = reduce_gradients(group, arrived, grads)
+        if reduced is None:
+            self.reduced, self.reduced_params, self.unreplicated_params = (), [], arrived
+        elif _has_gradient_hooks(group):
             hand_over(reduced, group.ticket, arrived)
         else:
-            self.reduced, self.reduced_params = reduced, arrived if flat is not None else []
-            self.unreplicated_params = arrived if flat is None else []
+            self.reduced, self.reduced_params, self.unreplicated_params = reduced, arrived, []
 
     # Deliver
 

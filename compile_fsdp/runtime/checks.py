@@ -22,7 +22,6 @@ from compile_fsdp.torch_compat.fsdp import (
     FSDPParamGroup,
     FSDPState,
     fsdp_state,
-    has_own_grad_dtype,
     has_spmd_types,
     param_groups,
 )
@@ -99,8 +98,6 @@ def _unsupported_structure(group: FSDPParamGroup) -> str | None:
     for param in group.fsdp_params:
         if has_spmd_types(param):
             return f"{param._param_fqn}: SPMD types"
-        if has_own_grad_dtype(param):
-            return f"{param._param_fqn}: a grad_dtype of its own"
     return None
 
 

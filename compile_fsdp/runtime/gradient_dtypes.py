@@ -48,7 +48,7 @@ def fix_gradient_dtypes(group: FSDPParamGroup) -> None:
         set_accumulated_gradient(param, None)
         unsharded.grad = None
         unsharded.grad_dtype = dtype
-        unsharded.grad = None if grad is None else grad.to(dtype)
+        unsharded.grad = grad if grad is None or dtype is None else grad.to(dtype)
 
 
 @at_run_time

@@ -36,6 +36,7 @@ from compile_fsdp.torch_compat.fsdp import (
     FSDPParamGroup,
     FSDPState,
     ShardedState,
+    forget_post_backward,
 )
 
 
@@ -315,9 +316,11 @@ class TraceableGroup:
         """Add gradients to the sharded parameters', as DTensors, and run the hooks on those.
 
         Args:
-            reduced: For each parameter, (numel of its padded shard,), in the parameters' dtype.
+            reduced: For each parameter, (numel of its padded shard,), in the dtype of the parameter's gradient.
             params: Positions of the parameters.
         """
+        if params:
+            forget_post_backward(self.fsdp_group)
         for index, flat in zip(params, reduced, strict=True):
             param = self.params[index].fsdp_param
             local = flat.as_strided(param.sharded_size, param.contiguous_sharded_stride)

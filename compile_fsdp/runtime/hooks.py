@@ -39,7 +39,7 @@ from compile_fsdp.runtime.tracing import (
 from compile_fsdp.torch_compat.autograd import current_backward
 from compile_fsdp.torch_compat.dispatch import tree_map_only
 from compile_fsdp.torch_compat.dynamo import call_with_side_effects, passing_dynamo, skip_code
-from compile_fsdp.torch_compat.fsdp import FSDPState, ends_backward_by_hand, param_groups
+from compile_fsdp.torch_compat.fsdp import FSDPState, param_groups
 
 
 class StateHooks:
@@ -82,8 +82,6 @@ class StateHooks:
             if is_first:
                 for member in self.members:
                     member.is_awaited = True
-        if ends_backward_by_hand(self.state):
-            checks.refuse(self, "set_manual_backward_finalization")
         policy = self.state._mp_policy
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             args, kwargs = cast_floating((args, kwargs), policy.param_dtype)

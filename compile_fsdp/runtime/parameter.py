@@ -330,10 +330,16 @@ class TraceableParam:
 
     # Gradients
 
-    def take_gradient(self) -> torch.Tensor | None:
-        """The unsharded gradient of this backward and of microbatches before it, plain; None if there is none."""
+    def take_gradient(self, dtype: torch.dtype | None) -> torch.Tensor | None:
+        """The unsharded gradient of this backward and of microbatches before it, plain; None if there is none.
+
+        Args:
+            dtype: To which this backward's is cast; None for its own.
+        """
         param = self.fsdp_param
         grad, self.unsharded_param.grad = self.unsharded_param.grad, None
+        if grad is not None and dtype is not None:
+            grad = grad.to(dtype)
         earlier = accumulated_gradient(param)  # in the reduce dtype
         if earlier is not None:
             set_accumulated_gradient(param, None)

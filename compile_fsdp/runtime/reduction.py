@@ -22,7 +22,9 @@ from compile_fsdp.torch_compat.fsdp import (
     DDPMeshInfo,
     FSDPMeshInfo,
     FSDPParamGroup,
+    accumulation_dtype,
     gradient_divide_factors,
+    gradient_dtype,
     reduce_dtype,
 )
 
@@ -101,7 +103,7 @@ def _op_name(op: object) -> str:
 
 def reduce_gradients(
     group: TraceableGroup, arrived: list[int], grads: list[torch.Tensor]
-) -> tuple[torch.Tensor | None, list[int]]:
+) -> tuple[torch.Tensor, ...] | None:
     """Reduce unsharded gradients as the group's settings have it.
 
     Args:
@@ -109,15 +111,14 @@ def reduce_gradients(
         arrived: Positions of the parameters that have one.
         grads: By such a parameter, the unsharded gradient.
     Returns:
-        This rank's padded shards of all of them, flat, one behind the other, in the parameters' dtype, and the elements
-        of each. No shards if the all-reduce over the replicas is left to a later backward.
+        By such a parameter, this rank's padded shard, flat, in the dtype of the parameter's gradient. None if the
+        all-reduce over the replicas is left to a later backward.
     """
     fsdp_group = group.fsdp_group
     dims, numels = _shard_layout(group, group.constants.text)
     ranks = group.constants.shard_count
     rows = [_rows_first(grad, dims[i], ranks) for i, grad in zip(arrived, grads, strict=True)]
-    dtype = group.params[arrived[0]].fsdp_param.orig_dtype
-    wanted = reduce_dtype(fsdp_group, dtype)
+    wanted, dtypes = _dtypes(group, fsdp_group._reduce_dtype, arrived, [each.dtype for each in grads])
     if wanted is not None:
         rows = [each.to(wanted) for each in rows]
     # The settings go in as arguments for Dynamo to guard on: it traces again when one has changed.
@@ -134,15 +135,21 @@ def reduce_gradients(
             flat = flat + partial_output
         if not fsdp_group.all_reduce_grads:
             fsdp_group._partial_reduce_output = flat
-            return None, sizes
+            return None
         fsdp_group._partial_reduce_output = None
         flat = all_reduce(flat, reduction)
     if fsdp_group._all_reduce_hook is not None:
         fsdp_group._all_reduce_hook(flat)
     if reduction.post_divisor is not None:
         flat = flat / reduction.post_divisor
-    flat = flat.to(dtype)
-    return flat.to("cpu") if group.params[0].fsdp_param.offload_to_cpu else flat, sizes
+    if len(dtypes) == 1 and dtypes[0] is not None:
+        flat = flat.to(dtypes[0])
+    if group.params[0].fsdp_param.offload_to_cpu:
+        flat = flat.to("cpu")
+    shards = split_shards(flat, sizes)
+    if len(dtypes) == 1:
+        return shards
+    return tuple([shard.to(dtype or shard.dtype) for shard, dtype in zip(shards, dtypes, strict=True)])
 
 
 def _rows_first(grad: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
@@ -155,6 +162,24 @@ def _shard_layout(group: TraceableGroup, text: str) -> tuple[list[int], list[int
     # `text` is there for Dynamo to guard. See [Note: Numbers that stay numbers].
     plans = [param.plan for param in group.params]
     return [plan.shard_dim for plan in plans], [plan.shard_numel for plan in plans]
+
+
+@eval_at_trace_time_guarded
+def accumulation_dtypes(group: TraceableGroup, text: str) -> list[torch.dtype | None]:
+    """By parameter, to which dtype its unsharded gradient is cast before it is added to those of earlier backwards."""
+    # `text` is there for Dynamo to guard. See [Note: Numbers that stay numbers].
+    return [accumulation_dtype(param.fsdp_param) for param in group.params]
+
+
+@eval_at_trace_time_guarded
+def _dtypes(
+    group: TraceableGroup, policy: torch.dtype | None, arrived: list[int], computed: list[torch.dtype]
+) -> tuple[torch.dtype | None, list[torch.dtype | None]]:
+    """In which dtype gradients are reduced, None for their own, and in which each ends; one where all are the same."""
+    # `policy` is there for Dynamo to guard.
+    params = [group.params[index].fsdp_param for index in arrived]
+    dtypes = [gradient_dtype(param) for param in params]
+    return reduce_dtype(group.fsdp_group, params, computed), dtypes[:1] if len(set(dtypes)) == 1 else dtypes
 
 
 @eval_at_trace_time_guarded

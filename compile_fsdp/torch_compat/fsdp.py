@@ -6,6 +6,9 @@ function.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import reduce
+
 import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard import (
@@ -97,8 +100,7 @@ gradient_divide_factors = _fsdp_collectives._get_gradient_divide_factors
 # Whether FSDP2 holds the input of a group's reduction until that of the next group is over. (2.12.0)
 HOLDS_REDUCE_INPUT = "2.12" <= torch.__version__ < "2.13"
 
-# Whether gradients of FSDP2 are built around `Tensor.grad_dtype`: parameters reduce in their own dtype where the policy
-# names none, and not in that of the gradients. (2.13.0, 2.15.0)
+# Whether gradients of FSDP2 are built around `Tensor.grad_dtype`, see `gradient_dtypes`. (2.13.0, 2.15.0)
 HAS_GRAD_DTYPES = torch.__version__ >= "2.15"
 
 # The attribute for `unsharded_spec`. Dynamo cannot trace a comparison of versions. (2.11.0, 2.13.0)
@@ -135,26 +137,53 @@ def order_gather_streams(state: FSDPState) -> None:
     context.all_gather_stream.wait_stream(current)
 
 
-def ends_backward_by_hand(state: FSDPState) -> bool:
-    """Whether the user calls `finalize_backward` after each backward; since 2.15. (2.15.0)"""
-    return bool(getattr(state._state_ctx, "manual_backward_finalization", False))
-
-
 def reduces_unused(group: FSDPParamGroup) -> bool:
     """Whether zeros are reduced for parameters without a gradient, see `set_reduce_scatter_unused_params`. (2.13.0)"""
     return bool(getattr(group, "reduce_scatter_unused_params", False))
 
 
-def reduce_dtype(group: FSDPParamGroup, original: torch.dtype) -> torch.dtype | None:
+def reduce_dtype(
+    group: FSDPParamGroup, parameters: Sequence[FSDPParam], computed: Sequence[torch.dtype]
+) -> torch.dtype | None:
     """In which dtype gradients are reduced; None for their own. (2.13.0, 2.15.0)
 
     Args:
-        group: Whose policy tells.
-        original: The parameters' dtype.
+        group: Whose policy tells. Without one, since 2.15, the parameters do.
+        parameters: Those that have a gradient.
+        computed: The dtypes of these gradients.
     """
-    if group._reduce_dtype is None and HAS_GRAD_DTYPES:
-        return original
-    return group._reduce_dtype
+    if group._reduce_dtype is not None or not HAS_GRAD_DTYPES:
+        return group._reduce_dtype
+    own = [each.unsharded_grad_dtype for each in parameters]  # type: ignore[attr-defined]
+    dtypes = [dtype or of_gradient for dtype, of_gradient in zip(own, computed, strict=True)]
+    if group._partial_reduce_output is not None:
+        dtypes.append(group._partial_reduce_output.dtype)
+    return reduce(torch.promote_types, dtypes)
+
+
+def accumulation_dtype(parameter: FSDPParam) -> torch.dtype | None:
+    """To which dtype each unsharded gradient is cast before it is added to earlier ones; None for its own. (2.15.0)
+
+    Autograd does so since 2.15. A wider dtype than that of the gradient is left to the sum.
+    """
+    if not HAS_GRAD_DTYPES:
+        return None
+    dtype: torch.dtype | None = parameter.unsharded_grad_dtype  # type: ignore[attr-defined]
+    computed = parameter.param_dtype or parameter.orig_dtype
+    return None if dtype is None or dtype.itemsize > computed.itemsize else dtype
+
+
+def gradient_dtype(parameter: FSDPParam) -> torch.dtype | None:
+    """The dtype of a sharded parameter's gradient: its own, or since 2.15 `grad_dtype`; None for any. (2.15.0)"""
+    name = "sharded_grad_dtype" if HAS_GRAD_DTYPES else "orig_dtype"
+    dtype: torch.dtype | None = getattr(parameter, name)
+    return dtype
+
+
+def forget_post_backward(group: FSDPParamGroup) -> None:
+    """Say that the group's gradients are reduced, also those of backwards that did not; since 2.15. (2.15.0)"""
+    if hasattr(group, "_post_backward_pending"):
+        group._post_backward_pending = False
 
 
 def unsharded_spec(parameter: FSDPParam) -> DTensorSpec:
@@ -175,11 +204,6 @@ def data_parallel_dims(parameter: FSDPParam) -> tuple[int, ...]:
 def has_spmd_types(parameter: FSDPParam) -> bool:
     """Whether the parameter has SPMD types in place of placements; since 2.15. (2.15.0)"""
     return bool(getattr(parameter, "is_spmd_types", False))
-
-
-def has_own_grad_dtype(parameter: FSDPParam) -> bool:
-    """Whether the user has set the sharded parameter's `grad_dtype`, which FSDP2 heeds since 2.15. (2.15.0)"""
-    return bool(getattr(parameter, "_has_sharded_grad_dtype_override", False))
 
 
 def parameter_owners(parameter: FSDPParam) -> list[tuple[nn.Module, str]]:

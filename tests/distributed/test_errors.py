@@ -16,7 +16,6 @@ from torch.distributed.tensor import Shard
 
 import compile_fsdp
 from compile_fsdp import errors
-from compile_fsdp.torch_compat.fsdp import param_groups
 from helpers.models.reference import Stack
 from helpers.models.tensor_subclasses import Float8Weight, LowPrecision, use
 from helpers.parity.check import build, loss_of
@@ -156,23 +155,12 @@ def _symmetric_memory() -> None:
     _compile(model)(**_batch())
 
 
-def _by_hand() -> None:
-    model = _sharded()
-    model._get_fsdp_state()._state_ctx.manual_backward_finalization = True  # as its setter does since 2.15
-    _compile(model)(**_batch())
-
-
-def _own_grad_dtype() -> None:
-    model = _sharded()
-    (group,) = param_groups(model.layers[0]._get_fsdp_state())
-    group.fsdp_params[0]._has_sharded_grad_dtype_override = True  # as sharding finds it since 2.15
-    _compile(model)(**_batch())
-
-
 class _StaysSubclass(Float8Weight):
+    """Unsharded, a subclass whose one part is another."""
+
     def fsdp_post_all_gather(self, gathered: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
         value, inner = super().fsdp_post_all_gather(gathered, metadata, dtype)
-        return LowPrecision(value), inner
+        return LowPrecision(LowPrecision(value)), inner
 
 
 def _unsharded_subclass() -> None:
@@ -196,9 +184,7 @@ CASES: list[tuple[Callable[[], None], type[Exception], str]] = [
     (_shared_between_groups, ValueError, "is shared with a parameter already managed by another FSDP group"),
     (_pending_unshard, errors.UnsupportedFeatureError, "layers.0 (Block)"),
     (_symmetric_memory, errors.UnsupportedFeatureError, "layers.0 cannot be compiled with symmetric memory"),
-    (_unsharded_subclass, errors.UnsupportedFeatureError, "extension that returns a LowPrecision"),
-    (_by_hand, errors.UnsupportedFeatureError, "compiled with set_manual_backward_finalization"),
-    (_own_grad_dtype, errors.UnsupportedFeatureError, "layers.0.norm.weight: a grad_dtype of its own"),
+    (_unsharded_subclass, errors.UnsupportedFeatureError, "0.weight cannot be compiled with an all-gather extension"),
 ]
 
 _SINCE = {_symmetric_memory: "2.12", _shared_between_groups: "2.13"}

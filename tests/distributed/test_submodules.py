@@ -17,6 +17,8 @@ import compile_fsdp
 from helpers.parity.twins import AOT_EAGER
 from helpers.ranks.pools import run_ranks
 from helpers.ranks.recording import collectives_of
+from helpers.releases.differences import PRINTS_GUARDED_PARAMETERS
+from helpers.releases.skip import skip_before
 
 
 class _Block(nn.Module):
@@ -148,6 +150,8 @@ _FAST = {
     ],
 )
 def test_programs(name: str, way: str, together: bool) -> None:
+    if PRINTS_GUARDED_PARAMETERS and (name, way) == ("toggled", "function"):
+        skip_before("2.12")
     assert run_ranks(2, _as_eager, name, way, together) == [[], []]
 
 

@@ -140,7 +140,7 @@ def test_private_attributes_that_shims_use_are_declared() -> None:
         attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
         found += [node for node in attributes if not _full_name(node, _imported(nodes))]
     marks = {"_dynamo_source", "_dynamo_static_indices", "_has_dynamo_dim_marking"}  # only some objects have them
-    of_some_releases = {"_fsdp_param_group", "_fsdp_param_groups"}
+    of_some_releases = {"_fsdp_param_group", "_fsdp_param_groups", "_post_backward_pending"}
     assert _private(found) - marks - of_some_releases <= _declared_attributes()
 
 

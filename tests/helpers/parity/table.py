@@ -40,6 +40,7 @@ Each is held against eager FSDP2 by a test of its own in `tests/distributed/`, b
 | outputs that the loss does not use | `test_undefined_gradients.py` |
 | gradients by inputs, a graph that is kept for a second backward | `test_input_gradients.py` |
 | pending unshards, shared communication contexts | `test_user_gathers.py` |
+| a parameter's own `grad_dtype`, `finalize_backward()`, since torch 2.15 | `test_gradient_dtypes.py` |
 | torchao's float8 all-gather: kept, frozen, checkpointed, cut, tensor parallel | `test_float8_gathers.py` |
 | routed experts, context parallelism, changing lengths, Muon, averages, adapters | `test_training_styles.py` |
 
@@ -51,8 +52,7 @@ Before any collective, with the module's name; the same model trains eagerly.
 | --- | --- |
 | `set_symm_mem_for_comm` | a graph cannot allocate symmetric memory |
 | a pending `unshard(async_op=True)` in `torch.compile(model)` | a graph cannot wait; `model.compile()` does |
-| `set_manual_backward_finalization`, since torch 2.15 | a group is reduced in the graph, as soon as it is complete |
-| a parameter's own `grad_dtype`, SPMD types, since torch 2.15 | no traced form yet |
+| SPMD types of a parameter, since torch 2.15 | no traced form yet |
 | an all-gather extension that returns a tensor subclass not made of plain tensors | graphs fill plain tensors |
 | torchao's `precompute_float8_dynamic_scale_for_fsdp` | its `__tensor_unflatten__` loses the scales |
 | a zero-bubble schedule on a stage compiled in parts, or with tensor parallelism | it does not find the parameters |

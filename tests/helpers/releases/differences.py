@@ -16,5 +16,8 @@ AOT_ROUNDS_OTHERWISE = torch.__version__ < "2.12"
 # DTensor keeps a cache entry for each set of numbers that an operation is called with; Adam's differ from step to step.
 CACHES_NUMBERS = torch.__version__ < "2.12"
 
+# Dynamo prints parameters that a compiled function guards by their identity, and dies of one that is freed.
+PRINTS_GUARDED_PARAMETERS = torch.__version__ < "2.12"
+
 # Dynamo cuts a model with graph breaks into fewer pieces.
 CUTS_FEWER_PIECES = torch.__version__ < "2.12"

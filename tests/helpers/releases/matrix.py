@@ -38,7 +38,9 @@ What differs from release to release, beside what a release lacks:
   DTensor's cache of operations grows in the first 600 steps of AdamW, after eager FSDP2 as well. An operation with
   several outputs, called through the dispatcher by stack, uses the outputs' memory after it has dropped them: extension
   devices have to hold them. Of all runs one rank died with `free(): invalid pointer`, in "frozen between", and one of
-  an eager run as it ended; in six and in twelve further ones none did.
+  an eager run as it ended; in six and in twelve further ones none did. Dynamo prints a parameter that a compiled
+  function guards by its identity, and dies of one that is freed: `set_reshard_after_forward()` inside of a function
+  under `torch.compile` (a loop over `{freed_tensor: 1}.items()` in such a function shows it with torch alone).
 * 2.11 and 2.12: eager FSDP2 keeps a group of several modules unsharded into the backward if one of them does not run
   (shown by the same tests). Compiled steps free it, as eager ones do since 2.13, and gather it once more. The guards of
   compiled code outlive it, and so do the constants of the gathers of a model that is deleted. `skip_fsdp_hooks` exists,

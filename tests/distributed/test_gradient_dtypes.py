@@ -1,0 +1,122 @@
+"""Gradients in a dtype of their own, and backwards that end by hand: both since torch 2.15, compiled as run eagerly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+import compile_fsdp
+from helpers.parity.twins import AOT_EAGER
+from helpers.ranks.pools import run_ranks
+from helpers.releases.skip import skip_before
+
+_BOTH = (torch_fully_shard, compile_fsdp.fully_shard)
+_BF16, _FP32 = torch.bfloat16, torch.float32
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 7), nn.Linear(7, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def _build(fully_shard: Any, prepare: Callable[[Any], None], policy: MixedPrecisionPolicy) -> Any:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(_Block(), _Block())
+    prepare(model)
+    for module in (*model, model):
+        fully_shard(module, mp_policy=policy)
+    if fully_shard is not torch_fully_shard:
+        model.compile(backend="compile_fsdp", fullgraph=True, options=AOT_EAGER)
+    return model
+
+
+def _loss(model: Any, step: int, rank: int) -> torch.Tensor:
+    torch.manual_seed(10 * step + rank)
+    loss: torch.Tensor = model(torch.randn(3, 4, dtype=model[0].up.weight.dtype)).square().mean()
+    return loss
+
+
+def _gradients(model: Any) -> list[torch.Tensor]:
+    return [parameter.grad.full_tensor() for parameter in model.parameters()]
+
+
+def _all_in_fp32(model: Any) -> None:
+    model.to(_BF16)
+    for parameter in model.parameters():
+        parameter.grad_dtype = _FP32
+
+
+def _some_in_bf16(model: Any) -> None:
+    for block in model:
+        block.up.weight.grad_dtype = _BF16
+
+
+def _any(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.grad_dtype = None
+
+
+_POLICIES = {
+    "own": MixedPrecisionPolicy(),
+    "bf16": MixedPrecisionPolicy(param_dtype=_BF16),
+    "bf16, reduced in fp32": MixedPrecisionPolicy(param_dtype=_BF16, reduce_dtype=_FP32),
+}
+_DTYPES = {each.__name__.strip("_"): each for each in (_all_in_fp32, _some_in_bf16, _any)}
+
+
+def _with_dtypes(rank: int, dtypes: str, policy: str) -> list[str]:
+    models = [_build(shard, _DTYPES[dtypes], _POLICIES[policy]) for shard in _BOTH]
+    wrong = []
+    for step in range(3):
+        for model in models:
+            model.set_requires_gradient_sync(step != 0)  # the first microbatch is not reduced
+            _loss(model, step, rank).backward()
+        if step == 0:
+            continue
+        for name, eager, ours in zip(dict(models[0].named_parameters()), *map(_gradients, models), strict=True):
+            if eager.dtype != ours.dtype or not torch.equal(eager, ours):
+                wrong.append(f"step {step}: {name}: {ours.dtype}, {(eager - ours).abs().max()}")
+    return wrong
+
+
+@pytest.mark.parametrize("policy", _POLICIES)
+@pytest.mark.parametrize("dtypes", _DTYPES)
+def test_gradients_have_the_dtype_that_the_user_has_set(dtypes: str, policy: str) -> None:
+    skip_before("2.15")
+    assert run_ranks(2, _with_dtypes, dtypes, policy) == [[], []]
+
+
+def _by_hand(rank: int) -> list[str]:
+    models = [_build(shard, lambda model: None, MixedPrecisionPolicy()) for shard in _BOTH]
+    wrong = []
+    for step in range(4):
+        for model in models:
+            model.set_manual_backward_finalization(True)
+            for part in range(1 + step % 2):
+                model.set_requires_gradient_sync(step % 2 == 0)
+                _loss(model, 2 * step + part, rank).backward()
+            model.set_requires_gradient_sync(True)
+            if step == 3:
+                model.finalize_backward(async_op=True).wait()
+            else:
+                model.finalize_backward()
+        if not all(map(torch.equal, *map(_gradients, models))):
+            wrong.append(f"step {step}")
+        for model in models:
+            model.zero_grad()
+    return wrong
+
+
+def test_backwards_that_end_by_hand() -> None:
+    skip_before("2.15")
+    assert run_ranks(2, _by_hand) == [[], []]
