@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -11,6 +13,7 @@ from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import fx
 
 from compile_fsdp.backend.graph_inputs import GraphInputs
@@ -27,6 +30,7 @@ from compile_fsdp.passes.dynamo.lift_tensor_hooks import DeferredHooks
 from compile_fsdp.passes.runner import Run
 from compile_fsdp.replay.backward import BackwardRecord
 from compile_fsdp.replay.recording import current, recording, see_guards
+from compile_fsdp.runtime.attached import owner_of
 from compile_fsdp.runtime.backward import expect_no_gradient
 from compile_fsdp.runtime.group_calls import GROUP_CALLS
 from compile_fsdp.runtime.pause import pause_collection
@@ -35,6 +39,7 @@ from compile_fsdp.torch_compat.dynamo import (
     Unsupported,
     compile_for_many,
     fake_mode_of,
+    mark_changing,
     release_real_tensors,
     without_side_effect_log,
 )
@@ -82,11 +87,13 @@ class BackwardCompiler:
     Attributes:
         record: Takes note of the backward that runs now, if it is traced; None if nobody does.
         has_gradient: By result of the forward, whether it has a gradient; of the forward whose backward runs now.
+        sizes: That this forward takes as numbers, since they may change.
     """
 
     def __init__(self, options: Options, hooks: DeferredHooks | None) -> None:
         self.record: BackwardRecord | None = None
         self.has_gradient: Sequence[bool] = ()
+        self.sizes: Sequence[int] = ()
         self._options = options
         self._hooks = hooks
         self._runs: list[Callable[..., Any]] = []
@@ -96,14 +103,14 @@ class BackwardCompiler:
 
     def __call__(self, captured: fx.GraphModule) -> Callable[..., Any]:
         """What compiled autograd is to call in place of the graph that it has captured."""
-        has_gradient = self.has_gradient
+        has_gradient, changing = self.has_gradient, self.sizes
         ready: _Ready | None = None
 
         def run(inputs: list[Any], sizes: Any, scalars: Any, hooks: list[Any], *rest: Any) -> Any:
             nonlocal ready
             is_first = ready is None
             if ready is None:
-                ready = self._prepare(captured, has_gradient, inputs)
+                ready = self._prepare(captured, has_gradient, changing, inputs)
             expect_no_gradient([inputs[i] for i in ready.undefined])
             if self._hooks is not None:
                 rest = (*rest, _hooks_of_forward.state)
@@ -124,8 +131,11 @@ class BackwardCompiler:
         # Where AOTAutograd does not make every graph unique, a model may come upon the graph of one that is gone.
         return weak_callable(run, otherwise=captured)
 
-    def _prepare(self, captured: fx.GraphModule, has_gradient: Sequence[bool], inputs: Sequence[Any]) -> _Ready:
+    def _prepare(
+        self, captured: fx.GraphModule, has_gradient: Sequence[bool], sizes: Sequence[int], inputs: Sequence[Any]
+    ) -> _Ready:
         """Rewrite a captured backward, with the inputs of its first run, and let Dynamo trace what is left."""
+        _mark_changing(inputs, sizes)
         hooks = None if self._hooks is None else self._hooks.names
         passes = pipelines.captured_backward(has_gradient=has_gradient, inputs=inputs, hooks=hooks)
         done = Run(captured.graph, passes)
@@ -179,6 +189,22 @@ class BackwardCompiler:
         if (frame := current()) is not None:
             frame.see_graph(compiled)
         return compiled
+
+
+def _mark_changing(inputs: Sequence[Any], sizes: Sequence[int]) -> None:
+    """Let Dynamo take sizes for changing at once, where it would take them for constants until they have changed.
+
+    Args:
+        inputs: Of a captured backward: activations, gradients, parameters.
+        sizes: Those that its forward takes as numbers. Others may be products of them: a batch of sequences, flattened.
+    """
+    subsets = (itertools.combinations(sizes, count) for count in (1, 2, 3))
+    changing = {math.prod(subset) for subset in itertools.chain.from_iterable(subsets)} - {0, 1}
+    tensors = (each for each in inputs if isinstance(each, torch.Tensor) and owner_of(each) is None)
+    for tensor in tensors if changing else ():
+        for dim, size in enumerate(tensor.shape):
+            if size in changing:
+                mark_changing(tensor, dim)
 
 
 def _check_moved(report: LegalizeReport) -> None:

@@ -66,6 +66,7 @@ class GraphCall:
         groups: The parameter groups that it works on.
         forward_id: Which forward of the model the run is a part of.
         hooks_state: The object that gets the hooks on the graph's intermediates; None if there are none.
+        sizes: Inputs that are numbers: sizes that may change.
         differentiable: Positions of the inputs that need a gradient and are no parameters.
         leaves: The unsharded parameters that need a gradient, if the graph is all of the model's forward. Else eager
             code may use them, too: autograd would hold back its gradients until the graph's backward is over.
@@ -89,6 +90,7 @@ class GraphCall:
         self.forward_id = object() if outermost is None else outermost.forward_id
         self.hooks_state = hooks_state
         managed = set(graph.managed)
+        self.sizes = [arg for arg in args if type(arg) is int]
         self.differentiable = [
             i
             for i, arg in enumerate(args)
@@ -198,6 +200,7 @@ class GraphCall:
         assert self.inner_outputs is not None
         has_gradient = [isinstance(out, torch.Tensor) and out.requires_grad for out in self.inner_outputs]
         self.graph.compile_backward.has_gradient = has_gradient
+        self.graph.compile_backward.sizes = self.sizes
         every = zip(self.inner_outputs, grads, has_gradient, strict=True)
         pairs = [(out, grad) for out, grad, has in every if grad is not None and has]
         self.backward_id = current_backward()
@@ -258,7 +261,9 @@ class GraphCall:
 
     def _run_captured(self, run: Callable[[], None]) -> None:
         compile_captured = weak_callable(self.graph.compile_backward.__call__)
-        with _without_nan_check(), hooks_of_forward(self.hooks_state), compiled_autograd(compile_captured):
+        with _without_nan_check(), hooks_of_forward(self.hooks_state), compiled_autograd(
+            compile_captured, has_sizes=bool(self.sizes)
+        ):
             run()
 
     def is_to_come(self) -> bool:

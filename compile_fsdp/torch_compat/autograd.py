@@ -152,13 +152,20 @@ def without_saved_tensor_hooks() -> Iterator[bool]:
 
 @needs("torch._dynamo.compiled_autograd._enable", "torch._dynamo.eval_frame._stance.stance")
 @contextlib.contextmanager
-def compiled_autograd(compiler: Callable[[torch.fx.GraphModule], Callable[..., Any]]) -> Iterator[None]:
-    """Compile every backward that is started inside, on this thread. Sizes are static until they change. (2.13.0)"""
+def compiled_autograd(
+    compiler: Callable[[torch.fx.GraphModule], Callable[..., Any]], has_sizes: bool
+) -> Iterator[None]:
+    """Compile every backward that is started inside, on this thread. (2.13.0)
+
+    Args:
+        compiler: Of the captured graph.
+        has_sizes: Whether the sizes that the graph is given may change; else they are static until they do.
+    """
     with contextlib.ExitStack() as stack:
         if torch._dynamo.eval_frame._stance.stance == "force_eager":
             # The stance came after the forward was compiled; only a compiled backward fits that one.
             stack.enter_context(torch.compiler.set_stance("default"))
-        stack.enter_context(_compiled_autograd._enable(compiler, dynamic=False))
+        stack.enter_context(_compiled_autograd._enable(compiler, dynamic=has_sizes))
         yield
 
 

@@ -95,6 +95,12 @@ def mark_static(tensor: torch.Tensor) -> None:
             each._has_dynamo_dim_marking = True  # type: ignore[attr-defined]
 
 
+@needs("torch._dynamo.maybe_mark_dynamic")
+def mark_changing(tensor: torch.Tensor, dim: int) -> None:
+    """Let Dynamo take a size of a graph input for changing, unless the graph needs the one it has. (2.13.0)"""
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
 @needs("torch._dynamo.list_backends")
 def list_backends() -> list[str]:
     """Names of the registered Dynamo backends, debugging ones included. (2.13.0)"""

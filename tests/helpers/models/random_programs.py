@@ -309,10 +309,12 @@ class Training:
                     self._loss(batches[1], flag)  # finds the root
                 assert isinstance(self.model, PartModule)
                 self._backward(self._loss_of(self.model.parts[0](batches[0], flag)))
+                reshard(self.model)  # no backward of the root does, and a change of what it holds would be lost
             case "stages":
                 with torch.no_grad():
                     self._loss(batches[1], flag)  # finds the root
                 self._backward_by_stages(batches[0], flag)
+                reshard(self.model)
             case "eval":
                 self.model.eval()
                 with torch.no_grad():
