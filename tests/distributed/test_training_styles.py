@@ -50,6 +50,23 @@ class _Experts(nn.Module):
         return x + output
 
 
+class _GroupedExperts(nn.Module):
+    """As `_Experts`, with one matrix product for all of them, whatever the number of tokens that each gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(_WIDTH, 4)
+        self.weight = nn.Parameter(torch.randn(4, _WIDTH, _WIDTH) / _WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(2)
+        order = chosen.flatten().argsort(stable=True)
+        ends = nn.functional.one_hot(chosen.flatten(), 4).sum(0).cumsum(0).to(torch.int32)
+        tokens, weight = x[order // 2].bfloat16(), self.weight.bfloat16()
+        products = nn.functional.grouped_mm(tokens, weight, offs=ends).to(x.dtype)
+        return x.index_add(0, order // 2, products * weights.flatten()[order].unsqueeze(-1))
+
+
 class _SplitAttention(nn.Module):
     """Ranks hold parts of one sequence: heads are exchanged for positions before the attention, and back behind it."""
 
@@ -108,6 +125,12 @@ def _plain(model: Any, optimizer: Any, rank: int, steps: int = 3) -> None:
 
 def _routed(fully_shard: Any, compiles: Any, rank: int) -> list[torch.Tensor]:
     model = _build(fully_shard, compiles, _Experts)
+    _plain(model, torch.optim.SGD(model.parameters(), lr=0.1), rank)
+    return _values(model)
+
+
+def _grouped(fully_shard: Any, compiles: Any, rank: int) -> list[torch.Tensor]:
+    model = _build(fully_shard, compiles, _GroupedExperts)
     _plain(model, torch.optim.SGD(model.parameters(), lr=0.1), rank)
     return _values(model)
 
@@ -224,7 +247,10 @@ def _parameter_hooks(fully_shard: Any, compiles: Any, rank: int) -> list[torch.T
 
 _STYLES = {
     each.__name__.strip("_"): each
-    for each in (_routed, _context_parallel, _lengths, _functional, _muon, _averaged, _adapters, _parameter_hooks)
+    for each in (
+        *(_routed, _grouped, _context_parallel, _lengths, _functional),
+        *(_muon, _averaged, _adapters, _parameter_hooks),
+    )
 }
 
 

@@ -42,7 +42,7 @@ Each is held against eager FSDP2 by a test of its own in `tests/distributed/`, b
 | pending unshards, shared communication contexts | `test_user_gathers.py` |
 | a parameter's own `grad_dtype`, `finalize_backward()`, since torch 2.15 | `test_gradient_dtypes.py` |
 | torchao's float8 all-gather: kept, frozen, checkpointed, cut, tensor parallel | `test_float8_gathers.py` |
-| routed experts, context parallelism, changing lengths, Muon, averages, adapters | `test_training_styles.py` |
+| routed and grouped experts, context parallelism, lengths, Muon, averages, adapters | `test_training_styles.py` |
 
 ## Refused
 
