@@ -57,6 +57,25 @@ class GroupUse(NamedTuple):
     read: list[torch.Tensor]
 
 
+class _Place:
+    """Where a forward runs. See [Note: Settings on the device's thread].
+
+    Attributes:
+        thread: Its thread, by identifier.
+    """
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self._context = contextvars.copy_context()
+
+    def run(self, function: Callable[[], None]) -> None:
+        """Call a function with what was set there."""
+        if threading.get_ident() == self.thread:
+            function()
+        else:
+            self._context.run(function)
+
+
 class GraphCall:
     """One run of a forward graph, and its inner autograd graph until a backward has used that.
 
@@ -76,8 +95,7 @@ class GraphCall:
         inner_outputs: The outputs of the inner autograd graph; None once a backward has used it up.
         backward_id: Of the last backward that has run through it.
         node: The node of the outer autograd graph.
-        thread: The thread that the forward has run on.
-        context: What was set there then. See [Note: Settings on the device's thread].
+        place: Where the forward has run.
     """
 
     def __init__(
@@ -104,8 +122,7 @@ class GraphCall:
         self.inner_outputs: Sequence[Any] | None = None
         self.backward_id: int | None = None
         self.node: weakref.ref[Any] | None = None
-        self.thread = threading.get_ident()
-        self.context = contextvars.copy_context()
+        self.place = _Place()
         for group, use in groups.items():
             group.forwards.add(self, is_whole=use.position in graph.whole)
 
@@ -154,7 +171,7 @@ class GraphCall:
                 "backward(inputs=...) by sharded parameters: their gradients end in their .grad; call loss.backward() "
                 "and read them"
             )
-        if keeps_graph() and _splits_backward(self.thread) and not self._can_split():
+        if keeps_graph() and _splits_backward(self.place.thread) and not self._can_split():
             raise UnsupportedFeatureError(
                 "expected a pipeline stage compiled whole by its own compile(), without tensor parallelism, for a "
                 "schedule that computes the gradients of inputs and of parameters apart, got one whose parameters such "
@@ -212,10 +229,7 @@ class GraphCall:
         """Run a backward, as autograd has saved the parameters and where the forward's settings hold."""
         with unchanged_versions(self.managed):
             set_versions(self.managed, self.versions)
-            if threading.get_ident() == self.thread:
-                run()
-            else:
-                self.context.run(run)
+            self.place.run(run)
 
     def _run_whole(self, outputs: list[torch.Tensor], grads: list[torch.Tensor], is_kept: bool) -> None:
         with self._around_graph():

@@ -9,7 +9,8 @@ outside of it can see them.
 [Note: Leaves are plain]
 The autograd leaf of a graph is always a plain tensor with a storage of its own. A parameter that is a DTensor
 (tensor parallelism) is put together from it inside the graph, by `DTensor.from_local`, whose backward brings the
-gradient to the parameter's own placements. No DTensor crosses a graph boundary.
+gradient to the parameter's own placements. No DTensor crosses a graph boundary. For other tensor subclasses see
+[Note: Parts of a subclass].
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from compile_fsdp.ops import copy_
 from compile_fsdp.runtime.attached import accumulated_gradient, set_accumulated_gradient
 from compile_fsdp.runtime.checks import check_shard, check_unsharded
 from compile_fsdp.runtime.dtensor_parameters import wraps_as_dtensor
 from compile_fsdp.runtime.gather import Input
+from compile_fsdp.runtime.post_forward_shard import PostForwardShard
 from compile_fsdp.runtime.subclass_parameters import Parts, find_subclass, is_extended
-from compile_fsdp.runtime.tracing import at_run_time, guarded_text
+from compile_fsdp.runtime.tracing import at_run_time
 from compile_fsdp.torch_compat.distributed import local_tensor
 from compile_fsdp.torch_compat.dynamo import mark_static
 from compile_fsdp.torch_compat.fsdp import FSDPParam, ShardedState, data_parallel_dims, free_storage, unsharded_spec
@@ -167,7 +168,9 @@ class TraceableParam:
     def prepare_post_forward(self, shard_count: int) -> None:
         """Create the shard of the smaller mesh that `reshard_after_forward=<int>` keeps, empty."""
         if self.post_forward is None:
-            self.post_forward = PostForwardShard(self.fsdp_param, self.unsharded_param, shard_count, self.plan)
+            self.post_forward = PostForwardShard(
+                self.fsdp_param, self.unsharded_param, shard_count, self.plan.storage_bytes[0]
+            )
 
     @at_run_time
     def watch_gradient(self, hook: Callable[[torch.Tensor], None]) -> None:
@@ -365,51 +368,3 @@ class TraceableParam:
                 grad, spec.mesh, spec.placements, run_check=False, shape=unsharded.shape, stride=unsharded.stride()
             )
         unsharded.grad = grad if unsharded.grad is None else unsharded.grad + grad
-
-
-class PostForwardShard:
-    """A rank's part of one parameter over the smaller mesh, between forward and backward.
-
-    Attributes:
-        padded_numel_text: Elements of the padded parameter. See [Note: Numbers that stay numbers].
-        bytes_text: Bytes of `data` while it has its memory, as text for the same reason.
-        data: (padded numel of the parameter / ranks of the smaller mesh,), without memory at other times.
-        parameter: A DTensor parameter on the memory of `data`, for the modules to hold.
-    """
-
-    def __init__(
-        self, fsdp_param: FSDPParam, unsharded_param: nn.Parameter, shard_count: int, plan: ParamPlan
-    ) -> None:
-        numel = plan.storage_bytes[0] // unsharded_param.itemsize
-        self.padded_numel_text = guarded_text(numel)
-        self.data = torch.empty(numel // shard_count, dtype=unsharded_param.dtype, device=unsharded_param.device)
-        self.bytes_text = guarded_text(self.data.untyped_storage().nbytes())
-        size, stride = fsdp_param.sharded_post_forward_size, fsdp_param.contiguous_sharded_post_forward_stride
-        self.parameter = nn.Parameter(
-            fsdp_param.to_sharded_post_forward_dtensor(self.data.as_strided(size, stride)),
-            requires_grad=fsdp_param.sharded_param.requires_grad,
-        )
-        mark_static(self.data)
-        free_storage(self.data)
-
-    def fill(
-        self, fsdp_param: FSDPParam, unsharded_param: torch.Tensor, shard_count: int, rank: torch.Tensor
-    ) -> None:
-        """Keep this rank's slice of the unsharded parameter."""
-        if int(self.bytes_text) > 0:
-            flat = unsharded_param.reshape(-1)
-            missing = int(self.padded_numel_text) - flat.numel()
-            if missing > 0:
-                flat = torch.cat([flat, flat.new_zeros(missing)])
-            self.data.untyped_storage().resize_(int(self.bytes_text))
-            # The rank is an input, and not a number: graphs are equal on all ranks.
-            copy_(self.data, flat.view(shard_count, -1).index_select(0, rank).view(-1))
-        fsdp_param._sharded_post_forward_param_data = self.data
-        fsdp_param._sharded_post_forward_param = self.parameter
-
-    def free(self, fsdp_param: FSDPParam) -> None:
-        """Drop the slice."""
-        if int(self.bytes_text) > 0:
-            self.data.untyped_storage().resize_(0)
-        fsdp_param._sharded_post_forward_param_data = None
-        fsdp_param._sharded_post_forward_param = None

@@ -1,0 +1,59 @@
+"""What a rank keeps of a parameter between forward and backward, with `reshard_after_forward=<int>`."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from compile_fsdp.ops import copy_
+from compile_fsdp.runtime.tracing import guarded_text
+from compile_fsdp.torch_compat.dynamo import mark_static
+from compile_fsdp.torch_compat.fsdp import FSDPParam, free_storage
+
+
+class PostForwardShard:
+    """A rank's part of one parameter over the smaller mesh, between forward and backward.
+
+    Attributes:
+        padded_numel_text: Elements of the padded parameter. See [Note: Numbers that stay numbers].
+        bytes_text: Bytes of `data` while it has its memory, as text for the same reason.
+        data: (padded numel of the parameter / ranks of the smaller mesh,), without memory at other times.
+        parameter: A DTensor parameter on the memory of `data`, for the modules to hold.
+    """
+
+    def __init__(
+        self, fsdp_param: FSDPParam, unsharded_param: torch.Tensor, shard_count: int, storage_bytes: int
+    ) -> None:
+        numel = storage_bytes // unsharded_param.itemsize
+        self.padded_numel_text = guarded_text(numel)
+        self.data = torch.empty(numel // shard_count, dtype=unsharded_param.dtype, device=unsharded_param.device)
+        self.bytes_text = guarded_text(self.data.untyped_storage().nbytes())
+        size, stride = fsdp_param.sharded_post_forward_size, fsdp_param.contiguous_sharded_post_forward_stride
+        self.parameter = nn.Parameter(
+            fsdp_param.to_sharded_post_forward_dtensor(self.data.as_strided(size, stride)),
+            requires_grad=fsdp_param.sharded_param.requires_grad,
+        )
+        mark_static(self.data)
+        free_storage(self.data)
+
+    def fill(
+        self, fsdp_param: FSDPParam, unsharded_param: torch.Tensor, shard_count: int, rank: torch.Tensor
+    ) -> None:
+        """Keep this rank's slice of the unsharded parameter."""
+        if int(self.bytes_text) > 0:
+            flat = unsharded_param.reshape(-1)
+            missing = int(self.padded_numel_text) - flat.numel()
+            if missing > 0:
+                flat = torch.cat([flat, flat.new_zeros(missing)])
+            self.data.untyped_storage().resize_(int(self.bytes_text))
+            # The rank is an input, and not a number: graphs are equal on all ranks.
+            copy_(self.data, flat.view(shard_count, -1).index_select(0, rank).view(-1))
+        fsdp_param._sharded_post_forward_param_data = self.data
+        fsdp_param._sharded_post_forward_param = self.parameter
+
+    def free(self, fsdp_param: FSDPParam) -> None:
+        """Drop the slice."""
+        if int(self.bytes_text) > 0:
+            self.data.untyped_storage().resize_(0)
+        fsdp_param._sharded_post_forward_param_data = None
+        fsdp_param._sharded_post_forward_param = None
