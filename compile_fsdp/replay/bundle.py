@@ -93,7 +93,7 @@ def make_facts(model: nn.Module, options: Options) -> dict[str, str]:
 
 
 def _processor() -> str:
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)  # builds for CUDA run without it, too
     if accelerator is None or accelerator.type != "cuda":
         return torch.backends.cpu.get_cpu_capability()
     return f"{torch.cuda.get_device_name()} {torch.cuda.get_device_capability()}"

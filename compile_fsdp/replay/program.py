@@ -16,6 +16,8 @@ from compile_fsdp.replay.words import class_name
 
 # Dynamo's name of the compiled graph in the code begins so.
 _GRAPH = "__compiled_fn_"
+# And that of the globals of a function that has a copy of its module's, since 2.15.
+_GLOBALS = "___unnamed_scope"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class Program:
     Attributes:
         code: The code object, marshalled.
         variables: By name, the kind of each global, and what it is: ("graph", None), ("builtins", None), ("module",
-            name), ("object", (module, qualified name)) or ("value", value).
+            name), ("globals", name of their module), ("object", (module, qualified name)) or ("value", value).
     """
 
     code: bytes
@@ -68,6 +70,8 @@ def _describe(name: str, value: Any) -> tuple[str, Any]:
         return "builtins", None
     if isinstance(value, ModuleType):
         return "module", value.__name__
+    if name.startswith(_GLOBALS):
+        return "globals", value["__name__"]
     if isinstance(value, (type, FunctionType)):
         where = (value.__module__, value.__qualname__)
         if "<locals>" not in value.__qualname__ and _find("object", where) is value:
@@ -88,6 +92,8 @@ def _find(kind: str, what: Any) -> Any:
         return vars(builtins)
     if kind == "module":
         return importlib.import_module(what)
+    if kind == "globals":
+        return dict(vars(importlib.import_module(what)))  # a copy, as the traced function has one
     if kind == "object":
         module, qualname = what
         found: Any = importlib.import_module(module)

@@ -38,7 +38,7 @@ from compile_fsdp.runtime.tracing import (
 )
 from compile_fsdp.torch_compat.autograd import current_backward
 from compile_fsdp.torch_compat.dispatch import tree_map_only
-from compile_fsdp.torch_compat.dynamo import call_with_side_effects, passing_dynamo, skip_code
+from compile_fsdp.torch_compat.dynamo import call_with_side_effects, compiles_frames, passing_dynamo, skip_code
 from compile_fsdp.torch_compat.fsdp import FSDPState, param_groups
 
 
@@ -149,12 +149,16 @@ class StateHooks:
             group.reset()
 
     @at_run_time
-    def wait_for_prefetched(self) -> None:
-        """As the module runs eagerly: complete what it has sent ahead in a compiled forward, since a graph cannot."""
+    def wait_for_prefetched(self, meets_graphs: bool) -> None:
+        """As the module runs eagerly: complete what it has sent ahead in a compiled forward, since a graph cannot.
+
+        Args:
+            meets_graphs: Whether Dynamo compiles what is called next, although the root may have run eagerly.
+        """
         for group in self.groups:
             group.is_ahead = False
         root_state = self.state._state_ctx.iter_forward_root
-        if root_state is None or not (root := hooks_of(root_state).root).is_traced:
+        if root_state is None or not ((root := hooks_of(root_state).root).is_traced or meets_graphs):
             return
         for state in self.state._states_to_forward_prefetch:
             for group in hooks_of(state).groups:
@@ -278,7 +282,7 @@ def _pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
     assert member.eager_pre_forward is not None
     member.hooks.root.order_gathers()
     inputs = member.eager_pre_forward(module, args, kwargs)
-    member.hooks.wait_for_prefetched()
+    member.hooks.wait_for_prefetched(compiles_frames())
     if current_backward() is not None:
         # A checkpoint runs the module again. torch leaves a frozen one unsharded that runs behind what it has taken for
         # the module's backward: a change of its parameters would be lost.

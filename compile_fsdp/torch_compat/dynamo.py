@@ -39,7 +39,7 @@ def passing_dynamo(error: Exception) -> Exception:
 Unsupported = exc.Unsupported
 FailOnRecompileLimitHit = exc.FailOnRecompileLimitHit
 
-# Whether Dynamo's guards and bytecode are what `compile_fsdp.replay` takes them for: checked with 2.13.0, not before.
+# Whether Dynamo's guards and bytecode are what `compile_fsdp.replay` takes them for. (2.13.0, 2.15.0)
 CAN_REPLAY = torch.__version__ >= "2.13"
 
 # Frames of this code are not compiled on their own, but are still inlined into a compiled caller. (2.13.0)

@@ -99,6 +99,11 @@ KEPT = {
     "a sharded layer in a checkpoint that breaks": Program(
         Part("chain", (SHARDED, Part("break", (LINEAR,))), is_checkpointed=True)
     ),
+    "an eager hook gathers ahead what a graph uses": Program(
+        Part("gate", (Part("chain", (LINEAR, Part("int8"))), Part("chain", (LINEAR,), is_sharded=True))),
+        flags=(False, False, False),
+        prefetches=True,
+    ),
     "a graph that is kept, with hooks inside of a checkpoint": Program(
         Part("gate", (SHARDED, Part("chain", (Part("norm"), Part("again", times=2)), is_checkpointed=True))),
         ("plain", "kept", "plain"),
