@@ -20,6 +20,7 @@ QUICK_WITH_INDUCTOR = {"bf16, reduced in fp32"}
 # and something else, the case of another file, or an example.
 COVERED = QUICK_WITH_INDUCTOR | IN_TOGETHER | {
     "accumulate",
+    "accumulate in fp32",
     "adam in backward",
     "adam, foreach",
     "checkpoint inside",

@@ -264,7 +264,10 @@ def _as_eager(rank: int, name: str, inner_backend: str) -> list[float]:
     return [(one - other).abs().max().item() for one, other in zip(ours, eager, strict=True)]
 
 
-@pytest.mark.parametrize("name", _STYLES)
+# test_dynamic.py trains on changing lengths, too.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "lengths" else ()) for name in _STYLES]
+)
 def test_as_eager(name: str) -> None:
     for differences in run_ranks(2, _as_eager, name, "aot_eager"):
         assert max(differences) == 0
