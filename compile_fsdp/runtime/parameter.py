@@ -186,9 +186,8 @@ class TraceableParam:
     @property
     def is_filled(self) -> bool:
         """Whether the unsharded parameter has its memory."""
-        if self.parts is not None:
-            return self.parts.are_filled
-        return self.unsharded_param.untyped_storage().nbytes() >= self.plan.storage_bytes[0]
+        sizes = (tensor.untyped_storage().nbytes() for tensor in self.filled)
+        return all(size >= full for size, full in zip(sizes, self.plan.storage_bytes, strict=True))
 
     @property
     def filled(self) -> list[torch.Tensor]:

@@ -86,12 +86,6 @@ class Parts:
         for part in self.tensors:
             free_storage(part)
 
-    @property
-    def are_filled(self) -> bool:
-        """Whether all parts have their memory."""
-        sizes = (part.untyped_storage().nbytes() for part in self.tensors)
-        return all(size >= full for size, full in zip(sizes, self.storage_bytes, strict=True))
-
     @at_run_time
     def adopt(self, is_unsharded: bool) -> None:
         """Take over what eager code has gathered: the extension may have put other tensors into torch's parameter.

@@ -100,7 +100,7 @@ gradient_divide_factors = _fsdp_collectives._get_gradient_divide_factors
 # Whether FSDP2 holds the input of a group's reduction until that of the next group is over. (2.12.0)
 HOLDS_REDUCE_INPUT = "2.12" <= torch.__version__ < "2.13"
 
-# Whether gradients of FSDP2 are built around `Tensor.grad_dtype`, see `gradient_dtypes`. (2.13.0, 2.15.0)
+# Whether gradients of FSDP2 are built around `Tensor.grad_dtype`. (2.13.0, 2.15.0)
 HAS_GRAD_DTYPES = torch.__version__ >= "2.15"
 
 # The attribute for `unsharded_spec`. Dynamo cannot trace a comparison of versions. (2.11.0, 2.13.0)
