@@ -184,10 +184,10 @@ class GroupBackward:
         self.prefetch_last = []
         self._reshard(group)
         fsdp_group = group.fsdp_group
-        if self.is_deferred:
-            # Or torch's own hooks, if the other backward is an eager one, would take the group for unsharded.
+        if self.is_deferred or not fsdp_group.reduce_grads:
+            # Or torch's own hooks, if another forward of the group ran eagerly, would take the group for unsharded.
             fsdp_group._training_state = TrainingState.IDLE
-        elif fsdp_group.reduce_grads:
+        else:
             self.reduce(group)
 
     def end_frozen(self, group: TraceableGroup) -> None:

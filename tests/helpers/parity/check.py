@@ -195,12 +195,15 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def relative_difference(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest absolute difference over the largest absolute expected value; 0 for empty tensors, inf for nan."""
+def relative_difference(got: torch.Tensor, expected: torch.Tensor, least: float = 1e-30) -> float:
+    """Largest absolute difference over the largest absolute expected value, or over `least` if that is larger.
+
+    0 for empty tensors, inf for nan.
+    """
     if expected.numel() == 0:
         return 0.0
     got = got.to(expected.device)  # offloaded gradients stay on the CPU
-    difference = ((got - expected).abs().max() / expected.abs().max().clamp_min(1e-30)).item()
+    difference = ((got - expected).abs().max() / expected.abs().max().clamp_min(least)).item()
     return difference if math.isfinite(difference) else math.inf
 
 
@@ -394,10 +397,10 @@ def _shards_differ(mine: torch.Tensor | None, theirs: torch.Tensor | None) -> bo
     return mine.dtype != theirs.dtype or not torch.equal(mine, theirs)
 
 
-def compare(result: Parity, where: str, got: torch.Tensor, expected: torch.Tensor) -> None:
+def compare(result: Parity, where: str, got: torch.Tensor, expected: torch.Tensor, least: float = 1e-30) -> None:
     if not torch.equal(got, expected):
         result.differing.append(where)
-        result.worst = max(result.worst, relative_difference(got, expected))
+        result.worst = max(result.worst, relative_difference(got, expected, least))
 
 
 def more_collectives(compiled: Sequence[Collective], eager: Sequence[Collective]) -> list[str]:
