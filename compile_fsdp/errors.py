@@ -47,6 +47,10 @@ class UnsupportedFeatureError(CompileFSDPError):
     """A feature of FSDP2 that works eagerly and cannot be compiled yet."""
 
 
+class MemoryBudgetError(CompileFSDPError):
+    """A step does not fit into its `memory_budget`; raised on all ranks."""
+
+
 class CollectiveMismatchError(CompileFSDPError):
     """Ranks have compiled graphs with different collectives. All ranks raise, before any collective of the graph."""
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.fsdp import BackwardPrefetch
@@ -44,9 +45,12 @@ class Options:
             it (BACKWARD_POST), or when it reaches the next module (None). A member of
             torch.distributed.fsdp.BackwardPrefetch or its name. A module's set_modules_to_backward_prefetch overrides
             which modules are gathered.
-        memory_budget: Most bytes of unsharded parameters that a rank may hold at a time. Groups that fit stay unsharded
-            from the forward to the backward, which does not gather them again: docs/passes.md. With None, only
-            `reshard_after_forward` decides which groups stay unsharded.
+        memory_budget: Most bytes that a forward and its backward may allocate above the sharded state, on any rank:
+            unsharded parameters, what is gathered and reduced, activations, gradients. "auto" takes what the device has
+            free, less a reserve. What fits is kept and saved, the rest is gathered and computed again: docs/passes.md.
+            With None, only `reshard_after_forward` and the user's checkpoints decide.
+        unsharded_budget_bytes: Most bytes of unsharded parameters alone that a rank may hold at a time: what
+            `memory_budget` was in 0.1. Deprecated.
         costs: Costs of collectives, copies and compute for the passes that decide by costs; equal on all ranks. None
             takes the costs of the device from `compile_fsdp.passes.COSTS`.
         progress: Whether rank 0 reports on stderr what is traced or compiled if that takes more than two seconds.
@@ -65,7 +69,8 @@ class Options:
     inner_backend: str = "inductor"
     disabled_passes: frozenset[str] = frozenset()
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
-    memory_budget: int | None = None
+    memory_budget: int | Literal["auto"] | None = None
+    unsharded_budget_bytes: int | None = None
     costs: Costs | None = None
     progress: bool = True
     agreement_timeout_s: float = DEFAULT_LIMIT_S
@@ -122,9 +127,22 @@ def _checked(ours: dict[str, Any]) -> dict[str, Any]:
     elif not (prefetch is None or isinstance(prefetch, BackwardPrefetch)):
         names = list(BackwardPrefetch.__members__)
         raise UnknownOptionError(f"expected backward_prefetch to be one of {names} or None, got {prefetch!r}")
-    budget = ours.get("memory_budget")
-    if not (budget is None or (type(budget) is int and budget >= 0)):
-        raise UnknownOptionError(f"expected memory_budget to be a number of bytes or None, got {budget!r}")
+    budget, unsharded = ours.get("memory_budget"), ours.get("unsharded_budget_bytes")
+    if not (budget in (None, "auto") or (type(budget) is int and budget >= 0)):
+        raise UnknownOptionError(f'expected memory_budget to be a number of bytes, "auto" or None, got {budget!r}')
+    if not (unsharded is None or (type(unsharded) is int and unsharded >= 0)):
+        raise UnknownOptionError(f"expected unsharded_budget_bytes to be a number of bytes or None, got {unsharded!r}")
+    if unsharded is not None:
+        if budget is not None:
+            raise UnknownOptionError(
+                "expected one of memory_budget and unsharded_budget_bytes, got both; leave out unsharded_budget_bytes"
+            )
+        warnings.warn(
+            "expected memory_budget, the bytes that the whole step may allocate, got unsharded_budget_bytes, which is "
+            "deprecated and goes with 0.3",
+            FutureWarning,
+            stacklevel=2,
+        )
     costs = ours.get("costs")
     if not (costs is None or isinstance(costs, Costs)):
         raise UnknownOptionError(f"expected costs to be compile_fsdp.passes.Costs or None, got {costs!r}")

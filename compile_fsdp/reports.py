@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from torch import fx
 
 from compile_fsdp.passes import Costs, GraphObserver
+from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
 
 if TYPE_CHECKING:
     from compile_fsdp.runtime.group import TraceableGroup
@@ -37,6 +38,7 @@ class GraphReport:
         seconds: Seconds spent in the passes.
         cached: Whether Inductor took the graph from its cache, so that no pass ran. The other attributes are then those
             reported when the graph was compiled.
+        decision: How the step is fitted into its `memory_budget`; None without one, and for backward graphs.
     """
 
     direction: Direction
@@ -49,6 +51,7 @@ class GraphReport:
     nodes_after: int
     seconds: float
     cached: bool
+    decision: BudgetDecision | None = None
 
     def __str__(self) -> str:
         kept = "".join(f"; kept {fqn}: {reason}" for fqn, reason in self.kept[:3])
@@ -56,6 +59,7 @@ class GraphReport:
         return (
             f"{self.direction} graph ({self.inner_backend}): {self.windows_removed} windows removed, "
             f"{self.nodes_before} -> {self.nodes_after} nodes in {self.seconds * 1e3:.1f} ms{kept}{more}"
+            + (f"; {self.decision}" if self.decision is not None else "")
         )
 
 

@@ -8,6 +8,7 @@ from compile_fsdp.passes.dynamo.save_frozen_outputs import save_frozen_outputs
 from compile_fsdp.passes.pipelines import PASSES
 from compile_fsdp.passes.post_grad.pack_gathers import pack_gathers
 from compile_fsdp.passes.post_grad.pack_reductions import pack_reductions
+from compile_fsdp.passes.post_grad.read_by_strides import read_by_strides
 from compile_fsdp.passes.post_grad.remove_unread import remove_unread
 from compile_fsdp.passes.post_grad.remove_unshard_copies import remove_unshard_copies
 from compile_fsdp.passes.post_grad.replace_unsafe_gathers import replace_unsafe_gathers
@@ -31,6 +32,7 @@ __all__ = [
     "legalize_windows",
     "pack_gathers",
     "pack_reductions",
+    "read_by_strides",
     "remove_unread",
     "remove_unshard_copies",
     "replace_unsafe_gathers",

@@ -20,6 +20,7 @@ from compile_fsdp.passes.dynamo.lift_tensor_hooks import lift_tensor_hooks
 from compile_fsdp.passes.dynamo.save_frozen_outputs import save_frozen_outputs
 from compile_fsdp.passes.post_grad.pack_gathers import pack_gathers
 from compile_fsdp.passes.post_grad.pack_reductions import pack_reductions
+from compile_fsdp.passes.post_grad.read_by_strides import read_by_strides
 from compile_fsdp.passes.post_grad.remove_unread import remove_unread
 from compile_fsdp.passes.post_grad.remove_unshard_copies import remove_unshard_copies
 from compile_fsdp.passes.post_grad.replace_unsafe_gathers import replace_unsafe_gathers
@@ -38,14 +39,20 @@ def forward(
     ranks: int,
     budget: int | None,
     costs: Costs | None,
+    fitted: Pass | None,
     frozen: Collection[fx.Node],
 ) -> tuple[Pass, ...]:
-    """A forward, as Dynamo has traced it. `lifts_hooks`: whether the inner backend is to get a graph without hooks."""
+    """A forward, as Dynamo has traced it.
+
+    `lifts_hooks`: whether the inner backend is to get a graph without hooks. `budget`: of unsharded parameters alone.
+    `fitted`: `fit_memory_budget` with its arguments, if there is a budget for the whole step.
+    """
     return (
         # First: the others know single ops.
         partial(expand_group_calls, functions=functions),
         *((lift_tensor_hooks,) if lifts_hooks else ()),
         partial(keep_unsharded, groups=groups, ranks=ranks, budget=budget, costs=costs),
+        *((fitted,) if fitted is not None else ()),
         partial(save_frozen_outputs, frozen=frozen),
     )
 
@@ -80,6 +87,8 @@ def post_grad(names: Names, *, hoist: bool, merge: bool, costs: Costs | None) ->
         # First: while parameters are copied into, every read of one depends on a mutation, and no other pass may
         # move it; afterwards the graph is functional in them.
         partial(remove_unshard_copies, names=names),
+        # What it has left is read at its place.
+        read_by_strides,
         # Then which collectives there are, before they are packed and ordered.
         remove_unread,
         replace_unsafe_gathers,

@@ -117,6 +117,24 @@ def share_choice(names: Collection[str], what: str, choice: str, limit_s: float)
     return "" if choice.startswith("=") else choice
 
 
+def share_largest(names: Collection[str], what: str, own: tuple[int, str], limit_s: float) -> str:
+    """What the rank with the largest number says, on all ranks of the process groups; of equals, the first rank.
+
+    Args:
+        names: What graphs call the process groups.
+        what: What the ranks talk about, in errors.
+        own: This rank's number, and what it says.
+        limit_s: Seconds to wait for the other ranks.
+    Raises:
+        RankMissingError: a rank does not come within the limit.
+    """
+
+    def judge(texts: Sequence[str]) -> str:
+        return max(texts, key=lambda text: int(text.partition(" ")[0]))
+
+    return _decide_in_turn(names, what, f"{own[0]} {own[1]}", limit_s, judge).partition(" ")[2]
+
+
 def _decide_in_turn(
     names: Collection[str], what: str, own: str, limit_s: float, judge: Callable[[Sequence[str]], str]
 ) -> str:

@@ -25,6 +25,7 @@ from compile_fsdp.errors import UnsupportedFeatureError
 from compile_fsdp.options import Options
 from compile_fsdp.passes import LegalizeReport, legalize_windows, pipelines
 from compile_fsdp.passes.dynamo.drop_undefined_gradients import drop_undefined_gradients
+from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
 from compile_fsdp.passes.dynamo.join_op_runs import join_op_runs
 from compile_fsdp.passes.dynamo.lift_tensor_hooks import DeferredHooks
 from compile_fsdp.passes.runner import Run
@@ -90,12 +91,15 @@ class BackwardCompiler:
         sizes: That this forward takes as numbers, since they may change.
     """
 
-    def __init__(self, options: Options, hooks: DeferredHooks | None) -> None:
+    def __init__(
+        self, options: Options, hooks: DeferredHooks | None, decision: BudgetDecision | None = None
+    ) -> None:
         self.record: BackwardRecord | None = None
         self.has_gradient: Sequence[bool] = ()
         self.sizes: Sequence[int] = ()
         self._options = options
         self._hooks = hooks
+        self._decision = decision
         self._runs: list[Callable[..., Any]] = []
         self._op_runs: set[Callable[..., Any]] = set()
         self._fake_modes: list[Any] = []  # of graphs that were compiled since the last run
@@ -179,7 +183,7 @@ class BackwardCompiler:
         passes = pipelines.traced_backward(calls, names=inputs.name_before, fake_mode=fake_mode)
         _check_moved(Run(gm.graph, passes).result(legalize_windows))
         gm.recompile()
-        graph = TracedGraph(gm, example_inputs, "backward", inputs, self._options)
+        graph = TracedGraph(gm, example_inputs, "backward", inputs, self._options, self._decision)
         unfilled = inputs.unfilled_positions(gm.graph)
         if self.record is not None:
             self.record.unfilled = unfilled

@@ -14,10 +14,12 @@ from compile_fsdp.backend.backward import BackwardCompiler
 from compile_fsdp.backend.boundary import ForwardGraph
 from compile_fsdp.backend.graph_inputs import GraphInputs
 from compile_fsdp.backend.inner import TracedGraph, compile_traced
+from compile_fsdp.backend.memory_budget import budget_pass
 from compile_fsdp.errors import UnknownOptionError
 from compile_fsdp.ops import ensure_ops
 from compile_fsdp.options import Options
 from compile_fsdp.passes import keep_unsharded, pipelines
+from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision, fit_memory_budget
 from compile_fsdp.passes.dynamo.lift_tensor_hooks import DeferredHooks, lift_tensor_hooks
 from compile_fsdp.passes.runner import Run
 from compile_fsdp.replay.backward import GraphReplay
@@ -64,7 +66,7 @@ def compile_fsdp(
             'own, with backend="compile_fsdp" and options={"bundle": ...}'
         )
     gm, example_inputs, passes = _run_passes(gm, example_inputs, parsed)
-    graph = TracedGraph(gm, example_inputs, "forward", GraphInputs(gm), parsed)
+    graph = TracedGraph(gm, example_inputs, "forward", GraphInputs(gm), parsed, passes.decision)
     read = graph.inputs.read_positions()
     compiled: Callable[..., Any] = compile_traced(graph)
     if graph.inputs.managed:
@@ -88,10 +90,12 @@ class _PassResults:
     Attributes:
         hooks: The hooks that were taken out of the graph; None if it had none.
         left_unsharded: The groups that the forward leaves unsharded for its backward, by the user's memory budget.
+        decision: How the step is fitted into its memory budget, if it has one.
     """
 
     hooks: DeferredHooks | None
     left_unsharded: Collection[Hashable]
+    decision: BudgetDecision | None = None
 
 
 def _run_passes(
@@ -104,6 +108,7 @@ def _run_passes(
         gm = copy_dynamo_graph(gm)  # Dynamo goes on to read the inputs of its own graph
     inputs, has_backward = GraphInputs(gm), torch.is_grad_enabled()
     groups = {node: group for node, group in inputs.managed_nodes() if group.fsdp_group.unshard_in_backward}
+    fitted = budget_pass(inputs, options) if has_backward else None
     done = Run(
         gm.graph,
         pipelines.forward(
@@ -111,8 +116,9 @@ def _run_passes(
             lifts_hooks=lifts_hooks,
             groups=groups,
             ranks=max((group.constants.shard_count for group in groups.values()), default=1),
-            budget=options.memory_budget if has_backward else None,
+            budget=options.unsharded_budget_bytes if has_backward else None,
             costs=options.costs,
+            fitted=fitted,
             frozen=inputs.frozen_nodes() if has_backward else (),
         ),
     )
@@ -120,7 +126,10 @@ def _run_passes(
     hooks = done.result(lift_tensor_hooks) if lifts_hooks else None
     if hooks is not None:
         example_inputs, _ = hooks.split(example_inputs)
-    return gm, example_inputs, _PassResults(hooks, done.result(keep_unsharded))
+    if fitted is None:
+        return gm, example_inputs, _PassResults(hooks, done.result(keep_unsharded))
+    decision, every = done.result(fit_memory_budget), list(dict.fromkeys(group for _, group in inputs.managed_nodes()))
+    return gm, example_inputs, _PassResults(hooks, [every[i] for i in decision.kept], decision)
 
 
 def _behind_boundary(
@@ -143,7 +152,7 @@ def _behind_boundary(
         left_unsharded=frozenset(i for i, group in managed.items() if group in passes.left_unsharded),
         backward_prefetch=graph.options.backward_prefetch,
         hooks=passes.hooks,
-        compile_backward=BackwardCompiler(graph.options, passes.hooks),
+        compile_backward=BackwardCompiler(graph.options, passes.hooks, passes.decision),
         replay=GraphReplay(),
     )
 

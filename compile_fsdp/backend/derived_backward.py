@@ -54,10 +54,12 @@ class Partitioner(CustomPartitionerFn):
 
     Args:
         chosen: The user's.
+        recomputed: Positions of the ops of the graph that the backward is to run again, by marks on their nodes.
     """
 
-    def __init__(self, chosen: CustomPartitionerFn | None = None) -> None:
+    def __init__(self, chosen: CustomPartitionerFn | None = None, recomputed: Sequence[int] = ()) -> None:
         self.chosen = chosen
+        self.recomputed = recomputed
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -69,9 +71,9 @@ class Partitioner(CustomPartitionerFn):
 
     def uuid(self) -> Any:
         if self.chosen is None:
-            return cache_key()
+            return cache_key(*self.recomputed)
         chosen = self.chosen.uuid()
-        return None if chosen is None else cache_key(chosen)  # None: graphs are not to be cached
+        return None if chosen is None else cache_key(chosen, *self.recomputed)  # None: graphs are not to be cached
 
 
 class UnusedBackward(_OutputCode):  # type: ignore[misc]

@@ -11,6 +11,7 @@ from compile_fsdp.ops import accumulate_gradient, ensure_lowerings, watch
 from compile_fsdp.options import Options
 from compile_fsdp.passes import GraphObserver, Pipeline, pipelines
 from compile_fsdp.passes.cache_key import cache_key
+from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
 from compile_fsdp.reports import Direction
 from compile_fsdp.torch_compat.inductor import CACHEABLE_FUNCTIONS
 
@@ -22,6 +23,7 @@ def inductor_config(
     recorder: Recorder,
     observer: GraphObserver | None,
     backward_is_captured: bool,
+    decision: BudgetDecision | None,
 ) -> dict[str, Any]:
     """Inductor's options for one graph: the user's, and those that make the passes run.
 
@@ -32,6 +34,7 @@ def inductor_config(
         recorder: Gets what the passes report.
         observer: Sees the graph between the passes, if anyone looks.
         backward_is_captured: Whether the graph's backward, if it has one, runs under compiled autograd only.
+        decision: How the step is fitted into its memory budget, if it has one.
     """
     ensure_lowerings()
     config = dict(options.inductor)
@@ -40,14 +43,15 @@ def inductor_config(
         config["force_disable_caches"] = True  # no pass runs on what comes from a cache
     if options.verify:
         config["fallback_random"] = True  # the traced graph's random numbers are torch's
-    passes = pipelines.post_grad(
-        inputs.name, hoist=direction == "forward", merge=options.memory_budget is not None, costs=options.costs
-    )
+    merge = decision.has_large_packs if decision is not None else options.unsharded_budget_bytes is not None
+    passes = pipelines.post_grad(inputs.name, hoist=direction == "forward", merge=merge, costs=options.costs)
     config["post_grad_custom_pre_pass"] = Pipeline(
         passes, recorder, options.disabled_passes, observer=observer, check=options.verify
     )
     ours = {f"{each.__module__}.{each.__name__}": cache_key() for each in (watch, accumulate_gradient)}
     config[CACHEABLE_FUNCTIONS] = {**config.get(CACHEABLE_FUNCTIONS, {}), **ours}
     if backward_is_captured:
-        config["custom_partitioner_fn"] = Partitioner(config.get("custom_partitioner_fn"))
+        # Marks on nodes, by which the partitioner knows, are no part of the key of AOTAutograd's cache.
+        recomputed = decision.recomputed if decision is not None else ()
+        config["custom_partitioner_fn"] = Partitioner(config.get("custom_partitioner_fn"), recomputed)
     return config

@@ -19,6 +19,7 @@ from compile_fsdp.backend.recorder import Recorder
 from compile_fsdp.backend.verify import VerifiedGraph, VerifiedStep, is_repeatable
 from compile_fsdp.options import Options
 from compile_fsdp.passes.analysis.sequence import CollectiveSequence, read_collectives
+from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
 from compile_fsdp.replay.recording import current
 from compile_fsdp.reports import Direction, present_observer
 from compile_fsdp.runtime.calls import outermost
@@ -36,6 +37,7 @@ class TracedGraph:
         direction: Which half of the step it is.
         inputs: Which of its inputs are unsharded parameters.
         options: The user's.
+        decision: How the step is fitted into its memory budget, if it has one.
     """
 
     gm: fx.GraphModule
@@ -43,6 +45,7 @@ class TracedGraph:
     direction: Direction
     inputs: GraphInputs
     options: Options
+    decision: BudgetDecision | None = None
 
     @property
     def what(self) -> str:
@@ -63,7 +66,8 @@ def compile_traced(graph: TracedGraph, earlier: CollectiveSequence | None = None
     """
     traced = read_collectives(graph.gm.graph)
     original = _copy_to_verify(graph)
-    recorder = Recorder(graph.direction, graph.options.inner_backend, len(graph.gm.graph.nodes))
+    decision = graph.decision if graph.direction == "forward" else None
+    recorder = Recorder(graph.direction, graph.options.inner_backend, len(graph.gm.graph.nodes), decision)
     compiled, stored = _call_inner_backend(graph, recorder)
     collectives = recorder.finish() or traced
     if (frame := current()) is not None:
@@ -107,7 +111,9 @@ def _call_inner_backend(
         with functorch_config.patch(settings):
             if options.inner_backend != "inductor":
                 return lookup_backend(options.inner_backend)(gm, list(graph.example_inputs)), None
-            config = inductor_config(options, graph.direction, graph.inputs, recorder, observer, is_captured)
+            config = inductor_config(
+                options, graph.direction, graph.inputs, recorder, observer, is_captured, graph.decision
+            )
             compile_fx, compile_inner = inductor_compilers()
             if is_captured:
                 compile_inner = ForwardCompiler(compile_inner)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from compile_fsdp.passes.analysis.sequence import CollectiveSequence
+from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
 from compile_fsdp.passes.report import Report, WindowReport
 from compile_fsdp.passes.runner import take_graph_notes
 from compile_fsdp.reports import Direction, GraphReport, record
@@ -18,13 +19,14 @@ class Recorder:
         direction: Which half of the step the graph is.
         inner_backend: The Dynamo backend that compiles it.
         nodes: Of the Dynamo graph.
+        decision: How the step is fitted into its memory budget, if it has one.
 
     Attributes:
         reports: What it has reported.
     """
 
-    def __init__(self, direction: Direction, inner_backend: str, nodes: int) -> None:
-        self._next = GraphReport(direction, inner_backend, 0, 0, 0, (), nodes, nodes, 0.0, cached=False)
+    def __init__(self, direction: Direction, inner_backend: str, nodes: int, decision: BudgetDecision | None) -> None:
+        self._next = GraphReport(direction, inner_backend, 0, 0, 0, (), nodes, nodes, 0.0, False, decision)
         self.reports: list[GraphReport] = []
         take_graph_notes()  # of a backward that Inductor compiled by itself, later than its forward
 
@@ -62,4 +64,4 @@ class Recorder:
         record(report)
         self.reports.append(report)
         # Inductor compiles the backward of a graph without sharded modules by itself, as a second graph.
-        self._next = replace(self._next, direction="backward")
+        self._next = replace(self._next, direction="backward", decision=None)

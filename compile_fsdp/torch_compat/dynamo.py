@@ -265,6 +265,20 @@ def ban_recomputation(node: torch.fx.Node) -> None:
     node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
 
 
+def request_recomputation(node: torch.fx.Node) -> None:
+    """Let AOTAutograd's partitioner compute a node of a Dynamo graph again in the backward. (2.13.0)
+
+    The number of its checkpoint is that of none of the user's, which are counted from 1 on.
+    """
+    node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE
+    node.meta["ac_graph_id"] = 0
+
+
+def is_recomputation_settled(node: torch.fx.Node) -> bool:
+    """Whether a checkpoint of the user's says if a node of a Dynamo graph is to be computed again. (2.13.0)"""
+    return "recompute" in node.meta
+
+
 def innermost_module(node: torch.fx.Node) -> str | None:
     """How Dynamo refers to the innermost module of a node of the forward: "L['self'].layers.0". (2.13.0)"""
     stack = node.meta.get("nn_module_stack")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,6 +68,32 @@ def min_cut_partition(
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+
+def is_fused(op: OpOverload) -> bool:
+    """Whether AOTAutograd's partitioner takes an op for one that is computed together with what reads it. (2.13.0)"""
+    return op.overloadpacket in _fusible_packets()
+
+
+def is_decomposed(op: OpOverload) -> bool:
+    """Whether Inductor makes an op of pointwise ops and reductions. (2.13.0)"""
+    return op in _decomposed() and "scaled_dot_product" not in str(op)
+
+
+@needs("torch._functorch.partitioners.get_default_op_list")
+@functools.cache
+def _fusible_packets() -> Collection[Any]:
+    from torch._functorch.partitioners import get_default_op_list
+
+    return get_default_op_list().fusible_ops
+
+
+@needs("torch._inductor.decomposition.select_decomp_table")
+@functools.cache
+def _decomposed() -> Collection[Any]:
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
 
 
 def graph_input_position(node: torch.fx.Node) -> int | None:

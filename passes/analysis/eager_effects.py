@@ -74,7 +74,7 @@ class EagerEffects(Effects):
 
     def written_inputs(self, node: fx.Node) -> Sequence[fx.Node]:
         """See [Note: Names tell what torch functions write]."""
-        if not _is_torch_function(node):
+        if not is_torch_function(node):
             return super().written_inputs(node)
         name = _name(node)
         if any(piece in name for piece in _WRITES_ARGUMENTS):
@@ -90,14 +90,14 @@ class EagerEffects(Effects):
             return _is_seeded(node.target)
         if isinstance(node.target, OpOverloadPacket):
             return any(map(_is_seeded, packet_overloads(node.target)))
-        return not _is_torch_function(node) or any(piece in _name(node) for piece in _RANDOM_NAMES)
+        return not is_torch_function(node) or any(piece in _name(node) for piece in _RANDOM_NAMES)
 
 
 def _is_seeded(op: OpOverload) -> bool:
     return torch.Tag.nondeterministic_seeded in op.tags
 
 
-def _is_torch_function(node: fx.Node) -> bool:
+def is_torch_function(node: fx.Node) -> bool:
     """Whether the node calls a tensor method, or a function of torch or of `operator`."""
     if node.op != "call_function":
         return node.op == "call_method"

@@ -1,16 +1,25 @@
-"""With memory to spare, the backward gathers less, and trains the same."""
+"""With memory to spare, the backward gathers less, and trains the same; with little, it computes more."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
+from torch import nn
 
-from helpers.parity.check import Parity, loss_of
+import compile_fsdp
+from compile_fsdp.errors import MemoryBudgetError
+from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
+from compile_fsdp.reports import reports, reset_reports
+from compile_fsdp.tools.bench.measure import peak_bytes
+from helpers.parity.check import Parity, full, loss_of
 from helpers.parity.twins import Twins
 from helpers.ranks.pools import run_ranks
 from helpers.ranks.recording import gathers_of
 
 PLENTY = 10**9
+TIGHT = 13_500
 
 
 def _gathers(twins: Twins) -> int:
@@ -25,8 +34,8 @@ def _gathers(twins: Twins) -> int:
     return count
 
 
-def _train(rank: int, budget: int, inner_backend: str) -> tuple[Parity, int]:
-    options = {"inner_backend": inner_backend, "memory_budget": budget}
+def _train(rank: int, budget: tuple[str, int], inner_backend: str) -> tuple[Parity, int]:
+    options = {"inner_backend": inner_backend, budget[0]: budget[1]}
     twins = Twins(rank, options=options)
     twins.train()
     twins.train()
@@ -45,13 +54,115 @@ def _train(rank: int, budget: int, inner_backend: str) -> tuple[Parity, int]:
 @pytest.mark.parametrize(
     ("inner_backend", "budget", "expected_gathers"),
     [
-        ("aot_eager", PLENTY, 3),
-        pytest.param("aot_eager", 0, 5, marks=pytest.mark.slow),
-        pytest.param("inductor", PLENTY, 1, marks=pytest.mark.slow),
-        pytest.param("inductor", 0, 5, marks=pytest.mark.slow),
+        ("aot_eager", ("memory_budget", PLENTY), 3),
+        ("aot_eager", ("memory_budget", TIGHT), 5),
+        pytest.param("aot_eager", ("unsharded_budget_bytes", PLENTY), 3, marks=pytest.mark.slow),
+        pytest.param("aot_eager", ("unsharded_budget_bytes", 0), 5, marks=pytest.mark.slow),
+        pytest.param("inductor", ("memory_budget", PLENTY), 1, marks=pytest.mark.slow),
+        pytest.param("inductor", ("memory_budget", TIGHT), 5, marks=pytest.mark.slow),
     ],
 )
-def test_what_fits_is_gathered_once(inner_backend: str, budget: int, expected_gathers: int) -> None:
+@pytest.mark.filterwarnings("ignore:expected memory_budget:FutureWarning")
+def test_what_fits_is_gathered_once(inner_backend: str, budget: tuple[str, int], expected_gathers: int) -> None:
     for result, gathers in run_ranks(2, _train, budget, inner_backend):
         assert result.differing == [] if inner_backend == "aot_eager" else result.worst < 2e-6
         assert gathers == expected_gathers
+
+
+class _Wide(nn.Module):
+    """Blocks whose activations take more than their parameters."""
+
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 96), nn.GELU(), nn.Linear(96, 32)) for _ in range(blocks)
+        )
+        self.out = nn.Linear(32, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.out(x).square().mean()
+
+
+def _build(budget: int | str | None, inner_backend: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = _Wide()
+    for block in model.blocks:
+        compile_fsdp.fully_shard(block)
+    compile_fsdp.fully_shard(model)
+    options = {"inner_backend": inner_backend, "memory_budget": budget, "progress": False}
+    model.compile(backend="compile_fsdp", fullgraph=True, options=options)
+    return model
+
+
+def _smallest(batch: torch.Tensor, inner_backend: str) -> int:
+    """The least budget, as the error says it."""
+    model = _build(0, inner_backend)
+    with pytest.raises(MemoryBudgetError, match=r"expected a memory_budget of at least \d+ bytes") as error:
+        model(batch)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model.compile(backend="compile_fsdp", options={"inner_backend": "aot_eager", "progress": False})
+    model(batch).backward()  # it stays usable
+    found = re.search(r"at least (\d+) bytes", str(error.value))
+    assert found is not None
+    return int(found[1])
+
+
+def _by_budget(_: int, rows: int, inner_backend: str) -> list[tuple[int, int, list[torch.Tensor]]]:
+    """Budgets from the smallest on, with the peak of a step and its gradients; the last has no budget."""
+    torch.manual_seed(1)
+    batch = torch.randn(rows, 32)
+    smallest = _smallest(batch, inner_backend)
+    found = []
+    for budget in (smallest, smallest * 5 // 4, smallest * 3 // 2, PLENTY, None):
+        torch._dynamo.reset()
+        model = _build(budget, inner_backend)
+
+        def step(model: nn.Module = model) -> None:
+            model(batch).backward()
+
+        step()
+        grads = [full(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+
+        def again(model: nn.Module = model) -> None:
+            model.zero_grad()
+            model(batch).backward()
+            model.zero_grad()
+
+        again()
+        found.append((budget or 0, peak_bytes(again, batch.device), grads))
+    return found
+
+
+@pytest.mark.parametrize(
+    "inner_backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
+def test_a_step_stays_within_its_budget(inner_backend: str) -> None:
+    for found in run_ranks(2, _by_budget, 512, inner_backend):
+        *_, (_, _, expected) = found
+        for budget, peak, grads in found[:-1]:
+            assert peak <= budget
+            for mine, theirs in zip(grads, expected, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-8)
+                assert inner_backend == "inductor" or torch.equal(mine, theirs)
+        peaks = [peak for _, peak, _ in found[:-1]]
+        assert peaks[0] < 0.8 * peaks[-1]
+
+
+def _with_other_batches(rank: int) -> list[BudgetDecision]:
+    """The decisions of a rank with a smaller or a larger batch than the other one's; one compiles once more, alone."""
+    torch.manual_seed(1)
+    batch = torch.randn(512 if rank else 128, 32)
+    model = _build(1_200_000, "aot_eager")
+    reset_reports()
+    for each in (batch, torch.randn(256, 32) if rank == 0 else batch, batch):
+        model(each).backward()
+    return [report.decision for report in reports() if report.decision is not None]
+
+
+def test_ranks_with_other_batches_decide_alike() -> None:
+    (first, alone), (second,) = run_ranks(2, _with_other_batches)
+    assert first == second
+    assert first.recomputed
+    assert alone.kept == first.kept

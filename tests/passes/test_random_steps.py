@@ -19,6 +19,7 @@ from compile_fsdp.passes import (
     pack_gathers,
     pack_reductions,
     pipelines,
+    read_by_strides,
     remove_unread,
     remove_unshard_copies,
     replace_unsafe_gathers,
@@ -74,6 +75,7 @@ def check_each_pass(plan: StepPlan, costs: Costs, hoist: bool, merge: bool) -> N
     expected = outcome(step, step.graph)
     runs: dict[str, Callable[[fx.Graph], object]] = {
         "remove_unshard_copies": remove_unshard_copies,
+        "read_by_strides": read_by_strides,
         "remove_unread": remove_unread,
         "replace_unsafe_gathers": replace_unsafe_gathers,
         "pack_gathers": lambda graph: pack_gathers(graph, merge=merge, costs=costs),

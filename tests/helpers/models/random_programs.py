@@ -65,7 +65,7 @@ class Program:
         flags: Of each step, which way the control flow goes; the same on all ranks.
         in_bfloat16: Whether parameters are gathered, and computed with, in 16 bits.
         prefetches: Whether every sharded module names the next one to gather.
-        memory_budget: The backend's option.
+        budget: An option of the backend that limits memory, and its bytes.
         inner_backend: The backend's option. Only with Inductor the passes run.
     """
 
@@ -74,7 +74,7 @@ class Program:
     flags: tuple[bool, ...] = (True, True, True)
     in_bfloat16: bool = False
     prefetches: bool = False
-    memory_budget: int | None = None
+    budget: tuple[str, int] | None = None
     inner_backend: str = "aot_eager"
 
     @property
@@ -392,7 +392,14 @@ def _inner(parts: st.SearchStrategy[Part]) -> st.SearchStrategy[Part]:
 
 
 def comparable(program: Program) -> Program:
-    """The program itself, or in full precision: what rounds otherwise in 16 bits may differ by anything."""
+    """The program itself, or one like it that eager FSDP2 trains and whose results can be compared.
+
+    In stages each part of the root has to be sharded itself: the root's own parameters are freed behind the first
+    backward of all. And what rounds otherwise in 16 bits may differ by anything.
+    """
+    if "stages" in program.steps:
+        parts = tuple(replace(part, is_sharded=True) for part in program.root.children)
+        program = replace(program, root=replace(program.root, children=parts))
     return replace(program, in_bfloat16=False) if program.rounds_otherwise else program
 
 
@@ -411,5 +418,9 @@ PROGRAMS: st.SearchStrategy[Program] = st.builds(
     st.tuples(*[st.booleans()] * 3),
     in_bfloat16=st.sampled_from([False, False, True]),
     prefetches=st.booleans(),
-    memory_budget=st.sampled_from([None, None, 0, 200, 2**20]),
+    budget=st.sampled_from(
+        [None] * 3
+        + [("unsharded_budget_bytes", size) for size in (0, 200, 2**20)]
+        + [("memory_budget", size) for size in (2**12, 2**13, 2**20)]
+    ),
 ).map(comparable)

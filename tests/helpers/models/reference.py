@@ -272,6 +272,27 @@ def batch_norm() -> Case:
     return Case(model, [model.first, model.second], _rows())
 
 
+class Convolutions(nn.Module):
+    """Images through blocks of convolutions, whose weights Inductor wants with channels last; the root has one, too."""
+
+    def __init__(self, channels: int = 8) -> None:
+        super().__init__()
+        self.inp = nn.Conv2d(3, channels, 3, padding=1)
+        self.blocks = nn.ModuleList(nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
+        self.out = nn.Linear(channels, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        x = torch.tanh(self.inp(x))
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return _loss(self.out(x.mean((2, 3))), y)
+
+
+def convolutions() -> Case:
+    model = Convolutions()
+    return Case(model, list(model.blocks), lambda: {"x": torch.randn(4, 3, 6, 6), "y": torch.randn(4, 3)})
+
+
 class Adapted(nn.Module):
     """A frozen linear layer with a trainable low-rank adapter (LoRA)."""
 
@@ -462,6 +483,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "unused_parameter": unused_parameter,
     "odd_sizes": odd_sizes,
     "batch_norm": batch_norm,
+    "convolutions": convolutions,
     "lora": lora,
     "mixture": mixture,
     "embedded": embedded,

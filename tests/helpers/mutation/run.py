@@ -43,6 +43,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "legalize_windows": ("legalize",),
     "pack_gathers": ("pack_collectives",),
     "pack_reductions": ("pack_collectives",),
+    "read_by_strides": ("read_by_strides",),
     "remove_unread": ("remove_unread",),
     "remove_unshard_copies": ("remove_unshard_copies",),
     "replace_unsafe_gathers": ("replace_unsafe_gathers",),

@@ -308,6 +308,7 @@ FEATURES: dict[str, Feature] = {
         before_step=_divide_later, graphs=("forward", "backward", "backward"), later_graphs=1, has_reference=False
     ),
     "buffers": Feature(case="batch_norm", has_reference=False),
+    "convolutions": Feature(case="convolutions"),
     "cpu offload": Feature(arguments=always(offload_policy=CPUOffloadPolicy(pin_memory=False))),
     "shared parameters": Feature(case="tied_ends"),
     "group of modules": Feature(case="tied_ends", blocks=_with_ends),

@@ -1,0 +1,129 @@
+"""The budget of memory of a forward and its backward: how many bytes, and one decision for all ranks.
+
+[Note: One decision]
+Ranks may have batches of different sizes. The rank that needs the most memory decides for all, so that what fits there
+fits everywhere. Ranks compare once for the groups of a graph: one that compiles alone later, for a batch of another
+size, keeps the groups that all have agreed to keep, and decides alone only on what it computes again, which no other
+rank notices.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Hashable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import fx
+
+from compile_fsdp.backend.agreement import share_largest
+from compile_fsdp.backend.graph_inputs import GraphInputs
+from compile_fsdp.errors import MemoryBudgetError
+from compile_fsdp.options import Options
+from compile_fsdp.passes import COSTS
+from compile_fsdp.passes.budget.step_memory import Sharding
+from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision, fit_memory_budget
+from compile_fsdp.passes.runner import Pass
+from compile_fsdp.runtime.group import TraceableGroup
+from compile_fsdp.torch_compat.dynamo import graph_input_example
+
+# Of what a device has free, "auto" leaves this much to kernels' workspaces and to the allocator's fragments.
+RESERVE = 0.05
+
+# Bytes of optimizer state by byte of sharded parameters: a first step is compiled before AdamW has its two moments.
+STATE_TO_COME = 2
+
+_UNFIT = 2**60  # more than any step needs
+
+
+# By first group of a graph: by budget and groups, the positions of the groups that all ranks keep.
+_agreed: WeakKeyDictionary[TraceableGroup, dict[Hashable, tuple[int, ...]]] = WeakKeyDictionary()
+
+
+def budget_pass(inputs: GraphInputs, options: Options) -> Pass | None:
+    """`fit_memory_budget` for a forward graph with sharded parameters; None without any, or without a budget.
+
+    Args:
+        inputs: Of the graph.
+        options: The user's.
+    Raises:
+        MemoryBudgetError: when the pass runs, on all ranks, if the step does not fit; or now, if the device does not
+            tell how much memory it has free.
+    """
+    groups = list(dict.fromkeys(group for _, group in inputs.managed_nodes()))
+    if options.memory_budget is None or not groups:
+        return None
+    device = groups[0].fsdp_group.device
+    budget = options.memory_budget if options.memory_budget != "auto" else _free_bytes(device, groups)
+    parameters = {node: _sharding(node, group, groups.index(group)) for node, group in inputs.managed_nodes()}
+    return partial(
+        fit_memory_budget,
+        parameters=parameters,
+        ranks=max(group.constants.shard_count for group in groups),
+        budget=budget,
+        costs=options.costs or COSTS.get(device.type, COSTS["cuda"]),
+        settle=partial(_settle, groups=groups, budget=budget, options=options),
+        fuses=options.inner_backend == "inductor",
+    )
+
+
+def _sharding(node: fx.Node, group: TraceableGroup, number: int) -> Sharding:
+    tensor = graph_input_example(node)
+    param = group.param_of(tensor).fsdp_param
+    if group.param_of(tensor).unsharded_param is not tensor:
+        return Sharding(number, 0, 0)  # a part, which has no gradient of its own
+    reduced = (group.fsdp_group._reduce_dtype or tensor.dtype).itemsize
+    shard = param.padded_sharded_param_size.numel() * param.orig_dtype.itemsize
+    return Sharding(number, shard, tensor.numel() * reduced)
+
+
+def _free_bytes(device: torch.device, groups: Sequence[TraceableGroup]) -> int:
+    """What a step may allocate on the device, with `memory_budget="auto"`."""
+    if device.type == "cpu":
+        pages, ranks = os.sysconf("SC_AVPHYS_PAGES"), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        free = pages * os.sysconf("SC_PAGE_SIZE") // ranks
+    else:
+        module = torch.get_device_module(device)
+        try:
+            cached = module.memory_reserved(device) - module.memory_allocated(device)
+            free = module.mem_get_info(device)[0] + cached
+        except AttributeError as error:
+            raise MemoryBudgetError(
+                f'expected a device that tells its free memory for memory_budget="auto", got {device.type}; give a '
+                "number of bytes"
+            ) from error
+    sharded = sum(
+        param.fsdp_param.padded_sharded_param_size.numel() * param.fsdp_param.orig_dtype.itemsize
+        for group in groups
+        for param in group.params
+    )
+    return max(int(free * (1 - RESERVE)) - STATE_TO_COME * sharded, 0)
+
+
+def _settle(
+    own: BudgetDecision, *, groups: Sequence[TraceableGroup], budget: int, options: Options
+) -> BudgetDecision:
+    """See [Note: One decision]."""
+    known = _agreed.setdefault(groups[0], {})
+    key = options.memory_budget, tuple(group.constants.text for group in groups)
+    if key in known:
+        return replace(own, kept=known[key])
+    names = [group.constants.gather_group for group in groups if group.constants.gather_group]
+    need = own.fastest_bytes - budget + (0 if own.fits else _UNFIT)
+    text = share_largest(names, "memory budget", (need, json.dumps(asdict(own))), options.agreement_timeout_s)
+    decision = _parse(json.loads(text))
+    if not decision.fits:
+        raise MemoryBudgetError(
+            f"expected a memory_budget of at least {decision.peak_bytes} bytes, which the step of this model and batch "
+            f"needs with all that can be gathered and computed again, got {budget}; raise it, or make the batch smaller"
+        )
+    known[key] = decision.kept
+    return decision if decision.ops == own.ops else replace(own, kept=decision.kept)
+
+
+def _parse(row: dict[str, Any]) -> BudgetDecision:
+    return BudgetDecision(**{**row, "kept": tuple(row["kept"]), "recomputed": tuple(row["recomputed"])})

@@ -1,0 +1,212 @@
+"""What one op of a Dynamo graph costs, and what autograd saves of it for the backward.
+
+An op is run by itself, on fake tensors: what its kernels would read and write, and what its backward asks to be saved,
+follow from sizes and dtypes alone. Ops that are called alike are run once, so that repeated blocks cost one.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import SymBool, SymFloat, SymInt, fx
+
+from compile_fsdp.passes.analysis.aliases import fake_arguments, fake_value
+from compile_fsdp.passes.analysis.collectives import is_collective
+from compile_fsdp.passes.analysis.eager_effects import is_torch_function
+from compile_fsdp.passes.analysis.layout import size_hint
+from compile_fsdp.torch_compat.dispatch import (
+    FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+    argument_aliasing,
+    flop_formula,
+    storage_key,
+    tree_leaves,
+    tree_map_only,
+)
+from compile_fsdp.torch_compat.inductor import is_decomposed, is_fused
+
+
+class Kind(enum.Enum):
+    """What an op is to the compiler."""
+
+    VIEW = enum.auto()
+    """Only another view of its inputs."""
+
+    FUSED = enum.auto()
+    """Pointwise ops and reductions, which are computed together with what reads them."""
+
+    HEAVY = enum.auto()
+    """A kernel of its own: its inputs and results are in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpFacts:
+    """What is known of one op.
+
+    Attributes:
+        kind: What it is to the compiler.
+        saved_inputs: Positions, in `tensor_arguments`, of the inputs that autograd saves.
+        saves_result: Whether autograd saves a result.
+        internal_bytes: Of what autograd saves besides these.
+        flops: Floating-point operations of the forward.
+        moved_bytes: What the forward reads and writes.
+        is_repeatable: Whether it computes the same when it is run again.
+    """
+
+    kind: Kind
+    saved_inputs: frozenset[int]
+    saves_result: bool
+    internal_bytes: int
+    flops: int
+    moved_bytes: int
+    is_repeatable: bool
+
+
+def tensor_arguments(node: fx.Node) -> list[torch.Tensor]:
+    """The fake tensors that a node takes, each once."""
+    found = {id(each): each for each in _tensors(fake_arguments((node.args, node.kwargs)))}
+    return list(found.values())
+
+
+def result_tensors(node: fx.Node) -> list[torch.Tensor]:
+    """The fake tensors that a node returns."""
+    return list(_tensors(fake_value(node)))
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    return (each for each in tree_leaves(values) if isinstance(each, torch.Tensor))
+
+
+class OpMeasure:
+    """Measures ops, those that are called alike once.
+
+    Args:
+        fuses: Whether Inductor makes pointwise ops and reductions of what it can; else an op is what it is.
+    """
+
+    def __init__(self, *, fuses: bool = True) -> None:
+        self._fuses = fuses
+        self._known: dict[Hashable, OpFacts] = {}
+        self._mode = FakeTensorMode()
+
+    def facts(self, node: fx.Node) -> OpFacts:
+        """What one op of a Dynamo graph costs and saves. What cannot be run by itself is taken to save its inputs."""
+        arguments = fake_arguments((node.args, node.kwargs))
+        if not _can_run(node, arguments):
+            return _unknown(node)
+        order = {id(each): i for i, each in enumerate(tensor_arguments(node))}
+        same = [order[id(each)] for each in _tensors(arguments)]
+        key = node.op, node.target, str(fx.node.map_aggregate(arguments, _describe)), str(same)
+        if (facts := self._known.get(key)) is None:
+            try:
+                facts = self._run(node, arguments)
+            except Exception:  # an op may refuse fake tensors in any way
+                facts = _unknown(node)
+            self._known[key] = facts
+        return facts
+
+    def _run(self, node: fx.Node, arguments: Any) -> OpFacts:
+        inputs: dict[int, torch.Tensor] = {}
+        with self._mode, torch.enable_grad():
+            for each in tensor_arguments(node):
+                inputs[id(each)] = _stand_in(each)
+            args, kwargs = tree_map_only(torch.Tensor, lambda each: inputs[id(each)], arguments)
+            args, kwargs = tree_map_only((SymInt, SymFloat, SymBool), _hint, (args, kwargs))
+            saved: list[torch.Tensor] = []
+            seen = _SeenOps(self._fuses)
+
+            def save(tensor: torch.Tensor) -> torch.Tensor:
+                saved.append(tensor)
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor), seen:
+                result = _call(node.target, args, kwargs)
+        results = {storage_key(each) for each in _tensors(result)}
+        positions = {storage_key(each): i for i, each in enumerate(inputs.values())}
+        internal = {key: each for each in saved if (key := storage_key(each)) not in positions.keys() | results}
+        computed = results - positions.keys()
+        moved = [*inputs.values(), *_tensors(result)] if computed else []
+        return OpFacts(
+            kind=seen.kind,
+            saved_inputs=frozenset(positions[key] for each in saved if (key := storage_key(each)) in positions),
+            saves_result=any(storage_key(each) in computed for each in saved),
+            internal_bytes=sum(each.untyped_storage().nbytes() for each in internal.values()),
+            flops=seen.flops,
+            moved_bytes=sum(each.numel() * each.itemsize for each in moved),
+            is_repeatable=seen.is_repeatable,
+        )
+
+
+class _SeenOps(TorchDispatchMode):
+    """Looks at the ops that run below one op of a Dynamo graph."""
+
+    def __init__(self, fuses: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._fuses = fuses
+        self.kind = Kind.VIEW
+        self.flops = 0
+        self.is_repeatable = True
+
+    def __torch_dispatch__(self, op: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = op(*args, **(kwargs or {}))
+        if list(_tensors(result)) and not _is_view(op):
+            if (formula := flop_formula(op)) is not None:
+                self.flops += formula(*args, **(kwargs or {}), out_val=result)
+            if formula is not None or not (is_fused(op) or (self._fuses and is_decomposed(op))):
+                self.kind = Kind.HEAVY
+            elif self.kind is Kind.VIEW:
+                self.kind = Kind.FUSED
+            self.is_repeatable &= torch.Tag.nondeterministic_seeded not in op.tags
+        return result
+
+
+def _is_view(op: OpOverload) -> bool:
+    aliasing = argument_aliasing(op)
+    return any(each.aliased for each in aliasing) and not any(each.written for each in aliasing)
+
+
+def _can_run(node: fx.Node, arguments: Any) -> bool:
+    """Whether the node calls torch, and with plain tensors alone: what else it may do is not known."""
+    is_torch = isinstance(node.target, OpOverload) or is_torch_function(node)
+    return is_torch and not is_collective(node) and all(not _is_subclass(each) for each in _tensors(arguments))
+
+
+def _is_subclass(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "__tensor_flatten__")
+
+
+def _unknown(node: fx.Node) -> OpFacts:
+    tensors = tensor_arguments(node)
+    moved = sum(_bytes(each) for each in [*tensors, *result_tensors(node)])
+    return OpFacts(Kind.HEAVY, frozenset(range(len(tensors))), False, 0, 0, moved, is_repeatable=False)
+
+
+def _call(target: Any, args: Any, kwargs: Any) -> Any:
+    return getattr(args[0], target)(*args[1:], **kwargs) if isinstance(target, str) else target(*args, **kwargs)
+
+
+def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    size, stride = map(size_hint, tensor.shape), map(size_hint, tensor.stride())
+    made = torch.empty_strided(tuple(size), tuple(stride), dtype=tensor.dtype, device=tensor.device)
+    # Of a leaf that needs a gradient nothing may be written in place.
+    return made.requires_grad_().view_as(made) if tensor.requires_grad else made
+
+
+def _describe(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        size, stride = tuple(map(size_hint, value.shape)), tuple(map(size_hint, value.stride()))
+        return size, stride, value.dtype, value.device, value.requires_grad
+    return _hint(value)
+
+
+def _hint(value: Any) -> Any:
+    return value.node.hint if isinstance(value, (SymInt, SymFloat, SymBool)) else value
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return size_hint(tensor.numel()) * tensor.itemsize

@@ -1,0 +1,268 @@
+"""How many bytes a step allocates over time, from the forward graph that Dynamo has traced.
+
+[Note: A timeline of both halves]
+The ops of the forward, in their order, are followed by as many places of the backward: the backward of an op stands at
+the mirrored place. A value that the forward holds from one op to another has a gradient that the backward holds between
+the same two places. What is saved for the backward is held from its op to the backward of the first op that needs it.
+
+[Note: What the partitioner saves]
+AOTAutograd's partitioner saves what autograd would, less what pointwise ops and reductions make of other saved values,
+and what only such ops need: those are computed again together with what reads them. What a kernel of its own reads in
+the backward it saves, however cheaply it was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from compile_fsdp.passes.analysis.aliases import find_fake_tensor
+from compile_fsdp.passes.analysis.eager_effects import is_upkeep
+from compile_fsdp.passes.analysis.effects import get_argument, is_copy, is_resize
+from compile_fsdp.passes.analysis.layout import get_size, is_zero, size_hint
+from compile_fsdp.passes.budget.op_facts import Kind, OpFacts, OpMeasure, result_tensors, tensor_arguments
+from compile_fsdp.torch_compat.dispatch import storage_key
+
+
+@dataclass(eq=False, slots=True)
+class Value:
+    """Memory that an op of the forward allocates.
+
+    Attributes:
+        made_at: The op's position.
+        size: In bytes.
+        kind: The op's.
+        sources: The values that the op takes.
+        uses: Positions of the ops that take it.
+        saved_by: Positions of the ops whose backward needs it.
+        needs_grad: Whether the backward computes its gradient.
+        is_result: Whether the graph returns it.
+        is_saved: Whether it is kept for the backward.
+    """
+
+    made_at: int
+    size: int
+    kind: Kind
+    sources: list[Value]
+    uses: list[int] = field(default_factory=list)
+    saved_by: list[int] = field(default_factory=list)
+    needs_grad: bool = False
+    is_result: bool = False
+    is_saved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How an unsharded parameter is sharded.
+
+    Attributes:
+        group: The number of the group that is gathered with it.
+        shard_bytes: Of its sharded gradient, with padding.
+        reduced_bytes: Of its whole gradient in the dtype of the reduction.
+    """
+
+    group: int
+    shard_bytes: int
+    reduced_bytes: int
+
+
+@dataclass(eq=False, slots=True)
+class Parameter:
+    """An unsharded parameter.
+
+    Attributes:
+        sharding: How it is sharded.
+        needs_grad: Whether it gets a gradient.
+        size: Of its storage, in bytes.
+        uses: Positions of the ops that compute with it.
+        fills: How often it is filled.
+    """
+
+    sharding: Sharding
+    needs_grad: bool
+    size: int = 0
+    uses: list[int] = field(default_factory=list)
+    fills: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """The parameters that are gathered together.
+
+    Attributes:
+        name: Its number.
+        parameters: Those of the graph.
+        frees: The ops that free them in the forward; none for a group that the forward leaves unsharded.
+        filled_at: Position of the first op behind the fills.
+        freed_at: Position of the first op behind the frees.
+    """
+
+    name: int
+    parameters: list[Parameter] = field(default_factory=list)
+    frees: list[fx.Node] = field(default_factory=list)
+    filled_at: int = 0
+    freed_at: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of all its parameters."""
+        return sum(parameter.size for parameter in self.parameters)
+
+    @property
+    def uses(self) -> list[int]:
+        return [use for parameter in self.parameters for use in parameter.uses]
+
+
+class Step:
+    """The forward, and what its backward will need.
+
+    Attributes:
+        ops: What computes, in graph order.
+        facts: By op.
+        made: By op, the memory that it allocates.
+        read: By op, the groups whose parameters it computes with.
+        internal: By op, the bytes that it saves besides inputs and results.
+        groups: In the order of their first use.
+        fuses: Whether what is computed together with its reader is in no memory; False for graphs run op by op.
+    """
+
+    def __init__(self, graph: fx.Graph, parameters: Mapping[fx.Node, Sharding], *, fuses: bool = True) -> None:
+        self.fuses = fuses
+        self.ops: list[fx.Node] = []
+        self.facts: list[OpFacts] = []
+        self.made: list[list[Value]] = []
+        self.read: list[list[Group]] = []
+        self.internal: list[int] = []
+        self._values: dict[int | None, Value] = {}
+        self._parameters: dict[int | None, tuple[Group, Parameter]] = {}
+        by_name: dict[int, Group] = {}
+        for node, sharding in parameters.items():
+            tensor = find_fake_tensor(node)
+            assert tensor is not None
+            parameter = Parameter(sharding, tensor.requires_grad)
+            group = by_name.setdefault(sharding.group, Group(sharding.group))
+            group.parameters.append(parameter)
+            self._parameters[storage_key(tensor)] = group, parameter
+        inputs = graph.find_nodes(op="placeholder")
+        self._inputs = {storage_key(each) for node in inputs for each in result_tensors(node)}
+        measure, upkeep = OpMeasure(fuses=fuses), _find_upkeep(graph)
+        for node in graph.nodes:
+            if node in upkeep:
+                self._fill_or_free(node)
+            elif node.op in ("call_function", "call_method") and result_tensors(node):
+                self._add(node, measure.facts(node))
+        for node in graph.output_node().all_input_nodes:
+            for value in self._values_of(node):
+                value.is_result = True
+        self._find_saved()
+        self.groups = sorted((each for each in by_name.values() if each.uses), key=lambda each: min(each.uses))
+
+    @property
+    def values(self) -> Iterator[Value]:
+        return (value for made in self.made for value in made)
+
+    def _values_of(self, node: fx.Node) -> list[Value]:
+        keys = dict.fromkeys(storage_key(each) for each in result_tensors(node))
+        return [self._values[key] for key in keys if key in self._values]
+
+    def _fill_or_free(self, node: fx.Node) -> None:
+        parameter_node = get_argument(node, 0, "variable" if is_resize(node) else "tensor")
+        tensor = find_fake_tensor(parameter_node)
+        found = None if tensor is None else self._parameters.get(storage_key(tensor))
+        if found is None:
+            return
+        group, parameter = found
+        if is_copy(node):
+            parameter.fills += 1
+            group.filled_at = len(self.ops)
+        elif is_resize(node) and is_zero(size := get_size(get_argument(node, 1, "new_size"))):
+            group.frees.append(node)
+            group.freed_at = len(self.ops)
+        elif is_resize(node):
+            parameter.size = size_hint(size)
+
+    def _add(self, node: fx.Node, facts: OpFacts) -> None:
+        position = len(self.ops)
+        taken = [storage_key(each) for each in tensor_arguments(node)]
+        sources = list(dict.fromkeys(self._values[key] for key in taken if key in self._values))
+        for value in sources:
+            value.uses.append(position)
+        read: list[Group] = []
+        for group, parameter in (self._parameters[key] for key in dict.fromkeys(taken) if key in self._parameters):
+            parameter.uses.append(position)
+            read.append(group)
+        made = []
+        for tensor in result_tensors(node):
+            key = storage_key(tensor)
+            if key not in self._values and key not in self._parameters and key not in self._inputs:
+                size = size_hint(tensor.untyped_storage().nbytes())
+                self._values[key] = Value(position, size, facts.kind, sources)
+                made.append(self._values[key])
+            if key in self._values:
+                self._values[key].needs_grad |= tensor.requires_grad
+        saved = [taken[i] for i in facts.saved_inputs]
+        if facts.saves_result:
+            saved += [storage_key(each) for each in result_tensors(node)]
+        for key in dict.fromkeys(saved):
+            if key in self._values:
+                self._values[key].saved_by.append(position)
+        self.ops.append(node)
+        self.facts.append(facts)
+        self.made.append(made)
+        self.read.append(list(dict.fromkeys(read)))
+        self.internal.append(facts.internal_bytes)
+        if facts.internal_bytes and facts.kind is Kind.FUSED and facts.is_repeatable:
+            # Computed again from the inputs, if these are no larger.
+            missing = [value for value in sources if not value.saved_by]
+            if sum(value.size for value in missing) <= facts.internal_bytes:
+                for value in sources:
+                    value.saved_by.append(position)
+                self.internal[-1] = 0
+
+    def _find_saved(self) -> None:
+        """See [Note: What the partitioner saves]."""
+        for value in self.values:
+            value.is_saved = bool(value.saved_by)
+        for value in self.values:
+            if not value.is_saved or any(self.facts[each].kind is Kind.HEAVY for each in value.saved_by):
+                continue
+            origins = self.origins(value)
+            if origins is not None and self.is_cheap(value):
+                value.is_saved = False
+                for origin in origins:
+                    origin.saved_by += value.saved_by
+
+    def is_cheap(self, value: Value) -> bool:
+        """Whether the value is computed again together with what reads it."""
+        return value.kind is not Kind.HEAVY and self.facts[value.made_at].is_repeatable
+
+    def origins(self, value: Value) -> list[Value] | None:
+        """The saved values that a value is computed from by cheap ops alone; None if others are needed."""
+        found: dict[Value, None] = {}
+        seen = {value}
+        stack = list(value.sources)
+        while stack:
+            source = stack.pop()
+            if source in seen:
+                continue
+            seen.add(source)
+            if source.is_saved:
+                found[source] = None
+            elif self.is_cheap(source):
+                stack += source.sources
+            else:
+                return None
+        return list(found)
+
+
+def _find_upkeep(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that fill and free unsharded parameters, and what only prepares that: the gathers and their views."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op not in ("call_function", "call_method"):
+            continue
+        if is_upkeep(node) or (node.users and all(user in found for user in node.users)):
+            found.add(node)
+    return found

@@ -1,0 +1,228 @@
+"""The bytes that a step holds at each of its places, for what it keeps, gathers again and computes again.
+
+See [Note: A timeline of both halves] in `step_memory.py`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import accumulate
+
+from compile_fsdp.passes.analysis.costs import Costs, plan_packs
+from compile_fsdp.passes.budget.op_facts import Kind
+from compile_fsdp.passes.budget.step_memory import Group, Parameter, Step, Value
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What a step does to save memory.
+
+    Attributes:
+        kept: The groups that stay unsharded from the forward to the backward.
+        recomputed: Positions of the ops that the backward runs again.
+        has_large_packs: Whether packs of several groups are gathered, and reduced, together.
+    """
+
+    kept: Collection[int] = frozenset()
+    recomputed: Collection[int] = frozenset()
+    has_large_packs: bool = False
+
+
+class Timeline:
+    """The places of a step, in time and in memory.
+
+    Args:
+        step: The forward and what its backward needs.
+        ranks: That the parameters are sharded over.
+        costs: Of the device.
+    """
+
+    def __init__(self, step: Step, ranks: int, costs: Costs) -> None:
+        self.step, self.ranks, self.costs = step, ranks, costs
+        self.seconds = [
+            max(each.moved_bytes / costs.memory_bandwidth, each.flops / costs.flops) * (each.kind is not Kind.VIEW)
+            for each in step.facts
+        ]
+        # The backward of an op with a product of matrices has two.
+        times = [3 if each.flops else 1 for each in step.facts]
+        backward = [seconds * (each - 1 or 1) for seconds, each in zip(self.seconds, times, strict=True)]
+        self._starts = [0.0, *accumulate([*self.seconds, *reversed(backward)])][:-1]
+        self._in_memory = {value: not step.fuses or self._is_in_memory(value) for value in step.values}
+        self._last: dict[Value, int] = {}
+        for value in reversed(list(step.values)):
+            self._last[value] = self._find_last(value)
+        self._gathers = {group: _gathered_together(group, ranks, costs) for group in step.groups}
+        reduced = [pack for group in step.groups for pack in _reduced_together(group, ranks, costs)]
+        self._reductions = sorted(reduced, key=lambda pack: -pack.first)
+        parameters = sum(group.size for group in step.groups)
+        # What a gather brings too early, or a reduction holds too long.
+        self.large_pack_bytes = min(2 * costs.pack_bytes(ranks, is_spare=True) * ranks, parameters)
+        self._changes: list[int] = []
+
+    def held(self, choices: Choices) -> list[int]:
+        """By place, 2 n for n ops, the bytes that are allocated above the sharded state."""
+        self._changes = [0] * (2 * len(self.step.ops) + 1)
+        begins = self._find_recomputations(frozenset(choices.recomputed))
+        for value in self.step.values:
+            self._hold_value(value, value.made_at in choices.recomputed, begins.get(value.made_at))
+        for at, size in enumerate(self.step.internal):
+            self._hold(at, at if at in choices.recomputed else self._mirrored(at), size)
+        for i, group in enumerate(self.step.groups):
+            is_kept = not group.frees or group.name in choices.kept
+            self._hold_parameters(i, group, is_kept)
+        self._hold_gradients()
+        if choices.has_large_packs:
+            self._hold(0, len(self._changes) - 2, self.large_pack_bytes)
+        return list(accumulate(self._changes[:-1]))
+
+    def peak(self, choices: Choices) -> int:
+        """Most bytes at a time."""
+        return max(self.held(choices), default=0)
+
+    @property
+    def packs(self) -> int:
+        """Packs that are gathered in the forward and reduced in the backward."""
+        return sum(map(len, self._gathers.values())) + len(self._reductions)
+
+    def _mirrored(self, position: int) -> int:
+        """The place of an op's backward."""
+        return 2 * len(self.step.ops) - 1 - position
+
+    def _hold(self, first: int, last: int, size: int) -> None:
+        if first <= last:
+            self._changes[first] += size
+            self._changes[last + 1] -= size
+
+    def _is_in_memory(self, value: Value) -> bool:
+        readers = [each for each in value.uses if self.step.facts[each].kind is not Kind.VIEW]
+        return (
+            value.kind is Kind.HEAVY
+            or value.is_saved
+            or value.is_result
+            or len(readers) > 1
+            or any(self.step.facts[each].kind is Kind.HEAVY for each in readers)
+        )
+
+    def _find_last(self, value: Value) -> int:
+        """The last op that reads the value. An op whose result is in no memory runs where that is read."""
+        if value.is_result:
+            return len(self.step.ops) - 1
+        last = value.made_at
+        for use in value.uses:
+            made = self.step.made[use]
+            is_fused = made and not any(self._in_memory[each] for each in made)
+            last = max([last, *(self._last[each] for each in made)] if is_fused else [last, use])
+        return last
+
+    def _find_recomputations(self, chosen: Collection[int]) -> dict[int, int]:
+        """By op that the backward runs again, where: for its own sake, or for another that is run again."""
+        begins: dict[int, int] = {}
+        for op in sorted(chosen, reverse=True):
+            places = [self._mirrored(max(value.saved_by)) for value in self.step.made[op] if value.saved_by]
+            begins[op] = min([*places, begins.get(op, self._mirrored(op))])
+            stack = [op]
+            while stack:
+                for source in (source for value in self.step.made[stack.pop()] for source in value.sources):
+                    if source.is_saved and source.made_at not in chosen:
+                        continue
+                    if begins.get(source.made_at, begins[op] + 1) > begins[op]:
+                        begins[source.made_at] = begins[op]
+                        if source.made_at not in chosen:
+                            stack.append(source.made_at)
+        return begins
+
+    def _hold_value(self, value: Value, is_recomputed: bool, begins: int | None) -> None:
+        last = self._last[value]
+        if value.is_saved and not is_recomputed:
+            self._hold(value.made_at, max(self._mirrored(min(value.saved_by)), last), value.size)
+        elif self._in_memory[value]:
+            self._hold(value.made_at, last, value.size)
+            if value.saved_by:
+                first = self._mirrored(max(value.saved_by))
+                first = min(first, begins) if is_recomputed and begins is not None else first
+                self._hold(first, self._mirrored(min(value.saved_by)), value.size)
+            elif begins is not None:
+                self._hold(begins, begins, value.size)
+        if value.needs_grad and self._in_memory[value]:
+            self._hold(self._mirrored(last), self._mirrored(value.made_at), value.size)
+
+    def _hold_parameters(self, index: int, group: Group, is_kept: bool) -> None:
+        groups = self.step.groups
+        before = min(groups[index - 1].uses) if index else min(group.uses)
+        after = max(groups[index + 1].uses) if index + 1 < len(groups) else max(group.uses)
+        for pack in self._gathers[group]:
+            first, last = self._mirrored(pack.last), self._mirrored(pack.first)
+            launched = max(self._sent_before(pack.first, pack), before)
+            if is_kept:
+                self._hold(launched, last, pack.size)
+            else:
+                self._hold(launched, pack.last, pack.held_bytes)
+                launched = max(self._sent_before(first, pack), self._mirrored(after))
+                self._hold(min(launched, first), last, pack.held_bytes)
+
+    def _hold_gradients(self) -> None:
+        packs = self._reductions
+        whole = [self._mirrored(pack.first) for pack in packs]
+        end = len(self._changes) - 2
+        for pack, launched, following in zip(packs, whole, [*whole[1:], end], strict=True):
+            for parameter in pack.parameters:
+                self._hold(self._mirrored(max(parameter.uses)), launched, parameter.size)
+                self._hold(launched, end, parameter.sharding.shard_bytes)
+            # No more than one reduction is on its way.
+            arrived = min(self._arrived(launched, pack), following)
+            sent = sum(parameter.sharding.reduced_bytes for parameter in pack.parameters)
+            self._hold(launched + (len(pack.parameters) == 1), arrived, sent)
+
+    def _sent_before(self, place: int, pack: _Pack) -> int:
+        """Where a gather is launched that is to arrive before a place."""
+        return max(bisect_right(self._starts, self._starts[place] - self._collective(pack)) - 1, 0)
+
+    def _arrived(self, place: int, pack: _Pack) -> int:
+        """Where a reduction that is launched at a place is over."""
+        return min(bisect_left(self._starts, self._starts[place] + self._collective(pack)), len(self._starts) - 1)
+
+    def _collective(self, pack: _Pack) -> float:
+        return self.costs.collective(pack.size // self.ranks, self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pack:
+    """Parameters that travel together: a large one alone."""
+
+    parameters: tuple[Parameter, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(parameter.size for parameter in self.parameters)
+
+    @property
+    def held_bytes(self) -> int:
+        """What is gathered and, of several, what is copied out of it."""
+        return self.size * (2 if len(self.parameters) > 1 else 1)
+
+    @property
+    def first(self) -> int:
+        return min(min(parameter.uses) for parameter in self.parameters)
+
+    @property
+    def last(self) -> int:
+        return max(max(parameter.uses) for parameter in self.parameters)
+
+
+def _gathered_together(group: Group, ranks: int, costs: Costs) -> list[_Pack]:
+    """As `pack_gathers` has it."""
+    used = [parameter for parameter in group.parameters if parameter.uses]
+    shards = [parameter.size // ranks for parameter in used]
+    are_alone = [costs.copy(shard) + costs.copy(shard * ranks) > costs.latency for shard in shards]
+    packs = plan_packs(shards, are_alone, costs.pack_bytes(ranks))
+    return [_Pack(tuple(used[i] for i in pack)) for pack in packs]
+
+
+def _reduced_together(group: Group, ranks: int, costs: Costs) -> list[_Pack]:
+    """As `pack_reductions` has it."""
+    trained = [parameter for parameter in group.parameters if parameter.uses and parameter.needs_grad]
+    sizes = [parameter.sharding.reduced_bytes for parameter in trained]
+    packs = plan_packs(sizes, [costs.copy(size) > costs.latency for size in sizes], costs.pack_bytes(ranks) * ranks)
+    return [_Pack(tuple(trained[i] for i in pack)) for pack in packs]

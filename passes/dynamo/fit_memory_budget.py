@@ -1,0 +1,123 @@
+"""Fit a step into a budget of memory: keep, gather again, save and recompute what takes the least time.
+
+Precondition  a forward graph, as Dynamo has traced it, that a backward may follow
+Match         groups whose parameters are each filled once and freed once; ops whose results autograd saves
+Rewrite       the resize(0) of kept groups' parameters go; ops that the backward is to run again are marked
+Report        what was decided, and the estimated peak
+
+    before                                    after
+    resize_storage_bytes_(weight, 16)         resize_storage_bytes_(weight, 16)
+    copy_(weight, gathered)                   copy_(weight, gathered)
+    y = linear(x, weight)                     y = linear(x, weight)
+    z = gelu(y)                               z = gelu(y)                        # computed again in the backward
+    resize_storage_bytes_(weight, 0)
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from compile_fsdp.passes.analysis.costs import Costs
+from compile_fsdp.passes.budget.choose import fit
+from compile_fsdp.passes.budget.step_memory import Sharding, Step
+from compile_fsdp.passes.budget.timeline import Choices, Timeline
+from compile_fsdp.torch_compat.dynamo import request_recomputation
+
+# What was allocated exceeded the estimate by up to 5.5 %: benchmarks/results/memory_budget_cpu_202611.md.
+MARGIN = 1.06
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetDecision:
+    """How a step is fitted into its budget.
+
+    Attributes:
+        kept: Names of the groups that stay unsharded from the forward to the backward.
+        recomputed: Positions, among the ops that compute, of those that the backward runs again.
+        has_large_packs: Whether packs of several groups are gathered, and reduced, together.
+        ops: How many ops there are.
+        fastest_bytes: Most bytes at a time if everything is kept and saved, by the estimate.
+        peak_bytes: Most bytes at a time as decided, by the estimate. If the step does not fit: the fewest possible.
+        seconds: What the decision adds to the fastest step, by the estimate.
+        fits: Whether the step fits into the budget.
+    """
+
+    kept: tuple[int, ...]
+    recomputed: tuple[int, ...]
+    has_large_packs: bool
+    ops: int
+    fastest_bytes: int
+    peak_bytes: int
+    seconds: float
+    fits: bool
+
+    def __str__(self) -> str:
+        packs = ", in large packs" if self.has_large_packs else ""
+        return (
+            f"memory budget: {len(self.kept)} groups kept{packs}, {len(self.recomputed)} of {self.ops} ops computed "
+            f"again; about {_mib(self.peak_bytes)}, where the fastest step takes {_mib(self.fastest_bytes)} and "
+            f"{self.seconds * 1e3:.1f} ms less"
+        )
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
+
+
+Settle = Callable[[BudgetDecision], BudgetDecision]
+
+
+def fit_memory_budget(
+    graph: fx.Graph,
+    parameters: Mapping[fx.Node, Sharding],
+    ranks: int,
+    budget: int,
+    costs: Costs,
+    settle: Settle,
+    *,
+    fuses: bool = True,
+) -> BudgetDecision:
+    """Decide, and rewrite the graph as decided.
+
+    Args:
+        graph: The graph, with fake values under meta["example_value"].
+        parameters: The unsharded parameters among its placeholders.
+        ranks: That these are sharded over.
+        budget: Most bytes that a step may allocate above the sharded state.
+        costs: Of the device.
+        settle: Makes this rank's decision that of all ranks, and raises if the step does not fit.
+        fuses: Whether pointwise ops are compiled together with what reads them.
+    """
+    step = Step(graph, parameters, fuses=fuses)
+    timeline = Timeline(step, ranks, costs)
+    decision = settle(_decide(timeline, budget))
+    kept = set(decision.kept)
+    for group in step.groups:
+        if group.name in kept:
+            for node in group.frees:
+                graph.erase_node(node)
+    for position in decision.recomputed:
+        node = step.ops[position]
+        for each in (node, *(user for user in node.users if user.target is operator.getitem)):
+            request_recomputation(each)
+    return decision
+
+
+def _decide(timeline: Timeline, budget: int) -> BudgetDecision:
+    fitted = fit(timeline, math.ceil(budget / MARGIN))
+    choices = fitted.choices or Choices()
+    return BudgetDecision(
+        kept=tuple(sorted(choices.kept)),
+        recomputed=tuple(sorted(choices.recomputed)),
+        has_large_packs=choices.has_large_packs,
+        ops=len(timeline.step.ops),
+        fastest_bytes=int(fitted.fastest * MARGIN),
+        peak_bytes=int(fitted.peak * MARGIN),
+        seconds=sum(choice.seconds for choice in fitted.made),
+        fits=fitted.choices is not None,
+    )

@@ -1,0 +1,160 @@
+"""How a step is fitted into a budget: which groups are kept, and what is computed again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import fx
+
+from compile_fsdp.passes import Costs
+from compile_fsdp.passes.budget.choose import find_choices, fit
+from compile_fsdp.passes.budget.step_memory import Sharding, Step
+from compile_fsdp.passes.budget.timeline import Choices, Timeline
+from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision, fit_memory_budget
+from helpers.graphs.build import GraphBuilder
+from helpers.graphs.render import render
+
+COSTS = Costs(latency=1e-3, comm_bandwidth=1e9, memory_bandwidth=1e10, flops=1e9)
+RANKS, DIM = 2, 16
+UNLIMITED = 10**12
+
+
+def blocks(rows: int, count: int = 3, checkpointed: int = -1) -> tuple[fx.Graph, dict[fx.Node, Sharding]]:
+    """A forward of blocks, x + gelu(x @ up) @ down, each gathered and freed around its use."""
+    build = GraphBuilder(meta_key="example_value")
+    parameters: dict[fx.Node, Sharding] = {}
+    with build.fake_mode:
+        x = build.input_like("x", torch.empty(rows, DIM))
+        shapes = ((4 * DIM, DIM), (DIM, 4 * DIM))
+        groups = [
+            [build.input_like(f"w{i}_{j}", torch.empty(shape, requires_grad=True)) for j, shape in enumerate(shapes)]
+            for i in range(count)
+        ]
+        values = [build.input_like(f"v{j}", torch.empty(shape)) for j, shape in enumerate(shapes)]
+    for i, group in enumerate(groups):
+        for weight, value in zip(group, values, strict=True):
+            size = build.value(weight).nbytes
+            parameters[weight] = Sharding(i, size // RANKS, size)
+            build.fill(weight, value)
+        hidden = build.call(F.gelu, build.call(F.linear, x, group[0]))
+        if i == checkpointed:
+            hidden.meta["recompute"] = "as the user says"
+        x = build.call(torch.add, x, build.call(F.linear, hidden, group[1]))
+        for weight in group:
+            build.free(weight)
+    return build.output(build.call(torch.sum, x)), parameters
+
+
+def timeline(rows: int, **kwargs: Any) -> Timeline:
+    graph, parameters = blocks(rows, **kwargs)
+    return Timeline(Step(graph, parameters), RANKS, COSTS)
+
+
+def test_with_everything_kept_and_saved_nothing_is_chosen() -> None:
+    step = timeline(rows=256)
+    found = fit(step, UNLIMITED)
+    assert found.choices == Choices(kept=frozenset({0, 1, 2}), has_large_packs=True)
+    assert found.made == ()
+    assert found.peak == found.fastest == step.peak(found.choices)
+
+
+@given(st.integers(1, 512), st.lists(st.integers(0, 10**6), min_size=2, max_size=2), st.sampled_from([True, False]))
+def test_more_budget_is_never_slower_and_never_exceeded(rows: int, budgets: list[int], fuses: bool) -> None:
+    graph, parameters = blocks(rows)
+    step = Timeline(Step(graph, parameters, fuses=fuses), RANKS, COSTS)
+    smallest = fit(step, 0).peak
+    less, more = (fit(step, smallest + budget) for budget in sorted(budgets))
+    for found, budget in ((less, min(budgets)), (more, max(budgets))):
+        assert found.choices is not None
+        assert found.peak <= smallest + budget
+        assert max(step.held(found.choices)) == found.peak
+    assert sum(choice.seconds for choice in more.made) <= sum(choice.seconds for choice in less.made)
+    assert set(more.made) <= set(less.made)
+    assert fit(step, smallest - 1).choices is None
+
+
+def test_activations_are_what_the_partitioner_saves() -> None:
+    rows = 256
+    graph, parameters = blocks(rows)
+    step = Step(graph, parameters)
+    saved = {step.ops[value.made_at].name: value.size for value in step.values if value.is_saved}
+    hidden = rows * 4 * DIM * 4
+    # gelu's input; its result, that a product's backward reads; the next block's input, that it needs as well
+    assert sorted(saved.values()) == sorted([hidden] * 6 + [rows * DIM * 4] * 2)
+
+
+def test_cheap_results_are_computed_again_before_products() -> None:
+    step = timeline(rows=4096)
+    choices = [choice for choice in find_choices(step) if choice.op >= 0]
+    by_op = {step.step.ops[choice.op].target: choice.seconds / choice.size for choice in choices}
+    assert by_op[F.gelu] < by_op[F.linear]
+
+
+def test_what_another_module_reads_is_saved() -> None:
+    step = timeline(rows=256)
+    again = {step.step.ops[choice.op].target for choice in find_choices(step) if choice.op >= 0}
+    assert torch.add not in again
+
+
+def test_checkpoints_of_the_users_stay_as_they_are() -> None:
+    step = timeline(rows=256, checkpointed=1)
+    again = [choice.op for choice in find_choices(step) if step.step.ops[choice.op].target is F.gelu]
+    assert len(again) == 2
+
+
+def test_a_group_that_is_filled_twice_is_not_kept() -> None:
+    graph, parameters = blocks(rows=4)
+    first = next(iter(parameters))
+    fills = [node for node in graph.nodes if node.args and node.args[0] is first and "copy_" in str(node.target)]
+    with graph.inserting_after(fills[0]):
+        graph.call_function(fills[0].target, fills[0].args)
+    found = fit(Timeline(Step(graph, parameters), RANKS, COSTS), UNLIMITED)
+    assert found.choices is not None
+    assert found.choices.kept == {1, 2}
+
+
+def test_the_graph_becomes_what_was_decided() -> None:
+    graph, parameters = blocks(rows=256, count=1)
+    decided = BudgetDecision((0,), (1,), False, 4, 2**20, 2**19, 0.0, True)
+    fit_memory_budget(graph, parameters, RANKS, UNLIMITED, COSTS, lambda own: decided)
+    assert [node.target for node in graph.nodes if "recompute" in node.meta] == [F.gelu]
+    assert_expected_inline(render(graph), """\
+x: f32[256, 16]
+w0_0: f32[64, 16]
+w0_1: f32[16, 64]
+v0: f32[64, 16]
+v1: f32[16, 64]
+resize_storage_bytes_(w0_0, 4096)
+copy_(w0_0, v0)
+resize_storage_bytes_(w0_1, 4096)
+copy_(w0_1, v1)
+%0: f32[256, 64] = linear(x, w0_0)
+%1: f32[256, 64] = gelu(%0)
+%2: f32[256, 16] = linear(%1, w0_1)
+%3: f32[256, 16] = add(x, %2)
+%4: f32[] = sum(%3)
+return (%4,)
+""")
+
+
+@pytest.mark.parametrize("budget", [0, 400_000, UNLIMITED])
+def test_what_is_decided_is_what_is_proposed(budget: int) -> None:
+    graph, parameters = blocks(rows=256)
+    proposed: list[BudgetDecision] = []
+
+    def settle(own: BudgetDecision) -> BudgetDecision:
+        proposed.append(own)
+        return own
+
+    decision = fit_memory_budget(graph, parameters, RANKS, budget, COSTS, settle)
+    assert [decision] == proposed
+    assert decision.fits is (budget > 0)
+    assert not decision.fits or decision.peak_bytes <= budget * 1.0001
+    frees = [node for node in graph.nodes if "resize" in str(node.target) and node.args[1] == 0]
+    assert len(frees) == 2 * (3 - len(decision.kept))
