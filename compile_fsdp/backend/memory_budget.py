@@ -3,8 +3,8 @@
 [Note: One decision]
 Ranks may have batches of different sizes. The rank that needs the most memory decides for all, so that what fits there
 fits everywhere. Ranks compare once for the groups of a graph: one that compiles alone later, for a batch of another
-size, keeps the groups that all have agreed to keep, and decides alone only on what it computes again, which no other
-rank notices.
+size, keeps the groups and makes the packs that all have agreed on, and decides alone only on what it computes again,
+which no other rank notices.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ STATE_TO_COME = 2
 _UNFIT = 2**60  # more than any step needs
 
 
-# By first group of a graph: by budget and groups, the positions of the groups that all ranks keep.
-_agreed: WeakKeyDictionary[TraceableGroup, dict[Hashable, tuple[int, ...]]] = WeakKeyDictionary()
+# By first group of a graph: by budget and groups, what all ranks have decided.
+_agreed: WeakKeyDictionary[TraceableGroup, dict[Hashable, BudgetDecision]] = WeakKeyDictionary()
 
 
 def budget_pass(inputs: GraphInputs, options: Options) -> Pass | None:
@@ -111,7 +111,7 @@ def _settle(
     known = _agreed.setdefault(groups[0], {})
     key = options.memory_budget, tuple(group.constants.text for group in groups)
     if key in known:
-        return replace(own, kept=known[key])
+        return _with_collectives_of(known[key], own)
     names = [group.constants.gather_group for group in groups if group.constants.gather_group]
     need = own.fastest_bytes - budget + (0 if own.fits else _UNFIT)
     text = share_largest(names, "memory budget", (need, json.dumps(asdict(own))), options.agreement_timeout_s)
@@ -121,8 +121,12 @@ def _settle(
             f"expected a memory_budget of at least {decision.peak_bytes} bytes, which the step of this model and batch "
             f"needs with all that can be gathered and computed again, got {budget}; raise it, or make the batch smaller"
         )
-    known[key] = decision.kept
-    return decision if decision.ops == own.ops else replace(own, kept=decision.kept)
+    known[key] = decision
+    return decision if decision.ops == own.ops else _with_collectives_of(decision, own)
+
+
+def _with_collectives_of(agreed: BudgetDecision, own: BudgetDecision) -> BudgetDecision:
+    return replace(own, kept=agreed.kept, has_large_packs=agreed.has_large_packs)
 
 
 def _parse(row: dict[str, Any]) -> BudgetDecision:

@@ -40,13 +40,15 @@ class Fit:
     """How a step fits into its budget.
 
     Attributes:
-        choices: What it does; None if it does not fit.
-        peak: Most bytes that it allocates, by the estimate; the fewest that are possible if it does not fit.
+        choices: What it does; all that saves memory if it does not fit.
+        fits: Whether it does.
+        peak: Most bytes that it allocates, by the estimate.
         fastest: Most bytes of the step that keeps and saves everything.
         made: The choices that were made, in their order.
     """
 
-    choices: Choices | None
+    choices: Choices
+    fits: bool
     peak: int
     fastest: int
     made: tuple[Choice, ...]
@@ -71,16 +73,15 @@ def fit(timeline: Timeline, budget: int) -> Fit:
         )
 
     fewest, most = 0, len(ordered)
-    fastest = timeline.peak(choices_of(0))
-    if (smallest := timeline.peak(choices_of(most))) > budget:
-        return Fit(None, smallest, fastest, tuple(ordered))
     while fewest < most:
         middle = (fewest + most) // 2
         if timeline.peak(choices_of(middle)) <= budget:
             most = middle
         else:
             fewest = middle + 1
-    return Fit(choices_of(most), timeline.peak(choices_of(most)), fastest, tuple(ordered[:most]))
+    choices = choices_of(fewest)
+    peak, fastest = timeline.peak(choices), timeline.peak(choices_of(0))
+    return Fit(choices, peak <= budget, peak, fastest, tuple(ordered[:fewest]))
 
 
 def find_choices(timeline: Timeline) -> Iterator[Choice]:
@@ -100,7 +101,7 @@ def find_choices(timeline: Timeline) -> Iterator[Choice]:
 
 
 def _is_keepable(group: Group) -> bool:
-    return bool(group.frees) and all(parameter.fills == 1 for parameter in group.parameters)
+    return bool(group.frees and group.size) and all(parameter.fills == 1 for parameter in group.parameters)
 
 
 def _find_windows(step: Step) -> list[Group | None]:

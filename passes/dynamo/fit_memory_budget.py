@@ -25,7 +25,7 @@ from torch import fx
 from compile_fsdp.passes.analysis.costs import Costs
 from compile_fsdp.passes.budget.choose import fit
 from compile_fsdp.passes.budget.step_memory import Sharding, Step
-from compile_fsdp.passes.budget.timeline import Choices, Timeline
+from compile_fsdp.passes.budget.timeline import Timeline
 from compile_fsdp.torch_compat.dynamo import request_recomputation
 
 # What was allocated exceeded the estimate by up to 5.5 %: benchmarks/results/memory_budget_cpu_202611.md.
@@ -110,7 +110,7 @@ def fit_memory_budget(
 
 def _decide(timeline: Timeline, budget: int) -> BudgetDecision:
     fitted = fit(timeline, math.ceil(budget / MARGIN))
-    choices = fitted.choices or Choices()
+    choices = fitted.choices
     return BudgetDecision(
         kept=tuple(sorted(choices.kept)),
         recomputed=tuple(sorted(choices.recomputed)),
@@ -119,5 +119,5 @@ def _decide(timeline: Timeline, budget: int) -> BudgetDecision:
         fastest_bytes=int(fitted.fastest * MARGIN),
         peak_bytes=int(fitted.peak * MARGIN),
         seconds=sum(choice.seconds for choice in fitted.made),
-        fits=fitted.choices is not None,
+        fits=fitted.fits,
     )
