@@ -89,7 +89,7 @@ class WindowReport:
 
     def __str__(self) -> str:
         windows = self.windows_removed + len(self.kept)
-        line = f"{self.name}: {self.windows_removed} of {windows} windows removed, {_mib(self.bytes_removed)}"
+        line = f"{self.name}: {self.windows_removed} of {windows} windows removed, {format_mib(self.bytes_removed)}"
         return line + _describe_kept(self.kept)
 
 
@@ -113,7 +113,7 @@ class PassCounts:
 
     def __str__(self) -> str:
         counts = (
-            f"{_mib(count)} {what.removeprefix('bytes_')}" if what.startswith("bytes_") else f"{count} {what}"
+            f"{format_mib(count)} {what.removeprefix('bytes_')}" if what.startswith("bytes_") else f"{count} {what}"
             for what, count in self.counts
         )
         return f"{self.name}: " + ", ".join(counts).replace("_", " ")
@@ -164,7 +164,7 @@ class LegalizeReport:
         return line + _describe_kept(self.unmoved)
 
 
-def _mib(size_bytes: int) -> str:
+def format_mib(size_bytes: int) -> str:
     return f"{size_bytes / MIB:.3g} MiB" if size_bytes < 100 * MIB else f"{size_bytes / MIB:.0f} MiB"
 
 

@@ -128,8 +128,8 @@ def _run_passes(
         example_inputs, _ = hooks.split(example_inputs)
     if fitted is None:
         return gm, example_inputs, _PassResults(hooks, done.result(keep_unsharded))
-    decision, every = done.result(fit_memory_budget), list(dict.fromkeys(group for _, group in inputs.managed_nodes()))
-    return gm, example_inputs, _PassResults(hooks, [every[i] for i in decision.kept], decision)
+    decision = done.result(fit_memory_budget)
+    return gm, example_inputs, _PassResults(hooks, [inputs.groups[i] for i in decision.kept], decision)
 
 
 def _behind_boundary(

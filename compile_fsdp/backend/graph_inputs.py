@@ -49,6 +49,11 @@ class GraphInputs:
             elif isinstance(example, nn.Parameter):
                 self._parameters.append(example)
 
+    @property
+    def groups(self) -> list[TraceableGroup]:
+        """The groups in `managed`, each once, in the order of the inputs."""
+        return list(dict.fromkeys(self.managed.values()))
+
     def managed_nodes(self) -> list[tuple[fx.Node, TraceableGroup]]:
         """The placeholders that are unsharded parameters."""
         positions = self._positions.items()

@@ -95,7 +95,7 @@ def _call_inner_backend(
     gm, options = graph.gm, graph.options
     observer = None
     if (watching := present_observer()) is not None:
-        observer = watching.begin(graph.direction, gm, dict.fromkeys(graph.inputs.managed.values()), options.costs)
+        observer = watching.begin(graph.direction, gm, graph.inputs.groups, options.costs)
     # A saved view of an unsharded parameter would keep its storage alive, or read it after it was freed:
     # views are computed again in the backward from the parameter itself.
     settings: dict[str, Any] = {"recompute_views": True}

@@ -29,6 +29,7 @@ from compile_fsdp.passes.budget.step_memory import Sharding
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision, fit_memory_budget
 from compile_fsdp.passes.runner import Pass
 from compile_fsdp.runtime.group import TraceableGroup
+from compile_fsdp.runtime.parameter import TraceableParam
 from compile_fsdp.torch_compat.dynamo import graph_input_example
 
 # Of what a device has free, "auto" leaves this much to kernels' workspaces and to the allocator's fragments.
@@ -54,12 +55,13 @@ def budget_pass(inputs: GraphInputs, options: Options) -> Pass | None:
         MemoryBudgetError: when the pass runs, on all ranks, if the step does not fit; or now, if the device does not
             tell how much memory it has free.
     """
-    groups = list(dict.fromkeys(group for _, group in inputs.managed_nodes()))
+    groups = inputs.groups
     if options.memory_budget is None or not groups:
         return None
     device = groups[0].fsdp_group.device
     budget = options.memory_budget if options.memory_budget != "auto" else _free_bytes(device, groups)
-    parameters = {node: _sharding(node, group, groups.index(group)) for node, group in inputs.managed_nodes()}
+    numbers = {group: number for number, group in enumerate(groups)}
+    parameters = {node: _sharding(node, group, numbers[group]) for node, group in inputs.managed_nodes()}
     return partial(
         fit_memory_budget,
         parameters=parameters,
@@ -73,12 +75,15 @@ def budget_pass(inputs: GraphInputs, options: Options) -> Pass | None:
 
 def _sharding(node: fx.Node, group: TraceableGroup, number: int) -> Sharding:
     tensor = graph_input_example(node)
-    param = group.param_of(tensor).fsdp_param
-    if group.param_of(tensor).unsharded_param is not tensor:
+    param = group.param_of(tensor)
+    if param.unsharded_param is not tensor:
         return Sharding(number, 0, 0)  # a part, which has no gradient of its own
     reduced = (group.fsdp_group._reduce_dtype or tensor.dtype).itemsize
-    shard = param.padded_sharded_param_size.numel() * param.orig_dtype.itemsize
-    return Sharding(number, shard, tensor.numel() * reduced)
+    return Sharding(number, _shard_bytes(param), tensor.numel() * reduced)
+
+
+def _shard_bytes(param: TraceableParam) -> int:
+    return param.fsdp_param.padded_sharded_param_size.numel() * param.fsdp_param.orig_dtype.itemsize
 
 
 def _free_bytes(device: torch.device, groups: Sequence[TraceableGroup]) -> int:
@@ -96,11 +101,7 @@ def _free_bytes(device: torch.device, groups: Sequence[TraceableGroup]) -> int:
                 f'expected a device that tells its free memory for memory_budget="auto", got {device.type}; give a '
                 "number of bytes"
             ) from error
-    sharded = sum(
-        param.fsdp_param.padded_sharded_param_size.numel() * param.fsdp_param.orig_dtype.itemsize
-        for group in groups
-        for param in group.params
-    )
+    sharded = sum(_shard_bytes(param) for group in groups for param in group.params)
     return max(int(free * (1 - RESERVE)) - STATE_TO_COME * sharded, 0)
 
 

@@ -104,6 +104,16 @@ def usual_compute_seconds(node: fx.Node, parameter_numel: int, costs: Costs) -> 
     return 2 * costs.rows * parameter_numel / costs.flops if counts else 0.0
 
 
+def plan_gathers(shards: Sequence[int], ranks: int, limit: int, costs: Costs) -> list[list[int]]:
+    """Which shards are gathered together, by their bytes: alone goes what is longer copied in and out than launched."""
+    return plan_packs(shards, [costs.copy(size) + costs.copy(size * ranks) > costs.latency for size in shards], limit)
+
+
+def plan_reductions(gradients: Sequence[int], limit: int, costs: Costs) -> list[list[int]]:
+    """Which gradients are reduced together, by their bytes: alone goes what is longer copied in than launched."""
+    return plan_packs(gradients, [costs.copy(size) > costs.latency for size in gradients], limit)
+
+
 def plan_packs(sizes: Sequence[int], are_alone: Sequence[bool], limit: int) -> list[list[int]]:
     """Which tensors share a collective.
 

@@ -62,7 +62,7 @@ def fit(timeline: Timeline, budget: int) -> Fit:
         budget: Most bytes above the sharded state.
     """
     ordered = sorted(find_choices(timeline), key=lambda each: (each.seconds / each.size, each.op))
-    keepable = frozenset(group.name for group in timeline.step.groups if _is_keepable(group))
+    keepable = frozenset(group.number for group in timeline.step.groups if _is_keepable(group))
 
     def choices_of(count: int) -> Choices:
         made = ordered[:count]
@@ -92,7 +92,7 @@ def find_choices(timeline: Timeline) -> Iterator[Choice]:
         yield Choice(3 / 4 * timeline.packs * costs.latency, timeline.large_pack_bytes)
     for group in step.groups:
         if _is_keepable(group):
-            yield Choice(costs.collective(group.size // timeline.ranks, timeline.ranks), group.size, group=group.name)
+            yield Choice(costs.collective(group.size // timeline.ranks, timeline.ranks), group.size, group=group.number)
     windows = _find_windows(step)
     for at in range(len(step.ops)):
         size = sum(value.size for value in step.made[at] if value.is_saved) + step.internal[at]

@@ -92,14 +92,14 @@ class Group:
     """The parameters that are gathered together.
 
     Attributes:
-        name: Its number.
+        number: Which one it is.
         parameters: Those of the graph.
         frees: The ops that free them in the forward; none for a group that the forward leaves unsharded.
         filled_at: Position of the first op behind the fills.
         freed_at: Position of the first op behind the frees.
     """
 
-    name: int
+    number: int
     parameters: list[Parameter] = field(default_factory=list)
     frees: list[fx.Node] = field(default_factory=list)
     filled_at: int = 0
@@ -137,12 +137,12 @@ class Step:
         self.internal: list[int] = []
         self._values: dict[int | None, Value] = {}
         self._parameters: dict[int | None, tuple[Group, Parameter]] = {}
-        by_name: dict[int, Group] = {}
+        by_number: dict[int, Group] = {}
         for node, sharding in parameters.items():
             tensor = find_fake_tensor(node)
             assert tensor is not None
             parameter = Parameter(sharding, tensor.requires_grad)
-            group = by_name.setdefault(sharding.group, Group(sharding.group))
+            group = by_number.setdefault(sharding.group, Group(sharding.group))
             group.parameters.append(parameter)
             self._parameters[storage_key(tensor)] = group, parameter
         inputs = graph.find_nodes(op="placeholder")
@@ -157,7 +157,7 @@ class Step:
             for value in self._values_of(node):
                 value.is_result = True
         self._find_saved()
-        self.groups = sorted((each for each in by_name.values() if each.uses), key=lambda each: min(each.uses))
+        self.groups = sorted((each for each in by_number.values() if each.uses), key=lambda each: min(each.uses))
 
     @property
     def values(self) -> Iterator[Value]:

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import accumulate
 
-from compile_fsdp.passes.analysis.costs import Costs, plan_packs
+from compile_fsdp.passes.analysis.costs import Costs, plan_gathers, plan_reductions
 from compile_fsdp.passes.budget.op_facts import Kind
 from compile_fsdp.passes.budget.step_memory import Group, Parameter, Step, Value
 
@@ -46,8 +46,7 @@ class Timeline:
             for each in step.facts
         ]
         # The backward of an op with a product of matrices has two.
-        times = [3 if each.flops else 1 for each in step.facts]
-        backward = [seconds * (each - 1 or 1) for seconds, each in zip(self.seconds, times, strict=True)]
+        backward = [seconds * (2 if each.flops else 1) for seconds, each in zip(self.seconds, step.facts, strict=True)]
         self._starts = [0.0, *accumulate([*self.seconds, *reversed(backward)])][:-1]
         self._in_memory = {value: not step.fuses or self._is_in_memory(value) for value in step.values}
         self._last: dict[Value, int] = {}
@@ -70,7 +69,7 @@ class Timeline:
         for at, size in enumerate(self.step.internal):
             self._hold(at, at if at in choices.recomputed else self._mirrored(at), size)
         for i, group in enumerate(self.step.groups):
-            is_kept = not group.frees or group.name in choices.kept
+            is_kept = not group.frees or group.number in choices.kept
             self._hold_parameters(i, group, is_kept)
         self._hold_gradients()
         if choices.has_large_packs:
@@ -215,8 +214,7 @@ def _gathered_together(group: Group, ranks: int, costs: Costs) -> list[_Pack]:
     """As `pack_gathers` has it."""
     used = [parameter for parameter in group.parameters if parameter.uses]
     shards = [parameter.size // ranks for parameter in used]
-    are_alone = [costs.copy(shard) + costs.copy(shard * ranks) > costs.latency for shard in shards]
-    packs = plan_packs(shards, are_alone, costs.pack_bytes(ranks))
+    packs = plan_gathers(shards, ranks, costs.pack_bytes(ranks), costs)
     return [_Pack(tuple(used[i] for i in pack)) for pack in packs]
 
 
@@ -224,5 +222,5 @@ def _reduced_together(group: Group, ranks: int, costs: Costs) -> list[_Pack]:
     """As `pack_reductions` has it."""
     trained = [parameter for parameter in group.parameters if parameter.uses and parameter.needs_grad]
     sizes = [parameter.sharding.reduced_bytes for parameter in trained]
-    packs = plan_packs(sizes, [costs.copy(size) > costs.latency for size in sizes], costs.pack_bytes(ranks) * ranks)
+    packs = plan_reductions(sizes, costs.pack_bytes(ranks) * ranks, costs)
     return [_Pack(tuple(trained[i] for i in pack)) for pack in packs]

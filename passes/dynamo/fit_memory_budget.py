@@ -26,6 +26,7 @@ from compile_fsdp.passes.analysis.costs import Costs
 from compile_fsdp.passes.budget.choose import fit
 from compile_fsdp.passes.budget.step_memory import Sharding, Step
 from compile_fsdp.passes.budget.timeline import Timeline
+from compile_fsdp.passes.report import format_mib
 from compile_fsdp.torch_compat.dynamo import request_recomputation
 
 # What was allocated exceeded the estimate by up to 5.5 %: benchmarks/results/memory_budget_cpu_202611.md.
@@ -37,7 +38,7 @@ class BudgetDecision:
     """How a step is fitted into its budget.
 
     Attributes:
-        kept: Names of the groups that stay unsharded from the forward to the backward.
+        kept: Numbers of the groups that stay unsharded from the forward to the backward.
         recomputed: Positions, among the ops that compute, of those that the backward runs again.
         has_large_packs: Whether packs of several groups are gathered, and reduced, together.
         ops: How many ops there are.
@@ -58,15 +59,11 @@ class BudgetDecision:
 
     def __str__(self) -> str:
         packs = ", in large packs" if self.has_large_packs else ""
+        peak, fastest = format_mib(self.peak_bytes), format_mib(self.fastest_bytes)
         return (
             f"memory budget: {len(self.kept)} groups kept{packs}, {len(self.recomputed)} of {self.ops} ops computed "
-            f"again; about {_mib(self.peak_bytes)}, where the fastest step takes {_mib(self.fastest_bytes)} and "
-            f"{self.seconds * 1e3:.1f} ms less"
+            f"again; about {peak}, where the fastest step takes {fastest} and {self.seconds * 1e3:.1f} ms less"
         )
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.1f} MiB"
 
 
 Settle = Callable[[BudgetDecision], BudgetDecision]
@@ -98,7 +95,7 @@ def fit_memory_budget(
     decision = settle(_decide(timeline, budget))
     kept = set(decision.kept)
     for group in step.groups:
-        if group.name in kept:
+        if group.number in kept:
             for node in group.frees:
                 graph.erase_node(node)
     for position in decision.recomputed:

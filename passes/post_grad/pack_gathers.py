@@ -40,7 +40,7 @@ from compile_fsdp.passes.analysis.collectives import (
     numel,
     positions,
 )
-from compile_fsdp.passes.analysis.costs import Costs, are_contiguous, device_costs, plan_packs, size_bytes
+from compile_fsdp.passes.analysis.costs import Costs, are_contiguous, device_costs, plan_gathers, size_bytes
 from compile_fsdp.passes.analysis.effects import find_resizes, get_argument, is_copy
 from compile_fsdp.passes.analysis.layout import get_size, is_zero
 from compile_fsdp.passes.report import PassCounts
@@ -76,8 +76,7 @@ def pack_gathers(graph: fx.Graph, *, merge: bool = False, costs: Costs | None = 
 def _plan(shards: list[fx.Node], sizes: list[int], ranks: int, costs: Costs, limit: int) -> list[list[int]]:
     if not are_contiguous(shards):
         return [list(range(len(sizes)))]
-    alone = [costs.copy(size) + costs.copy(size * ranks) > costs.latency for size in sizes]
-    return plan_packs(sizes, alone, limit)
+    return plan_gathers(sizes, ranks, limit, costs)
 
 
 class _Joining:

@@ -3,7 +3,7 @@
 Precondition  packed reduce-scatters, see `collectives.py`; their results are returned parameter by parameter
 Match         gradients whose copy into the pack costs more than a collective of their own; packs of more bytes than
               `Costs.pack_bytes`; with `merge`, packs of several groups
-Rewrite       such a gradient gets a reduce-scatter of its own, from where it lies; `plan_packs` packs the others
+Rewrite       such a gradient gets a reduce-scatter of its own, from where it lies; `plan_reductions` packs the others
 Report        reductions before and after; gradients that are reduced by themselves; bytes no longer copied
 
     before                                                  after
@@ -36,7 +36,7 @@ from compile_fsdp.passes.analysis.collectives import (
     positions,
     replace_uses,
 )
-from compile_fsdp.passes.analysis.costs import Costs, are_contiguous, device_costs, plan_packs, size_bytes
+from compile_fsdp.passes.analysis.costs import Costs, are_contiguous, device_costs, plan_reductions, size_bytes
 from compile_fsdp.passes.report import PassCounts
 
 
@@ -91,8 +91,7 @@ def _may_join(places: Places, earlier: Packed, later: Packed) -> bool:
 def _plan(gradients: list[fx.Node], sizes: list[int], costs: Costs, limit: int) -> list[list[int]]:
     if not are_contiguous(gradients):
         return [list(range(len(sizes)))]
-    alone = [costs.copy(size) > costs.latency for size in sizes]
-    return plan_packs(sizes, alone, limit)
+    return plan_reductions(sizes, limit, costs)
 
 
 def _pack(graph: fx.Graph, run: list[Packed], packs: list[list[int]]) -> dict[fx.Node, fx.Node]:
