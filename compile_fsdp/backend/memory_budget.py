@@ -75,11 +75,11 @@ def budget_pass(inputs: GraphInputs, options: Options) -> Pass | None:
 
 def _sharding(node: fx.Node, group: TraceableGroup, number: int) -> Sharding:
     tensor = graph_input_example(node)
-    param = group.param_of(tensor)
+    param, unshards = group.param_of(tensor), group.fsdp_group.unshard_in_backward
     if param.unsharded_param is not tensor:
-        return Sharding(number, 0, 0)  # a part, which has no gradient of its own
+        return Sharding(number, 0, 0, unshards)  # a part, which has no gradient of its own
     reduced = (group.fsdp_group._reduce_dtype or tensor.dtype).itemsize
-    return Sharding(number, _shard_bytes(param), tensor.numel() * reduced)
+    return Sharding(number, _shard_bytes(param), tensor.numel() * reduced, unshards)
 
 
 def _shard_bytes(param: TraceableParam) -> int:

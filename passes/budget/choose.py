@@ -101,7 +101,8 @@ def find_choices(timeline: Timeline) -> Iterator[Choice]:
 
 
 def _is_keepable(group: Group) -> bool:
-    return bool(group.frees and group.size) and all(parameter.fills == 1 for parameter in group.parameters)
+    is_gathered_again = bool(group.frees and group.size) and group.unshards_in_backward
+    return is_gathered_again and all(parameter.fills == 1 for parameter in group.parameters)
 
 
 def _find_windows(step: Step) -> list[Group | None]:
@@ -131,7 +132,7 @@ def _recomputation(timeline: Timeline, at: int, windows: list[Group | None]) -> 
         op = stack.pop()
         if op == at or step.facts[op].kind is Kind.HEAVY:  # else it is computed together with what reads it
             seconds += timeline.seconds[op]
-        if any(group.frees and group is not window for group in step.read[op]):
+        if any(group.frees and not (group is window and group.unshards_in_backward) for group in step.read[op]):
             return None
         for source in {source for value in step.made[op] for source in value.sources}:
             if source.is_saved or source.made_at in seen:

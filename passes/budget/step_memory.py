@@ -61,11 +61,13 @@ class Sharding:
         group: The number of the group that is gathered with it.
         shard_bytes: Of its sharded gradient, with padding.
         reduced_bytes: Of its whole gradient in the dtype of the reduction.
+        unshards_in_backward: Whether the backward gathers its group, if the forward has freed it.
     """
 
     group: int
     shard_bytes: int
     reduced_bytes: int
+    unshards_in_backward: bool = True
 
 
 @dataclass(eq=False, slots=True)
@@ -109,6 +111,10 @@ class Group:
     def size(self) -> int:
         """Bytes of all its parameters."""
         return sum(parameter.size for parameter in self.parameters)
+
+    @property
+    def unshards_in_backward(self) -> bool:
+        return self.parameters[0].sharding.unshards_in_backward
 
     @property
     def uses(self) -> list[int]:

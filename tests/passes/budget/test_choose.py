@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -116,6 +117,17 @@ def test_a_group_that_is_filled_twice_is_not_kept() -> None:
         graph.call_function(fills[0].target, fills[0].args)
     found = fit(Timeline(Step(graph, parameters), RANKS, COSTS), UNLIMITED)
     assert found.choices.kept == {1, 2}
+
+
+def test_what_the_backward_does_not_gather_is_neither_kept_nor_read_again() -> None:
+    graph, parameters = blocks(rows=256)
+    parameters = {node: replace(each, unshards_in_backward=each.group != 1) for node, each in parameters.items()}
+    step = Step(graph, parameters)
+    timeline = Timeline(step, RANKS, COSTS)
+    assert fit(timeline, UNLIMITED).choices.kept == {0, 2}
+    again = [choice.op for choice in find_choices(timeline) if step.ops[max(choice.op, 0)].target is F.linear]
+    assert again
+    assert not any(group.number == 1 for op in again for group in step.read[op])
 
 
 def test_the_graph_becomes_what_was_decided() -> None:
