@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from compile_fsdp.errors import EstimateError, ExplainError, PlanError, ScriptError, UnknownOptionError
+from compile_fsdp.tools import calibrate as calibrate_command
 from compile_fsdp.tools import precompile as precompile_command
 from compile_fsdp.tools.bench import command as bench_command
 from compile_fsdp.tools.explain import command as explain_command
@@ -24,6 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     explain_command.add_parser(subcommands)
     precompile_command.add_parser(subcommands)
     bench_command.add_parser(subcommands)
+    calibrate_command.add_parser(subcommands)
     return parser
 
 

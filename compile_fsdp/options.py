@@ -31,6 +31,9 @@ from compile_fsdp.torch_compat.inductor import (
     inductor_option_names,
 )
 
+# The environment variable with a job's default of the option `costs`.
+COSTS_VARIABLE = "COMPILE_FSDP_COSTS"
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -51,8 +54,10 @@ class Options:
             With None, only `reshard_after_forward` and the user's checkpoints decide.
         unsharded_budget_bytes: Most bytes of unsharded parameters alone that a rank may hold at a time: what
             `memory_budget` was in 0.1. Deprecated.
-        costs: Costs of collectives, copies and compute for the passes that decide by costs; equal on all ranks. None
-            takes the costs of the device from `compile_fsdp.passes.COSTS`.
+        costs: By what the passes decide: "measured" takes what collectives, copies and products of matrices take here,
+            which the first compile measures once for each device and mesh; "constants" takes the numbers of
+            `compile_fsdp.passes.COSTS`. Or numbers of your own, equal on all ranks. With None, what the environment
+            variable COMPILE_FSDP_COSTS says, or else "measured".
         progress: Whether rank 0 reports on stderr what is traced or compiled if that takes more than two seconds.
         agreement_timeout_s: Seconds that a rank waits for other ranks to compile before a graph first runs.
         verify: Whether to compare each compiled graph with the traced one when it first runs, and the gradients of the
@@ -71,13 +76,25 @@ class Options:
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
     memory_budget: int | Literal["auto"] | None = None
     unsharded_budget_bytes: int | None = None
-    costs: Costs | None = None
+    costs: Costs | Literal["measured", "constants"] | None = None
     progress: bool = True
     agreement_timeout_s: float = DEFAULT_LIMIT_S
     verify: bool = False
     replay: bool = False
     bundle: str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def known_costs(self) -> Costs | None:
+        """The costs, where they are numbers already; None stands for those of the device."""
+        return self.costs if isinstance(self.costs, Costs) else None
+
+    @property
+    def measures_costs(self) -> bool:
+        """Whether the first compile may measure what its collectives take."""
+        if self.inner_backend != "inductor":  # others decide on no collective
+            return False
+        return (self.costs or os.environ.get(COSTS_VARIABLE, "measured")) == "measured"
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None, mode: str | None = None) -> Options:
@@ -143,9 +160,12 @@ def _checked(ours: dict[str, Any]) -> dict[str, Any]:
             FutureWarning,
             stacklevel=2,
         )
-    costs = ours.get("costs")
-    if not (costs is None or isinstance(costs, Costs)):
-        raise UnknownOptionError(f"expected costs to be compile_fsdp.passes.Costs or None, got {costs!r}")
+    costs = ours.get("costs") or os.environ.get(COSTS_VARIABLE, "measured")
+    if not (isinstance(costs, Costs) or costs in ("measured", "constants")):
+        raise UnknownOptionError(
+            'expected costs to be compile_fsdp.passes.Costs, "measured" or "constants", or one of the two words in the '
+            f"environment variable {COSTS_VARIABLE}, got {costs!r}"
+        )
     for name in ("progress", "verify", "replay"):
         if not isinstance(value := ours.get(name, True), bool):
             raise UnknownOptionError(f"expected {name} to be True or False, got {value!r}")

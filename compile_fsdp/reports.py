@@ -39,6 +39,7 @@ class GraphReport:
         cached: Whether Inductor took the graph from its cache, so that no pass ran. The other attributes are then those
             reported when the graph was compiled.
         decision: How the step is fitted into its `memory_budget`; None without one, and for backward graphs.
+        costs: By which the passes have decided; None for a graph without sharded parameters.
     """
 
     direction: Direction
@@ -52,6 +53,7 @@ class GraphReport:
     seconds: float
     cached: bool
     decision: BudgetDecision | None = None
+    costs: Costs | None = None
 
     def __str__(self) -> str:
         kept = "".join(f"; kept {fqn}: {reason}" for fqn, reason in self.kept[:3])

@@ -68,7 +68,7 @@ def agree(sequence: CollectiveSequence, what: str, limit_s: float, shown: bool) 
     digest = hashlib.sha256("\n".join(sequence.lines).encode()).hexdigest()
     are_all_here = True
     with _Meeting(what, limit_s, shown) as meeting:
-        for name, group in _real_groups(sequence.groups):
+        for name, group in real_groups(sequence.groups):
             if digest in _agreed_in(group).digests:
                 are_all_here = False  # See [Note: Agreed once is agreed].
                 continue
@@ -135,17 +135,32 @@ def share_largest(names: Collection[str], what: str, own: tuple[int, str], limit
     return _decide_in_turn(names, what, f"{own[0]} {own[1]}", limit_s, judge).partition(" ")[2]
 
 
+def share_first(names: Collection[str], what: str, own: str, limit_s: float) -> str:
+    """What the first rank says, on all ranks of the process groups.
+
+    Args:
+        names: What graphs call the process groups.
+        what: What the ranks talk about, in errors.
+        own: What this rank says.
+        limit_s: Seconds to wait for the other ranks.
+    Raises:
+        RankMissingError: a rank does not come within the limit.
+    """
+    return _decide_in_turn(names, what, own, limit_s, lambda texts: texts[0])
+
+
 def _decide_in_turn(
     names: Collection[str], what: str, own: str, limit_s: float, judge: Callable[[Sequence[str]], str]
 ) -> str:
     """What becomes of this rank's text when one process group after the other decides."""
     with _Meeting(what, limit_s, shown=False) as meeting:
-        for name, group in _real_groups(names):
+        for name, group in real_groups(names):
             own = meeting.decide(group, name, own, judge)
     return own
 
 
-def _real_groups(names: Collection[str]) -> Iterator[tuple[str, dist.ProcessGroup]]:
+def real_groups(names: Collection[str]) -> Iterator[tuple[str, dist.ProcessGroup]]:
+    """Of the process groups that graphs call by these names, those with other ranks, in one order on all of them."""
     for name in sorted(names):
         group = resolve_group(name)
         if group.size() > 1 and dist.get_backend(group) != _FAKE:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from compile_fsdp.backend.backward import BackwardCompiler
 from compile_fsdp.backend.boundary import ForwardGraph
+from compile_fsdp.backend.costs import settle_costs
 from compile_fsdp.backend.graph_inputs import GraphInputs
 from compile_fsdp.backend.inner import TracedGraph, compile_traced
 from compile_fsdp.backend.memory_budget import budget_pass
@@ -60,6 +61,9 @@ def compile_fsdp(
     traced = trace_record.take()
     parsed = Options.parse(options, mode)
     _check_names_and_ops()
+    costs = settle_costs(gm, GraphInputs(gm), parsed)
+    if costs is not None:
+        parsed = replace(parsed, costs=costs)
     if parsed.bundle is not None and traced.entered and not any(hooks.root.replay for hooks in traced.entered):
         raise UnknownOptionError(
             "expected model.compile() with a bundle, got torch.compile() of a model or a function; call the model's "
@@ -117,7 +121,7 @@ def _run_passes(
             groups=groups,
             ranks=max((group.constants.shard_count for group in groups.values()), default=1),
             budget=options.unsharded_budget_bytes if has_backward else None,
-            costs=options.costs,
+            costs=options.known_costs,
             fitted=fitted,
             frozen=inputs.frozen_nodes() if has_backward else (),
         ),

@@ -14,7 +14,9 @@ from compile_fsdp.passes.analysis.sequence import CollectiveSequence
 from compile_fsdp.passes.analysis.unfilled_reads import find_unfilled_reads
 from compile_fsdp.runtime.attached import owner_of
 from compile_fsdp.runtime.group import TraceableGroup
+from compile_fsdp.runtime.group_names import name_in_graphs
 from compile_fsdp.runtime.module import belongs_to_traceable
+from compile_fsdp.runtime.reduction import process_groups
 from compile_fsdp.torch_compat.dynamo import graph_input_example
 from compile_fsdp.torch_compat.inductor import graph_input_position
 
@@ -53,6 +55,11 @@ class GraphInputs:
     def groups(self) -> list[TraceableGroup]:
         """The groups in `managed`, each once, in the order of the inputs."""
         return list(dict.fromkeys(self.managed.values()))
+
+    def process_groups(self) -> list[str]:
+        """What graphs call the process groups that parameters are gathered, and gradients reduced, over."""
+        found = (each for group in self.groups for each in process_groups(group.fsdp_group) if each is not None)
+        return sorted({name_in_graphs(each) for each in found})
 
     def managed_nodes(self) -> list[tuple[fx.Node, TraceableGroup]]:
         """The placeholders that are unsharded parameters."""

@@ -67,7 +67,8 @@ def compile_traced(graph: TracedGraph, earlier: CollectiveSequence | None = None
     traced = read_collectives(graph.gm.graph)
     original = _copy_to_verify(graph)
     decision = graph.decision if graph.direction == "forward" else None
-    recorder = Recorder(graph.direction, graph.options.inner_backend, len(graph.gm.graph.nodes), decision)
+    options, nodes = graph.options, len(graph.gm.graph.nodes)
+    recorder = Recorder(graph.direction, options.inner_backend, nodes, decision, options.known_costs)
     compiled, stored = _call_inner_backend(graph, recorder)
     collectives = recorder.finish() or traced
     if (frame := current()) is not None:
@@ -95,7 +96,7 @@ def _call_inner_backend(
     gm, options = graph.gm, graph.options
     observer = None
     if (watching := present_observer()) is not None:
-        observer = watching.begin(graph.direction, gm, graph.inputs.groups, options.costs)
+        observer = watching.begin(graph.direction, gm, graph.inputs.groups, options.known_costs)
     # A saved view of an unsharded parameter would keep its storage alive, or read it after it was freed:
     # views are computed again in the backward from the parameter itself.
     settings: dict[str, Any] = {"recompute_views": True}

@@ -67,8 +67,8 @@ def budget_pass(inputs: GraphInputs, options: Options) -> Pass | None:
         parameters=parameters,
         ranks=max(group.constants.shard_count for group in groups),
         budget=budget,
-        costs=options.costs or COSTS.get(device.type, COSTS["cuda"]),
-        settle=partial(_settle, groups=groups, budget=budget, options=options),
+        costs=options.known_costs or COSTS.get(device.type, COSTS["cuda"]),
+        settle=partial(_settle, inputs=inputs, budget=budget, options=options),
         fuses=options.inner_backend == "inductor",
     )
 
@@ -105,17 +105,17 @@ def _free_bytes(device: torch.device, groups: Sequence[TraceableGroup]) -> int:
     return max(int(free * (1 - RESERVE)) - STATE_TO_COME * sharded, 0)
 
 
-def _settle(
-    own: BudgetDecision, *, groups: Sequence[TraceableGroup], budget: int, options: Options
-) -> BudgetDecision:
+def _settle(own: BudgetDecision, *, inputs: GraphInputs, budget: int, options: Options) -> BudgetDecision:
     """See [Note: One decision]."""
+    groups = inputs.groups
     known = _agreed.setdefault(groups[0], {})
     key = options.memory_budget, tuple(group.constants.text for group in groups)
     if key in known:
         return _with_collectives_of(known[key], own)
-    names = [group.constants.gather_group for group in groups if group.constants.gather_group]
     need = own.fastest_bytes - budget + (0 if own.fits else _UNFIT)
-    text = share_largest(names, "memory budget", (need, json.dumps(asdict(own))), options.agreement_timeout_s)
+    text = share_largest(
+        inputs.process_groups(), "memory budget", (need, json.dumps(asdict(own))), options.agreement_timeout_s
+    )
     decision = _parse(json.loads(text))
     if not decision.fits:
         raise MemoryBudgetError(

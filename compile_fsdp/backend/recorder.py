@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from compile_fsdp.passes import Costs
 from compile_fsdp.passes.analysis.sequence import CollectiveSequence
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
 from compile_fsdp.passes.report import Report, WindowReport
@@ -20,13 +21,21 @@ class Recorder:
         inner_backend: The Dynamo backend that compiles it.
         nodes: Of the Dynamo graph.
         decision: How the step is fitted into its memory budget, if it has one.
+        costs: By which the passes decide, if it has sharded parameters.
 
     Attributes:
         reports: What it has reported.
     """
 
-    def __init__(self, direction: Direction, inner_backend: str, nodes: int, decision: BudgetDecision | None) -> None:
-        self._next = GraphReport(direction, inner_backend, 0, 0, 0, (), nodes, nodes, 0.0, False, decision)
+    def __init__(
+        self,
+        direction: Direction,
+        inner_backend: str,
+        nodes: int,
+        decision: BudgetDecision | None,
+        costs: Costs | None,
+    ) -> None:
+        self._next = GraphReport(direction, inner_backend, 0, 0, 0, (), nodes, nodes, 0.0, False, decision, costs)
         self.reports: list[GraphReport] = []
         take_graph_notes()  # of a backward that Inductor compiled by itself, later than its forward
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,6 +51,14 @@ def cuda_graphs_by_default() -> bool:
     from torch._inductor import config
 
     return bool(config.triton.cudagraphs)
+
+
+@needs("torch._inductor.runtime.cache_dir_utils.cache_dir")
+def cache_folder() -> Path:
+    """Inductor's, for this user or as TORCHINDUCTOR_CACHE_DIR has it. (2.13.0)"""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir())
 
 
 @needs("torch._inductor.compile_fx.compile_fx", "torch._inductor.compile_fx.compile_fx_inner")

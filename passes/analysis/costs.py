@@ -1,9 +1,9 @@
 """What compute, copies and collectives cost: the numbers by which passes decide.
 
 [Note: Costs are equal on all ranks]
-Ranks that decided differently would issue different collectives, and hang. So costs are constants and never measured
-by the process that uses them, and what is decided by them depends on sizes that all ranks share: padded shards and
-whole parameters.
+Ranks that decided differently would issue different collectives, and hang. So costs are constants, or what one rank has
+measured for all (`compile_fsdp/backend/costs.py`), and what is decided by them depends on sizes that all ranks share:
+padded shards and whole parameters.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Costs:
         comm_bandwidth: Bytes per second that a rank receives.
         memory_bandwidth: Bytes per second that a kernel reads and writes together.
         flops: Floating-point operations per second.
-        rows: Tokens, or other rows of a batch, that a rank usually computes with at a time. Nothing is decided by the
-            real number where all ranks have to decide alike.
+        rows: Tokens, or other rows of a batch, that a rank computes with at a time. Nothing is decided by its own
+            number where all ranks have to decide alike.
     """
 
     latency: float

@@ -165,7 +165,7 @@ class Timeline:
         packs = self._reductions
         whole = [self._mirrored(pack.first) for pack in packs]
         end = len(self._changes) - 2
-        for pack, launched, following in zip(packs, whole, [*whole[1:], end], strict=True):
+        for pack, launched, following in zip(packs, whole, [*whole, end][1:], strict=True):
             for parameter in pack.parameters:
                 self._hold(self._mirrored(max(parameter.uses)), launched, parameter.size)
                 self._hold(launched, end, parameter.sharding.shard_bytes)

@@ -22,8 +22,9 @@ gathered takes memory. A gradient in flight keeps its unsharded memory: never mo
 
 [Note: One order on all ranks]
 Ranks may differ in what they compute with, batches of several lengths for example, and hence in how long they compute.
-Their collectives must be issued in one order all the same. So the order is that of a schedule for the usual batch
-(`Costs.rows`), in which only products with parameters take time; what this rank computes decides on the places between.
+Their collectives must be issued in one order all the same. So the order is that of a schedule for the batch that all
+have agreed on (`Costs.rows`), in which only products with parameters take time; what this rank computes decides on the
+places between.
 
 [Note: Who keeps the order]
 Inductor lowers the nodes in graph order, and moves kernels afterwards only to save memory. That pass knows nothing of

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import BackwardPrefetch
 
 from compile_fsdp import Options
 from compile_fsdp.errors import UnknownOptionError
+from compile_fsdp.passes import COSTS
 
 
 def test_defaults() -> None:
@@ -98,3 +99,30 @@ def test_a_wrong_option_is_named_with_the_valid_ones(given: dict[str, Any], name
         Options.parse(given)
     for text in named:
         assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "variable", "measures"),
+    [
+        ({}, None, True),
+        ({"costs": None}, "measured", True),
+        ({}, "constants", False),
+        ({"costs": "measured"}, "constants", True),
+        ({"costs": "constants"}, "measured", False),
+        ({"costs": COSTS["cpu"]}, "measured", False),
+        ({"inner_backend": "aot_eager"}, None, False),
+    ],
+)
+def test_costs_are_measured_unless_somebody_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], variable: str | None, measures: bool
+) -> None:
+    monkeypatch.delenv("COMPILE_FSDP_COSTS")
+    if variable is not None:
+        monkeypatch.setenv("COMPILE_FSDP_COSTS", variable)
+    assert Options.parse(given).measures_costs is measures
+
+
+def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMPILE_FSDP_COSTS", "guessed")
+    with pytest.raises(UnknownOptionError, match=r"COMPILE_FSDP_COSTS, got 'guessed'"):
+        Options.parse(None)

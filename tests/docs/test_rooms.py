@@ -31,6 +31,7 @@ VALUES = {
     "with",
     "compile-fsdp",
     "compile-fsdp bench",
+    "compile-fsdp calibrate",
     "compile-fsdp explain",
     "compile-fsdp plan",
     "compile-fsdp precompile",

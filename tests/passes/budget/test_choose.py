@@ -26,7 +26,9 @@ RANKS, DIM = 2, 16
 UNLIMITED = 10**12
 
 
-def blocks(rows: int, count: int = 3, checkpointed: int = -1) -> tuple[fx.Graph, dict[fx.Node, Sharding]]:
+def blocks(
+    rows: int, count: int = 3, checkpointed: int = -1, trains: bool = True
+) -> tuple[fx.Graph, dict[fx.Node, Sharding]]:
     """A forward of blocks, x + gelu(x @ up) @ down, each gathered and freed around its use."""
     build = GraphBuilder(meta_key="example_value")
     parameters: dict[fx.Node, Sharding] = {}
@@ -34,7 +36,7 @@ def blocks(rows: int, count: int = 3, checkpointed: int = -1) -> tuple[fx.Graph,
         x = build.input_like("x", torch.empty(rows, DIM))
         shapes = ((4 * DIM, DIM), (DIM, 4 * DIM))
         groups = [
-            [build.input_like(f"w{i}_{j}", torch.empty(shape, requires_grad=True)) for j, shape in enumerate(shapes)]
+            [build.input_like(f"w{i}_{j}", torch.empty(shape, requires_grad=trains)) for j, shape in enumerate(shapes)]
             for i in range(count)
         ]
         values = [build.input_like(f"v{j}", torch.empty(shape)) for j, shape in enumerate(shapes)]
@@ -107,6 +109,12 @@ def test_checkpoints_of_the_users_stay_as_they_are() -> None:
     step = timeline(rows=256, checkpointed=1)
     again = [choice.op for choice in find_choices(step) if step.step.ops[choice.op].target is F.gelu]
     assert len(again) == 2
+
+
+def test_a_step_that_reduces_no_gradient_is_fitted_as_well() -> None:
+    found = fit(timeline(rows=256, trains=False), UNLIMITED)
+    assert found.fits
+    assert found.peak < fit(timeline(rows=256), UNLIMITED).peak
 
 
 def test_a_group_that_is_filled_twice_is_not_kept() -> None:

@@ -1,0 +1,166 @@
+"""The costs that a graph is compiled by: one set of numbers on all of its ranks.
+
+[Note: Costs are measured once]
+The first graph over a process group whose collectives nobody has measured measures them, in about a second, and keeps
+the numbers for later processes. Whether that is needed says the first rank: hosts may have caches of their own. Ranks
+meet before they measure, so that a rank which never comes is named and not waited for by a collective. Ranks may have
+batches of different sizes; the one with the largest decides for all, on the numbers as well. A rank that compiles alone
+later, for another batch, has these costs again and meets nobody.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
+from functools import reduce
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from compile_fsdp.backend.agreement import real_groups, share_first, share_largest
+from compile_fsdp.backend.graph_inputs import GraphInputs
+from compile_fsdp.calibration import store
+from compile_fsdp.calibration.measure import Measurements, measure
+from compile_fsdp.options import Options
+from compile_fsdp.passes import COSTS, Costs
+from compile_fsdp.passes.analysis.eager_effects import is_upkeep
+from compile_fsdp.passes.analysis.effects import Effects
+from compile_fsdp.passes.analysis.layout import size_hint
+from compile_fsdp.runtime.group import TraceableGroup
+from compile_fsdp.runtime.group_calls import GROUP_CALLS
+from compile_fsdp.torch_compat.dispatch import HigherOrderOperator
+from compile_fsdp.torch_compat.dynamo import graph_input_example
+
+_MEASURE = "measure"
+
+# By first group of a graph: by its groups and whether costs are measured, what all ranks have settled on.
+_settled: WeakKeyDictionary[TraceableGroup, dict[Hashable, Costs]] = WeakKeyDictionary()
+
+_measured: WeakKeyDictionary[dist.ProcessGroup, dict[torch.dtype, Measurements]] = WeakKeyDictionary()
+
+
+def settle_costs(gm: fx.GraphModule, inputs: GraphInputs, options: Options) -> Costs | None:
+    """The costs for a graph and its backward. It may issue collectives: see [Note: Costs are measured once].
+
+    Args:
+        gm: The forward graph, as Dynamo has traced it.
+        inputs: Of the graph.
+        options: The user's.
+    Returns:
+        None for a graph without sharded parameters.
+    Raises:
+        RankMissingError: a rank does not come within the limit.
+    """
+    groups = inputs.groups
+    if isinstance(options.costs, Costs) or not groups:
+        return options.known_costs
+    known = _settled.setdefault(groups[0], {})
+    key = options.measures_costs, tuple(group.constants.text for group in groups)
+    if key not in known:
+        device = groups[0].fsdp_group.device
+        costs = usual = COSTS.get(device.type, COSTS["cuda"])
+        if options.measures_costs:
+            costs = _measured_costs(inputs, usual, options.agreement_timeout_s)
+        costs = replace(costs, rows=_find_rows(gm, inputs) or usual.rows)
+        own = costs.rows, json.dumps(asdict(costs))
+        text = share_largest(inputs.process_groups(), "costs", own, options.agreement_timeout_s)
+        known[key] = Costs(**json.loads(text))
+    return known[key]
+
+
+def _measured_costs(inputs: GraphInputs, usual: Costs, limit_s: float) -> Costs:
+    """Of several process groups that parameters are sharded over, the slowest counts."""
+    device, dtype = inputs.groups[0].fsdp_group.device, _compute_dtype(inputs)
+    names = {group.constants.gather_group for group in inputs.groups} - {""}
+    found = [
+        _measurements(name, group, device, dtype, limit_s).costs(usual) for name, group in real_groups(names)
+    ]
+    return reduce(_slower, found) if found else usual
+
+
+def _slower(one: Costs, other: Costs) -> Costs:
+    """The slower link of the two; the device is the same."""
+    latency, bandwidth = max(one.latency, other.latency), min(one.comm_bandwidth, other.comm_bandwidth)
+    return replace(one, latency=latency, comm_bandwidth=bandwidth)
+
+
+def _measurements(
+    name: str, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, limit_s: float
+) -> Measurements:
+    known = _measured.setdefault(group, {})
+    if dtype not in known:
+        key = store.circumstances(group, device, dtype)
+        kept = store.read(key)
+        text = share_first([name], "costs", json.dumps(asdict(kept)) if kept else _MEASURE, limit_s)
+        if text == _MEASURE:
+            own = measure(group, device, dtype)
+            if group.rank() == 0:
+                store.write(key, own)
+            text = share_first([name], "costs", json.dumps(asdict(own)), limit_s)
+        known[dtype] = store.parse(json.loads(text))
+    return known[dtype]
+
+
+def _compute_dtype(inputs: GraphInputs) -> torch.dtype:
+    """Of most elements of the unsharded parameters, without what is no float."""
+    numels: dict[torch.dtype, int] = {}
+    for node, _ in inputs.managed_nodes():
+        tensor = graph_input_example(node)
+        if tensor.is_floating_point() and tensor.itemsize > 1:
+            numels[tensor.dtype] = numels.get(tensor.dtype, 0) + tensor.numel()
+    return max(numels, key=lambda dtype: (numels[dtype], str(dtype)), default=torch.float32)
+
+
+def _find_rows(gm: fx.GraphModule, inputs: GraphInputs) -> int:
+    """How many rows this rank's batch has where most elements of parameters are multiplied; a power of two, 0 for none.
+
+    A product with a matrix has a row of as many elements as the matrix has rows, for each row of its other factor.
+    """
+    counted: list[tuple[int, int]] = []
+    for node, _ in inputs.managed_nodes():
+        tensor = graph_input_example(node)
+        if tensor.dim() >= 2 and tensor.numel():
+            results = (_result(user) for user in _readers(gm, node))
+            rows = [size_hint(each.numel()) // tensor.shape[0] for each in results if each is not None]
+            counted.append((max(rows, default=0), tensor.numel()))
+    found = _weighted_median([(rows, weight) for rows, weight in counted if rows])
+    return 1 << (found - 1).bit_length() if found else 0
+
+
+def _result(node: fx.Node) -> torch.Tensor | None:
+    value = node.meta.get("example_value")
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _readers(gm: fx.GraphModule, tensor: fx.Node) -> Iterator[fx.Node]:
+    """What computes with a tensor, within the bodies of checkpoints as well."""
+    effects = Effects(gm)
+    for user in tensor.users:
+        if isinstance(user.target, HigherOrderOperator):
+            body, *operands = user.args
+            subgraph = effects.subgraph(body) if isinstance(body, fx.Node) else None
+            if subgraph is not None:
+                placeholders = subgraph.graph.find_nodes(op="placeholder")
+                for operand, placeholder in zip(operands, placeholders, strict=False):
+                    if operand is tensor:
+                        yield from _readers(subgraph, placeholder)
+        elif not (is_upkeep(user) or user.target in GROUP_CALLS or _is_view(user)):
+            yield user
+
+
+def _is_view(node: fx.Node) -> bool:
+    result, sources = _result(node), [_result(each) for each in node.all_input_nodes]
+    return result is not None and len(sources) == 1 and sources[0] is not None and result.numel() == sources[0].numel()
+
+
+def _weighted_median(counted: Iterable[tuple[int, int]]) -> int:
+    ordered: Sequence[tuple[int, int]] = sorted(counted)
+    half = sum(weight for _, weight in ordered) / 2
+    for value, weight in ordered:
+        half -= weight
+        if half <= 0:
+            return value
+    return 0

@@ -1,0 +1,1 @@
+"""What this machine's collectives, copies and products of matrices cost, measured once and kept."""

@@ -1,0 +1,81 @@
+"""What is measured becomes costs that the next measurement gives again, and is found by the next process."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import astuple, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compile_fsdp.calibration import store
+from compile_fsdp.calibration.measure import Link, Measurements, measure
+from compile_fsdp.passes import COSTS, Costs
+from helpers.ranks.fake_world import fake_world
+
+FOUND = Measurements(Link(300e-6, 0.4e9), Link(420e-6, 0.35e9), copy_bandwidth=17e9, flops=90e9)
+KEY = {"device": "one", "ranks": 2}
+
+numbers = st.floats(1e-9, 1e15)
+links = st.builds(Link, numbers, numbers)
+
+
+@given(st.builds(Measurements, links, links, numbers, numbers), st.sampled_from(list(COSTS)))
+def test_costs_are_the_usual_ones_times_powers_of_two(measured: Measurements, device: str) -> None:
+    costs = measured.costs(COSTS[device])
+    for found, usual in zip(astuple(costs), astuple(COSTS[device]), strict=True):
+        assert math.log2(found / usual).is_integer()
+    assert costs.memory_bandwidth / measured.copy_bandwidth == pytest.approx(1, abs=0.42)
+    assert costs.flops / measured.flops == pytest.approx(1, abs=0.42)
+
+
+def test_a_little_more_or_less_is_the_same_costs() -> None:
+    noisy = replace(FOUND, gather=Link(330e-6, 0.44e9), copy_bandwidth=18e9, flops=105e9)
+    assert noisy.costs(COSTS["cpu"]) == FOUND.costs(COSTS["cpu"])
+
+
+def test_of_gathers_and_reductions_the_mean_counts() -> None:
+    costs = Measurements(Link(1.0, 3.0), Link(3.0, 1.0), 1.0, 1.0).costs(Costs(2.0, 1.5, 1.0, 1.0))
+    assert (costs.latency, costs.comm_bandwidth) == (2.0, 1.5)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.usefixtures("cache")
+def test_what_was_measured_is_found_again_under_the_same_circumstances() -> None:
+    assert store.read(KEY) is None
+    store.write(KEY, FOUND)
+    assert store.read(KEY) == FOUND
+    assert store.read({**KEY, "ranks": 4}) is None
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"under": 1, "measured": 2}'])
+def test_a_file_that_is_none_of_ours_is_measured_again(content: str) -> None:
+    store.write(KEY, FOUND)
+    store.path_of(KEY).write_text(content)
+    assert store.read(KEY) is None
+    store.write(KEY, FOUND)
+    assert store.read(KEY) == FOUND
+
+
+def test_a_folder_that_cannot_be_written_to_is_no_error(cache: Path) -> None:
+    (cache / "compile_fsdp").write_text("a file where the folder would be")
+    store.write(KEY, FOUND)
+    assert store.read(KEY) is None
+
+
+def test_what_is_measured_is_positive() -> None:
+    with fake_world(2):
+        found = measure(dist.group.WORLD, torch.device("cpu"), torch.float32)
+    costs = found.costs(COSTS["cpu"])
+    assert min(astuple(costs)) > 0
+    assert all(math.isfinite(each) for each in astuple(costs))

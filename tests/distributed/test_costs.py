@@ -1,0 +1,93 @@
+"""Ranks measure what their collectives take once, and all of them decide by the same numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import compile_fsdp
+from compile_fsdp.passes import COSTS, Costs
+from compile_fsdp.reports import reports, reset_reports
+from helpers.ranks.pools import device_type, run_ranks
+
+DIM = 16
+
+
+def _costs(batch: torch.Tensor, costs: str) -> list[Costs | None]:
+    """Of the graphs of a step on a process group that nobody has measured."""
+    group = dist.new_group(list(range(dist.get_world_size())))
+    mesh = DeviceMesh.from_group(group, device_type())
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)).to(batch.device)
+    compile_fsdp.fully_shard(model, mesh=mesh)
+    model.compile(backend="compile_fsdp", fullgraph=True, options={"costs": costs})
+    reset_reports()
+    model(batch).sum().backward()
+    return [report.costs for report in reports()]
+
+
+def _train(rank: int, folder: str, costs: str) -> tuple[list[Costs | None], list[Costs | None]]:
+    """Twice on ranks with caches of their own, and before the second time with other numbers in the first one's."""
+    own = Path(folder) / str(rank)
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(own)
+    try:
+        batch = torch.randn(100 * (1 + rank), DIM, device=device_type())
+        first = _costs(batch, costs)
+        for path in own.glob("compile_fsdp/costs/*.json"):
+            content = json.loads(path.read_text())
+            content["measured"]["gather"]["latency"] = content["measured"]["reduction"]["latency"] = 1.0
+            path.write_text(json.dumps(content))
+        return first, _costs(batch, costs)
+    finally:
+        if before is None:
+            del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        else:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+
+
+def test_the_first_rank_measures_and_keeps_what_all_decide_by(tmp_path: Path) -> None:
+    found = run_ranks(2, _train, str(tmp_path), "measured")
+    (first, second), other = found
+    assert other == (first, second)
+    forward, backward = first
+    assert forward is not None
+    assert backward == forward
+    assert forward.rows == 256  # of the larger batch, as a power of two
+    assert forward.latency < 0.7
+    # The kept numbers count, and nothing is measured.
+    assert second[0] is not None
+    assert second[0].latency > 0.7
+    assert len(list(tmp_path.glob("0/compile_fsdp/costs/*.json"))) == 1
+    assert not list(tmp_path.glob("1/compile_fsdp/costs/*.json"))
+
+
+def test_constants_are_not_measured(tmp_path: Path) -> None:
+    usual = COSTS.get(device_type(), COSTS["cuda"])
+    for found in run_ranks(2, _train, str(tmp_path), "constants"):
+        for costs in (*found[0], *found[1]):
+            assert costs == Costs(usual.latency, usual.comm_bandwidth, usual.memory_bandwidth, usual.flops, rows=256)
+    assert not list(tmp_path.glob("*/compile_fsdp"))
+
+
+def _alone(rank: int) -> list[Costs | None]:
+    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+    compile_fsdp.fully_shard(model)
+    model.compile(backend="compile_fsdp", fullgraph=True, dynamic=False, options={"inner_backend": "aot_eager"})
+    reset_reports()
+    for rows in (64, 8 if rank == 0 else 64, 64):
+        model(torch.randn(rows, DIM)).sum().backward()
+    return [report.costs for report in reports()]
+
+
+def test_a_rank_that_compiles_alone_decides_by_the_costs_of_all() -> None:
+    one, other = run_ranks(2, _alone)
+    assert len(one) > len(other)
+    assert set(one) == set(other)
+    assert len(set(one)) == 1

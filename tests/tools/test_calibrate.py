@@ -1,0 +1,47 @@
+"""`compile-fsdp calibrate` measures each dim of a mesh, and says so if it cannot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from compile_fsdp.calibration import store
+from compile_fsdp.cli import main
+
+
+def test_each_dim_of_a_mesh_is_measured_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert main(["calibrate", "--ranks", "4", "--mesh", "2x2", "--dtype", "float32"]) == 0
+    printed = capfd.readouterr().out
+    kept = list((tmp_path / "compile_fsdp" / "costs").glob("*.json"))
+    # Ranks 0 and 2 are farther apart than 0 and 1, and may be on different hosts.
+    assert sorted(json.loads(path.read_text())["under"]["apart"] for path in kept) == [1, 2]
+    for path in kept:
+        assert f"kept in {path}" in printed
+        assert store.read(json.loads(path.read_text())["under"]) is not None
+    for text in ("mesh dim 0, 2 ranks, float32", "mesh dim 1, 2 ranks, float32", "all-gather", "reduce-scatter"):
+        assert text in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "1"], "expected two ranks or more, got 1"),
+        (["--ranks", "4", "--mesh", "2x3"], "got 2x3 for 4"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["calibrate", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--dtype", "int8"], ["--dtype", "float33"], ["--mesh", "2by2"]])
+def test_what_is_no_dtype_or_mesh_is_refused(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["calibrate", *arguments])
