@@ -290,6 +290,10 @@ KEPT = {
             ),
         ),
     ),
+    "a DTensor out of a checkpoint with a sharded module": Program(
+        Part("chain", (Part("chain", (SHARDED, LINEAR, Part("dtensor")), is_checkpointed=True),)),
+        ("plain", "accumulate", "plain"),
+    ),
     "kept in an evaluation, and changed": Program(
         Part(
             "chain",
