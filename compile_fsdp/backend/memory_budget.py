@@ -25,12 +25,14 @@ from compile_fsdp.backend.graph_inputs import GraphInputs
 from compile_fsdp.errors import MemoryBudgetError
 from compile_fsdp.options import Options
 from compile_fsdp.passes import COSTS
+from compile_fsdp.passes.budget.choose import Choice
 from compile_fsdp.passes.budget.step_memory import Sharding
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision, fit_memory_budget
 from compile_fsdp.passes.runner import Pass
 from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.runtime.parameter import TraceableParam
 from compile_fsdp.torch_compat.dynamo import graph_input_example
+from compile_fsdp.wrap.tree import ROOT
 
 # Of what a device has free, "auto" leaves this much to kernels' workspaces and to the allocator's fragments.
 RESERVE = 0.05
@@ -76,10 +78,11 @@ def budget_pass(inputs: GraphInputs, options: Options) -> Pass | None:
 def _sharding(node: fx.Node, group: TraceableGroup, number: int) -> Sharding:
     tensor = graph_input_example(node)
     param, unshards = group.param_of(tensor), group.fsdp_group.unshard_in_backward
+    name = group.fsdp_group._module_fqn or ROOT
     if param.unsharded_param is not tensor:
-        return Sharding(number, 0, 0, unshards)  # a part, which has no gradient of its own
+        return Sharding(number, 0, 0, unshards, name)  # a part, which has no gradient of its own
     reduced = (group.fsdp_group._reduce_dtype or tensor.dtype).itemsize
-    return Sharding(number, _shard_bytes(param), tensor.numel() * reduced, unshards)
+    return Sharding(number, _shard_bytes(param), tensor.numel() * reduced, unshards, name)
 
 
 def _shard_bytes(param: TraceableParam) -> int:
@@ -127,8 +130,11 @@ def _settle(own: BudgetDecision, *, inputs: GraphInputs, budget: int, options: O
 
 
 def _with_collectives_of(agreed: BudgetDecision, own: BudgetDecision) -> BudgetDecision:
-    return replace(own, kept=agreed.kept, has_large_packs=agreed.has_large_packs)
+    choices = [each for each in agreed.choices if each.op < 0] + [each for each in own.choices if each.op >= 0]
+    return replace(own, kept=agreed.kept, has_large_packs=agreed.has_large_packs, choices=tuple(choices))
 
 
 def _parse(row: dict[str, Any]) -> BudgetDecision:
-    return BudgetDecision(**{**row, "kept": tuple(row["kept"]), "recomputed": tuple(row["recomputed"])})
+    choices = tuple(Choice(**each) for each in row["choices"])
+    lists = {"kept": tuple(row["kept"]), "recomputed": tuple(row["recomputed"]), "choices": choices}
+    return BudgetDecision(**{**row, **lists})

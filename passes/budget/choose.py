@@ -12,6 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from torch import fx
+
+from compile_fsdp.passes.analysis.module_names import module_fqn
 from compile_fsdp.passes.budget.op_facts import Kind
 from compile_fsdp.passes.budget.step_memory import Group, Step
 from compile_fsdp.passes.budget.timeline import Choices, Timeline
@@ -27,12 +30,14 @@ class Choice:
         size: Bytes that are not held between forward and backward.
         group: What is gathered again, or -1.
         op: Position of the op that the backward runs again, or -1. Neither: packs stay small.
+        name: What is gathered or run again, and in which module.
     """
 
     seconds: float
     size: int
     group: int = -1
     op: int = -1
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +94,21 @@ def find_choices(timeline: Timeline) -> Iterator[Choice]:
     step, costs = timeline.step, timeline.costs
     if timeline.large_pack_bytes:
         # Of the latencies, larger packs save three in four.
-        yield Choice(3 / 4 * timeline.packs * costs.latency, timeline.large_pack_bytes)
+        yield Choice(3 / 4 * timeline.packs * costs.latency, timeline.large_pack_bytes, name="smaller packs")
     for group in step.groups:
         if _is_keepable(group):
-            yield Choice(costs.collective(group.size // timeline.ranks, timeline.ranks), group.size, group=group.number)
+            seconds = costs.collective(group.size // timeline.ranks, timeline.ranks)
+            yield Choice(seconds, group.size, group=group.number, name=f"gather {group.name} again")
     windows = _find_windows(step)
     for at in range(len(step.ops)):
         size = sum(value.size for value in step.made[at] if value.is_saved) + step.internal[at]
         if size and (seconds := _recomputation(timeline, at, windows)) is not None:
-            yield Choice(seconds, size, op=at)
+            yield Choice(seconds, size, op=at, name=_name_of(step.ops[at]))
+
+
+def _name_of(op: fx.Node) -> str:
+    module = module_fqn(op)
+    return f"run {op.name} of {module} again" if module else f"run {op.name} again"
 
 
 def _is_keepable(group: Group) -> bool:

@@ -62,12 +62,14 @@ class Sharding:
         shard_bytes: Of its sharded gradient, with padding.
         reduced_bytes: Of its whole gradient in the dtype of the reduction.
         unshards_in_backward: Whether the backward gathers its group, if the forward has freed it.
+        group_name: FQN of the group's module, for reports.
     """
 
     group: int
     shard_bytes: int
     reduced_bytes: int
     unshards_in_backward: bool = True
+    group_name: str = ""
 
 
 @dataclass(eq=False, slots=True)
@@ -106,6 +108,11 @@ class Group:
     frees: list[fx.Node] = field(default_factory=list)
     filled_at: int = 0
     freed_at: int = 0
+
+    @property
+    def name(self) -> str:
+        """FQN of its module."""
+        return self.parameters[0].sharding.group_name
 
     @property
     def size(self) -> int:

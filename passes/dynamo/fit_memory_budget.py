@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from compile_fsdp.passes.analysis.costs import Costs
-from compile_fsdp.passes.budget.choose import fit
+from compile_fsdp.passes.budget.choose import Choice, fit
 from compile_fsdp.passes.budget.step_memory import Sharding, Step
 from compile_fsdp.passes.budget.timeline import Timeline
 from compile_fsdp.passes.report import format_mib
@@ -46,6 +46,8 @@ class BudgetDecision:
         peak_bytes: Most bytes at a time as decided, by the estimate. If the step does not fit: the fewest possible.
         seconds: What the decision adds to the fastest step, by the estimate.
         fits: Whether the step fits into the budget.
+        choices: What was given up for it, with its cost and what it saves: the cheapest first.
+        budget: Most bytes that a step may allocate, as the user or the device has it.
     """
 
     kept: tuple[int, ...]
@@ -56,6 +58,8 @@ class BudgetDecision:
     peak_bytes: int
     seconds: float
     fits: bool
+    choices: tuple[Choice, ...] = ()
+    budget: int = 0
 
     def __str__(self) -> str:
         packs = ", in large packs" if self.has_large_packs else ""
@@ -117,4 +121,6 @@ def _decide(timeline: Timeline, budget: int) -> BudgetDecision:
         peak_bytes=int(fitted.peak * MARGIN),
         seconds=sum(choice.seconds for choice in fitted.made),
         fits=fitted.fits,
+        choices=fitted.made,
+        budget=budget,
     )

@@ -20,8 +20,9 @@ from torch import fx
 import compile_fsdp
 from compile_fsdp.passes import PassCounts, WindowReport
 from compile_fsdp.passes.analysis.costs import Costs
+from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
 from compile_fsdp.passes.post_grad.remove_unshard_copies import remove_unshard_copies
-from compile_fsdp.reports import Direction, observing
+from compile_fsdp.reports import Direction, observing, reports
 from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.tools.explain.events import Event, read_events, trace_parameters
 from compile_fsdp.tools.explain.memory import count_windows
@@ -171,6 +172,7 @@ class Capture:
         graphs: The captured graphs, in the order of their compilation.
         breaks: The graph breaks, each place and reason once.
         recompiles: The recompiles, which are added at the end of the block.
+        decisions: How steps were fitted into their memory budgets, which are added at the end of the block.
         notes: Warnings of `compile_fsdp` itself, such as a backward that runs op by op.
     """
 
@@ -178,7 +180,9 @@ class Capture:
         self.graphs: list[CapturedGraph] = []
         self.breaks: list[GraphBreak] = []
         self.recompiles: list[Recompile] = []
+        self.decisions: list[BudgetDecision] = []
         self.notes: list[str] = []
+        self._reported = len(reports())
         self._callers: dict[str, Place] = {}  # by compile id
         self._start_us = int(time.time() * 1e6)
 
@@ -205,6 +209,8 @@ class Capture:
                 place = self._callers.get(str(each.compile_id), definition)
                 reason = each.recompile_reason.partition("\n")[0]
                 self.recompiles.append(Recompile(place, each.co_name or "", reason))
+        found = (report.decision for report in reports()[self._reported :])
+        self.decisions += [decision for decision in found if decision is not None]
 
 
 def _split_reason(text: str) -> tuple[str, str, tuple[str, ...]]:

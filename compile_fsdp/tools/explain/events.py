@@ -16,6 +16,7 @@ from compile_fsdp.passes.analysis.collectives import (
     ranks_of,
 )
 from compile_fsdp.passes.analysis.costs import COSTS, Costs, compute_seconds, device_costs, size_bytes
+from compile_fsdp.tools.explain.activations import alive_bytes
 from compile_fsdp.tools.explain.memory import unsharded_bytes
 from compile_fsdp.tools.explain.names import GraphNames, module_of, module_of_parameter
 from compile_fsdp.tools.explain.text import operation
@@ -62,6 +63,8 @@ class Event:
         size_bytes: Bytes of an all-gather output, or of a reduce-scatter or all-reduce input; 0 for other events.
         seconds: Estimated seconds, without waiting.
         alive_bytes: Most bytes of unsharded parameters that are alive during the event.
+        activation_bytes: The same of activations, gradients and what is packed for a collective.
+        recomputed_bytes: The same of what the backward computes again.
         collective: Number that a launch and its wait have in common; -1 for other events.
     """
 
@@ -74,6 +77,8 @@ class Event:
     alive_bytes: int
     collective: int = -1
     gradients: tuple[str, ...] = ()
+    activation_bytes: int = 0
+    recomputed_bytes: int = 0
 
 
 def read_events(graph: fx.Graph, names: GraphNames, costs: Costs | None = None) -> list[Event]:
@@ -95,14 +100,16 @@ class _Reader:
         self.parameters, self.sent = trace_parameters(graph, names)
         self.gradients = _find_gradients(graph, names)  # parameters whose gradients a node computes or carries
         self.alive = unsharded_bytes(graph, names)
+        self.others = alive_bytes(graph, names)
         self.collectives: dict[fx.Node, int] = {}
 
     def read(self) -> list[Event]:
         events: list[Event] = []
-        for node, alive in zip(self.graph.nodes, self.alive, strict=True):
-            event = self._event(node, alive)
-            if event is None:
+        for i, node in enumerate(self.graph.nodes):
+            found = self._event(node, self.alive[i])
+            if found is None:
                 continue
+            event = replace(found, activation_bytes=self.others.kept[i], recomputed_bytes=self.others.again[i])
             last = events[-1] if events else None
             if last is not None and _may_join(last, event):
                 events[-1] = _join(last, event)
@@ -173,6 +180,8 @@ def _join(last: Event, event: Event) -> Event:
         last.seconds + event.seconds,
         max(last.alive_bytes, event.alive_bytes),
         gradients=tuple(sorted({*last.gradients, *event.gradients})),
+        activation_bytes=max(last.activation_bytes, event.activation_bytes),
+        recomputed_bytes=max(last.recomputed_bytes, event.recomputed_bytes),
     )
 
 

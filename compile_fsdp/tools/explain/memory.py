@@ -32,7 +32,7 @@ def unsharded_bytes(graph: fx.Graph, names: GraphNames) -> list[int]:
             root[node] = node
             last[node] = i
         elif node.all_input_nodes and all(each in root for each in node.all_input_nodes):
-            if is_wait(node) or _is_view(node):
+            if is_wait(node) or is_view(node):
                 root[node] = root[node.all_input_nodes[0]]
             elif is_rearrangement(node):
                 root[node] = node
@@ -46,7 +46,8 @@ def unsharded_bytes(graph: fx.Graph, names: GraphNames) -> list[int]:
     return list(accumulate(changes[:-1]))
 
 
-def _is_view(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
+    """Whether a node's result is in the memory of its first input."""
     target = node.target
     if target in RESHAPES or getattr(target, "__name__", "") == "getitem":
         return True

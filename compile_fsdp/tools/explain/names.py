@@ -11,7 +11,6 @@ A name is found by following the data, never by an order or a size; data that ca
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +19,12 @@ import torch
 from torch import fx
 
 from compile_fsdp.ops import accumulate_gradient, reduce_scatter_tensor
+from compile_fsdp.passes.analysis.module_names import module_fqn
 from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.torch_compat.autograd import is_accumulate_grad
 from compile_fsdp.torch_compat.dispatch import chunk_cat
 from compile_fsdp.torch_compat.distributed import functional_collectives
-from compile_fsdp.torch_compat.dynamo import graph_input_example, innermost_module
+from compile_fsdp.torch_compat.dynamo import graph_input_example
 from compile_fsdp.wrap.tree import ROOT
 
 _REDUCTIONS = (
@@ -32,9 +32,6 @@ _REDUCTIONS = (
     functional_collectives.reduce_scatter_tensor,
     functional_collectives.reduce_scatter_tensor.default,
 )
-_MODULE = re.compile(r"""^L\[['"]\w+['"]\]\.?""")
-_GETATTR = re.compile(r"""getattr\((.*?), (['"])(.*)\2\)""")
-_CHILD = re.compile(r"""\._modules\[['"](.*?)['"]\]""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,17 +136,8 @@ def _find_gradient(node: fx.Node, unsharded: dict[tuple[fx.Node, int], str]) -> 
 
 def module_of(node: fx.Node) -> str | None:
     """FQN of the innermost module that a node comes from; None if the node's metadata does not tell."""
-    name = innermost_module(node)
-    if name is None:
-        return None
-    names: list[str] = []
-    while (match := _GETATTR.fullmatch(name)) is not None:  # for a name that is no identifier
-        names.insert(0, match[3])
-        name = match[1]
-    if name.startswith("getattr("):
-        return None
-    fqn = _CHILD.sub(r".\1", _MODULE.sub("", name)).lstrip(".")
-    return ".".join(filter(None, (fqn, *names))) or ROOT
+    fqn = module_fqn(node)
+    return ROOT if fqn == "" else fqn
 
 
 def module_of_parameter(fqn: str) -> str:

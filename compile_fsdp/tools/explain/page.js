@@ -74,7 +74,8 @@ function describe(event) {
     event.size_bytes > 0 && `${bytes(event.size_bytes)} over all ranks`,
     event.parameters.length > 0 && few(event.parameters, 6),
     event.gradients.length > 0 && `gradient of ${few(event.gradients, 4)}`, few(event.operations, 8),
-    `unsharded parameters alive: ${bytes(event.alive_bytes)}`];
+    `alive: ${bytes(event.alive_bytes)} of parameters, ${bytes(event.activation_bytes)} of activations and gradients`,
+    event.recomputed_bytes > 0 && `${bytes(event.recomputed_bytes)} computed again`];
 }
 
 function frame(height, top, bottom) {
@@ -142,7 +143,8 @@ function legend(entries) {
 function drawMemory() {
   const top = 22, bottom = 212;
   const svg = frame(bottom + 22, top, bottom);
-  const highest = Math.max(data.figures.peak_bytes, data.figures.eager_peak_bytes, data.figures.shard_bytes, 1) * 1.06;
+  const {figures} = data;
+  const highest = Math.max(figures.allocated_bytes, figures.eager_peak_bytes, figures.shard_bytes, figures.budget_bytes ?? 0, 1) * 1.06;
   const y = (size) => bottom - size / highest * (bottom - top);
   const unit = 2 ** Math.floor(Math.log2(highest / 3));
   for (let size = 0; size <= highest; size += unit) {
@@ -154,24 +156,39 @@ function drawMemory() {
     const until = i + 1 < events.length ? events[i + 1].at_s : Math.max(step, event.at_s);
     return `L${clamp(event.at_s)} ${y(value(event))}L${clamp(until)} ${y(value(event))}`;
   }).join("");
-  const alive = steps((event) => event.alive_bytes), eager = steps((event) => event.eager_bytes);
-  const base = y(data.figures.shard_bytes);
+  // Stacked from the bottom: each area reaches from 0 to its own bytes and those below it, and is drawn behind them.
+  const layers = [["alive_bytes", "gather", "unsharded parameters: gathered buffers, copies and open windows"],
+    ["activation_bytes", "compute", "activations, gradients and packs"], ["recomputed_bytes", "all-reduce", "computed again in the backward"]]
+    .filter(([name]) => name === "alive_bytes" || events.some((event) => event[name] > 0));
+  const upTo = (count) => (event) => layers.slice(0, count).reduce((sum, [name]) => sum + event[name], 0);
+  const eager = steps((event) => event.eager_bytes), base = y(figures.shard_bytes);
   if (events.length > 0) {
-    svg.append(make("path", {d: `M${clamp(0)} ${bottom}${alive}L${clamp(end)} ${bottom}Z`, fill: color("gather"), "fill-opacity": 0.28, class: "area"}));
-    svg.append(make("path", {d: `M${alive.slice(1)}`, fill: "none", stroke: color("gather"), "stroke-width": 1.6}));
+    for (let i = layers.length; i > 0; i--) {
+      const line = steps(upTo(i)), fill = color(layers[i - 1][1]);
+      svg.append(make("path", {d: `M${clamp(0)} ${bottom}${line}L${clamp(end)} ${bottom}Z`, fill: "var(--card, Canvas)", class: "under"}));
+      svg.append(make("path", {d: `M${clamp(0)} ${bottom}${line}L${clamp(end)} ${bottom}Z`, fill, "fill-opacity": 0.28, class: i === layers.length ? "area" : "part"}));
+      svg.append(make("path", {d: `M${line.slice(1)}`, fill: "none", stroke: fill, "stroke-width": 1.6}));
+    }
     svg.append(make("path", {d: `M${eager.slice(1)}`, fill: "none", stroke: "var(--eager)", "stroke-width": 1.5, "stroke-dasharray": "5 4", class: "eager"}));
+  }
+  if (figures.budget_bytes !== null) {
+    const line = y(figures.budget_bytes);
+    svg.append(make("line", {x1: LEFT, x2: WIDTH - RIGHT, y1: line, y2: line, stroke: "var(--exposed)", "stroke-width": 2, class: "budget"}));
   }
   svg.append(make("line", {x1: LEFT, x2: WIDTH - RIGHT, y1: base, y2: base, stroke: "var(--reduce)", "stroke-width": 1.5, "stroke-dasharray": "1.5 3"}));
   svg.addEventListener("pointermove", (pointer) => {
     const at = toSeconds(svg, pointer);
     const event = events.filter((each) => each.at_s <= at).pop();
     if (event === undefined || at < view[0]) return;
-    showTip(pointer, [`${seconds(Math.max(at, 0))}: ${event.name} (${event.kind})`, `alive: ${bytes(event.alive_bytes)}`, `eager FSDP2, modelled: ${bytes(event.eager_bytes)}`]);
+    showTip(pointer, [`${seconds(Math.max(at, 0))}: ${event.name} (${event.kind})`, ...layers.map(([name, , text]) => `${bytes(event[name])} ${text}`),
+      `${bytes(upTo(layers.length)(event))} in all; unsharded in eager FSDP2, modelled: ${bytes(event.eager_bytes)}`]);
   });
   svg.addEventListener("pointerleave", () => { tip.hidden = true; });
-  const entries = [[color("gather"), `this step: gathered buffers, copies and open parameters, at most ${bytes(data.figures.peak_bytes)}`],
-    ["var(--eager)", `eager FSDP2, a model of it: each group and the next one ahead, at most ${bytes(data.figures.eager_peak_bytes)}`, "dashed"],
-    ["var(--reduce)", `sharded baseline, always there: ${bytes(data.figures.shard_bytes)}`, "dotted"]];
+  const most = (name) => bytes(Math.max(0, ...events.map((event) => event[name])));
+  const entries = [...layers.map(([name, kind, text]) => [color(kind), `${text}, at most ${most(name)}`]),
+    ["var(--eager)", `unsharded parameters of eager FSDP2, a model of it, at most ${bytes(figures.eager_peak_bytes)}`, "dashed"],
+    ["var(--reduce)", `sharded baseline, always there: ${bytes(figures.shard_bytes)}`, "dotted"],
+    ...(figures.budget_bytes === null ? [] : [["var(--exposed)", `memory budget: ${bytes(figures.budget_bytes)}`, "solid"]])];
   byId("memory").replaceChildren(svg, legend(entries));
   enlarge(svg);
 }
@@ -218,6 +235,7 @@ function drawFigures() {
   const cards = [[seconds(step), "step, estimated"], [seconds(figures.communication_s), "in collectives"],
     [`${seconds(figures.exposed_s)}`, `exposed communication (${share} %)`],
     [bytes(figures.peak_bytes), `unsharded (eager: ${bytes(figures.eager_peak_bytes)})`],
+    [bytes(figures.allocated_bytes), figures.budget_bytes === null ? "allocated at a time" : `allocated, of ${bytes(figures.budget_bytes)}`],
     [`${removed} of ${windows}`, "windows removed"],
     [`${breaks.length} / ${recompiles.length}`, "graph breaks / recompiles", breaks.length + recompiles.length > 0]];
   byId("figures").replaceChildren(...cards.map(([value, text, bad]) =>
@@ -247,6 +265,15 @@ function drawGroups() {
   });
   byId("groups").replaceChildren(make("thead", {}, make("tr", {}, ...heads.map(([name, kind]) => make("th", kind ? {class: kind} : {}, name)))),
     make("tbody", {}, ...rows));
+}
+
+function drawChoices() {
+  const rows = data.decisions.flatMap((decision) => decision.choices);
+  byId("budget").hidden = data.decisions.length === 0;
+  const line = (cells, tag) => make("tr", {}, ...cells.map((cell, i) => make(tag, i > 0 ? {class: "number"} : {}, cell)));
+  byId("choices").replaceChildren(make("thead", {}, line(["to fit", "costs", "saves"], "th")),
+    make("tbody", {}, ...(rows.length ? rows.map((row) => line([row.name, seconds(row.seconds), bytes(row.size)], "td"))
+      : [line(["nothing: all of it fits", "", ""], "td")])));
 }
 
 function drawBreaks() {
@@ -308,6 +335,7 @@ function drawDiff() {
 
 drawFigures();
 drawGroups();
+drawChoices();
 drawBreaks();
 if (data.graphs.length > 0) chosen = [0, Math.min(1, data.graphs[0].stages.length - 1)];
 drawTabs();

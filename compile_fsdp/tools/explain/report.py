@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
 from compile_fsdp.reports import Direction
 from compile_fsdp.tools.explain.capture import Capture, GraphBreak, Recompile, Stage
 from compile_fsdp.tools.explain.events import Kind
@@ -42,6 +43,7 @@ class Report:
         breaks: Graph breaks of the forward.
         recompiles: Graphs that were compiled more than once.
         notes: Further remarks, such as warnings.
+        decisions: How steps were fitted into a `memory_budget`, one for each forward graph; empty without one.
     """
 
     model: str
@@ -53,6 +55,7 @@ class Report:
     breaks: tuple[GraphBreak, ...]
     recompiles: tuple[Recompile, ...]
     notes: tuple[str, ...]
+    decisions: tuple[BudgetDecision, ...] = ()
 
     @property
     def step_s(self) -> float:
@@ -85,15 +88,28 @@ class Report:
         return max((each.eager_bytes for each in self.timeline), default=0)
 
     @property
+    def allocated_bytes(self) -> int:
+        """Most bytes above the sharded state that are alive at a time, by the reads of the graphs."""
+        events = (each.event for each in self.timeline)
+        alive = (each.alive_bytes + each.activation_bytes + each.recomputed_bytes for each in events)
+        return max(alive, default=0)
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The smallest memory budget of the graphs; None without one."""
+        return min((decision.budget for decision in self.decisions), default=None)
+
+    @property
     def shard_bytes(self) -> int:
         """Bytes of the parameters' shards on this rank."""
         return sum(row.facts.shard_bytes for row in self.groups)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as dicts, lists, strings and numbers, ready for `json.dumps`."""
-        figures = ("step_s", "exposed_s", "communication_s", "peak_bytes", "eager_peak_bytes", "shard_bytes")
+        seconds = ("step_s", "exposed_s", "communication_s")
+        sizes = ("peak_bytes", "eager_peak_bytes", "allocated_bytes", "budget_bytes", "shard_bytes")
         plain: dict[str, Any] = _plain(dataclasses.asdict(self))
-        return {**plain, "figures": {name: getattr(self, name) for name in figures}}
+        return {**plain, "figures": {name: getattr(self, name) for name in (*seconds, *sizes)}}
 
     def save_html(self, path: str | Path) -> None:
         """Write the report as one HTML page that needs no other file and no network."""
@@ -144,6 +160,7 @@ def make_report(captured: Capture, model: str, world_size: int) -> Report:
         breaks=tuple(captured.breaks),
         recompiles=tuple(captured.recompiles),
         notes=tuple(notes),
+        decisions=tuple(captured.decisions),
     )
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from compile_fsdp.errors import ExplainError
+from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
 from compile_fsdp.tools.explain.groups import GroupRow, Use
 from compile_fsdp.tools.explain.report import Report
 from compile_fsdp.tools.explain.units import format_bytes, format_seconds
+
+MOST_CHOICES = 12  # that the terminal shows; the page has all
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,6 +34,8 @@ def print_summary(report: Report, console: Console | None = None) -> None:
     console.print(_figures(report))
     if report.groups:
         console.print(_groups(report))
+    for decision in report.decisions:
+        console.print(_choices(decision))
     for found in report.breaks:
         console.print(f"graph break at {found.place.filename}:{found.place.line}: {found.reason}", style="yellow")
         if found.place.source:
@@ -62,8 +67,11 @@ def _figures(report: Report) -> Table:
             "unsharded at a time",
             f"{format_bytes(report.peak_bytes)} (eager FSDP2, modelled: {format_bytes(report.eager_peak_bytes)})",
         ),
+        ("allocated at a time", f"{format_bytes(report.allocated_bytes)}, activations and gradients included"),
         ("shards of this rank", format_bytes(report.shard_bytes)),
     ]
+    if report.budget_bytes is not None:
+        rows.append(("memory budget", format_bytes(report.budget_bytes)))
     for name, text in rows:
         table.add_row(name, text)
     return table
@@ -85,6 +93,21 @@ def _groups(report: Report) -> Table:
             "; ".join(dict.fromkeys(reason for _, reason in row.kept)) or "-",
             prefetch_text(report, row),
         )
+    return table
+
+
+def _choices(decision: BudgetDecision) -> Table:
+    """What was given up for a memory budget: what it costs, and what it saves."""
+    from rich.table import Table
+
+    table = Table(title=str(decision), title_justify="left")
+    for name in ("to fit", "costs", "saves"):
+        table.add_column(name, overflow="fold")
+    for choice in decision.choices[:MOST_CHOICES]:
+        table.add_row(choice.name, format_seconds(choice.seconds), format_bytes(choice.size))
+    if others := decision.choices[MOST_CHOICES:]:
+        seconds, size = sum(each.seconds for each in others), sum(each.size for each in others)
+        table.add_row(f"and {len(others)} more", format_seconds(seconds), format_bytes(size))
     return table
 
 

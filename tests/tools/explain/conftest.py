@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -35,9 +35,19 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def opened(report: Report, browser: Browser, tmp_path: Path) -> Iterator[OpenPage]:
+def open_report(browser: Browser, tmp_path: Path) -> Iterator[Callable[[Report], OpenPage]]:
+    """Opens a report's page."""
     path = tmp_path / "report.html"
-    report.save_html(path)
     page = browser.new_page(viewport={"width": 1400, "height": 1000})
-    yield OpenPage(page, path)
+
+    def open_it(report: Report) -> OpenPage:
+        report.save_html(path)
+        return OpenPage(page, path)
+
+    yield open_it
     page.close()
+
+
+@pytest.fixture
+def opened(report: Report, open_report: Callable[[Report], OpenPage]) -> OpenPage:
+    return open_report(report)

@@ -1,0 +1,28 @@
+"""Which module of the user's model a node of a Dynamo graph comes from."""
+
+from __future__ import annotations
+
+import re
+
+from torch import fx
+
+from compile_fsdp.torch_compat.dynamo import innermost_module
+
+_MODULE = re.compile(r"""^L\[['"]\w+['"]\]\.?""")
+_GETATTR = re.compile(r"""getattr\((.*?), (['"])(.*)\2\)""")
+_CHILD = re.compile(r"""\._modules\[['"](.*?)['"]\]""")
+
+
+def module_fqn(node: fx.Node) -> str | None:
+    """FQN of the innermost module, "" for the outermost one; None if the node's metadata does not tell."""
+    name = innermost_module(node)
+    if name is None:
+        return None
+    names: list[str] = []
+    while (match := _GETATTR.fullmatch(name)) is not None:  # for a name that is no identifier
+        names.insert(0, match[3])
+        name = match[1]
+    if name.startswith("getattr("):
+        return None
+    fqn = _CHILD.sub(r".\1", _MODULE.sub("", name)).lstrip(".")
+    return ".".join(filter(None, (fqn, *names)))

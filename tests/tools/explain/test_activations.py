@@ -1,0 +1,109 @@
+"""What is alive besides gathered parameters, in hand-made graphs; and a step under a memory budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import compile_fsdp
+from compile_fsdp.tools.explain import Report
+from compile_fsdp.tools.explain.activations import alive_bytes
+from compile_fsdp.tools.explain.names import GraphNames
+from compile_fsdp.tools.explain.summary import print_summary
+from helpers.graphs.build import GraphBuilder, aten
+from helpers.pages.open_page import OpenPage
+
+ROWS, DIM = 8, 4
+SIZE = ROWS * DIM * 4
+FORWARD = GraphNames({}, {}, {})
+BACKWARD = GraphNames({}, {}, {0: "w"})
+
+
+def test_a_forward_holds_what_it_has_computed_until_it_is_read() -> None:
+    build = GraphBuilder()
+    x, w = build.input("x", (ROWS, DIM)), build.input("w", (DIM, DIM))
+    first = build.call(aten.mm.default, x, w)
+    fused = build.call(aten.relu.default, build.call(aten.neg.default, first))
+    second = build.call(aten.mm.default, fused, w)
+    graph = build.output(build.call(aten.sum.default, second))
+    # x, w, mm, neg (in no memory), relu beside its input, mm beside its input, sum beside its input, the end
+    assert alive_bytes(graph, FORWARD).kept == [0, 0, SIZE, SIZE, 2 * SIZE, 2 * SIZE, SIZE + 4, 4]
+    assert not any(alive_bytes(graph, FORWARD).again)
+
+
+def test_a_result_lives_as_long_as_its_views() -> None:
+    build = GraphBuilder()
+    x, w = build.input("x", (ROWS, DIM)), build.input("w", (ROWS, DIM))
+    made = build.call(aten.mm.default, build.call(aten.permute.default, x, [1, 0]), w)
+    view = build.call(aten.permute.default, made, [1, 0])
+    graph = build.output(build.call(aten.mm.default, made, view))
+    assert alive_bytes(graph, FORWARD).kept == [0, 0, 0, 64, 64, 128, 64]
+
+
+def test_a_backward_holds_what_was_saved_and_what_it_computes_again() -> None:
+    build = GraphBuilder()
+    gradient, saved = build.input("gradient", (ROWS, DIM)), build.input("saved", (ROWS, DIM))
+    w = build.input("w", (DIM, DIM))
+    again = build.call(aten.mm.default, saved, w)
+    hidden = build.call(aten.mm.default, gradient, w)
+    graph = build.output(build.call(aten.mm.default, build.call(aten.permute.default, hidden, [1, 0]), again))
+    found = alive_bytes(graph, BACKWARD)
+    weight = DIM * DIM * 4
+    inputs = 2 * SIZE + weight
+    assert found.kept == [inputs, inputs, inputs, inputs, SIZE + weight + SIZE, SIZE, SIZE + weight, weight]
+    assert found.again == [0, 0, 0, SIZE, SIZE, SIZE, SIZE, 0]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+@pytest.fixture(scope="module")
+def budgeted() -> Report:
+    torch._dynamo.reset()
+    options = {"memory_budget": 360_000}
+    return compile_fsdp.explain(nn.Sequential(Block(), Block()), torch.randn(256, 16), world_size=4, options=options)
+
+
+def test_the_report_says_what_was_given_up(budgeted: Report) -> None:
+    (decision,) = budgeted.decisions
+    assert budgeted.budget_bytes == decision.budget == 360_000
+    assert budgeted.peak_bytes < budgeted.allocated_bytes < 360_000
+    names = {choice.name for choice in decision.choices}
+    assert names & {"run gelu of 0 again", "run linear of 0.up again"}
+    assert len(decision.choices) >= len(decision.recomputed) > 0
+    assert sum(choice.seconds for choice in decision.choices) == pytest.approx(decision.seconds)
+    assert any(each.event.recomputed_bytes for each in budgeted.timeline if each.graph == 1)
+    assert not any(each.event.recomputed_bytes for each in budgeted.timeline if each.graph == 0)
+
+
+def test_the_terminal_shows_it(budgeted: Report) -> None:
+    console = Console(width=120, record=True, highlight=False, markup=False)
+    print_summary(budgeted, console)
+    text = console.export_text()
+    for expected in ("memory budget", "352 KiB", "computed again", "to fit", "costs", "saves", "again"):
+        assert expected in text
+
+
+def test_the_chart_has_the_budgets_line(budgeted: Report, open_report: Callable[[Report], OpenPage]) -> None:
+    opened_budget = open_report(budgeted)
+    assert opened_budget.errors == []
+    assert opened_budget.count("#memory line.budget") == 1
+    assert opened_budget.count("#memory path.part") == 2
+    assert "computed again in the backward" in opened_budget.page.locator("#memory").inner_text()
+    (decision,) = budgeted.decisions
+    assert opened_budget.count("#choices tbody tr:visible") == len(decision.choices)
+
+
+def test_without_a_budget_there_is_no_line(opened: OpenPage) -> None:
+    assert opened.count("#memory line.budget") == 0
+    assert opened.count("#choices tbody tr:visible") == 0
