@@ -63,7 +63,7 @@ def budget_pass(inputs: GraphInputs, options: Options) -> Pass | None:
     device = groups[0].fsdp_group.device
     budget = options.memory_budget if options.memory_budget != "auto" else _free_bytes(device, groups)
     numbers = {group: number for number, group in enumerate(groups)}
-    parameters = {node: _sharding(node, group, numbers[group]) for node, group in inputs.managed_nodes()}
+    parameters = {node: sharding_of(node, group, numbers[group]) for node, group in inputs.managed_nodes()}
     return partial(
         fit_memory_budget,
         parameters=parameters,
@@ -75,7 +75,8 @@ def budget_pass(inputs: GraphInputs, options: Options) -> Pass | None:
     )
 
 
-def _sharding(node: fx.Node, group: TraceableGroup, number: int) -> Sharding:
+def sharding_of(node: fx.Node, group: TraceableGroup, number: int) -> Sharding:
+    """How an unsharded parameter, a placeholder of a Dynamo graph, is sharded; `number` is that of its group."""
     tensor = graph_input_example(node)
     param, unshards = group.param_of(tensor), group.fsdp_group.unshard_in_backward
     name = group.fsdp_group._module_fqn or ROOT

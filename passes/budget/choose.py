@@ -97,8 +97,8 @@ def find_choices(timeline: Timeline) -> Iterator[Choice]:
         yield Choice(3 / 4 * timeline.packs * costs.latency, timeline.large_pack_bytes, name="smaller packs")
     for group in step.groups:
         if _is_keepable(group):
-            seconds = costs.collective(group.size // timeline.ranks, timeline.ranks)
-            yield Choice(seconds, group.size, group=group.number, name=f"gather {group.name} again")
+            gather = costs.collective(group.size // timeline.ranks, timeline.ranks)
+            yield Choice(gather, group.size, group=group.number, name=f"gather {group.name} again")
     windows = _find_windows(step)
     for at in range(len(step.ops)):
         size = sum(value.size for value in step.made[at] if value.is_saved) + step.internal[at]

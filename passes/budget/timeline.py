@@ -37,6 +37,10 @@ class Timeline:
         step: The forward and what its backward needs.
         ranks: That the parameters are sharded over.
         costs: Of the device.
+
+    Attributes:
+        seconds: By op, what it takes.
+        backward_seconds: By op, what its backward takes.
     """
 
     def __init__(self, step: Step, ranks: int, costs: Costs) -> None:
@@ -46,8 +50,10 @@ class Timeline:
             for each in step.facts
         ]
         # The backward of an op with a product of matrices has two.
-        backward = [seconds * (2 if each.flops else 1) for seconds, each in zip(self.seconds, step.facts, strict=True)]
-        self._starts = [0.0, *accumulate([*self.seconds, *reversed(backward)])][:-1]
+        self.backward_seconds = [
+            seconds * (2 if each.flops else 1) for seconds, each in zip(self.seconds, step.facts, strict=True)
+        ]
+        self._starts = [0.0, *accumulate([*self.seconds, *reversed(self.backward_seconds)])][:-1]
         self._in_memory = {value: not step.fuses or self._is_in_memory(value) for value in step.values}
         self._last: dict[Value, int] = {}
         for value in reversed(list(step.values)):

@@ -96,7 +96,7 @@ def fit_memory_budget(
     """
     step = Step(graph, parameters, fuses=fuses)
     timeline = Timeline(step, ranks, costs)
-    decision = settle(_decide(timeline, budget))
+    decision = settle(decide(timeline, budget))
     kept = set(decision.kept)
     for group in step.groups:
         if group.number in kept:
@@ -109,7 +109,8 @@ def fit_memory_budget(
     return decision
 
 
-def _decide(timeline: Timeline, budget: int) -> BudgetDecision:
+def decide(timeline: Timeline, budget: int) -> BudgetDecision:
+    """What to do for a step that fits into so many bytes, margin included; this rank's own decision."""
     fitted = fit(timeline, math.ceil(budget / MARGIN))
     choices = fitted.choices
     return BudgetDecision(

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from compile_fsdp.errors import EstimateError, PlanError
+from compile_fsdp.passes import COSTS
 from compile_fsdp.tools.planning.configs import PRESETS, build_model, read_config, token_batch
 from compile_fsdp.tools.planning.estimates import Estimate, Optimizer, estimate
 from compile_fsdp.tools.planning.schedule import Backend
-from compile_fsdp.wrap import plan
+from compile_fsdp.wrap import Plan, plan
+
+if TYPE_CHECKING:
+    from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
+    from compile_fsdp.tools.planning.budgets import CompiledStep
+    from compile_fsdp.tools.planning.report import Scaled
 
 EXTRA_MODULES = ("rich", "matplotlib", "transformers")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -67,6 +75,19 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
         help="whose copies are counted (default nccl)",
     )
 
+    compiled = parser.add_argument_group("compiled")
+    compiled.add_argument(
+        "--memory-budget", type=_size, metavar="SIZE", help="what the option memory_budget would decide: 24GiB, ..."
+    )
+    compiled.add_argument(
+        "--network", type=Path, metavar="FILE.png", help="estimate and draw the step over the ranks, with HSDP, too"
+    )
+    compiled.add_argument("--costs", choices=COSTS, default="cuda", help="device whose costs count (default cuda)")
+    compiled.add_argument("--ranks-per-host", type=int, default=8, metavar="N", help="that share a host (default 8)")
+    compiled.add_argument(
+        "--host-bandwidth", type=float, default=240.0, metavar="GB/S", help="into a host and out of it (default 240)"
+    )
+
     files = parser.add_argument_group("files")
     files.add_argument("--json", type=Path, metavar="FILE", help="write formulas and values")
     files.add_argument("--plot", type=Path, metavar="FILE.png", help="draw memory over the number of ranks")
@@ -77,6 +98,15 @@ def _numbers(text: str) -> tuple[int, ...]:
         return tuple(int(each) for each in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected numbers with commas between them, got {text!r}") from None
+
+
+def _size(text: str) -> int:
+    number = text.rstrip("KMGTiB ")
+    units = {"": 1, "B": 1, **{f"{prefix}iB": 2 ** (10 * i) for i, prefix in enumerate("KMGT", start=1)}}
+    try:
+        return int(float(number) * units[text[len(number) :].strip()])
+    except (ValueError, KeyError):
+        raise argparse.ArgumentTypeError(f"expected a size such as 24GiB or 4096, got {text!r}") from None
 
 
 def require_extras() -> None:
@@ -92,6 +122,27 @@ def require_extras() -> None:
 
 def estimate_from(args: argparse.Namespace) -> Estimate:
     """The estimate that the options ask for."""
+    with _naming_faults(args):
+        return estimate(
+            _plan_from(args),
+            token_batch,
+            near=(args.batch_size, args.seq_len),
+            optimizer=Optimizer(args.optimizer),
+            forward_prefetch=args.forward_prefetch,
+            backward_prefetch=args.backward_prefetch,
+            backend=Backend(args.backend),
+        )
+
+
+def compiled_step_from(args: argparse.Namespace) -> CompiledStep:
+    """The compiled step that the options ask for."""
+    from compile_fsdp.tools.planning.budgets import CompiledStep
+
+    with _naming_faults(args):
+        return CompiledStep(_plan_from(args), token_batch(args.batch_size, args.seq_len), max(args.world))
+
+
+def _plan_from(args: argparse.Namespace) -> Plan:
     config = PRESETS[args.preset] if args.hf_config is None else read_config(args.hf_config)
     kwargs: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(
@@ -100,17 +151,14 @@ def estimate_from(args: argparse.Namespace) -> Estimate:
     }
     if args.keep_unsharded:
         kwargs["reshard_after_forward"] = False
-    model = build_model(config, args.checkpoint_layers)
+    return plan(build_model(config, args.checkpoint_layers), fix_shared=True, **kwargs)
+
+
+@contextmanager
+def _naming_faults(args: argparse.Namespace) -> Iterator[None]:
+    """Make an error that the model's own code raises one of its configuration."""
     try:
-        return estimate(
-            plan(model, fix_shared=True, **kwargs),
-            token_batch,
-            near=(args.batch_size, args.seq_len),
-            optimizer=Optimizer(args.optimizer),
-            forward_prefetch=args.forward_prefetch,
-            backward_prefetch=args.backward_prefetch,
-            backend=Backend(args.backend),
-        )
+        yield
     except (EstimateError, PlanError):
         raise
     except Exception as error:  # the model's own code may raise anything on fake tensors
@@ -121,6 +169,26 @@ def estimate_from(args: argparse.Namespace) -> Estimate:
         ) from error
 
 
+def _scale(step: CompiledStep, found: Estimate, args: argparse.Namespace) -> dict[int, dict[str, Scaled]]:
+    """The step on each number of ranks: sharded over all of them, and over a host's with replicas on the others."""
+    from compile_fsdp.tools.planning.network import Network, step_time
+    from compile_fsdp.tools.planning.report import Scaled
+
+    costs, host = COSTS[args.costs], args.ranks_per_host
+    network = Network(costs, host, args.host_bandwidth * 1e9)
+
+    def scale(shards: int, replicas: int) -> Scaled:
+        peak = found.at(shards, args.batch_size, args.seq_len)["peak"]
+        return Scaled(step_time(step.at(shards, costs), network, replicas), peak)
+
+    scaled = {}
+    for ranks in args.world:
+        scaled[ranks] = {"all ranks": scale(ranks, 1)}
+        if host > 1 and ranks > host and ranks % host == 0:
+            scaled[ranks]["a host (HSDP)"] = scale(host, ranks // host)
+    return scaled
+
+
 def run(args: argparse.Namespace) -> None:
     """Print the estimate, and write the files that the options ask for.
 
@@ -128,6 +196,11 @@ def run(args: argparse.Namespace) -> None:
         EstimateError: the options, the configuration or the installation do not allow an estimate.
         PlanError: the model cannot be sharded layer by layer.
     """
+    if args.ranks_per_host < 1 or not args.host_bandwidth > 0:
+        raise EstimateError(
+            f"expected at least 1 rank on a host and a bandwidth, got --ranks-per-host {args.ranks_per_host} "
+            f"--host-bandwidth {args.host_bandwidth:g}; correct the options"
+        )
     if min(args.world) < 2 or args.batch_size < 1 or args.seq_len < 1:
         raise EstimateError(
             f"expected at least 2 ranks and 1 token, got --world {','.join(map(str, args.world))} --batch-size "
@@ -139,10 +212,21 @@ def run(args: argparse.Namespace) -> None:
     from compile_fsdp.tools.planning import report
 
     found, sizes = estimate_from(args), (args.world, args.batch_size, args.seq_len)
+    decisions: dict[int, BudgetDecision] = {}
     console = Console(highlight=False, markup=False, soft_wrap=True)
     report.print_estimate(found, *sizes, console)
+    if args.memory_budget is not None or args.network is not None:
+        step = compiled_step_from(args)
+        if args.memory_budget is not None:
+            decisions = {ranks: step.decide(ranks, args.memory_budget, COSTS[args.costs]) for ranks in args.world}
+            report.print_decisions(decisions, found, args.batch_size, args.seq_len, console)
+        if args.network is not None:
+            scaled = _scale(step, found, args)
+            report.print_times(scaled, console)
+            report.write_plot(report.draw_times(scaled), args.network)
+            console.print(f"wrote {args.network}")
     if args.json is not None:
-        report.write_json(found, *sizes, args.json)
+        report.write_json(found, *sizes, args.json, decisions)
         console.print(f"wrote {args.json}")
     if args.plot is not None:
         report.write_plot(report.draw(found, *sizes), args.plot)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,25 @@ from rich.console import Console
 from rich.table import Table
 
 from compile_fsdp.errors import EstimateError
+from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
 from compile_fsdp.tools.planning.amounts import B, N, S
 from compile_fsdp.tools.planning.estimates import Estimate
+from compile_fsdp.tools.planning.network import StepTime
 
 COUNTS = ("all_gathers", "reduce_scatters")
 # Parts of the memory that the plot shows beside the peak.
 LAYERS = ("parameters", "optimizer", "gradients", "unsharded", "activations")
+
+# What a rank holds between two steps.
+STATE = ("parameters", "optimizer", "buffers", "batch")
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """A step on some number of ranks: its time, and the most bytes of a rank."""
+
+    time: StepTime
+    peak_bytes: int
 
 
 def print_estimate(estimate: Estimate, worlds: Sequence[int], batch: int, seq_len: int, console: Console) -> None:
@@ -51,6 +65,72 @@ def largest_terms(
     return found
 
 
+def print_decisions(
+    decisions: Mapping[int, BudgetDecision], estimate: Estimate, batch: int, seq_len: int, console: Console
+) -> None:
+    """Print what a memory budget decides, by number of ranks."""
+    budget = next(iter(decisions.values())).budget
+    table = Table(title=f"compiled, with a memory budget of {show_bytes(budget)} for the step", title_justify="left")
+    table.add_column("")
+    rows: dict[str, list[str]] = {}
+    for ranks, decision in decisions.items():
+        table.add_column(f"N = {ranks}", justify="right")
+        values = estimate.at(ranks, batch, seq_len)
+        state = sum(values[name] for name in STATE)
+        peak = decision.peak_bytes
+        cells = {
+            "fits": "yes" if decision.fits else f"no: it needs {show_bytes(peak)}",
+            "state between steps": show_bytes(state),
+            "step, fastest": show_bytes(decision.fastest_bytes),
+            "step, as decided": show_bytes(peak),
+            "together": show_bytes(state + peak),
+            "groups kept unsharded": str(len(decision.kept)),
+            "ops computed again": f"{len(decision.recomputed)} of {decision.ops}",
+            "time added": f"{decision.seconds * 1e3:.1f} ms",
+        }
+        for name, text in cells.items():
+            rows.setdefault(name, []).append(text)
+    for name, texts in rows.items():
+        table.add_row(name, *texts)
+    console.print(table)
+
+
+def print_times(times: Mapping[int, Mapping[str, Scaled]], console: Console) -> None:
+    """Print the estimated time of a step by number of ranks, for each way to shard."""
+    table = Table(title="step, estimated", title_justify="left")
+    for name in ("ranks", "sharded over", "compute", "exposed", "memory"):
+        table.add_column(name, justify="right")
+    for ranks, by_mesh in times.items():
+        for mesh, each in by_mesh.items():
+            exposed = f"{each.time.exposed * 1e3:.1f} ms"
+            table.add_row(str(ranks), mesh, f"{each.time.compute * 1e3:.1f} ms", exposed, show_bytes(each.peak_bytes))
+    console.print(table)
+
+
+def draw_times(times: Mapping[int, Mapping[str, Scaled]]) -> Figure:
+    """Draw compute, exposed communication and memory by the number of ranks, for each way to shard."""
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    worlds = sorted(times)
+    for mesh in dict.fromkeys(mesh for by_mesh in times.values() for mesh in by_mesh):
+        scaled = {ranks: times[ranks][mesh] for ranks in worlds if mesh in times[ranks]}
+        exposed = [each.time.exposed * 1e3 for each in scaled.values()]
+        (line,) = left.plot(list(scaled), exposed, marker="o", label=f"exposed, sharded over {mesh}")
+        memory = [each.peak_bytes / 2**30 for each in scaled.values()]
+        right.plot(list(scaled), memory, marker="o", color=line.get_color(), label=f"sharded over {mesh}")
+    compute = [next(iter(times[ranks].values())).time.compute * 1e3 for ranks in worlds]
+    left.plot(worlds, compute, marker="o", color="black", linewidth=2, label="compute")
+    for axes, name in ((left, "ms per step"), (right, "GiB per rank")):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(worlds, [str(ranks) for ranks in worlds])
+        axes.set_xlabel("ranks")
+        axes.set_ylabel(name)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    return figure
+
+
 def show_bytes(count: int) -> str:
     """Format bytes in the largest unit that gives at least 1, with three digits or more."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
@@ -59,7 +139,14 @@ def show_bytes(count: int) -> str:
     return f"{count} B"
 
 
-def write_json(estimate: Estimate, worlds: Sequence[int], batch: int, seq_len: int, path: Path) -> None:
+def write_json(
+    estimate: Estimate,
+    worlds: Sequence[int],
+    batch: int,
+    seq_len: int,
+    path: Path,
+    decisions: Mapping[int, BudgetDecision],
+) -> None:
     """Write an estimate as JSON: formulas as strings, and values for each number of ranks.
 
     To read the formulas, pass N, B and S as symbols to `sympy.sympify` in `locals`: sympy uses these names itself.
@@ -70,6 +157,8 @@ def write_json(estimate: Estimate, worlds: Sequence[int], batch: int, seq_len: i
         "formulas": {name: str(formula) for name, formula in estimate.formulas().items()},
         "ranks": {str(ranks): estimate.at(ranks, batch, seq_len) for ranks in worlds},
     }
+    if decisions:
+        content["memory_budget"] = {str(ranks): asdict(decision) for ranks, decision in decisions.items()}
     _write(path, lambda: path.write_text(json.dumps(content, indent=1) + "\n"))
 
 

@@ -115,3 +115,32 @@ def test_wrong_configurations_get_one_line(
 def test_presets_have_the_size_in_their_name(name: str) -> None:
     billions = sum(parameter.numel() for parameter in build_model(PRESETS[name]).parameters()) / 1e9
     assert billions == pytest.approx(float(name.removesuffix("B")), rel=0.01)
+
+
+def test_a_memory_budget_and_a_network(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = config.parent / "network.png"
+    options = ["--world", "8,64", "--memory-budget", "1MiB", "--network", str(picture), "--costs", "cpu"]
+    content = planned(config, *options)
+    out = capsys.readouterr().out
+    for part in ("a memory budget of 1.00 MiB", "ops computed again", "step, as decided", "a host (HSDP)", "exposed"):
+        assert part in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    decisions = content["memory_budget"]
+    assert set(decisions) == {"8", "64"}
+    for decision in decisions.values():
+        assert decision["budget"] == 2**20
+        assert decision["fits"] is (decision["peak_bytes"] <= 2**20)
+
+
+@pytest.mark.parametrize("size", ["much", "3XiB", "1GB2"])
+def test_a_size_that_is_none_is_refused(config: Path, size: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "--hf-config", str(config), "--memory-budget", size])
+
+
+@pytest.mark.parametrize("options", [["--ranks-per-host", "0"], ["--host-bandwidth", "-1"]])
+def test_a_network_that_is_none_is_refused(
+    config: Path, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--hf-config", str(config), *options]) == 2
+    assert "expected at least 1 rank on a host and a bandwidth" in capsys.readouterr().err
