@@ -153,10 +153,11 @@ class _SeenOps(TorchDispatchMode):
         self.is_repeatable = True
 
     def __torch_dispatch__(self, op: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = op(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = op(*args, **kwargs)
         if list(_tensors(result)) and not _is_view(op):
             if (formula := flop_formula(op)) is not None:
-                self.flops += formula(*args, **(kwargs or {}), out_val=result)
+                self.flops += formula(*args, **kwargs, out_val=result)
             if formula is not None or not (is_fused(op) or (self._fuses and is_decomposed(op))):
                 self.kind = Kind.HEAVY
             elif self.kind is Kind.VIEW:

@@ -55,6 +55,10 @@ class Timeline:
         ]
         self._starts = [0.0, *accumulate([*self.seconds, *reversed(self.backward_seconds)])][:-1]
         self._in_memory = {value: not step.fuses or self._is_in_memory(value) for value in step.values}
+        self._joined: list[int] = []
+        for at, made in enumerate(step.made):
+            sources = (source for value in made for source in value.sources if not self._in_memory[source])
+            self._joined.append(min([at, *(self._joined[source.made_at] for source in sources)]))
         self._last: dict[Value, int] = {}
         for value in reversed(list(step.values)):
             self._last[value] = self._find_last(value)
@@ -76,10 +80,10 @@ class Timeline:
             self._hold(at, at if at in choices.recomputed else self._mirrored(at), size)
         for i, group in enumerate(self.step.groups):
             is_kept = not group.frees or group.number in choices.kept
-            self._hold_parameters(i, group, is_kept)
+            self._hold_parameters(i, group, is_kept, choices.has_large_packs)
         self._hold_gradients()
         if choices.has_large_packs:
-            self._hold(0, len(self._changes) - 2, self.large_pack_bytes)
+            self._hold_large_packs()
         return list(accumulate(self._changes[:-1]))
 
     def peak(self, choices: Choices) -> int:
@@ -141,19 +145,23 @@ class Timeline:
     def _hold_value(self, value: Value, is_recomputed: bool, begins: int | None) -> None:
         last = self._last[value]
         if value.is_saved and not is_recomputed:
-            self._hold(value.made_at, max(self._mirrored(min(value.saved_by)), last), value.size)
+            self._hold(value.made_at, max(self._last_read(value), last), value.size)
         elif self._in_memory[value]:
             self._hold(value.made_at, last, value.size)
             if value.saved_by:
                 first = self._mirrored(max(value.saved_by))
                 first = min(first, begins) if is_recomputed and begins is not None else first
-                self._hold(first, self._mirrored(min(value.saved_by)), value.size)
+                self._hold(first, self._last_read(value), value.size)
             elif begins is not None:
                 self._hold(begins, begins, value.size)
         if value.needs_grad and self._in_memory[value]:
-            self._hold(self._mirrored(last), self._mirrored(value.made_at), value.size)
+            self._hold(self._mirrored(last), self._mirrored(self._joined[value.made_at]), value.size)
 
-    def _hold_parameters(self, index: int, group: Group, is_kept: bool) -> None:
+    def _last_read(self, value: Value) -> int:
+        """Where the backward reads a saved value last. Of ops that are computed together, the backwards are, too."""
+        return self._mirrored(min(self._joined[each] for each in value.saved_by))
+
+    def _hold_parameters(self, index: int, group: Group, is_kept: bool, has_large_packs: bool) -> None:
         groups = self.step.groups
         before = min(groups[index - 1].uses) if index else min(group.uses)
         after = max(groups[index + 1].uses) if index + 1 < len(groups) else max(group.uses)
@@ -162,6 +170,8 @@ class Timeline:
             launched = max(self._sent_before(pack.first, pack), before)
             if is_kept:
                 self._hold(launched, last, pack.size)
+                if not has_large_packs:  # which have been counted
+                    self._hold(launched, pack.last, pack.held_bytes - pack.size)
             else:
                 self._hold(launched, pack.last, pack.held_bytes)
                 launched = max(self._sent_before(first, pack), self._mirrored(after))
@@ -179,6 +189,20 @@ class Timeline:
             arrived = min(self._arrived(launched, pack), following)
             sent = sum(parameter.sharding.reduced_bytes for parameter in pack.parameters)
             self._hold(launched + (len(pack.parameters) == 1), arrived, sent)
+
+    def _hold_large_packs(self) -> None:
+        """What is gathered before its own group is used, and reduced behind it, but no more than a pack of each."""
+        groups, packs = self.step.groups, self._reductions
+        firsts = [min(group.uses) for group in groups]
+        left = sum(group.size for group in groups)
+        for group, first, following in zip(groups, firsts, [*firsts, len(self.step.ops)][1:], strict=True):
+            self._hold(first, following - 1, min(left, self.large_pack_bytes))
+            left -= group.size
+        made = 0
+        places = [self._mirrored(pack.first) for pack in packs]
+        for pack, place, following in zip(packs, places, [*places, len(self._changes) - 1][1:], strict=True):
+            made += sum(parameter.sharding.reduced_bytes for parameter in pack.parameters)
+            self._hold(place, following - 1, min(made, self.large_pack_bytes))
 
     def _sent_before(self, place: int, pack: _Pack) -> int:
         """Where a gather is launched that is to arrive before a place."""

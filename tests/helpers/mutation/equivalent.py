@@ -9,6 +9,8 @@ _NO_EVENT = "type: what is noted of no parameter is never asked for; mypy has to
 EQUIVALENT: dict[str, str] = {
     "aliases.Aliases.__init__: self._joined -> True": "speed: without joins, every class is its own root",
     "check._window_faults: not resized_placeholders(graph) -> False": "speed: it would find no window",
+    "choose._find_windows: group.frees -> True": "what is never freed has no stretch of ops",
+    "choose.fit: peaks[most] <= budget -> True": "speed: where nothing fits, it would search for what does",
     "collectives._infer: target is WAIT -> False": "speed: the op itself, run on fake tensors, gives the same",
     "collectives._match: isinstance(each, fx.Node) -> True": _NODE,
     "collectives._match: isinstance(node, fx.Node) -> True": _NODE,
@@ -21,6 +23,7 @@ EQUIVALENT: dict[str, str] = {
     "legalize_windows._is_input: isinstance(source, fx.Node) -> True": _NODE,
     "legalize_windows._resized_inputs: isinstance(node, fx.Node) -> True": _NODE,
     "legalize_windows.legalize_windows: not nodes -> False": "speed: it would find nothing to move",
+    "op_facts._hint: isinstance(value, (SymInt, SymFloat, SymBool)) -> False": "speed: fake tensors take symbols, too",
     "pack_gathers._Joining._stays_unsharded: packed.pack not in self._stays -> True": _AGAIN,
     "remove_unread._has_no_effect: isinstance(collective, fx.Node) -> True": _NODE,
     "remove_unread._last_read: user not in found -> True": _AGAIN,

@@ -33,14 +33,17 @@ TIMEOUT_SECONDS = 60
 MODULES: dict[str, tuple[str, ...]] = {
     "aliases": ("test_aliases", "remove_unshard_copies", "legalize"),
     "check": ("check",),
+    "choose": ("test_choose", "test_recomputation"),
     "collectives": ("find_packed", "pack_collectives", "schedule"),
     "costs": ("test_costs", "pack_collectives", "schedule"),
     "eager_effects": ("test_effects", "legalize"),
     "effects": ("test_effects", "remove_unshard_copies", "legalize"),
     "expand_group_calls": ("expand_group_calls",),
+    "fit_memory_budget": ("test_choose",),
     "keep_unsharded": ("keep_unsharded",),
     "layout": ("remove_unshard_copies",),
     "legalize_windows": ("legalize",),
+    "op_facts": ("test_op_facts", "test_choose"),
     "pack_gathers": ("pack_collectives",),
     "pack_reductions": ("pack_collectives",),
     "read_by_strides": ("read_by_strides",),
@@ -67,7 +70,7 @@ _LEFT_OUT = (
 
 def pass_module(name: str) -> ModuleType:
     """A module by its own name, in whichever folder of passes/ it stands."""
-    paths = [f"compile_fsdp.passes{folder}.{name}" for folder in ("", ".analysis", ".dynamo", ".post_grad")]
+    paths = [f"compile_fsdp.passes{folder}.{name}" for folder in ("", ".analysis", ".budget", ".dynamo", ".post_grad")]
     return importlib.import_module(next(path for path in paths if importlib.util.find_spec(path)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 from compile_fsdp.passes import Costs
-from compile_fsdp.passes.budget.choose import find_choices, fit
+from compile_fsdp.passes.budget.choose import Choice, find_choices, fit
 from compile_fsdp.passes.budget.step_memory import Sharding, Step
 from compile_fsdp.passes.budget.timeline import Choices, Timeline
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision, fit_memory_budget
@@ -82,6 +83,26 @@ def test_more_budget_is_never_slower_and_never_exceeded(rows: int, budgets: list
     assert not fit(step, smallest - 1).fits
 
 
+@given(st.integers(1, 512), st.floats(0, 1))
+def test_no_choice_is_made_without_need(rows: int, share: float) -> None:
+    step = timeline(rows, count=12)
+
+    def choices_of(made: Sequence[Choice]) -> Choices:
+        return Choices(
+            kept=set(range(12)) - {each.group for each in made},
+            recomputed={each.op for each in made if each.op >= 0},
+            has_large_packs=not any(each.op < 0 and each.group < 0 for each in made),
+        )
+
+    least, most = fit(step, 0).peak, fit(step, UNLIMITED).peak
+    budget = int(least + share * (most - least))
+    found = fit(step, budget)
+    assert found.peak <= budget
+    assert found.choices == choices_of(found.made)
+    if found.made:
+        assert step.peak(choices_of(found.made[:-1])) > budget
+
+
 def test_activations_are_what_the_partitioner_saves() -> None:
     rows = 256
     graph, parameters = blocks(rows)
@@ -136,6 +157,15 @@ def test_what_the_backward_does_not_gather_is_neither_kept_nor_read_again() -> N
     again = [choice.op for choice in find_choices(timeline) if step.ops[max(choice.op, 0)].target is F.linear]
     assert again
     assert not any(group.number == 1 for op in again for group in step.read[op])
+
+
+def test_the_decision_in_words() -> None:
+    decided = BudgetDecision((0,), (1,), False, 4, 2**20, 2**19, 0.002, True)
+    assert str(decided) == (
+        "memory budget: 1 groups kept, 1 of 4 ops computed again; about 0.5 MiB, where the fastest step takes 1 MiB "
+        "and 2.0 ms less"
+    )
+    assert "1 groups kept, in large packs, 1 of 4" in str(replace(decided, has_large_packs=True))
 
 
 def test_the_graph_becomes_what_was_decided() -> None:

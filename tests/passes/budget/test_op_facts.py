@@ -10,9 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+from torch.testing._internal.two_tensor import TwoTensor
 
 from compile_fsdp.passes.budget.op_facts import Kind, OpFacts, OpMeasure
-from helpers.graphs.build import GraphBuilder
+from helpers.graphs.build import GraphBuilder, aten, c10d
 
 ROWS, DIM = 4, 8
 SIZE = ROWS * DIM * 4
@@ -35,6 +38,7 @@ def test_a_product_is_a_kernel_that_saves_what_it_takes() -> None:
     assert facts.kind is Kind.HEAVY
     assert facts.saved_inputs == {0, 1}
     assert not facts.saves_result
+    assert facts.internal_bytes == 0
     assert facts.flops == 2 * ROWS * DIM * DIM
     assert facts.moved_bytes == 2 * SIZE + DIM * DIM * 4
 
@@ -51,6 +55,24 @@ def test_what_pointwise_ops_save(function: Any, saved_inputs: set[int], saves_re
     assert facts.moved_bytes == 2 * SIZE
     assert facts.flops == 0
     assert facts.is_repeatable
+
+
+def test_what_needs_no_gradient_saves_nothing_for_it() -> None:
+    facts = _facts(lambda build, _, weight: build.call(F.linear, build.input("batch", (ROWS, DIM)), weight))
+    assert facts.saved_inputs == {0}
+
+
+def test_keyword_arguments_count() -> None:
+    build = GraphBuilder(meta_key="example_value")
+    facts = OpMeasure().facts(build.call(torch.neg, build.input("x", (2, 3))))
+    wider = OpMeasure().facts(build.call(torch.softmax, build.input("y", (2, 3)), -1, dtype=torch.float64))
+    assert facts.moved_bytes == 2 * 24
+    assert wider.moved_bytes == 24 + 48
+
+
+def test_one_kernel_makes_an_op_a_kernel() -> None:
+    facts = _facts(lambda build, x, _: build.call(F.normalize, x), fuses=False)
+    assert facts.kind is Kind.HEAVY
 
 
 def test_a_view_moves_nothing() -> None:
@@ -82,16 +104,54 @@ def _heads(build: GraphBuilder, x: fx.Node) -> fx.Node:
     return build.call_method("view", x, 1, 2, ROWS, DIM // 2)
 
 
-def _user_function(x: torch.Tensor) -> torch.Tensor:
-    raise AssertionError("code of the user's runs once more")
+def _is_unknown(facts: OpFacts) -> bool:
+    return (facts.kind, facts.saved_inputs, facts.is_repeatable) == (Kind.HEAVY, {0}, False)
 
 
 def test_what_is_not_torchs_own_is_not_run() -> None:
-    def call(build: GraphBuilder, x: fx.Node, _: fx.Node) -> fx.Node:
-        return build.call_opaque(_user_function, x, value=build.value(x))
+    calls = []
 
-    facts = _facts(call)
-    assert (facts.kind, facts.saved_inputs, facts.is_repeatable) == (Kind.HEAVY, {0}, False)
+    def user_function(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x)
+        return -x
+
+    def call(build: GraphBuilder, x: fx.Node, _: fx.Node) -> fx.Node:
+        return build.call_opaque(user_function, x, value=build.value(x))
+
+    assert _is_unknown(_facts(call))
+    assert not calls
+
+
+def test_a_collective_is_not_run() -> None:
+    def call(build: GraphBuilder, x: fx.Node, _: fx.Node) -> fx.Node:
+        return build.call(c10d.all_reduce.default, x, "sum", "0")
+
+    assert _is_unknown(_facts(call))
+
+
+def test_what_takes_a_tensor_subclass_is_not_run() -> None:
+    def call(build: GraphBuilder, x: fx.Node, _: fx.Node) -> fx.Node:
+        with build.fake_mode:
+            pair = build.input_like("pair", TwoTensor(torch.empty(ROWS, DIM), torch.empty(ROWS, DIM)))
+        return build.call_opaque(torch.neg, pair, value=build.value(x))
+
+    assert _is_unknown(_facts(call))
+
+
+def test_an_aten_op_is_run() -> None:
+    facts = _facts(lambda build, x, _: build.call(aten.neg.default, x))
+    assert facts == OpFacts(Kind.FUSED, frozenset(), False, 0, 0, 2 * SIZE, is_repeatable=True)
+
+
+def test_sizes_that_may_change_count_with_their_hints() -> None:
+    build = GraphBuilder(meta_key="example_value")
+    dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    given = torch.empty(ROWS, DIM)
+    x = build.input_like("x", build.fake_mode.from_tensor(given, symbolic_context=dynamic, source=ConstantSource("x")))
+    rows = build.call(torch.ops.aten.sym_size.int, x, 0)
+    facts = OpMeasure().facts(build.call(torch.narrow, x, 0, 0, rows))
+    assert facts.kind is Kind.VIEW
+    assert OpMeasure().facts(build.call(torch.neg, x)).moved_bytes == 2 * SIZE
 
 
 def test_ops_that_are_called_alike_are_run_once() -> None:
