@@ -1,7 +1,7 @@
 """The costs that a graph is compiled by: one set of numbers on all of its ranks.
 
 [Note: Costs are measured once]
-The first graph over a process group whose collectives nobody has measured measures them, in about a second, and keeps
+The first graph over a process group whose collectives nobody has measured measures them, in a second or two, and keeps
 the numbers for later processes. Whether that is needed says the first rank: hosts may have caches of their own. Ranks
 meet before they measure, so that a rank which never comes is named and not waited for by a collective. Ranks may have
 batches of different sizes; the one with the largest decides for all, on the numbers as well. A rank that compiles alone

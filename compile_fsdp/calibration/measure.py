@@ -1,6 +1,8 @@
 """Measure what collectives, copies and products of matrices take on the ranks of a process group.
 
-Of several runs the shortest counts: what else the machine does makes a run longer, and nothing makes it shorter.
+Of several runs the shortest counts: what else the machine does makes a run longer, and nothing makes it shorter. A run
+of collectives has many of them, one after the other as in a step. A CPU computes meanwhile, as it does in a step: its
+cores serve both, and a short collective beside a product of matrices takes twice as long as one that is alone.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ import torch.distributed as dist
 from compile_fsdp.passes import Costs
 from compile_fsdp.torch_compat.distributed import functional_collectives
 
-RUNS = 5
+RUNS = 3
 LOCAL_S = 0.2  # seconds after which a slow device, whose runs differ less, is not measured again
 
+SHORT_RUN, LONG_RUN = 24, 4  # collectives of a run: short ones, and longer ones
 SHORT_SHARD = 2**10  # bytes that a rank has of the whole in the shortest collective
 
 
@@ -31,15 +34,17 @@ class _Amounts:
         wholes: Bytes of what is gathered, and reduced.
         copied: Bytes of a copied tensor: more than caches hold.
         side: Rows and columns of matrices.
+        side_beside: The same of those that are multiplied beside a collective; 0 for none.
     """
 
     wholes: tuple[int, ...]
     copied: int
     side: int
+    side_beside: int
 
 
-_ON_CPU = _Amounts(wholes=(2**22, 2**25), copied=2**26, side=512)
-_ON_ACCELERATOR = _Amounts(wholes=(2**24, 2**27), copied=2**28, side=4096)
+_ON_CPU = _Amounts(wholes=(2**22, 2**24), copied=2**26, side=512, side_beside=256)
+_ON_ACCELERATOR = _Amounts(wholes=(2**24, 2**27), copied=2**28, side=4096, side_beside=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,17 +111,42 @@ def measure(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) 
 
 
 def measure_link(
-    collective: Callable[[torch.Tensor, dist.ProcessGroup], Callable[[], object]],
+    collective: Callable[[torch.Tensor, dist.ProcessGroup], Callable[[], torch.Tensor]],
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> Link:
     """Latency of the shortest collective, bandwidth of longer ones."""
     ranks = group.size()
     shards = [SHORT_SHARD, *(whole // ranks for whole in _amounts(device).wholes)]
-    latency, *seconds = (_shortest(collective(_zeros(shard, device), group), device) for shard in shards)
+    counts = [SHORT_RUN, *(LONG_RUN for _ in shards[1:])]
+    latency, *seconds = (
+        _measure_collective(collective(_zeros(shard, device), group), count, device)
+        for shard, count in zip(shards, counts, strict=True)
+    )
     # A link may be so fast that the latency is all there is.
     sending = sum(max(each - latency, each / 10) for each in seconds)
     return Link(latency, sum(shards[1:]) * (ranks - 1) / sending)
+
+
+def _measure_collective(launch: Callable[[], torch.Tensor], count: int, device: torch.device) -> float:
+    side = _amounts(device).side_beside
+    left, right = torch.zeros(2, side, side, device=device)
+
+    def compute() -> None:
+        for _ in range(2 if side else 0):
+            torch.mm(left, right)
+
+    def both() -> None:
+        launched = launch()
+        compute()
+        functional_collectives.wait_tensor(launched)
+
+    def repeat(run: Callable[[], None]) -> None:
+        for _ in range(count):
+            run()
+
+    seconds = _shortest(partial(repeat, both), device)
+    return max(seconds - _shortest(partial(repeat, compute), device), seconds / 10) / count
 
 
 def measure_copies(device: torch.device) -> float:
@@ -136,15 +166,13 @@ def measure_products(device: torch.device, dtype: torch.dtype) -> float:
 # Issued as graphs issue them.
 
 
-def _gather(shard: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], object]:
-    launch = partial(functional_collectives.all_gather_into_tensor, shard, group.size(), group.group_name)
-    return lambda: functional_collectives.wait_tensor(launch())
+def _gather(shard: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
+    return partial(functional_collectives.all_gather_into_tensor, shard, group.size(), group.group_name)
 
 
-def _reduce_scatter(shard: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], object]:
+def _reduce_scatter(shard: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
     whole = shard.repeat(group.size())
-    launch = partial(functional_collectives.reduce_scatter_tensor, whole, "sum", group.size(), group.group_name)
-    return lambda: functional_collectives.wait_tensor(launch())
+    return partial(functional_collectives.reduce_scatter_tensor, whole, "sum", group.size(), group.group_name)
 
 
 def _zeros(size: int, device: torch.device) -> torch.Tensor:
