@@ -90,7 +90,7 @@ def share_problem(sequence: CollectiveSequence, what: str, problem: str, limit_s
     Raises:
         RankMissingError: a rank does not come within the limit.
     """
-    return _decide_in_turn(
+    return share_by(
         sequence.groups, what, problem, limit_s, lambda problems: next(filter(None, problems), "")
     )
 
@@ -113,11 +113,13 @@ def share_choice(names: Collection[str], what: str, choice: str, limit_s: float)
         without = next((each for each in choices if not each.startswith("=")), None)
         return without or (choices[0] if len(set(choices)) == 1 else "the ranks have different ones")
 
-    choice = _decide_in_turn(names, what, choice, limit_s, judge)
+    choice = share_by(names, what, choice, limit_s, judge)
     return "" if choice.startswith("=") else choice
 
 
-def share_largest(names: Collection[str], what: str, own: tuple[int, str], limit_s: float) -> str:
+def share_largest(
+    names: Collection[str], what: str, own: tuple[int, str], limit_s: float, shown: bool = False
+) -> str:
     """What the rank with the largest number says, on all ranks of the process groups; of equals, the first rank.
 
     Args:
@@ -125,6 +127,7 @@ def share_largest(names: Collection[str], what: str, own: tuple[int, str], limit
         what: What the ranks talk about, in errors.
         own: This rank's number, and what it says.
         limit_s: Seconds to wait for the other ranks.
+        shown: Whether rank 0 says that it waits.
     Raises:
         RankMissingError: a rank does not come within the limit.
     """
@@ -132,28 +135,30 @@ def share_largest(names: Collection[str], what: str, own: tuple[int, str], limit
     def judge(texts: Sequence[str]) -> str:
         return max(texts, key=lambda text: int(text.partition(" ")[0]))
 
-    return _decide_in_turn(names, what, f"{own[0]} {own[1]}", limit_s, judge).partition(" ")[2]
+    return share_by(names, what, f"{own[0]} {own[1]}", limit_s, judge, shown).partition(" ")[2]
 
 
-def share_first(names: Collection[str], what: str, own: str, limit_s: float) -> str:
-    """What the first rank says, on all ranks of the process groups.
+def share_by(
+    names: Collection[str],
+    what: str,
+    own: str,
+    limit_s: float,
+    judge: Callable[[Sequence[str]], str],
+    shown: bool = False,
+) -> str:
+    """What becomes of this rank's text when one process group after the other decides, on all of their ranks.
 
     Args:
         names: What graphs call the process groups.
         what: What the ranks talk about, in errors.
         own: What this rank says.
         limit_s: Seconds to wait for the other ranks.
+        judge: What the first rank of a process group makes of what all of its ranks say, by rank.
+        shown: Whether rank 0 says that it waits.
     Raises:
         RankMissingError: a rank does not come within the limit.
     """
-    return _decide_in_turn(names, what, own, limit_s, lambda texts: texts[0])
-
-
-def _decide_in_turn(
-    names: Collection[str], what: str, own: str, limit_s: float, judge: Callable[[Sequence[str]], str]
-) -> str:
-    """What becomes of this rank's text when one process group after the other decides."""
-    with _Meeting(what, limit_s, shown=False) as meeting:
+    with _Meeting(what, limit_s, shown) as meeting:
         for name, group in real_groups(names):
             own = meeting.decide(group, name, own, judge)
     return own

@@ -3,9 +3,9 @@
 [Note: Costs are measured once]
 The first graph over a process group whose collectives nobody has measured measures them, in a second or two, and keeps
 the numbers for later processes. Whether that is needed says the first rank: hosts may have caches of their own. Ranks
-meet before they measure, so that a rank which never comes is named and not waited for by a collective. Ranks may have
-batches of different sizes; the one with the largest decides for all, on the numbers as well. A rank that compiles alone
-later, for another batch, has these costs again and meets nobody.
+meet before they measure, also those with costs of their own, so that a rank which never comes, or does not measure, is
+not waited for by a collective. Ranks may have batches of different sizes; the one with the largest decides for all, on
+the numbers as well. A rank that compiles alone later, for another batch, has these costs again and meets nobody.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
-from functools import reduce
+from functools import partial, reduce
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import fx
 
-from compile_fsdp.backend.agreement import real_groups, share_first, share_largest
+from compile_fsdp.backend.agreement import real_groups, share_by, share_largest
 from compile_fsdp.backend.graph_inputs import GraphInputs
 from compile_fsdp.calibration import store
 from compile_fsdp.calibration.measure import Measurements, measure
@@ -34,9 +34,9 @@ from compile_fsdp.runtime.group_calls import GROUP_CALLS
 from compile_fsdp.torch_compat.dispatch import HigherOrderOperator
 from compile_fsdp.torch_compat.dynamo import graph_input_example
 
-_MEASURE = "measure"
+_MEASURE, _REFUSE = "measure", "refuse"
 
-# By first group of a graph: by its groups and whether costs are measured, what all ranks have settled on.
+# By first group of a graph: by its groups, what all ranks have settled on.
 _settled: WeakKeyDictionary[TraceableGroup, dict[Hashable, Costs]] = WeakKeyDictionary()
 
 _measured: WeakKeyDictionary[dist.ProcessGroup, dict[torch.dtype, Measurements]] = WeakKeyDictionary()
@@ -50,34 +50,35 @@ def settle_costs(gm: fx.GraphModule, inputs: GraphInputs, options: Options) -> C
         inputs: Of the graph.
         options: The user's.
     Returns:
-        None for a graph without sharded parameters.
+        None for a graph about which nothing is decided by costs.
     Raises:
         RankMissingError: a rank does not come within the limit.
     """
     groups = inputs.groups
-    if isinstance(options.costs, Costs) or not groups:
+    decides = options.inner_backend == "inductor" or options.memory_budget is not None
+    if not (groups and decides):
         return options.known_costs
     known = _settled.setdefault(groups[0], {})
-    key = options.measures_costs, tuple(group.constants.text for group in groups)
+    key = tuple(group.constants.text for group in groups)  # without options: all ranks meet, or none
+    usual = COSTS.get(groups[0].fsdp_group.device.type, COSTS["cuda"])
     if key not in known:
-        device = groups[0].fsdp_group.device
-        costs = usual = COSTS.get(device.type, COSTS["cuda"])
-        if options.measures_costs:
-            costs = _measured_costs(inputs, usual, options.agreement_timeout_s)
+        costs = _measured_costs(inputs, usual, options) if options.inner_backend == "inductor" else usual
         costs = replace(costs, rows=_find_rows(gm, inputs) or usual.rows)
-        own = costs.rows, json.dumps(asdict(costs))
-        text = share_largest(inputs.process_groups(), "costs", own, options.agreement_timeout_s)
-        known[key] = Costs(**json.loads(text))
-    return known[key]
+        # Numbers of the user's on one rank are for this rank: the comparison of collectives tells of what they do.
+        own = costs.rows if options.known_costs is None else -1, json.dumps(asdict(costs))
+        names, limit_s = inputs.process_groups(), options.agreement_timeout_s
+        known[key] = Costs(**json.loads(share_largest(names, "forward graph", own, limit_s, options.progress)))
+    if options.known_costs is not None:
+        return options.known_costs
+    return known[key] if options.measures_costs else replace(usual, rows=known[key].rows)
 
 
-def _measured_costs(inputs: GraphInputs, usual: Costs, limit_s: float) -> Costs:
+def _measured_costs(inputs: GraphInputs, usual: Costs, options: Options) -> Costs:
     """Of several process groups that parameters are sharded over, the slowest counts."""
     device, dtype = inputs.groups[0].fsdp_group.device, _compute_dtype(inputs)
     names = {group.constants.gather_group for group in inputs.groups} - {""}
-    found = [
-        _measurements(name, group, device, dtype, limit_s).costs(usual) for name, group in real_groups(names)
-    ]
+    measured = (_measurements(name, group, device, dtype, options) for name, group in real_groups(names))
+    found = [each.costs(usual) for each in measured if each is not None]
     return reduce(_slower, found) if found else usual
 
 
@@ -88,20 +89,33 @@ def _slower(one: Costs, other: Costs) -> Costs:
 
 
 def _measurements(
-    name: str, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, limit_s: float
-) -> Measurements:
+    name: str, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, options: Options
+) -> Measurements | None:
+    """None if a rank has costs of its own: then nobody measures."""
     known = _measured.setdefault(group, {})
     if dtype not in known:
-        key = store.circumstances(group, device, dtype)
+        key, share = store.circumstances(group, device, dtype), partial(_share, name, options)
         kept = store.read(key)
-        text = share_first([name], "costs", json.dumps(asdict(kept)) if kept else _MEASURE, limit_s)
+        own = json.dumps(asdict(kept)) if kept else _MEASURE
+        text = share(own if options.measures_costs else _REFUSE)
+        if text == _REFUSE:
+            return None
         if text == _MEASURE:
-            own = measure(group, device, dtype)
+            found = measure(group, device, dtype)
             if group.rank() == 0:
-                store.write(key, own)
-            text = share_first([name], "costs", json.dumps(asdict(own)), limit_s)
+                store.write(key, found)
+            text = share(json.dumps(asdict(found)))
         known[dtype] = store.parse(json.loads(text))
     return known[dtype]
+
+
+def _share(name: str, options: Options, own: str) -> str:
+    """What the first rank says, or that one refuses."""
+
+    def judge(texts: Sequence[str]) -> str:
+        return _REFUSE if _REFUSE in texts else texts[0]
+
+    return share_by([name], "forward graph", own, options.agreement_timeout_s, judge, options.progress)
 
 
 def _compute_dtype(inputs: GraphInputs) -> torch.dtype:

@@ -91,3 +91,15 @@ def test_a_rank_that_compiles_alone_decides_by_the_costs_of_all() -> None:
     assert len(one) > len(other)
     assert set(one) == set(other)
     assert len(set(one)) == 1
+
+
+def _other_choices(rank: int) -> list[Costs | None]:
+    """One rank measures, the other one does not want to."""
+    return _costs(torch.randn(64, DIM, device=device_type()), "constants" if rank else "measured")
+
+
+def test_nobody_measures_if_one_rank_does_not() -> None:
+    first, second = run_ranks(2, _other_choices)
+    assert first == second
+    usual = COSTS.get(device_type(), COSTS["cuda"])
+    assert {each.latency for each in first if each is not None} == {usual.latency}
