@@ -76,7 +76,7 @@ class CompiledStep:
             steps.append(self._read(gm))
             return _stop
 
-        torch._dynamo.reset()
+        torch.compiler.reset()  # what was compiled before does not count towards the recompile limit
         with fake_world(ranks):
             model = apply(plan).to_empty(device=DEVICE)
             run = torch.compile(model, backend=trace, fullgraph=True)
