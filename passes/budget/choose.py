@@ -20,7 +20,7 @@ from compile_fsdp.passes.budget.step_memory import Group, Step
 from compile_fsdp.passes.budget.timeline import Choices, Timeline
 from compile_fsdp.torch_compat.dynamo import is_recomputation_settled
 
-_STRETCHES = 16
+_STRETCHES = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,7 @@ class Timeline:
             self._hold_parameters(i, group, is_kept, choices.has_large_packs)
         self._hold_gradients()
         if choices.has_large_packs:
-            self._hold_large_packs()
+            self._hold(0, len(self._changes) - 2, self.large_pack_bytes)
         return list(accumulate(self._changes[:-1]))
 
     def peak(self, choices: Choices) -> int:
@@ -189,20 +189,6 @@ class Timeline:
             arrived = min(self._arrived(launched, pack), following)
             sent = sum(parameter.sharding.reduced_bytes for parameter in pack.parameters)
             self._hold(launched + (len(pack.parameters) == 1), arrived, sent)
-
-    def _hold_large_packs(self) -> None:
-        """What is gathered before its own group is used, and reduced behind it, but no more than a pack of each."""
-        groups, packs = self.step.groups, self._reductions
-        firsts = [min(group.uses) for group in groups]
-        left = sum(group.size for group in groups)
-        for group, first, following in zip(groups, firsts, [*firsts, len(self.step.ops)][1:], strict=True):
-            self._hold(first, following - 1, min(left, self.large_pack_bytes))
-            left -= group.size
-        made = 0
-        places = [self._mirrored(pack.first) for pack in packs]
-        for pack, place, following in zip(packs, places, [*places, len(self._changes) - 1][1:], strict=True):
-            made += sum(parameter.sharding.reduced_bytes for parameter in pack.parameters)
-            self._hold(place, following - 1, min(made, self.large_pack_bytes))
 
     def _sent_before(self, place: int, pack: _Pack) -> int:
         """Where a gather is launched that is to arrive before a place."""

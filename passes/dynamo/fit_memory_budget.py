@@ -29,8 +29,8 @@ from compile_fsdp.passes.budget.timeline import Timeline
 from compile_fsdp.passes.report import format_mib
 from compile_fsdp.torch_compat.dynamo import request_recomputation
 
-# What was allocated exceeded the estimate by up to 5.5 %: benchmarks/results/memory_budget_cpu_202611.md.
-MARGIN = 1.06
+# Small steps exceeded the estimate by up to 10 %: benchmarks/results/memory_budget_cpu_202611.md.
+MARGIN = 1.12
 
 
 @dataclass(frozen=True, slots=True)
