@@ -61,14 +61,14 @@ def compile_fsdp(
     traced = trace_record.take()
     parsed = Options.parse(options, mode)
     _check_names_and_ops()
-    costs = settle_costs(gm, GraphInputs(gm), parsed)
-    if costs is not None:
-        parsed = replace(parsed, costs=costs)
     if parsed.bundle is not None and traced.entered and not any(hooks.root.replay for hooks in traced.entered):
         raise UnknownOptionError(
             "expected model.compile() with a bundle, got torch.compile() of a model or a function; call the model's "
             'own, with backend="compile_fsdp" and options={"bundle": ...}'
         )
+    costs = settle_costs(gm, GraphInputs(gm), parsed)
+    if costs is not None:
+        parsed = replace(parsed, costs=costs)
     gm, example_inputs, passes = _run_passes(gm, example_inputs, parsed)
     graph = TracedGraph(gm, example_inputs, "forward", GraphInputs(gm), parsed, passes.decision)
     read = graph.inputs.read_positions()

@@ -25,7 +25,9 @@ from compile_fsdp.backend.graph_inputs import GraphInputs
 from compile_fsdp.calibration import store
 from compile_fsdp.calibration.measure import Measurements, measure
 from compile_fsdp.options import Options
-from compile_fsdp.passes import COSTS, Costs
+from compile_fsdp.passes import Costs
+from compile_fsdp.passes.analysis.aliases import find_fake_tensor
+from compile_fsdp.passes.analysis.costs import usual_costs
 from compile_fsdp.passes.analysis.eager_effects import is_upkeep
 from compile_fsdp.passes.analysis.effects import Effects
 from compile_fsdp.passes.analysis.layout import size_hint
@@ -60,7 +62,7 @@ def settle_costs(gm: fx.GraphModule, inputs: GraphInputs, options: Options) -> C
         return options.known_costs
     known = _settled.setdefault(groups[0], {})
     key = tuple(group.constants.text for group in groups)  # without options: all ranks meet, or none
-    usual = COSTS.get(groups[0].fsdp_group.device.type, COSTS["cuda"])
+    usual = usual_costs(groups[0].fsdp_group.device)
     if key not in known:
         costs = _measured_costs(inputs, usual, options) if options.inner_backend == "inductor" else usual
         costs = replace(costs, rows=_find_rows(gm, inputs) or usual.rows)
@@ -137,25 +139,19 @@ def _find_rows(gm: fx.GraphModule, inputs: GraphInputs) -> int:
     for node, _ in inputs.managed_nodes():
         tensor = graph_input_example(node)
         if tensor.dim() >= 2 and tensor.numel():
-            results = (_result(user) for user in _readers(gm, node))
+            results = map(find_fake_tensor, _readers(gm, node))
             rows = [size_hint(each.numel()) // tensor.shape[0] for each in results if each is not None]
             counted.append((max(rows, default=0), tensor.numel()))
     found = _weighted_median([(rows, weight) for rows, weight in counted if rows])
     return 1 << (found - 1).bit_length() if found else 0
 
 
-def _result(node: fx.Node) -> torch.Tensor | None:
-    value = node.meta.get("example_value")
-    return value if isinstance(value, torch.Tensor) else None
-
-
 def _readers(gm: fx.GraphModule, tensor: fx.Node) -> Iterator[fx.Node]:
     """What computes with a tensor, within the bodies of checkpoints as well."""
-    effects = Effects(gm)
     for user in tensor.users:
         if isinstance(user.target, HigherOrderOperator):
             body, *operands = user.args
-            subgraph = effects.subgraph(body) if isinstance(body, fx.Node) else None
+            subgraph = Effects(gm).subgraph(body) if isinstance(body, fx.Node) else None
             if subgraph is not None:
                 placeholders = subgraph.graph.find_nodes(op="placeholder")
                 for operand, placeholder in zip(operands, placeholders, strict=False):
@@ -166,7 +162,7 @@ def _readers(gm: fx.GraphModule, tensor: fx.Node) -> Iterator[fx.Node]:
 
 
 def _is_view(node: fx.Node) -> bool:
-    result, sources = _result(node), [_result(each) for each in node.all_input_nodes]
+    result, sources = find_fake_tensor(node), [find_fake_tensor(each) for each in node.all_input_nodes]
     return result is not None and len(sources) == 1 and sources[0] is not None and result.numel() == sources[0].numel()
 
 

@@ -24,7 +24,6 @@ from compile_fsdp.backend.agreement import share_largest
 from compile_fsdp.backend.graph_inputs import GraphInputs
 from compile_fsdp.errors import MemoryBudgetError
 from compile_fsdp.options import Options
-from compile_fsdp.passes import COSTS
 from compile_fsdp.passes.budget.choose import Choice
 from compile_fsdp.passes.budget.step_memory import Sharding
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision, fit_memory_budget
@@ -62,21 +61,25 @@ def budget_pass(inputs: GraphInputs, options: Options) -> Pass | None:
         return None
     device = groups[0].fsdp_group.device
     budget = options.memory_budget if options.memory_budget != "auto" else _free_bytes(device, groups)
-    numbers = {group: number for number, group in enumerate(groups)}
-    parameters = {node: sharding_of(node, group, numbers[group]) for node, group in inputs.managed_nodes()}
+    assert options.known_costs is not None  # `settle_costs` has run
     return partial(
         fit_memory_budget,
-        parameters=parameters,
+        parameters=shardings(inputs),
         ranks=max(group.constants.shard_count for group in groups),
         budget=budget,
-        costs=options.known_costs or COSTS.get(device.type, COSTS["cuda"]),
+        costs=options.known_costs,
         settle=partial(_settle, inputs=inputs, budget=budget, options=options),
         fuses=options.inner_backend == "inductor",
     )
 
 
-def sharding_of(node: fx.Node, group: TraceableGroup, number: int) -> Sharding:
-    """How an unsharded parameter, a placeholder of a Dynamo graph, is sharded; `number` is that of its group."""
+def shardings(inputs: GraphInputs) -> dict[fx.Node, Sharding]:
+    """How the unsharded parameters among a graph's placeholders are sharded."""
+    numbers = {group: number for number, group in enumerate(inputs.groups)}
+    return {node: _sharding_of(node, group, numbers[group]) for node, group in inputs.managed_nodes()}
+
+
+def _sharding_of(node: fx.Node, group: TraceableGroup, number: int) -> Sharding:
     tensor = graph_input_example(node)
     param, unshards = group.param_of(tensor), group.fsdp_group.unshard_in_backward
     name = group.fsdp_group._module_fqn or ROOT

@@ -8,6 +8,7 @@ these differs, it is measured again. So a mesh within a host and one across host
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -68,14 +69,12 @@ def read(key: Circumstances) -> Measurements | None:
 def write(key: Circumstances, measured: Measurements) -> None:
     """Keep a measurement. A folder that cannot be written to is no error: the next process measures again."""
     path, text = path_of(key), json.dumps({"under": key, "measured": asdict(measured)}, indent=1)
-    try:
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         # Written aside, so that another process reads the whole of it or nothing.
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            file.write(text)
-        Path(file.name).replace(path)
-    except OSError:
-        pass
+        with tempfile.TemporaryDirectory(dir=path.parent) as aside:
+            (Path(aside) / path.name).write_text(text)
+            (Path(aside) / path.name).replace(path)
 
 
 def parse(row: Mapping[str, Any]) -> Measurements:

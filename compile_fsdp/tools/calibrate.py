@@ -15,7 +15,8 @@ from torch.multiprocessing.spawn import spawn
 
 from compile_fsdp.calibration import store
 from compile_fsdp.calibration.measure import Measurements, measure
-from compile_fsdp.passes import COSTS, Costs
+from compile_fsdp.passes import Costs
+from compile_fsdp.passes.analysis.costs import usual_costs
 from compile_fsdp.tools.train.config import DeviceChoice, TrainError
 from compile_fsdp.tools.train.world import backends_of, join_world, pick_device
 
@@ -103,7 +104,7 @@ def _spawned(rank: int, ranks: int, mesh: Sequence[int], dtypes: Sequence[torch.
 
 def _calibrate(device: torch.device, shape: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
     mesh = init_device_mesh(device.type, tuple(shape))
-    usual = COSTS.get(device.type, COSTS["cuda"])
+    usual = usual_costs(device)
     lines: list[str] = []
     for dim, size in enumerate(shape):
         group = mesh.get_group(dim)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import torch
 from torch import fx
 
 from compile_fsdp.passes.analysis.aliases import fake_arguments, fake_value, find_fake_tensor
@@ -65,11 +66,16 @@ COSTS: Mapping[str, Costs] = MappingProxyType(
 )
 
 
+def usual_costs(device: torch.device) -> Costs:
+    """The built-in costs of a device; those of "cuda" for one that we have none of."""
+    return COSTS.get(device.type, COSTS["cuda"])
+
+
 def device_costs(collective: fx.Node) -> Costs:
-    """The costs where a collective runs; those of "cuda" for a device we have none of."""
+    """The built-in costs where a collective runs."""
     tensor = find_fake_tensor(collective)
     assert tensor is not None
-    return COSTS.get(tensor.device.type, COSTS["cuda"])
+    return usual_costs(tensor.device)
 
 
 def size_bytes(node: fx.Node) -> int:

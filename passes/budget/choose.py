@@ -20,8 +20,6 @@ from compile_fsdp.passes.budget.step_memory import Group, Step
 from compile_fsdp.passes.budget.timeline import Choices, Timeline
 from compile_fsdp.torch_compat.dynamo import is_recomputation_settled
 
-_STRETCHES = 1
-
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -79,17 +77,8 @@ def fit(timeline: Timeline, budget: int) -> Fit:
             has_large_packs=all(each.op >= 0 or each.group >= 0 for each in made),
         )
 
-    # A few more choices may need more memory: what is gathered again is there twice, packed and copied. So the first
-    # stretch of the order whose end fits is searched, and if none does, the end that needs the least counts.
-    ends = sorted({len(ordered) * i // _STRETCHES for i in range(_STRETCHES + 1)})
-    peaks: dict[int, int] = {}
-    for end in ends:
-        peaks[end] = timeline.peak(choices_of(end))
-        if peaks[end] <= budget:
-            break
-    fewest = most = min(peaks, key=lambda end: (peaks[end], end))
-    if peaks[most] <= budget:
-        fewest = max((end + 1 for end in peaks if end < most), default=0)
+    fastest = timeline.peak(choices_of(0))
+    fewest, most = 0, len(ordered) if fastest > budget else 0
     while fewest < most:
         middle = (fewest + most) // 2
         if timeline.peak(choices_of(middle)) <= budget:
@@ -98,7 +87,7 @@ def fit(timeline: Timeline, budget: int) -> Fit:
             fewest = middle + 1
     choices = choices_of(fewest)
     peak = timeline.peak(choices)
-    return Fit(choices, peak <= budget, peak, peaks[0], tuple(ordered[:fewest]))
+    return Fit(choices, peak <= budget, peak, fastest, tuple(ordered[:fewest]))
 
 
 def find_choices(timeline: Timeline) -> Iterator[Choice]:

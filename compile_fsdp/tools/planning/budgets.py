@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from compile_fsdp.backend.graph_inputs import GraphInputs
-from compile_fsdp.backend.memory_budget import sharding_of
+from compile_fsdp.backend.memory_budget import shardings
 from compile_fsdp.errors import EstimateError
 from compile_fsdp.passes import Costs
 from compile_fsdp.passes.budget.step_memory import Parameter, Step
@@ -89,8 +89,7 @@ class CompiledStep:
     def _read(self, gm: fx.GraphModule) -> Step:
         expand_group_calls(gm.graph, functions=GROUP_CALLS)
         inputs = GraphInputs(gm)
-        numbers = {group: number for number, group in enumerate(inputs.groups)}
-        parameters = {node: sharding_of(node, group, numbers[group]) for node, group in inputs.managed_nodes()}
+        parameters = shardings(inputs)
         step = Step(gm.graph, parameters, fuses=self._fuses)
         found = {id(each.sharding): each for group in step.groups for each in group.parameters}
         for node, group in inputs.managed_nodes():
@@ -120,4 +119,3 @@ class CompiledStep:
 
 def _stop(*args: Any) -> Any:
     raise _Traced
-

@@ -7,11 +7,10 @@ the one before it computes, and reduced while the next one does.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from compile_fsdp.passes import Costs
-from compile_fsdp.passes.budget.step_memory import Group
 from compile_fsdp.passes.budget.timeline import Timeline
 
 
@@ -120,11 +119,10 @@ def step_time(timeline: Timeline, network: Network, replicas: int = 1, kept: Col
 
 def _segments(timeline: Timeline, network: Network, replicas: int, kept: Collection[int]) -> Iterator[_Segment]:
     groups, ranks = timeline.step.groups, timeline.ranks
-    starts = [min(group.uses) for group in groups]
-    for group, start, end in zip(groups, starts, [*starts[1:], len(timeline.seconds)], strict=True):
-        start = start if group is not groups[0] else 0
-        shard = sum(each.size for each in group.parameters) // ranks
-        reduced = _reduced_bytes(group) // ranks
+    starts = [0, *(min(group.uses) for group in groups[1:])]
+    for group, start, end in zip(groups, starts, [*starts, len(timeline.seconds)][1:], strict=True):
+        trained = (each for each in group.parameters if each.needs_grad)
+        shard, reduced = group.size // ranks, sum(each.sharding.reduced_bytes for each in trained) // ranks
         yield _Segment(
             seconds=sum(timeline.seconds[start:end]),
             backward=sum(timeline.backward_seconds[start:end]),
@@ -133,8 +131,3 @@ def _segments(timeline: Timeline, network: Network, replicas: int, kept: Collect
             replication=network.replica_collective(reduced, replicas) if reduced else 0.0,
             is_kept=not group.frees or group.number in kept,
         )
-
-
-def _reduced_bytes(group: Group) -> int:
-    trained: Sequence[int] = [each.sharding.reduced_bytes for each in group.parameters if each.needs_grad]
-    return sum(trained)

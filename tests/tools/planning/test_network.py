@@ -24,7 +24,7 @@ def step(ranks: int, *groups: tuple[float, int], freed: bool = True) -> Any:
         sharding = SimpleNamespace(reduced_bytes=size)
         parameter = SimpleNamespace(size=size, sharding=sharding, needs_grad=True)
         frees = [None] if freed else []
-        made.append(SimpleNamespace(number=number, uses=[number], parameters=[parameter], frees=frees))
+        made.append(SimpleNamespace(number=number, uses=[number], parameters=[parameter], size=size, frees=frees))
     seconds = [each for each, _ in groups]
     return SimpleNamespace(
         step=SimpleNamespace(groups=made), ranks=ranks, seconds=seconds, backward_seconds=[2 * each for each in seconds]
