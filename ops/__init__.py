@@ -1,4 +1,4 @@
-"""The ops that open, fill and close a window, that hand gradients over in a graph, and that mark where hooks run."""
+"""The ops that open, fill and close a window, hand gradients over in a graph, mark where hooks run, and offload."""
 
 from compile_fsdp.ops.accumulate_gradient import accumulate_gradient
 from compile_fsdp.ops.collectives import all_gather_into_tensor, reduce_scatter_tensor
@@ -6,6 +6,7 @@ from compile_fsdp.ops.ensure import ensure_lowerings, ensure_ops
 from compile_fsdp.ops.fsdp_copy import copy_
 from compile_fsdp.ops.hand_over import Receiver, hand_over, issue_ticket
 from compile_fsdp.ops.hook_point import hook_point, watch
+from compile_fsdp.ops.offload import fetch, offload
 from compile_fsdp.ops.resize_storage_bytes import resize_storage_bytes_
 
 __all__ = [
@@ -15,9 +16,11 @@ __all__ = [
     "copy_",
     "ensure_lowerings",
     "ensure_ops",
+    "fetch",
     "hand_over",
     "hook_point",
     "issue_ticket",
+    "offload",
     "reduce_scatter_tensor",
     "resize_storage_bytes_",
     "watch",

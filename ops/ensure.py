@@ -5,6 +5,7 @@ from __future__ import annotations
 from compile_fsdp.ops import fsdp_copy, resize_storage_bytes
 from compile_fsdp.ops.collectives import all_gather_into_tensor, reduce_scatter_tensor
 from compile_fsdp.ops.definition import ensure_lowering
+from compile_fsdp.ops.offload import fetch
 from compile_fsdp.torch_compat.inductor import inductor_lowerings, register_collective_lowering
 
 
@@ -19,13 +20,13 @@ def ensure_ops() -> None:
 
 
 def ensure_lowerings() -> None:
-    """Make both ops known to Inductor, and those that start a collective as such. Imports Inductor.
+    """Make both ops known to Inductor, and those whose results are waited for as such. Imports Inductor.
 
     Raises:
         OpDefinitionError: A lowering is missing that only torch can have.
     """
     ensure_lowering(fsdp_copy.DEFINITION)
     ensure_lowering(resize_storage_bytes.DEFINITION)
-    for op in (all_gather_into_tensor, reduce_scatter_tensor):
+    for op in (all_gather_into_tensor, reduce_scatter_tensor, fetch):
         if op not in inductor_lowerings():
             register_collective_lowering(op)

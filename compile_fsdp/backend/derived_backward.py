@@ -16,6 +16,7 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 
 from compile_fsdp.passes.cache_key import cache_key
+from compile_fsdp.passes.partitioned.offload_saved import offload_saved
 from compile_fsdp.torch_compat.dispatch import OpOverload
 from compile_fsdp.torch_compat.dynamo import set_tracer
 from compile_fsdp.torch_compat.inductor import (
@@ -54,26 +55,29 @@ class Partitioner(CustomPartitionerFn):
 
     Args:
         chosen: The user's.
-        recomputed: Positions of the ops of the graph that the backward is to run again, by marks on their nodes.
+        decided: What marks on the graph's nodes stand for. Marks are no part of the key of AOTAutograd's cache.
     """
 
-    def __init__(self, chosen: CustomPartitionerFn | None = None, recomputed: Sequence[int] = ()) -> None:
+    def __init__(self, chosen: CustomPartitionerFn | None = None, decided: Sequence[object] = ()) -> None:
         self.chosen = chosen
-        self.recomputed = recomputed
+        self.decided = decided
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         partition = self.chosen or min_cut_partition
         forward, backward = partition(gm, joint_inputs, **kwargs)
+        offload_saved(forward.graph, backward.graph, kwargs["num_fwd_outputs"])
+        forward.recompile()
+        backward.recompile()
         set_tracer(backward, GraphTracer)
         return forward, backward
 
     def uuid(self) -> Any:
         if self.chosen is None:
-            return cache_key(*self.recomputed)
+            return cache_key(*self.decided)
         chosen = self.chosen.uuid()
-        return None if chosen is None else cache_key(chosen, *self.recomputed)  # None: graphs are not to be cached
+        return None if chosen is None else cache_key(chosen, *self.decided)  # None: graphs are not to be cached
 
 
 class UnusedBackward(_OutputCode):  # type: ignore[misc]

@@ -50,8 +50,7 @@ def inductor_config(
     )
     ours = {f"{each.__module__}.{each.__name__}": cache_key() for each in (watch, accumulate_gradient)}
     config[CACHEABLE_FUNCTIONS] = {**config.get(CACHEABLE_FUNCTIONS, {}), **ours}
-    if backward_is_captured:
-        # Marks on nodes, by which the partitioner knows, are no part of the key of AOTAutograd's cache.
-        recomputed = decision.recomputed if decision is not None else ()
-        config["custom_partitioner_fn"] = Partitioner(config.get("custom_partitioner_fn"), recomputed)
+    if direction == "forward" and (backward_is_captured or decision is not None):
+        decided = (decision.recomputed, decision.offloaded) if decision is not None else ()
+        config["custom_partitioner_fn"] = Partitioner(config.get("custom_partitioner_fn"), decided)
     return config

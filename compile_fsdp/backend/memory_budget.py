@@ -3,8 +3,8 @@
 [Note: One decision]
 Ranks may have batches of different sizes. The rank that needs the most memory decides for all, so that what fits there
 fits everywhere. Ranks compare once for the groups of a graph: one that compiles alone later, for a batch of another
-size, keeps the groups and makes the packs that all have agreed on, and decides alone only on what it computes again,
-which no other rank notices.
+size, keeps the groups and makes the packs that all have agreed on, and decides alone only on what it computes again and
+offloads, which no other rank notices.
 """
 
 from __future__ import annotations
@@ -61,15 +61,16 @@ def budget_pass(inputs: GraphInputs, options: Options) -> Pass | None:
         return None
     device = groups[0].fsdp_group.device
     budget = options.memory_budget if options.memory_budget != "auto" else _free_bytes(device, groups)
-    assert options.known_costs is not None  # `settle_costs` has run
+    costs, fuses = options.known_costs, options.inner_backend == "inductor"
+    assert costs is not None  # `settle_costs` has run
     return partial(
         fit_memory_budget,
         parameters=shardings(inputs),
         ranks=max(group.constants.shard_count for group in groups),
         budget=budget,
-        costs=options.known_costs,
+        costs=costs if fuses else replace(costs, offload_bandwidth=0.0),  # Inductor's partitioner offloads
         settle=partial(_settle, inputs=inputs, budget=budget, options=options),
-        fuses=options.inner_backend == "inductor",
+        fuses=fuses,
     )
 
 
@@ -141,4 +142,5 @@ def _with_collectives_of(agreed: BudgetDecision, own: BudgetDecision) -> BudgetD
 def _parse(row: dict[str, Any]) -> BudgetDecision:
     choices = tuple(Choice(**each) for each in row["choices"])
     lists = {"kept": tuple(row["kept"]), "recomputed": tuple(row["recomputed"]), "choices": choices}
+    lists["offloaded"] = tuple(row["offloaded"])
     return BudgetDecision(**{**row, **lists})

@@ -1,4 +1,4 @@
-"""Measure what collectives, copies and products of matrices take on the ranks of a process group.
+"""Measure what collectives, copies, products of matrices and the link to the host take on the ranks of a group.
 
 Of several runs the shortest counts: what else the machine does makes a run longer, and nothing makes it shorter. A run
 of collectives has many of them, one after the other as in a step. A CPU computes meanwhile, as it does in a step: its
@@ -69,12 +69,14 @@ class Measurements:
         reduction: Reduce-scatters.
         copy_bandwidth: Bytes per second that a copy reads and writes together.
         flops: Floating-point operations per second of a product of matrices.
+        offload_bandwidth: Bytes per second from the device to the host's memory, or back; 0 for a CPU, which has one.
     """
 
     gather: Link
     reduction: Link
     copy_bandwidth: float
     flops: float
+    offload_bandwidth: float = 0.0
 
     def costs(self, usual: Costs) -> Costs:
         """These numbers as costs, each the usual one times a power of two.
@@ -90,6 +92,7 @@ class Measurements:
             memory_bandwidth=_near(self.copy_bandwidth, usual.memory_bandwidth),
             flops=_near(self.flops, usual.flops),
             rows=usual.rows,
+            offload_bandwidth=_near(self.offload_bandwidth, usual.offload_bandwidth) if self.offload_bandwidth else 0.0,
         )
 
 
@@ -107,7 +110,8 @@ def measure(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) 
         dtype: Of the matrices.
     """
     gather, reduction = (measure_link(collective, group, device) for collective in (_gather, _reduce_scatter))
-    return Measurements(gather, reduction, measure_copies(device), measure_products(device, dtype))
+    link_to_host = measure_offloads(device) if device.type != "cpu" else 0.0
+    return Measurements(gather, reduction, measure_copies(device), measure_products(device, dtype), link_to_host)
 
 
 def measure_link(
@@ -154,6 +158,15 @@ def measure_copies(device: torch.device) -> float:
     size = _amounts(device).copied
     source, target = torch.zeros(2, size, dtype=torch.uint8, device=device)
     return 2 * size / _shortest(lambda: target.copy_(source), device, LOCAL_S)
+
+
+def measure_offloads(device: torch.device) -> float:
+    """Bytes per second to pinned memory and back, the slower of the two."""
+    size = _amounts(device).copied
+    here = torch.zeros(size, dtype=torch.uint8, device=device)
+    host = torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+    away = _shortest(lambda: host.copy_(here, non_blocking=True), device, LOCAL_S)
+    return size / max(away, _shortest(lambda: here.copy_(host, non_blocking=True), device, LOCAL_S))
 
 
 def measure_products(device: torch.device, dtype: torch.dtype) -> float:

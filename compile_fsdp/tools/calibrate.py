@@ -126,6 +126,8 @@ def _describe(
         yield f"  {name:14} {link.latency * 1e6:8.0f} us  {link.bandwidth / 1e9:8.2f} GB/s"
     yield f"  {'copy':14} {'':8}     {measured.copy_bandwidth / 1e9:8.2f} GB/s"
     yield f"  {'product':14} {'':8}     {measured.flops / 1e9:8.0f} GFLOP/s"
+    if measured.offload_bandwidth:
+        yield f"  {'to the host':14} {'':8}     {measured.offload_bandwidth / 1e9:8.2f} GB/s"
     yield (
         f"  decided by     {costs.latency * 1e6:8.0f} us  {costs.comm_bandwidth / 1e9:8.2f} GB/s, copies "
         f"{costs.memory_bandwidth / 1e9:.0f} GB/s, {costs.flops / 1e9:.0f} GFLOP/s"

@@ -279,6 +279,21 @@ def is_recomputation_settled(node: torch.fx.Node) -> bool:
     return "recompute" in node.meta
 
 
+# Where torch keeps what users annotate nodes with; AOTAutograd copies it to what it makes of them. (2.11.0, 2.13.0)
+_OFFLOADED = "compile_fsdp.offloaded"
+
+
+def request_offload(node: torch.fx.Node, least_bytes: int) -> None:
+    """Mark what AOTAutograd makes of a node: results of so many bytes are to be offloaded. (2.13.0)"""
+    node.meta["custom"] = {**node.meta.get("custom", {}), _OFFLOADED: least_bytes}
+
+
+def least_offloaded_bytes(node: torch.fx.Node) -> int | None:
+    """How large a result of a node of AOTAutograd's must be to be offloaded; None if it is not to be. (2.13.0)"""
+    least: int | None = node.meta.get("custom", {}).get(_OFFLOADED)
+    return least
+
+
 def innermost_module(node: torch.fx.Node) -> str | None:
     """How Dynamo refers to the innermost module of a node of the forward: "L['self'].layers.0". (2.13.0)"""
     stack = node.meta.get("nn_module_stack")

@@ -104,6 +104,16 @@ def is_reduction(node: fx.Node) -> bool:
     return node.target in _REDUCTIONS
 
 
+def is_offload(node: fx.Node) -> bool:
+    """Whether the node launches the copy of a tensor to the host's memory."""
+    return node.target is ops.offload
+
+
+def is_fetch(node: fx.Node) -> bool:
+    """Whether the node launches the copy of an offloaded tensor to the device; it is waited for like a collective."""
+    return node.target is ops.fetch
+
+
 def is_wait(node: fx.Node) -> bool:
     return node.target is WAIT
 

@@ -31,6 +31,8 @@ class Costs:
         flops: Floating-point operations per second.
         rows: Tokens, or other rows of a batch, that a rank computes with at a time. Nothing is decided by its own
             number where all ranks have to decide alike.
+        offload_bandwidth: Bytes per second between the device and its host's memory, each way; 0 if nothing is to be
+            offloaded, as on a CPU.
     """
 
     latency: float
@@ -38,6 +40,7 @@ class Costs:
     memory_bandwidth: float
     flops: float
     rows: int = 256
+    offload_bandwidth: float = 0.0
 
     def collective(self, shard_bytes: int, ranks: int) -> float:
         """Seconds for an all-gather of shards of this size, or for a reduce-scatter into them."""
@@ -57,11 +60,18 @@ class Costs:
 
 
 # By device type. The CPU's: two gloo ranks on one core each (benchmarks/results/steps_cpu_202611.md). CUDA's: the
-# data sheet of an H100 SXM, 8 of them connected by NVLink, at about 60 % of its peaks.
+# data sheet of an H100 SXM, 8 of them connected by NVLink and to their hosts by PCIe 5, at about 60 % of its peaks.
 COSTS: Mapping[str, Costs] = MappingProxyType(
     {
         "cpu": Costs(latency=1e-3, comm_bandwidth=0.6e9, memory_bandwidth=6e9, flops=30e9, rows=512),
-        "cuda": Costs(latency=20e-6, comm_bandwidth=250e9, memory_bandwidth=2e12, flops=500e12, rows=8192),
+        "cuda": Costs(
+            latency=20e-6,
+            comm_bandwidth=250e9,
+            memory_bandwidth=2e12,
+            flops=500e12,
+            rows=8192,
+            offload_bandwidth=40e9,
+        ),
     }
 )
 

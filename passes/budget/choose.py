@@ -1,4 +1,4 @@
-"""Which groups stay unsharded, and which ops the backward runs again, for a step that fits into a budget of memory.
+"""Which groups stay unsharded, which ops the backward runs again and whose results leave the device, within a budget.
 
 Every choice takes some seconds and frees some bytes. Beginning with the fastest step, which keeps and saves everything,
 choices are made in one order, those with the fewest seconds per byte first, until the step fits. The order does not
@@ -9,14 +9,16 @@ Source: the ratio is that of DeepCompile's selective unsharding (arXiv 2504.0998
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from compile_fsdp.passes.analysis.module_names import module_fqn
+from compile_fsdp.passes.budget.offloads import find_offloads
 from compile_fsdp.passes.budget.op_facts import Kind
-from compile_fsdp.passes.budget.step_memory import Group, Step
+from compile_fsdp.passes.budget.step_memory import Group
 from compile_fsdp.passes.budget.timeline import Choices, Timeline
 from compile_fsdp.torch_compat.dynamo import is_recomputation_settled
 
@@ -30,7 +32,8 @@ class Choice:
         size: Bytes that are not held between forward and backward.
         group: What is gathered again, or -1.
         op: Position of the op that the backward runs again, or -1. Neither: packs stay small.
-        name: What is gathered or run again, and in which module.
+        name: What is gathered, run again or offloaded, and in which module.
+        is_offload: Whether the op is not run again: its results are in the host's memory meanwhile.
     """
 
     seconds: float
@@ -38,6 +41,7 @@ class Choice:
     group: int = -1
     op: int = -1
     name: str = ""
+    is_offload: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +77,9 @@ def fit(timeline: Timeline, budget: int) -> Fit:
         made = ordered[:count]
         return Choices(
             kept=keepable - {each.group for each in made},
-            recomputed=frozenset(each.op for each in made if each.op >= 0),
+            recomputed=frozenset(each.op for each in made if each.op >= 0 and not each.is_offload),
             has_large_packs=all(each.op >= 0 or each.group >= 0 for each in made),
+            offloaded=frozenset(each.op for each in made if each.is_offload),
         )
 
     fastest = timeline.peak(choices_of(0))
@@ -100,16 +105,28 @@ def find_choices(timeline: Timeline) -> Iterator[Choice]:
         if _is_keepable(group):
             gather = costs.collective(group.size // timeline.ranks, timeline.ranks)
             yield Choice(gather, group.size, group=group.number, name=f"gather {group.name} again")
-    windows = _find_windows(step)
-    for at in range(len(step.ops)):
-        size = sum(value.size for value in step.made[at] if value.is_saved) + step.internal[at]
-        if size and (seconds := _recomputation(timeline, at, windows)) is not None:
-            yield Choice(seconds, size, op=at, name=_name_of(step.ops[at]))
+    saved = [sum(value.size for value in made if value.is_saved) for made in step.made]
+    recomputation = _find_recomputation(timeline, [size + step.internal[at] for at, size in enumerate(saved)])
+    offloads = find_offloads(timeline, recomputation)
+    for at in sorted(recomputation.keys() | offloads.keys()):
+        again, away, name = recomputation.get(at, math.inf), offloads.get(at, math.inf), _name_of(step.ops[at])
+        # What an op saves besides its results stays where it is when these leave.
+        again_size = saved[at] + step.internal[at]
+        if again / again_size <= away / max(saved[at], 1):
+            yield Choice(again, again_size, op=at, name=f"run {name} again")
+        else:
+            yield Choice(away, saved[at], op=at, name=f"offload {name}", is_offload=True)
 
 
 def _name_of(op: fx.Node) -> str:
     module = module_fqn(op)
-    return f"run {op.name} of {module} again" if module else f"run {op.name} again"
+    return f"{op.name} of {module}" if module else op.name
+
+
+def _find_recomputation(timeline: Timeline, sizes: Sequence[int]) -> dict[int, float]:
+    """By op that may run again in the backward, and saves so many bytes, the seconds that it takes."""
+    found = ((at, _recomputation(timeline, at)) for at, size in enumerate(sizes) if size)
+    return {at: seconds for at, seconds in found if seconds is not None}
 
 
 def _is_keepable(group: Group) -> bool:
@@ -117,21 +134,12 @@ def _is_keepable(group: Group) -> bool:
     return is_gathered_again and all(parameter.fills == 1 for parameter in group.parameters)
 
 
-def _find_windows(step: Step) -> list[Group | None]:
-    """By op, the group that is gathered for it and freed behind it: the innermost; None for what stays unsharded."""
-    windows: list[Group | None] = [None] * len(step.ops)
-    freed = [group for group in step.groups if group.frees]
-    for group in sorted(freed, key=lambda group: group.filled_at - group.freed_at):
-        windows[group.filled_at : group.freed_at] = [group] * (group.freed_at - group.filled_at)
-    return windows
-
-
-def _recomputation(timeline: Timeline, at: int, windows: list[Group | None]) -> float | None:
+def _recomputation(timeline: Timeline, at: int) -> float | None:
     """Seconds that it takes to run an op again in the backward; None if that is not possible.
 
     What it computes with is saved, or computed again by cheap ops, while the parameters of the same module are there.
     """
-    step = timeline.step
+    step, windows = timeline.step, timeline.step.windows
     window = windows[at]
     if not step.facts[at].is_repeatable or is_recomputation_settled(step.ops[at]):
         return None

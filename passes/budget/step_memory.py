@@ -138,6 +138,8 @@ class Step:
         read: By op, the groups whose parameters it computes with.
         internal: By op, the bytes that it saves besides inputs and results.
         groups: In the order of their first use.
+        windows: By op, the group that is gathered for it and freed behind it: the innermost; None for what stays
+            unsharded.
         fuses: Whether what is computed together with its reader is in no memory; False for graphs run op by op.
     """
 
@@ -171,6 +173,10 @@ class Step:
                 value.is_result = True
         self._find_saved()
         self.groups = sorted((each for each in by_number.values() if each.uses), key=lambda each: min(each.uses))
+        self.windows: list[Group | None] = [None] * len(self.ops)
+        freed = [group for group in self.groups if group.frees]
+        for group in sorted(freed, key=lambda group: group.filled_at - group.freed_at):
+            self.windows[group.filled_at : group.freed_at] = [group] * (group.freed_at - group.filled_at)
 
     @property
     def values(self) -> Iterator[Value]:

@@ -5,8 +5,9 @@ See [Note: A timeline of both halves] in `step_memory.py`.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -23,11 +24,13 @@ class Choices:
         kept: The groups that stay unsharded from the forward to the backward.
         recomputed: Positions of the ops that the backward runs again.
         has_large_packs: Whether packs of several groups are gathered, and reduced, together.
+        offloaded: Positions of the ops whose results wait for the backward in the host's memory.
     """
 
     kept: Collection[int] = frozenset()
     recomputed: Collection[int] = frozenset()
     has_large_packs: bool = False
+    offloaded: Collection[int] = frozenset()
 
 
 class Timeline:
@@ -74,8 +77,9 @@ class Timeline:
         """By place, 2 n for n ops, the bytes that are allocated above the sharded state."""
         self._changes = [0] * (2 * len(self.step.ops) + 1)
         begins = self._find_recomputations(frozenset(choices.recomputed))
+        self._hold_offloaded([each for at in choices.offloaded for each in self.step.made[at] if each.is_saved], begins)
         for value in self.step.values:
-            self._hold_value(value, value.made_at in choices.recomputed, begins.get(value.made_at))
+            self._hold_value(value, choices, begins.get(value.made_at))
         for at, size in enumerate(self.step.internal):
             self._hold(at, at if at in choices.recomputed else self._mirrored(at), size)
         for i, group in enumerate(self.step.groups):
@@ -94,6 +98,19 @@ class Timeline:
     def packs(self) -> int:
         """Packs that are gathered in the forward and reduced in the backward."""
         return sum(map(len, self._gathers.values())) + len(self._reductions)
+
+    @property
+    def forward_seconds(self) -> float:
+        return sum(self.seconds)
+
+    @property
+    def least_offloaded_bytes(self) -> int:
+        """What is smaller takes the link longer to begin with than to carry."""
+        return int(self.costs.latency * self.costs.offload_bandwidth)
+
+    def leaves_at(self, op: int) -> float:
+        """The second, from the beginning of the step, at which the forward has used the results of an op last."""
+        return self._starts[max(self._last[value] for value in self.step.made[op]) + 1]
 
     def _mirrored(self, position: int) -> int:
         """The place of an op's backward."""
@@ -142,20 +159,52 @@ class Timeline:
                             stack.append(source.made_at)
         return begins
 
-    def _hold_value(self, value: Value, is_recomputed: bool, begins: int | None) -> None:
-        last = self._last[value]
-        if value.is_saved and not is_recomputed:
+    def _hold_offloaded(self, values: Sequence[Value], begins: Mapping[int, int]) -> None:
+        """See [Note: One stream for both ways]: each until the next one leaves, and again from when it is fetched."""
+        leaving = sorted(values, key=lambda value: (self._last[value], value.made_at))
+        for value, following in zip(leaving, [*leaving[1:], *leaving[-1:]], strict=True):
+            self._hold(value.made_at, self._last[following], value.size)
+        needed = {
+            value: min([self._first_read(value), *(begins[use] for use in value.uses if use in begins)])
+            for value in values
+        }
+        free_until = math.inf
+        for value in sorted(leaving, key=lambda value: needed[value], reverse=True):
+            free_until = min(free_until, self._starts[needed[value]]) - value.size / self.costs.offload_bandwidth
+            place = max(bisect_right(self._starts, free_until) - 1, len(self.step.ops))
+            self._hold(min(place, needed[value]), self._last_read(value), value.size)
+
+    def _is_joined(self, value: Value, choices: Choices) -> bool:
+        """Whether a cheap op runs again together with its own backward, which then holds all that both compute.
+
+        Inductor does so where no gather stands between the two. While activations are saved, they are the peak, and
+        this has gone unnoticed.
+        """
+        window = self.step.windows[value.made_at]
+        is_kept = window is None or window.number in choices.kept
+        return bool(choices.offloaded) and is_kept and self.step.fuses and value.kind is Kind.FUSED
+
+    def _hold_value(self, value: Value, choices: Choices, begins: int | None) -> None:
+        last, is_recomputed = self._last[value], value.made_at in choices.recomputed
+        if value.is_saved and value.made_at in choices.offloaded:
+            pass  # counted with the others that are offloaded
+        elif value.is_saved and not is_recomputed:
             self._hold(value.made_at, max(self._last_read(value), last), value.size)
         elif self._in_memory[value]:
             self._hold(value.made_at, last, value.size)
             if value.saved_by:
-                first = self._mirrored(max(value.saved_by))
+                first = self._first_read(value)
                 first = min(first, begins) if is_recomputed and begins is not None else first
-                self._hold(first, self._last_read(value), value.size)
+                last_read = self._mirrored(value.made_at) if self._is_joined(value, choices) else self._last_read(value)
+                self._hold(first, last_read, value.size)
             elif begins is not None:
                 self._hold(begins, begins, value.size)
         if value.needs_grad and self._in_memory[value]:
             self._hold(self._mirrored(last), self._mirrored(self._joined[value.made_at]), value.size)
+
+    def _first_read(self, value: Value) -> int:
+        """Where the backward reads a saved value first."""
+        return self._mirrored(max(value.saved_by))
 
     def _last_read(self, value: Value) -> int:
         """Where the backward reads a saved value last. Of ops that are computed together, the backwards are, too."""

@@ -1,8 +1,9 @@
-"""Fit a step into a budget of memory: keep, gather again, save and recompute what takes the least time.
+"""Fit a step into a budget of memory: keep, gather again, save, recompute and offload what takes the least time.
 
 Precondition  a forward graph, as Dynamo has traced it, that a backward may follow
 Match         groups whose parameters are each filled once and freed once; ops whose results autograd saves
-Rewrite       the resize(0) of kept groups' parameters go; ops that the backward is to run again are marked
+Rewrite       the resize(0) of kept groups' parameters go; ops that the backward is to run again are
+              marked, and those whose results are to be offloaded
 Report        what was decided, and the estimated peak
 
     before                                    after
@@ -27,7 +28,7 @@ from compile_fsdp.passes.budget.choose import Choice, fit
 from compile_fsdp.passes.budget.step_memory import Sharding, Step
 from compile_fsdp.passes.budget.timeline import Timeline
 from compile_fsdp.passes.report import format_mib
-from compile_fsdp.torch_compat.dynamo import request_recomputation
+from compile_fsdp.torch_compat.dynamo import request_offload, request_recomputation
 
 # Small steps exceeded the estimate by up to 10 %: benchmarks/results/memory_budget_cpu_202611.md.
 MARGIN = 1.06
@@ -48,6 +49,7 @@ class BudgetDecision:
         fits: Whether the step fits into the budget.
         choices: What was given up for it, with its cost and what it saves: the cheapest first.
         budget: Most bytes that a step may allocate, as the user or the device has it.
+        offloaded: Positions of the ops whose results wait for the backward in the host's memory.
     """
 
     kept: tuple[int, ...]
@@ -60,13 +62,15 @@ class BudgetDecision:
     fits: bool
     choices: tuple[Choice, ...] = ()
     budget: int = 0
+    offloaded: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         packs = ", in large packs" if self.has_large_packs else ""
+        away = f", {len(self.offloaded)} offloaded" if self.offloaded else ""
         peak, fastest = format_mib(self.peak_bytes), format_mib(self.fastest_bytes)
         return (
             f"memory budget: {len(self.kept)} groups kept{packs}, {len(self.recomputed)} of {self.ops} ops computed "
-            f"again; about {peak}, where the fastest step takes {fastest} and {self.seconds * 1e3:.1f} ms less"
+            f"again{away}; about {peak}, where the fastest step takes {fastest} and {self.seconds * 1e3:.1f} ms less"
         )
 
 
@@ -106,6 +110,10 @@ def fit_memory_budget(
         node = step.ops[position]
         for each in (node, *(user for user in node.users if user.target is operator.getitem)):
             request_recomputation(each)
+    for position in decision.offloaded:
+        node, least = step.ops[position], timeline.least_offloaded_bytes
+        for each in (node, *(user for user in node.users if user.target is operator.getitem)):
+            request_offload(each, least)
     return decision
 
 
@@ -124,4 +132,5 @@ def decide(timeline: Timeline, budget: int) -> BudgetDecision:
         fits=fitted.fits,
         choices=fitted.made,
         budget=budget,
+        offloaded=tuple(sorted(choices.offloaded)),
     )

@@ -1,9 +1,11 @@
-"""Place every all-gather, reduce-scatter and wait of a step.
+"""Place every all-gather, reduce-scatter and wait of a step, and every fetch of what was offloaded.
 
 Precondition  a post-grad graph; collectives whose inputs and results nobody writes
-Match         all-gathers of what the graph takes in, reduce-scatters, and what belongs to them: packs, waits, views
+Match         all-gathers and fetches of what the graph takes in, reduce-scatters, and what belongs to them: packs,
+              waits, views
 Rewrite       a gather is launched just early enough to arrive in time, within its bounds; it is waited for at its first
-              use; a gradient is reduced as soon as it exists, and waited for once it should have arrived
+              use; a fetch likewise, over a link of its own; a gradient is reduced as soon as it exists, and waited for
+              once it should have arrived
 Report        collectives moved, and those left where they were
 
     before                                    after
@@ -43,6 +45,7 @@ from torch import fx
 
 from compile_fsdp.passes.analysis.collectives import (
     is_collective,
+    is_fetch,
     is_gather,
     is_rearrangement,
     is_reduction,
@@ -67,11 +70,12 @@ def schedule_collectives(graph: fx.Graph, *, hoist: bool = True, costs: Costs | 
     nodes = len(graph.nodes)
     moves = _Moves(graph)
     moved = moves.gathers + moves.reductions
-    if moved:
-        costs = costs or device_costs(moved[0].collective)
+    if moved or moves.fetches:
+        costs = costs or device_costs((moved or moves.fetches)[0].collective)
         timeline = _Timeline((compute_seconds(node, costs) for node in moves.fixed), costs)
         _place_reductions(moves.reductions, timeline)
         _place_gathers(moves, timeline, hoist)
+        _place_fetches(moves, timeline)
         _reorder(graph, moves)
     counts = (("collectives_scheduled", len(moved)), ("left_in_place", moves.left))
     return PassCounts(schedule_collectives.__name__, nodes, nodes, counts)
@@ -110,6 +114,7 @@ class _Moves:
         fixed: The nodes that keep their order.
         gathers: In the order in which they were traced.
         reductions: The same.
+        fetches: What is fetched from the host, in the order in which it is used.
         left: Collectives of both kinds that stay where they are.
         collectives: Positions of all collectives among the fixed nodes.
     """
@@ -120,14 +125,15 @@ class _Moves:
         written = effects.find_written(graph)
         self.gathers: list[_Collective] = []
         self.reductions: list[_Collective] = []
+        self.fetches: list[_Collective] = []
         self.left = 0
         moving: set[fx.Node] = set()
         for node in graph.nodes:
-            if not (is_gather(node) or is_reduction(node)):
+            if not (is_gather(node) or is_reduction(node) or is_fetch(node)):
                 continue
             each = _Collective(node, _preparations(node, order), _results(node, order))
             if _is_movable(each, written) and moving.isdisjoint(_neighbours(each)):
-                (self.gathers if is_gather(node) else self.reductions).append(each)
+                self._of_kind(node).append(each)
                 moving.update(each.launch, each.results)
             else:
                 self.left += 1
@@ -135,11 +141,16 @@ class _Moves:
         self.collectives = [i for i, node in enumerate(self.fixed) if is_collective(node)]
         self._find_positions(order, {node for node in self.fixed if is_barrier(node, effects)})
 
+    def _of_kind(self, node: fx.Node) -> list[_Collective]:
+        if is_fetch(node):
+            return self.fetches
+        return self.gathers if is_gather(node) else self.reductions
+
     def _find_positions(self, order: dict[fx.Node, int], barriers: set[fx.Node]) -> None:
         position = {node: i for i, node in enumerate(self.fixed)}
         places = [order[node] for node in self.fixed]
         stops = [i for i, node in enumerate(self.fixed) if node in barriers]
-        for each in (*self.gathers, *self.reductions):
+        for each in (*self.gathers, *self.reductions, *self.fetches):
             each.traced = bisect_left(places, order[each.collective])
             inputs = [i for node in each.launch for i in node.all_input_nodes if i in position]
             each.ready = max((position[node] + 1 for node in inputs), default=0)
@@ -186,7 +197,7 @@ def _is_movable(each: _Collective, written: set[fx.Node]) -> bool:
     if [is_wait(node) for node in each.collective.users] != [True]:
         return False
     inputs = {node for launched in each.launch for node in launched.all_input_nodes} - set(each.launch)
-    if is_gather(each.collective) and any(node.op != "placeholder" for node in inputs):
+    if not is_reduction(each.collective) and any(node.op != "placeholder" for node in inputs):
         return False  # It gathers activations, and is not ours.
     touched = inputs | set(each.launch) | set(each.results) - {each.results[0]}
     return not touched & written
@@ -205,6 +216,10 @@ class _Timeline:
         self.starts = [0.0, *accumulate(seconds)][:-1]
 
     def measure(self, each: _Collective) -> None:
+        if is_fetch(each.collective):
+            each.size = size_bytes(each.collective)
+            each.seconds = each.size / self.costs.offload_bandwidth if self.costs.offload_bandwidth else 0.0
+            return
         ranks = ranks_of(each.collective)
         sent = size_bytes(each.collective.all_input_nodes[0])
         each.size = sent * ranks if is_gather(each.collective) else sent
@@ -246,6 +261,13 @@ def _place_gathers(moves: _Moves, timeline: _Timeline, hoist: bool) -> None:
     _place_late(moves.gathers, earliest, latest, timeline)
 
 
+def _place_fetches(moves: _Moves, timeline: _Timeline) -> None:
+    """Each when the link, which is no other rank's concern, has time for it before its first use."""
+    begin = next(i for i, node in enumerate(moves.fixed) if node.op != "placeholder")
+    earliest = list(accumulate((max(each.ready, begin) for each in moves.fetches), max))
+    _place_late(moves.fetches, earliest, [each.due for each in moves.fetches], timeline)
+
+
 def _place_late(gathers: list[_Collective], earliest: list[int], latest: list[int], timeline: _Timeline) -> None:
     """Each as late as it can be within its bounds, from the last one back, one collective at a time."""
     following = max(latest, default=0)
@@ -283,7 +305,7 @@ def _reorder(graph: fx.Graph, moves: _Moves) -> None:
         placed += [(each.slot, 1, node) for node in each.launch]
         rank = 0 if each.wait_slot > each.slot else 2
         placed += [(each.wait_slot, rank, node) for node in each.results]
-    for each in moves.gathers:
+    for each in (*moves.gathers, *moves.fetches):
         placed += [(each.slot, 3, node) for node in each.launch]
         placed += [(slot, 4, node) for node, slot in _first_uses(each, position)]
     placed.sort(key=lambda item: item[:2])

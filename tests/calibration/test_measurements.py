@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compile_fsdp.calibration import store
-from compile_fsdp.calibration.measure import Link, Measurements, measure
+from compile_fsdp.calibration.measure import Link, Measurements, measure, measure_offloads
 from compile_fsdp.passes import COSTS, Costs
 from helpers.ranks.fake_world import fake_world
+from helpers.ranks.pools import run_ranks
 
 FOUND = Measurements(Link(300e-6, 0.4e9), Link(420e-6, 0.35e9), copy_bandwidth=17e9, flops=90e9)
 KEY = {"device": "one", "ranks": 2}
@@ -24,11 +25,13 @@ numbers = st.floats(1e-9, 1e15)
 links = st.builds(Link, numbers, numbers)
 
 
-@given(st.builds(Measurements, links, links, numbers, numbers), st.sampled_from(list(COSTS)))
+@given(st.builds(Measurements, links, links, numbers, numbers, numbers), st.sampled_from(list(COSTS)))
 def test_costs_are_the_usual_ones_times_powers_of_two(measured: Measurements, device: str) -> None:
+    if device == "cpu":
+        measured = replace(measured, offload_bandwidth=0.0)
     costs = measured.costs(COSTS[device])
     for found, usual in zip(astuple(costs), astuple(COSTS[device]), strict=True):
-        assert math.log2(found / usual).is_integer()
+        assert found == usual == 0 or math.log2(found / usual).is_integer()
     assert costs.memory_bandwidth / measured.copy_bandwidth == pytest.approx(1, abs=0.42)
     assert costs.flops / measured.flops == pytest.approx(1, abs=0.42)
 
@@ -77,5 +80,15 @@ def test_what_is_measured_is_positive() -> None:
     with fake_world(2):
         found = measure(dist.group.WORLD, torch.device("cpu"), torch.float32)
     costs = found.costs(COSTS["cpu"])
-    assert min(astuple(costs)) > 0
+    assert costs.offload_bandwidth == 0  # its memory is the host's
+    assert min(astuple(replace(costs, offload_bandwidth=1.0))) > 0
     assert all(math.isfinite(each) for each in astuple(costs))
+
+
+def _offloads(rank: int) -> float:
+    return measure_offloads(torch.device("emulated"))
+
+
+def test_a_device_with_memory_of_its_own_has_a_link_to_the_host() -> None:
+    (bandwidth,) = run_ranks(1, _offloads, device="emulated")
+    assert 0 < bandwidth < math.inf

@@ -8,7 +8,14 @@ from itertools import accumulate
 
 from torch import fx
 
-from compile_fsdp.passes.analysis.collectives import is_collective, is_gather, is_rearrangement, is_wait
+from compile_fsdp.passes.analysis.collectives import (
+    is_collective,
+    is_fetch,
+    is_gather,
+    is_offload,
+    is_rearrangement,
+    is_wait,
+)
 from compile_fsdp.passes.analysis.costs import size_bytes
 from compile_fsdp.tools.explain.memory import is_view
 from compile_fsdp.tools.explain.names import GraphNames
@@ -23,10 +30,12 @@ class Alive:
     Attributes:
         kept: Of activations, gradients and what is packed for a collective.
         again: Of what a backward computes of something else than the gradient that it begins with.
+        away: In the host's memory, of what is offloaded until the backward has fetched it.
     """
 
     kept: list[int]
     again: list[int]
+    away: list[int]
 
 
 def alive_bytes(graph: fx.Graph, names: GraphNames) -> Alive:
@@ -41,9 +50,14 @@ def alive_bytes(graph: fx.Graph, names: GraphNames) -> Alive:
     gathered = _find_gathered(graph)
     last = _find_last_reads(graph, position)
     again = _find_again(graph) if is_backward else set()
-    changes = {False: [0] * (len(position) + 1), True: [0] * (len(position) + 1)}
+    kept, made, away = ([0] * (len(position) + 1) for _ in range(3))
     for node, start in position.items():
         if node in gathered or is_view(node) or is_wait(node):
+            continue
+        is_fetched = node.op == "placeholder" and any(map(is_fetch, node.users))
+        if is_offload(node) or is_fetched:
+            away[0 if is_fetched else start] += size_bytes(node)
+            away[last[node] + 1 if is_fetched else len(position)] -= size_bytes(node)
             continue
         if node.op == "placeholder":
             number = graph_input_position(node)
@@ -51,11 +65,10 @@ def alive_bytes(graph: fx.Graph, names: GraphNames) -> Alive:
                 continue
         elif node.op != "call_function" or not _has_memory(node):
             continue
-        each = changes[node in again]
+        each = made if node in again and not is_fetch(node) else kept
         each[start if node.op != "placeholder" else 0] += size_bytes(node)
         each[last[node] + 1] -= size_bytes(node)
-    kept, made = (list(accumulate(changes[which][:-1])) for which in (False, True))
-    return Alive(kept, made)
+    return Alive(*(list(accumulate(each[:-1])) for each in (kept, made, away)))
 
 
 def _find_gathered(graph: fx.Graph) -> set[fx.Node]:

@@ -9,7 +9,9 @@ from torch import fx
 
 from compile_fsdp.passes.analysis.collectives import (
     find_packed,
+    is_fetch,
     is_gather,
+    is_offload,
     is_rearrangement,
     is_reduction,
     is_wait,
@@ -36,13 +38,23 @@ class Kind(str, enum.Enum):
     GATHER = "gather"
     REDUCE = "reduce"
     ALL_REDUCE = "all-reduce"
+    OFFLOAD = "offload"
+    FETCH = "fetch"
     WAIT = "wait"
     COPY = "copy"
     COMPUTE = "compute"
 
 
-def _collective_kind(node: fx.Node) -> Kind | None:
-    """The kind of a node that launches a collective; None for other nodes."""
+# Over the link to the host's memory.
+TRANSFERS = (Kind.OFFLOAD, Kind.FETCH)
+
+
+def _launched_kind(node: fx.Node) -> Kind | None:
+    """The kind of a node that launches a collective, or a copy from or to the host; None for other nodes."""
+    if is_offload(node):
+        return Kind.OFFLOAD
+    if is_fetch(node):
+        return Kind.FETCH
     if is_gather(node):
         return Kind.GATHER
     if is_reduction(node):
@@ -60,12 +72,14 @@ class Event:
         parameters: FQNs of the parameters that a collective or a copy carries, or that a computation reads.
         gradients: FQNs of the parameters whose gradients a computation makes.
         operations: Names of the event's ops, in their order.
-        size_bytes: Bytes of an all-gather output, or of a reduce-scatter or all-reduce input; 0 for other events.
+        size_bytes: Bytes of an all-gather output, of a reduce-scatter or all-reduce input, or of what is offloaded or
+            fetched; 0 for other events.
         seconds: Estimated seconds, without waiting.
         alive_bytes: Most bytes of unsharded parameters that are alive during the event.
         activation_bytes: The same of activations, gradients and what is packed for a collective.
         recomputed_bytes: The same of what the backward computes again.
         collective: Number that a launch and its wait have in common; -1 for other events.
+        offloaded_bytes: Bytes that wait in the host's memory for the backward.
     """
 
     kind: Kind
@@ -79,6 +93,7 @@ class Event:
     gradients: tuple[str, ...] = ()
     activation_bytes: int = 0
     recomputed_bytes: int = 0
+    offloaded_bytes: int = 0
 
 
 def read_events(graph: fx.Graph, names: GraphNames, costs: Costs | None = None) -> list[Event]:
@@ -95,7 +110,7 @@ def read_events(graph: fx.Graph, names: GraphNames, costs: Costs | None = None) 
 class _Reader:
     def __init__(self, graph: fx.Graph, names: GraphNames, costs: Costs | None) -> None:
         self.graph = graph
-        collective = next((node for node in graph.nodes if _collective_kind(node)), None)
+        collective = next((node for node in graph.nodes if _launched_kind(node)), None)
         self.costs = costs or (COSTS["cpu"] if collective is None else device_costs(collective))
         self.parameters, self.sent = trace_parameters(graph, names)
         self.gradients = _find_gradients(graph, names)  # parameters whose gradients a node computes or carries
@@ -109,7 +124,13 @@ class _Reader:
             found = self._event(node, self.alive[i])
             if found is None:
                 continue
-            event = replace(found, activation_bytes=self.others.kept[i], recomputed_bytes=self.others.again[i])
+            alive = self.others
+            event = replace(
+                found,
+                activation_bytes=alive.kept[i],
+                recomputed_bytes=alive.again[i],
+                offloaded_bytes=alive.away[i],
+            )
             last = events[-1] if events else None
             if last is not None and _may_join(last, event):
                 events[-1] = _join(last, event)
@@ -120,16 +141,18 @@ class _Reader:
     def _event(self, node: fx.Node, alive: int) -> Event | None:
         if node.op not in ("call_function", "call_method"):
             return None
-        if (kind := _collective_kind(node)) is not None:
+        if (kind := _launched_kind(node)) is not None:
             carried = self.parameters.get(node, _NONE) | self.gradients.get(node, _NONE)
             self.collectives[node] = len(self.collectives)
-            size, seconds = self._collective_costs(node)
-            return self._make(kind, _modules(carried), carried, node, size, seconds, alive, self.collectives[node])
+            size, seconds = self._transfer_costs(node) if kind in TRANSFERS else self._collective_costs(node)
+            name = (kind in TRANSFERS and module_of(node)) or _modules(carried)
+            return self._make(kind, name, carried, node, size, seconds, alive, self.collectives[node])
         if is_wait(node):
             launch = node.all_input_nodes[0]
             carried = self.parameters.get(node, _NONE) | self.gradients.get(launch, _NONE)
             number = self.collectives.get(launch, -1)
-            return self._make(Kind.WAIT, _modules(carried), carried, node, 0, 0.0, alive, number)
+            name = (is_fetch(launch) and module_of(node)) or _modules(carried)
+            return self._make(Kind.WAIT, name, carried, node, 0, 0.0, alive, number)
         seconds = compute_seconds(node, self.costs)
         if seconds == 0.0:
             return None
@@ -143,6 +166,10 @@ class _Reader:
         if kind is Kind.COPY:
             return self._make(kind, name, made, node, 0, seconds, alive)
         return replace(self._make(kind, name, read, node, 0, seconds, alive), gradients=tuple(sorted(made)))
+
+    def _transfer_costs(self, node: fx.Node) -> tuple[int, float]:
+        size, bandwidth = size_bytes(node.all_input_nodes[0]), self.costs.offload_bandwidth
+        return size, size / bandwidth if bandwidth else 0.0
 
     def _collective_costs(self, node: fx.Node) -> tuple[int, float]:
         sent = size_bytes(node.all_input_nodes[0])
@@ -182,6 +209,7 @@ def _join(last: Event, event: Event) -> Event:
         gradients=tuple(sorted({*last.gradients, *event.gradients})),
         activation_bytes=max(last.activation_bytes, event.activation_bytes),
         recomputed_bytes=max(last.recomputed_bytes, event.recomputed_bytes),
+        offloaded_bytes=max(last.offloaded_bytes, event.offloaded_bytes),
     )
 
 
@@ -250,4 +278,4 @@ def _find_gradients(graph: fx.Graph, names: GraphNames) -> dict[fx.Node, Names]:
 
 
 def _carries(node: fx.Node) -> bool:
-    return is_rearrangement(node) or is_wait(node) or _collective_kind(node) in (Kind.REDUCE, Kind.ALL_REDUCE)
+    return is_rearrangement(node) or is_wait(node) or _launched_kind(node) in (Kind.REDUCE, Kind.ALL_REDUCE)

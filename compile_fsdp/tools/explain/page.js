@@ -4,7 +4,8 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
 const LEFT = 104, RIGHT = 14, WIDTH = 1360;
-const COLORS = {compute: "compute", copy: "copy", gather: "gather", reduce: "reduce", "all-reduce": "all-reduce", wait: "exposed"};
+const COLORS = {compute: "compute", copy: "copy", gather: "gather", reduce: "reduce", "all-reduce": "all-reduce", offload: "offload",
+  fetch: "offload", wait: "exposed"};
 const color = (kind) => `var(--${COLORS[kind]})`;
 
 function make(tag, attributes = {}, ...children) {
@@ -34,7 +35,8 @@ const events = data.timeline.map((each) => {
 const end = Math.max(step, ...events.map((each) => each.end), 1e-9);
 const borders = data.graphs.map((_, number) => Math.min(end, ...events.filter((e) => e.graph === number).map((e) => e.at_s)));
 const lanes = [["compute", ["compute", "copy", "wait"]], ["all-gather", ["gather"]], ["reduce-scatter", ["reduce"]],
-  ["all-reduce", ["all-reduce"]]].filter(([name, kinds]) => name !== "all-reduce" || events.some((e) => kinds.includes(e.kind)));
+  ["all-reduce", ["all-reduce"]], ["host memory", ["offload", "fetch"]]]
+  .filter(([name, kinds], i) => i < 3 || events.some((e) => kinds.includes(e.kind)));
 let view = [0, end];
 const x = (s) => LEFT + (s - view[0]) / (view[1] - view[0]) * (WIDTH - LEFT - RIGHT);
 const numbered = (number) => {
@@ -75,7 +77,8 @@ function describe(event) {
     event.parameters.length > 0 && few(event.parameters, 6),
     event.gradients.length > 0 && `gradient of ${few(event.gradients, 4)}`, few(event.operations, 8),
     `alive: ${bytes(event.alive_bytes)} of parameters, ${bytes(event.activation_bytes)} of activations and gradients`,
-    event.recomputed_bytes > 0 && `${bytes(event.recomputed_bytes)} computed again`];
+    event.recomputed_bytes > 0 && `${bytes(event.recomputed_bytes)} computed again`,
+    event.offloaded_bytes > 0 && `${bytes(event.offloaded_bytes)} in the host's memory`];
 }
 
 function frame(height, top, bottom) {
@@ -126,7 +129,7 @@ function drawTimeline() {
     }
   });
   const shown = [["compute", "compute"], ["copy", "copies of parameters and gradients"], ["gather", "all-gather"], ["reduce", "reduce-scatter"],
-    ["all-reduce", "all-reduce"], ["wait", "exposed communication: compute waits"]].filter(([kind]) => events.some((e) => e.kind === kind));
+    ["all-reduce", "all-reduce"], ["offload", "offloaded to the host, and fetched"], ["wait", "exposed communication: compute waits"]].filter(([kind]) => events.some((e) => e.kind === kind));
   byId("timeline").replaceChildren(svg, legend(shown.map(([kind, text]) => [color(kind), text])));
   enlarge(svg);
 }
@@ -144,7 +147,8 @@ function drawMemory() {
   const top = 22, bottom = 212;
   const svg = frame(bottom + 22, top, bottom);
   const {figures} = data;
-  const highest = Math.max(figures.allocated_bytes, figures.eager_peak_bytes, figures.shard_bytes, figures.budget_bytes ?? 0, 1) * 1.06;
+  const most = (name) => Math.max(0, ...events.map((event) => event[name]));
+  const highest = Math.max(figures.allocated_bytes, most("offloaded_bytes"), figures.eager_peak_bytes, figures.shard_bytes, figures.budget_bytes ?? 0, 1) * 1.06;
   const y = (size) => bottom - size / highest * (bottom - top);
   const unit = 2 ** Math.floor(Math.log2(highest / 3));
   for (let size = 0; size <= highest; size += unit) {
@@ -161,6 +165,7 @@ function drawMemory() {
     ["activation_bytes", "compute", "activations, gradients and packs"], ["recomputed_bytes", "all-reduce", "computed again in the backward"]]
     .filter(([name]) => name === "alive_bytes" || events.some((event) => event[name] > 0));
   const upTo = (count) => (event) => layers.slice(0, count).reduce((sum, [name]) => sum + event[name], 0);
+  const isOffloading = events.some((event) => event.offloaded_bytes > 0), away = steps((event) => event.offloaded_bytes);
   const eager = steps((event) => event.eager_bytes), base = y(figures.shard_bytes);
   if (events.length > 0) {
     for (let i = layers.length; i > 0; i--) {
@@ -170,6 +175,7 @@ function drawMemory() {
       svg.append(make("path", {d: `M${line.slice(1)}`, fill: "none", stroke: fill, "stroke-width": 1.6}));
     }
     svg.append(make("path", {d: `M${eager.slice(1)}`, fill: "none", stroke: "var(--eager)", "stroke-width": 1.5, "stroke-dasharray": "5 4", class: "eager"}));
+    if (isOffloading) svg.append(make("path", {d: `M${away.slice(1)}`, fill: "none", stroke: color("offload"), "stroke-width": 1.5, "stroke-dasharray": "2 3", class: "away"}));
   }
   if (figures.budget_bytes !== null) {
     const line = y(figures.budget_bytes);
@@ -184,8 +190,8 @@ function drawMemory() {
       `${bytes(upTo(layers.length)(event))} in all; unsharded in eager FSDP2, modelled: ${bytes(event.eager_bytes)}`]);
   });
   svg.addEventListener("pointerleave", () => { tip.hidden = true; });
-  const most = (name) => bytes(Math.max(0, ...events.map((event) => event[name])));
-  const entries = [...layers.map(([name, kind, text]) => [color(kind), `${text}, at most ${most(name)}`]),
+  const entries = [...layers.map(([name, kind, text]) => [color(kind), `${text}, at most ${bytes(most(name))}`]),
+    ...(isOffloading ? [[color("offload"), `in the host's memory, at most ${bytes(most("offloaded_bytes"))}`, "dotted"]] : []),
     ["var(--eager)", `unsharded parameters of eager FSDP2, a model of it, at most ${bytes(figures.eager_peak_bytes)}`, "dashed"],
     ["var(--reduce)", `sharded baseline, always there: ${bytes(figures.shard_bytes)}`, "dotted"],
     ...(figures.budget_bytes === null ? [] : [["var(--exposed)", `memory budget: ${bytes(figures.budget_bytes)}`, "solid"]])];

@@ -15,7 +15,7 @@ import torch
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
 from compile_fsdp.reports import Direction
 from compile_fsdp.tools.explain.capture import Capture, GraphBreak, Recompile, Stage
-from compile_fsdp.tools.explain.events import Kind
+from compile_fsdp.tools.explain.events import TRANSFERS, Kind
 from compile_fsdp.tools.explain.groups import GroupRow, make_rows
 from compile_fsdp.tools.explain.names import GroupFacts
 from compile_fsdp.tools.explain.timeline import Placed, place
@@ -75,7 +75,7 @@ class Report:
     def communication_s(self) -> float:
         """Estimated seconds of all collectives, hidden behind compute or not."""
         launches = (each.event for each in self.timeline if each.event.kind is not Kind.WAIT)
-        return sum(event.seconds for event in launches if event.collective >= 0)
+        return sum(event.seconds for event in launches if event.collective >= 0 and event.kind not in TRANSFERS)
 
     @property
     def peak_bytes(self) -> int:

@@ -1,7 +1,8 @@
 """Estimate when the events of a step happen, by the costs of compute and communication.
 
 Computations run in the order of the graph. Collectives go over one wire, one after the other, each as soon as it is
-launched and the wire is free: an alpha-beta model, see `compile_fsdp.passes.Costs`. A wait that starts before its
+launched and the wire is free: an alpha-beta model, see `compile_fsdp.passes.Costs`. What is offloaded and fetched has a
+link of its own. A wait that starts before its
 collective has ended exposes the time in between.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from compile_fsdp.tools.explain.events import Event, Kind
+from compile_fsdp.tools.explain.events import TRANSFERS, Event, Kind
 from compile_fsdp.tools.explain.names import GroupFacts
 
 
@@ -37,7 +38,7 @@ class Placed:
 def place(graphs: Sequence[Sequence[Event]], groups: Sequence[GroupFacts]) -> list[Placed]:
     """Place the events of a step's graphs, one graph after the other."""
     placed = []
-    now = wire_free = 0.0
+    now, free = 0.0, {False: 0.0, True: 0.0}  # the wire, and the link to the host
     for number, events in enumerate(graphs):
         eager = eager_bytes(events, groups)
         arrived: dict[int, float] = {}
@@ -47,8 +48,9 @@ def place(graphs: Sequence[Sequence[Event]], groups: Sequence[GroupFacts]) -> li
                 exposed = max(0.0, arrived.get(event.collective, now) - now)
                 now += exposed
             elif event.collective >= 0:
-                start = max(now, wire_free)
-                wire_free = arrived[event.collective] = start + event.seconds
+                is_transfer = event.kind in TRANSFERS
+                start = max(now, free[is_transfer])
+                free[is_transfer] = arrived[event.collective] = start + event.seconds
             else:
                 now += event.seconds
             placed.append(Placed(event, number, at, start, exposed, held))

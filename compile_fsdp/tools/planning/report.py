@@ -87,6 +87,7 @@ def print_decisions(
             "together": show_bytes(state + peak),
             "groups kept unsharded": str(len(decision.kept)),
             "ops computed again": f"{len(decision.recomputed)} of {decision.ops}",
+            "ops whose results are offloaded": str(len(decision.offloaded)),
             "time added": f"{decision.seconds * 1e3:.1f} ms",
         }
         for name, text in cells.items():

@@ -33,7 +33,7 @@ TIMEOUT_SECONDS = 60
 MODULES: dict[str, tuple[str, ...]] = {
     "aliases": ("test_aliases", "remove_unshard_copies", "legalize"),
     "check": ("check",),
-    "choose": ("test_choose", "test_recomputation"),
+    "choose": ("test_choose", "test_offloads", "test_recomputation"),
     "collectives": ("find_packed", "pack_collectives", "schedule"),
     "costs": ("test_costs", "pack_collectives", "schedule"),
     "eager_effects": ("test_effects", "legalize"),
@@ -42,6 +42,8 @@ MODULES: dict[str, tuple[str, ...]] = {
     "keep_unsharded": ("keep_unsharded",),
     "layout": ("remove_unshard_copies",),
     "legalize_windows": ("legalize",),
+    "offload_saved": ("test_offload_saved",),
+    "offloads": ("test_offloads",),
     "op_facts": ("test_op_facts", "test_choose"),
     "pack_gathers": ("pack_collectives",),
     "pack_reductions": ("pack_collectives",),
@@ -69,7 +71,8 @@ _LEFT_OUT = (
 
 def pass_module(name: str) -> ModuleType:
     """A module by its own name, in whichever folder of passes/ it stands."""
-    paths = [f"compile_fsdp.passes{folder}.{name}" for folder in ("", ".analysis", ".budget", ".dynamo", ".post_grad")]
+    folders = ("", ".analysis", ".budget", ".dynamo", ".partitioned", ".post_grad")
+    paths = [f"compile_fsdp.passes{folder}.{name}" for folder in folders]
     return importlib.import_module(next(path for path in paths if importlib.util.find_spec(path)))
 
 

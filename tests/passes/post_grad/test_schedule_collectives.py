@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
+from compile_fsdp import ops
 from compile_fsdp.passes import Costs, schedule_collectives
 from compile_fsdp.passes.analysis.collectives import is_collective
 from helpers.graphs.build import GraphBuilder, aten, c10d, gather, reduce
@@ -328,3 +329,39 @@ def test_small_gradients_are_in_flight_together() -> None:
         x = model.mm(x, saved)
     order = scheduled(model.build.output(large, *small, x), latency=100).split()
     assert order.index("r2") < order.index("v1")
+
+
+def _fetching(layers: int = 3) -> fx.Graph:
+    """A backward whose activations are in the host's memory; each is fetched where it is read."""
+    build = GraphBuilder()
+    grad = build.input("grad", (8, 8))
+    away = [build.input(f"h{i}", (8, 8)) for i in range(layers)]
+    gradients = []
+    for layer in reversed(range(layers)):
+        fetched = build.call(c10d.wait_tensor.default, build.call(ops.fetch, away[layer], torch.device("cpu")))
+        gradients.append(build.call(aten.mm.default, fetched, grad))
+        grad = build.call(aten.mm.default, grad, grad)
+    return build.output(grad, *gradients)
+
+
+def _targets(graph: fx.Graph) -> str:
+    names = {"fetch.default": "fetch", "wait_tensor.default": "wait", "mm.default": "mm"}
+    return " ".join(names[node.target.__name__] for node in graph.nodes if node.op == "call_function")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (0.0, "fetch wait mm mm fetch wait mm mm fetch wait mm mm"),
+        (1.0, "fetch wait mm fetch mm wait mm fetch mm wait mm mm"),
+        (1.5, "fetch fetch wait mm mm fetch wait mm mm wait mm mm"),
+        (100.0, "fetch fetch fetch wait mm mm wait mm mm wait mm mm"),
+    ],
+)
+def test_a_fetch_is_launched_so_that_it_arrives_in_time(seconds: float, expected: str) -> None:
+    graph = _fetching()
+    costs = replace(taking(1e-9), offload_bandwidth=8 * 8 * 4 / seconds if seconds else 1e30)
+    report = schedule_collectives(graph, costs=costs)
+    graph.lint()
+    assert _targets(graph) == expected
+    assert dict(report.counts) == {"collectives_scheduled": 0, "left_in_place": 0}

@@ -10,11 +10,12 @@ from rich.console import Console
 from torch import nn
 
 import compile_fsdp
+from compile_fsdp import ops
 from compile_fsdp.tools.explain import Report
 from compile_fsdp.tools.explain.activations import alive_bytes
 from compile_fsdp.tools.explain.names import GraphNames
 from compile_fsdp.tools.explain.summary import print_summary
-from helpers.graphs.build import GraphBuilder, aten
+from helpers.graphs.build import GraphBuilder, aten, c10d
 from helpers.pages.open_page import OpenPage
 
 ROWS, DIM = 8, 4
@@ -107,3 +108,24 @@ def test_the_chart_has_the_budgets_line(budgeted: Report, open_report: Callable[
 def test_without_a_budget_there_is_no_line(opened: OpenPage) -> None:
     assert opened.count("#memory line.budget") == 0
     assert opened.count("#choices tbody tr:visible") == 0
+
+
+def test_what_is_offloaded_is_in_the_hosts_memory_until_it_is_fetched() -> None:
+    build = GraphBuilder()
+    x, w = build.input("x", (ROWS, DIM)), build.input("w", (DIM, DIM))
+    first = build.call(aten.mm.default, x, w)
+    away = build.call(ops.offload, first, [], True)
+    forward = build.output(build.call(aten.mm.default, x, w), away)
+    found = alive_bytes(forward, FORWARD)
+    assert found.away == [0, 0, 0, SIZE, SIZE, SIZE]
+    assert found.kept == [0, 0, SIZE, SIZE, SIZE, SIZE]
+
+    build = GraphBuilder()
+    gradient, saved = build.input("gradient", (ROWS, DIM)), build.input("saved", (ROWS, DIM))
+    fetched = build.call(c10d.wait_tensor.default, build.call(ops.fetch, saved, torch.device("cpu")))
+    backward = build.output(build.call(aten.mm.default, build.call(aten.permute.default, fetched, [1, 0]), gradient))
+    found = alive_bytes(backward, BACKWARD)
+    product = DIM * DIM * 4
+    assert found.away == [SIZE, SIZE, SIZE, 0, 0, 0, 0]
+    assert found.kept == [SIZE, SIZE, 2 * SIZE, 2 * SIZE, 2 * SIZE, 2 * SIZE + product, product]
+    assert not any(found.again)

@@ -1,0 +1,105 @@
+"""Take a tensor from the device to the host's memory, and fetch it back, beside what the device computes.
+
+[Note: One stream for both ways]
+All these copies run on one stream of the device. So a fetch begins behind the copy that it reads from, whose end nobody
+else has to wait for. Memory that a compiled graph uses again within itself is another matter: it must not be written
+before it has been copied. So `offload` takes what was offloaded before it: until then this stays allocated, and then
+the computing stream waits for the copies so far. A graph's last one is waited for at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+
+from compile_fsdp.torch_compat.distributed import register_work
+
+_LIBRARY = torch.library.Library("compile_fsdp", "FRAGMENT")
+_LIBRARY.define("offload(Tensor input, Tensor[] sent, bool is_last) -> Tensor")
+_LIBRARY.define("fetch(Tensor input, Device device) -> Tensor")
+
+offload = torch.ops.compile_fsdp.offload.default
+fetch = torch.ops.compile_fsdp.fetch.default
+
+_HOST = torch.device("cpu")
+
+_transfers: dict[torch.device, Any] = {}
+
+
+def _transfer_stream(device: torch.device) -> Any:
+    """See [Note: One stream for both ways]."""
+    if device not in _transfers:
+        _transfers[device] = torch.get_device_module(device).Stream(device=device)
+    return _transfers[device]
+
+
+def _on_host(input: Tensor, sent: Sequence[Tensor], is_last: bool) -> Tensor:
+    return torch.empty_strided(input.shape, input.stride(), dtype=input.dtype, device=_HOST)
+
+
+@torch.library.impl(_LIBRARY, "offload", "CompositeExplicitAutograd")
+def _offload(input: Tensor, sent: Sequence[Tensor], is_last: bool) -> Tensor:
+    """A copy of `input`, of the same strides, in pinned memory; it is there for `fetch`, and for nobody else."""
+    device = input.device
+    if device.type == "cpu":
+        output = _on_host(input, sent, is_last)
+        output.copy_(input)
+        return output
+    output = torch.empty_strided(input.shape, input.stride(), dtype=input.dtype, device=_HOST, pin_memory=True)
+    module, transfers = torch.get_device_module(device), _transfer_stream(device)
+    computing = module.current_stream(device)
+    if sent:
+        computing.wait_stream(transfers)
+    transfers.wait_stream(computing)
+    with module.stream(transfers):
+        output.copy_(input, non_blocking=True)
+    if is_last:
+        computing.wait_stream(transfers)
+    return output
+
+
+def _on_device(input: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_strided(input.shape, input.stride(), dtype=input.dtype, device=device)
+
+
+@torch.library.impl(_LIBRARY, "fetch", "CompositeExplicitAutograd")
+def _fetch(input: Tensor, device: torch.device) -> Tensor:
+    """What `offload` has copied, on the device again; it is there once `wait_tensor` of it has returned."""
+    output = _on_device(input, device)
+    if device.type == "cpu":
+        output.copy_(input)
+        return output
+    module, transfers = torch.get_device_module(device), _transfer_stream(device)
+    transfers.wait_stream(module.current_stream(device))
+    with module.stream(transfers):
+        output.copy_(input, non_blocking=True)
+        arrived = transfers.record_event()
+    register_work(output, _Arrival(device, arrived))
+    return output
+
+
+class _Arrival(Work):
+    """The end of a copy, which the computing stream waits for.
+
+    Args:
+        device: That the copy is made to.
+        event: Recorded behind it.
+    """
+
+    def __init__(self, device: torch.device, event: Any) -> None:
+        super().__init__()
+        self._device = device
+        self._event = event
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        torch.get_device_module(self._device).current_stream(self._device).wait_event(self._event)
+        return True
+
+
+torch.library.register_fake("compile_fsdp::offload", _on_host, lib=_LIBRARY)
+torch.library.register_fake("compile_fsdp::fetch", _on_device, lib=_LIBRARY)

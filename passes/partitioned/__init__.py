@@ -1,0 +1,1 @@
+"""Passes on the two halves that AOTAutograd's partitioner makes of a joint graph."""

@@ -1,0 +1,92 @@
+"""Take what a forward saves for its backward to the host's memory meanwhile, where `fit_memory_budget` has marked it.
+
+Precondition  both halves of a joint graph, as AOTAutograd has partitioned it
+Match         results of marked ops that the forward returns for the backward alone, and that are no views
+Rewrite       each is offloaded behind its last use, the copy is returned in its place, and fetched before its first use
+Report        how many are offloaded
+
+    before                                    after
+    forward   h = mm(x, w)                    h = mm(x, w)
+              y = gelu(h)                     y = gelu(h)
+              return y, h                     away = offload(h, [], True)
+                                              return y, away
+    backward  g = gelu_backward(dy, h)        h = wait_tensor(fetch(away, "cuda:0"))
+                                              g = gelu_backward(dy, h)
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from compile_fsdp import ops
+from compile_fsdp.passes.analysis.aliases import find_fake_tensor
+from compile_fsdp.passes.analysis.collectives import WAIT, insert
+from compile_fsdp.passes.analysis.layout import size_hint
+from compile_fsdp.torch_compat.dispatch import OpOverload, argument_aliasing
+from compile_fsdp.torch_compat.dynamo import least_offloaded_bytes
+
+
+def offload_saved(forward: fx.Graph, backward: fx.Graph, results: int) -> int:
+    """Offload, and say how much: a number of tensors.
+
+    Args:
+        forward: Returns what the user gets, then what is saved.
+        backward: Takes what is saved, by the same names.
+        results: How many results are the user's.
+    """
+    output = forward.output_node()
+    returned = output.args[0]
+    assert isinstance(returned, (tuple, list))
+    inputs = {node.name: node for node in backward.find_nodes(op="placeholder")}
+    saved = dict.fromkeys(node for node in returned[results:] if isinstance(node, fx.Node) and node.name in inputs)
+    last = _find_last_uses(forward)
+    order = {node: i for i, node in enumerate(forward.nodes)}
+    own = set(returned[:results])
+    leaving = sorted((each for each in saved if each not in own and _leaves(each)), key=lambda each: order[last[each]])
+    away: dict[fx.Node, fx.Node] = {}
+    sent: list[fx.Node] = []
+    for node in leaving:
+        is_behind = sent and last[sent[0]] is last[node]
+        with forward.inserting_after(away[sent[0]] if is_behind else last[node]):
+            away[node] = insert(forward, ops.offload, node, sent, node is leaving[-1], like=node)
+        sent = [node]
+        _fetch(inputs[node.name], away[node])
+    output.args = (tuple(away.get(each, each) for each in returned),)  # type: ignore[arg-type]  # None and numbers, too
+    return len(leaving)
+
+
+def _leaves(node: fx.Node) -> bool:
+    least, tensor = least_offloaded_bytes(node), find_fake_tensor(node)
+    if least is None or tensor is None or _is_view(node):
+        return False
+    return size_hint(tensor.numel()) * tensor.itemsize >= least
+
+
+def _is_view(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, OpOverload) and any(each.aliased for each in argument_aliasing(target))
+
+
+def _find_last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """By node, itself or the last node that reads it, or a view of it; the return does not count."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    last: dict[fx.Node, fx.Node] = {}
+    for node in reversed(graph.nodes):
+        read = [last[user] if _is_view(user) else user for user in node.users if user.op != "output"]
+        last[node] = max([node, *read], key=order.__getitem__)
+    return last
+
+
+def _fetch(saved: fx.Node, away: fx.Node) -> None:
+    """Have a backward, which takes in what is in the host's memory now, fetch it before its first use."""
+    tensor = find_fake_tensor(saved)
+    assert tensor is not None
+    users = set(saved.users)
+    if not users:
+        return
+    first = next(node for node in saved.graph.nodes if node in users)
+    saved.meta["val"] = away.meta["val"]
+    with saved.graph.inserting_before(first):
+        launched = insert(saved.graph, ops.fetch, saved, tensor.device, like=saved)
+        fetched = insert(saved.graph, WAIT, launched, like=saved)
+    saved.replace_all_uses_with(fetched, lambda user: user in users)
