@@ -11,6 +11,7 @@ from compile_fsdp.errors import EstimateError, ExplainError, PlanError, ScriptEr
 from compile_fsdp.tools import calibrate as calibrate_command
 from compile_fsdp.tools import precompile as precompile_command
 from compile_fsdp.tools.bench import command as bench_command
+from compile_fsdp.tools.check import command as check_command
 from compile_fsdp.tools.explain import command as explain_command
 from compile_fsdp.tools.planning import command as planning_command
 from compile_fsdp.tools.train import command as train_command
@@ -22,6 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
     subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     train_command.add_parser(subcommands)
     planning_command.add_parser(subcommands)
+    check_command.add_parser(subcommands)
     explain_command.add_parser(subcommands)
     precompile_command.add_parser(subcommands)
     bench_command.add_parser(subcommands)
@@ -30,10 +32,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; returns the exit status."""
+    """Run one subcommand; returns the exit status: that of the subcommand, or 2 for a mistake of the user's."""
     args = build_parser().parse_args(argv)
     try:
-        args.run(args)
+        return args.run(args) or 0
     except (EstimateError, ExplainError, PlanError, ScriptError, TrainError, UnknownOptionError) as error:
         where = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
         message = str(error).partition("\n")[0]  # Dynamo appends advice on its own log settings
@@ -42,4 +44,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("compile-fsdp: interrupted", file=sys.stderr)
         return 130
-    return 0

@@ -47,6 +47,9 @@ from compile_fsdp.torch_compat.dynamo import (
 
 _log = logging.getLogger("compile_fsdp")
 
+# How the warning begins that a backward is not compiled; its reason follows.
+FALLS_BACK = "backward falls back to eager, op by op, with all its parameters unsharded: "
+
 
 # By thread, the object that Dynamo has given the hooks of the forward whose backward runs. Compiled autograd calls what
 # it has compiled with tensors and with hooks of autograd's own only.
@@ -127,7 +130,7 @@ class BackwardCompiler:
                 except (Unsupported, FailOnRecompileLimitHit) as error:
                     if not inputs:
                         raise  # The compiled graph has emptied the list: it has run, and failed.
-                    _log.warning("backward falls back to eager, op by op, with all its parameters unsharded: %s", error)
+                    _log.warning("%s%s", FALLS_BACK, error)
                     unshard_inputs(inputs)
                     return captured(inputs, sizes, scalars, hooks, *rest)
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import runpy
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch.distributed as dist
 
 from compile_fsdp.errors import ScriptError
+from compile_fsdp.tools.present_group import UserFile, loading_user_files
 from compile_fsdp.torch_compat.distributed import init_fake_process_group
 
 
@@ -20,6 +22,32 @@ def add_script(parser: argparse.ArgumentParser) -> None:
     """Add the script and its own arguments, as the last ones of a command."""
     parser.add_argument("script", type=Path, metavar="SCRIPT", help="a Python file")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="what the script gets as its arguments")
+
+
+def add_world(parser: argparse.ArgumentParser) -> None:
+    """Add the number of ranks, which torchrun says if it has started the command."""
+    parser.add_argument(
+        "--world", type=int, default=None, metavar="N", help="ranks of the world, without torchrun (default 8)"
+    )
+
+
+@contextmanager
+def world(asked: int | None) -> Iterator[tuple[int, int]]:
+    """Rank and number of ranks: those of torchrun, whose process group the script makes, or of a fake process group.
+
+    Args:
+        asked: What `--world` says, None without it.
+    Raises:
+        ScriptError: it is less than 1, or there are ranks of torchrun.
+    """
+    if dist.is_torchelastic_launched():
+        if asked is not None:
+            raise ScriptError(f"expected no --world under torchrun, which starts the ranks, got {asked}")
+        yield int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        return
+    size = 8 if asked is None else asked
+    with fake_world(size):
+        yield 0, size
 
 
 @contextmanager
@@ -49,23 +77,29 @@ def fake_world(size: int) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def run_script(script: Path, arguments: list[str]) -> None:
-    """Run a script as Python would.
+def run_script(script: Path, arguments: list[str]) -> dict[str, Any]:
+    """Run a script as Python would; in a `fake_world`, its own init_process_group() makes no other.
 
     Args:
         script: A file.
         arguments: Its own, as in `sys.argv[1:]`.
+    Returns:
+        Its global names.
     Raises:
-        ScriptError: it does not exist, initialises the process group a second time, or ends with an error status.
+        ScriptError: it does not exist, a library that it calls initialises the process group a second time, or it ends
+            with an error status.
         Exception: whatever else the script raises.
     """
     if not script.is_file():
         raise ScriptError(f"expected a Python file to run, got {script}, which does not exist")
-    argv, path = sys.argv, list(sys.path)
+    argv, path, main = sys.argv, list(sys.path), sys.modules["__main__"]
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
+    sys.modules["__main__"] = module = ModuleType("__main__")
+    module.__file__ = str(script)
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        with loading_user_files(script):
+            exec(UserFile("__main__", str(script)).get_code("__main__"), vars(module))
     except SystemExit as end:
         if end.code not in (None, 0):
             raise ScriptError(f"expected {script} to end without an error, got exit status {end.code}") from end
@@ -78,3 +112,5 @@ def run_script(script: Path, arguments: list[str]) -> None:
         ) from error
     finally:
         sys.argv, sys.path[:] = argv, path
+        sys.modules["__main__"] = main
+    return vars(module)

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any, NamedTuple, cast
 
@@ -38,6 +39,11 @@ def passing_dynamo(error: Exception) -> Exception:
 # What Dynamo cannot trace, and what it will not compile once more. (2.13.0)
 Unsupported = exc.Unsupported
 FailOnRecompileLimitHit = exc.FailOnRecompileLimitHit
+
+# The base of all that Dynamo raises, an op's own error in a trace, and what torch.compile(module) returns. (2.13.0)
+TorchDynamoException = exc.TorchDynamoException
+TorchRuntimeError = exc.TorchRuntimeError
+OptimizedModule = torch._dynamo.OptimizedModule
 
 # Whether Dynamo's guards and bytecode are what `compile_fsdp.replay` takes them for. (2.13.0, 2.15.0)
 CAN_REPLAY = torch.__version__ >= "2.13"
@@ -129,6 +135,32 @@ def compile_for_many(
         arguments["recompile_limit"] = 1000
     compiled: Callable[..., Any] = torch.compile(function, **arguments)
     return compiled
+
+
+@dataclass(frozen=True, slots=True)
+class CompileSettings:
+    """How something is compiled.
+
+    Attributes:
+        backend: Name of the Dynamo backend.
+        fullgraph: Whether a graph break is an error.
+    """
+
+    backend: str
+    fullgraph: bool
+
+
+@needs("torch._dynamo.eval_frame._TorchDynamoContext", "torch._dynamo.eval_frame.innermost_backend")
+def compile_settings(compiled: Any) -> CompileSettings | None:
+    """With which settings torch.compile has made a module, or a function; None where that cannot be told. (2.13.0)"""
+    context = getattr(compiled, "dynamo_ctx", None)
+    if context is None and hasattr(compiled, "__closure__"):
+        context = inspect.getclosurevars(compiled).nonlocals.get("self")
+    if not isinstance(context, eval_frame._TorchDynamoContext) or not callable(context.callback):
+        return None
+    backend: Any = eval_frame.innermost_backend(context.callback)
+    name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", type(backend).__name__)
+    return CompileSettings(str(name), bool(getattr(context, "fullgraph", False) or context.error_on_graph_break))
 
 
 class GuardFact(NamedTuple):

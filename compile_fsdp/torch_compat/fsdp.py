@@ -173,6 +173,11 @@ def accumulation_dtype(parameter: FSDPParam) -> torch.dtype | None:
     return None if dtype is None or dtype.itemsize > computed.itemsize else dtype
 
 
+def unsharded_dtype(parameter: FSDPParam) -> torch.dtype:
+    """The dtype that a parameter is gathered in; before torch has looked at its policy, that of the shard. (2.13.0)"""
+    return getattr(parameter, "param_dtype", None) or parameter.sharded_param.dtype
+
+
 def gradient_dtype(parameter: FSDPParam) -> torch.dtype | None:
     """The dtype of a sharded parameter's gradient: its own, or since 2.15 `grad_dtype`; None for any. (2.15.0)"""
     name = "sharded_grad_dtype" if HAS_GRAD_DTYPES else "orig_dtype"

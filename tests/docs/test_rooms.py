@@ -32,6 +32,7 @@ VALUES = {
     "compile-fsdp",
     "compile-fsdp bench",
     "compile-fsdp calibrate",
+    "compile-fsdp check",
     "compile-fsdp explain",
     "compile-fsdp plan",
     "compile-fsdp precompile",

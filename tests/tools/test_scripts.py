@@ -19,7 +19,9 @@ from compile_fsdp.tools.scripts import fake_world, run_script
         (None, "expected a Python file to run, got"),
         ("raise SystemExit(3)", "got exit status 3"),
         (
-            "import torch.distributed as d\nd.init_process_group('gloo', store=d.HashStore(), rank=0, world_size=1)",
+            # Not a call in the user's own files, as a library's is not.
+            "import torch.distributed as d\n"
+            "exec(\"d.init_process_group('gloo', store=d.HashStore(), rank=0, world_size=1)\")",
             "`if not dist.is_initialized\\(\\):`",
         ),
     ],
@@ -60,3 +62,40 @@ def test_a_script_finds_its_rank_as_under_torchrun(tmp_path: Path, monkeypatch: 
         run_script(path, [str(out)])
     assert out.read_text() == "0 0 16 1"
     assert os.environ["RANK"] == "7" and "LOCAL_RANK" not in os.environ and sys.argv == argv
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "dist.init_process_group('nccl')",
+        "from torch.distributed import init_process_group as init\ninit(backend='gloo', init_method='env://')",
+        "from beside import set_up\nset_up()",
+    ],
+)
+def test_a_script_gets_the_world_that_is_there(tmp_path: Path, call: str) -> None:
+    path = tmp_path / "script.py"
+    (tmp_path / "beside.py").write_text(
+        "import torch.distributed\n\ndef set_up():\n    torch.distributed.init_process_group('nccl', timeout=None)\n"
+    )
+    path.write_text(f"import sys\nimport torch.distributed as dist\n{call}\nranks = dist.get_world_size()\n")
+    try:
+        with fake_world(16):
+            assert run_script(path, [])["ranks"] == 16
+    finally:
+        sys.modules.pop("beside", None)
+    assert not list(tmp_path.rglob("*.pyc"))
+
+
+def test_what_a_script_calls_like_torch_is_called(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text("def init_process_group(x):\n    return x + 1\n\nmade = init_process_group(1)\n")
+    with fake_world(2):
+        assert run_script(path, [])["made"] == 2
+
+
+def test_lines_of_a_script_stay_where_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text("import torch.distributed as dist\n\ndist.init_process_group(\n    backend=1 / 0,\n)\n")
+    with pytest.raises(ZeroDivisionError) as raised, fake_world(2):
+        run_script(path, [])
+    assert raised.traceback[-1].path == path and raised.traceback[-1].lineno + 1 == 4

@@ -33,6 +33,7 @@ from compile_fsdp.torch_compat.inductor import graph_input_position
 
 _BREAK = re.compile(r"in user code at (.+?):(\d+)\nGraph Break Reason: (.*)", re.DOTALL)
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(compile_fsdp.__file__).parent))
+_OPTIMIZERS = str(Path(torch.optim.__file__).parent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,20 @@ class Recompile:
     place: Place
     function: str
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TracedGraph:
+    """A graph that was handed to an inner backend, whichever that is.
+
+    Attributes:
+        frame: Which frame Dynamo has traced; the same for a graph that was compiled again.
+        groups: The parameter groups whose unsharded parameters are inputs of the graph.
+    """
+
+    direction: Direction
+    frame: str
+    groups: tuple[TraceableGroup, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +184,8 @@ class Capture:
     """The graphs, graph breaks and recompiles that `capture` has collected so far.
 
     Attributes:
-        graphs: The captured graphs, in the order of their compilation.
+        traced: The graphs of all inner backends, in the order of their compilation.
+        graphs: The graphs that Inductor has compiled with the passes, in the same order.
         breaks: The graph breaks, each place and reason once.
         recompiles: The recompiles, which are added at the end of the block.
         decisions: How steps were fitted into their memory budgets, which are added at the end of the block.
@@ -177,6 +193,7 @@ class Capture:
     """
 
     def __init__(self) -> None:
+        self.traced: list[TracedGraph] = []
         self.graphs: list[CapturedGraph] = []
         self.breaks: list[GraphBreak] = []
         self.recompiles: list[Recompile] = []
@@ -189,16 +206,18 @@ class Capture:
     def begin(
         self, direction: Direction, gm: fx.GraphModule, groups: Collection[TraceableGroup], costs: Costs | None
     ) -> _Watcher:
+        compile_id = current_compile_id()
         if (caller := _find_caller()) is not None:
-            self._callers[current_compile_id()] = caller
+            self._callers[compile_id] = caller
+        self.traced.append(TracedGraph(direction, compile_id.rpartition("/")[0], tuple(groups)))
         facts = tuple(describe_group(group) for group in groups)
         return _Watcher(self.graphs, direction, facts, name_graph(gm, groups), costs)
 
     def add_break(self, message: str) -> None:
         if (match := _BREAK.search(message)) is None:
             return
-        text = match[3].partition("\nUser code traceback:")[0]
-        found = GraphBreak(Place.at(match[1], int(match[2])), *_split_reason(text))
+        text, _, stack = match[3].partition("\nUser code traceback:")
+        found = GraphBreak(_find_place(match[1], int(match[2]), stack), *split_reason(text))
         if found not in self.breaks:
             self.breaks.append(found)
 
@@ -213,7 +232,28 @@ class Capture:
         self.decisions += [decision for decision in found if decision is not None]
 
 
-def _split_reason(text: str) -> tuple[str, str, tuple[str, ...]]:
+def _find_place(filename: str, line: int, stack: str) -> Place:
+    """The line of a graph break; of one inside of a library, the user's line that has called it.
+
+    torch's optimizers break the graph by themselves; theirs stay where they are.
+    """
+    if filename.startswith(_LIBRARIES) and not filename.startswith(_OPTIMIZERS):
+        return last_user_place(stack) or Place.at(filename, line)
+    return Place.at(filename, line)
+
+
+def last_user_place(stack: str) -> Place | None:
+    """The innermost line of a traceback's text that is not code of torch, or of compile_fsdp; None if all of it is."""
+    frames = re.findall(r'File "(.+?)", line (\d+)', stack)
+    return next((Place.at(name, int(line)) for name, line in reversed(frames) if not is_library(name)), None)
+
+
+def is_library(filename: str) -> bool:
+    """Whether a file is torch's or compile_fsdp's, or there is none."""
+    return filename.startswith((*_LIBRARIES, "<"))
+
+
+def split_reason(text: str) -> tuple[str, str, tuple[str, ...]]:
     """Split Dynamo's message about a graph break into the construct, the explanation and the hints."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].startswith("Encountered graph break"):
@@ -228,7 +268,7 @@ def _find_caller() -> Place | None:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         filename = frame.f_code.co_filename
-        if not filename.startswith((*_LIBRARIES, "<")) and Path(filename).name != "contextlib.py":
+        if not is_library(filename) and Path(filename).name != "contextlib.py":
             return Place.at(filename, frame.f_lineno)
         frame = frame.f_back
     return None

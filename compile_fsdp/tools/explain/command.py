@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import torch.distributed as dist
-
-from compile_fsdp.errors import ScriptError
-from compile_fsdp.tools.scripts import add_script, fake_world, run_script
+from compile_fsdp.tools.scripts import add_script, add_world, run_script, world
 
 DESCRIPTION = """\
 Run a training script and write one HTML page about what compile_fsdp has compiled in it: a timeline, the memory of
@@ -28,9 +22,7 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     parser.set_defaults(run=run)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the page to write")
-    parser.add_argument(
-        "--world", type=int, default=None, metavar="N", help="ranks of the world, without torchrun (default 8)"
-    )
+    add_world(parser)
     add_script(parser)
 
 
@@ -38,28 +30,15 @@ def run(args: argparse.Namespace) -> None:
     """Run the script, and write the page on the first rank.
 
     Raises:
-        ScriptError: see `run_script`; or `--world` is not a valid number of ranks.
+        ScriptError: see `world` and `run_script`.
     """
     from compile_fsdp.tools.explain.capture import capture
     from compile_fsdp.tools.explain.report import make_report
 
-    with _world(args.world) as (rank, world_size), capture() as captured:
+    with world(args.world) as (rank, world_size), capture() as captured:
         run_script(args.script, args.args)
     if rank == 0:
         report = make_report(captured, args.script.name, world_size)
         report.save_html(args.out)
         print(f"wrote {args.out}")
         report.print()
-
-
-@contextmanager
-def _world(asked: int | None) -> Iterator[tuple[int, int]]:
-    """Rank and number of ranks: those of torchrun, whose process group the script makes, or of a fake process group."""
-    if dist.is_torchelastic_launched():
-        if asked is not None:
-            raise ScriptError(f"expected no --world under torchrun, which starts the ranks, got {asked}")
-        yield int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        return
-    size = 8 if asked is None else asked
-    with fake_world(size):
-        yield 0, size

@@ -1,0 +1,151 @@
+"""The sharded models of a script: how they are sharded, how they are compiled, and what of them was captured."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from compile_fsdp.runtime.attached import find_group
+from compile_fsdp.runtime.group import TraceableGroup
+from compile_fsdp.runtime.module import is_traceable
+from compile_fsdp.tools.explain.capture import TracedGraph
+from compile_fsdp.torch_compat.dynamo import CompileSettings, OptimizedModule, compile_settings
+from compile_fsdp.torch_compat.fsdp import FSDPParamGroup, fsdp_state, param_groups, parameter_owners, unsharded_dtype
+from compile_fsdp.wrap.tree import ROOT
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedGroup:
+    """One parameter group of a model.
+
+    Attributes:
+        name: FQN of the first of its modules.
+        parameters: FQNs of its parameters.
+        unsharded_bytes: Bytes of its parameters, unsharded, in the dtype that the module computes with.
+        reshards: Whether it is resharded after its forward.
+        is_captured: Whether it is in a compiled forward graph.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    unsharded_bytes: int
+    reshards: bool
+    is_captured: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedModel:
+    """An outermost module that `fully_shard` was applied to, and what is below.
+
+    Attributes:
+        name: Name of its class.
+        is_traceable: Whether all of its sharded modules were made traceable.
+        settings: How it, or a module that contains it, is compiled; None if neither is.
+        compiled_parts: FQNs of modules below it that are compiled by themselves.
+        groups: Its parameter groups.
+        forward_graphs: Number of forward graphs with its groups; one that was compiled again counts once.
+        backward_graphs: The same of backward graphs.
+        is_whole: Whether one of its forward graphs has all of its groups.
+        trains: Whether one of its parameters requires a gradient.
+    """
+
+    name: str
+    is_traceable: bool
+    settings: CompileSettings | None
+    compiled_parts: tuple[str, ...]
+    groups: tuple[ShardedGroup, ...]
+    forward_graphs: int
+    backward_graphs: int
+    is_whole: bool
+    trains: bool
+
+    @property
+    def is_captured(self) -> bool:
+        return any(group.is_captured for group in self.groups)
+
+
+class Modules:
+    """The sharded and the compiled modules that are alive, less those that were when this object was made."""
+
+    def __init__(self) -> None:
+        self._earlier: weakref.WeakSet[nn.Module] = weakref.WeakSet(_relevant_modules())
+
+    def find_models(self, traced: Collection[TracedGraph]) -> tuple[ShardedModel, ...]:
+        """The sharded models, in the order in which Python knows their roots.
+
+        Args:
+            traced: The graphs that were compiled.
+        """
+        modules = [module for module in _relevant_modules() if module not in self._earlier]
+        sharded = [module for module in modules if isinstance(module, FSDPModule)]
+        below = {id(each) for module in sharded for each in module.modules() if each is not module}
+        compiled = [module for module in modules if _is_compiled(module)]
+        return tuple(_describe(module, compiled, traced) for module in sharded if id(module) not in below)
+
+
+def _relevant_modules() -> Iterator[nn.Module]:
+    # By type alone: objects may answer isinstance() with code of their own.
+    for each in gc.get_objects():
+        if issubclass(type(each), nn.Module) and (issubclass(type(each), FSDPModule) or _is_compiled(each)):
+            yield each
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return type(module) is OptimizedModule or vars(module).get("_compiled_call_impl") is not None
+
+
+def _describe(root: nn.Module, compiled: Collection[nn.Module], traced: Collection[TracedGraph]) -> ShardedModel:
+    fqns = {module: fqn for fqn, module in root.named_modules()}
+    found = {group: fqns[module] for module in reversed(fqns) for group in _groups(module)}
+    forward = [graph for graph in traced if graph.direction == "forward"]
+    backward = [graph for graph in traced if graph.direction == "backward"]
+    owns = {own for group in found if (own := find_group(group)) is not None}
+    seen = {group for graph in forward for group in graph.groups}
+    return ShardedModel(
+        name=type(root).__name__.removeprefix("FSDP"),
+        is_traceable=all(is_traceable(each) for each in root.modules() if isinstance(each, FSDPModule)),
+        settings=next((_settings(each) for each in compiled if _contains(each, root)), None),
+        compiled_parts=tuple(sorted(fqns[each] for each in compiled if each in fqns and each is not root)),
+        groups=tuple(
+            _describe_group(group, found[group] or ROOT, fqns, find_group(group) in seen) for group in reversed(found)
+        ),
+        forward_graphs=_count(forward, owns),
+        backward_graphs=_count(backward, owns),
+        is_whole=any(len(owns.intersection(graph.groups)) == len(found) for graph in forward),
+        trains=any(parameter.requires_grad for parameter in root.parameters()),
+    )
+
+
+def _groups(module: nn.Module) -> list[FSDPParamGroup]:
+    state = fsdp_state(module)
+    return [] if state is None else param_groups(state)
+
+
+def _settings(module: nn.Module) -> CompileSettings | None:
+    own = vars(module).get("_compiled_call_impl")
+    return compile_settings(module if own is None else own)
+
+
+def _contains(module: nn.Module, root: nn.Module) -> bool:
+    return any(each is root for each in module.modules())
+
+
+def _count(graphs: Collection[TracedGraph], owns: set[TraceableGroup]) -> int:
+    return len({graph.frame for graph in graphs if not owns.isdisjoint(graph.groups)})
+
+
+def _describe_group(group: FSDPParamGroup, name: str, fqns: dict[nn.Module, str], is_captured: bool) -> ShardedGroup:
+    owners = [parameter_owners(parameter)[0] for parameter in group.fsdp_params]
+    sizes = (each.sharded_param.numel() * unsharded_dtype(each).itemsize for each in group.fsdp_params)
+    return ShardedGroup(
+        name=name,
+        parameters=tuple(f"{fqns[module]}.{own}".removeprefix(".") for module, own in owners if module in fqns),
+        unsharded_bytes=sum(sizes),
+        reshards=group.post_forward_mesh_info is not None,
+        is_captured=is_captured,
+    )

@@ -1,0 +1,81 @@
+"""The result of `check` as text for people and as data for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from compile_fsdp.tools.check.findings import Finding, Level
+from compile_fsdp.tools.check.models import ShardedModel
+
+WIDTH = 110
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """What was found in a script.
+
+    Attributes:
+        script: Its path.
+        world_size: Number of ranks of its world.
+        steps: How many steps its optimizers have made.
+        models: Its sharded models.
+        windows_removed: Windows that the passes have removed from its graphs.
+        windows_kept: Windows that they have left.
+        findings: What breaks first, then what costs, then notes.
+    """
+
+    script: str
+    world_size: int
+    steps: int
+    models: tuple[ShardedModel, ...]
+    windows_removed: int
+    windows_kept: int
+    findings: tuple[Finding, ...]
+
+    @property
+    def compiles_whole(self) -> bool:
+        return all(finding.level is not Level.BREAKS for finding in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as dicts, lists, strings and numbers, ready for `json.dumps`."""
+        plain = dataclasses.asdict(self)
+        for finding, own in zip(plain["findings"], self.findings, strict=True):
+            finding["level"] = own.level.value
+        return {"compiles_whole": self.compiles_whole, "torch_version": torch.__version__, **plain}
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        verdict = "compiles whole" if self.compiles_whole else "does not compile whole"
+        yield f"{self.script} on {self.world_size} ranks, {_count(self.steps, 'step')}: {verdict}"
+        for model in self.models:
+            forward, backward = model.forward_graphs, model.backward_graphs
+            yield (
+                f"  {model.name}: {_count(len(model.groups), 'group')}, {_count(forward, 'forward graph')}, "
+                f"{_count(backward, 'backward graph')}"
+            )
+        if self.windows_removed or self.windows_kept:
+            yield f"  copies of gathers: {self.windows_removed} windows removed, {self.windows_kept} kept"
+        for finding in self.findings:
+            yield ""
+            yield from _format(finding)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _format(finding: Finding) -> Iterator[str]:
+    where = f"  {finding.place.filename}:{finding.place.line}" if finding.place is not None else ""
+    yield f"{finding.level.value}  {finding.rule}{where}"
+    if finding.place is not None and finding.place.source:
+        yield f"    > {finding.place.source}"
+    yield from textwrap.wrap(finding.what, WIDTH, initial_indent="    ", subsequent_indent="    ")
+    yield from textwrap.wrap(f"Change: {finding.remedy}", WIDTH, initial_indent="    ", subsequent_indent="      ")

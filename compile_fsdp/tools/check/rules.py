@@ -1,0 +1,280 @@
+"""The rules of `check`: from what was seen of a script to findings, each with its remedy.
+
+A rule is a function that yields findings; `find` runs all of them in the order in which a reader wants to know.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from compile_fsdp.backend.backward import FALLS_BACK
+from compile_fsdp.reports import GraphReport
+from compile_fsdp.tools.check.findings import Finding, Level, list_names
+from compile_fsdp.tools.check.models import ShardedGroup, ShardedModel
+from compile_fsdp.tools.explain.capture import Capture, GraphBreak, Recompile, is_library, last_user_place
+from compile_fsdp.tools.explain.units import format_bytes
+from compile_fsdp.wrap.tree import ROOT
+
+COMPILE = '.compile(backend="compile_fsdp", fullgraph=True)'
+OPEN = ("open at return", "open at start")  # of a parameter that stays unsharded from forward to backward
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What was seen of a script.
+
+    Attributes:
+        captured: Graphs, graph breaks and recompiles.
+        models: The sharded models that are alive.
+        reports: Those of `compile_fsdp`, one for each graph.
+        steps: How many steps its optimizers have made.
+        failure: What an error says about the compiled step, if it has ended the script.
+    """
+
+    captured: Capture
+    models: tuple[ShardedModel, ...]
+    reports: tuple[GraphReport, ...]
+    steps: int
+    failure: Finding | None = None
+
+
+def find(seen: Seen) -> tuple[Finding, ...]:
+    """All findings: first what breaks, then what costs, then notes."""
+    found = [*_failed(seen), *_breaks(seen), *_not_whole(seen), *_kept(seen), *_recompiles(seen), *_settings(seen)]
+    found += _notes(seen)
+    return tuple(sorted(found, key=lambda finding: list(Level).index(finding.level)))
+
+
+def _failed(seen: Seen) -> Iterator[Finding]:
+    if seen.failure is not None:
+        yield seen.failure
+
+
+def _breaks(seen: Seen) -> Iterator[Finding]:
+    """Graph breaks of the forward, those of one line together, and backwards that are not compiled."""
+    by_place: dict[tuple[str, int], list[GraphBreak]] = {}
+    for each in seen.captured.breaks:
+        if "/torch/optim/" not in each.place.filename.replace("\\", "/"):  # torch breaks these graphs by itself
+            by_place.setdefault((each.place.filename, each.place.line), []).append(each)
+    failed_at = None if seen.failure is None else seen.failure.place
+    for found in by_place.values():
+        if found[0].place == failed_at:
+            continue  # under fullgraph=True: it is the error that has ended the script
+        whats = dict.fromkeys(describe_reason(each.reason, each.explanation) for each in found)
+        hints = dict.fromkeys(hint for each in found for hint in each.hints)
+        yield Finding(Level.BREAKS, "graph-break", " ".join(whats), break_remedy(tuple(hints)), found[0].place)
+    for note in dict.fromkeys(seen.captured.notes):
+        if note.startswith(FALLS_BACK):
+            reason = " ".join(note.removeprefix(FALLS_BACK).partition("\n\n")[0].split())
+            what = f"The backward is not compiled but runs op by op, with all its parameters unsharded: {reason}"
+            remedy = "Take what is named out of the hooks and autograd functions that the backward runs."
+            yield Finding(Level.BREAKS, "eager-backward", what, remedy, last_user_place(note))
+
+
+def describe_reason(reason: str, explanation: str) -> str:
+    """Dynamo's words about a graph break, as sentences."""
+    return ". ".join(text.strip().rstrip(".") for text in (reason, explanation) if text) + "."
+
+
+def break_remedy(hints: tuple[str, ...]) -> str:
+    """Dynamo's hints, or ours where it has none that helps."""
+    own = [hint for hint in hints if "report an issue" not in hint]
+    return " ".join(own[:2]) or "Write this line in tensor operations, or move it out of the model's forward."
+
+
+def _not_whole(seen: Seen) -> Iterator[Finding]:
+    if not seen.models and not seen.captured.traced:
+        yield Finding(
+            Level.BREAKS,
+            "no-sharded-model",
+            "No sharded model was found, and none was compiled.",
+            "Shard with compile_fsdp.fully_shard and run a training step; keep the model until the script ends.",
+        )
+    has_break = bool(seen.captured.breaks)
+    for model in seen.models:
+        if not model.is_traceable:
+            yield Finding(
+                Level.BREAKS,
+                "not-traceable",
+                f"{model.name} was sharded by torch's fully_shard, at whose hooks Dynamo breaks the graph.",
+                f"Shard with compile_fsdp.fully_shard, or call compile_fsdp.make_traceable(model) before {COMPILE}.",
+            )
+        if not model.is_captured:
+            yield from _uncaptured_model(model, seen)
+        elif (missing := tuple(group.name for group in model.groups if not group.is_captured)) and not has_break:
+            yield Finding(
+                Level.BREAKS,
+                "module-not-captured",
+                f"{list_names(missing)} of {model.name} ran outside of the compiled forward graphs, or not at all."
+                f"{_parts(model)}",
+                f"Call model{COMPILE} on the outermost sharded module, and call that module; leave modules that do "
+                "not run unsharded.",
+                names=missing,
+            )
+        elif not model.is_whole and not has_break:
+            yield _several_graphs(model)
+        falls_back = any(note.startswith(FALLS_BACK) for note in seen.captured.notes)
+        if model.is_captured and model.trains and seen.steps and not (model.backward_graphs or falls_back):
+            yield Finding(
+                Level.BREAKS,
+                "no-backward-graph",
+                f"The forward of {model.name} was compiled, and no backward through it.",
+                "Call loss.backward() on a loss that is computed from the output of the compiled model.",
+            )
+
+
+def _uncaptured_model(model: ShardedModel, seen: Seen) -> Iterator[Finding]:
+    settings = model.settings
+    if settings is None and seen.failure is not None:
+        return  # it may have been about to be compiled
+    if settings is None:
+        what = f"{model.name} is sharded and was never compiled.{_parts(model)}"
+        yield Finding(
+            Level.BREAKS, "not-compiled", what, f"Call model{COMPILE} on it after sharding.", names=model.compiled_parts
+        )
+    elif settings.backend != "compile_fsdp":
+        yield Finding(
+            Level.BREAKS,
+            "other-backend",
+            f'{model.name} is compiled by the backend "{settings.backend}", which knows nothing of FSDP2.',
+            'Compile with backend="compile_fsdp"; it hands its graphs to Inductor, or to its option inner_backend.',
+        )
+    elif seen.failure is None and model.is_traceable:
+        yield Finding(
+            Level.BREAKS,
+            "not-captured",
+            f"{model.name} is compiled, and no compiled forward ran.",
+            "Call the module, and not its forward() or a module inside of it, in each training step.",
+        )
+
+
+def _several_graphs(model: ShardedModel) -> Finding:
+    return Finding(
+        Level.BREAKS,
+        "several-graphs",
+        f"{model.name} runs as {model.forward_graphs} forward graphs without a graph break.{_parts(model)}",
+        f"Compile the outermost sharded module alone, with {COMPILE}, after sharding.",
+        names=model.compiled_parts,
+    )
+
+
+def _parts(model: ShardedModel) -> str:
+    return f" Compiled by themselves: {list_names(model.compiled_parts)}." if model.compiled_parts else ""
+
+
+def _kept(seen: Seen) -> Iterator[Finding]:
+    """Parameters that are unsharded for longer than they need to be, or whose copies stay."""
+    groups = {fqn: group for model in seen.models for group in model.groups for fqn in group.parameters}
+    for model in seen.models:
+        if model.is_captured:
+            yield from _kept_by_settings(model)
+    by_reason: dict[str, dict[str, None]] = {}
+    for report in seen.reports:
+        for fqn, reason in report.kept:
+            group = groups.get(fqn)
+            if reason not in OPEN or (group is not None and group.reshards):
+                by_reason.setdefault(OPEN[0] if reason in OPEN else reason, {})[fqn] = None
+    has_budget = bool(seen.captured.decisions)
+    for reason, fqns in by_reason.items():
+        names = tuple(fqns)
+        if reason in OPEN and (has_budget or seen.captured.breaks):
+            what = f"{list_names(names)} stay unsharded from the forward to the backward: "
+            what += "there was room for them in the memory_budget." if has_budget else "a graph break is in between."
+            remedy = "Nothing is wrong with it." if has_budget else "Remove the graph break."
+            yield Finding(Level.NOTE if has_budget else Level.COSTS, "kept-unsharded", what, remedy, names=names)
+        else:
+            what = f"{list_names(names)} keep the copy of each gather, and its memory: {reason}."
+            yield Finding(
+                Level.COSTS,
+                "kept-window",
+                what,
+                "See what the forward does with these parameters: reads alone, inside of the module that owns them, "
+                "let the copy go (docs/passes.md, what is kept, and why).",
+                names=names,
+            )
+
+
+def _kept_by_settings(model: ShardedModel) -> Iterator[Finding]:
+    if len(model.groups) == 1 and len(model.groups[0].parameters) > 1:
+        size = format_bytes(model.groups[0].unsharded_bytes)
+        yield Finding(
+            Level.COSTS,
+            "one-group",
+            f"All parameters of {model.name} are in one group: {size} are gathered before anything is computed.",
+            "Shard the repeated blocks first and then the model; auto_shard(model) of compile_fsdp.wrap finds them.",
+            names=(model.groups[0].name,),
+        )
+    kept = [group for group in model.groups if not group.reshards and group.name != ROOT]
+    if kept:
+        yield Finding(
+            Level.COSTS,
+            "kept-unsharded",
+            f"{list_names(_names(kept))} of {model.name} are sharded with reshard_after_forward=False: "
+            f"{format_bytes(sum(group.unsharded_bytes for group in kept))} stay unsharded from the forward to the "
+            "backward.",
+            "Leave reshard_after_forward out, or set the option memory_budget, which keeps what there is room for.",
+            names=tuple(fqn for group in kept for fqn in group.parameters),
+        )
+
+
+def _names(groups: Sequence[ShardedGroup]) -> tuple[str, ...]:
+    return tuple(group.name for group in groups)
+
+
+def _recompiles(seen: Seen) -> Iterator[Finding]:
+    for each in dict.fromkeys(seen.captured.recompiles):
+        is_own = is_library(each.place.filename)
+        if seen.captured.breaks and (is_own or each.function.startswith("torch_dynamo_resume_in_")):
+            continue  # a piece of the broken forward
+        guard = re.sub(r"^\d+/\d+: ", "", each.reason).partition("  #")[0].strip()
+        function = "The model" if each.function.startswith("_call_impl") else each.function
+        what = f"{function} was compiled again, since a guard of the earlier graph failed: {guard}"
+        yield Finding(Level.COSTS, "recompiled", what, _guard_remedy(each), None if is_own else each.place)
+
+
+def _guard_remedy(recompile: Recompile) -> str:
+    reason = recompile.reason
+    if "size mismatch" in reason or ".size()" in reason or "stride mismatch" in reason:
+        return (
+            "Give all batches one shape (pad them, drop_last=True), or mark the dim that changes with "
+            "torch._dynamo.mark_dynamic(batch, dim) before the first step."
+        )
+    if "grad_mode" in reason.lower() or "requires_grad mismatch" in reason:
+        return "Nothing, if this is evaluation beside training: each has a graph of its own."
+    if "==" in reason:
+        return "Pass a value that changes from step to step as a tensor, or keep it out of the forward."
+    return "Keep what the guard names the same in all steps."
+
+
+def _settings(seen: Seen) -> Iterator[Finding]:
+    for model in seen.models:
+        if model.is_captured and model.settings is not None and not model.settings.fullgraph:
+            yield Finding(
+                Level.NOTE,
+                "not-fullgraph",
+                f"{model.name} is compiled without fullgraph=True: a graph break would pass unnoticed.",
+                f"Compile it with {COMPILE}.",
+            )
+    others = dict.fromkeys(each.inner_backend for each in seen.reports if each.inner_backend != "inductor")
+    for name in others:
+        yield Finding(
+            Level.COSTS,
+            "inner-backend",
+            f'The graphs are compiled by inner_backend="{name}": no copy of a gather is removed, no kernel generated.',
+            "Leave out inner_backend, where Inductor runs.",
+        )
+
+
+def _notes(seen: Seen) -> Iterator[Finding]:
+    if not seen.steps and seen.failure is None:
+        yield Finding(
+            Level.NOTE,
+            "no-step",
+            "No optimizer of torch made a step: the script ran to its own end.",
+            "Let the script train a step; an optimizer that is no torch.optim.Optimizer is not counted.",
+        )
+    for note in dict.fromkeys(seen.captured.notes):
+        if not note.startswith(FALLS_BACK):
+            yield Finding(Level.NOTE, "warning", " ".join(note.split()), "See the message.")

@@ -1,0 +1,66 @@
+"""Runs a script for a few steps and watches what of it is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from compile_fsdp.errors import ScriptError
+from compile_fsdp.reports import reports
+from compile_fsdp.tools.check.failures import explain_failure, print_traceback, script_error
+from compile_fsdp.tools.check.models import Modules, ShardedModel
+from compile_fsdp.tools.check.report import CheckReport
+from compile_fsdp.tools.check.rules import Seen, find
+from compile_fsdp.tools.check.steps import ended_after
+from compile_fsdp.tools.explain.capture import capture
+from compile_fsdp.tools.scripts import run_script
+
+
+def check_script(script: Path, arguments: Sequence[str], steps: int, world_size: int) -> CheckReport:
+    """Run a script in the present world until its optimizers have made their steps, and say what was found.
+
+    Args:
+        script: A file.
+        arguments: Its own, as in `sys.argv[1:]`.
+        steps: After how many the script ends.
+        world_size: Number of ranks of the present world.
+    Raises:
+        ScriptError: see `run_script`; or the script raises an error that is not about compiling.
+    """
+    modules, earlier_reports = Modules(), len(reports())
+    failed: Exception | None = None
+    names: object = None  # while they, or an exception, are there, so is what the script has made
+    with capture() as captured:
+        with ended_after(steps) as made:
+            try:
+                names = run_script(script, list(arguments))
+            except ScriptError:
+                raise
+            except Exception as error:
+                failed = error
+        models = modules.find_models(captured.traced)
+    del names
+    made.end = None
+    finding = None
+    if failed is not None and (finding := explain_failure(failed, _other_backend(models))) is None:
+        print_traceback(failed)
+        raise script_error(failed, script) from failed
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    own = reports()[earlier_reports:]
+    return CheckReport(
+        script=str(script),
+        world_size=world_size,
+        steps=made.made,
+        models=models,
+        windows_removed=sum(report.windows_removed for report in own),
+        windows_kept=sum(len(report.kept) for report in own),
+        findings=find(Seen(captured, models, own, made.made, finding)),
+    )
+
+
+def _other_backend(models: Sequence[ShardedModel]) -> str | None:
+    settings = (model.settings for model in models if not model.is_captured)
+    return next((each.backend for each in settings if each is not None and each.backend != "compile_fsdp"), None)

@@ -1,0 +1,218 @@
+"""`compile-fsdp check` on scripts with one fault each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from compile_fsdp.cli import main
+from helpers.pages.code_blocks import ROOT
+from helpers.ranks.forked import run_forked
+
+WriteScript = Callable[..., Path]
+
+
+class Result(NamedTuple):
+    """What `check` has said of a script."""
+
+    status: int
+    out: str
+    data: Any
+
+    def rules(self, level: str) -> list[str]:
+        return [finding["rule"] for finding in self.data["findings"] if finding["level"] == level]
+
+    def finding(self, rule: str) -> Any:
+        (found,) = [finding for finding in self.data["findings"] if finding["rule"] == rule]
+        return found
+
+
+@pytest.fixture
+def check(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+    """Runs the command, and reads what it has written."""
+
+    def run(script: Path, *options: str) -> Result:
+        path = script.parent / "found.json"
+        status = main(["check", "--json", str(path), *options, str(script)])
+        assert not dist.is_initialized()
+        return Result(status, capsys.readouterr().out, json.loads(path.read_text()))
+
+    return run
+
+
+Check = Callable[..., Result]
+
+
+def test_a_script_that_compiles_whole(write_script: WriteScript, check: Check) -> None:
+    result = check(write_script(), "--world", "16")
+    assert result.status == 0 and result.rules("breaks") == []
+    assert "train.py on 16 ranks, 2 steps: compiles whole" in result.out
+    assert "ran to its end" not in result.out
+    assert "Sequential: 2 groups, 1 forward graph, 1 backward graph" in result.out
+    data = result.data
+    assert (data["compiles_whole"], data["world_size"], data["steps"]) == (True, 16, 2)
+    (model,) = data["models"]
+    assert model["settings"] == {"backend": "compile_fsdp", "fullgraph": True} and model["is_whole"]
+    assert [group["name"] for group in model["groups"]] == ["the root", "0"]
+    # The graphs of this script run op by op, which costs.
+    assert result.rules("costs") == ["inner-backend"]
+
+
+@pytest.mark.parametrize(
+    ("line", "fullgraph", "words"),
+    [
+        ('print("mean", y.mean().item())', "False", ("Tensor.item()", "`print`")),
+        ("y = y * 2 if y.sum() > 0 else y", "True", ("Data-dependent branching",)),
+    ],
+)
+def test_a_line_that_breaks_the_graph(
+    write_script: WriteScript, check: Check, line: str, fullgraph: str, words: tuple[str, ...]
+) -> None:
+    options = '{"inner_backend": "eager"}'
+    script = write_script(
+        line=line, compile=f'model.compile(backend="compile_fsdp", fullgraph={fullgraph}, options={options})'
+    )
+    result = check(script)
+    assert result.status == 1 and result.rules("breaks") == ["graph-break"]
+    found = result.finding("graph-break")
+    number = script.read_text().splitlines().index(f"        {line}") + 1
+    assert (found["place"]["filename"], found["place"]["line"]) == (str(script), number)
+    assert f"{script}:{number}" in result.out and f"> {line}" in result.out
+    assert all(word in found["what"] for word in words)
+    assert found["remedy"]
+    assert ("not-fullgraph" in result.rules("note")) == (fullgraph == "False")
+
+
+@pytest.mark.parametrize(
+    ("parts", "rule", "words"),
+    [
+        ({"compile": ""}, "not-compiled", "never compiled"),
+        ({"compile": 'model.compile(backend="eager")'}, "other-backend", 'the backend "eager"'),
+        ({"compile": 'model = torch.compile(model, backend="eager")'}, "other-backend", 'the backend "eager"'),
+        (
+            {"compile": 'model[0].compile(backend="compile_fsdp", options={"inner_backend": "eager"})'},
+            "module-not-captured",
+            "Compiled by themselves: 0",
+        ),
+    ],
+    ids=["not compiled", "model.compile", "torch.compile", "blocks"],
+)
+def test_a_model_that_is_not_compiled_as_one(
+    write_script: WriteScript, check: Check, parts: dict[str, str], rule: str, words: str
+) -> None:
+    result = check(write_script(**parts))
+    assert result.status == 1 and rule in result.rules("breaks")
+    assert words in result.finding(rule)["what"]
+    assert 'backend="compile_fsdp"' in result.finding(rule)["remedy"]
+
+
+def test_a_model_that_torch_has_sharded(write_script: WriteScript, check: Check) -> None:
+    shard = "import torch.distributed.fsdp as fsdp\nfor module in (model[0], model):\n    fsdp.fully_shard(module)"
+    result = check(write_script(shard=shard))
+    assert result.status == 1 and result.rules("breaks") == ["refused", "not-traceable"]
+    assert "make_traceable(model)" in result.finding("not-traceable")["remedy"]
+    assert result.finding("refused")["what"].startswith("NotShardedError: expected a sharded model")
+
+
+@pytest.mark.parametrize(
+    ("shard", "rule", "names"),
+    [
+        (
+            "fully_shard(model[0], reshard_after_forward=False)\nfully_shard(model)",
+            "kept-unsharded",
+            ["0.linear.weight", "0.linear.bias"],
+        ),
+        ("fully_shard(model)", "one-group", ["the root"]),
+    ],
+)
+def test_what_stays_unsharded(
+    write_script: WriteScript, check: Check, shard: str, rule: str, names: list[str]
+) -> None:
+    result = check(write_script(shard=shard), "--strict", "--steps", "1")
+    assert (result.status, result.data["compiles_whole"], result.data["steps"]) == (1, True, 1)
+    assert result.rules("costs") == [rule, "inner-backend"]
+    assert result.finding(rule)["names"] == names
+    assert ("288 B" in result.finding(rule)["what"]) == (rule == "kept-unsharded")
+
+
+def test_a_shape_that_changes(write_script: WriteScript, check: Check) -> None:
+    script = write_script(batch="4 + 2 * step")
+    result = check(script)
+    assert result.status == 0
+    found = result.finding("recompiled")
+    assert "expected 4, actual 6" in found["what"] and "drop_last=True" in found["remedy"]
+    assert found["place"]["source"] == "model(torch.randn(4 + 2 * step, 8)).sum().backward()"
+
+
+def test_a_script_without_optimizer_steps(write_script: WriteScript, check: Check) -> None:
+    result = check(write_script(step="", end="break"))
+    assert result.status == 0 and result.data["steps"] == 0
+    assert "ran to its end" in result.out
+    assert result.rules("note") == ["no-step"]
+
+
+def test_one_optimizer_for_each_parameter(write_script: WriteScript, check: Check) -> None:
+    hooks = (
+        "own = {each: torch.optim.SGD([each], lr=0.1) for each in model.parameters()}\n"
+        "for each in own:\n    each.register_post_accumulate_grad_hook(lambda p: own[p].step())"
+    )
+    result = check(write_script(shard=f"for module in (model[0], model):\n    fully_shard(module)\n{hooks}", step=""))
+    assert (result.status, result.data["steps"]) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("raise ZeroDivisionError('mine')", "ZeroDivisionError: mine at "),
+        ("raise SystemExit(3)", "got exit status 3"),
+        ('torch.compile(model, backend="eager")(torch.randn(4, 9))', "a and b must have same reduction dim"),
+        ("torch.cuda.set_device(0)", "this machine has no GPU that torch can use"),
+    ],
+)
+def test_a_script_that_fails_by_itself(
+    write_script: WriteScript, capsys: pytest.CaptureFixture[str], line: str, message: str
+) -> None:
+    script = write_script(compile=f"if True:\n    {line}")
+    if "cuda" in line and torch.cuda.is_available():
+        pytest.skip("a machine with a GPU does not fail here")
+    assert main(["check", str(script)]) == 2
+    *traceback, error = capsys.readouterr().err.splitlines()
+    assert error.startswith("compile-fsdp: error: expected ") and message in error
+    if "SystemExit" not in line:
+        number = script.read_text().splitlines().index(f"    {line}") + 1
+        assert any(f'"{script}", line {number}' in each for each in traceback)
+        assert "tools/scripts.py" not in "".join(traceback)
+    assert not dist.is_initialized()
+
+
+def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["train.py"], ["--steps", "0", "train.py"], ["--world", "0", "train.py"]):
+        assert main(["check", *arguments]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_inductor_takes_the_copies_out(check: Check, tmp_path: Path) -> None:
+    script = tmp_path / "plain_loop.py"
+    script.write_text((ROOT / "examples" / "plain_loop.py").read_text())
+    result = check(script)
+    assert result.status == 0 and result.data["findings"] == []
+    assert result.data["windows_removed"] > 0
+    (root,) = [group for group in result.data["models"][0]["groups"] if not group["reshards"]]
+    assert result.data["windows_kept"] == 2 * len(root["parameters"]) == 6
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_are_checked(write_script: WriteScript) -> None:
+    script = write_script()
+    script.write_text(script.read_text().replace('"nccl"', '"gloo"'))
+    command = script.parent / "command.py"
+    command.write_text("import sys\nfrom compile_fsdp.cli import main\nsys.exit(main())\n")
+    out = run_forked(script.parent, command, "check", script)
+    assert out.count("train.py on 2 ranks, 2 steps: compiles whole") == 1

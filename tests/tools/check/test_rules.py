@@ -1,0 +1,152 @@
+"""The rules of `check` on what no small script shows quickly."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from torch import nn
+from torch.optim import SGD
+
+from compile_fsdp.backend.backward import FALLS_BACK
+from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
+from compile_fsdp.reports import Direction, GraphReport
+from compile_fsdp.tools.check import rules
+from compile_fsdp.tools.check.findings import Finding, Level
+from compile_fsdp.tools.check.models import ShardedGroup, ShardedModel
+from compile_fsdp.tools.check.rules import Seen, find
+from compile_fsdp.tools.check.steps import Steps
+from compile_fsdp.tools.explain.capture import Capture, GraphBreak, Place, Recompile
+from compile_fsdp.torch_compat.dynamo import CompileSettings
+from helpers.pages.code_blocks import ROOT
+
+_GROUPS = (
+    ShardedGroup("the root", ("head.weight",), 32, reshards=False, is_captured=True),
+    ShardedGroup("0", ("0.weight", "0.bias"), 64, reshards=True, is_captured=True),
+)
+_MODEL = ShardedModel(
+    name="Model",
+    is_traceable=True,
+    settings=CompileSettings("compile_fsdp", True),
+    compiled_parts=(),
+    groups=_GROUPS,
+    forward_graphs=1,
+    backward_graphs=1,
+    is_whole=True,
+    trains=True,
+)
+
+
+def _seen(*kept: tuple[str, str], direction: Direction = "forward", model: ShardedModel = _MODEL) -> Seen:
+    report = GraphReport(direction, "inductor", 1, 1, 2, kept, 9, 9, 0.0, False)
+    return Seen(Capture(), (model,), (report,), steps=2)
+
+
+def _rules(seen: Seen) -> list[tuple[Level, str]]:
+    return [(finding.level, finding.rule) for finding in find(seen)]
+
+
+def test_the_roots_group_stays_as_in_torch() -> None:
+    assert find(_seen(("head.weight", "open at return"))) == ()
+
+
+def test_a_copy_that_stays_is_named_with_its_reason() -> None:
+    (found,) = find(_seen(("0.weight", "mutated in the window"), ("0.bias", "mutated in the window")))
+    assert (found.level, found.rule, found.names) == (Level.COSTS, "kept-window", ("0.weight", "0.bias"))
+    assert "mutated in the window" in found.what
+
+
+def test_what_a_budget_keeps_is_no_cost() -> None:
+    seen = _seen(("0.weight", "open at return"))
+    seen.captured.decisions.append(BudgetDecision((1,), (), False, 4, 9, 9, 0.0, True))
+    (found,) = find(seen)
+    assert (found.level, found.rule, found.names) == (Level.NOTE, "kept-unsharded", ("0.weight",))
+
+
+def test_a_backward_that_runs_op_by_op_breaks() -> None:
+    seen = _seen(model=replace(_MODEL, backward_graphs=0))
+    seen.captured.notes.append(f'{FALLS_BACK}Dynamic control flow\n\nfrom user code:\n  File "train.py", line 7, in f')
+    (found,) = find(seen)
+    assert (found.level, found.rule, found.place) == (Level.BREAKS, "eager-backward", Place("train.py", 7, ""))
+    assert found.what.endswith(": Dynamic control flow")
+
+
+@pytest.mark.parametrize(
+    ("model", "rule"),
+    [
+        (replace(_MODEL, backward_graphs=0), "no-backward-graph"),
+        (replace(_MODEL, is_whole=False, forward_graphs=3), "several-graphs"),
+        (replace(_MODEL, groups=tuple(replace(group, is_captured=False) for group in _GROUPS)), "not-captured"),
+    ],
+)
+def test_a_model_that_is_no_single_graph(model: ShardedModel, rule: str) -> None:
+    assert _rules(_seen(model=model)) == [(Level.BREAKS, rule)]
+
+
+def test_pieces_of_a_broken_forward_are_not_counted_again() -> None:
+    seen = _seen(model=replace(_MODEL, is_whole=False, forward_graphs=3))
+    place = Place("train.py", 7, "print(x)")
+    seen.captured.breaks += [GraphBreak(place, reason, "", ()) for reason in ("first", "second")]
+    seen.captured.recompiles.append(Recompile(place, "torch_dynamo_resume_in_forward_at_7", "0/0: x == 1"))
+    (found,) = find(seen)
+    assert (found.level, found.rule, found.what) == (Level.BREAKS, "graph-break", "first. second.")
+
+
+def test_breaks_of_torchs_own_optimizers_do_not_count() -> None:
+    seen = _seen()
+    place = Place("/lib/torch/optim/optimizer.py", 79, "torch._dynamo.graph_break()")
+    seen.captured.breaks.append(GraphBreak(place, "a call", "", ()))
+    assert find(seen) == ()
+
+
+@pytest.mark.parametrize(
+    ("reason", "remedy"),
+    [
+        ("0/0: tensor 'x' size mismatch at index 0. expected 4, actual 6", "drop_last=True"),
+        ("0/0: scale == 1.5  # y = x * scale", "as a tensor"),
+        ("0/0: GLOBAL_STATE changed: grad_mode", "evaluation"),
+    ],
+)
+def test_a_remedy_fits_the_guard(reason: str, remedy: str) -> None:
+    seen = _seen()
+    seen.captured.recompiles.append(Recompile(Place("train.py", 7, ""), "_call_impl_3", reason))
+    (found,) = find(seen)
+    assert (found.level, found.rule) == (Level.COSTS, "recompiled")
+    assert remedy in found.remedy and "0/0" not in found.what and "# y" not in found.what
+
+
+def test_the_worst_stands_first() -> None:
+    failure = Finding(Level.BREAKS, "refused", "It failed.", "Change it.")
+    seen = replace(_seen(("0.weight", "mutated in the window")), failure=failure, models=(_MODEL,))
+    assert _rules(seen) == [(Level.BREAKS, "refused"), (Level.COSTS, "kept-window")]
+
+
+def test_no_model_at_all() -> None:
+    assert _rules(Seen(Capture(), (), (), steps=2)) == [(Level.BREAKS, "no-sharded-model")]
+
+
+@pytest.mark.parametrize(
+    ("order", "steps"),
+    [("aa", 2), ("abab", 2), ("abcabc", 2), ("abbbbb", 5)],
+    ids=["one", "in turn", "three", "one that is stepped once"],
+)
+def test_a_script_ends_when_all_optimizers_have_made_their_steps(order: str, steps: int) -> None:
+    optimizers = {name: SGD(nn.Linear(1, 1).parameters(), lr=0.1) for name in order}
+    counted = Steps(2)
+    assert [counted.count(optimizers[name]) for name in order] == [False] * (len(order) - 1) + [True]
+    assert counted.made == steps
+
+
+def test_the_page_lists_every_rule() -> None:
+    page = (ROOT / "docs" / "check.md").read_text()
+    listed = re.findall(r"^\| `([a-z-]+)` \| (\w+) \|", page, flags=re.MULTILINE)
+    made = set()
+    for file in Path(rules.__file__).parent.glob("*.py"):
+        for call in (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)):
+            if ast.unparse(call.func) == "Finding" and isinstance(call.args[1], ast.Constant):
+                made.add(call.args[1].value)
+    assert sorted(name for name, _ in listed) == sorted(made)
+    assert {level for _, level in listed} == {level.value for level in Level}
