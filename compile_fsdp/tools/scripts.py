@@ -62,6 +62,8 @@ def fake_world(size: int) -> Iterator[None]:
     if size < 1:
         raise ScriptError(f"expected --world to be at least 1, got {size}")
     ours = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": "1"}
+    # Libraries ask for it. Without a MASTER_PORT, nobody who makes a second process group waits for the other ranks.
+    ours["MASTER_ADDR"] = "127.0.0.1"
     before = {name: os.environ.get(name) for name in ours}
     os.environ.update(ours)
     init_fake_process_group(size)

@@ -54,13 +54,13 @@ def test_a_script_finds_its_rank_as_under_torchrun(tmp_path: Path, monkeypatch: 
     path, out = tmp_path / "script.py", tmp_path / "out"
     path.write_text(
         "import os, sys\n"
-        "names = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE')\n"
+        "names = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR')\n"
         "open(sys.argv[1], 'w').write(' '.join(os.environ[name] for name in names))\n"
     )
     argv = list(sys.argv)
     with fake_world(16):
         run_script(path, [str(out)])
-    assert out.read_text() == "0 0 16 1"
+    assert out.read_text() == "0 0 16 1 127.0.0.1"
     assert os.environ["RANK"] == "7" and "LOCAL_RANK" not in os.environ and sys.argv == argv
 
 

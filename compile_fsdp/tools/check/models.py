@@ -24,11 +24,12 @@ class ShardedGroup:
     """One parameter group of a model.
 
     Attributes:
-        name: FQN of the first of its modules.
+        name: FQNs of its modules.
         parameters: FQNs of its parameters.
         unsharded_bytes: Bytes of its parameters, unsharded, in the dtype that the module computes with.
         reshards: Whether it is resharded after its forward.
         is_captured: Whether it is in a compiled forward graph.
+        is_last: Whether a forward graph uses it last, so that the backward begins with it.
     """
 
     name: str
@@ -36,6 +37,7 @@ class ShardedGroup:
     unsharded_bytes: int
     reshards: bool
     is_captured: bool
+    is_last: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,19 +103,18 @@ def _is_compiled(module: nn.Module) -> bool:
 
 def _describe(root: nn.Module, compiled: Collection[nn.Module], traced: Collection[TracedGraph]) -> ShardedModel:
     fqns = {module: fqn for fqn, module in root.named_modules()}
-    found = {group: fqns[module] for module in reversed(fqns) for group in _groups(module)}
+    found = dict.fromkeys(group for module in fqns for group in _groups(module))
     forward = [graph for graph in traced if graph.direction == "forward"]
     backward = [graph for graph in traced if graph.direction == "backward"]
     owns = {own for group in found if (own := find_group(group)) is not None}
     seen = {group for graph in forward for group in graph.groups}
+    last = {graph.groups[-1] for graph in forward if graph.groups}
     return ShardedModel(
         name=type(root).__name__.removeprefix("FSDP"),
         is_traceable=all(is_traceable(each) for each in root.modules() if isinstance(each, FSDPModule)),
         settings=next((_settings(each) for each in compiled if _contains(each, root)), None),
         compiled_parts=tuple(sorted(fqns[each] for each in compiled if each in fqns and each is not root)),
-        groups=tuple(
-            _describe_group(group, found[group] or ROOT, fqns, find_group(group) in seen) for group in reversed(found)
-        ),
+        groups=tuple(_describe_group(group, fqns, seen, last) for group in found),
         forward_graphs=_count(forward, owns),
         backward_graphs=_count(backward, owns),
         is_whole=any(len(owns.intersection(graph.groups)) == len(found) for graph in forward),
@@ -139,13 +140,17 @@ def _count(graphs: Collection[TracedGraph], owns: set[TraceableGroup]) -> int:
     return len({graph.frame for graph in graphs if not owns.isdisjoint(graph.groups)})
 
 
-def _describe_group(group: FSDPParamGroup, name: str, fqns: dict[nn.Module, str], is_captured: bool) -> ShardedGroup:
+def _describe_group(
+    group: FSDPParamGroup, fqns: dict[nn.Module, str], seen: set[TraceableGroup], last: set[TraceableGroup]
+) -> ShardedGroup:
     owners = [parameter_owners(parameter)[0] for parameter in group.fsdp_params]
     sizes = (each.sharded_param.numel() * unsharded_dtype(each).itemsize for each in group.fsdp_params)
+    own = find_group(group)
     return ShardedGroup(
-        name=name,
-        parameters=tuple(f"{fqns[module]}.{own}".removeprefix(".") for module, own in owners if module in fqns),
+        name=", ".join(fqns[module] or ROOT for module in group.modules if module in fqns),
+        parameters=tuple(f"{fqns[module]}.{name}".removeprefix(".") for module, name in owners if module in fqns),
         unsharded_bytes=sum(sizes),
         reshards=group.post_forward_mesh_info is not None,
-        is_captured=is_captured,
+        is_captured=own in seen,
+        is_last=own in last,
     )

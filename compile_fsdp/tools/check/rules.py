@@ -206,7 +206,8 @@ def _kept_by_settings(model: ShardedModel) -> Iterator[Finding]:
             "Shard the repeated blocks first and then the model; auto_shard(model) of compile_fsdp.wrap finds them.",
             names=(model.groups[0].name,),
         )
-    kept = [group for group in model.groups if not group.reshards and group.name != ROOT]
+    # What the forward uses last would be gathered again at once: nothing is lost by keeping it.
+    kept = [group for group in model.groups if not (group.reshards or group.is_last or group.name == ROOT)]
     if kept:
         yield Finding(
             Level.COSTS,

@@ -100,8 +100,18 @@ def test_a_line_that_breaks_the_graph(
             "module-not-captured",
             "Compiled by themselves: 0",
         ),
+        (
+            {
+                "shard": "model = nn.Sequential(Block(), Block())\n"
+                "for module in (*model, model):\n    fully_shard(module)",
+                "compile": "for block in model:\n"
+                '    block.compile(backend="compile_fsdp", options={"inner_backend": "eager"})',
+            },
+            "several-graphs",
+            "runs as 2 forward graphs without a graph break. Compiled by themselves: 0, 1.",
+        ),
     ],
-    ids=["not compiled", "model.compile", "torch.compile", "blocks"],
+    ids=["not compiled", "model.compile", "torch.compile", "a block", "all blocks"],
 )
 def test_a_model_that_is_not_compiled_as_one(
     write_script: WriteScript, check: Check, parts: dict[str, str], rule: str, words: str
@@ -124,7 +134,8 @@ def test_a_model_that_torch_has_sharded(write_script: WriteScript, check: Check)
     ("shard", "rule", "names"),
     [
         (
-            "fully_shard(model[0], reshard_after_forward=False)\nfully_shard(model)",
+            "model.insert(0, Block())\nfully_shard(model[0], reshard_after_forward=False)\n"
+            "for module in (model[1], model):\n    fully_shard(module)",
             "kept-unsharded",
             ["0.linear.weight", "0.linear.bias"],
         ),

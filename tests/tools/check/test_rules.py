@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 from torch.optim import SGD
 
@@ -23,9 +24,10 @@ from compile_fsdp.tools.explain.capture import Capture, GraphBreak, Place, Recom
 from compile_fsdp.torch_compat.dynamo import CompileSettings
 from helpers.pages.code_blocks import ROOT
 
+_TORCH = Path(torch.__file__).parent
 _GROUPS = (
-    ShardedGroup("the root", ("head.weight",), 32, reshards=False, is_captured=True),
-    ShardedGroup("0", ("0.weight", "0.bias"), 64, reshards=True, is_captured=True),
+    ShardedGroup("the root", ("head.weight",), 32, reshards=False, is_captured=True, is_last=False),
+    ShardedGroup("0", ("0.weight", "0.bias"), 64, reshards=True, is_captured=True, is_last=True),
 )
 _MODEL = ShardedModel(
     name="Model",
@@ -57,6 +59,12 @@ def test_a_copy_that_stays_is_named_with_its_reason() -> None:
     (found,) = find(_seen(("0.weight", "mutated in the window"), ("0.bias", "mutated in the window")))
     assert (found.level, found.rule, found.names) == (Level.COSTS, "kept-window", ("0.weight", "0.bias"))
     assert "mutated in the window" in found.what
+
+
+@pytest.mark.parametrize(("is_last", "found"), [(False, [(Level.COSTS, "kept-unsharded")]), (True, [])])
+def test_the_last_group_may_stay_unsharded(is_last: bool, found: list[tuple[Level, str]]) -> None:
+    groups = (_GROUPS[0], replace(_GROUPS[1], reshards=False, is_last=is_last))
+    assert _rules(_seen(("0.weight", "open at return"), model=replace(_MODEL, groups=groups))) == found
 
 
 def test_what_a_budget_keeps_is_no_cost() -> None:
@@ -100,6 +108,21 @@ def test_breaks_of_torchs_own_optimizers_do_not_count() -> None:
     place = Place("/lib/torch/optim/optimizer.py", 79, "torch._dynamo.graph_break()")
     seen.captured.breaks.append(GraphBreak(place, "a call", "", ()))
     assert find(seen) == ()
+
+
+@pytest.mark.parametrize(
+    ("folder", "expected"),
+    [("nn/modules", ("train.py", 7)), ("optim", (f"{_TORCH}/optim/file.py", 5))],
+    ids=["a line of the user's has called it", "torch's optimizer"],
+)
+def test_a_break_inside_of_torch(folder: str, expected: tuple[str, int]) -> None:
+    captured = Capture()
+    captured.add_break(
+        f"Graph break in user code at {_TORCH}/{folder}/file.py:5\nGraph Break Reason: a call\n\nUser code traceback:\n"
+        f'  File "train.py", line 7, in forward\n  File "{_TORCH}/{folder}/file.py", line 5, in forward\n'
+    )
+    (found,) = captured.breaks
+    assert (found.place.filename, found.place.line) == expected
 
 
 @pytest.mark.parametrize(
