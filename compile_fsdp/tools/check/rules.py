@@ -13,7 +13,14 @@ from compile_fsdp.backend.backward import FALLS_BACK
 from compile_fsdp.reports import GraphReport
 from compile_fsdp.tools.check.findings import Finding, Level, list_names
 from compile_fsdp.tools.check.models import ShardedGroup, ShardedModel
-from compile_fsdp.tools.explain.capture import Capture, GraphBreak, Recompile, is_library, last_user_place
+from compile_fsdp.tools.explain.capture import (
+    Capture,
+    GraphBreak,
+    Recompile,
+    is_library,
+    last_user_place,
+    split_reason,
+)
 from compile_fsdp.tools.explain.units import format_bytes
 from compile_fsdp.wrap.tree import ROOT
 
@@ -39,6 +46,11 @@ class Seen:
     steps: int
     failure: Finding | None = None
 
+    @property
+    def breaks(self) -> list[GraphBreak]:
+        """The graph breaks, without those that torch's own optimizers make where a script compiles their steps."""
+        return [each for each in self.captured.breaks if "/torch/optim/" not in each.place.filename.replace("\\", "/")]
+
 
 def find(seen: Seen) -> tuple[Finding, ...]:
     """All findings: first what breaks, then what costs, then notes."""
@@ -55,22 +67,27 @@ def _failed(seen: Seen) -> Iterator[Finding]:
 def _breaks(seen: Seen) -> Iterator[Finding]:
     """Graph breaks of the forward, those of one line together, and backwards that are not compiled."""
     by_place: dict[tuple[str, int], list[GraphBreak]] = {}
-    for each in seen.captured.breaks:
-        if "/torch/optim/" not in each.place.filename.replace("\\", "/"):  # torch breaks these graphs by itself
-            by_place.setdefault((each.place.filename, each.place.line), []).append(each)
+    for each in seen.breaks:
+        by_place.setdefault((each.place.filename, each.place.line), []).append(each)
     failed_at = None if seen.failure is None else seen.failure.place
     for found in by_place.values():
         if found[0].place == failed_at:
             continue  # under fullgraph=True: it is the error that has ended the script
         whats = dict.fromkeys(describe_reason(each.reason, each.explanation) for each in found)
-        hints = dict.fromkeys(hint for each in found for hint in each.hints)
-        yield Finding(Level.BREAKS, "graph-break", " ".join(whats), break_remedy(tuple(hints)), found[0].place)
+        hints = tuple(dict.fromkeys(hint for each in found for hint in each.hints))
+        yield Finding(Level.BREAKS, "graph-break", " ".join(whats), break_remedy(hints), found[0].place)
     for note in dict.fromkeys(seen.captured.notes):
         if note.startswith(FALLS_BACK):
-            reason = " ".join(note.removeprefix(FALLS_BACK).partition("\n\n")[0].split())
-            what = f"The backward is not compiled but runs op by op, with all its parameters unsharded: {reason}"
-            remedy = "Take what is named out of the hooks and autograd functions that the backward runs."
-            yield Finding(Level.BREAKS, "eager-backward", what, remedy, last_user_place(note))
+            reason, explanation, hints = split_reason(note.removeprefix(FALLS_BACK).partition("\n\n")[0])
+            what = "The backward is not compiled but runs op by op, with all its parameters unsharded: "
+            remedy = "Take what is named out of the hooks and autograd functions that the backward runs. "
+            yield Finding(
+                Level.BREAKS,
+                "eager-backward",
+                what + describe_reason(reason, explanation),
+                (remedy + " ".join(_useful(hints))).strip(),
+                last_user_place(note),
+            )
 
 
 def describe_reason(reason: str, explanation: str) -> str:
@@ -80,8 +97,11 @@ def describe_reason(reason: str, explanation: str) -> str:
 
 def break_remedy(hints: tuple[str, ...]) -> str:
     """Dynamo's hints, or ours where it has none that helps."""
-    own = [hint for hint in hints if "report an issue" not in hint]
-    return " ".join(own[:2]) or "Write this line in tensor operations, or move it out of the model's forward."
+    return " ".join(_useful(hints)) or "Write this line in tensor operations, or move it out of the model's forward."
+
+
+def _useful(hints: tuple[str, ...]) -> list[str]:
+    return [hint for hint in hints if "report an issue" not in hint][:2]
 
 
 def _not_whole(seen: Seen) -> Iterator[Finding]:
@@ -92,7 +112,7 @@ def _not_whole(seen: Seen) -> Iterator[Finding]:
             "No sharded model was found, and none was compiled.",
             "Shard with compile_fsdp.fully_shard and run a training step; keep the model until the script ends.",
         )
-    has_break = bool(seen.captured.breaks)
+    has_break = bool(seen.breaks)
     for model in seen.models:
         if not model.is_traceable:
             yield Finding(
@@ -179,7 +199,7 @@ def _kept(seen: Seen) -> Iterator[Finding]:
     has_budget = bool(seen.captured.decisions)
     for reason, fqns in by_reason.items():
         names = tuple(fqns)
-        if reason in OPEN and (has_budget or seen.captured.breaks):
+        if reason in OPEN and (has_budget or seen.breaks):
             what = f"{list_names(names)} stay unsharded from the forward to the backward: "
             what += "there was room for them in the memory_budget." if has_budget else "a graph break is in between."
             remedy = "Nothing is wrong with it." if has_budget else "Remove the graph break."
@@ -227,7 +247,7 @@ def _names(groups: Sequence[ShardedGroup]) -> tuple[str, ...]:
 def _recompiles(seen: Seen) -> Iterator[Finding]:
     for each in dict.fromkeys(seen.captured.recompiles):
         is_own = is_library(each.place.filename)
-        if seen.captured.breaks and (is_own or each.function.startswith("torch_dynamo_resume_in_")):
+        if seen.breaks and (is_own or each.function.startswith("torch_dynamo_resume_in_")):
             continue  # a piece of the broken forward
         guard = re.sub(r"^\d+/\d+: ", "", each.reason).partition("  #")[0].strip()
         function = "The model" if each.function.startswith("_call_impl") else each.function

@@ -42,7 +42,6 @@ def check_script(script: Path, arguments: Sequence[str], steps: int, world_size:
                 failed = error
         models = modules.find_models(captured.traced)
     del names
-    made.end = None
     finding = None
     if failed is not None and (finding := explain_failure(failed, _other_backend(models))) is None:
         print_traceback(failed)

@@ -15,7 +15,7 @@ from torch.optim import SGD
 from compile_fsdp.backend.backward import FALLS_BACK
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
 from compile_fsdp.reports import Direction, GraphReport
-from compile_fsdp.tools.check import rules
+from compile_fsdp.tools.check import rules as rules_file
 from compile_fsdp.tools.check.findings import Finding, Level
 from compile_fsdp.tools.check.models import ShardedGroup, ShardedModel
 from compile_fsdp.tools.check.rules import Seen, find
@@ -76,10 +76,14 @@ def test_what_a_budget_keeps_is_no_cost() -> None:
 
 def test_a_backward_that_runs_op_by_op_breaks() -> None:
     seen = _seen(model=replace(_MODEL, backward_graphs=0))
-    seen.captured.notes.append(f'{FALLS_BACK}Dynamic control flow\n\nfrom user code:\n  File "train.py", line 7, in f')
+    seen.captured.notes.append(
+        f"{FALLS_BACK}Dynamic control flow\n  Explanation: It depends on data.\n  Hint: Use torch.where.\n\n"
+        'from user code:\n  File "train.py", line 7, in f'
+    )
     (found,) = find(seen)
     assert (found.level, found.rule, found.place) == (Level.BREAKS, "eager-backward", Place("train.py", 7, ""))
-    assert found.what.endswith(": Dynamic control flow")
+    assert found.what.endswith(": Dynamic control flow. It depends on data.")
+    assert found.remedy.endswith("Use torch.where.")
 
 
 @pytest.mark.parametrize(
@@ -104,10 +108,12 @@ def test_pieces_of_a_broken_forward_are_not_counted_again() -> None:
 
 
 def test_breaks_of_torchs_own_optimizers_do_not_count() -> None:
-    seen = _seen()
     place = Place("/lib/torch/optim/optimizer.py", 79, "torch._dynamo.graph_break()")
-    seen.captured.breaks.append(GraphBreak(place, "a call", "", ()))
-    assert find(seen) == ()
+    in_pieces = replace(_MODEL, is_whole=False, forward_graphs=3)
+    for model, rules in ((_MODEL, []), (in_pieces, [(Level.BREAKS, "several-graphs")])):
+        seen = _seen(model=model)
+        seen.captured.breaks.append(GraphBreak(place, "a call", "", ()))
+        assert _rules(seen) == rules
 
 
 @pytest.mark.parametrize(
@@ -167,7 +173,7 @@ def test_the_page_lists_every_rule() -> None:
     page = (ROOT / "docs" / "check.md").read_text()
     listed = re.findall(r"^\| `([a-z-]+)` \| (\w+) \|", page, flags=re.MULTILINE)
     made = set()
-    for file in Path(rules.__file__).parent.glob("*.py"):
+    for file in Path(rules_file.__file__).parent.glob("*.py"):
         for call in (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)):
             if ast.unparse(call.func) == "Finding" and isinstance(call.args[1], ast.Constant):
                 made.add(call.args[1].value)
