@@ -11,6 +11,8 @@
 #                that imports in the virtual environment: tyro, spmd_types
 #   make mutate  disable each precondition of each pass in turn; a test must fail (half an hour on one core)
 #   make docs    build the documentation into site/, with warnings as errors
+#   make dist    build the wheel and the sdist into dist/; the same bytes from the same commit, with the versions of
+#                constraints.txt and one release of Python
 #   make setup   create the virtual environment with everything for both
 #
 # PYTHON chooses the interpreter, VENV the place of the virtual environment, DEMO_ARGS adds options to the demo,
@@ -38,7 +40,7 @@ export PYTHONSAFEPATH := 1
 
 # Both kinds of installation write into the same virtual environment.
 .NOTPARALLEL:
-.PHONY: setup demo test test-all test-matrix parity mutate bench docs clean
+.PHONY: setup demo test test-all test-matrix parity mutate bench docs dist clean
 
 setup: $(VENV)/.deps-test $(VENV)/.package
 
@@ -94,6 +96,11 @@ bench: setup
 docs: $(VENV)/.deps-docs $(VENV)/.package
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+# Files in both archives are dated as the last commit.
+dist: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct)
+dist: $(VENV)/.deps-dist
+	$(BIN)/python tests/helpers/releases/distributions.py dist
+
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
@@ -112,4 +119,4 @@ $(VENV)/.package: $(PACKAGE_FILES) | $(BIN)/python
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-torch-* build demo-out site
+	rm -rf $(VENV) .venv-torch-* build dist demo-out site

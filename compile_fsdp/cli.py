@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from compile_fsdp.errors import EstimateError, ExplainError, PlanError, ScriptError, UnknownOptionError
 from compile_fsdp.tools import calibrate as calibrate_command
@@ -20,6 +21,7 @@ from compile_fsdp.tools.train.config import TrainError
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="compile-fsdp", description="FSDP2 under torch.compile.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('compile-fsdp')}")
     subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     train_command.add_parser(subcommands)
     planning_command.add_parser(subcommands)

@@ -3,8 +3,9 @@
 * The API pages are made of the package that is installed. The folder of the same name in a checkout lacks `passes` and
   `ops`, and an installation in editable mode has no folder with all of it: so its parts are put together in one.
   Sections of docstrings follow each other without a blank line, and the parser wants one.
-* The measurements and the examples are pages, too. Pages link to each other by their places in the repository, where
-  GitHub finds them; the site has no folder docs/, and what lies beside it in the repository lies below it there.
+* The changelog, the measurements and the examples are pages, too. Pages link to each other by their places in the
+  repository, where GitHub finds them; the site has no folder docs/, and what lies beside it in the repository lies
+  below it there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from mkdocs.structure.pages import Page
 
 PACKAGE = "compile_fsdp"
 PARTS = ("passes", "ops")
-BESIDE = ("benchmarks/results/*.md", "examples/*.md", "examples/*.py")
+BESIDE = ("CHANGELOG.md", "benchmarks/results/*.md", "examples/*.md", "examples/*.py")
 
 # The title of a section of a docstring, right below other text.
 _SECTION = re.compile(r"(?<=[^\n])\n( +(?:Args|Returns|Raises|Yields|Attributes|Source):)")
@@ -52,5 +53,5 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     if page.file.generated_by is not None:  # from beside docs/
-        return re.sub(r"\]\(((?:\.\./)+)docs/", r"](\1", markdown)
+        return re.sub(r"\]\(((?:\.\./)*)docs/", r"](\1", markdown)
     return markdown if "/" in page.file.src_uri else markdown.replace("](../", "](")
