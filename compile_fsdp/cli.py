@@ -8,18 +8,19 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from compile_fsdp.errors import EstimateError, ExplainError, PlanError, ScriptError, UnknownOptionError
-from compile_fsdp.tools import calibrate as calibrate_command
-from compile_fsdp.tools import precompile as precompile_command
-from compile_fsdp.tools.bench import command as bench_command
-from compile_fsdp.tools.check import command as check_command
-from compile_fsdp.tools.explain import command as explain_command
-from compile_fsdp.tools.planning import command as planning_command
-from compile_fsdp.tools.train import command as train_command
-from compile_fsdp.tools.train.config import TrainError
+from compile_fsdp.tools.doctor import command as doctor_command
+from compile_fsdp.tools.doctor.asked import NAME as DOCTOR
 
 
 def build_parser() -> argparse.ArgumentParser:
+    # Imported here, see [Note: A doctor for what does not import].
+    from compile_fsdp.tools import calibrate, precompile
+    from compile_fsdp.tools.bench import command as bench_command
+    from compile_fsdp.tools.check import command as check_command
+    from compile_fsdp.tools.explain import command as explain_command
+    from compile_fsdp.tools.planning import command as planning_command
+    from compile_fsdp.tools.train import command as train_command
+
     parser = argparse.ArgumentParser(prog="compile-fsdp", description="FSDP2 under torch.compile.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('compile-fsdp')}")
     subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -27,15 +28,22 @@ def build_parser() -> argparse.ArgumentParser:
     planning_command.add_parser(subcommands)
     check_command.add_parser(subcommands)
     explain_command.add_parser(subcommands)
-    precompile_command.add_parser(subcommands)
+    precompile.add_parser(subcommands)
     bench_command.add_parser(subcommands)
-    calibrate_command.add_parser(subcommands)
+    calibrate.add_parser(subcommands)
+    doctor_command.add_parser(subcommands)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns the exit status: that of the subcommand, or 2 for a mistake of the user's."""
-    args = build_parser().parse_args(argv)
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    if arguments[:1] == [DOCTOR]:
+        return doctor_command.main(arguments[1:])
+    from compile_fsdp.errors import EstimateError, ExplainError, PlanError, ScriptError, UnknownOptionError
+    from compile_fsdp.tools.train.config import TrainError
+
+    args = build_parser().parse_args(arguments)
     try:
         return args.run(args) or 0
     except (EstimateError, ExplainError, PlanError, ScriptError, TrainError, UnknownOptionError) as error:

@@ -51,17 +51,33 @@ def _device_name(device: torch.device) -> str:
     return name
 
 
+def folder() -> Path:
+    """Where the files are; it need not exist."""
+    return cache_folder() / "compile_fsdp" / "costs"
+
+
 def path_of(key: Circumstances) -> Path:
     """The file with what was measured under these circumstances."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return cache_folder() / "compile_fsdp" / "costs" / f"{digest[:16]}.json"
+    return folder() / f"{digest[:16]}.json"
+
+
+def kept() -> dict[Path, Circumstances | None]:
+    """All files, with the circumstances that each holds for; None for one that is no such file."""
+    contents = {path: _content(path) for path in sorted(folder().glob("*.json"))}
+    return {path: None if content is None else content[0] for path, content in contents.items()}
 
 
 def read(key: Circumstances) -> Measurements | None:
     """What was measured before; None if nothing was, or the file is no such file."""
+    content = _content(path_of(key))
+    return content[1] if content is not None and content[0] == key else None
+
+
+def _content(path: Path) -> tuple[Circumstances, Measurements] | None:
     try:
-        content = json.loads(path_of(key).read_text())
-        return parse(content["measured"]) if content["under"] == key else None
+        content = json.loads(path.read_text())
+        return content["under"], parse(content["measured"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -107,6 +107,18 @@ def mark_changing(tensor: torch.Tensor, dim: int) -> None:
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
+@needs("torch._dynamo.eval_frame.check_if_dynamo_supported")
+def why_dynamo_refuses() -> str | None:
+    """Why Dynamo does not work with this interpreter; None if it does. (2.13.0)"""
+    from torch._dynamo.eval_frame import check_if_dynamo_supported
+
+    try:
+        check_if_dynamo_supported()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
 @needs("torch._dynamo.list_backends")
 def list_backends() -> list[str]:
     """Names of the registered Dynamo backends, debugging ones included. (2.13.0)"""

@@ -61,6 +61,14 @@ def cache_folder() -> Path:
     return Path(cache_dir())
 
 
+@needs("torch._inductor.cpp_builder.get_cpp_compiler")
+def cpp_compiler() -> str:
+    """The command of the C++ compiler that Inductor takes; RuntimeError or OSError if none starts. (2.13.0)"""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    return get_cpp_compiler()
+
+
 @needs("torch._inductor.compile_fx.compile_fx", "torch._inductor.compile_fx.compile_fx_inner")
 def inductor_compilers() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Inductor for a Dynamo graph, and for each of the graphs that AOTAutograd makes of that. (2.13.0)"""

@@ -33,6 +33,7 @@ VALUES = {
     "compile-fsdp bench",
     "compile-fsdp calibrate",
     "compile-fsdp check",
+    "compile-fsdp doctor",
     "compile-fsdp explain",
     "compile-fsdp plan",
     "compile-fsdp precompile",

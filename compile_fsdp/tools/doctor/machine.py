@@ -1,0 +1,200 @@
+"""Checks of the machine: a compiler, devices, and what carries collectives."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from compile_fsdp.tools.doctor.rows import Row, State
+
+COMPILE_LIMIT_S = 120.0
+
+# What the code of Inductor's CPU kernels needs as well: Python's headers, the standard library and OpenMP.
+SAMPLE = """\
+#include <Python.h>
+#include <cmath>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+extern "C" double root(double x) { return std::sqrt(x); }
+"""
+
+
+def check_compiler() -> Row:
+    """Whether the C++ compiler that Inductor takes makes a library that can be loaded."""
+    import torch
+
+    from compile_fsdp.torch_compat.inductor import cpp_compiler
+
+    try:
+        compiler = cpp_compiler()
+        problem = try_compiler(compiler)
+    except (RuntimeError, OSError) as error:
+        compiler, problem = "", str(error).splitlines()[0]
+    if problem is None:
+        return Row(State.OK, compiler)
+    return Row(
+        # Kernels for accelerators are Triton's, which wants a C compiler alone.
+        State.WARNING if torch.accelerator.is_available() else State.FAULT,
+        f"{compiler}: {problem}" if compiler else problem,
+        "install g++ or clang++ and the headers of Python (python3-dev), or name a compiler in the variable CXX; "
+        "without one, the option inner_backend='aot_eager' runs graphs op by op",
+    )
+
+
+def try_compiler(compiler: str) -> str | None:
+    """Compile a few lines, load and call them; what went wrong, None if nothing did."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder, "sample.cpp"), Path(folder, "sample.so")
+        source.write_text(SAMPLE)
+        flags = ["-shared", "-fPIC", *(["-fopenmp"] if sys.platform == "linux" else [])]
+        command = [compiler, *flags, f"-I{sysconfig.get_path('include')}", str(source), "-o", str(library)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_LIMIT_S, check=False)
+            if done.returncode != 0:
+                errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+                return errors[0] if errors else f"it ended with status {done.returncode}"
+            root = ctypes.CDLL(str(library)).root
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return str(error)
+        root.restype, root.argtypes = ctypes.c_double, [ctypes.c_double]
+        return None if root(4.0) == 2.0 else "what it compiles computes something else"
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerators:
+    """What torch finds beside the CPU.
+
+    Attributes:
+        type: Their device type; None if there are none.
+        names: Of each one, its name and its memory.
+        built_for: Which accelerator this torch is built for; None for the CPU alone.
+        has_triton: Whether Triton is installed, with which Inductor compiles for CUDA and XPU.
+    """
+
+    type: str | None
+    names: tuple[str, ...]
+    built_for: str | None
+    has_triton: bool
+
+
+def find_accelerators() -> Accelerators:
+    """Ask torch for accelerators that can be used."""
+    import torch
+
+    from compile_fsdp.tools.explain.units import format_bytes
+
+    has_triton = find_spec("triton") is not None
+    versions = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": torch.version.xpu}
+    built_for = next((f"{kind} {version}" for kind, version in versions.items() if version), None)
+    if not torch.accelerator.is_available() or (device := torch.accelerator.current_accelerator()) is None:
+        return Accelerators(None, (), built_for, has_triton)
+    module = torch.get_device_module(device)
+    names = []
+    for index in range(torch.accelerator.device_count()):
+        name = getattr(module, "get_device_name", lambda _: device.type)(index)
+        properties = getattr(module, "get_device_properties", lambda _: None)(index)
+        size = getattr(properties, "total_memory", None)
+        names.append(name if size is None else f"{name}, {format_bytes(size)}")
+    return Accelerators(device.type, tuple(names), built_for, has_triton)
+
+
+def check_devices(found: Accelerators | None = None) -> Row:
+    """Which devices there are, and whether Inductor can compile for them.
+
+    Args:
+        found: What there is beside the CPU; by default, what torch finds.
+    """
+    from compile_fsdp.tools.explain.units import format_bytes
+
+    found = found or find_accelerators()
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    cpu = f"CPU: {os.cpu_count()} cores, {format_bytes(memory)}"
+    if found.type is None:
+        if found.built_for is not None:
+            return Row(
+                State.WARNING,
+                f"{cpu}; torch is built for {found.built_for} and finds no device",
+                "none on a host without one; else see that the driver is there and of this version",
+            )
+        return Row(State.OK, cpu)
+    groups = (f"{count} x {name}" for name, count in Counter(found.names).items())
+    text = f"{found.type}: {'; '.join(groups)}; {cpu}"
+    if found.type in ("cuda", "xpu") and not found.has_triton:
+        return Row(State.FAULT, f"{text}; no Triton", "install the triton that this build of torch asks for")
+    return Row(State.OK, text)
+
+
+def check_process_groups(available: Collection[str] | None = None) -> Row:
+    """Whether the devices have something that carries collectives, and gloo can open a connection.
+
+    Args:
+        available: Names of backends; by default, what this torch is built with.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return Row(State.FAULT, "torch is built without torch.distributed", "install another build of torch")
+    if available is None:
+        names = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
+        available = [name for name in names if dist.is_backend_available(name)]
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    types = ("cpu",) if device is None else (device.type, "cpu")
+    needed = [dist.get_default_backend_for_device(each) for each in types]
+    text = ", ".join(available) or "none"
+    if missing := [name for name in needed if name not in available]:
+        return Row(State.FAULT, f"{text}; no {', '.join(missing)}", "install a build of torch with it")
+    if (problem := _try_gloo()) is not None:
+        return Row(
+            State.FAULT,
+            f"{text}; gloo does not start: {problem}",
+            "name an interface by which the others are reached in GLOO_SOCKET_IFNAME",
+        )
+    return Row(State.OK, text)
+
+
+def _try_gloo() -> str | None:
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized():  # by whoever called this
+        return None
+    try:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return None
+
+
+def check_fake_group() -> Row:
+    """Whether this process can be a rank of a world that is not there, as for explain, plan and precompile."""
+    import torch
+    import torch.distributed as dist
+
+    from compile_fsdp.tools.scripts import fake_world
+
+    try:
+        with fake_world(2):
+            dist.all_reduce(torch.ones(1))
+    except (ImportError, RuntimeError, ValueError) as error:
+        return Row(
+            State.FAULT,
+            str(error).splitlines()[0],
+            "run compile-fsdp explain under torchrun; plan and precompile need another build of torch",
+        )
+    return Row(State.OK, "opens")

@@ -1,0 +1,112 @@
+"""Checks of what is installed: this package, Python, torch, and what they find of each other."""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from compile_fsdp.tools.doctor.rows import Row, State
+from compile_fsdp.torch_compat.releases import check_version
+
+DISTRIBUTION, PACKAGE = "compile-fsdp", "compile_fsdp"
+# Of work on this project, not of its users.
+DEVELOPMENT_EXTRAS = frozenset({"dist", "docs", "examples", "test"})
+
+
+def check_package() -> Row:
+    """Whether the whole package is here: a checkout has a folder of the same name, without passes and ops."""
+    folder = Path(__file__).parents[2]
+    if find_spec(f"{PACKAGE}.passes") is None:
+        return Row(
+            State.FAULT,
+            f"{folder} is the folder of a checkout, which lacks {PACKAGE}.passes and {PACKAGE}.ops",
+            "start the script compile-fsdp, or start Python in another folder",
+        )
+    try:
+        return Row(State.OK, f"{metadata.version(DISTRIBUTION)} in {folder}")
+    except metadata.PackageNotFoundError:
+        return Row(State.FAULT, f"{folder} was copied, not installed", "install the package with pip")
+
+
+def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Row:
+    """Whether this release of Python is one that the package is for.
+
+    Args:
+        version: Its major and minor number.
+    """
+    needed = metadata.metadata(DISTRIBUTION)["Requires-Python"].removeprefix(">=")
+    if version < tuple(int(part) for part in needed.split(".")):
+        shown = ".".join(map(str, version))
+        return Row(State.FAULT, f"{shown}, older than {needed}", f"install Python {needed} or later")
+    return Row(State.OK, f"{sys.version.split()[0]}, {sys.executable}")
+
+
+def check_torch() -> Row:
+    """Whether torch can be imported, and is of a release that the package is for."""
+    try:
+        import torch
+
+        check_version(torch.__version__)
+    except (ImportError, OSError) as error:  # the latter where a library of torch's is missing
+        found, _, remedy = str(error).partition("; ")
+        return Row(State.FAULT, found, remedy or "install torch again")
+    return Row(State.OK, torch.__version__)
+
+
+def check_private_names() -> Row:
+    """Whether torch has all private names, and attributes of its objects, that the package uses."""
+    try:
+        from compile_fsdp.torch_compat import declarations, required
+
+        required.check_names()
+    except ImportError as error:
+        found, _, remedy = str(error).partition("; ")
+        return Row(State.FAULT, found, remedy or "install a release of torch that the package is for")
+    attributes = sum(len(names) for names in declarations.ATTRIBUTES.values())
+    return Row(State.OK, f"{len(declarations.NAMES)} names and {attributes} attributes, all there")
+
+
+def check_dynamo() -> Row:
+    """Whether Dynamo traces with this interpreter, and finds the backend `compile_fsdp` by its entry point."""
+    from compile_fsdp.torch_compat.dynamo import list_backends, why_dynamo_refuses
+
+    if (reason := why_dynamo_refuses()) is not None:
+        return Row(State.FAULT, reason, "use another Python: without Dynamo, models train eagerly alone")
+    points = metadata.entry_points(group="torch_dynamo_backends", name=PACKAGE)
+    if not points or PACKAGE not in list_backends():
+        return Row(
+            State.FAULT,
+            f"no entry point registers the backend {PACKAGE}",
+            f"install the package again: pip install --force-reinstall --no-deps, with what {DISTRIBUTION} came from",
+        )
+    for point in points:
+        point.load()
+    return Row(State.OK, f"has the backend {PACKAGE}")
+
+
+def check_extras() -> Row:
+    """Which commands have all that they need; the others say so when they are called."""
+    needed: dict[str, list[str]] = {}
+    for requirement in metadata.requires(DISTRIBUTION) or ():
+        if match := re.match(r"""([\w.-]+).*extra == ["']([\w-]+)["']""", requirement):
+            needed.setdefault(match[2], []).append(match[1])
+    missing = {
+        extra: [name for name in names if not _is_installed(name)]
+        for extra, names in needed.items()
+        if extra not in DEVELOPMENT_EXTRAS
+    }
+    found = [extra if not names else f"{extra} without {', '.join(names)}" for extra, names in missing.items()]
+    incomplete = ",".join(extra for extra, names in missing.items() if names)
+    remedy = f"for these commands: pip install '{DISTRIBUTION}[{incomplete}]'" if incomplete else ""
+    return Row(State.OK, "; ".join(found) or "none", remedy)
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True

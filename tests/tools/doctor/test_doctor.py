@@ -1,0 +1,274 @@
+"""Each fault that `compile-fsdp doctor` looks for is found where it is made, and named with a remedy."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compile_fsdp.calibration import store
+from compile_fsdp.calibration.measure import Link, Measurements
+from compile_fsdp.cli import main
+from compile_fsdp.tools import scripts
+from compile_fsdp.tools.doctor import caches, checks, machine, software
+from compile_fsdp.tools.doctor.command import summary
+from compile_fsdp.tools.doctor.machine import Accelerators
+from compile_fsdp.tools.doctor.rows import Row, State
+from compile_fsdp.torch_compat import declarations, dynamo
+
+ROOT = Path(__file__).parents[3]
+COMMAND = str(Path(sys.executable).with_name("compile-fsdp"))
+EVERY = [*checks.FIRST, *checks.THEN]
+
+# Metadata of an installation without entry points, whose command `train` needs what nobody has.
+INCOMPLETE = """\
+Metadata-Version: 2.4
+Name: compile-fsdp
+Version: 0.0.1
+Requires-Python: >=3.10
+Provides-Extra: train
+Provides-Extra: docs
+Requires-Dist: no-such-package>=2; extra == "train"
+Requires-Dist: pytest>=8; extra == "train"
+Requires-Dist: no-such-tool; extra == "docs"
+"""
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def examine(
+    command: list[str], folder: Path, changed: Mapping[str, str], status: int = 1
+) -> dict[str, dict[str, Any]]:
+    """The rows that a process prints which is started in the folder, with some variables changed."""
+    environment = {**os.environ, **changed}
+    done = subprocess.run(
+        [*command, "doctor", "--json"], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return {row.pop("check"): row for row in json.loads(done.stdout)}
+
+
+def states(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    return {name: row["state"] for name, row in rows.items()}
+
+
+def test_nothing_is_wrong_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["check"] for row in rows] == EVERY
+    assert {row["state"] for row in rows} <= {"ok", "warning"}
+    assert all(row["found"] for row in rows)
+
+
+def test_faults_of_the_machine_and_of_the_installation(tmp_path: Path) -> None:
+    (tmp_path / "path/compile_fsdp-0.0.1.dist-info").mkdir(parents=True)
+    (tmp_path / "path/compile_fsdp-0.0.1.dist-info/METADATA").write_text(INCOMPLETE)
+    rows = examine(
+        [COMMAND],
+        tmp_path,
+        {
+            "CXX": "/nowhere/g++",
+            "GLOO_SOCKET_IFNAME": "nosuch0",
+            "PYTHONPATH": str(tmp_path / "path"),
+        },
+    )
+    faults = {"Dynamo", "C++ compiler", "process groups"}
+    assert {name for name, state in states(rows).items() if state == "fault"} == faults
+    assert "/nowhere/g++" in rows["C++ compiler"]["found"] and "CXX" in rows["C++ compiler"]["remedy"]
+    assert "gloo does not start" in rows["process groups"]["found"]
+    assert "GLOO_SOCKET_IFNAME" in rows["process groups"]["remedy"]
+    assert "no entry point" in rows["Dynamo"]["found"] and "pip install" in rows["Dynamo"]["remedy"]
+    assert rows["extras"]["found"] == "train without no-such-package"
+    assert "pip install 'compile-fsdp[train]'" in rows["extras"]["remedy"]
+
+
+def test_a_cache_folder_that_cannot_be_made_is_a_fault(tmp_path: Path) -> None:
+    """torch's compilers make it when they are imported, so the package itself cannot be."""
+    (tmp_path / "file").touch()
+    rows = examine([COMMAND], tmp_path, {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "file/below")})
+    before = EVERY[: EVERY.index("compiler cache")]
+    behind = EVERY[len(before) + 1 :]
+    expected = {**dict.fromkeys(before, "ok"), "compiler cache": "fault", **dict.fromkeys(behind, "unchecked")}
+    assert states(rows) == expected
+    assert str(tmp_path / "file/below") in rows["compiler cache"]["found"]
+    assert "TORCHINDUCTOR_CACHE_DIR" in rows["compiler cache"]["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("torch", "found", "remedy"),
+    [
+        ("__version__ = '2.10.0'", "works with torch 2.11 to 2.15, found torch 2.10.0", "torch>=2.11,<2.16"),
+        ("__version__ = '2.16.1+cu130'", "found torch 2.16.1+cu130", "torch>=2.11,<2.16"),
+        ("raise OSError('libcudart.so.13: cannot open')", "libcudart.so.13: cannot open", "install torch again"),
+        ("raise ModuleNotFoundError('No module named torch')", "No module named torch", "install torch again"),
+    ],
+    ids=["old", "new", "broken", "missing"],
+)
+def test_a_torch_that_the_package_refuses_is_a_row(torch: str, found: str, remedy: str, tmp_path: Path) -> None:
+    (tmp_path / "path/torch").mkdir(parents=True)
+    (tmp_path / "path/torch/__init__.py").write_text(torch)
+    variables = {"PYTHONPATH": str(tmp_path / "path")}
+    rows = examine([COMMAND], tmp_path, variables)
+    assert list(rows) == EVERY
+    assert found in rows["torch"]["found"] and remedy in rows["torch"]["remedy"]
+    expected = {**dict.fromkeys(EVERY, "unchecked"), "package": "ok", "Python": "ok", "torch": "fault"}
+    assert states(rows) == expected
+    assert examine([sys.executable, "-m", "compile_fsdp"], tmp_path, variables) == rows
+    # Nothing else runs on such a torch, other programs with such an argument among them.
+    (tmp_path / "path/other").mkdir()
+    (tmp_path / "path/other/__init__.py").write_text("import compile_fsdp")
+    environment = {**os.environ, **variables}
+    for command in ([COMMAND, "plan"], [sys.executable, "-m", "other", "doctor"]):
+        other = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert other.returncode == 1 and found in other.stderr
+
+
+def test_the_folder_of_a_checkout_is_no_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    rows = examine([sys.executable, "-m", "compile_fsdp"], ROOT, {})
+    assert states(rows) == {**dict.fromkeys(EVERY, "unchecked"), "package": "fault"}
+    assert str(ROOT / "compile_fsdp") in rows["package"]["found"]
+
+
+def test_an_old_python_is_a_fault() -> None:
+    assert software.check_python((3, 9)) == Row(
+        State.FAULT, "3.9, older than 3.10", "install Python 3.10 or later"
+    )
+    assert software.check_python((3, 10)).state is State.OK
+
+
+def test_a_private_name_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(declarations, "NAMES", ["torch._inductor.compile_fx.gone"])
+    rows = checks.run_checks()
+    assert rows["private names"].state is State.FAULT
+    assert "gone" in rows["private names"].found
+    assert "2.13.0" in rows["private names"].remedy
+    assert {rows[name].state for name in checks.THEN} == {State.UNCHECKED}
+
+
+def test_dynamo_that_refuses_this_python_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dynamo, "why_dynamo_refuses", lambda: "Python 3.19+ not yet supported")
+    row = software.check_dynamo()
+    assert (row.state, row.found) == (State.FAULT, "Python 3.19+ not yet supported")
+    assert row.remedy
+
+
+def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
+    compiler = tmp_path / "g++"
+    lines = ("#!/bin/sh", "echo In file included from >&2", "echo fatal error: Python.h: No such file >&2", "exit 1")
+    compiler.write_text("\n".join(lines))
+    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
+    assert machine.try_compiler(str(compiler)) == "fatal error: Python.h: No such file"
+
+
+def test_a_compiler_that_makes_nothing_is_found() -> None:
+    assert "sample.so" in (machine.try_compiler("true") or "")
+    assert "No such file" in (machine.try_compiler("no-such-compiler") or "")
+
+
+@pytest.mark.parametrize(
+    ("found", "state", "text"),
+    [
+        (Accelerators(None, (), None, False), State.OK, "CPU: "),
+        (Accelerators(None, (), "CUDA 13.0", True), State.WARNING, "built for CUDA 13.0 and finds no device"),
+        (Accelerators("cuda", ("H100, 80 GiB",) * 8, "CUDA 13.0", True), State.OK, "cuda: 8 x H100, 80 GiB; CPU: "),
+        (Accelerators("cuda", ("H100, 80 GiB",), "CUDA 13.0", False), State.FAULT, "no Triton"),
+        (Accelerators("npu", ("npu",), None, False), State.OK, "npu: 1 x npu"),
+    ],
+    ids=["cpu", "no driver", "gpus", "no triton", "other"],
+)
+def test_devices(found: Accelerators, state: State, text: str) -> None:
+    row = machine.check_devices(found)
+    assert row.state is state
+    assert text in row.found
+    assert (row.remedy == "") == (state is State.OK)
+
+
+def test_a_backend_that_the_device_needs_is_missed() -> None:
+    row = machine.check_process_groups(["mpi"])
+    assert (row.state, row.found) == (State.FAULT, "mpi; no gloo")
+
+
+def test_no_fake_group_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(world_size: int) -> None:
+        raise ImportError("No module named torch.testing")
+
+    monkeypatch.setattr(scripts, "init_fake_process_group", refuse)
+    assert machine.check_fake_group().state is State.FAULT
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nobody may write to this folder of Linux")
+def test_a_cache_folder_that_is_there_and_cannot_be_written_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/proc")
+    row = caches.check_cache_folder()
+    assert row.state is State.FAULT
+    assert "/proc" in row.found and "TORCHINDUCTOR_CACHE_DIR" in row.remedy
+
+
+def test_little_space_is_a_warning(cache: Path) -> None:
+    row = caches.check_cache_folder(least_free_bytes=2**70)
+    assert row.state is State.WARNING
+    assert row.found.startswith(str(cache))
+    assert caches.check_cache_folder(least_free_bytes=1).state is State.OK
+
+
+def test_kept_costs_are_counted_and_broken_ones_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COMPILE_FSDP_COSTS", raising=False)
+    assert caches.check_costs().found.startswith("none kept")
+    link = Link(1e-4, 1e9)
+    for version in (software.check_torch().found, "2.11.0"):
+        store.write({"torch": version}, Measurements(link, link, 1e10, 1e11))
+    assert caches.check_costs().found == f"1 kept for this torch, in {store.folder()}"
+    monkeypatch.setenv("COMPILE_FSDP_COSTS", "constants")
+    assert caches.check_costs() == Row(State.OK, "not used: COMPILE_FSDP_COSTS=constants")
+    (store.folder() / "broken.json").write_text("{")
+    row = caches.check_costs()
+    assert row.state is State.WARNING
+    assert row.found.endswith(": broken.json")
+
+
+def test_an_unforeseen_error_is_a_fault_of_its_own_row() -> None:
+    def fail() -> Row:
+        raise KeyError("what nobody expected")
+
+    rows = checks.run_checks({}, {"one": fail, "other": lambda: Row(State.OK, "fine")})
+    assert rows["one"].state is State.FAULT
+    assert "KeyError: 'what nobody expected'" in rows["one"].found
+    assert rows["other"].state is State.OK
+
+
+@pytest.mark.parametrize("has_rich", [True, False])
+def test_people_get_a_table(
+    has_rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not has_rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.setattr(declarations, "NAMES", ["torch.gone"])
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert ("┃" in out) == has_rich
+    for part in (*EVERY, "fault", "remedy: ", "unchecked", "1 fault, 0 warnings"):
+        assert part in out
+
+
+def test_summary_counts() -> None:
+    rows = {str(index): Row(state, "") for index, state in enumerate([State.FAULT, State.FAULT, State.WARNING])}
+    assert summary(rows) == "2 faults, 1 warning"
+
+
+def test_help_lists_it(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--help"], ["doctor", "--help"]):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert "doctor" in capsys.readouterr().out
