@@ -75,15 +75,14 @@ def check_dynamo() -> Row:
 
     if (reason := why_dynamo_refuses()) is not None:
         return Row(State.FAULT, reason, "use another Python: without Dynamo, models train eagerly alone")
-    points = metadata.entry_points(group="torch_dynamo_backends", name=PACKAGE)
-    if not points or PACKAGE not in list_backends():
-        return Row(
-            State.FAULT,
-            f"no entry point registers the backend {PACKAGE}",
-            f"install the package again: pip install --force-reinstall --no-deps, with what {DISTRIBUTION} came from",
-        )
-    for point in points:
-        point.load()
+    remedy = f"install the package again: pip install --force-reinstall --no-deps, with what {DISTRIBUTION} came from"
+    if PACKAGE not in list_backends():
+        return Row(State.FAULT, f"no entry point registers the backend {PACKAGE}", remedy)
+    try:
+        for point in metadata.entry_points(group="torch_dynamo_backends", name=PACKAGE):
+            point.load()
+    except (ImportError, AttributeError) as error:
+        return Row(State.FAULT, f"the backend {PACKAGE} cannot be loaded: {error}", remedy)
     return Row(State.OK, f"has the backend {PACKAGE}")
 
 

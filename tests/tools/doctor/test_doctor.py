@@ -164,6 +164,17 @@ def test_dynamo_that_refuses_this_python_is_a_fault(monkeypatch: pytest.MonkeyPa
     assert row.remedy
 
 
+def test_a_backend_that_cannot_be_loaded_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "compile_fsdp-0.0.1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(INCOMPLETE)
+    (folder / "entry_points.txt").write_text("[torch_dynamo_backends]\ncompile_fsdp = compile_fsdp.gone:backend\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    row = software.check_dynamo()
+    assert row.state is State.FAULT
+    assert "No module named 'compile_fsdp.gone'" in row.found and "pip install" in row.remedy
+
+
 def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
     compiler = tmp_path / "g++"
     lines = ("#!/bin/sh", "echo In file included from >&2", "echo fatal error: Python.h: No such file >&2", "exit 1")
