@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -111,3 +113,24 @@ def test_a_result_that_nobody_has_waited_for_is_a_race() -> None:
         assert message.startswith("race on a tensor without a name: aten::add")
         assert "what c10d::ALLREDUCE on stream" in message
         assert total == 12
+
+
+def _on_a_slow_link(rank: int) -> list[float]:
+    """Seconds of a gather of 32 KiB, of which half are received, on the link as it is and on a slow one."""
+    shard, whole = torch.ones(2**12), torch.empty(2**13)
+    seconds = []
+    for link in ((0.0, 0.0), (0.05, 2.0**17)):
+        install().set_link(*link)
+        dist.barrier()
+        torch.accelerator.synchronize()
+        start = time.perf_counter()
+        dist.all_gather_into_tensor(whole, shard)
+        torch.accelerator.synchronize()
+        seconds.append(time.perf_counter() - start)
+    install().set_link(0.0, 0.0)
+    return seconds
+
+
+def test_a_link_can_be_made_slow() -> None:
+    for _, slow in run_ranks(2, _on_a_slow_link, device="emulated"):
+        assert slow >= 0.05 + 2**14 / 2**17

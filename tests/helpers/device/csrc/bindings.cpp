@@ -51,6 +51,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     device_memory().statistics.peak_bytes = device_memory().statistics.allocated_bytes;
   });
   module.def("set_delays", &set_delays, py::arg("seed"), py::arg("most_us"));
+  module.def("set_link", &set_link, py::arg("latency_s"), py::arg("bytes_per_s"));
   module.def("hold_streams", &hold_streams, py::arg("are_held"));
   module.def("start_recording", &start_recording);
   module.def("stop_recording", &recorded_launches);

@@ -3,6 +3,10 @@
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <thread>
 #include <tuple>
 
 #include "launch.h"
@@ -114,6 +118,26 @@ std::function<WorkPtr()> on_host(
 
 } // namespace
 
+namespace {
+
+std::atomic<double> link_latency_s = 0.0;
+std::atomic<double> link_seconds_per_byte = 0.0;
+
+size_t bytes_of(const Tensors& tensors) {
+  size_t bytes = 0;
+  for (auto& tensor : tensors) {
+    bytes += tensor.nbytes();
+  }
+  return bytes;
+}
+
+} // namespace
+
+void set_link(double latency_s, double bytes_per_s) {
+  link_latency_s = latency_s;
+  link_seconds_per_byte = bytes_per_s > 0 ? 1 / bytes_per_s : 0;
+}
+
 ProcessGroup::ProcessGroup(c10::intrusive_ptr<c10d::Backend> host)
     : c10d::Backend(host->getRank(), host->getSize()),
       host_(std::move(host)),
@@ -131,7 +155,14 @@ WorkPtr ProcessGroup::run(
   for (auto& tensor : outputs) {
     accesses.push_back(access(tensor, true));
   }
-  launch_on(stream, "c10d::" + c10d::opTypeToString(type), accesses, [call = std::move(call)] { call()->wait(); });
+  // What a rank receives, or sends: all but its own part.
+  auto received = std::max(bytes_of(inputs), bytes_of(outputs)) * (getSize() - 1) / std::max(getSize(), 1);
+  launch_on(stream, "c10d::" + c10d::opTypeToString(type), accesses, [call = std::move(call), received] {
+    auto begin = std::chrono::steady_clock::now();
+    call()->wait();
+    auto least = std::chrono::duration<double>(link_latency_s + received * link_seconds_per_byte);
+    std::this_thread::sleep_until(begin + std::chrono::duration_cast<std::chrono::nanoseconds>(least));
+  });
   Tensors tensors;
   if (!is_left_out(Edge::HOLD)) {
     tensors = inputs;

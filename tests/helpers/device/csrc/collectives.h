@@ -8,6 +8,9 @@
 
 namespace emulated {
 
+// From now on no collective is faster than on a link like this, in all process groups; 0 bytes per second for any speed.
+void set_link(double latency_s, double bytes_per_s);
+
 class ProcessGroup : public c10d::Backend {
   using Tensors = std::vector<at::Tensor>;
   using TensorLists = std::vector<Tensors>;
