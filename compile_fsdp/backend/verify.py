@@ -203,7 +203,9 @@ class VerifiedStep:
         for i, tensor in enumerate(_differentiable(output)):
             tensor.register_hook(partial(self._keep, i))
 
-    def _keep(self, position: int, grad: torch.Tensor) -> None:
+    def _keep(self, position: int, grad: torch.Tensor | None) -> None:
+        if grad is None:  # an output that the loss does not read, such as logits beside a loss
+            return
         if not self._output_grads:
             after_backward(lambda: after_backward(self._compare))  # behind what FSDP2 itself leaves for the end
         self._output_grads[position] = grad.detach().clone()

@@ -124,6 +124,25 @@ def test_a_step_that_eager_fsdp2_does_otherwise_is_raised_on_all_ranks() -> None
     assert all(unchanged for _, unchanged in results)
 
 
+class _LossAndLogits(nn.Linear):
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        logits = super().forward(x)
+        return {"logits": logits, "loss": logits.square().mean()}
+
+
+def _train_by_one_output(rank: int) -> tuple[bool, int]:
+    torch.manual_seed(0)
+    model = _LossAndLogits(4, 4)
+    compile_fsdp.fully_shard(model)
+    model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager", "verify": True})
+    model(torch.randn(3, 4))["loss"].backward()
+    return model.weight.grad is not None, len(compile_fsdp.reports())
+
+
+def test_outputs_without_a_gradient_are_left_out() -> None:
+    assert run_ranks(2, _train_by_one_output) == [(True, 2)] * 2
+
+
 @pytest.mark.parametrize(
     ("dtype", "factor", "is_right"),
     [
