@@ -157,3 +157,15 @@ class ExplainError(CompileFSDPError):
 
 class ScriptError(CompileFSDPError):
     """A command cannot run the user's script, or does not find in it what it is to work on."""
+
+
+class MissingExtraError(CompileFSDPError, ImportError):
+    """An integration is imported, and the trainer that it is for is not installed."""
+
+    @classmethod
+    def of(cls, package: str, *, extra: str) -> MissingExtraError:
+        return cls(f"expected {package} to be installed; install it with: pip install 'compile-fsdp[{extra}]'")
+
+
+class AlreadyCompiledError(CompileFSDPError):
+    """A trainer, or its user, has compiled a model that an integration is to compile."""

@@ -8,19 +8,10 @@ import tempfile
 
 import torch
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import compile_fsdp
-
-
-class CompileFSDP(TrainerCallback):
-    """Compiles the model once the Trainer has sharded it."""
-
-    def on_train_begin(self, args, state, control, model, **kwargs):
-        compile_fsdp.make_traceable(model).compile(
-            backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"}
-        )
-
+from compile_fsdp.integrations.transformers import CompileFSDP
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--eager", action="store_true", help="torch's own FSDP2, not compiled")
@@ -48,7 +39,7 @@ with tempfile.TemporaryDirectory() as folder:
             disable_tqdm=True,
         ),
         train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
-        callbacks=[] if args.eager else [CompileFSDP],
+        callbacks=[] if args.eager else [CompileFSDP(options={"inner_backend": "aot_eager"})],
     )
     # On a CPU, accelerate would use DDP in place of FSDP. On a GPU, leave out these three lines and `use_cpu=True`.
     trainer.is_fsdp_enabled, state = True, trainer.accelerator.state

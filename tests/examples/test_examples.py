@@ -11,9 +11,6 @@ from helpers.ranks.forked import run_forked
 
 FOLDER = Path(__file__).parents[2] / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
-# `make test` trains the README's model and the quick start's, which are plain loops as well.
-QUICK = {"hf_trainer"}
-TRAINED = [pytest.param(each, marks=[] if each.stem in QUICK else [pytest.mark.slow]) for each in EXAMPLES]
 
 
 def _losses(output: str) -> list[float]:
@@ -25,8 +22,11 @@ def _graphs(output: str) -> list[str]:
     return re.findall(r"^(forward|backward) graph ", output, flags=re.MULTILINE)
 
 
+# `make test` trains the README's model and the quick start's, which are plain loops as well, and the trainers in
+# tests/integrations.
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("example", TRAINED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example_learns_what_the_eager_run_learns(example: Path, tmp_path: Path) -> None:
     eager, compiled = run_forked(tmp_path, example, "--eager"), run_forked(tmp_path, example)
     losses = _losses(compiled)

@@ -1,0 +1,77 @@
+"""Compile in place what a trainer has sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+from weakref import WeakSet
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from compile_fsdp.api import make_traceable
+from compile_fsdp.errors import AlreadyCompiledError, FSDP1Error, NotShardedError
+from compile_fsdp.options import Options
+from compile_fsdp.torch_compat.nn import wrapped_child
+
+
+class CompilesSharded:
+    """Compiles the models of one trainer; base of the callbacks.
+
+    Attributes:
+        remedy: How to have this trainer shard with FSDP2; it ends the errors about models that it has not sharded so.
+    """
+
+    remedy = ""
+
+    def __init__(self, *, options: Mapping[str, Any] | None = None, fullgraph: bool = True) -> None:
+        """
+        Args:
+            options: Of the backend, see docs/options.md.
+            fullgraph: Whether a graph break is an error.
+        Raises:
+            UnknownOptionError: an option does not exist or has a wrong value.
+        """
+        Options.parse(options)
+        self._settings: dict[str, Any] = {"fullgraph": fullgraph, "options": dict(options or {})}
+        self._compiled: WeakSet[nn.Module] = WeakSet()
+
+    def compile(self, model: nn.Module) -> None:
+        """Compile each outermost FSDP2 module in place. Modules that this object has compiled stay as they are.
+
+        Raises:
+            AlreadyCompiledError: the trainer, or its user, has compiled the model with `torch.compile`.
+            FSDP1Error: the model contains FullyShardedDataParallel modules.
+            NotShardedError: the model contains no FSDP2 module.
+        """
+        wrapped = [fqn or "the root" for fqn, each in model.named_modules() if wrapped_child(each) == "_orig_mod"]
+        if wrapped:
+            raise AlreadyCompiledError(
+                f"expected a model that is not compiled yet, found torch.compile's wrapper at {wrapped}; leave out "
+                "torch.compile and the trainer's own setting for it, such as torch_compile or dynamo_backend"
+            )
+        try:
+            make_traceable(model)
+        except (FSDP1Error, NotShardedError) as error:
+            raise type(error)(f"{error}. Of this trainer: {self.remedy}") from None
+        for root in _outermost_sharded(model):
+            if root not in self._compiled:
+                root.compile(backend="compile_fsdp", **self._settings)
+                self._compiled.add(root)
+
+    def reshard(self, model: nn.Module) -> None:
+        """Free the parameters that an evaluation has left unsharded, as FSDP2 does without a backward.
+
+        A training step that begins with some of them would be compiled once more.
+        """
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def _outermost_sharded(module: nn.Module) -> Iterator[nn.Module]:
+    if isinstance(module, FSDPModule):
+        yield module
+    else:
+        for child in module.children():
+            yield from _outermost_sharded(child)

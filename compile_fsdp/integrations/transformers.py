@@ -1,0 +1,32 @@
+"""A callback for the `Trainer` of transformers, and for trainers that derive from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from compile_fsdp.errors import MissingExtraError
+from compile_fsdp.integrations.sharded import CompilesSharded
+
+try:
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+except ImportError as error:
+    raise MissingExtraError.of("transformers", extra="transformers") from error
+
+
+class CompileFSDP(CompilesSharded, TrainerCallback):
+    """Compiles the model when training begins; by then the Trainer has sharded it.
+
+    `Trainer(..., callbacks=[CompileFSDP()])`, with `fsdp=True` in the arguments and without `torch_compile`.
+    """
+
+    remedy = "TrainingArguments(fsdp=True) has it shard with FSDP2, where there is an accelerator"
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.compile(kwargs["model"])
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.reshard(kwargs["model"])
