@@ -11,6 +11,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import compile_fsdp
+from compile_fsdp.integrations.accelerate import prepare
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--eager", action="store_true", help="torch's own FSDP2, not compiled")
@@ -29,12 +30,10 @@ config = LlamaConfig(
 )
 model = LlamaForCausalLM(config)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-model, optimizer = accelerator.prepare(model, optimizer)
-if not args.eager:
-    # Replaces Accelerator(dynamo_backend=...), which takes only the backends that accelerate lists.
-    compile_fsdp.make_traceable(model).compile(
-        backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"}
-    )
+if args.eager:
+    model, optimizer = accelerator.prepare(model, optimizer)
+else:
+    model, optimizer = prepare(accelerator, model, optimizer, options={"inner_backend": "aot_eager"})
 
 generator = torch.Generator().manual_seed(accelerator.process_index)  # each rank has its own batch
 tokens = torch.randint(256, (4, 32), generator=generator)

@@ -1,0 +1,46 @@
+"""`prepare`: what accelerate's `Accelerator.prepare` does, and then compile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from compile_fsdp.errors import MissingExtraError
+from compile_fsdp.integrations.sharded import CompilesSharded
+
+try:
+    from accelerate import Accelerator
+except ImportError as error:
+    raise MissingExtraError.of("accelerate", extra="accelerate") from error
+
+
+class _Prepared(CompilesSharded):
+    remedy = "FullyShardedDataParallelPlugin(fsdp_version=2) has it shard with FSDP2, where there is an accelerator"
+
+
+def prepare(
+    accelerator: Accelerator, *objects: Any, options: Mapping[str, Any] | None = None, fullgraph: bool = True
+) -> Any:
+    """Have accelerate shard the models among `objects`, and compile them.
+
+    Args:
+        accelerator: One that shards with FSDP2, and has no `dynamo_backend`.
+        *objects: Models, optimizers, data loaders, schedulers, as `accelerator.prepare` takes them.
+        options: Of the backend, see docs/options.md.
+        fullgraph: Whether a graph break is an error.
+    Returns:
+        What `accelerator.prepare(*objects)` returns.
+    Raises:
+        AlreadyCompiledError: accelerate has compiled a model.
+        FSDP1Error: accelerate has sharded with FSDP1.
+        NotShardedError: accelerate has sharded nothing, as on a CPU.
+        UnknownOptionError: an option does not exist or has a wrong value.
+    """
+    compiles = _Prepared(options=options, fullgraph=fullgraph)
+    prepared = accelerator.prepare(*objects)
+    for each in prepared if len(objects) > 1 else [prepared]:
+        if isinstance(each, nn.Module):
+            compiles.compile(each)
+    return prepared

@@ -1,0 +1,29 @@
+"""A loop with `prepare` trains as with accelerate's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from helpers.parity.trainers import run_trainer
+
+PROGRAM = Path(__file__).parent / "programs" / "accelerate_loop.py"
+# Each step is two microbatches, of which the first reduces nothing.
+GRAPHS = ["forward", "backward", "backward"]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("activation checkpointing", "resumed")]
+
+
+@pytest.mark.parametrize("scenario", ["aot_eager", *SLOW])
+def test_a_loop_trains_as_it_does_eagerly(scenario: str, tmp_path: Path) -> None:
+    for result in run_trainer(tmp_path, PROGRAM, scenario):
+        assert result.differing == []
+        assert len(set(result.losses)) == len(result.losses)
+        assert result.graphs == GRAPHS
+
+
+@pytest.mark.slow
+def test_a_loop_trains_with_inductor(tmp_path: Path) -> None:
+    for result in run_trainer(tmp_path, PROGRAM, "inductor"):
+        assert result.worst < 1e-5
+        assert result.graphs == GRAPHS
