@@ -1,4 +1,4 @@
-"""Lightning Fabric with ModelParallelStrategy: parallelize_fn shards the model, and Fabric compiles it again.
+"""Lightning Fabric with ModelParallelStrategy: parallelize_fn shards the model, and is wrapped to compile it.
 
 torchrun --nproc-per-node 2 examples/fabric_loop.py
 """
@@ -10,8 +10,10 @@ from lightning_fabric import Fabric
 from lightning_fabric.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 import compile_fsdp
+from compile_fsdp.integrations.fabric import compiled
 
 
 def block() -> nn.Module:
@@ -21,7 +23,6 @@ def block() -> nn.Module:
 parser = argparse.ArgumentParser()
 parser.add_argument("--eager", action="store_true", help="torch's own FSDP2, not compiled")
 args = parser.parse_args()
-fully_shard = torch.distributed.fsdp.fully_shard if args.eager else compile_fsdp.fully_shard
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -30,13 +31,11 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return fully_shard(model, mesh=mesh["data_parallel"])
 
 
-strategy = ModelParallelStrategy(shard, data_parallel_size=2, tensor_parallel_size=1)
+strategy = ModelParallelStrategy(shard if args.eager else compiled(shard), data_parallel_size=2, tensor_parallel_size=1)
 fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
 fabric.launch()
 torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(256, 32), block(), block(), nn.Linear(32, 256))
-if not args.eager:
-    model = torch.compile(model, backend="compile_fsdp", fullgraph=True)
 model = fabric.setup_module(model)
 optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
 

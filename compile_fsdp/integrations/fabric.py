@@ -1,0 +1,45 @@
+"""Lightning Fabric: compile what the function that shards for its `ModelParallelStrategy` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from compile_fsdp.integrations.sharded import CompilesSharded
+
+
+class _Parallelized(CompilesSharded):
+    remedy = "the function given to compiled() calls fully_shard, and returns the model"
+
+
+def compiled(
+    parallelize_fn: Callable[[Any, DeviceMesh], nn.Module],
+    *,
+    options: Mapping[str, Any] | None = None,
+    fullgraph: bool = True,
+) -> Callable[[Any, DeviceMesh], nn.Module]:
+    """Make a `parallelize_fn` that also compiles: `ModelParallelStrategy(compiled(shard), ...)`.
+
+    Fabric tells its callbacks nothing of `setup_module`, so this is where to compile.
+
+    Args:
+        parallelize_fn: Shards a model over a mesh, as `ModelParallelStrategy` takes it.
+        options: Of the backend, see docs/options.md.
+        fullgraph: Whether a graph break is an error.
+    Returns:
+        A function of the same arguments. It raises AlreadyCompiledError, FSDP1Error or NotShardedError where
+        `parallelize_fn` returns such a model.
+    Raises:
+        UnknownOptionError: an option does not exist or has a wrong value.
+    """
+    compiles = _Parallelized(options=options, fullgraph=fullgraph)
+
+    def parallelize(model: Any, mesh: DeviceMesh) -> nn.Module:
+        sharded = parallelize_fn(model, mesh)
+        compiles.compile(sharded)
+        return sharded
+
+    return parallelize
