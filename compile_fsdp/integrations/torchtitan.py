@@ -1,0 +1,52 @@
+"""torchtitan: compile what a model's `parallelize_fn` has sharded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from compile_fsdp.errors import AlreadyCompiledError, UnsupportedFeatureError
+from compile_fsdp.integrations.sharded import CompilesSharded
+
+
+class _Parallelized(CompilesSharded):
+    remedy = "the parallelize_fn of the config's model_spec calls fully_shard, as apply_fsdp_to_decoder does"
+
+
+def compiled(config: Any, *, options: Mapping[str, Any] | None = None, fullgraph: bool = True) -> Any:
+    """Have the `Trainer` of a config compile its model: `return compiled(llama3_8b())` in a config function.
+
+    Args:
+        config: A `torchtitan.trainer.Trainer.Config` with its `model_spec`. Its `training.disable_cuda_graphs` has to
+            be true when the Trainer is built, and its `compile.components` without "model".
+        options: Of the backend, see docs/options.md.
+        fullgraph: Whether a graph break is an error.
+    Returns:
+        `config` itself; its `model_spec` has another `parallelize_fn`. That raises AlreadyCompiledError or
+        UnsupportedFeatureError for such settings, FSDP1Error or NotShardedError for what has not been sharded.
+    Raises:
+        UnknownOptionError: an option does not exist or has a wrong value.
+    """
+    compiles = _Parallelized(options=options, fullgraph=fullgraph)
+    parallelize_fn = config.model_spec.parallelize_fn
+
+    def parallelize(model: nn.Module, *, training: Any, compile_config: Any, **others: Any) -> nn.Module:
+        if compile_config.enable and "model" in compile_config.components:
+            raise AlreadyCompiledError(
+                f"expected compile.components without 'model', got {compile_config.components}; torchtitan would "
+                "compile each block by itself: set compile.enable=False, or compile.components=['loss']"
+            )
+        if not training.disable_cuda_graphs:
+            raise UnsupportedFeatureError(
+                "expected training.disable_cuda_graphs=True: torchtitan would capture forward and backward in a CUDA "
+                "graph, and compiled steps cannot be captured; set it"
+            )
+        model = parallelize_fn(model, training=training, compile_config=compile_config, **others)
+        compiles.compile(model)
+        return model
+
+    config.model_spec = dataclasses.replace(config.model_spec, parallelize_fn=parallelize)
+    return config
