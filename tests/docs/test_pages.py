@@ -59,8 +59,24 @@ class Model(nn.Module):
 build, batch = Model, torch.ones(4, 16)
 """
 
+# What a trainer is given.
+TRAINER = """
+import os
+
+os.environ["ACCELERATE_USE_CPU"] = "true"
+from transformers import LlamaConfig, LlamaForCausalLM
+
+config = LlamaConfig(
+    vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+)
+model = LlamaForCausalLM(config)
+dataset = [{"input_ids": [1, 2], "labels": [1, 2]}]
+"""
+
 SETTINGS = {
     "explain.md": Setting(before=f"{BUILD}import torch.distributed as dist\nmodel = Model()\n", fake_ranks=64),
+    # accelerate does not shard on a CPU.
+    "integrations.md": Setting(before=BUILD + TRAINER, languages=("python",)),
     "migration.md": Setting(before=BUILD),
     "options.md": Setting(before=GIVEN),
     "performance.md": Setting(before=GIVEN),

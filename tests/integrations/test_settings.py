@@ -1,0 +1,147 @@
+"""What is wrong with a trainer's set-up is said before it trains, and `import compile_fsdp` imports no trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+import compile_fsdp
+from compile_fsdp.errors import (
+    AlreadyCompiledError,
+    FSDP1Error,
+    NotShardedError,
+    UnknownOptionError,
+    UnsupportedFeatureError,
+)
+from compile_fsdp.integrations import fabric, lightning, torchtitan, transformers
+from compile_fsdp.integrations.sharded import CompilesSharded
+from helpers.ranks.fake_world import fake_world
+from helpers.ranks.fresh import run_fresh
+
+AOT_EAGER = {"inner_backend": "aot_eager"}
+MISSING = {"accelerate": "accelerate", "lightning": "pytorch_lightning", "transformers": "transformers"}
+IMPORT = """
+import importlib, json, sys
+import compile_fsdp
+imported = sorted({name.partition(".")[0] for name in sys.modules})
+messages = {}
+for extra, package in json.loads(sys.argv[1])[0].items():
+    sys.modules[package] = None  # it cannot be imported
+    try:
+        importlib.import_module(f"compile_fsdp.integrations.{extra}")
+    except ImportError as error:
+        messages[extra] = [type(error).__name__, str(error)]
+print(json.dumps([imported, messages]))
+"""
+
+
+def test_the_package_imports_no_trainer_and_names_the_extra_of_a_missing_one() -> None:
+    (imported, messages), _ = run_fresh(IMPORT, MISSING)
+    assert "compile_fsdp" in imported
+    assert {"accelerate", "lightning_fabric", "pytorch_lightning", "torchtitan", "transformers"} & {*imported} == set()
+    assert messages == {
+        extra: [
+            "MissingExtraError",
+            f"expected {package} to be installed; install it with: pip install 'compile-fsdp[{extra}]'",
+        ]
+        for extra, package in MISSING.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("compiles", "remedy"),
+    [
+        (transformers.CompileFSDP(), "TrainingArguments(fsdp=True)"),
+        (lightning.CompileFSDP(), "configure_model calls fully_shard"),
+    ],
+)
+def test_a_model_that_is_not_sharded_names_the_trainers_setting(compiles: CompilesSharded, remedy: str) -> None:
+    with pytest.raises(NotShardedError) as error:
+        compiles.compile(nn.Linear(2, 2))
+    assert remedy in str(error.value)
+
+
+def test_fsdp1_names_the_trainers_setting() -> None:
+    with fake_world(2), pytest.raises(FSDP1Error) as error:
+        transformers.CompileFSDP().compile(FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu")))
+    assert "TrainingArguments(fsdp=True)" in str(error.value)
+
+
+def test_a_function_that_shards_nothing_is_named() -> None:
+    with fake_world(2), pytest.raises(NotShardedError) as error:
+        fabric.compiled(lambda model, mesh: model)(nn.Linear(2, 2), init_device_mesh("cpu", (2,)))
+    assert "the function given to compiled() calls fully_shard" in str(error.value)
+
+
+def _shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return fully_shard(model, mesh=mesh)  # type: ignore[return-value]
+
+
+def test_a_compiled_model_is_refused() -> None:
+    with fake_world(2), pytest.raises(AlreadyCompiledError) as error:
+        fabric.compiled(_shard)(nn.Sequential(torch.compile(nn.Linear(2, 2))), init_device_mesh("cpu", (2,)))
+    assert "torch.compile's wrapper at ['0']" in str(error.value)
+
+
+def test_options_are_checked_at_once() -> None:
+    with pytest.raises(UnknownOptionError, match="no_such_option"):
+        transformers.CompileFSDP(options={"no_such_option": True})
+
+
+def test_each_outermost_module_is_compiled_once_and_resharded() -> None:
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        inner, outer = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))
+        fully_shard(outer[0], mesh=mesh)
+        model = nn.ModuleList([_shard(inner, mesh), _shard(outer, mesh)])
+        compiles = lightning.CompileFSDP(options=AOT_EAGER)
+        compile_fsdp.reset_reports()
+        for _ in range(2):
+            compiles.compile(model)
+            inner(torch.ones(2, 2))
+            outer(torch.ones(2, 2))
+            compiles.reshard(model)  # or both would begin the next round unsharded, in other graphs
+        assert [report.direction for report in compile_fsdp.reports()] == ["forward", "forward"]
+
+
+@dataclasses.dataclass
+class _Spec:
+    parallelize_fn: Any
+
+
+def _parallelize(enable: bool, components: list[str], disable_cuda_graphs: bool) -> list[str]:
+    """What torchtitan's Trainer does with a config."""
+    calls = []
+
+    def parallelize_fn(model: nn.Module, *, parallel_dims: DeviceMesh, **settings: Any) -> nn.Module:
+        calls.extend(sorted(settings))
+        return _shard(model, parallel_dims)
+
+    config = torchtitan.compiled(SimpleNamespace(model_spec=_Spec(parallelize_fn)), options=AOT_EAGER)
+    with fake_world(2):
+        config.model_spec.parallelize_fn(
+            nn.Linear(2, 2),
+            parallel_dims=init_device_mesh("cpu", (2,)),
+            training=SimpleNamespace(disable_cuda_graphs=disable_cuda_graphs),
+            compile_config=SimpleNamespace(enable=enable, components=components),
+        )
+    return calls
+
+
+def test_a_config_of_torchtitan_keeps_its_settings() -> None:
+    assert _parallelize(True, ["loss"], True) == ["compile_config", "training"]
+    assert _parallelize(False, ["model"], True) == ["compile_config", "training"]
+
+
+def test_settings_of_torchtitan_are_checked() -> None:
+    with pytest.raises(AlreadyCompiledError, match=r"compile\.components without 'model'"):
+        _parallelize(True, ["model", "loss"], True)
+    with pytest.raises(UnsupportedFeatureError, match="disable_cuda_graphs=True"):
+        _parallelize(False, [], False)
