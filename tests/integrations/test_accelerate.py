@@ -14,6 +14,7 @@ GRAPHS = ["forward", "backward", "backward"]
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("activation checkpointing", "resumed")]
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("scenario", ["aot_eager", *SLOW])
 def test_a_loop_trains_as_it_does_eagerly(scenario: str, tmp_path: Path) -> None:
     for result in run_trainer(tmp_path, PROGRAM, scenario):
@@ -23,6 +24,7 @@ def test_a_loop_trains_as_it_does_eagerly(scenario: str, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_loop_trains_with_inductor(tmp_path: Path) -> None:
     for result in run_trainer(tmp_path, PROGRAM, "inductor"):
         assert result.worst < 1e-5

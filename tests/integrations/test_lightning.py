@@ -26,6 +26,7 @@ GRAPHS = {
 }
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("program", "scenario"),
     [
@@ -41,6 +42,7 @@ def test_a_trainer_trains_as_it_does_eagerly(program: str, scenario: str, tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("program", ["fabric_loop", "lightning_trainer"])
 def test_a_trainer_trains_with_inductor(program: str, tmp_path: Path) -> None:
     for result in run_trainer(tmp_path, PROGRAMS / f"{program}.py", "inductor"):

@@ -92,7 +92,7 @@ def resume() -> Comparison:
 
 
 SCENARIOS: dict[str, Callable[[], Comparison]] = {
-    "inductor": lambda: train(options={"verify": True}),
+    "inductor": lambda: train(options={}),
     "aot_eager": train,
     "activation checkpointing": lambda: train(activation_checkpointing=True),
     "resumed": resume,
