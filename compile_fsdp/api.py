@@ -12,6 +12,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from compile_fsdp.errors import FSDP1Error, NotShardedError, ProcessGroupMissingError
 from compile_fsdp.runtime.module import install, is_traceable
+from compile_fsdp.runtime.stale_optimizers import named_parameters, note_replaced
+from compile_fsdp.torch_compat.fsdp import fsdp_state
 
 
 @overload
@@ -37,9 +39,14 @@ def fully_shard(module: nn.Module | list[nn.Module], **kwargs: Any) -> FSDPModul
             f"expected a mesh or an initialised process group to shard {_names(module)} over, found neither; "
             "call torch.distributed.init_process_group(), run under torchrun, or pass mesh="
         )
+    modules = module if isinstance(module, list) else [module]
+    before = named_parameters(modules)
     sharded = torch_fully_shard(module, **kwargs)
-    for each in module if isinstance(module, list) else [module]:
+    for each in modules:
         make_traceable(each)
+    state = fsdp_state(modules[0])
+    assert state is not None
+    note_replaced(state, before)
     return sharded
 
 

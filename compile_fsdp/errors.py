@@ -35,6 +35,18 @@ class ParameterDeviceError(CompileFSDPError):
     """Parameters are on the meta device, or on another device than the mesh."""
 
 
+class ParameterDtypeError(CompileFSDPError):
+    """Trainable parameters of one group differ in dtype, or a parameter has another dtype than in the first step."""
+
+
+class ReplacedParameterError(CompileFSDPError):
+    """A tensor that is not sharded has taken the place of a sharded parameter."""
+
+
+class RootError(CompileFSDPError):
+    """A module of the model was the root of a forward before the model itself."""
+
+
 class OutputTypeError(CompileFSDPError):
     """A sharded module returns an object whose tensors cannot be found."""
 
@@ -121,6 +133,10 @@ class PrecisionOverrideError(PlanError):
 
 class MixedFrozenWarning(UserWarning):
     """Trainable and frozen parameters are in one group."""
+
+
+class StaleOptimizerWarning(UserWarning):
+    """An optimizer holds parameters that `fully_shard` has replaced."""
 
 
 class StateError(CompileFSDPError):

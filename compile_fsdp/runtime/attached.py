@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from compile_fsdp.runtime.tracing import inline_only
+from compile_fsdp.runtime.tracing import at_run_time, inline_only
 from compile_fsdp.torch_compat.fsdp import HAS_GRAD_DTYPES, FSDPParam, FSDPParamGroup, FSDPState
 
 if TYPE_CHECKING:
@@ -41,6 +41,22 @@ def hooks_of(state: FSDPState) -> StateHooks:
 def find_hooks(state: FSDPState) -> StateHooks | None:
     """The hooks of a state, None before it was made traceable."""
     return getattr(state, "_compile_fsdp_hooks", None)
+
+
+# Parameters that `fully_shard` has replaced: the module, the name in it, and the parameter itself if somebody holds it.
+Replaced = list[tuple[nn.Module, str, "weakref.ref[nn.Parameter]"]]
+
+
+@at_run_time
+def set_replaced(state: FSDPState, replaced: Replaced) -> None:
+    """Attach what `fully_shard` has replaced in the modules of an FSDP2 state."""
+    state._compile_fsdp_replaced = replaced  # type: ignore[attr-defined]
+
+
+@at_run_time
+def replaced_of(state: FSDPState) -> Replaced:
+    """What was replaced; empty for a model that torch's own `fully_shard` has sharded."""
+    return getattr(state, "_compile_fsdp_replaced", [])
 
 
 @inline_only

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
 
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from compile_fsdp.errors import (
-    OutputTypeError,
-    ParameterDeviceError,
-    ProcessGroupMissingError,
-    UnsupportedFeatureError,
-)
+from compile_fsdp.errors import OutputTypeError, UnsupportedFeatureError
 from compile_fsdp.runtime.subclass_parameters import find_subclass, has_plain_parts, lost_parts
 from compile_fsdp.runtime.tracing import at_run_time, eval_at_trace_time_guarded
 from compile_fsdp.torch_compat.fsdp import (
@@ -21,7 +14,6 @@ from compile_fsdp.torch_compat.fsdp import (
     FSDPParam,
     FSDPParamGroup,
     FSDPState,
-    fsdp_state,
     has_spmd_types,
     param_groups,
 )
@@ -31,51 +23,17 @@ if TYPE_CHECKING:
 
 
 @at_run_time
+def class_name(module: nn.Module) -> str:
+    """The name of the user's class: torch puts FSDP in front of it."""
+    return type(module).__name__.removeprefix("FSDP")
+
+
+@at_run_time
 def describe(module: nn.Module, state: FSDPState) -> str:
     """`layers.3 (Block)`: the module's FQN, as far as its root is known, and its class."""
     fqns = [group._module_fqn for group in param_groups(state) if group._module_fqn]
-    name = type(module).__name__.removeprefix("FSDP")
+    name = class_name(module)
     return f"{fqns[0]} ({name})" if fqns else f"the root ({name})" if state._is_root else name
-
-
-@at_run_time
-def check_parameters(module: nn.Module, state: FSDPState) -> None:
-    """Check what torch's own initialisation takes for granted, for a root and all modules below.
-
-    Raises:
-        ProcessGroupMissingError: no process group is initialised.
-        ParameterDeviceError: a parameter is on meta, or not on the mesh's device.
-    """
-    if not dist.is_initialized():
-        raise ProcessGroupMissingError(
-            f"expected an initialised process group while compiling {describe(module, state)}, found none; "
-            "call torch.distributed.init_process_group() before fully_shard() and keep it until training ends"
-        )
-    expected = state._device.type
-    offloaded = _offloaded(module)
-    wrong = {
-        fqn: parameter.device.type
-        for fqn, parameter in module.named_parameters()
-        if isinstance(parameter, DTensor) and parameter.device.type != expected and id(parameter) not in offloaded
-    }
-    on_meta = [fqn for fqn, device in wrong.items() if device == "meta"]
-    if on_meta:
-        raise ParameterDeviceError(
-            f"expected parameters with data, got {on_meta} of {describe(module, state)} on the meta device; "
-            f"call model.to_empty(device={expected!r}) and initialise them, or load a state_dict, first"
-        )
-    if wrong:
-        raise ParameterDeviceError(
-            f"expected the parameters of {describe(module, state)} on {expected}, got {wrong}; "
-            f"move the model back with model.to({expected!r})"
-        )
-
-
-@at_run_time
-def _offloaded(module: nn.Module) -> set[int]:
-    states = (fsdp_state(each) for each in module.modules())
-    groups = (group for state in states if state is not None for group in param_groups(state))
-    return {id(param.sharded_param) for group in groups for param in group.fsdp_params if param.offload_to_cpu}
 
 
 @at_run_time
@@ -148,6 +106,16 @@ def _refusal(where: str, reason: str) -> str:
     return (
         f"{where} cannot be compiled with {reason}; train without it, or run the model eagerly, "
         "where it behaves as torch's own fully_shard does"
+    )
+
+
+@at_run_time
+def explain_sharded_read(where: str) -> str:
+    """What to do where a module computes with a parameter that is sharded, at which torch only says that it is."""
+    return (
+        f"{where} computes with a sharded parameter: FSDP2 gathers a parameter only while the module runs whose "
+        "fully_shard() call holds it; read it in that module's forward, or shard both modules with one call, "
+        "fully_shard([a, b])\n"
     )
 
 

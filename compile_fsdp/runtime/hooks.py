@@ -27,7 +27,9 @@ from compile_fsdp.runtime.attached import hooks_of, module_hooks_of, set_hooks, 
 from compile_fsdp.runtime.backward import await_end_of_backward, start_backward
 from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.runtime.outputs import cast_floating, find_tensors
+from compile_fsdp.runtime.parameter_checks import check_parameters
 from compile_fsdp.runtime.root import Root
+from compile_fsdp.runtime.stale_optimizers import warn_of_stale_optimizers
 from compile_fsdp.runtime.subclass_parameters import is_extended
 from compile_fsdp.runtime.tracing import (
     at_run_time,
@@ -345,7 +347,8 @@ def _enter(hooks: StateHooks) -> None:
 def _initialise(hooks: StateHooks) -> None:
     state = hooks.state
     if state._is_root is not False:
-        checks.check_parameters(hooks.module, state)
+        check_parameters(hooks.module, state)
+        warn_of_stale_optimizers(hooks.module)
     try:
         state._lazy_init()
     except (RuntimeError, ValueError) as error:

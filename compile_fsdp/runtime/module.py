@@ -14,13 +14,13 @@ from torch import nn
 
 from compile_fsdp.runtime import calls, trace_record
 from compile_fsdp.runtime.attached import find_hooks, hooks_of
-from compile_fsdp.runtime.checks import describe
+from compile_fsdp.runtime.checks import describe, explain_sharded_read
 from compile_fsdp.runtime.hooks import StateHooks, settle_hook_order, with_own_code
 from compile_fsdp.runtime.pause import pause_collection
 from compile_fsdp.runtime.reset import reset_iter_state
 from compile_fsdp.runtime.root import Replay, Root
 from compile_fsdp.runtime.tracing import at_run_time, inline_only, restore_hook_bodies_now
-from compile_fsdp.torch_compat.dynamo import Unsupported, compiles_frames
+from compile_fsdp.torch_compat.dynamo import TorchRuntimeError, Unsupported, compiles_frames
 from compile_fsdp.torch_compat.fsdp import fsdp_state, param_groups
 
 
@@ -46,7 +46,7 @@ class TraceableModule:
                 output = super().__call__(*args, **kwargs)  # type: ignore[misc]
             else:
                 output = replay.call(self, args, kwargs, super().__call__)  # type: ignore[misc, arg-type]
-        except Unsupported as error:
+        except (Unsupported, TorchRuntimeError) as error:
             _name_module(error)
             raise
         finally:
@@ -148,12 +148,13 @@ def _take_own_code(module: Any) -> None:
 
 
 @at_run_time
-def _name_module(error: Unsupported) -> None:
-    """Say in Dynamo's own error in which sharded module it stopped."""
+def _name_module(error: Exception) -> None:
+    """Say in Dynamo's own error in which sharded module it stopped, and what to do if it read a sharded parameter."""
     hooks = trace_record.abandon()
     if hooks is not None and error.args:
         where = describe(hooks.module, hooks.state)
-        error.args = (f"while compiling {where}:\n{error.args[0]}", *error.args[1:])
+        remedy = explain_sharded_read(where) if "mixed torch.Tensor and DTensor" in str(error) else ""
+        error.args = (f"while compiling {where}:\n{remedy}{error.args[0]}", *error.args[1:])
 
 
 # Every traceable module that is alive, to tell whose parameters a graph reads.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.exc import TorchRuntimeError
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Shard
 
@@ -97,6 +99,57 @@ def _on_meta() -> None:
     _compile(model)(**_batch())
 
 
+def _offloaded_on_meta() -> None:
+    with torch.device("meta"):
+        model = Stack()
+    for module in (*model.layers, model):
+        compile_fsdp.fully_shard(module, mesh=init_device_mesh("cpu", (2,)), offload_policy=CPUOffloadPolicy())
+    _compile(model)(**_batch())
+
+
+def _mixed_dtypes() -> None:
+    model = Stack()
+    model.layers[0].norm.bias.data = model.layers[0].norm.bias.data.bfloat16()
+    for module in (*model.layers, model):
+        compile_fsdp.fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    _compile(model)(**_batch())
+
+
+def _converted_after_a_step() -> None:
+    model = nn.Linear(8, 8)
+    compile_fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    with torch.no_grad():
+        _compile(model)(torch.ones(4, 8))
+    model.to(torch.float64)
+    _collectives.start()
+    model(torch.ones(4, 8, dtype=torch.float64))
+
+
+def _part_called_first() -> None:
+    model = _compile(_sharded())
+    model.layers[0](torch.ones(4, 8))
+    _collectives.start()
+    model(**_batch())
+
+
+def _replaced_parameter() -> None:
+    model = _compile(_sharded())
+    model.inp.weight = nn.Parameter(torch.ones(8, 8))
+    model(**_batch())
+
+
+class _ReadsAnother(Stack):
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(nn.functional.linear(x, self.layers[0].up.weight))
+
+
+def _reads_parameter_of_another_module() -> None:
+    model = _ReadsAnother()
+    for module in (*model.layers, model):
+        compile_fsdp.fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    _compile(model)(**_batch())
+
+
 class _Opaque:
     def __init__(self, value: torch.Tensor) -> None:
         self.value = value
@@ -177,6 +230,12 @@ CASES: list[tuple[Callable[[], None], type[Exception], str]] = [
     (_process_group_destroyed, errors.ProcessGroupMissingError, "init_process_group()"),
     (_process_group_missing, errors.ProcessGroupMissingError, "shard Linear over"),
     (_on_meta, errors.ParameterDeviceError, "layers.0.norm.weight"),
+    (_offloaded_on_meta, errors.ParameterDeviceError, "layers.0.norm.weight"),
+    (_mixed_dtypes, errors.ParameterDtypeError, "torch.float32 and {'layers.0.norm.bias': 'torch.bfloat16'}"),
+    (_converted_after_a_step, errors.ParameterDtypeError, "'weight': 'torch.float64'"),
+    (_part_called_first, errors.RootError, "forwards of layers.0 (Block) before it"),
+    (_replaced_parameter, errors.ReplacedParameterError, "['inp.weight']"),
+    (_reads_parameter_of_another_module, TorchRuntimeError, "root (_ReadsAnother) computes with a sharded parameter"),
     (_unknown_output_type, errors.OutputTypeError, "_ReturnsOpaque"),
     (_unknown_option, errors.UnknownOptionError, "innerbackend"),
     (_unknown_inner_backend, errors.UnknownOptionError, "no_such_backend"),
@@ -208,6 +267,33 @@ def test_raises(program: Callable[[], None], expected: type[Exception], message:
     for name, text, collectives in run_ranks(2, _raises, program.__name__):
         assert (name, message in text) == (expected.__name__, True), text
         assert collectives == 0
+
+
+def _optimizer_warnings(rank: int) -> list[list[str]]:
+    """What first forwards warn of, with optimizers made at several times."""
+
+    def warned(is_early: bool = True, is_updated: bool = False, with_gradients: bool = True) -> list[str]:
+        model = nn.Linear(8, 8)
+        optimizer = torch.optim.AdamW(model.parameters()) if is_early else None
+        compile_fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        if optimizer is None:
+            optimizer = torch.optim.AdamW(model.parameters())
+        elif is_updated:  # by a trainer that gets the two together
+            optimizer.param_groups[0]["params"] = list(model.parameters())
+        _compile(model)
+        with warnings.catch_warnings(record=True) as caught, torch.set_grad_enabled(with_gradients):
+            warnings.simplefilter("always")
+            for rows in (4, 3):  # a second shape, so that it is traced again
+                model(torch.ones(rows, 8))
+        return [str(each.message) for each in caught if each.category is errors.StaleOptimizerWarning]
+
+    return [warned(), warned(with_gradients=False), warned(is_updated=True), warned(is_early=False)]
+
+
+def test_an_optimizer_from_before_sharding_is_told_once() -> None:
+    for (once,), *others in run_ranks(2, _optimizer_warnings):
+        assert once.startswith("AdamW holds ['weight', 'bias'] (2 in all) as they were before fully_shard() replaced")
+        assert others == [[], [], []]
 
 
 def _backward_errors(rank: int) -> list[str]:

@@ -1,0 +1,131 @@
+"""Refuse, before any collective, parameters and roots with which torch's own initialisation cannot go on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from compile_fsdp.errors import (
+    ParameterDeviceError,
+    ParameterDtypeError,
+    ProcessGroupMissingError,
+    ReplacedParameterError,
+    RootError,
+)
+from compile_fsdp.runtime.checks import class_name, describe
+from compile_fsdp.runtime.tracing import at_run_time
+from compile_fsdp.torch_compat.fsdp import FSDPParam, FSDPState, ShardedState, fsdp_state, param_groups
+
+# What the modules hold of one parameter group, by FQN: torch's own record of a parameter, and the tensor in its place.
+_Held = Mapping[str, tuple[FSDPParam, torch.Tensor]]
+
+
+@at_run_time
+def check_parameters(module: nn.Module, state: FSDPState) -> None:
+    """Check what torch's own initialisation takes for granted, for a root and all modules below.
+
+    Raises:
+        ProcessGroupMissingError: no process group is initialised.
+        RootError: a module below has run without this root before.
+        ReplacedParameterError: a tensor that is not sharded has taken a parameter's place.
+        ParameterDeviceError: a parameter is on meta, or not on the device of the mesh or of its offload policy.
+        ParameterDtypeError: trainable parameters of a group differ in dtype, or a dtype has changed between steps.
+    """
+    where = describe(module, state)
+    if not dist.is_initialized():
+        raise ProcessGroupMissingError(
+            f"expected an initialised process group while compiling {where}, found none; "
+            "call torch.distributed.init_process_group() before fully_shard() and keep it until training ends"
+        )
+    if state._is_root is None:
+        _check_root(module, where)
+    groups = list(_held_parameters(module))
+    _check_replaced(groups, where)
+    _check_devices(module, groups, state._device.type, where)
+    for held in groups:
+        _check_dtypes(held, where, is_first=state._is_root is None)
+
+
+@at_run_time
+def _held_parameters(module: nn.Module) -> Iterator[_Held]:
+    fqns = {id(parameter): fqn for fqn, parameter in module.named_parameters()}
+    states = dict.fromkeys(state for state in map(fsdp_state, module.modules()) if state is not None)
+    for group in (group for state in states for group in param_groups(state)):
+        infos = ((param, param._module_info) for param in group.fsdp_params)
+        tensors = ((param, info.param_name, getattr(info.module, info.param_name, None)) for param, info in infos)
+        yield {fqns.get(id(each), name): (param, each) for param, name, each in tensors if each is not None}
+
+
+@at_run_time
+def _check_root(module: nn.Module, where: str) -> None:
+    below = ((fqn, each, fsdp_state(each)) for fqn, each in module.named_modules() if each is not module)
+    roots = [f"{fqn} ({class_name(each)})" for fqn, each, state in below if state is not None and state._is_root]
+    if roots:
+        raise RootError(
+            f"expected the first forward to be that of {where}, got forwards of {', '.join(roots)} before it, "
+            "each a root of its own since; shard the model anew, and call it as a whole before any of its parts"
+        )
+
+
+@at_run_time
+def _check_replaced(groups: list[_Held], where: str) -> None:
+    replaced = [
+        fqn
+        for held in groups
+        for fqn, (param, tensor) in held.items()
+        if param.sharded_state == ShardedState.SHARDED and not isinstance(tensor, DTensor)
+    ]
+    if replaced:
+        raise ReplacedParameterError(
+            f"expected sharded parameters in {where}, got tensors that are not at {replaced}, which were put there "
+            "after fully_shard(); load unsharded tensors with torch.distributed.checkpoint.state_dict."
+            "set_model_state_dict(), and replace parameters before fully_shard()"
+        )
+
+
+@at_run_time
+def _check_devices(module: nn.Module, groups: list[_Held], device: str, where: str) -> None:
+    offloaded = {id(tensor) for held in groups for param, tensor in held.values() if param.offload_to_cpu}
+    parameters = [(fqn, each) for fqn, each in module.named_parameters() if isinstance(each, DTensor)]
+    for expected, is_offloaded in (("cpu", True), (device, False)):
+        wrong = {
+            fqn: each.device.type
+            for fqn, each in parameters
+            if each.device.type != expected and (id(each) in offloaded) == is_offloaded
+        }
+        on_meta = [fqn for fqn, found in wrong.items() if found == "meta"]
+        if on_meta:
+            raise ParameterDeviceError(
+                f"expected parameters with data, got {on_meta} of {where} on the meta device; "
+                f"call model.to_empty(device={expected!r}) and initialise them, or load a state_dict, first"
+            )
+        if wrong:
+            raise ParameterDeviceError(
+                f"expected the parameters of {where} on {expected}, got {wrong}; "
+                f"move the model back with model.to({expected!r})"
+            )
+
+
+@at_run_time
+def _check_dtypes(held: _Held, where: str, *, is_first: bool) -> None:
+    dtypes = {fqn: tensor.dtype for fqn, (_, tensor) in held.items() if tensor.requires_grad}
+    if len(set(dtypes.values())) > 1:
+        common = Counter(dtypes.values()).most_common(1)[0][0]
+        others = {fqn: str(dtype) for fqn, dtype in dtypes.items() if dtype != common}
+        raise ParameterDtypeError(
+            f"expected trainable parameters of one dtype in each group of {where}, got {common} and {others}; "
+            "convert or freeze these before fully_shard(), or shard the modules that hold them by calls of their own"
+        )
+    if is_first:
+        return
+    changed = {fqn: str(tensor.dtype) for fqn, (param, tensor) in held.items() if tensor.dtype != param.orig_dtype}
+    if changed:
+        raise ParameterDtypeError(
+            f"expected the parameters of {where} in the dtypes of the first step, got {changed}; convert the model "
+            "before its first step, or compute in another dtype with fully_shard(mp_policy=MixedPrecisionPolicy(...))"
+        )

@@ -1,0 +1,65 @@
+"""Tell optimizers that were made before `fully_shard`: it replaces the parameters, and they go on with the old ones."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from compile_fsdp.errors import StaleOptimizerWarning
+from compile_fsdp.runtime.attached import Replaced, replaced_of, set_replaced
+from compile_fsdp.runtime.tracing import at_run_time
+from compile_fsdp.torch_compat.fsdp import FSDPState, fsdp_state
+
+
+@at_run_time
+def named_parameters(modules: Sequence[nn.Module]) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """The parameters of some modules, each with the module and its name in it."""
+    return [(module, name, parameter) for module in modules for name, parameter in module.named_parameters()]
+
+
+@at_run_time
+def note_replaced(state: FSDPState, before: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> None:
+    """Remember, as long as somebody else holds them, the parameters that are not in the state's modules any more."""
+    present = {id(parameter) for module in state._modules for parameter in module.parameters()}
+    replaced: Replaced = [
+        (module, name, weakref.ref(each)) for module, name, each in before if id(each) not in present
+    ]
+    set_replaced(state, replaced)
+
+
+@at_run_time
+def warn_of_stale_optimizers(model: nn.Module) -> None:
+    """Warn, once for each parameter, if an optimizer holds parameters that `fully_shard` has replaced.
+
+    Only where a backward can follow, which is when an optimizer is wanted.
+    """
+    if not torch.is_grad_enabled():
+        return
+    stale = {}
+    fqns = {id(module): fqn for fqn, module in model.named_modules()}
+    for state in dict.fromkeys(state for state in map(fsdp_state, model.modules()) if state is not None):
+        replaced = replaced_of(state)
+        for module, name, reference in replaced:
+            parameter = reference()
+            if parameter is not None:
+                stale[id(parameter)] = (parameter, ".".join(filter(None, (fqns.get(id(module)), name))))
+        replaced.clear()
+    if not stale:  # as a rule: nobody else holds them, and the objects of the process need not be searched
+        return
+    for optimizer in gc.get_objects():
+        if issubclass(type(optimizer), torch.optim.Optimizer):
+            held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+            names = [fqn for key, (_, fqn) in stale.items() if key in held]
+            if names:
+                warnings.warn(
+                    f"{type(optimizer).__name__} holds {names[:3]} ({len(names)} in all) as they were before "
+                    "fully_shard() replaced them: its steps do not change the model; make the optimizer after the "
+                    "last fully_shard() call",
+                    StaleOptimizerWarning,
+                    stacklevel=2,
+                )

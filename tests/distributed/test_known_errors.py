@@ -1,0 +1,346 @@
+"""Every text in docs/known_errors.md is what torch says, and compile_fsdp does to each what the page says."""
+
+from __future__ import annotations
+
+import copy
+import io
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import compile_fsdp
+from compile_fsdp import errors
+from helpers.pages.code_blocks import DOCS
+from helpers.ranks.meshes import shared_mesh
+from helpers.ranks.pools import run_ranks
+from helpers.releases.skip import skip_before
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(8, 8)
+        self.layers = nn.ModuleList([nn.Linear(8, 8)])
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.embedding(x)
+
+    def forward(self, x: torch.Tensor, name: str = "") -> torch.Tensor:
+        x = self.encode(x)
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.mean() * len(name + "1")
+
+
+class _ReadsAnother(Model):
+    def forward(self, x: torch.Tensor, name: str = "") -> torch.Tensor:
+        return super().forward(x) + nn.functional.linear(x, self.layers[0].weight).mean()
+
+
+class _GivesWeight(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), self.weight
+
+
+class _UsesGiven(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([_GivesWeight(8, 8)])
+
+    def forward(self, x: torch.Tensor, name: str = "") -> torch.Tensor:
+        x, weight = self.layers[0](x)
+        return (x @ weight.t()).mean()
+
+
+class _Checkpointed(Model):
+    def forward(self, x: torch.Tensor, name: str = "") -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, self.encode(x), use_reentrant=True)
+        return x.mean()
+
+
+class Way:
+    """How a program shards and compiles: by compile_fsdp, or by torch alone, where `backend` says how to compile."""
+
+    def __init__(self, ours: bool, backend: str | None = None) -> None:
+        self.fully_shard = compile_fsdp.fully_shard if ours else torch_fully_shard
+        self.backend = "compile_fsdp" if ours else backend
+        self.options = {"inner_backend": "aot_eager"} if ours else None
+
+    def build(self, make: Callable[[], nn.Module] = Model, compiled: bool = True, **arguments: Any) -> Any:
+        return self.finish(make(), compiled, **arguments)
+
+    def finish(self, model: nn.Module, compiled: bool = True, **arguments: Any) -> Any:
+        mesh = init_device_mesh("cpu", (2,))
+        for module in (*model.layers, model):
+            self.fully_shard(module, mesh=mesh, **arguments)
+        if compiled and self.backend is not None:
+            model.compile(backend=self.backend, fullgraph=True, options=self.options)
+        return model
+
+
+X = torch.ones(4, 8)
+
+
+def _step(way: Way) -> None:
+    way.build()(X)
+
+
+def _method(way: Way) -> None:
+    way.build().encode(X)
+
+
+def _reads_another(way: Way) -> None:
+    way.build(_ReadsAnother)(X)
+
+
+def _uses_freed_weight(way: Way) -> None:
+    way.build(_UsesGiven)(X).backward()
+
+
+def _replaces_parameter(way: Way) -> None:
+    model = way.build()
+    model.embedding.weight = nn.Parameter(torch.ones(8, 8))
+    model(X)
+
+
+def _assigns_unsharded(way: Way) -> None:
+    way.build().load_state_dict(Model().state_dict(), assign=True)
+
+
+def _child_first(way: Way) -> None:
+    model = way.build()
+    model.layers[0](X)
+    model(X)
+
+
+def _on_meta(way: Way) -> None:
+    with torch.device("meta"):
+        model = Model()
+    way.finish(model)(X)
+
+
+def _mixed_dtypes(way: Way) -> None:
+    model = Model()
+    model.layers[0].bias.data = model.layers[0].bias.data.bfloat16()
+    way.finish(model)(X)
+
+
+def _tied(way: Way) -> None:
+    model = Model()
+    model.layers[0].weight = model.embedding.weight
+    way.finish(model)(X)
+
+
+def _shards_list(way: Way) -> None:
+    way.fully_shard(Model().layers, mesh=init_device_mesh("cpu", (2,)))
+
+
+def _copies(way: Way) -> None:
+    copy.deepcopy(way.build())
+
+
+def _pickles(way: Way) -> None:
+    torch.save(way.build(), io.BytesIO())
+
+
+def _no_sync(way: Way) -> None:
+    with way.build().no_sync():
+        pass
+
+
+def _loads_unsharded(way: Way) -> None:
+    way.build().load_state_dict(Model().state_dict())
+
+
+def _loads_wrapped(way: Way) -> None:
+    wrapped = torch.compile(way.build(compiled=False), backend="eager")
+    way.build().load_state_dict(wrapped.state_dict())
+
+
+def _compiles_in_place(way: Way) -> None:
+    way.build().load_state_dict(way.build().state_dict())
+
+
+def _clips_both(way: Way) -> None:
+    model = way.build(compiled=False)
+    other = nn.Linear(8, 8)
+    (model(X) + other(X).mean()).backward()
+    nn.utils.clip_grad_norm_([*model.parameters(), *other.parameters()], 1.0)
+
+
+def _clips_meshes(way: Way) -> None:
+    model = way.build(compiled=False)
+    other = nn.Linear(8, 8)
+    way.fully_shard(other, mesh=shared_mesh("cpu", (1, 2), ("replicate", "shard")))
+    (model(X) + other(X).mean()).backward()
+    nn.utils.clip_grad_norm_([*model.parameters(), *other.parameters()], 1.0)
+
+
+def _input_not_cast(way: Way) -> None:
+    way.build(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False))(X)
+
+
+def _converts_later(way: Way) -> None:
+    model = way.build()
+    with torch.no_grad():
+        model(X)
+    model.to(torch.bfloat16)
+    model(X.bfloat16())
+
+
+def _backward_twice(way: Way) -> None:
+    loss = way.build()(X)
+    loss.backward()
+    loss.backward()
+
+
+def _infers_first(way: Way) -> None:
+    model = way.build()
+    with torch.inference_mode():
+        model(X)
+    model(X)
+
+
+def _inference_input(way: Way) -> None:
+    with torch.inference_mode():
+        x = torch.ones(4, 8)
+    way.build()(x)
+
+
+def _recompiles(way: Way) -> None:
+    model = way.build()
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for name in ("a", "ab"):
+            model(X, name)
+
+
+def _checkpoints(way: Way) -> None:
+    way.build(_Checkpointed)(X).backward()
+
+
+SAME = "same"
+NOTHING = None
+
+# By the text: what makes torch say it, and what compile_fsdp makes of that: the same, an error of its own, or nothing.
+KNOWN: dict[str, tuple[Callable[[Way], None], str | type[Exception] | None]] = {
+    "got mixed torch.Tensor and DTensor": (_method, SAME),
+    "setStorage": (_uses_freed_weight, SAME),
+    "'Parameter' object": (_replaces_parameter, errors.ReplacedParameterError),
+    "FSDP state has already": (_child_first, errors.RootError),
+    "FSDP parameters should": (_on_meta, errors.ParameterDeviceError),
+    "FSDP expects uniform": (_mixed_dtypes, errors.ParameterDtypeError),
+    "Parameter '...' is shared": (_tied, SAME),
+    "fully_shard does not support": (_shards_list, SAME),
+    "FSDP does not support deepcopy": (_copies, SAME),
+    "Can't pickle": (_pickles, SAME),
+    "object has no attribute 'no_sync'": (_no_sync, SAME),
+    "aten.copy_.default": (_loads_unsharded, SAME),
+    "Unexpected key(s)": (_loads_wrapped, SAME),
+    "aten._foreach_norm.Scalar": (_clips_both, SAME),
+    "All operands in aten.stack": (_clips_meshes, SAME),
+    "mat1 and mat2": (_input_not_cast, SAME),
+    "Expected out tensor": (_converts_later, errors.ParameterDtypeError),
+    "Trying to backward": (_backward_twice, errors.SecondBackwardError),
+    "Inplace update to inference tensor": (_infers_first, NOTHING),
+    "Inference tensors cannot be saved": (_inference_input, SAME),
+    "Attempted to call function marked as skipped": (_step, NOTHING),
+    "Hard failure": (_recompiles, SAME),
+}
+
+# What torch says only when it compiles; and what no CPU can be made to say in a short test.
+COMPILED = {"Attempted to call function marked as skipped", "Hard failure"}
+NOT_MADE = {"Watchdog caught", "Recomputed values"}
+
+# What else the page says of compile_fsdp, and whether that is an error.
+CLAIMS: dict[str, tuple[Callable[[Way], None], str | None]] = {
+    "a parameter of another module": (_reads_another, "while compiling the root (_ReadsAnother):\nthe root"),
+    "assign=True": (_assigns_unsharded, "'Parameter' object has no attribute '_local_tensor'"),
+    "no names with _orig_mod": (_compiles_in_place, None),
+    "reentrant checkpoints": (_checkpoints, None),
+}
+
+PAGE = (DOCS / "known_errors.md").read_text()
+ENTRIES = {
+    heading: text.partition("\n## ")[0]
+    for heading, text in zip(*[iter(re.split(r"^### `(.+)`$", PAGE, flags=re.MULTILINE)[1:])] * 2, strict=True)
+}
+
+
+def _said(program: Callable[[Way], None], way: Way) -> tuple[str, str]:
+    """Type and text of the error, both empty if there is none."""
+    torch._dynamo.reset()
+    try:
+        program(way)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def _say_all(rank: int) -> tuple[dict[str, tuple[str, str]], dict[str, tuple[str, str]], dict[str, tuple[str, str]]]:
+    """What torch says, and what compile_fsdp says, to all known errors; and to the other claims."""
+    torchs, ours = {}, {}
+    for start, (program, outcome) in KNOWN.items():
+        if outcome != SAME:
+            torchs[start] = _said(program, Way(ours=False, backend="eager" if start in COMPILED else None))
+        ours[start] = _said(program, Way(ours=True))
+    return torchs, ours, {claim: _said(program, Way(ours=True)) for claim, (program, _) in CLAIMS.items()}
+
+
+def _matches(heading: str, text: str) -> bool:
+    return re.search(".*".join(map(re.escape, heading.split("..."))), text, flags=re.DOTALL) is not None
+
+
+def _heading(start: str) -> str:
+    [heading] = [each for each in ENTRIES if each.startswith(start)]
+    return heading
+
+
+def test_every_entry_is_made_or_said_not_to_be() -> None:
+    assert sorted(map(_heading, {*KNOWN, *NOT_MADE})) == sorted(ENTRIES)
+
+
+@pytest.mark.parametrize("heading", ENTRIES)
+def test_an_entry_says_what_to_do_and_where_it_was_reported(heading: str) -> None:
+    text = ENTRIES[heading]
+    assert "**With compile_fsdp.** " in text
+    assert re.search(r"\[[\w-]+#\d+\]\(https://github\.com/[\w-]+/[\w-]+/(issues|pull)/\d+\)", text)
+
+
+@pytest.mark.parametrize("start", KNOWN)
+def test_an_entry_says_what_becomes_of_it(start: str) -> None:
+    outcome, text = KNOWN[start][1], ENTRIES[_heading(start)].partition("**With compile_fsdp.** ")[2]
+    if isinstance(outcome, type):
+        assert text.startswith(f"[`{outcome.__name__}`](errors.md#{outcome.__name__.lower()})")
+    else:
+        assert text.startswith("Does not come up") == (outcome is NOTHING)
+
+
+def test_errors_page_lists_every_text() -> None:
+    row = re.compile(r"^\| `(.+)` \| \[.+\]\(known_errors\.md#[\w-]+\) \|$", flags=re.MULTILINE)
+    listed = row.findall((DOCS / "errors.md").read_text())
+    assert listed == list(ENTRIES)
+
+
+def test_texts_are_torchs_and_outcomes_are_ours() -> None:
+    skip_before("2.13")  # whose words the page has
+    for torchs, ours, claims in run_ranks(2, _say_all):
+        for start, (_, outcome) in KNOWN.items():
+            kind, text = ours[start]
+            expected = outcome.__name__ if isinstance(outcome, type) else ""
+            if outcome == SAME:
+                assert _matches(_heading(start), text), (start, kind, text)
+            else:
+                assert _matches(_heading(start), torchs[start][1]), (start, torchs[start])
+                assert kind == expected, (start, kind, text)
+        for claim, (_, expected_text) in CLAIMS.items():
+            kind, text = claims[claim]
+            assert (kind == "") if expected_text is None else (expected_text in text), (claim, kind, text)
