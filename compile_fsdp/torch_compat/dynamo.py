@@ -36,9 +36,8 @@ def passing_dynamo(error: Exception) -> Exception:
     return passing
 
 
-# What Dynamo cannot trace, what fails while it does, and what it will not compile once more. (2.13.0)
+# What Dynamo cannot trace, and what it will not compile once more. (2.13.0)
 Unsupported = exc.Unsupported
-TorchRuntimeError = exc.TorchRuntimeError
 FailOnRecompileLimitHit = exc.FailOnRecompileLimitHit
 
 # The base of all that Dynamo raises, an op's own error in a trace, and what torch.compile(module) returns. (2.13.0)
