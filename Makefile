@@ -84,6 +84,7 @@ bench: setup
 	$(BIN)/python benchmarks/pass_scaling.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/drift.py
+	$(BIN)/python benchmarks/plan_published.py
 	$(BIN)/python benchmarks/passes.py
 	PYTHONPATH=$(TORCHTITAN) $(BIN)/python benchmarks/steps.py
 	PYTHONPATH=$(TORCHTITAN) $(BIN)/python benchmarks/first_step.py --layers 8 32 \

@@ -25,6 +25,16 @@ needs_attributes(OpOverload, "_schema")
 # The copy-in of a reduction, which pads each tensor's rows to a multiple of the ranks. (2.13.0)
 chunk_cat = torch.ops.aten._chunk_cat
 
+# What `scaled_dot_product_attention` becomes, by device and by what it can use there. (2.13.0)
+attention_ops = frozenset(
+    {
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+)
+
 # Makes tensors without data, on any device. (2.13.0)
 FakeTensorMode = fake_tensor.FakeTensorMode
 

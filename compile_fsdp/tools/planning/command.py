@@ -6,6 +6,7 @@ import argparse
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from compile_fsdp.errors import EstimateError, PlanError
 from compile_fsdp.passes import COSTS
+from compile_fsdp.tools.planning.checkpointing import Checkpointing, Saved
 from compile_fsdp.tools.planning.configs import PRESETS, build_model, read_config, token_batch
 from compile_fsdp.tools.planning.estimates import Estimate, Optimizer, estimate
 from compile_fsdp.tools.planning.schedule import Backend
@@ -46,6 +48,13 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     running.add_argument(
         "--world", type=_numbers, default=(8, 64, 512, 4096), metavar="N,N", help="ranks (default 8,64,512,4096)"
     )
+    running.add_argument(
+        "--tp",
+        type=int,
+        default=1,
+        metavar="T",
+        help="tensor and sequence parallelism over T ranks, for each of which --world counts one (default 1)",
+    )
     running.add_argument("--batch-size", type=int, default=1, metavar="B", help="sequences per rank (default 1)")
     running.add_argument("--seq-len", type=int, default=4096, metavar="S", help="tokens each (default 4096)")
     running.add_argument(
@@ -61,7 +70,23 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
         "--reduce-dtype", choices=DTYPES, default="float32", help="of reduced gradients (default float32)"
     )
     running.add_argument("--keep-unsharded", action="store_true", help="reshard_after_forward=False")
-    running.add_argument("--checkpoint-layers", action="store_true", help="activation checkpointing of each layer")
+    running.add_argument(
+        "--checkpoint",
+        type=_checkpointing,
+        metavar="HOW",
+        help="activation checkpointing of layers: full, selective (saves attention and every second matrix product), "
+        "matmuls (saves attention and all matrix products), or a number n (each n-th layer in full)",
+    )
+    running.add_argument(
+        "--checkpoint-layers",
+        dest="checkpoint",
+        action="store_const",
+        const=Checkpointing(),
+        help="the same as --checkpoint full",
+    )
+    running.add_argument(
+        "--compile-layers", action="store_true", help="each layer compiled: saves only what its backward reads"
+    )
     running.add_argument(
         "--forward-prefetch", type=int, default=0, metavar="K", help="groups gathered ahead (default 0)"
     )
@@ -98,6 +123,15 @@ def _numbers(text: str) -> tuple[int, ...]:
         return tuple(int(each) for each in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected numbers with commas between them, got {text!r}") from None
+
+
+def _checkpointing(text: str) -> Checkpointing:
+    try:
+        return Checkpointing.parse(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected {', '.join(each.value for each in Saved)} or a number of layers, got {text!r}"
+        ) from None
 
 
 def _size(text: str) -> int:
@@ -151,7 +185,8 @@ def _plan_from(args: argparse.Namespace) -> Plan:
     }
     if args.keep_unsharded:
         kwargs["reshard_after_forward"] = False
-    return plan(build_model(config, args.checkpoint_layers), fix_shared=True, **kwargs)
+    checkpointing = args.checkpoint and replace(args.checkpoint, compiled=args.compile_layers)
+    return plan(build_model(config, checkpointing, args.tp), fix_shared=True, **kwargs)
 
 
 @contextmanager
@@ -167,6 +202,21 @@ def _naming_faults(args: argparse.Namespace) -> Iterator[None]:
             f"expected a model that runs on {args.batch_size} x {args.seq_len} fake tokens, got "
             f"{type(error).__name__}: {message}; try a smaller size"
         ) from error
+
+
+def _check_parallelism(args: argparse.Namespace) -> None:
+    # Lengths of 1/4, 2/4 and 3/4 are traced, too.
+    if args.tp < 1 or (args.tp > 1 and args.seq_len % (4 * args.tp)):
+        raise EstimateError(
+            f"expected a length that 4 times the degree of tensor parallelism divides, got --seq-len {args.seq_len} "
+            f"--tp {args.tp}; correct the options"
+        )
+    is_selective = args.checkpoint is not None and args.checkpoint.saved is not Saved.NOTHING
+    if (args.tp > 1 or is_selective) and (args.memory_budget is not None or args.network is not None):
+        raise EstimateError(
+            "expected neither --tp nor a --checkpoint that saves outputs with --memory-budget and --network, which do "
+            "not know them; ask for one of the two"
+        )
 
 
 def _scale(step: CompiledStep, found: Estimate, args: argparse.Namespace) -> dict[int, dict[str, Scaled]]:
@@ -205,6 +255,12 @@ def run(args: argparse.Namespace) -> None:
         raise EstimateError(
             f"expected at least 2 ranks and 1 token, got --world {','.join(map(str, args.world))} --batch-size "
             f"{args.batch_size} --seq-len {args.seq_len}; correct the options"
+        )
+    _check_parallelism(args)
+    if args.compile_layers and args.checkpoint is None:
+        raise EstimateError(
+            "expected --checkpoint with --compile-layers, got none: what the partitioner chooses without it is not "
+            "modelled; add --checkpoint selective, or use --memory-budget"
         )
     require_extras()
     from rich.console import Console

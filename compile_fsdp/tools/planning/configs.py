@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from compile_fsdp.errors import EstimateError
+from compile_fsdp.tools.planning.checkpointing import Checkpointing
+from compile_fsdp.tools.planning.tensor_parallel import divide_config, install_collectives
 
 # Shapes after Grattafiori et al., The Llama 3 Herd of Models (arXiv:2407.21783), table 3.
 _LLAMA: dict[str, Any] = {
@@ -45,7 +47,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def build_model(config: dict[str, Any], checkpointed: bool = False) -> nn.Module:
+def build_model(config: dict[str, Any], checkpointing: Checkpointing | None = None, tp: int = 1) -> nn.Module:
     """A causal language model with float32 parameters on the meta device, in training mode.
 
     [Note: Attention without a mask]
@@ -54,7 +56,8 @@ def build_model(config: dict[str, Any], checkpointed: bool = False) -> nn.Module
 
     Args:
         config: Entries of the model's config.json.
-        checkpointed: Whether the backward recomputes the activations of the layers.
+        checkpointing: How the backward recomputes the activations of the layers; None for not at all.
+        tp: Degree of tensor parallelism, of which the model is one rank's part; 1 for the whole model.
     Raises:
         EstimateError: transformers does not know the architecture, or cannot build it from this configuration.
     """
@@ -65,25 +68,32 @@ def build_model(config: dict[str, Any], checkpointed: bool = False) -> nn.Module
     try:
         parsed = AutoConfig.for_model(**config)
         parsed.use_cache = False
+        if tp > 1:
+            divide_config(parsed, tp)
         with torch.device("meta"):
             from_config: Callable[..., Any] = AutoModelForCausalLM.from_config
-            model = from_config(parsed, dtype=torch.float32, attn_implementation="sdpa_without_mask")
-        if checkpointed:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model: nn.Module = from_config(parsed, dtype=torch.float32, attn_implementation="sdpa_without_mask")
+        model.train()
+        if tp > 1:
+            install_collectives(model, tp)
+        if checkpointing is not None:
+            checkpointing.apply(model, token_batch(1, 8 * tp))
+    except EstimateError:
+        raise
     except Exception as error:  # a model's code may raise anything for a wrong configuration
         message = str(error).partition("\n")[0]
         raise EstimateError(
             f"expected the configuration of a causal language model that transformers knows, got model_type "
             f"{config['model_type']!r}: {message}; correct the configuration"
         ) from error
-    result: nn.Module = model.train()
-    return result
+    return model
 
 
 def token_batch(batch: int, seq_len: int) -> dict[str, Tensor]:
     """Arguments of a causal language model: (batch, seq_len) int64 tokens, which are also the labels."""
     tokens = torch.empty(batch, seq_len, dtype=torch.int64, device="meta")
-    return {"input_ids": tokens, "labels": tokens}
+    positions = torch.empty(1, seq_len, dtype=torch.int64, device="meta")
+    return {"input_ids": tokens, "labels": tokens, "position_ids": positions}
 
 
 def _attend_without_mask(

@@ -48,6 +48,8 @@ class Estimate:
         activations: Tensors that the forward saves for the backward.
         unsharded: Peak of unsharded parameters and all-gather buffers.
         peak: Peak of all memory, including what the step allocates for a while.
+        reserved: Sum of the peaks of the streams of a GPU, which do not share memory: what the process keeps at least,
+            without the optimizer's step and without fragments.
         all_gathers: Number of all-gathers.
         reduce_scatters: Number of reduce-scatters.
         gathered: Bytes that a rank receives from other ranks in all-gathers.
@@ -62,6 +64,7 @@ class Estimate:
     activations: sympy.Expr
     unsharded: sympy.Expr
     peak: sympy.Expr
+    reserved: sympy.Expr
     all_gathers: sympy.Expr
     reduce_scatters: sympy.Expr
     gathered: sympy.Expr
@@ -141,11 +144,17 @@ def estimate(
 
     unsharded: list[Amount] = []
     peaks: list[Amount] = []
+    computing: list[Amount] = []
+    gathered: list[Amount] = []
+    reduced: list[Amount] = []
     activations = next(alive for mark, alive in events if mark is not None and mark.point is Point.FORWARD_END)
     for mark, alive in events:
-        for level in [schedule.level] if mark is None else schedule.advance(mark):
-            peaks.append(persistent + level + alive)
-        unsharded.append(schedule.unsharded)
+        for held in [schedule.held] if mark is None else schedule.advance(mark):
+            peaks.append(persistent + held.total + alive)
+            computing.append(persistent + held.computing + alive)
+            gathered.append(held.gathered)
+            reduced.append(held.reduced)
+        unsharded.append(schedule.held.gathered + schedule.held.unsharded)
     return Estimate(
         parameters=parameters.expression(),
         gradients=updated.expression(),
@@ -155,6 +164,7 @@ def estimate(
         activations=activations.expression(),
         unsharded=maximum(unsharded),
         peak=maximum(peaks),
+        reserved=maximum(computing) + maximum(gathered) + maximum(reduced),
         all_gathers=sympy.Integer(len(schedule.gathers)),
         reduce_scatters=sympy.Integer(len(schedule.reductions)),
         gathered=(N - 1) * total(schedule.gathers).expression(),

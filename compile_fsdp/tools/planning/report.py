@@ -39,7 +39,7 @@ def print_estimate(estimate: Estimate, worlds: Sequence[int], batch: int, seq_le
     """Print the formulas of an estimate, then their values for each number of ranks."""
     console.print("Bytes per rank and step, for N ranks and B sequences of S tokens on each:")
     for name, formula in estimate.formulas().items():
-        if name != "peak":
+        if name not in ("peak", "reserved"):
             console.print(f"  {name} = {formula}")
     for term, where in largest_terms(estimate.peak, worlds, batch, seq_len).items():
         console.print(f"  peak (N = {', '.join(map(str, where))}) = {term}")

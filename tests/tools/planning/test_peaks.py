@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,74 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
-from compile_fsdp.tools.bench import measure
 from compile_fsdp.tools.planning import Backend, Estimate, Optimizer, estimate
 from compile_fsdp.tools.train.config import ModelConfig
 from compile_fsdp.tools.train.model import Transformer
-from compile_fsdp.wrap import Plan, apply, plan
+from compile_fsdp.wrap import plan
 from helpers.ranks.fake_world import fake_world
-from helpers.ranks.pools import device_type, run_ranks
-
-
-def peak_bytes(
-    make_plan: Callable[[], Plan],
-    batch: Callable[[], dict[str, Any]],
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
-    forward_prefetch: int = 0,
-    backward_prefetch: int = 1,
-) -> int:
-    """Shard a model that is on the meta device, materialise it, and train it: the most bytes at one time.
-
-    Memory of the first step's gradients is free again in the second, which has the optimizer's state beside its own.
-    """
-
-    def train() -> None:
-        model = apply(make_plan())
-        model.to_empty(device=device_type())
-        for tensor in (*model.parameters(), *model.buffers()):
-            nn.init.zeros_(tensor)
-        _set_prefetch(model, forward_prefetch, backward_prefetch)
-        optimizer = make_optimizer(model)
-        inputs = batch()
-        for _ in range(2):
-            output = model(**inputs)
-            loss = getattr(output, "loss", output)
-            del output
-            loss.backward()
-            del loss
-            optimizer.step()
-            optimizer.zero_grad()
-
-    gc.collect()  # Or what an earlier model leaves would be freed, and reported, in between.
-    if device_type() != "cpu":
-        return measure.peak_bytes(train, torch.device(device_type()))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        train()
-        # gloo's threads report what they free some time after a collective is over.
-        dist.barrier()
-        time.sleep(0.05)
-    level = peak = 0
-    assert profile.profiler is not None and profile.profiler.kineto_results is not None
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            level += event.nbytes()
-            peak = max(peak, level)
-    return peak
-
-
-def _set_prefetch(model: nn.Module, forward: int, backward: int) -> None:
-    sharded = [each for each in model.modules() if isinstance(each, FSDPModule)]
-    for index, each in enumerate(sharded):
-        if forward:
-            each.set_modules_to_forward_prefetch(sharded[index + 1 : index + 1 + forward])
-    # In the order in which the forwards end, the root's is the last.
-    ended = [*sharded[1:], sharded[0]]
-    for index, each in enumerate(ended):
-        if backward > 1:
-            each.set_modules_to_backward_prefetch(ended[max(0, index - backward) : index][::-1])
+from helpers.ranks.peaks import adamw, peak_bytes
+from helpers.ranks.pools import run_ranks
 
 
 class UnevenBlock(nn.Module):
@@ -117,10 +57,6 @@ def rows(batch: int, seq_len: int) -> dict[str, Any]:
 
 def transformer() -> nn.Module:
     return Transformer(ModelConfig(dim=256, layers=3, heads=4, hidden=704), seq_len=128)
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), foreach=False)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
