@@ -1,6 +1,6 @@
 """Draw a step before and after the passes, as `compile_fsdp.explain` has it: the picture that README opens with.
 
-    python benchmarks/draw_step.py docs/images/step.svg
+    python benchmarks/draw_step.py docs/images/step.png
 
 A model of four blocks on one of eight ranks; times and bytes are estimates, see docs/explain.md.
 """
@@ -52,8 +52,8 @@ def figures(disabled: frozenset[str]) -> dict[str, Any]:
 
 
 def draw(path: str) -> None:
-    matplotlib.use("svg")
-    matplotlib.rcParams.update({"svg.hashsalt": "compile_fsdp", "font.size": 9})
+    matplotlib.use("agg")
+    matplotlib.rcParams.update({"font.size": 9})
     import matplotlib.pyplot as plt
 
     names = frozenset(each.__name__ for each in PASSES)
@@ -91,7 +91,7 @@ def draw(path: str) -> None:
     axes[-1].set_xlim(0, end * 1.01)
     axes[-1].set_xlabel("ms; forward, then backward")
     figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
+    figure.savefig(path, dpi=130)
 
 
 if __name__ == "__main__":
