@@ -66,12 +66,14 @@ def fake_world(size: int) -> Iterator[None]:
     ours["MASTER_ADDR"] = "127.0.0.1"
     before = {name: os.environ.get(name) for name in ours}
     os.environ.update(ours)
-    init_fake_process_group(size)
     try:
-        yield
+        init_fake_process_group(size)
+        try:
+            yield
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)

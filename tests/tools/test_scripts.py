@@ -40,6 +40,19 @@ def test_a_world_has_ranks() -> None:
         pass
 
 
+def test_where_a_world_cannot_be_made_everything_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match="twice"), fake_world(2):
+            pass
+        assert dist.get_backend() == "gloo"
+        assert os.environ.keys().isdisjoint({"RANK", "WORLD_SIZE", "MASTER_ADDR"})
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_script_may_raise_its_own_errors(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text("raise ZeroDivisionError('mine')")

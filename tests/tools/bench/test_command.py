@@ -65,7 +65,10 @@ def test_modes_take_turns_on_two_ranks(modes: list[str], tmp_path: Path) -> None
         (["--model", __file__], "expected a config.json of transformers"),
     ],
 )
-def test_bad_options_are_one_line(options: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options_are_one_line(
+    options: list[str], expected: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchtitan", None)  # as where it is not installed
     assert main(["bench", *options]) == 2
     error = capsys.readouterr().err
     assert expected in error and error.count("\n") == 1
@@ -85,6 +88,10 @@ def test_what_a_checkout_of_torchtitan_lacks_is_named(
     file = tmp_path.joinpath(*SIMPLE_FSDP.split(".")).with_suffix(".py")
     file.parent.mkdir(parents=True)
     file.write_text("import what_torchtitan_needs\n")
+    for folder in (each for each in file.parents if each.is_relative_to(tmp_path / "torchtitan")):
+        (folder / "__init__.py").touch()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchtitan"]:
+        monkeypatch.delitem(sys.modules, name)  # of the installed one
     monkeypatch.syspath_prepend(tmp_path)
     assert main(["bench", "--modes", "eager,simple"]) == 2
     assert "compile-fsdp bench needs what_torchtitan_needs" in capsys.readouterr().err
