@@ -36,7 +36,7 @@ class ParameterDeviceError(CompileFSDPError):
 
 
 class ParameterDtypeError(CompileFSDPError):
-    """Trainable parameters of one group differ in dtype, or a parameter has another dtype than in the first step."""
+    """Trainable parameters of one group differ in dtype."""
 
 
 class ReplacedParameterError(CompileFSDPError):

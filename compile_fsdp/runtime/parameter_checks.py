@@ -34,7 +34,7 @@ def check_parameters(module: nn.Module, state: FSDPState) -> None:
         RootError: a module below has run without this root before.
         ReplacedParameterError: a tensor that is not sharded has taken a parameter's place.
         ParameterDeviceError: a parameter is on meta, or not on the device of the mesh or of its offload policy.
-        ParameterDtypeError: trainable parameters of a group differ in dtype, or a dtype has changed between steps.
+        ParameterDtypeError: trainable parameters of a group differ in dtype.
     """
     where = describe(module, state)
     if not dist.is_initialized():
@@ -48,7 +48,7 @@ def check_parameters(module: nn.Module, state: FSDPState) -> None:
     _check_replaced(groups, where)
     _check_devices(module, groups, state._device.type, where)
     for held in groups:
-        _check_dtypes(held, where, is_first=state._is_root is None)
+        _check_dtypes(held, where)
 
 
 @at_run_time
@@ -112,7 +112,7 @@ def _check_devices(module: nn.Module, groups: list[_Held], device: str, where: s
 
 
 @at_run_time
-def _check_dtypes(held: _Held, where: str, *, is_first: bool) -> None:
+def _check_dtypes(held: _Held, where: str) -> None:
     dtypes = {fqn: tensor.dtype for fqn, (_, tensor) in held.items() if tensor.requires_grad}
     if len(set(dtypes.values())) > 1:
         common = Counter(dtypes.values()).most_common(1)[0][0]
@@ -120,12 +120,4 @@ def _check_dtypes(held: _Held, where: str, *, is_first: bool) -> None:
         raise ParameterDtypeError(
             f"expected trainable parameters of one dtype in each group of {where}, got {common} and {others}; "
             "convert or freeze these before fully_shard(), or shard the modules that hold them by calls of their own"
-        )
-    if is_first:
-        return
-    changed = {fqn: str(tensor.dtype) for fqn, (param, tensor) in held.items() if tensor.dtype != param.orig_dtype}
-    if changed:
-        raise ParameterDtypeError(
-            f"expected the parameters of {where} in the dtypes of the first step, got {changed}; convert the model "
-            "before its first step, or compute in another dtype with fully_shard(mp_policy=MixedPrecisionPolicy(...))"
         )

@@ -115,16 +115,6 @@ def _mixed_dtypes() -> None:
     _compile(model)(**_batch())
 
 
-def _converted_after_a_step() -> None:
-    model = nn.Linear(8, 8)
-    compile_fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    with torch.no_grad():
-        _compile(model)(torch.ones(4, 8))
-    model.to(torch.float64)
-    _collectives.start()
-    model(torch.ones(4, 8, dtype=torch.float64))
-
-
 def _part_called_first() -> None:
     model = _compile(_sharded())
     model.layers[0](torch.ones(4, 8))
@@ -232,7 +222,6 @@ CASES: list[tuple[Callable[[], None], type[Exception], str]] = [
     (_on_meta, errors.ParameterDeviceError, "layers.0.norm.weight"),
     (_offloaded_on_meta, errors.ParameterDeviceError, "layers.0.norm.weight"),
     (_mixed_dtypes, errors.ParameterDtypeError, "torch.float32 and {'layers.0.norm.bias': 'torch.bfloat16'}"),
-    (_converted_after_a_step, errors.ParameterDtypeError, "'weight': 'torch.float64'"),
     (_part_called_first, errors.RootError, "forwards of layers.0 (Block) before it"),
     (_replaced_parameter, errors.ReplacedParameterError, "['inp.weight']"),
     (_reads_parameter_of_another_module, TorchRuntimeError, "root (_ReadsAnother) computes with a sharded parameter"),

@@ -189,14 +189,6 @@ def _input_not_cast(way: Way) -> None:
     way.build(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False))(X)
 
 
-def _converts_later(way: Way) -> None:
-    model = way.build()
-    with torch.no_grad():
-        model(X)
-    model.to(torch.bfloat16)
-    model(X.bfloat16())
-
-
 def _backward_twice(way: Way) -> None:
     loss = way.build()(X)
     loss.backward()
@@ -248,7 +240,6 @@ KNOWN: dict[str, tuple[Callable[[Way], None], str | type[Exception] | None]] = {
     "aten._foreach_norm.Scalar": (_clips_both, SAME),
     "All operands in aten.stack": (_clips_meshes, SAME),
     "mat1 and mat2": (_input_not_cast, SAME),
-    "Expected out tensor": (_converts_later, errors.ParameterDtypeError),
     "Trying to backward": (_backward_twice, errors.SecondBackwardError),
     "Inplace update to inference tensor": (_infers_first, NOTHING),
     "Inference tensors cannot be saved": (_inference_input, SAME),
