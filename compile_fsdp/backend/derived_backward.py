@@ -67,9 +67,9 @@ class Partitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         partition = self.chosen or min_cut_partition
         forward, backward = partition(gm, joint_inputs, **kwargs)
-        offload_saved(forward.graph, backward.graph, kwargs["num_fwd_outputs"])
-        forward.recompile()
-        backward.recompile()
+        if offload_saved(forward.graph, backward.graph, kwargs["num_fwd_outputs"]):
+            forward.recompile()
+            backward.recompile()
         set_tracer(backward, GraphTracer)
         return forward, backward
 

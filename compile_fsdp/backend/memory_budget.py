@@ -141,6 +141,5 @@ def _with_collectives_of(agreed: BudgetDecision, own: BudgetDecision) -> BudgetD
 
 def _parse(row: dict[str, Any]) -> BudgetDecision:
     choices = tuple(Choice(**each) for each in row["choices"])
-    lists = {"kept": tuple(row["kept"]), "recomputed": tuple(row["recomputed"]), "choices": choices}
-    lists["offloaded"] = tuple(row["offloaded"])
-    return BudgetDecision(**{**row, **lists})
+    positions = {name: tuple(row[name]) for name in ("kept", "recomputed", "offloaded")}
+    return BudgetDecision(**{**row, **positions, "choices": choices})

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from compile_fsdp.passes.analysis.effects import Effects
-from compile_fsdp.torch_compat.dispatch import storage_key
+from compile_fsdp.torch_compat.dispatch import OpOverload, argument_aliasing, storage_key
 
 UNKNOWN = object()
 
@@ -39,6 +39,12 @@ def fake_arguments(arguments: Any) -> Any:
 def find_fake_tensor(node: object) -> torch.Tensor | None:
     value = fake_value(node) if isinstance(node, fx.Node) else None
     return value if isinstance(value, torch.Tensor) else None
+
+
+def is_declared_view(node: fx.Node) -> bool:
+    """Whether the op's schema says that its result shares memory with what it takes."""
+    target = node.target
+    return isinstance(target, OpOverload) and any(each.aliased for each in argument_aliasing(target))
 
 
 class Aliases:

@@ -50,6 +50,10 @@ class Costs:
         """Seconds for reading and writing so many bytes."""
         return 2 * size_bytes / self.memory_bandwidth
 
+    def transfer(self, size_bytes: int) -> float:
+        """Seconds between the device and its host's memory; 0 where nothing is offloaded."""
+        return size_bytes / self.offload_bandwidth if self.offload_bandwidth else 0.0
+
     def pack_bytes(self, ranks: int, *, is_spare: bool = False) -> int:
         """Most bytes of shards in one collective, as long as several fit.
 

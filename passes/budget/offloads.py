@@ -32,7 +32,7 @@ def find_offloads(timeline: Timeline, recomputation: Mapping[int, float]) -> dic
     taken: list[tuple[float, float]] = []  # when the link is busy: disjoint, in order
     for at in worth_it:
         start = timeline.leaves_at(at)
-        end = start + sizes[at] / costs.offload_bandwidth
+        end = start + costs.transfer(sizes[at])
         i = bisect_left(taken, (start, end))
         is_free = (i == 0 or taken[i - 1][1] <= start) and (i == len(taken) or end <= taken[i][0])
         if is_free and end <= timeline.forward_seconds:

@@ -170,7 +170,7 @@ class Timeline:
         }
         free_until = math.inf
         for value in sorted(leaving, key=lambda value: needed[value], reverse=True):
-            free_until = min(free_until, self._starts[needed[value]]) - value.size / self.costs.offload_bandwidth
+            free_until = min(free_until, self._starts[needed[value]]) - self.costs.transfer(value.size)
             place = max(bisect_right(self._starts, free_until) - 1, len(self.step.ops))
             self._hold(min(place, needed[value]), self._last_read(value), value.size)
 

@@ -107,14 +107,16 @@ def fit_memory_budget(
             for node in group.frees:
                 graph.erase_node(node)
     for position in decision.recomputed:
-        node = step.ops[position]
-        for each in (node, *(user for user in node.users if user.target is operator.getitem)):
-            request_recomputation(each)
+        for node in _with_items(step.ops[position]):
+            request_recomputation(node)
     for position in decision.offloaded:
-        node, least = step.ops[position], timeline.least_offloaded_bytes
-        for each in (node, *(user for user in node.users if user.target is operator.getitem)):
-            request_offload(each, least)
+        for node in _with_items(step.ops[position]):
+            request_offload(node, timeline.least_offloaded_bytes)
     return decision
+
+
+def _with_items(node: fx.Node) -> list[fx.Node]:
+    return [node, *(user for user in node.users if user.target is operator.getitem)]
 
 
 def decide(timeline: Timeline, budget: int) -> BudgetDecision:

@@ -19,10 +19,9 @@ from __future__ import annotations
 from torch import fx
 
 from compile_fsdp import ops
-from compile_fsdp.passes.analysis.aliases import find_fake_tensor
+from compile_fsdp.passes.analysis.aliases import find_fake_tensor, is_declared_view
 from compile_fsdp.passes.analysis.collectives import WAIT, insert
 from compile_fsdp.passes.analysis.layout import size_hint
-from compile_fsdp.torch_compat.dispatch import OpOverload, argument_aliasing
 from compile_fsdp.torch_compat.dynamo import least_offloaded_bytes
 
 
@@ -39,10 +38,13 @@ def offload_saved(forward: fx.Graph, backward: fx.Graph, results: int) -> int:
     assert isinstance(returned, (tuple, list))
     inputs = {node.name: node for node in backward.find_nodes(op="placeholder")}
     saved = dict.fromkeys(node for node in returned[results:] if isinstance(node, fx.Node) and node.name in inputs)
-    last = _find_last_uses(forward)
-    order = {node: i for i, node in enumerate(forward.nodes)}
     own = set(returned[:results])
-    leaving = sorted((each for each in saved if each not in own and _leaves(each)), key=lambda each: order[last[each]])
+    leaving = [each for each in saved if each not in own and _leaves(each)]
+    if not leaving:
+        return 0
+    order = {node: i for i, node in enumerate(forward.nodes)}
+    last = _find_last_uses(forward, order)
+    leaving.sort(key=lambda each: order[last[each]])
     away: dict[fx.Node, fx.Node] = {}
     sent: list[fx.Node] = []
     for node in leaving:
@@ -57,22 +59,16 @@ def offload_saved(forward: fx.Graph, backward: fx.Graph, results: int) -> int:
 
 def _leaves(node: fx.Node) -> bool:
     least, tensor = least_offloaded_bytes(node), find_fake_tensor(node)
-    if least is None or tensor is None or _is_view(node):
+    if least is None or tensor is None or is_declared_view(node):
         return False
     return size_hint(tensor.numel()) * tensor.itemsize >= least
 
 
-def _is_view(node: fx.Node) -> bool:
-    target = node.target
-    return isinstance(target, OpOverload) and any(each.aliased for each in argument_aliasing(target))
-
-
-def _find_last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+def _find_last_uses(graph: fx.Graph, order: dict[fx.Node, int]) -> dict[fx.Node, fx.Node]:
     """By node, itself or the last node that reads it, or a view of it; the return does not count."""
-    order = {node: i for i, node in enumerate(graph.nodes)}
     last: dict[fx.Node, fx.Node] = {}
     for node in reversed(graph.nodes):
-        read = [last[user] if _is_view(user) else user for user in node.users if user.op != "output"]
+        read = [last[user] if is_declared_view(user) else user for user in node.users if user.op != "output"]
         last[node] = max([node, *read], key=order.__getitem__)
     return last
 

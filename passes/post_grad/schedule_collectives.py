@@ -218,7 +218,7 @@ class _Timeline:
     def measure(self, each: _Collective) -> None:
         if is_fetch(each.collective):
             each.size = size_bytes(each.collective)
-            each.seconds = each.size / self.costs.offload_bandwidth if self.costs.offload_bandwidth else 0.0
+            each.seconds = self.costs.transfer(each.size)
             return
         ranks = ranks_of(each.collective)
         sent = size_bytes(each.collective.all_input_nodes[0])

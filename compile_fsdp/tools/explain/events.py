@@ -144,7 +144,7 @@ class _Reader:
         if (kind := _launched_kind(node)) is not None:
             carried = self.parameters.get(node, _NONE) | self.gradients.get(node, _NONE)
             self.collectives[node] = len(self.collectives)
-            size, seconds = self._transfer_costs(node) if kind in TRANSFERS else self._collective_costs(node)
+            size, seconds = self._launch_costs(node, kind)
             name = (kind in TRANSFERS and module_of(node)) or _modules(carried)
             return self._make(kind, name, carried, node, size, seconds, alive, self.collectives[node])
         if is_wait(node):
@@ -167,12 +167,10 @@ class _Reader:
             return self._make(kind, name, made, node, 0, seconds, alive)
         return replace(self._make(kind, name, read, node, 0, seconds, alive), gradients=tuple(sorted(made)))
 
-    def _transfer_costs(self, node: fx.Node) -> tuple[int, float]:
-        size, bandwidth = size_bytes(node.all_input_nodes[0]), self.costs.offload_bandwidth
-        return size, size / bandwidth if bandwidth else 0.0
-
-    def _collective_costs(self, node: fx.Node) -> tuple[int, float]:
+    def _launch_costs(self, node: fx.Node, kind: Kind) -> tuple[int, float]:
         sent = size_bytes(node.all_input_nodes[0])
+        if kind in TRANSFERS:
+            return sent, self.costs.transfer(sent)
         if node.target is ALL_REDUCE:
             return sent, self.costs.latency + 2 * sent / self.costs.comm_bandwidth
         ranks = ranks_of(node)

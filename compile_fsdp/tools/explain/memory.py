@@ -6,11 +6,11 @@ from itertools import accumulate
 
 from torch import fx
 
+from compile_fsdp.passes.analysis.aliases import is_declared_view
 from compile_fsdp.passes.analysis.collectives import RESHAPES, is_gather, is_rearrangement, is_wait
 from compile_fsdp.passes.analysis.costs import size_bytes
 from compile_fsdp.passes.analysis.effects import get_argument, is_copy, is_resize
 from compile_fsdp.tools.explain.names import GraphNames
-from compile_fsdp.torch_compat.dispatch import OpOverload, argument_aliasing
 from compile_fsdp.torch_compat.inductor import graph_input_position
 
 
@@ -48,10 +48,7 @@ def unsharded_bytes(graph: fx.Graph, names: GraphNames) -> list[int]:
 
 def is_view(node: fx.Node) -> bool:
     """Whether a node's result is in the memory of its first input."""
-    target = node.target
-    if target in RESHAPES or getattr(target, "__name__", "") == "getitem":
-        return True
-    return isinstance(target, OpOverload) and any(each.aliased for each in argument_aliasing(target))
+    return node.target in RESHAPES or getattr(node.target, "__name__", "") == "getitem" or is_declared_view(node)
 
 
 def _windows(graph: fx.Graph, names: GraphNames, position: dict[fx.Node, int]) -> list[tuple[int, int, int]]:
