@@ -18,6 +18,7 @@ import torch
 
 from helpers.parity.table import ParityTable
 from helpers.ranks import pools
+from helpers.ranks.forked import leave_to_rest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,6 +31,10 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.register_profile("untimed", deadline=None)
     hypothesis.settings.load_profile("untimed")
     pools.set_device_type(config.getoption("--device"))
+
+
+def pytest_collection_finish() -> None:
+    leave_to_rest()
 
 
 @pytest.fixture(scope="session", autouse=True)

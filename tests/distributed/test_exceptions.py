@@ -170,7 +170,7 @@ AOT_EAGER = {"inner_backend": "aot_eager"}
         (None, False, True),
         (AOT_EAGER, False, True),
         (AOT_EAGER, True, True),
-        (AOT_EAGER, False, False),
+        pytest.param(AOT_EAGER, False, False, marks=pytest.mark.slow),
         pytest.param({}, False, True, marks=pytest.mark.slow),
         pytest.param({"memory_budget": 2**20}, False, True, marks=pytest.mark.slow),
     ],

@@ -134,7 +134,6 @@ def _as_eager(rank: int, name: str, way: str, together: bool) -> list[int]:
 
 
 _FAST = {
-    ("head_in_chunks", "each", False),
     ("head_in_chunks", "function", True),
     ("layer_alone", "each", True),
     ("checkpointed", "each", False),

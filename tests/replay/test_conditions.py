@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.overrides import TorchFunctionMode
 
 import compile_fsdp
@@ -95,13 +96,18 @@ class _Step:
         return [grad if grad is None else grad.full_tensor().clone() for grad in grads]
 
 
-def _make(source: _Model, **options: Any) -> Any:
+def _shard(source: _Model, fully_shard: Any) -> Any:
     model = copy.deepcopy(source)
     for block in model.blocks:
-        compile_fsdp.fully_shard(block)
-    compile_fsdp.fully_shard(model)
-    given = {"inner_backend": "aot_eager", "replay": True, **options}
-    model.compile(backend="compile_fsdp", fullgraph=True, options=given)
+        fully_shard(block)
+    fully_shard(model)
+    return model
+
+
+def _make(source: _Model, replay: bool = True) -> Any:
+    model = _shard(source, compile_fsdp.fully_shard)
+    options = {"inner_backend": "aot_eager", "replay": replay}
+    model.compile(backend="compile_fsdp", fullgraph=True, options=options)
     return model
 
 
@@ -286,12 +292,12 @@ def _path(rank: int, name: str) -> tuple[bool, bool, bool]:
     change: Callable[[_Step], None] = globals()[name]
     torch.manual_seed(0)
     source = _Model()
-    replayed, traced = _make(source), _make(source, replay=False)
+    replayed, eager = _make(source), _shard(source, torch_fully_shard)
     for _ in range(2):
         _step(replayed).run()
     assert count_replays(replayed) == (1, 1)
     grads = []
-    for model in (replayed, traced):
+    for model in (replayed, eager):
         step = _step(model)
         change(step)
         before = count_replays(replayed)

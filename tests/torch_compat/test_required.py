@@ -96,8 +96,8 @@ def test_private_names_are_imported_in_their_room_alone() -> None:
     for file in files:
         nodes = list(ast.walk(ast.parse(file.read_text())))
         names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-        names |= set(_imported(nodes).values())
-        names |= {_full_name(node, _imported(nodes)) for node in nodes}
+        imported = _imported(nodes)
+        names |= {*imported.values(), *(_full_name(node, imported) for node in nodes)}
         private = {name for name in names if name.startswith("torch.") and re.search(r"\._(?!_)", name)}
         # Names of ops: torch registers them for everybody.
         assert {name for name in private if not name.startswith("torch.ops.")} == set(), file

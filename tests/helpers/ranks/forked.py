@@ -6,6 +6,7 @@ itself does, restarts above all, is tested with `torchrun`.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import runpy
@@ -35,6 +36,16 @@ def forkserver() -> Any:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     return context
+
+
+def leave_to_rest() -> None:
+    """Let no later collection of garbage look at what is alive now.
+
+    Dynamo makes so many objects that looking at those of everything imported, again and again, is a sixth of the time
+    that it takes.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @dataclass(frozen=True)
@@ -105,6 +116,7 @@ def _run(folder: str, command: list[str], environment: Mapping[str, str], output
     for stream in (1, 2):
         os.dup2(output, stream)
     sys.argv = command
+    leave_to_rest()
     try:
         runpy.run_path(command[0], run_name="__main__")
     finally:

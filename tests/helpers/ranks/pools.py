@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from helpers.ranks.devices import missing_for, prepare
-from helpers.ranks.forked import forkserver
+from helpers.ranks.forked import forkserver, leave_to_rest
 
 DEFAULT_TIMEOUT_S = 240.0
 
@@ -227,6 +227,7 @@ def _run_one(rank: int, world_size: int, store: str | None, source: str, name: s
     function = getattr(_load(source), name)
     torch._dynamo.reset()
     compile_fsdp.reset_reports()
+    leave_to_rest()
     if store is not None:
         _meet(rank, world_size, store)
     agreement._agreed.clear()
