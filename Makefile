@@ -58,6 +58,7 @@ demo: $(VENV)/.deps-train $(VENV)/.package
 # Types are checked while the emulated device is compiled.
 test: setup
 	$(BIN)/ruff check .
+	$(BIN)/codespell *.md compile_fsdp passes ops tests docs examples benchmarks
 	cd tests && { PYTHONPATH=. $(abspath $(BIN))/python -m helpers.device.build & building=$$!; \
 		$(abspath $(BIN))/mypy --config-file ../pyproject.toml -p compile_fsdp; checked=$$?; \
 		wait $$building && exit $$checked; }

@@ -73,9 +73,9 @@ def _breaks(seen: Seen) -> Iterator[Finding]:
     for found in by_place.values():
         if found[0].place == failed_at:
             continue  # under fullgraph=True: it is the error that has ended the script
-        whats = dict.fromkeys(describe_reason(each.reason, each.explanation) for each in found)
+        reasons = dict.fromkeys(describe_reason(each.reason, each.explanation) for each in found)
         hints = tuple(dict.fromkeys(hint for each in found for hint in each.hints))
-        yield Finding(Level.BREAKS, "graph-break", " ".join(whats), break_remedy(hints), found[0].place)
+        yield Finding(Level.BREAKS, "graph-break", " ".join(reasons), break_remedy(hints), found[0].place)
     for note in dict.fromkeys(seen.captured.notes):
         if note.startswith(FALLS_BACK):
             reason, explanation, hints = split_reason(note.removeprefix(FALLS_BACK).partition("\n\n")[0])
