@@ -20,7 +20,7 @@ from compile_fsdp.runtime.pause import pause_collection
 from compile_fsdp.runtime.reset import reset_iter_state
 from compile_fsdp.runtime.root import Replay, Root
 from compile_fsdp.runtime.tracing import at_run_time, inline_only, restore_hook_bodies_now
-from compile_fsdp.torch_compat.dynamo import TorchRuntimeError, Unsupported, compiles_frames
+from compile_fsdp.torch_compat.dynamo import TorchRuntimeError, Unsupported, compiles_frames, is_forced_eager
 from compile_fsdp.torch_compat.fsdp import fsdp_state, param_groups
 
 
@@ -81,8 +81,8 @@ class TraceableModule:
 
 @at_run_time
 def _replay_of(module: Any) -> Replay | None:
-    """What runs the model's steps again; None where Dynamo would compile what that does, or compiles the caller."""
-    is_compiled = module._compiled_call_impl is not None and not compiles_frames()
+    """What runs the model's steps again; None where Dynamo would compile what that does, or none may."""
+    is_compiled = module._compiled_call_impl is not None and not compiles_frames() and not is_forced_eager()
     return _root_of(module).replay if is_compiled else None
 
 

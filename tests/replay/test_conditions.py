@@ -219,6 +219,16 @@ def _mode(step: _Step) -> None:
     step.around = _Mode()
 
 
+@contextmanager
+def _all_eager() -> Iterator[None]:
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def _stance(step: _Step) -> None:
+    step.around = _all_eager()
+
+
 def _code(step: _Step) -> None:
     step.around = _with_other_activation()
 
@@ -244,7 +254,7 @@ def _is_unsharded(step: _Step) -> None:
 FORWARD = (
     *(_evaluation, _number, _setting, _list, _list_item, _new_attribute, _own_forward, _hook_before),
     *(_other_module, _more_modules, _class_of_the_same_name, _frozen, _longer, _other_dtype, _other_strides),
-    *(_needs_gradient, _argument, _autocast, _deterministic, _mode, _code, _stays_unsharded, _is_unsharded),
+    *(_needs_gradient, _argument, _autocast, _deterministic, _mode, _stance, _code, _stays_unsharded, _is_unsharded),
 )
 
 

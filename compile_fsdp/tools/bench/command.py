@@ -16,7 +16,8 @@ from torch.multiprocessing.spawn import spawn
 
 from compile_fsdp.tools.bench.measure import Result, measure
 from compile_fsdp.tools.bench.modes import MODES, SIMPLE_FSDP
-from compile_fsdp.tools.bench.report import format_table, write_json, write_plot
+from compile_fsdp.tools.bench.report import Tables, describe_gain, format_table, write_json, write_plot
+from compile_fsdp.tools.bench.script import measure_script, on_own_ranks
 from compile_fsdp.tools.bench.workloads import SIZES, CausalLM, Workload
 from compile_fsdp.tools.train.config import TrainError
 from compile_fsdp.tools.train.world import backends_of
@@ -32,7 +33,13 @@ graph breaks, and is measured apart; compile is this project, compile_kept with 
 compile_bundle with a bundle in the folder of the caches;
 bound is one model without sharding, compiled. simple is SimpleFSDP from torchtitan, where that can be imported;
 simple_bucket the same with all of Inductor's collective bucketing, simple_block with buckets of a block's size.
+
+With --script, a training script of yours is run instead, until enough of its steps are measured: eager and compiled
+ones take turns. What compiling has gained is said in a sentence, and what would gain more, as far as that is estimated.
 """
+
+DEFAULT_MODES = ("eager", "block", "compile")
+DEFAULT_MODELS = ("mid",)
 
 
 def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -45,12 +52,12 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     parser.set_defaults(run=run)
     parser.add_argument(
-        "--modes", type=_names, default=("eager", "block", "compile"), metavar="NAME,NAME", help="default: %(default)s"
+        "--modes", type=_names, default=DEFAULT_MODES, metavar="NAME,NAME", help="default: %(default)s"
     )
     parser.add_argument(
         "--model",
         type=_names,
-        default=("mid",),
+        default=DEFAULT_MODELS,
         metavar="NAME,NAME",
         help=f"presets ({', '.join(SIZES)}) or config.json files of transformers (default mid)",
     )
@@ -60,14 +67,20 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="without torchrun (default 2)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw them")
+    parser.add_argument(
+        "--script",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT ...",
+        help="a training script and its own arguments, as the last ones",
+    )
 
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
 
 
-def run(args: argparse.Namespace) -> None:
-    """Measure the workloads, and report on the first rank.
+def run(args: argparse.Namespace) -> int:
+    """Measure the workloads, or the script, and report on the first rank; returns the exit status.
 
     [Note: A process for each workload]
     Each workload runs in new processes, without compiled models of other workloads and without profilers that gloo's
@@ -77,20 +90,49 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         TrainError: the options or the installation do not allow the run.
         EstimateError: a file is not the configuration of a model.
+        ScriptError: see `measure_script`.
     """
+    if args.script is not None:
+        return _run_script(args)
     workloads = _check(args)
     tables = {}
     for name, workload in workloads.items():
         tables[name] = _on_present_ranks(workload, args) if dist.is_torchelastic_launched() else _spawn(workload, args)
         if os.environ.get("RANK", "0") == "0":
             print(format_table(name, tables[name]), flush=True)
-    if os.environ.get("RANK", "0") != "0":
-        return
-    ranks = int(os.environ.get("WORLD_SIZE", args.ranks))
+    if os.environ.get("RANK", "0") == "0":
+        _write(tables, int(os.environ.get("WORLD_SIZE", args.ranks)), args)
+    return 0
+
+
+def _write(tables: Tables, ranks: int, args: argparse.Namespace) -> None:
     if args.json is not None:
         write_json(tables, ranks, _device().type, args.json)
     if args.plot is not None:
         write_plot(tables, args.plot)
+
+
+def _run_script(args: argparse.Namespace) -> int:
+    if not args.script:
+        raise TrainError("expected a training script behind --script, got nothing")
+    if args.modes != DEFAULT_MODES or args.model != DEFAULT_MODELS:
+        raise TrainError("expected no --modes and no --model with --script, which trains its own model")
+    _check_numbers(args)
+    script, arguments = Path(args.script[0]), args.script[1:]
+    if "RANK" not in os.environ:
+        options = [f"--rounds={args.rounds}", *_given("--json", args.json), *_given("--plot", args.plot)]
+        return on_own_ranks(["bench", *options, "--script", *args.script], args.ranks)
+    table = measure_script(script, arguments, args.rounds)
+    if os.environ["RANK"] == "0":
+        ranks = int(os.environ["WORLD_SIZE"])
+        print(format_table(script.name, table))
+        print(describe_gain(table, args.rounds, ranks))
+        _write({script.name: table}, ranks, args)
+    return 0
+
+
+def _given(flag: str, path: Path | None) -> list[str]:
+    return [] if path is None else [f"{flag}={path}"]
 
 
 def _check(args: argparse.Namespace) -> dict[str, Workload]:
@@ -102,15 +144,19 @@ def _check(args: argparse.Namespace) -> dict[str, Workload]:
         raise TrainError(f"expected one --model under torchrun, got {', '.join(args.model)}; start it for each")
     if dist.is_torchelastic_launched() and len(_apart(args.modes)) > 1:
         raise TrainError(f"expected whole with eager alone under torchrun, got {','.join(args.modes)}; start it apart")
-    if args.rounds < 2 or args.ranks < 1:
-        raise TrainError(f"expected at least 2 rounds and 1 rank, got --rounds {args.rounds} --ranks {args.ranks}")
+    _check_numbers(args)
     if any(mode.startswith("simple") for mode in args.modes):
         _require(SIMPLE_FSDP, "put a checkout of torchtitan on PYTHONPATH; install what that imports: tyro, spmd_types")
-    if args.plot is not None:
-        _require("matplotlib", "install it with: pip install 'compile-fsdp[bench]'")
     if any(name not in SIZES for name in args.model):
         _require("transformers", "install it with: pip install 'compile-fsdp[bench]'")
     return {name: _workload(name, args) for name in args.model}
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    if args.rounds < 2 or args.ranks < 1:
+        raise TrainError(f"expected at least 2 rounds and 1 rank, got --rounds {args.rounds} --ranks {args.ranks}")
+    if args.plot is not None:
+        _require("matplotlib", "install it with: pip install 'compile-fsdp[bench]'")
 
 
 def _require(module: str, remedy: str) -> None:

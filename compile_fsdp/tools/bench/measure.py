@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,8 @@ class Result:
         peak_mib: Peak memory of one step on this rank in MiB, less the memory allocated before it. On a CPU it is the
             median of five steps, since gloo's threads may still hold tensors of the last collective.
         collectives: Number of collectives that this rank issues in one step.
-        first_step_s: Seconds of the first step, which compiles or takes graphs from the compilers' caches.
+        first_step_s: Seconds of the first step, which compiles or takes graphs from the compilers' caches. None where
+            its beginning was not seen.
     """
 
     ratio: float
@@ -37,7 +39,7 @@ class Result:
     step_ms: float
     peak_mib: float
     collectives: int
-    first_step_s: float
+    first_step_s: float | None
 
 
 class Run:
@@ -103,11 +105,15 @@ def _peak_bytes_of_cpu(run: Callable[[], object]) -> int:
         # which it was launched, which must still exist then.
         dist.barrier()
         time.sleep(0.02)
-    level = peak = 0
-    for size in allocation_sizes(profile):
-        level += size
-        peak = max(peak, level)
-    return peak
+    return max(allocated_bytes(profile))
+
+
+def allocated_bytes(profile: torch.profiler.profile) -> list[int]:
+    """The bytes allocated in a profile of memory that is over, less those before it: at its start and after each event.
+
+    Negative where what was allocated before is freed.
+    """
+    return [0, *accumulate(allocation_sizes(profile))]
 
 
 def measure(workload: Workload, modes: Sequence[str], rounds: int) -> dict[str, Result]:
@@ -127,19 +133,34 @@ def measure(workload: Workload, modes: Sequence[str], rounds: int) -> dict[str, 
         for mode in modes if turn % 2 == 0 else reversed(modes):
             seconds[mode].append(runs[mode].time(STEPS_PER_TURN))
     collectives = {mode: _count_collectives(run) for mode, run in runs.items()}
-    results = {}
-    for mode, run in runs.items():
-        ratios = [mine / theirs for mine, theirs in zip(seconds[mode], seconds["eager"], strict=True)]
-        lower, _, upper = statistics.quantiles(ratios, n=4)
-        results[mode] = Result(
-            ratio=statistics.median(ratios),
-            spread=(lower, upper),
-            step_ms=1000 * statistics.median(seconds[mode]),
-            peak_mib=run.peak_bytes() / 2**20,
-            collectives=collectives[mode],
-            first_step_s=first[mode],
-        )
-    return results
+    peaks = {mode: run.peak_bytes() for mode, run in runs.items()}
+    return {mode: make_result(mode, seconds, peaks[mode], collectives[mode], first[mode]) for mode in modes}
+
+
+def make_result(
+    mode: str,
+    seconds: Mapping[str, Sequence[float]],
+    peak_bytes: int,
+    collectives: int,
+    first_step_s: float | None,
+) -> Result:
+    """The measurements of one mode, by those of all modes.
+
+    Args:
+        mode: Which one.
+        seconds: By mode, (rounds,) seconds of a step; "eager" among them.
+        peak_bytes: See `Result`, as the others.
+    """
+    ratios = [mine / theirs for mine, theirs in zip(seconds[mode], seconds["eager"], strict=True)]
+    lower, _, upper = statistics.quantiles(ratios, n=4)
+    return Result(
+        ratio=statistics.median(ratios),
+        spread=(lower, upper),
+        step_ms=1000 * statistics.median(seconds[mode]),
+        peak_mib=peak_bytes / 2**20,
+        collectives=collectives,
+        first_step_s=first_step_s,
+    )
 
 
 def _count_collectives(run: Run) -> int:

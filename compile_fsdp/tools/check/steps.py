@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,18 @@ class _EnoughSteps(BaseException):
 
 
 @dataclass(slots=True)
+class Ending:
+    """How a script was ended.
+
+    Attributes:
+        exception: What has ended it; None if it ran to its own end. While it is there, so is all that the script has
+            made.
+    """
+
+    exception: BaseException | None = None
+
+
+@dataclass(slots=True)
 class Steps:
     """The steps that a script's optimizers have made.
 
@@ -25,13 +37,13 @@ class Steps:
         limit: After how many the script ends.
         by_optimizer: How many each optimizer has made.
         made: The most that one has made.
-        end: What has ended the script. While it is there, so is all that the script has made.
+        end: What has ended the script.
     """
 
     limit: int
     by_optimizer: weakref.WeakKeyDictionary[Optimizer, int] = field(default_factory=weakref.WeakKeyDictionary)
     made: int = 0
-    end: BaseException | None = None
+    end: Ending = field(default_factory=Ending)
 
     def count(self, optimizer: Optimizer) -> bool:
         """Count one step, and say whether these are enough.
@@ -46,6 +58,29 @@ class Steps:
 
 
 @contextmanager
+def ended_by(count: Callable[[Optimizer], bool]) -> Iterator[Ending]:
+    """End the block, without an error, behind the step of an optimizer that was enough.
+
+    Args:
+        count: Is called with the optimizer behind each step of any, and says whether that was enough.
+    """
+
+    def receive(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if count(optimizer):
+            raise _EnoughSteps
+
+    ending = Ending()
+    # Disabled, since Dynamo would trace it where a script compiles the step of its optimizer.
+    handle = register_optimizer_step_post_hook(torch.compiler.disable(receive))
+    try:
+        yield ending
+    except _EnoughSteps as end:
+        ending.exception = end
+    finally:
+        handle.remove()
+
+
+@contextmanager
 def ended_after(limit: int) -> Iterator[Steps]:
     """End the block, without an error, once its optimizers have made so many steps.
 
@@ -53,16 +88,5 @@ def ended_after(limit: int) -> Iterator[Steps]:
         limit: Steps of each optimizer.
     """
     steps = Steps(limit)
-
-    def count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if steps.count(optimizer):
-            raise _EnoughSteps
-
-    # Disabled, since Dynamo would trace it where a script compiles the step of its optimizer.
-    handle = register_optimizer_step_post_hook(torch.compiler.disable(count))
-    try:
+    with ended_by(steps.count) as steps.end:
         yield steps
-    except _EnoughSteps as end:
-        steps.end = end
-    finally:
-        handle.remove()

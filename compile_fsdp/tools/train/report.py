@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 import compile_fsdp
-from compile_fsdp.torch_compat.dynamo import dynamo_counters, last_compilations
+from compile_fsdp.torch_compat.dynamo import count_captures, dynamo_counters, last_compilations
 
 SMOOTHED_SHARE = 0.05  # share of all steps in the drawn running mean; summary.json has the losses as measured
 
@@ -61,7 +61,7 @@ class _Counts:
         return cls(
             graph_breaks=sum(counters["graph_break"].values()),
             recompiles=sum(each.recompile_reason is not None for each in last_compilations()),
-            captures=counters["stats"]["unique_graphs"] + counters["compiled_autograd"]["captures"],
+            captures=count_captures(),
         )
 
 

@@ -1,0 +1,81 @@
+"""`compile-fsdp bench --script`: what compiling gains in a user's script, measured on its own ranks."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessExitedException, spawn
+
+from compile_fsdp.errors import ScriptError
+from compile_fsdp.tools.bench.measure import Result
+from compile_fsdp.tools.bench.turns import ScriptTurns, steps_needed
+from compile_fsdp.tools.check.failures import print_traceback, script_error
+from compile_fsdp.tools.check.steps import ended_by
+from compile_fsdp.tools.scripts import run_script
+
+
+def measure_script(script: Path, arguments: Sequence[str], rounds: int) -> dict[str, Result]:
+    """Run a script until enough of its steps are measured, on each of its ranks.
+
+    Args:
+        script: A file.
+        arguments: Its own, as in `sys.argv[1:]`.
+        rounds: Turns of each mode, at least 2.
+    Returns:
+        The results of "eager" and "compile".
+    Raises:
+        ScriptError: see `run_script`; or the script raises an error, makes too few steps, or compiles nothing.
+    """
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "400"  # of the collectives that are counted
+    turns = ScriptTurns(rounds)
+    try:
+        with turns.begun(), ended_by(turns.count):
+            run_script(script, list(arguments))
+    except ScriptError:
+        raise
+    except Exception as error:
+        print_traceback(error)
+        raise script_error(error, script) from error
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if turns.problem is not None:
+        raise turns.problem
+    if turns.results is None:
+        raise ScriptError(
+            f"expected {script} to make about {steps_needed(rounds)} optimizer steps, got {turns.steps}; let it train "
+            "longer, or ask for fewer --rounds"
+        )
+    return turns.results
+
+
+def on_own_ranks(arguments: Sequence[str], ranks: int) -> int:
+    """Run this command again on ranks of its own, with what torchrun tells those of one host; returns its exit status.
+
+    Args:
+        arguments: Of the command.
+        ranks: How many.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    try:
+        spawn(_spawned, args=(list(arguments), ranks, port), nprocs=ranks)
+    except ProcessExitedException as error:
+        return error.exit_code or 1
+    return 0
+
+
+def _spawned(rank: int, arguments: Sequence[str], ranks: int, port: int) -> None:
+    from compile_fsdp.cli import main
+
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    os.environ.update({name: str(number) for name, number in numbers.items()}, MASTER_ADDR="127.0.0.1")
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    sys.exit(main(arguments))

@@ -1,0 +1,225 @@
+"""Measure the steps of a running script: eager and compiled ones take turns, by torch's stance of the compiler.
+
+Both kinds of step compute the same, so the script trains on as it would. Each step ends where its optimizers have made
+theirs; what is between two such places is the script's own, its data loading included.
+
+[Note: Profiles in optimizer steps]
+A profile of memory begins and ends in a hook, inside of the event that torch records for the optimizer's step. When
+that event ends, the profile in which it began is over, and no other may have begun: torch would write into the old one's
+event. So a step without a profile is between two of them.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from compile_fsdp.errors import ScriptError
+from compile_fsdp.reports import reports
+from compile_fsdp.tools.bench.measure import (
+    STEPS_PER_TURN,
+    Result,
+    allocated_bytes,
+    make_result,
+    synchronize,
+)
+from compile_fsdp.tools.check.steps import Steps
+from compile_fsdp.torch_compat.distributed import executed_collectives
+from compile_fsdp.torch_compat.dynamo import count_captures
+
+EAGER, COMPILE = MODES = ("eager", "compile")
+WARM_STEPS = 2  # before the turns, of each mode
+MOST_COLD_STEPS = 8  # until a compiled step has to be a warm one
+PROFILED_STEPS = 3  # on a CPU: gloo's threads may still hold tensors of an earlier step
+
+T = TypeVar("T")
+Turns = Generator[None, None, T]
+"""Is sent on behind each step of the script; what it returns is what it has measured."""
+
+
+def steps_needed(rounds: int) -> int:
+    """Most steps of a script that are measured, if it compiles no more than once."""
+    return 2 * WARM_STEPS + 1 + 2 * rounds * (1 + STEPS_PER_TURN) + 2 * (2 + 2 * PROFILED_STEPS)
+
+
+class ScriptTurns:
+    """Takes the steps of a script as they come, and decides how the next one runs.
+
+    Collective: every rank of the script has one.
+
+    Args:
+        rounds: Turns of each mode, at least 2.
+
+    Attributes:
+        results: By mode, what was measured; None until then.
+        problem: Why nothing can be measured, if so.
+    """
+
+    def __init__(self, rounds: int) -> None:
+        self.results: dict[str, Result] | None = None
+        self.problem: ScriptError | None = None
+        self._rounds = rounds
+        self._steps = Steps(limit=1)
+        self._device = torch.device("cpu")
+        self._turns = self._measure()
+
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """While the block runs, the script's steps are eager or compiled, as they are counted."""
+        next(self._turns)
+        try:
+            yield
+        finally:
+            self._turns.close()  # with it the stance is the default again
+
+    @property
+    def steps(self) -> int:
+        """Steps that the script has made."""
+        return self._steps.limit - 1
+
+    def count(self, optimizer: Optimizer) -> bool:
+        """Count the step of an optimizer, and say whether all is measured."""
+        if self.results is None and self.problem is None and self._steps.count(optimizer):
+            self._steps.limit += 1
+            self._device = optimizer.param_groups[0]["params"][0].device
+            try:
+                next(self._turns)
+            except StopIteration as end:
+                self.results = end.value
+            except ScriptError as error:
+                self.problem = error
+        return self.results is not None or self.problem is not None
+
+    def _measure(self) -> Turns[dict[str, Result]]:
+        with _running(EAGER):
+            for _ in range(WARM_STEPS):
+                yield
+        first_s = yield from self._compile()
+        seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
+        peaks: dict[str, list[int]] = {mode: [] for mode in MODES}
+        for attempt in range(2 * self._rounds):
+            turns = {}
+            for mode in MODES if attempt % 2 == 0 else reversed(MODES):
+                turns[mode] = yield from self._turn(mode)
+            if any(has_compiled for _, _, has_compiled in turns.values()):
+                continue
+            for mode, (step_s, peak, _) in turns.items():
+                seconds[mode].append(step_s)
+                peaks[mode].append(peak)
+            if len(seconds[EAGER]) == self._rounds:
+                break
+        else:
+            raise ScriptError(
+                f"expected warm steps, got a compiled one that was compiled again in {self._rounds} of "
+                f"{2 * self._rounds} turns; compile-fsdp check says what for"
+            )
+        collectives = {}
+        for mode in MODES:
+            collectives[mode], profiled = yield from self._look(mode)
+            peaks[mode] = profiled or peaks[mode]
+        return {
+            mode: make_result(
+                mode,
+                seconds,
+                int(statistics.median(peaks[mode])),
+                collectives[mode],
+                first_s if mode == COMPILE else None,
+            )
+            for mode in MODES
+        }
+
+    def _compile(self) -> Turns[float]:
+        """The first compiled steps, until one compiles nothing: seconds of the first."""
+        known, captures = len(reports()), count_captures()
+        first_s, warm = 0.0, 0
+        for step in range(MOST_COLD_STEPS):
+            start = time.perf_counter()
+            yield
+            synchronize(self._device)
+            first_s = first_s if step else time.perf_counter() - start
+            before, captures = captures, count_captures()
+            warm = 0 if any(_exchange(captures != before)) else warm + 1
+            if step + 1 >= WARM_STEPS and not all(_exchange(len(reports()) > known)):
+                raise ScriptError(
+                    f"expected a script that compiles its model with compile_fsdp, got no graph in {step + 1} steps; "
+                    "compile-fsdp check says why"
+                )
+            if warm == WARM_STEPS:
+                return max(_exchange(first_s))
+        raise ScriptError(
+            f"expected a warm step, got one that was compiled again in each of {MOST_COLD_STEPS}; compile-fsdp check "
+            "says what for"
+        )
+
+    def _turn(self, mode: str) -> Turns[tuple[float, int, bool]]:
+        """One turn: seconds of a step on the slowest rank, peak bytes of a device, whether a rank has compiled."""
+        captures = count_captures()
+        with _running(mode):
+            yield  # a step behind those of the other mode
+            synchronize(self._device)
+            self._reset_peak()
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(STEPS_PER_TURN):
+                yield
+            synchronize(self._device)
+            seconds = (time.perf_counter() - start) / STEPS_PER_TURN
+        found = _exchange((seconds, self._peak(), captures != count_captures()))
+        return max(each[0] for each in found), max(each[1] for each in found), any(each[2] for each in found)
+
+    def _reset_peak(self) -> None:
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).reset_peak_memory_stats(self._device)
+
+    def _peak(self) -> int:
+        """Most bytes allocated on the device since then; 0 on a CPU."""
+        if self._device.type == "cpu":
+            return 0
+        return int(torch.get_device_module(self._device).max_memory_allocated(self._device))
+
+    def _look(self, mode: str) -> Turns[tuple[int, list[int]]]:
+        """Collectives of a step and, on a CPU, by step the most bytes allocated above the fewest."""
+        peaks: list[int] = []
+        with _running(mode):
+            yield
+            before = executed_collectives()
+            yield
+            collectives = executed_collectives() - before
+            for _ in range(PROFILED_STEPS if self._device.type == "cpu" else 0):
+                # See [Note: Profiles in optimizer steps].
+                yield
+                profile = _profile()
+                profile.start()
+                yield
+                dist.barrier()
+                time.sleep(0.02)  # gloo's threads free a collective's tensors some time after it has ended
+                profile.stop()
+                levels = allocated_bytes(profile)
+                peaks.append(max(levels) - min(levels))
+        return collectives, peaks
+
+
+@contextmanager
+def _running(mode: str) -> Iterator[None]:
+    with torch.compiler.set_stance("force_eager" if mode == EAGER else "default"):
+        yield
+
+
+def _profile() -> torch.profiler.profile:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # keeps the profiler from printing a line for every profile
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+
+
+def _exchange(own: T) -> list[T]:
+    """What each rank says."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found

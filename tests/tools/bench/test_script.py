@@ -1,0 +1,193 @@
+"""`compile-fsdp bench --script`: a script's own steps, measured while eager and compiled ones take turns."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import compile_fsdp
+from compile_fsdp.cli import main
+from compile_fsdp.tools.scripts import run_script
+
+SCRIPT = """\
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from compile_fsdp import fully_shard
+
+dist.init_process_group("gloo")
+seen = []
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        {line}
+        return self.linear(x).relu()
+
+torch.manual_seed(0)
+model = nn.Sequential(Block(), nn.Linear(8, 4))
+for module in (model[0], model):
+    fully_shard(module)
+{compile}
+optimizers = [torch.optim.AdamW(part.parameters(), lr=0.01) for part in {parts}]
+for step in range(int(sys.argv[1])):
+    torch.manual_seed(step)
+    loss = model(torch.randn({batch}, 8)).square().mean()
+    loss.backward()
+    with Path(sys.argv[2], f"rank{{dist.get_rank()}}").open("a") as file:
+        print(loss.item(), "eager" if seen else "compiled", file=file)
+    seen.clear()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+USUAL = {
+    # In a graph the condition is a constant, and nothing of the line is left.
+    "line": "torch.compiler.is_compiling() or seen.append(1)",
+    "compile": 'model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "eager"})',
+    "parts": "[model]",
+    "batch": "4",
+}
+ROUNDS = 2
+
+
+def write(folder: Path, **parts: str) -> Path:
+    path = folder / "train.py"
+    path.write_text(SCRIPT.format(**(USUAL | parts)))
+    return path
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Makes this process the one rank that torchrun has started."""
+    torch._dynamo.reset()
+    compile_fsdp.reset_reports()
+    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (names | {"MASTER_PORT": free_port()}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "400")
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def losses(folder: Path) -> list[tuple[float, str]]:
+    rows = (line.split() for line in (folder / "rank0").read_text().splitlines())
+    return [(float(loss), kind) for loss, kind in rows]
+
+
+@pytest.mark.usefixtures("alone")
+def test_steps_take_turns_and_train_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, found = write(tmp_path), tmp_path / "found.json"
+    options = ["--rounds", str(ROUNDS), "--json", str(found)]
+    assert main(["bench", *options, "--script", str(script), "1000", str(tmp_path)]) == 0
+    assert not dist.is_initialized()
+    out = capsys.readouterr().out
+    assert "| `eager` | 1.00 |" in out and "| `compile` |" in out
+    results = json.loads(found.read_text())["results"]["train.py"]
+    ratio, collectives = results["compile"]["ratio"], results["compile"]["collectives"]
+    assert f"a compiled step takes {ratio:.2f} of an eager step's time (quartiles of 2 rounds" in out
+    # On one rank nothing is gathered; what there is in a step is reduced.
+    assert results["eager"]["ratio"] == 1 and results["eager"]["collectives"] == collectives
+    assert results["eager"]["first_step_s"] is None and results["compile"]["first_step_s"] > 0
+    assert all(each["step_ms"] > 0 and each["peak_mib"] > 0 for each in results.values())
+
+    trained = losses(tmp_path)
+    kinds = "".join("e" if kind == "eager" else "c" for _, kind in trained)
+    # Eager ones, those that compile, the turns, and those that are looked at.
+    assert re.fullmatch("eec{3,8}" + "e{4}c{4}" + "c{4}e{4}" + "e+c+", kinds)
+
+    # The script alone, without its model compiled.
+    (tmp_path / "rank0").unlink()
+    monkeypatch.setenv("MASTER_PORT", free_port())
+    run_script(write(tmp_path, compile=""), [str(len(trained)), str(tmp_path)])
+    assert [loss for loss, _ in trained] == pytest.approx([loss for loss, _ in losses(tmp_path)], rel=1e-5)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_step_is_one_of_each_optimizer(tmp_path: Path) -> None:
+    script = write(tmp_path, parts="[model[0], model[1]]")
+    assert main(["bench", "--rounds", "2", "--script", str(script), "1000", str(tmp_path)]) == 0
+    kinds = "".join("e" if kind == "eager" else "c" for _, kind in losses(tmp_path))
+    assert re.fullmatch("e{2,3}c{3,8}" + "e{4}c{4}" + "c{4}e{4}" + "e+c+", kinds)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("steps", "parts", "expected"),
+    [
+        (9, {}, "optimizer steps, got 9; let it train longer, or ask for fewer --rounds"),
+        (0, {}, "optimizer steps, got 0; let it train longer"),
+        (99, {"compile": ""}, "expected a script that compiles its model with compile_fsdp, got no graph in 2 steps"),
+        (99, {"compile": "model.compile(backend='eager')"}, "got no graph in 2 steps; compile-fsdp check says why"),
+        (99, {"batch": "torch._dynamo.reset() or 4"}, "expected a warm step, got one that was compiled again"),
+        (99, {"line": "raise ValueError('of the script')"}, "got ValueError: of the script at"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(
+    steps: int, parts: dict[str, str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = write(tmp_path, **parts)
+    assert main(["bench", "--rounds", "2", "--script", str(script), str(steps), str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    said = [line for line in error.splitlines() if line.startswith("compile-fsdp: error")]
+    assert len(said) == 1 and expected in said[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--script"], "expected a training script behind --script, got nothing"),
+        (["--modes", "eager", "--script", "train.py"], "expected no --modes and no --model with --script"),
+        (["--rounds", "1", "--script", "train.py"], "expected at least 2 rounds and 1 rank, got --rounds 1"),
+    ],
+)
+def test_bad_options_are_one_line(options: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *options]) == 2
+    error = capsys.readouterr().err
+    assert expected in error and error.count("\n") == 1
+
+
+def test_ranks_of_its_own(tmp_path: Path) -> None:
+    script = write(tmp_path)
+    options = ["--ranks", "2", "--rounds", "2", "--json", "out.json"]
+    command = [sys.executable, "-m", "compile_fsdp", "bench", *options, "--script", str(script)]
+    done = subprocess.run([*command, "99", "."], cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Measured on 2 ranks") == 1  # by one of them
+    results = json.loads((tmp_path / "out.json").read_text())["results"]["train.py"]
+    # A block is gathered twice and reduced once, the root once each.
+    assert {each["collectives"] for each in results.values()} == {5}
+    assert (tmp_path / "rank0").read_text().count("eager") == (tmp_path / "rank1").read_text().count("eager")
+
+
+@pytest.mark.slow
+def test_the_error_of_a_rank_of_its_own_ends_the_command(tmp_path: Path) -> None:
+    script = write(tmp_path, line="dist.get_rank() == 0 and 1 / 0")
+    command = [sys.executable, "-m", "compile_fsdp", "bench", "--script", str(script), "99", "."]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 2 and "error (rank 0): expected" in done.stderr
