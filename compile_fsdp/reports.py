@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from torch import fx
 
+from compile_fsdp.advice import Advice, GroupFigures, advise
 from compile_fsdp.passes import Costs, GraphObserver
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
+from compile_fsdp.torch_compat.dynamo import dynamo_counters
 
 if TYPE_CHECKING:
     from compile_fsdp.runtime.group import TraceableGroup
@@ -40,6 +42,7 @@ class GraphReport:
             reported when the graph was compiled.
         decision: How the step is fitted into its `memory_budget`; None without one, and for backward graphs.
         costs: By which the passes have decided; None for a graph without sharded parameters.
+        groups: Of the forward graph of a step, its parameter groups in numbers, in the order of their first use.
     """
 
     direction: Direction
@@ -54,6 +57,12 @@ class GraphReport:
     cached: bool
     decision: BudgetDecision | None = None
     costs: Costs | None = None
+    groups: tuple[GroupFigures, ...] = ()
+
+    @property
+    def advice(self) -> tuple[Advice, ...]:
+        """What would make the step faster, by the estimate, what gains the most first; empty for backward graphs."""
+        return advise(self.groups, self.costs, self.decision) if self.groups and self.costs is not None else ()
 
     def __str__(self) -> str:
         kept = "".join(f"; kept {fqn}: {reason}" for fqn, reason in self.kept[:3])
@@ -62,6 +71,7 @@ class GraphReport:
             f"{self.direction} graph ({self.inner_backend}): {self.windows_removed} windows removed, "
             f"{self.nodes_before} -> {self.nodes_after} nodes in {self.seconds * 1e3:.1f} ms{kept}{more}"
             + (f"; {self.decision}" if self.decision is not None else "")
+            + "".join(f"; {each}" for each in self.advice[:1])
         )
 
 
@@ -79,6 +89,17 @@ def reset_reports() -> None:
     """Forget all reports."""
     with _lock:
         _reports.clear()
+
+
+def newest_advice() -> tuple[Advice, ...]:
+    """What would make the step faster that was compiled last."""
+    return next((report.advice for report in reversed(reports()) if report.groups), ())
+
+
+def count_captures() -> int:
+    """Graphs that Dynamo or compiled autograd has traced in this process, whoever compiles them."""
+    counters = dynamo_counters()
+    return counters["stats"]["unique_graphs"] + counters["compiled_autograd"]["captures"]
 
 
 def record(report: GraphReport) -> None:

@@ -14,6 +14,7 @@ from compile_fsdp.backend.backward import BackwardCompiler
 from compile_fsdp.backend.boundary import ForwardGraph
 from compile_fsdp.backend.costs import settle_costs
 from compile_fsdp.backend.graph_inputs import GraphInputs
+from compile_fsdp.backend.group_figures import group_figures
 from compile_fsdp.backend.inner import TracedGraph, compile_traced
 from compile_fsdp.backend.memory_budget import budget_pass
 from compile_fsdp.errors import UnknownOptionError
@@ -70,7 +71,9 @@ def compile_fsdp(
     if costs is not None:
         parsed = replace(parsed, costs=costs)
     gm, example_inputs, passes = _run_passes(gm, example_inputs, parsed)
-    graph = TracedGraph(gm, example_inputs, "forward", GraphInputs(gm), parsed, passes.decision)
+    inputs = GraphInputs(gm)
+    groups = group_figures(inputs, passes.left_unsharded) if torch.is_grad_enabled() else ()
+    graph = TracedGraph(gm, example_inputs, "forward", inputs, parsed, passes.decision, groups)
     read = graph.inputs.read_positions()
     compiled: Callable[..., Any] = compile_traced(graph)
     if graph.inputs.managed:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from compile_fsdp.advice import GroupFigures
 from compile_fsdp.backend.agreement import agree
 from compile_fsdp.backend.derived_backward import ForwardCompiler
 from compile_fsdp.backend.graph_inputs import GraphInputs
@@ -38,6 +39,7 @@ class TracedGraph:
         inputs: Which of its inputs are unsharded parameters.
         options: The user's.
         decision: How the step is fitted into its memory budget, if it has one.
+        groups: Of a forward graph, its parameter groups in numbers.
     """
 
     gm: fx.GraphModule
@@ -46,6 +48,7 @@ class TracedGraph:
     inputs: GraphInputs
     options: Options
     decision: BudgetDecision | None = None
+    groups: tuple[GroupFigures, ...] = ()
 
     @property
     def what(self) -> str:
@@ -68,7 +71,7 @@ def compile_traced(graph: TracedGraph, earlier: CollectiveSequence | None = None
     original = _copy_to_verify(graph)
     decision = graph.decision if graph.direction == "forward" else None
     options, nodes = graph.options, len(graph.gm.graph.nodes)
-    recorder = Recorder(graph.direction, options.inner_backend, nodes, decision, options.known_costs)
+    recorder = Recorder(graph.direction, options.inner_backend, nodes, decision, options.known_costs, graph.groups)
     compiled, stored = _call_inner_backend(graph, recorder)
     collectives = recorder.finish() or traced
     if (frame := current()) is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from compile_fsdp.advice import GroupFigures
 from compile_fsdp.passes import Costs
 from compile_fsdp.passes.analysis.sequence import CollectiveSequence
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
@@ -22,6 +23,7 @@ class Recorder:
         nodes: Of the Dynamo graph.
         decision: How the step is fitted into its memory budget, if it has one.
         costs: By which the passes decide, if it has sharded parameters.
+        groups: Of a forward graph, its parameter groups in numbers.
 
     Attributes:
         reports: What it has reported.
@@ -34,8 +36,11 @@ class Recorder:
         nodes: int,
         decision: BudgetDecision | None,
         costs: Costs | None,
+        groups: tuple[GroupFigures, ...] = (),
     ) -> None:
-        self._next = GraphReport(direction, inner_backend, 0, 0, 0, (), nodes, nodes, 0.0, False, decision, costs)
+        self._next = GraphReport(
+            direction, inner_backend, 0, 0, 0, (), nodes, nodes, 0.0, False, decision, costs, groups
+        )
         self.reports: list[GraphReport] = []
         take_graph_notes()  # of a backward that Inductor compiled by itself, later than its forward
 
@@ -73,4 +78,4 @@ class Recorder:
         record(report)
         self.reports.append(report)
         # Inductor compiles the backward of a graph without sharded modules by itself, as a second graph.
-        self._next = replace(self._next, direction="backward", decision=None)
+        self._next = replace(self._next, direction="backward", decision=None, groups=())

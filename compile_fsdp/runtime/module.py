@@ -20,8 +20,9 @@ from compile_fsdp.runtime.pause import pause_collection
 from compile_fsdp.runtime.reset import reset_iter_state
 from compile_fsdp.runtime.root import Replay, Root
 from compile_fsdp.runtime.tracing import at_run_time, inline_only, restore_hook_bodies_now
-from compile_fsdp.torch_compat.dynamo import TorchRuntimeError, Unsupported, compiles_frames, is_forced_eager
+from compile_fsdp.torch_compat.dynamo import TorchRuntimeError, Unsupported, compiles_frames
 from compile_fsdp.torch_compat.fsdp import fsdp_state, param_groups
+from compile_fsdp.torch_compat.global_state import is_forced_eager
 
 
 class TraceableModule:

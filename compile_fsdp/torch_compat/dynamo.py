@@ -221,12 +221,6 @@ def compiles_frames() -> bool:
     return callback is not None and callback is not False
 
 
-@needs("torch._dynamo.eval_frame._stance.stance")
-def is_forced_eager() -> bool:
-    """Whether `torch.compiler.set_stance("force_eager")` holds, under which nothing compiled runs. (2.13.0)"""
-    return eval_frame._stance.stance == "force_eager"
-
-
 @needs("torch._guards.TracingContext.get_traced_code")
 def traced_code() -> list[CodeType]:
     """While Dynamo compiles a graph: the code that it has traced into it. (2.13.0)"""
@@ -255,12 +249,6 @@ def without_side_effect_log() -> contextlib.AbstractContextManager[object]:
 def dynamo_counters() -> Mapping[str, MutableMapping[str, int]]:
     """What Dynamo, and what it calls, count in this process: by kind, then by what it was. (2.13.0)"""
     return cast(Mapping[str, MutableMapping[str, int]], utils.counters)
-
-
-def count_captures() -> int:
-    """Graphs that Dynamo or compiled autograd has traced in this process. (2.13.0)"""
-    counters = dynamo_counters()
-    return counters["stats"]["unique_graphs"] + counters["compiled_autograd"]["captures"]
 
 
 @needs("torch._dynamo.utils.get_compilation_metrics")

@@ -1,9 +1,10 @@
-"""torch's global state, as far as a traced graph depends on it."""
+"""torch's global state, as far as a traced graph depends on it, or whether it runs."""
 
 from __future__ import annotations
 
 import torch
 from torch._C._dynamo.guards import GlobalStateGuard
+from torch._dynamo import eval_frame
 from torch.utils import _python_dispatch
 
 from compile_fsdp.torch_compat.declarations import needs
@@ -22,6 +23,12 @@ def _modes() -> tuple[object, ...]:
         _python_dispatch._len_torch_dispatch_stack(),  # type: ignore[attr-defined]
         torch._C._autograd._top_saved_tensors_default_hooks(True) is None,
     )
+
+
+@needs("torch._dynamo.eval_frame._stance.stance")
+def is_forced_eager() -> bool:
+    """Whether `torch.compiler.set_stance("force_eager")` holds, under which nothing compiled runs. (2.13.0)"""
+    return eval_frame._stance.stance == "force_eager"
 
 
 class GlobalState:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
+from compile_fsdp.reports import newest_advice
 from compile_fsdp.tools.bench.measure import Result, measure
 from compile_fsdp.tools.bench.modes import MODES, SIMPLE_FSDP
 from compile_fsdp.tools.bench.report import Tables, describe_gain, format_table, write_json, write_plot
@@ -126,7 +127,7 @@ def _run_script(args: argparse.Namespace) -> int:
     if os.environ["RANK"] == "0":
         ranks = int(os.environ["WORLD_SIZE"])
         print(format_table(script.name, table))
-        print(describe_gain(table, args.rounds, ranks))
+        print("\n".join([describe_gain(table, args.rounds, ranks), *(each.sentence for each in newest_advice())]))
         _write({script.name: table}, ranks, args)
     return 0
 

@@ -28,7 +28,8 @@ class Result:
         spread: Lower and upper quartile over the rounds of the step time relative to `eager`.
         step_ms: Median time of a step, forward and backward, on the slowest rank, in milliseconds.
         peak_mib: Peak memory of one step on this rank in MiB, less the memory allocated before it. On a CPU it is the
-            median of five steps, since gloo's threads may still hold tensors of the last collective.
+            median of several steps, since gloo's threads may still hold tensors of the last collective. Of a script,
+            on an accelerator: all that is allocated, on the rank that has most.
         collectives: Number of collectives that this rank issues in one step.
         first_step_s: Seconds of the first step, which compiles or takes graphs from the compilers' caches. None where
             its beginning was not seen.

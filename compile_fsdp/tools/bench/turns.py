@@ -5,8 +5,8 @@ theirs; what is between two such places is the script's own, its data loading in
 
 [Note: Profiles in optimizer steps]
 A profile of memory begins and ends in a hook, inside of the event that torch records for the optimizer's step. When
-that event ends, the profile in which it began is over, and no other may have begun: torch would write into the old one's
-event. So a step without a profile is between two of them.
+that event ends, the profile in which it began is over, and no other may have begun: torch would write into an event of
+the old one. So a step without a profile is between two of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from compile_fsdp.errors import ScriptError
-from compile_fsdp.reports import reports
+from compile_fsdp.reports import count_captures, reports
 from compile_fsdp.tools.bench.measure import (
     STEPS_PER_TURN,
     Result,
@@ -33,7 +33,6 @@ from compile_fsdp.tools.bench.measure import (
 )
 from compile_fsdp.tools.check.steps import Steps
 from compile_fsdp.torch_compat.distributed import executed_collectives
-from compile_fsdp.torch_compat.dynamo import count_captures
 
 EAGER, COMPILE = MODES = ("eager", "compile")
 WARM_STEPS = 2  # before the turns, of each mode

@@ -1,0 +1,46 @@
+"""What a graph's parameter groups are, in numbers, for its report."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable
+
+from compile_fsdp.advice import GroupFigures
+from compile_fsdp.backend.graph_inputs import GraphInputs
+from compile_fsdp.runtime.group import TraceableGroup
+from compile_fsdp.runtime.parameter import TraceableParam
+from compile_fsdp.torch_compat.fsdp import unsharded_dtype
+from compile_fsdp.wrap.tree import ROOT
+
+
+def group_figures(inputs: GraphInputs, left_unsharded: Collection[Hashable]) -> tuple[GroupFigures, ...]:
+    """The groups of a forward graph, in the order of its inputs.
+
+    Args:
+        inputs: Of the graph.
+        left_unsharded: The groups that the passes leave unsharded for the backward.
+    """
+    return tuple(_figures(group, group in left_unsharded) for group in inputs.groups)
+
+
+def _figures(group: TraceableGroup, is_left: bool) -> GroupFigures:
+    fsdp_group, ranks = group.fsdp_group, group.constants.shard_count
+    reduce_dtype = fsdp_group._reduce_dtype
+    numels = [(param, _shard_numel(param) * ranks) for param in group.params]
+    stays = is_left or fsdp_group.post_forward_mesh_info is None or not fsdp_group.unshard_in_backward
+    again = group.constants.post_forward_count if fsdp_group._use_post_forward_mesh else ranks
+    return GroupFigures(
+        name=fsdp_group._module_fqn or ROOT,
+        unsharded=tuple(numel * unsharded_dtype(param.fsdp_param).itemsize for param, numel in numels),
+        reduced=tuple(
+            numel * (reduce_dtype or unsharded_dtype(param.fsdp_param)).itemsize
+            for param, numel in numels
+            if param.fsdp_param.sharded_param.requires_grad
+        ),
+        factors=sum(numel for param, numel in numels if len(param.fsdp_param.padded_sharded_param_size) > 1),
+        ranks=ranks,
+        backward_ranks=1 if stays else again,
+    )
+
+
+def _shard_numel(param: TraceableParam) -> int:
+    return param.fsdp_param.padded_sharded_param_size.numel()
