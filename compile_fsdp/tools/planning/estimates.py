@@ -37,7 +37,8 @@ class Optimizer(enum.Enum):
 class Estimate:
     """Memory and communication of one training step of eager FSDP2 on the first rank, which has the most rows.
 
-    All attributes are expressions in N ranks and B sequences of S tokens per rank; all but the two counts are in bytes.
+    All attributes are expressions in N ranks that shard and B sequences of S tokens per rank; all but the two counts
+    are in bytes.
 
     Attributes:
         parameters: Sharded parameters, with the padding of uneven splits; parameters in no group count as a whole.
@@ -54,6 +55,7 @@ class Estimate:
         reduce_scatters: Number of reduce-scatters.
         gathered: Bytes that a rank receives from other ranks in all-gathers.
         reduced: Bytes that a rank receives in reduce-scatters by a ring, in which a rank sends as many bytes.
+        all_reduced: Bytes that a rank receives in all-reduces over the replicas by rings, one for each reduce-scatter.
     """
 
     parameters: sympy.Expr
@@ -69,13 +71,14 @@ class Estimate:
     reduce_scatters: sympy.Expr
     gathered: sympy.Expr
     reduced: sympy.Expr
+    all_reduced: sympy.Expr
 
     def formulas(self) -> dict[str, sympy.Expr]:
         """The expressions of the estimate by name."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def at(self, ranks: int, batch: int = 1, seq_len: int = 1) -> dict[str, int]:
-        """The values of all attributes for `ranks` ranks, and `batch` sequences of `seq_len` tokens if B and S occur.
+        """The values of all attributes on `ranks` ranks, for `batch` sequences of `seq_len` tokens if B and S occur.
 
         Raises:
             EstimateError: there are fewer than two ranks, or the batch is empty.
@@ -98,6 +101,7 @@ def estimate(
     forward_prefetch: int = 0,
     backward_prefetch: int = 1,
     backend: Backend = Backend.NCCL,
+    replicas: int = 1,
 ) -> Estimate:
     """Estimate memory and communication of one training step, without data and without other ranks.
 
@@ -112,6 +116,8 @@ def estimate(
         forward_prefetch: Number of groups that each group, the root included, gathers ahead in the forward.
         backward_prefetch: Number of groups that each group gathers ahead in the backward; 1 is FSDP2's own prefetch.
         backend: The backend of the collectives, whose own copies are counted.
+        replicas: Number of sets of N ranks that each hold all parameters, sharded (HSDP): the first dim of a mesh of
+            two. Gradients are reduced over them after each reduce-scatter.
     Raises:
         EstimateError: the plan or the model has a feature that cannot be estimated.
         PlanError: the model's default plan cannot be applied.
@@ -121,6 +127,8 @@ def estimate(
             f"expected forward_prefetch of at least 0 and backward_prefetch of at least 1, got {forward_prefetch} and "
             f"{backward_prefetch}; FSDP2 has no others"
         )
+    if replicas < 1:
+        raise EstimateError(f"expected at least 1 replica, got replicas={replicas}; pass 1 for none beside it")
     planned = model if isinstance(model, Plan) else plan(model)
     sizes = group_sizes(planned)
     fit = Fit.near(*near) if callable(batch) else Fit.constant()
@@ -128,7 +136,7 @@ def estimate(
     events = list(_merge(traces, fit))
     marks = [mark for mark, _ in events if mark is not None]
     execution = list(dict.fromkeys(mark.group for mark in marks if mark.point is Point.PRE_FORWARD))
-    schedule = Schedule(sizes, execution, forward_prefetch, backward_prefetch, backend)
+    schedule = Schedule(sizes, execution, forward_prefetch, backward_prefetch, backend, replicas)
 
     in_groups = {fqn for each in sizes for fqn in each.parameters}
     whole = {fqn: each for fqn, each in planned.root.named_parameters() if fqn not in in_groups}
@@ -169,6 +177,7 @@ def estimate(
         reduce_scatters=sympy.Integer(len(schedule.reductions)),
         gathered=(N - 1) * total(schedule.gathers).expression(),
         reduced=(N - 1) * total(schedule.reductions).expression(),
+        all_reduced=sympy.Rational(2 * (replicas - 1), replicas) * total(schedule.reductions).expression(),
     )
 
 

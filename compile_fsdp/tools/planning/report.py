@@ -20,6 +20,8 @@ from compile_fsdp.tools.planning.estimates import Estimate
 from compile_fsdp.tools.planning.network import StepTime
 
 COUNTS = ("all_gathers", "reduce_scatters")
+# What the table shows only where it is not 0.
+OPTIONAL = ("all_reduced",)
 # Parts of the memory that the plot shows beside the peak.
 LAYERS = ("parameters", "optimizer", "gradients", "unsharded", "activations")
 
@@ -35,11 +37,14 @@ class Scaled:
     peak_bytes: int
 
 
-def print_estimate(estimate: Estimate, worlds: Sequence[int], batch: int, seq_len: int, console: Console) -> None:
-    """Print the formulas of an estimate, then their values for each number of ranks."""
-    console.print("Bytes per rank and step, for N ranks and B sequences of S tokens on each:")
+def print_estimate(
+    estimate: Estimate, worlds: Sequence[int], batch: int, seq_len: int, console: Console, replicas: int
+) -> None:
+    """Print the formulas of an estimate, then their values for each number of ranks that shard."""
+    sets = f", in {replicas} sets (HSDP)," if replicas > 1 else ""
+    console.print(f"Bytes per rank and step, for N ranks{sets} and B sequences of S tokens on each:")
     for name, formula in estimate.formulas().items():
-        if name not in ("peak", "reserved"):
+        if name not in ("peak", "reserved") and not _is_left_out(name, formula):
             console.print(f"  {name} = {formula}")
     for term, where in largest_terms(estimate.peak, worlds, batch, seq_len).items():
         console.print(f"  peak (N = {', '.join(map(str, where))}) = {term}")
@@ -48,9 +53,15 @@ def print_estimate(estimate: Estimate, worlds: Sequence[int], batch: int, seq_le
     for ranks in worlds:
         table.add_column(f"N = {ranks}", justify="right")
     columns = [estimate.at(ranks, batch, seq_len) for ranks in worlds]
-    for name in estimate.formulas():
+    for name, formula in estimate.formulas().items():
+        if _is_left_out(name, formula):
+            continue
         table.add_row(name, *(str(each[name]) if name in COUNTS else show_bytes(each[name]) for each in columns))
     console.print(table)
+
+
+def _is_left_out(name: str, formula: sympy.Expr) -> bool:
+    return name in OPTIONAL and formula == 0
 
 
 def largest_terms(
@@ -148,14 +159,16 @@ def write_json(
     seq_len: int,
     path: Path,
     decisions: Mapping[int, BudgetDecision],
+    replicas: int,
 ) -> None:
-    """Write an estimate as JSON: formulas as strings, and values for each number of ranks.
+    """Write an estimate as JSON: formulas as strings, and values for each number of ranks that shard.
 
     To read the formulas, pass N, B and S as symbols to `sympy.sympify` in `locals`: sympy uses these names itself.
     """
     content: dict[str, Any] = {
         "batch": batch,
         "seq_len": seq_len,
+        "replicas": replicas,
         "formulas": {name: str(formula) for name, formula in estimate.formulas().items()},
         "ranks": {str(ranks): estimate.at(ranks, batch, seq_len) for ranks in worlds},
     }

@@ -10,6 +10,11 @@ reduce-scatter begins; with torch 2.12, since a local variable holds it, until t
 On a GPU, FSDP2 allocates gather buffers in the stream that copies shards into them, and reduced gradients in that of
 reduce-scatters. CUDA's caching allocator keeps what is freed for the stream that allocated it, so that none of the
 three streams gets the memory that another one needed at another time. The process reserves the sum of their maxima.
+
+[Note: All-reduces keep their buffers]
+With replicas (HSDP), the output of a reduce-scatter is reduced over them in place. FSDP2 refers to it until the
+backward is over, so that no later reduce-scatter gets its memory while the all-reduce may still run. Where gradients
+have another dtype than parameters, they are a copy beside it.
 """
 
 from __future__ import annotations
@@ -77,6 +82,7 @@ class Schedule:
         forward_prefetch: Number of gathers launched ahead in the forward, as by `set_modules_to_forward_prefetch`.
         backward_prefetch: Number of gathers launched ahead in the backward; FSDP2 itself launches 1.
         backend: Backend of the collectives.
+        replicas: Number of sets of ranks that each hold all parameters, sharded.
         held: What FSDP2 holds now.
         gathers: Bytes that a rank sends in each all-gather so far.
         reductions: Bytes that a rank receives from each reduce-scatter so far.
@@ -87,6 +93,7 @@ class Schedule:
     forward_prefetch: int
     backward_prefetch: int
     backend: Backend
+    replicas: int = 1
     held: Held = field(default_factory=Held)
     gathers: list[Amount] = field(default_factory=list)
     reductions: list[Amount] = field(default_factory=list)
@@ -189,6 +196,8 @@ class Schedule:
         yield self.held.plus(reduced=output + workspace)
         if sizes.casts_reduced(mark.reduced):
             yield self.held.plus(reduced=output + gradients)
+            if self.replicas > 1:  # See [Note: All-reduces keep their buffers]
+                self.held = self.held.plus(reduced=output)
         if mark.group not in self._gradients:  # otherwise they are added to the gradients of an earlier use
             self._gradients[mark.group] = gradients
             self.held = self.held.plus(reduced=gradients)

@@ -165,8 +165,8 @@ def test_streams_keep_their_memory() -> None:
         (["--checkpoint", "100"], "expected at least 100 layers, got 32"),
         (["--tp", "3", "--seq-len", "12"], "expected sizes that 3 divides"),
         (["--tp", "8", "--seq-len", "40"], "got --seq-len 40 --tp 8"),
-        (["--tp", "2", "--memory-budget", "1GiB"], "neither --tp nor"),
-        (["--checkpoint", "selective", "--network", "x.png"], "neither --tp nor"),
+        (["--tp", "2", "--memory-budget", "1GiB"], "neither --memory-budget nor --network with --tp"),
+        (["--checkpoint", "selective", "--network", "x.png"], "with a --checkpoint that saves outputs"),
     ],
 )
 def test_mistakes_get_one_line(options: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,8 +18,9 @@ from compile_fsdp.tools.train.config import ModelConfig
 from compile_fsdp.tools.train.model import Transformer
 from compile_fsdp.wrap import plan
 from helpers.ranks.fake_world import fake_world
+from helpers.ranks.meshes import shared_mesh
 from helpers.ranks.peaks import adamw, peak_bytes
-from helpers.ranks.pools import run_ranks
+from helpers.ranks.pools import device_type, run_ranks
 
 
 class UnevenBlock(nn.Module):
@@ -75,6 +76,7 @@ class Training:
         kwargs: Of `fully_shard`.
         prefetch: Of `estimate` and of the model.
         size: Sequences, and tokens of each.
+        replicas: Sets of ranks that each hold all parameters.
     """
 
     model: Callable[[], nn.Module]
@@ -83,20 +85,34 @@ class Training:
     kwargs: dict[str, Any] = field(default_factory=dict)
     prefetch: dict[str, int] = field(default_factory=dict)
     optimizer: tuple[Optimizer, Callable[[nn.Module], torch.optim.Optimizer]] = (Optimizer.ADAMW, adamw)
+    replicas: int = 1
 
-    def plan(self) -> Any:
+    def plan(self, **kwargs: Any) -> Any:
         with torch.device("meta"):
-            return plan(self.model(), **self.kwargs)
+            return plan(self.model(), **self.kwargs, **kwargs)
 
     def estimate(self, backend: Backend) -> Estimate:
         return estimate(
-            self.plan(), self.batch, near=self.size, optimizer=self.optimizer[0], backend=backend, **self.prefetch
+            self.plan(),
+            self.batch,
+            near=self.size,
+            optimizer=self.optimizer[0],
+            backend=backend,
+            replicas=self.replicas,
+            **self.prefetch,
         )
 
     def measured(self) -> int:
-        return peak_bytes(self.plan, lambda: self.batch(*self.size), self.optimizer[1], **self.prefetch)
+        kwargs = {}
+        if self.replicas > 1:
+            shape = (self.replicas, dist.get_world_size() // self.replicas)
+            kwargs["mesh"] = shared_mesh(device_type(), shape, ("replicate", "shard"))
+        return peak_bytes(
+            lambda: self.plan(**kwargs), lambda: self.batch(*self.size), self.optimizer[1], **self.prefetch
+        )
 
 
+LOW = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 TRAININGS = {
     "transformer": Training(transformer, tokens, (2, 128)),
@@ -107,6 +123,8 @@ TRAININGS = {
     "two ahead": Training(transformer, tokens, (2, 16), prefetch={"forward_prefetch": 2, "backward_prefetch": 2}),
     "sgd": Training(transformer, tokens, (3, 64), optimizer=(Optimizer.SGD, sgd)),
     "momentum": Training(transformer, tokens, (3, 64), optimizer=(Optimizer.SGD_MOMENTUM, momentum)),
+    # Gradients are reduced in another dtype than they are kept in.
+    "replicas": Training(transformer, tokens, (2, 16), {"mp_policy": LOW}, replicas=2),
     "uneven": Training(Uneven, rows, (2, 128)),
     "uneven, few rows": Training(Uneven, rows, (2, 8)),
     "checkpointed": Training(lambda: Uneven(checkpointed=True), rows, (4, 256)),
@@ -131,7 +149,7 @@ def test_peak_without_communication(name: str) -> None:
     training = TRAININGS[name]
     found = training.estimate(Backend.FAKE)
     for ranks in (2, 3, 64):
-        with fake_world(ranks):
+        with fake_world(ranks * training.replicas):
             measured = training.measured()
         assert found.at(ranks, *training.size)["peak"] == pytest.approx(measured, rel=1e-3)
 
@@ -166,9 +184,10 @@ def test_peak_of_an_accelerator(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [*((name, 2) for name in ON_REAL_RANKS), ("uneven", 4)]
+    + [pytest.param("replicas", 4, marks=pytest.mark.slow)]
     + [pytest.param(name, 4, marks=pytest.mark.slow) for name in ON_REAL_RANKS if name != "uneven"],
 )
 def test_peak_of_real_ranks(name: str, ranks: int) -> None:
     training = TRAININGS[name]
-    peak = training.estimate(Backend.GLOO).at(ranks, *training.size)["peak"]
+    peak = training.estimate(Backend.GLOO).at(ranks // training.replicas, *training.size)["peak"]
     assert peak == pytest.approx(run_ranks(ranks, _measure, name, int(1.01 * peak))[0], rel=0.05)
