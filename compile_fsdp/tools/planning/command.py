@@ -84,7 +84,7 @@ def _plan_from(args: argparse.Namespace) -> Plan:
     if args.keep_unsharded:
         kwargs["reshard_after_forward"] = False
     checkpointing = args.checkpoint and replace(args.checkpoint, compiled=args.compile_layers)
-    return plan(build_model(config, checkpointing, args.tp), fix_shared=True, **kwargs)
+    return plan(build_model(config, checkpointing, args.tp, args.float8), fix_shared=True, **kwargs)
 
 
 @contextmanager

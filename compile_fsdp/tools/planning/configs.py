@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from compile_fsdp.errors import EstimateError
 from compile_fsdp.tools.planning.checkpointing import Checkpointing
+from compile_fsdp.tools.planning.float8 import convert_to_float8
 from compile_fsdp.tools.planning.tensor_parallel import divide_config, install_collectives
 
 # Shapes after Grattafiori et al., The Llama 3 Herd of Models (arXiv:2407.21783), table 3.
@@ -47,7 +48,9 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def build_model(config: dict[str, Any], checkpointing: Checkpointing | None = None, tp: int = 1) -> nn.Module:
+def build_model(
+    config: dict[str, Any], checkpointing: Checkpointing | None = None, tp: int = 1, float8: bool = False
+) -> nn.Module:
     """A causal language model with float32 parameters on the meta device, in training mode.
 
     [Note: Attention without a mask]
@@ -58,6 +61,7 @@ def build_model(config: dict[str, Any], checkpointing: Checkpointing | None = No
         config: Entries of the model's config.json.
         checkpointing: How the backward recomputes the activations of the layers; None for not at all.
         tp: Degree of tensor parallelism, of which the model is one rank's part; 1 for the whole model.
+        float8: Whether linear layers, the head aside, are those of float8.
     Raises:
         EstimateError: transformers does not know the architecture, or cannot build it from this configuration.
     """
@@ -72,10 +76,13 @@ def build_model(config: dict[str, Any], checkpointing: Checkpointing | None = No
             divide_config(parsed, tp)
         with torch.device("meta"):
             from_config: Callable[..., Any] = AutoModelForCausalLM.from_config
-            model: nn.Module = from_config(parsed, dtype=torch.float32, attn_implementation="sdpa_without_mask")
+            model: Any = from_config(parsed, dtype=torch.float32, attn_implementation="sdpa_without_mask")
         model.train()
         if tp > 1:
             install_collectives(model, tp)
+        if float8:
+            is_compiled = checkpointing is not None and checkpointing.compiled
+            convert_to_float8(model, model.get_output_embeddings(), fuses=is_compiled)
         if checkpointing is not None:
             checkpointing.apply(model, token_batch(1, 8 * tp))
     except EstimateError:
@@ -86,7 +93,8 @@ def build_model(config: dict[str, Any], checkpointing: Checkpointing | None = No
             f"expected the configuration of a causal language model that transformers knows, got model_type "
             f"{config['model_type']!r}: {message}; correct the configuration"
         ) from error
-    return model
+    result: nn.Module = model
+    return result
 
 
 def token_batch(batch: int, seq_len: int) -> dict[str, Tensor]:

@@ -57,6 +57,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     running.add_argument(
         "--reduce-dtype", choices=DTYPES, default="float32", help="of reduced gradients (default float32)"
     )
+    running.add_argument(
+        "--float8", action="store_true", help="linear layers but the head multiply and are gathered in float8 (torchao)"
+    )
     running.add_argument("--keep-unsharded", action="store_true", help="reshard_after_forward=False")
     running.add_argument(
         "--checkpoint",
@@ -181,6 +184,7 @@ def _check_compiled(args: argparse.Namespace) -> None:
     unknown = {
         "--tp": args.tp > 1,
         "--replicate": args.replicate > 1,
+        "--float8": args.float8,
         "a --checkpoint that saves outputs": is_selective,
     }
     if given := [name for name, is_given in unknown.items() if is_given]:

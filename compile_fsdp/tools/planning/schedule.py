@@ -140,6 +140,8 @@ class Schedule:
         if group in self._buffers or group in self._unsharded:
             return
         sizes = self.sizes[group]
+        for temporary in sizes.casting():
+            yield self.held.plus(gathered=temporary)
         self._buffers.add(group)
         self.held = self.held.plus(gathered=sizes.gathered())
         self.gathers.append(sizes.gather_input())

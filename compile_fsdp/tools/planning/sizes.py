@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from compile_fsdp.errors import EstimateError
 from compile_fsdp.tools.planning.amounts import Amount, N, rows, total
+from compile_fsdp.tools.planning.float8 import FORWARD_DTYPE, float8_weights
 from compile_fsdp.torch_compat.fsdp import HAS_GRAD_DTYPES
 from compile_fsdp.wrap import Group, Plan
 
@@ -27,15 +28,17 @@ class GroupSizes:
         parameters: The group's parameters by FQN.
         policy: The mixed-precision policy of the group.
         reshard_after_forward: Whether the unsharded parameters are freed between forward and backward.
+        float8: FQNs of the parameters that are gathered in float8.
     """
 
     parameters: dict[str, nn.Parameter]
     policy: MixedPrecisionPolicy
     reshard_after_forward: bool
+    float8: frozenset[str] = frozenset()
 
     def shards(self, of: Collection[str] | None = None) -> Amount:
         """Bytes of sharded parameters, or of their gradients, in the parameters' dtype: (ceil(d0 / N), *rest) each."""
-        return self._sum(lambda parameter: parameter.dtype, of)
+        return self._sum(lambda fqn: self.parameters[fqn].dtype, of)
 
     def gather_input(self) -> Amount:
         """Bytes that this rank sends in an all-gather."""
@@ -47,12 +50,21 @@ class GroupSizes:
 
     def cast(self) -> Amount:
         """Bytes of the copies of shards that are cast to another dtype before they are gathered."""
-        cast = [fqn for fqn, each in self.parameters.items() if self._gathered_dtype(each) != each.dtype]
+        cast = [fqn for fqn, each in self.parameters.items() if self._gathered_dtype(fqn) != each.dtype]
         return self._sum(self._gathered_dtype, cast)
+
+    def casting(self) -> Iterator[Amount]:
+        """Bytes that are there while each parameter in turn is cast to float8, scaled and clamped in float32 before."""
+        done = Amount()
+        for fqn in self.parameters:
+            if fqn in self.float8:
+                shard = self._sum(self._gathered_dtype, [fqn])
+                yield done + total([shard] * (1 + 2 * torch.float32.itemsize))
+                done += shard
 
     def reduced(self, of: Collection[str]) -> Amount:
         """Bytes that this rank gets from a reduce-scatter of the gradients of these parameters."""
-        return self._sum(self._reduced_dtype, of)
+        return self._sum(lambda fqn: self._reduced_dtype(self.parameters[fqn]), of)
 
     def casts_reduced(self, of: Iterable[str]) -> bool:
         """Whether reduced gradients are cast to the parameters' dtype, which makes a copy."""
@@ -63,22 +75,26 @@ class GroupSizes:
         result = Amount()
         for fqn in of:
             parameter = self.parameters[fqn]
-            shard = _bytes(parameter, self._gathered_dtype(parameter))
+            shard = _bytes(parameter, self._computed_dtype(parameter))
             uneven = sympy.sign(sympy.Mod(parameter.shape[0], N))
             result = result + Amount({term * uneven: each for term, each in shard.items()}).times_ranks()
         return result
 
-    def _gathered_dtype(self, parameter: nn.Parameter) -> torch.dtype:
+    def _gathered_dtype(self, fqn: str) -> torch.dtype:
+        return FORWARD_DTYPE if fqn in self.float8 else self._computed_dtype(self.parameters[fqn])
+
+    def _computed_dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        """The dtype of the group's unsharded parameters, but for float8, and of their gradients."""
         return self.policy.param_dtype if self.policy.param_dtype and parameter.is_floating_point() else parameter.dtype
 
     def _reduced_dtype(self, parameter: nn.Parameter) -> torch.dtype:
         if self.policy.reduce_dtype is not None:
             return self.policy.reduce_dtype
-        return parameter.dtype if HAS_GRAD_DTYPES else self._gathered_dtype(parameter)
+        return parameter.dtype if HAS_GRAD_DTYPES else self._computed_dtype(parameter)
 
-    def _sum(self, dtype: Callable[[nn.Parameter], torch.dtype], of: Collection[str] | None = None) -> Amount:
+    def _sum(self, dtype: Callable[[str], torch.dtype], of: Collection[str] | None = None) -> Amount:
         names = self.parameters if of is None else of
-        return total(_bytes(self.parameters[fqn], dtype(self.parameters[fqn])) for fqn in names)
+        return total(_bytes(self.parameters[fqn], dtype(fqn)) for fqn in names)
 
 
 def _bytes(parameter: nn.Parameter, dtype: torch.dtype) -> Amount:
@@ -102,12 +118,14 @@ def group_sizes(plan: Plan) -> list[GroupSizes]:
             f"expected whole parameters sharded on dim 0 of a mesh of one dim, got {problems}; estimate a plan without"
         )
     root = plan.groups[-1]
+    float8 = float8_weights(plan.root)
     return [
         GroupSizes(
             {fqn: parameters[fqn] for fqn in group.parameters},
             group.kwargs.get("mp_policy") or MixedPrecisionPolicy(),
             # By default, FSDP2 keeps the root's parameters unsharded for the backward, which begins with them.
             group is not root if (reshard := group.kwargs.get("reshard_after_forward")) is None else bool(reshard),
+            frozenset(fqn for fqn in group.parameters if id(parameters[fqn]) in float8),
         )
         for group in plan.groups
     ]
@@ -125,3 +143,5 @@ def _unsupported(group: Group, parameters: dict[str, nn.Parameter]) -> Iterable[
         yield "CPUOffloadPolicy"
     if any(isinstance(parameters[fqn], DTensor) for fqn in group.parameters):
         yield "DTensor parameters"
+    if any(hasattr(parameters[fqn], "fsdp_pre_all_gather") for fqn in group.parameters):
+        yield "parameters with all-gather extensions"
