@@ -9,13 +9,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from compile_fsdp.errors import EstimateError, PlanError
 from compile_fsdp.passes import COSTS
 from compile_fsdp.tools.planning.configs import PRESETS, build_model, read_config, token_batch
-from compile_fsdp.tools.planning.estimates import Estimate, Optimizer, estimate
+from compile_fsdp.tools.planning.estimates import Estimate, Optimizer, estimate, largest
 from compile_fsdp.tools.planning.options import DTYPES, add_options, check, shards
+from compile_fsdp.tools.planning.pipelines import WHOLE, Place, Stage, distinct_places, stage_batch
 from compile_fsdp.tools.planning.schedule import Backend
 from compile_fsdp.wrap import Plan, plan
 
@@ -51,18 +54,33 @@ def require_extras() -> None:
             ) from error
 
 
-def estimate_from(args: argparse.Namespace) -> Estimate:
-    """The estimate that the options ask for."""
+def estimates_from(args: argparse.Namespace) -> dict[int, Estimate]:
+    """The estimates that the options ask for, by stage: of the first, the second and the last one of a pipeline."""
+    places = distinct_places(args.pp, args.microbatches or args.pp)
+    return {place.stage: _estimate_from(args, place) for place in places}
+
+
+def _estimate_from(args: argparse.Namespace, place: Place) -> Estimate:
     with _naming_faults(args):
+        planned, dim = _plan_from(args, place)
+
+        def batch(sequences: int, length: int) -> dict[str, Tensor]:
+            whole = token_batch(sequences, length)
+            if place.stages == 1:
+                return whole
+            shape = (sequences, length // args.tp, dim)
+            return stage_batch(whole, place, torch.empty(shape, dtype=DTYPES[args.param_dtype], device="meta"))
+
         return estimate(
-            _plan_from(args),
-            token_batch,
+            planned,
+            batch,
             near=(args.batch_size, args.seq_len),
             optimizer=Optimizer(args.optimizer),
             forward_prefetch=args.forward_prefetch,
             backward_prefetch=args.backward_prefetch,
             backend=Backend(args.backend),
             replicas=args.replicate,
+            place=place,
         )
 
 
@@ -71,10 +89,11 @@ def compiled_step_from(args: argparse.Namespace) -> CompiledStep:
     from compile_fsdp.tools.planning.budgets import CompiledStep
 
     with _naming_faults(args):
-        return CompiledStep(_plan_from(args), token_batch(args.batch_size, args.seq_len), max(args.world))
+        return CompiledStep(_plan_from(args)[0], token_batch(args.batch_size, args.seq_len), max(args.world))
 
 
-def _plan_from(args: argparse.Namespace) -> Plan:
+def _plan_from(args: argparse.Namespace, place: Place = WHOLE) -> tuple[Plan, int]:
+    """The plan of the model, or of a stage, and the size of its hidden states."""
     config = PRESETS[args.preset] if args.hf_config is None else read_config(args.hf_config)
     kwargs: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(
@@ -84,7 +103,12 @@ def _plan_from(args: argparse.Namespace) -> Plan:
     if args.keep_unsharded:
         kwargs["reshard_after_forward"] = False
     checkpointing = args.checkpoint and replace(args.checkpoint, compiled=args.compile_layers)
-    return plan(build_model(config, checkpointing, args.tp, args.float8), fix_shared=True, **kwargs)
+    model: Any = build_model(config, checkpointing, args.tp, args.float8)
+    dim = model.config.get_text_config().hidden_size
+    if place.stages == 1:
+        return plan(model, fix_shared=True, **kwargs), dim
+    stage = Stage(model, place)
+    return plan(stage, stage.policy, **kwargs), dim
 
 
 @contextmanager
@@ -135,10 +159,13 @@ def run(args: argparse.Namespace) -> None:
 
     from compile_fsdp.tools.planning import report
 
-    found, sizes = estimate_from(args), (shards(args), args.batch_size, args.seq_len)
+    by_stage, sizes = estimates_from(args), (shards(args), args.batch_size, args.seq_len)
+    found = largest(list(by_stage.values()))
     decisions: dict[int, BudgetDecision] = {}
     console = Console(highlight=False, markup=False, soft_wrap=True)
     report.print_estimate(found, *sizes, console, args.replicate)
+    if args.pp > 1:
+        report.print_stages(by_stage, *sizes, console)
     if args.memory_budget is not None or args.network is not None:
         step = compiled_step_from(args)
         if args.memory_budget is not None:
@@ -150,7 +177,7 @@ def run(args: argparse.Namespace) -> None:
             report.write_plot(report.draw_times(scaled), args.network)
             console.print(f"wrote {args.network}")
     if args.json is not None:
-        report.write_json(found, *sizes, args.json, decisions, args.replicate)
+        report.write_json(found, *sizes, args.json, decisions, args.replicate, by_stage if args.pp > 1 else {})
         console.print(f"wrote {args.json}")
     if args.plot is not None:
         report.write_plot(report.draw(found, *sizes), args.plot)

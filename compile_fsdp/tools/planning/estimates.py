@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import sympy
@@ -11,6 +13,7 @@ from torch import nn
 
 from compile_fsdp.errors import EstimateError
 from compile_fsdp.tools.planning.amounts import Amount, B, N, S, constant, dominates, maximal, maximum, total
+from compile_fsdp.tools.planning.pipelines import WHOLE, Place
 from compile_fsdp.tools.planning.polynomials import Fit
 from compile_fsdp.tools.planning.schedule import Backend, Schedule
 from compile_fsdp.tools.planning.sizes import group_sizes
@@ -56,6 +59,7 @@ class Estimate:
         gathered: Bytes that a rank receives from other ranks in all-gathers.
         reduced: Bytes that a rank receives in reduce-scatters by a ring, in which a rank sends as many bytes.
         all_reduced: Bytes that a rank receives in all-reduces over the replicas by rings, one for each reduce-scatter.
+        received: Bytes that a rank receives from the stages before and after its own, to which it sends as many.
     """
 
     parameters: sympy.Expr
@@ -72,6 +76,7 @@ class Estimate:
     gathered: sympy.Expr
     reduced: sympy.Expr
     all_reduced: sympy.Expr
+    received: sympy.Expr
 
     def formulas(self) -> dict[str, sympy.Expr]:
         """The expressions of the estimate by name."""
@@ -102,6 +107,7 @@ def estimate(
     backward_prefetch: int = 1,
     backend: Backend = Backend.NCCL,
     replicas: int = 1,
+    place: Place = WHOLE,
 ) -> Estimate:
     """Estimate memory and communication of one training step, without data and without other ranks.
 
@@ -118,6 +124,7 @@ def estimate(
         backend: The backend of the collectives, whose own copies are counted.
         replicas: Number of sets of N ranks that each hold all parameters, sharded (HSDP): the first dim of a mesh of
             two. Gradients are reduced over them after each reduce-scatter.
+        place: Of the stage of a pipeline that the model is; its batch is a microbatch. See [Note: 1F1B].
     Raises:
         EstimateError: the plan or the model has a feature that cannot be estimated.
         PlanError: the model's default plan cannot be applied.
@@ -132,7 +139,7 @@ def estimate(
     planned = model if isinstance(model, Plan) else plan(model)
     sizes = group_sizes(planned)
     fit = Fit.near(*near) if callable(batch) else Fit.constant()
-    traces = [trace_step(planned, batch(*point) if callable(batch) else batch) for point in fit.points]
+    traces = [trace_step(planned, batch(*point) if callable(batch) else batch, place) for point in fit.points]
     events = list(_merge(traces, fit))
     marks = [mark for mark, _ in events if mark is not None]
     execution = list(dict.fromkeys(mark.group for mark in marks if mark.point is Point.PRE_FORWARD))
@@ -147,16 +154,27 @@ def estimate(
     )
     state = total([updated] * optimizer.states)
     buffers = constant(sum(each.nbytes for each in planned.root.buffers()))
-    inputs = fit.polynomial([trace.input_bytes for trace in traces])
-    persistent = total([parameters, state, buffers, inputs])
+    inputs = total([fit.polynomial([trace.input_bytes for trace in traces])] * place.microbatches)
+    received = total([fit.polynomial([trace.received_bytes for trace in traces])] * place.microbatches)
+    # Of the microbatches that are not traced, too. See [Note: 1F1B].
+    more = place.microbatches - place.traced
+    gradients = total([fit.polynomial([trace.input_gradient_bytes for trace in traces])] * more)
+    persistent = total([parameters, state, buffers, inputs, gradients])
 
     unsharded: list[Amount] = []
     peaks: list[Amount] = []
     computing: list[Amount] = []
     gathered: list[Amount] = []
     reduced: list[Amount] = []
-    activations = next(alive for mark, alive in events if mark is not None and mark.point is Point.FORWARD_END)
+    ends = [alive for mark, alive in events if mark is not None and mark.point is Point.FORWARD_END]
+    activations = ends[place.in_flight - 1]
+    repeated = _between_rounds(marks) * more
+    rounds = 0
     for mark, alive in events:
+        if mark is not None and mark.point is Point.ROUND:
+            rounds += 1
+            for each in repeated if rounds == 2 else ():
+                deque(schedule.advance(each), maxlen=0)
         for held in [schedule.held] if mark is None else schedule.advance(mark):
             peaks.append(persistent + held.total + alive)
             computing.append(persistent + held.computing + alive)
@@ -177,8 +195,29 @@ def estimate(
         reduce_scatters=sympy.Integer(len(schedule.reductions)),
         gathered=(N - 1) * total(schedule.gathers).expression(),
         reduced=(N - 1) * total(schedule.reductions).expression(),
+        received=received.expression(),
         all_reduced=sympy.Rational(2 * (replicas - 1), replicas) * total(schedule.reductions).expression(),
     )
+
+
+def largest(estimates: Sequence[Estimate]) -> Estimate:
+    """The most that any of the estimates has, of each amount; of a maximum all operands."""
+    if len(estimates) == 1:
+        return estimates[0]
+
+    def most(name: str) -> sympy.Expr:
+        formulas = [getattr(each, name) for each in estimates]
+        operands = [each.args if isinstance(each, sympy.Max) else (each,) for each in formulas]
+        distinct = list(dict.fromkeys(itertools.chain.from_iterable(operands)))
+        return sympy.Max(*distinct, evaluate=False) if len(distinct) > 1 else distinct[0]
+
+    return Estimate(**{each.name: most(each.name) for each in fields(Estimate)})
+
+
+def _between_rounds(marks: Sequence[Mark]) -> list[Mark]:
+    """What happens in the round that a pipeline repeats; nothing without one."""
+    bounds = [index for index, mark in enumerate(marks) if mark.point is Point.ROUND]
+    return list(marks[bounds[0] + 1 : bounds[1]]) if bounds else []
 
 
 def _merge(traces: list[Trace], fit: Fit) -> Iterator[tuple[Mark | None, Amount]]:

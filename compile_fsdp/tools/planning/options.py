@@ -42,6 +42,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="tensor and sequence parallelism over T ranks, for each of which --world counts one (default 1)",
     )
 
+    ranks.add_argument(
+        "--pp",
+        type=int,
+        default=1,
+        metavar="P",
+        help="pipeline of P stages, 1F1B, for each of which --world counts one rank; the largest stage's figures "
+        "(default 1)",
+    )
+    ranks.add_argument(
+        "--microbatches", type=int, metavar="M", help="of --batch-size sequences each, with --pp (default P)"
+    )
+
     running = parser.add_argument_group("how it is to run")
     running.add_argument("--batch-size", type=int, default=1, metavar="B", help="sequences per rank (default 1)")
     running.add_argument("--seq-len", type=int, default=4096, metavar="S", help="tokens each (default 4096)")
@@ -156,6 +168,7 @@ def check(args: argparse.Namespace) -> None:
             f"{args.batch_size} --seq-len {args.seq_len}; correct the options"
         )
     _check_ranks(args)
+    _check_pipeline(args)
     if args.compile_layers and args.checkpoint is None:
         raise EstimateError(
             "expected --checkpoint with --compile-layers, got none: what the partitioner chooses without it is not "
@@ -179,11 +192,21 @@ def _check_ranks(args: argparse.Namespace) -> None:
         )
 
 
+def _check_pipeline(args: argparse.Namespace) -> None:
+    is_given = args.microbatches is not None
+    if args.pp < 1 or (is_given and (args.pp == 1 or args.microbatches < args.pp)):
+        raise EstimateError(
+            f"expected --microbatches with --pp, and at least as many as stages, got --pp {args.pp}"
+            f"{f' --microbatches {args.microbatches}' if is_given else ''}; correct the options"
+        )
+
+
 def _check_compiled(args: argparse.Namespace) -> None:
     is_selective = args.checkpoint is not None and args.checkpoint.saved is not Saved.NOTHING
     unknown = {
         "--tp": args.tp > 1,
         "--replicate": args.replicate > 1,
+        "--pp": args.pp > 1,
         "--float8": args.float8,
         "a --checkpoint that saves outputs": is_selective,
     }

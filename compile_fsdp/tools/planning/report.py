@@ -21,7 +21,9 @@ from compile_fsdp.tools.planning.network import StepTime
 
 COUNTS = ("all_gathers", "reduce_scatters")
 # What the table shows only where it is not 0.
-OPTIONAL = ("all_reduced",)
+OPTIONAL = ("all_reduced", "received")
+# What is shown of each stage of a pipeline.
+OF_STAGES = ("parameters", "activations", "peak", "reserved")
 # Parts of the memory that the plot shows beside the peak.
 LAYERS = ("parameters", "optimizer", "gradients", "unsharded", "activations")
 
@@ -57,6 +59,22 @@ def print_estimate(
         if _is_left_out(name, formula):
             continue
         table.add_row(name, *(str(each[name]) if name in COUNTS else show_bytes(each[name]) for each in columns))
+    console.print(table)
+
+
+def print_stages(
+    by_stage: Mapping[int, Estimate], worlds: Sequence[int], batch: int, seq_len: int, console: Console
+) -> None:
+    """Print what each stage of a pipeline holds, for each number of ranks that shard."""
+    table = Table(title="stages of the pipeline; those between the second and the last hold less", title_justify="left")
+    table.add_column("stage", justify="right")
+    table.add_column("")
+    for ranks in worlds:
+        table.add_column(f"N = {ranks}", justify="right")
+    for stage, estimate in by_stage.items():
+        columns = [estimate.at(ranks, batch, seq_len) for ranks in worlds]
+        for name in OF_STAGES:
+            table.add_row(str(stage), name, *(show_bytes(each[name]) for each in columns))
     console.print(table)
 
 
@@ -160,6 +178,7 @@ def write_json(
     path: Path,
     decisions: Mapping[int, BudgetDecision],
     replicas: int,
+    by_stage: Mapping[int, Estimate],
 ) -> None:
     """Write an estimate as JSON: formulas as strings, and values for each number of ranks that shard.
 
@@ -172,6 +191,11 @@ def write_json(
         "formulas": {name: str(formula) for name, formula in estimate.formulas().items()},
         "ranks": {str(ranks): estimate.at(ranks, batch, seq_len) for ranks in worlds},
     }
+    if by_stage:
+        content["stages"] = {
+            str(stage): {str(ranks): each.at(ranks, batch, seq_len) for ranks in worlds}
+            for stage, each in by_stage.items()
+        }
     if decisions:
         content["memory_budget"] = {str(ranks): asdict(decision) for ranks, decision in decisions.items()}
     _write(path, lambda: path.write_text(json.dumps(content, indent=1) + "\n"))

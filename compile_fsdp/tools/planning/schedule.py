@@ -23,7 +23,7 @@ import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from compile_fsdp.tools.planning.amounts import Amount
+from compile_fsdp.tools.planning.amounts import Amount, constant
 from compile_fsdp.tools.planning.sizes import GroupSizes
 from compile_fsdp.tools.planning.tracing import Mark, Point
 from compile_fsdp.torch_compat.fsdp import HOLDS_REDUCE_INPUT
@@ -48,22 +48,24 @@ class Held:
         gathered: Buffers of all-gathers and cast shards, in the stream of all-gathers.
         unsharded: Unsharded parameters, in the stream that computes.
         inputs: Inputs of reduce-scatters, in the stream that computes.
+        accumulated: Unsharded gradients of several microbatches, in the stream that computes.
         reduced: Outputs of reduce-scatters and gradients, in the stream of reduce-scatters.
     """
 
     gathered: Amount = field(default_factory=Amount)
     unsharded: Amount = field(default_factory=Amount)
     inputs: Amount = field(default_factory=Amount)
+    accumulated: Amount = field(default_factory=Amount)
     reduced: Amount = field(default_factory=Amount)
 
     @property
     def computing(self) -> Amount:
         """Bytes in the stream that computes."""
-        return self.unsharded + self.inputs
+        return self.unsharded + self.inputs + self.accumulated
 
     @property
     def total(self) -> Amount:
-        return self.gathered + self.unsharded + self.inputs + self.reduced
+        return self.gathered + self.computing + self.reduced
 
     def plus(self, **amounts: Amount) -> Held:
         return replace(self, **{name: getattr(self, name) + amount for name, amount in amounts.items()})
@@ -105,6 +107,7 @@ class Schedule:
         self._reduce_input = Amount()
         self._former_reduce_input = Amount()  # input of the previous reduce-scatter
         self._gradients: dict[int, Amount] = {}
+        self._accumulated: dict[int, Amount] = {}
         self._order: list[int] = []  # groups in the order in which their forwards end
         self._positions: dict[int, list[int]] = {}  # positions of each group in `_order`
 
@@ -129,9 +132,13 @@ class Schedule:
             before = self._positions[mark.group].pop()
             for group in self._order[max(0, before - self.backward_prefetch) : before][::-1]:
                 yield from self._gather(group)
+        elif mark.point is Point.ACCUMULATED and mark.group not in self._accumulated:
+            self._accumulated[mark.group] = constant(self.sizes[mark.group].accumulated(mark.reduced))
+            self.held = self.held.plus(accumulated=self._accumulated[mark.group])
         elif mark.point is Point.POST_BACKWARD:
             yield from self._start_reduction(mark)
         elif mark.point is Point.GRADIENTS_FREED:
+            self.held = self.held.minus(accumulated=self._accumulated.pop(mark.group, Amount()))
             yield from self._reduce(mark)
             self._drop_former_reduce_input()
         yield self.held

@@ -66,6 +66,11 @@ class GroupSizes:
         """Bytes that this rank gets from a reduce-scatter of the gradients of these parameters."""
         return self._sum(lambda fqn: self._reduced_dtype(self.parameters[fqn]), of)
 
+    def accumulated(self, of: Iterable[str]) -> int:
+        """Bytes of unsharded gradients of these parameters in the dtype of the reduction."""
+        found = (self.parameters[fqn] for fqn in of)
+        return sum(each.numel() * self._reduced_dtype(each).itemsize for each in found)
+
     def casts_reduced(self, of: Iterable[str]) -> bool:
         """Whether reduced gradients are cast to the parameters' dtype, which makes a copy."""
         return any(self._reduced_dtype(self.parameters[fqn]) != self.parameters[fqn].dtype for fqn in of)
@@ -117,18 +122,22 @@ def group_sizes(plan: Plan) -> list[GroupSizes]:
         raise EstimateError(
             f"expected whole parameters sharded on dim 0 of a mesh of one dim, got {problems}; estimate a plan without"
         )
-    root = plan.groups[-1]
     float8 = float8_weights(plan.root)
     return [
         GroupSizes(
             {fqn: parameters[fqn] for fqn in group.parameters},
             group.kwargs.get("mp_policy") or MixedPrecisionPolicy(),
-            # By default, FSDP2 keeps the root's parameters unsharded for the backward, which begins with them.
-            group is not root if (reshard := group.kwargs.get("reshard_after_forward")) is None else bool(reshard),
+            _reshards(group, plan.root),
             frozenset(fqn for fqn in group.parameters if id(parameters[fqn]) in float8),
         )
         for group in plan.groups
     ]
+
+
+def _reshards(group: Group, root: nn.Module) -> bool:
+    """By default, FSDP2 keeps the root's parameters unsharded for the backward, which begins with them."""
+    reshard = group.kwargs.get("reshard_after_forward")
+    return root not in group.modules if reshard is None else bool(reshard)
 
 
 def _unsupported(group: Group, parameters: dict[str, nn.Parameter]) -> Iterable[str]:

@@ -1,7 +1,8 @@
 """Run one step of a model on fake tensors and record allocations and the points at which FSDP2 acts.
 
 The model runs unsharded, as each rank computes it. Hooks in the places of FSDP2's hooks mark where FSDP2 would gather,
-free and reduce; schedule.py adds what FSDP2 allocates there.
+free and reduce; schedule.py adds what FSDP2 allocates there. Of a stage of a pipeline, several microbatches run, in
+the order of its schedule.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import enum
 import gc
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +22,7 @@ from torch.func import functional_call
 
 from compile_fsdp.errors import EstimateError
 from compile_fsdp.runtime.outputs import cast_floating
+from compile_fsdp.tools.planning.pipelines import WHOLE, Place
 from compile_fsdp.torch_compat.dispatch import (
     FakeTensorMode,
     OpOverload,
@@ -41,10 +44,12 @@ class Point(enum.Enum):
 
     PRE_FORWARD = enum.auto()
     POST_FORWARD = enum.auto()
-    FORWARD_END = enum.auto()  # the forward of the whole model is over
+    FORWARD_END = enum.auto()  # the forward of the whole model, or of a stage, is over
     PRE_BACKWARD = enum.auto()
     POST_BACKWARD = enum.auto()  # the group's gradients are computed
     GRADIENTS_FREED = enum.auto()  # the gradients have been copied into the reduce-scatter input
+    ACCUMULATED = enum.auto()  # unsharded gradients of a microbatch are added, all but the last of them freed
+    ROUND = enum.auto()  # a pipeline's repeated backward and forward begin or end
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,7 @@ class Mark:
     Attributes:
         point: Kind of the point.
         group: Index of the group in the plan, -1 for the whole model.
-        reduced: FQNs of the group's parameters that have a gradient, at POST_BACKWARD and GRADIENTS_FREED.
+        reduced: FQNs of the group's parameters that have a gradient, at the last points of a backward.
     """
 
     point: Point
@@ -123,15 +128,24 @@ class PostBackward(torch.autograd.Function):
 
 
 class GroupHooks:
-    """Hooks that mark where FSDP2 would act on one group."""
+    """Hooks that mark where FSDP2 would act on one group.
 
-    def __init__(self, group: Group, index: int, parameters: Mapping[str, Tensor], timeline: Timeline) -> None:
+    Attributes:
+        accumulates: Whether a backward leaves its gradients unsharded, for `reduce` after the last one.
+        is_reduced: Whether the present backward is done with the group.
+    """
+
+    def __init__(
+        self, group: Group, index: int, parameters: Mapping[str, Tensor], timeline: Timeline, accumulates: bool
+    ) -> None:
         self.group, self.index, self.timeline = group, index, timeline
         self.parameters = {fqn: parameters[fqn] for fqn in group.parameters}
         self.policy = group.kwargs.get("mp_policy")
         self.to_run: set[nn.Module] = set()  # modules of the group that this forward has not left yet
         self.in_backward = False
         self.is_reduced = False
+        self.accumulates = accumulates
+        self._accumulated: tuple[str, ...] = ()
 
     def install(self) -> Iterator[Any]:
         for module in self.group.modules:
@@ -178,25 +192,79 @@ class GroupHooks:
 
     def post_backward(self) -> None:
         self.in_backward, self.is_reduced = False, True
-        reduced = tuple(fqn for fqn, parameter in self.parameters.items() if parameter.grad is not None)
+        if self.accumulates:
+            self._accumulate()
+        else:
+            self.reduce()
+
+    def reduce(self) -> None:
+        """Reduce the gradients that there are."""
+        reduced = tuple(dict.fromkeys((*self._accumulated, *self._with_gradient())))
         self.timeline.mark(Mark(Point.POST_BACKWARD, self.index, reduced))
         for fqn in reduced:
             self.parameters[fqn].grad = None
         self.timeline.mark(Mark(Point.GRADIENTS_FREED, self.index, reduced))
 
+    def _accumulate(self) -> None:
+        """Cast gradients to the dtype of the reduction, one after the other; without a cast they stay as they are."""
+        reduce_dtype = None if self.policy is None else self.policy.reduce_dtype
+        cast = [fqn for fqn in self._with_gradient() if reduce_dtype not in (None, self.parameters[fqn].dtype)]
+        if not cast:
+            return
+        self._accumulated = tuple(cast)
+        for fqn in cast[:-1]:
+            self.parameters[fqn].grad = None
+        self.timeline.mark(Mark(Point.ACCUMULATED, self.index, self._accumulated))
+        self.parameters[cast[-1]].grad = None
+
+    def _with_gradient(self) -> list[str]:
+        return [fqn for fqn, parameter in self.parameters.items() if parameter.grad is not None]
+
 
 class Step(nn.Module):
-    """Forward and backward in one call, so that the model has fake parameters in the backward, too."""
+    """Forwards and backwards in one call, so that the model has fake parameters in the backward, too."""
 
-    def __init__(self, model: nn.Module, timeline: Timeline) -> None:
+    def __init__(self, model: nn.Module, timeline: Timeline, groups: Sequence[GroupHooks], place: Place) -> None:
         super().__init__()
-        self.model, self.timeline = model, timeline
+        self.model, self.timeline, self.place = model, timeline, place
+        position = {module: index for index, module in enumerate(model.modules())}
+        self.groups = sorted(groups, key=lambda each: position[each.group.modules[0]])
 
-    def forward(self, **batch: Any) -> None:
-        loss = _loss(self.model(**batch))
+    def forward(self, batches: Sequence[Batch]) -> None:
+        waiting, in_flight = deque(batches), deque[tuple[Tensor, Tensor | None, Any]]()
+        rounds = range(self.place.in_flight, 2 * self.place.traced - self.place.in_flight)
+        for number, is_forward in enumerate(self.place.order()):
+            if number == rounds.start and rounds:
+                self.timeline.mark(Mark(Point.ROUND))
+            if is_forward:
+                in_flight.append(self._forward(dict(waiting.popleft())))
+            else:
+                output, gradient, _kept = in_flight.popleft()
+                self._backward(output, gradient)
+                del output, gradient, _kept
+            if number == rounds.stop - 1 and rounds:
+                self.timeline.mark(Mark(Point.ROUND))
+        for group in self.groups if self.place.stages > 1 else ():
+            group.reduce()
+
+    def _forward(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor | None, Any]:
+        """What the backward begins with, its gradient, and what is kept until it is over."""
+        gradient = batch.pop("output_gradient", None)
+        self.timeline.in_backward = False
+        output = self.model(**batch)
+        kept = output if self.place.stages > 1 else None
+        output = _loss(output) if self.place.is_last else output
         self.timeline.mark(Mark(Point.FORWARD_END))
+        return output, gradient, kept
+
+    def _backward(self, output: Tensor, gradient: Tensor | None) -> None:
         self.timeline.in_backward = True
-        loss.backward()
+        for group in self.groups:
+            group.is_reduced = False
+        output.backward(gradient)
+        for group in self.groups:
+            if not group.is_reduced:  # no input of the group needed a gradient
+                group.post_backward()
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,19 +273,25 @@ class Trace:
 
     Attributes:
         events: The events of `Timeline`, without parameters, buffers and inputs.
-        input_bytes: Bytes of the batch.
+        input_bytes: Bytes of a batch, what a stage receives included.
+        received_bytes: Bytes of one microbatch that a stage receives from others.
+        input_gradient_bytes: Bytes of the gradients of one microbatch's inputs.
     """
 
     events: list[tuple[Mark | None, int]]
     input_bytes: int
+    received_bytes: int = 0
+    input_gradient_bytes: int = 0
 
 
-def trace_step(plan: Plan, batch: Batch) -> Trace:
+def trace_step(plan: Plan, batch: Batch, place: Place = WHOLE) -> Trace:
     """Run forward and backward of the plan's model on fake tensors, and leave the model as it is.
 
     Args:
         plan: The plan of a model on any device, meta included.
-        batch: Keyword arguments of one forward; of tensors only shapes, strides and dtypes count.
+        batch: Keyword arguments of one forward; of tensors only shapes, strides and dtypes count. Those of a stage of a
+            pipeline are `stage_batch`'s.
+        place: Of the stage that the model is.
     Raises:
         EstimateError: the model returns no loss.
     """
@@ -227,21 +301,22 @@ def trace_step(plan: Plan, batch: Batch) -> Trace:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         parameters = _fake_parameters(plan)
         buffers = {fqn: _fake(buffer) for fqn, buffer in model.named_buffers()}
-        batch = tree_map_only(Tensor, _fake, batch)
-        inputs = [each for each in tree_leaves(batch) if isinstance(each, Tensor)]
+        batches = [tree_map_only(Tensor, _fake, batch) for _ in range(place.traced)]
+        inputs = [each for each in tree_leaves(batches) if isinstance(each, Tensor)]
+        received = [each for each in inputs if place.stages > 1 and each.is_floating_point()]
+        with_gradient = [each["inputs_embeds"].requires_grad_() for each in batches if not place.is_first]
         timeline.leave_out([*parameters.values(), *buffers.values(), *inputs])
-        groups = [GroupHooks(group, i, parameters, timeline) for i, group in enumerate(plan.groups)]
+        groups = [
+            GroupHooks(group, i, parameters, timeline, place.stages > 1) for i, group in enumerate(plan.groups)
+        ]
         for group in groups:
             for handle in group.install():
                 stack.callback(handle.remove)
         stack.enter_context(timeline)
         tensors = {f"model.{fqn}": tensor for fqn, tensor in {**parameters, **buffers}.items()}
-        functional_call(Step(model, timeline), tensors, kwargs=dict(batch))
-        position = {module: index for index, module in enumerate(model.modules())}
-        for group in sorted(groups, key=lambda each: position[each.group.modules[0]]):
-            if not group.is_reduced:  # no input of the group needed a gradient
-                group.post_backward()
-    return Trace(timeline.events, sum(each.nbytes for each in inputs))
+        functional_call(Step(model, timeline, groups, place), tensors, (batches,))
+    sizes = (sum(each.nbytes for each in tensors) // place.traced for tensors in (inputs, received, with_gradient))
+    return Trace(timeline.events, *sizes)
 
 
 def _fake(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

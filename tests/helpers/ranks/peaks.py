@@ -50,6 +50,11 @@ def peak_bytes(
             optimizer.step()
             optimizer.zero_grad()
 
+    return peak_of(train)
+
+
+def peak_of(train: Callable[[], None]) -> int:
+    """The most bytes at one time of all that is allocated in a call, on this rank."""
     gc.collect()  # Or what an earlier model leaves would be freed, and reported, in between.
     if device_type() != "cpu":
         return measure.peak_bytes(train, torch.device(device_type()))
