@@ -215,7 +215,7 @@ class Step:
         made = []
         for tensor in result_tensors(node):
             key = storage_key(tensor)
-            if key not in self._values and key not in self._parameters and key not in self._inputs:
+            if key not in self._values and key not in self._inputs:  # which parameters are, too
                 size = size_hint(tensor.untyped_storage().nbytes())
                 self._values[key] = Value(position, size, facts.kind, sources)
                 made.append(self._values[key])

@@ -155,8 +155,7 @@ class Timeline:
                         continue
                     if begins.get(source.made_at, begins[op] + 1) > begins[op]:
                         begins[source.made_at] = begins[op]
-                        if source.made_at not in chosen:
-                            stack.append(source.made_at)
+                        stack.append(source.made_at)
         return begins
 
     def _hold_offloaded(self, values: Sequence[Value], begins: Mapping[int, int]) -> None:
@@ -194,7 +193,7 @@ class Timeline:
             self._hold(value.made_at, last, value.size)
             if value.saved_by:
                 first = self._first_read(value)
-                first = min(first, begins) if is_recomputed and begins is not None else first
+                first = first if begins is None else min(first, begins)
                 last_read = self._mirrored(value.made_at) if self._is_joined(value, choices) else self._last_read(value)
                 self._hold(first, last_read, value.size)
             elif begins is not None:

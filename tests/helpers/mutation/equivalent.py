@@ -36,9 +36,13 @@ EQUIVALENT: dict[str, str] = {
     "schedule_collectives._results: node not in found -> True": _AGAIN,
     "sinking.Scan.find_event: isinstance(target, fx.Node) -> True": _NODE,
     "sinking._FirstFills.visit: parameter is None -> False": _NO_EVENT,
+    "step_memory.Step.__init__: group.frees -> True": "what is never freed has a window that ends before it begins",
+    "step_memory.Step._find_saved: not value.is_saved -> False": "speed: what no op saves has nothing to hand on",
+    "step_memory.Step.origins: source in seen -> False": _AGAIN,
     "subgraphs._Search.visit: aliases -> False": _AGAIN,
     "subgraphs._Search.visit: id(module) not in self._visited -> True": _AGAIN,
     "subgraphs._Search.visit: id(module) in self.found -> True": "speed: shared is only asked about what was found",
+    "timeline.Timeline._hold: first <= last -> True": "what ends right before it begins changes no sum",
     "unfilled_reads.find_unfilled_reads: not unfilled -> False": "speed: it would find no read",
     "windows.resized_placeholders: isinstance(node, fx.Node) -> True": _NODE,
 }

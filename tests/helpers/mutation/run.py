@@ -55,7 +55,9 @@ MODULES: dict[str, tuple[str, ...]] = {
     "save_frozen_outputs": ("save_frozen_outputs",),
     "schedule_collectives": ("schedule",),
     "sinking": ("legalize",),
+    "step_memory": ("test_step_memory", "test_choose"),
     "subgraphs": ("test_subgraphs", "remove_unshard_copies",),
+    "timeline": ("test_timeline", "test_offloads"),
     "unfilled_reads": ("unfilled_reads",),
     "windows": ("remove_unshard_copies",),
 }

@@ -1,0 +1,253 @@
+"""What a step allocates, and what of it the partitioner saves for the backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from compile_fsdp.passes.budget.step_memory import Group, Sharding, Step, Value
+from compile_fsdp.torch_compat.dynamo import set_version_counter, tensor_version
+from helpers.graphs.build import GraphBuilder
+
+ROWS, DIM = 256, 16
+SIZE = ROWS * DIM * 4
+WEIGHT_BYTES = DIM * DIM * 4
+
+
+@dataclass
+class _Forward:
+    """A graph under construction: an input that has a gradient, and one unsharded parameter with what fills it."""
+
+    build: GraphBuilder
+    x: fx.Node
+    weight: fx.Node
+    gathered: fx.Node
+
+    @classmethod
+    def begin(cls) -> _Forward:
+        build = GraphBuilder(meta_key="example_value")
+        with build.fake_mode:
+            x = build.input_like("x", torch.empty(ROWS, DIM, requires_grad=True) * 1)
+            weight = build.input_like("weight", torch.empty(DIM, DIM, requires_grad=True))
+            gathered = build.input_like("gathered", torch.empty(DIM, DIM))
+        return cls(build, x, weight, gathered)
+
+    def call(self, *args: Any, **kwargs: Any) -> fx.Node:
+        return self.build.call(*args, **kwargs)
+
+    def step(self, *outputs: fx.Node, fuses: bool = True) -> Step:
+        sharding = Sharding(0, WEIGHT_BYTES // 2, WEIGHT_BYTES)
+        return Step(self.build.output(*outputs), {self.weight: sharding}, fuses=fuses)
+
+
+def _value(step: Step, node: fx.Node) -> Value:
+    (value,) = step.made[step.ops.index(node)]
+    return value
+
+
+def _saved(step: Step) -> set[Any]:
+    return {step.ops[value.made_at].target for value in step.values if value.is_saved}
+
+
+# What is computed, and what it allocates.
+
+
+def test_views_allocate_nothing_and_share_the_uses_of_what_they_are_of() -> None:
+    forward = _Forward.begin()
+    first = forward.call(torch.sin, forward.x)
+    view = forward.build.call_method("view", first, -1)
+    last = forward.call(torch.cos, view)
+    step = forward.step(last)
+    assert [[value.size for value in made] for made in step.made] == [[SIZE], [], [SIZE]]
+    assert _value(step, first).uses == [1, 2]
+    assert step.made[2][0].sources == [_value(step, first)]
+
+
+def test_views_of_inputs_and_of_parameters_allocate_nothing() -> None:
+    forward = _Forward.begin()
+    forward.build.fill(forward.weight, forward.gathered)
+    flat = forward.build.call_method("view", forward.x, DIM, ROWS)
+    transposed = forward.build.call_method("t", forward.weight)
+    product = forward.call(torch.matmul, transposed, flat)
+    step = forward.step(product)
+    assert [len(made) for made in step.made] == [0, 0, 1]
+    assert [len(read) for read in step.read] == [0, 1, 1]
+
+
+def test_results_are_what_the_graph_returns_and_has_made() -> None:
+    forward = _Forward.begin()
+    inner = forward.call(torch.sin, forward.x)
+    outer = forward.call(torch.cos, inner)
+    step = forward.step(forward.x, outer)
+    assert [value.is_result for value in step.values] == [False, True]
+
+
+def test_numbers_are_not_computed_with_tensors() -> None:
+    forward = _Forward.begin()
+    forward.call(torch.ops.aten.sym_size.int, forward.x, 0)
+    last = forward.call(torch.cos, forward.x)
+    assert forward.step(last).ops == [last]
+
+
+# Parameters and their upkeep.
+
+
+def _group(step: Step) -> Group:
+    (group,) = step.groups
+    return group
+
+
+def test_a_parameter_is_filled_and_freed_around_its_uses() -> None:
+    forward = _Forward.begin()
+    before = forward.call(torch.sin, forward.x)
+    prepared = forward.call(torch.neg, forward.gathered)  # only what fills the parameter reads it
+    forward.build.fill(forward.weight, prepared)
+    product = forward.call(F.linear, before, forward.weight)
+    free = forward.build.free(forward.weight)
+    after = forward.call(torch.cos, product)
+    step = forward.step(after)
+    assert step.ops == [before, product, after]
+    group = _group(step)
+    assert (group.size, group.uses, group.frees) == (WEIGHT_BYTES, [1], [free])
+    assert (group.filled_at, group.freed_at, group.parameters[0].fills) == (1, 2, 1)
+    assert step.windows == [None, group, None]
+
+
+def test_what_is_prepared_for_a_fill_and_read_by_others_is_computed() -> None:
+    forward = _Forward.begin()
+    prepared = forward.call(torch.neg, forward.gathered)
+    forward.build.fill(forward.weight, prepared)
+    other = forward.call(torch.add, prepared, forward.call(F.linear, forward.gathered, forward.weight))
+    assert forward.step(other).ops[0] is prepared
+
+
+def test_what_no_op_reads_is_computed() -> None:
+    forward = _Forward.begin()
+    unread = forward.call(torch.neg, forward.x)
+    assert forward.step(forward.call(torch.cos, forward.x)).ops[0] is unread
+
+
+def test_the_upkeep_of_other_tensors_concerns_no_parameter() -> None:
+    forward = _Forward.begin()
+    own = forward.build.input("own", (DIM, DIM))
+    forward.build.fill(own, forward.gathered)
+    forward.build.free(own)
+    unknown = forward.build.graph.placeholder("unknown")  # without a fake tensor
+    forward.build.graph.call_function(torch.ops.fsdp.copy_.default, (unknown, forward.gathered))
+    forward.build.fill(forward.weight, forward.gathered)
+    group = _group(forward.step(forward.call(F.linear, forward.x, forward.weight)))
+    assert (group.parameters[0].fills, group.frees, group.size) == (1, [], WEIGHT_BYTES)
+
+
+def test_upkeep_is_known_by_keyword_as_well() -> None:
+    forward = _Forward.begin()
+    resize, copy = torch.ops.inductor.resize_storage_bytes_.default, torch.ops.fsdp.copy_.default
+    forward.build.call(resize, variable=forward.weight, new_size=WEIGHT_BYTES)
+    forward.build.call(copy, tensor=forward.weight, data=forward.gathered)
+    product = forward.call(F.linear, forward.x, forward.weight)
+    free = forward.build.call(resize, variable=forward.weight, new_size=0)
+    group = _group(forward.step(product))
+    assert (group.parameters[0].fills, group.frees, group.size) == (1, [free], WEIGHT_BYTES)
+
+
+def test_what_is_asked_of_a_parameters_version_is_no_fill_and_no_free() -> None:
+    forward = _Forward.begin()
+    forward.build.fill(forward.weight, forward.gathered)
+    version = forward.build.call_opaque(tensor_version, forward.weight)
+    forward.build.call_opaque(set_version_counter, (forward.weight,), (version,))
+    group = _group(forward.step(forward.call(F.linear, forward.x, forward.weight)))
+    assert (group.parameters[0].fills, group.frees, group.size) == (1, [], WEIGHT_BYTES)
+
+
+# What is saved.
+
+
+def test_a_cheap_result_is_computed_again_from_what_is_saved() -> None:
+    forward = _Forward.begin()
+    product = forward.call(F.linear, forward.x, forward.weight)
+    step = forward.step(forward.call(torch.cos, forward.call(torch.exp, forward.call(torch.sin, product))))
+    # sin needs the product; exp needs its result, and cos needs that, which both are made of the product.
+    assert _saved(step) == {F.linear}
+    assert sorted(_value(step, product).saved_by) == [1, 2, 3]
+
+
+def test_a_cheap_result_is_saved_if_it_is_made_of_what_is_not() -> None:
+    forward = _Forward.begin()
+    product = forward.call(F.linear, forward.x, forward.weight)
+    step = forward.step(forward.call(torch.cos, forward.call(torch.neg, product)))
+    assert _saved(step) == {torch.neg}
+
+
+def test_a_cheap_result_is_saved_if_a_kernel_of_its_own_reads_it_in_the_backward() -> None:
+    forward = _Forward.begin()
+    hidden = forward.call(torch.sin, forward.x)
+    step = forward.step(forward.call(F.linear, hidden, forward.weight))
+    assert _saved(step) == {torch.sin}
+
+
+def test_a_random_result_is_saved() -> None:
+    forward = _Forward.begin()
+    step = forward.step(forward.call(torch.cos, forward.call(F.dropout, forward.x, 0.5)))
+    assert _saved(step) == {F.dropout}
+
+
+def test_what_is_made_of_a_random_result_is_saved_unless_that_is() -> None:
+    forward = _Forward.begin()
+    noise = forward.call(torch.rand_like, forward.x)
+    step = forward.step(forward.call(torch.cos, forward.call(torch.add, forward.x, noise)))
+    assert _saved(step) == {torch.add}
+    forward = _Forward.begin()
+    noise = forward.call(torch.rand_like, forward.x)
+    both = forward.call(torch.mul, forward.x, noise)  # saves the noise
+    step = forward.step(forward.call(torch.cos, both))
+    assert _saved(step) == {torch.rand_like}
+
+
+def test_what_is_made_of_inputs_alone_is_never_saved() -> None:
+    forward = _Forward.begin()
+    step = forward.step(forward.call(torch.cos, forward.call(torch.neg, forward.call(torch.exp, forward.x))))
+    assert _saved(step) == set()
+
+
+# What an op saves besides its inputs and results.
+
+
+def test_the_statistics_of_a_norm_are_computed_again_where_it_is_fused() -> None:
+    for fuses, internal in ((True, 0), (False, 2 * ROWS * 4)):
+        forward = _Forward.begin()
+        product = forward.call(F.linear, forward.x, forward.weight)
+        step = forward.step(forward.call(F.layer_norm, product, (DIM,)), fuses=fuses)
+        assert step.internal == [0, internal]
+        assert _saved(step) == {F.linear}
+
+
+def test_the_mask_of_a_random_op_is_saved() -> None:
+    forward = _Forward.begin()
+    assert forward.step(forward.call(F.dropout, forward.x, 0.5)).internal == [SIZE]
+
+
+def test_what_a_fused_op_saves_is_computed_again_if_its_inputs_are_no_larger() -> None:
+    """A distance saves the differences. Of one input of that size they are computed again, of two they are saved."""
+    forward = _Forward.begin()
+    first = forward.call(F.linear, forward.x, forward.weight)
+    one = forward.step(forward.call(F.pairwise_distance, first, forward.x))
+    assert one.internal == [0, 0]
+    assert _value(one, first).is_saved
+    forward = _Forward.begin()
+    first = forward.call(F.linear, forward.x, forward.weight)
+    second = forward.call(F.linear, forward.x, forward.weight)
+    two = forward.step(forward.call(F.pairwise_distance, first, second))
+    assert two.internal == [0, 0, SIZE]
+    assert not _value(two, first).is_saved
+    # One that is saved anyway does not count.
+    forward = _Forward.begin()
+    first = forward.call(F.linear, forward.x, forward.weight)
+    forward.call(torch.cos, first)
+    second = forward.call(F.linear, forward.x, forward.weight)
+    saved = forward.step(forward.call(F.pairwise_distance, first, second))
+    assert saved.internal == [0, 0, 0, 0]
+    assert _value(saved, second).is_saved
