@@ -9,18 +9,24 @@ the same two places. What is saved for the backward is held from its op to the b
 AOTAutograd's partitioner saves what autograd would, less what pointwise ops and reductions make of other saved values,
 and what only such ops need: those are computed again together with what reads them. What a kernel of its own reads in
 the backward it saves, however cheaply it was made.
+
+[Note: Bodies of checkpoints]
+A checkpoint of the user's is one op with a body: a graph that runs in the forward and once more in the backward, before
+its own backward. So a body is a step of its own. Between forward and backward only what the op takes is held; at both
+places there is room for the most that the body holds at a time, with the parameters that are gathered inside.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
 from compile_fsdp.passes.analysis.aliases import find_fake_tensor
 from compile_fsdp.passes.analysis.eager_effects import is_upkeep
-from compile_fsdp.passes.analysis.effects import get_argument, is_copy, is_resize
+from compile_fsdp.passes.analysis.effects import Effects, get_argument, is_copy, is_resize
 from compile_fsdp.passes.analysis.layout import get_size, is_zero, size_hint
 from compile_fsdp.passes.budget.op_facts import Kind, OpFacts, OpMeasure, result_tensors, tensor_arguments
 from compile_fsdp.torch_compat.dispatch import storage_key
@@ -140,16 +146,25 @@ class Step:
         groups: In the order of their first use.
         windows: By op, the group that is gathered for it and freed behind it: the innermost; None for what stays
             unsharded.
+        bodies: By position of an op that runs a graph of its own, that graph's step: see [Note: Bodies of checkpoints].
         fuses: Whether what is computed together with its reader is in no memory; False for graphs run op by op.
     """
 
-    def __init__(self, graph: fx.Graph, parameters: Mapping[fx.Node, Sharding], *, fuses: bool = True) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        parameters: Mapping[fx.Node, Sharding],
+        *,
+        fuses: bool = True,
+        measure: OpMeasure | None = None,
+    ) -> None:
         self.fuses = fuses
         self.ops: list[fx.Node] = []
         self.facts: list[OpFacts] = []
         self.made: list[list[Value]] = []
         self.read: list[list[Group]] = []
         self.internal: list[int] = []
+        self.bodies: dict[int, Step] = {}
         self._values: dict[int | None, Value] = {}
         self._parameters: dict[int | None, tuple[Group, Parameter]] = {}
         by_number: dict[int, Group] = {}
@@ -162,11 +177,16 @@ class Step:
             self._parameters[storage_key(tensor)] = group, parameter
         inputs = graph.find_nodes(op="placeholder")
         self._inputs = {storage_key(each) for node in inputs for each in result_tensors(node)}
-        measure, upkeep = OpMeasure(fuses=fuses), _find_upkeep(graph)
+        measure, upkeep = measure or OpMeasure(fuses=fuses), _find_upkeep(graph)
+        effects = Effects(graph.owning_module)
         for node in graph.nodes:
             if node in upkeep:
                 self._fill_or_free(node)
             elif node.op in ("call_function", "call_method") and result_tensors(node):
+                if (body := _find_body(node, effects)) is not None:
+                    within, given = body
+                    inside = {inner: parameters[outer] for inner, outer in given if outer in parameters}
+                    self.bodies[len(self.ops)] = Step(within, inside, fuses=fuses, measure=measure)
                 self._add(node, measure.facts(node))
         for node in graph.output_node().all_input_nodes:
             for value in self._values_of(node):
@@ -274,6 +294,15 @@ class Step:
             else:
                 return None
         return list(found)
+
+
+def _find_body(node: fx.Node, effects: Effects) -> tuple[fx.Graph, list[tuple[fx.Node, Any]]] | None:
+    """The graph that an op runs and, of its placeholders, what the op hands in; None for an op that runs none."""
+    for attribute in node.args[:1]:
+        if isinstance(attribute, fx.Node) and (body := effects.subgraph(attribute)) is not None:
+            placeholders = body.graph.find_nodes(op="placeholder")
+            return body.graph, list(zip(placeholders, node.args[-len(placeholders) :], strict=False))  # a loop has two
+    return None
 
 
 def _find_upkeep(graph: fx.Graph) -> set[fx.Node]:

@@ -71,6 +71,8 @@ class Timeline:
         parameters = sum(group.size for group in step.groups)
         # What a gather brings too early, or a reduction holds too long.
         self.large_pack_bytes = min(2 * costs.pack_bytes(ranks, is_spare=True) * ranks, parameters)
+        # A body's own choices are the user's.
+        self._bodies = {at: Timeline(body, ranks, costs).peak(Choices()) for at, body in step.bodies.items()}
         self._changes: list[int] = []
 
     def held(self, choices: Choices) -> list[int]:
@@ -82,6 +84,9 @@ class Timeline:
             self._hold_value(value, choices, begins.get(value.made_at))
         for at, size in enumerate(self.step.internal):
             self._hold(at, at if at in choices.recomputed else self._mirrored(at), size)
+        for at, size in self._bodies.items():
+            self._hold(at, at, size)
+            self._hold(self._mirrored(at), self._mirrored(at), size)
         for i, group in enumerate(self.step.groups):
             is_kept = not group.frees or group.number in choices.kept
             self._hold_parameters(i, group, is_kept, choices.has_large_packs)

@@ -37,6 +37,7 @@ EQUIVALENT: dict[str, str] = {
     "sinking.Scan.find_event: isinstance(target, fx.Node) -> True": _NODE,
     "sinking._FirstFills.visit: parameter is None -> False": _NO_EVENT,
     "step_memory.Step.__init__: group.frees -> True": "what is never freed has a window that ends before it begins",
+    "step_memory.Step.__init__: measure -> False": _AGAIN,
     "step_memory.Step._find_saved: not value.is_saved -> False": "speed: what no op saves has nothing to hand on",
     "step_memory.Step.origins: source in seen -> False": _AGAIN,
     "subgraphs._Search.visit: aliases -> False": _AGAIN,

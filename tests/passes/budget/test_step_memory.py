@@ -86,6 +86,12 @@ def test_results_are_what_the_graph_returns_and_has_made() -> None:
     assert [value.is_result for value in step.values] == [False, True]
 
 
+def test_what_takes_a_list_allocates_what_it_makes_of_it() -> None:
+    forward = _Forward.begin()
+    both = forward.call(torch.cat, [forward.x, forward.x])
+    assert _value(forward.step(both), both).size == 2 * SIZE
+
+
 def test_numbers_are_not_computed_with_tensors() -> None:
     forward = _Forward.begin()
     forward.call(torch.ops.aten.sym_size.int, forward.x, 0)

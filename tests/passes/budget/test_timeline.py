@@ -19,6 +19,7 @@ from helpers.graphs.build import GraphBuilder
 RANKS, ROWS, DIM = 2, 256, 16  # an activation has 16 KiB, a matrix one
 # A collective takes less than any op.
 COSTS = Costs(latency=1e-6, comm_bandwidth=1e15, memory_bandwidth=1e10, flops=1e9, offload_bandwidth=1e30)
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 SLOW = replace(COSTS, latency=1.0)
 
 
@@ -41,7 +42,7 @@ class _Forward:
         """With a matrix that is not sharded and has no gradient: a kernel whose backward reads nothing."""
         return self.build.call(F.linear, x, self._frozen)
 
-    def weights(self, group: int, count: int = 1, trains: bool = True) -> list[fx.Node]:
+    def weights(self, group: int, count: int = 1, trains: bool = True, fills: bool = True) -> list[fx.Node]:
         """Matrices that are gathered together."""
         with self.build.fake_mode:
             made = [
@@ -50,7 +51,8 @@ class _Forward:
             ]
         for weight in made:
             self._parameters[weight] = Sharding(group, 512, 1024)
-            self.build.fill(weight, self._frozen)
+            if fills:
+                self.build.fill(weight, self._frozen)
         return made
 
     def timeline(self, *outputs: fx.Node) -> Timeline:
@@ -172,6 +174,40 @@ def test_statistics_of_what_runs_again_are_not_held() -> None:
     statistics = 2 * ROWS * 4
     assert step.step.internal == [0, statistics, 0]
     assert [(a - b) % (16 * 1024) for a, b in zip(kept, again, strict=True)] == [0, 0, *[statistics] * 3, 0]
+
+
+# Checkpoints of the user's: see [Note: Bodies of checkpoints].
+
+
+def _with_checkpoint(gathers_inside: bool, count: int = 1) -> Timeline:
+    """A product, checkpoints of a product, exp and a product, and a product; the matrix of the middle is sharded."""
+    forward, (x,) = _chain(F.linear)
+    (weight,) = forward.weights(0, fills=not gathers_inside)
+    for number in range(count):
+        body = GraphBuilder(meta_key="example_value", fake_mode=forward.build.fake_mode)
+        inside = [body.input_like(f"inside_{i}", forward.build.value(each)) for i, each in enumerate((x, weight))]
+        if gathers_inside:
+            body.fill(inside[1], inside[1])
+        hidden = body.call(torch.exp, body.call(F.linear, *inside))
+        last = body.call(F.linear, hidden, inside[1])
+        if gathers_inside:
+            body.free(inside[1])
+        attribute = forward.build.subgraph(f"body_{number}", body.output_module(last))
+        x = forward.build.call_opaque(CHECKPOINT, attribute, x, weight, value=body.value(last))
+    return forward.timeline(forward.product(x))
+
+
+def test_a_checkpoint_holds_what_its_body_does_while_it_runs() -> None:
+    step, several = _with_checkpoint(gathers_inside=False), _with_checkpoint(gathers_inside=False, count=2)
+    # The body holds three at most: exp's result, its gradient, and that of the first product or the second.
+    assert [size // 16 for size in _held(step)] == [1, 5, 3, 3, 6, 1]
+    assert len(several.step.bodies) == 2
+
+
+def test_a_parameter_that_a_checkpoint_gathers_is_held_inside() -> None:
+    outside, inside = (_with_checkpoint(gathers_inside=each) for each in (False, True))
+    assert _parameters(outside) != _parameters(inside)
+    assert _parameters(inside)[0] == _parameters(inside)[2] == 0
 
 
 # What leaves for the host's memory.
