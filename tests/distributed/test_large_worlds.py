@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 import compile_fsdp
+from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
 from helpers.graphs.caches import without_graph_caches
 from helpers.graphs.capture import events, render_step
 from helpers.ranks.fake_world import fake_world
@@ -41,3 +43,52 @@ def test_shards_of_one_row_leave_no_windows() -> None:
     forward, backward = compile_fsdp.reports()
     assert (forward.windows_removed, forward.kept) == (4, ())
     assert (backward.windows_removed, backward.kept) == (4, ())
+
+
+FEATURES, ROWS = 100, 64
+# Between the least and the most that a step needs: padding makes what is gathered larger in a larger world.
+BUDGETS = {8: 2_200_000, 64: 2_400_000, 512: 5_500_000, 4096: 25_000_000}
+
+
+class _Wide(nn.Module):
+    """Blocks whose shards are padded in every world, and of the vectors empty on the last ranks of larger ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = FEATURES, 3 * FEATURES
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(FEATURES), nn.Linear(*sizes), nn.GELU(), nn.Linear(*reversed(sizes)))
+            for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def _decided(world_size: int, rank: int, budget: int) -> BudgetDecision:
+    """What one rank decides by itself: on a fake process group, ranks cannot ask each other."""
+    compile_fsdp.reset_reports()
+    with fake_world(world_size, rank):
+        torch.manual_seed(0)
+        model = _Wide()
+        for block in model.blocks:
+            compile_fsdp.fully_shard(block)
+        compile_fsdp.fully_shard(model)
+        options = {"inner_backend": "aot_eager", "memory_budget": budget, "progress": False}
+        model.compile(backend="compile_fsdp", fullgraph=True, options=options)
+        model(torch.ones(ROWS, FEATURES)).backward()
+        (decision,) = (report.decision for report in compile_fsdp.reports() if report.decision is not None)
+    return decision
+
+
+@pytest.mark.parametrize(
+    "world_size", [8, *(pytest.param(size, marks=pytest.mark.slow) for size in (64, 512, 4096))]
+)
+def test_first_and_last_rank_of_a_large_world_fit_a_step_into_a_budget_alike(world_size: int) -> None:
+    budget = BUDGETS[world_size]
+    first, last = (_decided(world_size, rank, budget) for rank in (0, world_size - 1))
+    assert first == last
+    assert first.choices
+    assert first.peak_bytes <= budget < first.fastest_bytes

@@ -37,7 +37,7 @@ class Part:
     Attributes:
         kind: What its forward does, see `PartModule.body`.
         children: Modules of an inner part.
-        number: The hidden width of an "mlp"; which earlier sharded module "again" runs.
+        number: The hidden width of an "mlp" of FEATURES features; which earlier sharded module "again" runs.
         times: How often the forward runs it, one after the other.
         frozen: Which of its own parameters are: none, all, or those that are not matrices.
         is_checkpointed: Whether its activations are recomputed.
@@ -67,6 +67,8 @@ class Program:
         prefetches: Whether every sharded module names the next one to gather.
         budget: An option of the backend that limits memory, and its bytes.
         inner_backend: The backend's option. Only with Inductor the passes run.
+        rows: Of a batch, on each rank.
+        features: Of every activation.
     """
 
     root: Part
@@ -76,6 +78,8 @@ class Program:
     prefetches: bool = False
     budget: tuple[str, int] | None = None
     inner_backend: str = "aot_eager"
+    rows: int = ROWS
+    features: int = FEATURES
 
     @property
     def has_breaks(self) -> bool:
@@ -149,27 +153,28 @@ class PartModule(nn.Module):
 
     mutates = True
 
-    def __init__(self, part: Part, earlier: list[PartModule]) -> None:
+    def __init__(self, part: Part, earlier: list[PartModule], features: int = FEATURES) -> None:
         super().__init__()
         self.part = part
-        self.parts = nn.ModuleList(PartModule(child, earlier) for child in part.children)
+        self.parts = nn.ModuleList(PartModule(child, earlier, features) for child in part.children)
         match part.kind:
             case "linear":
-                self.linear = nn.Linear(FEATURES, FEATURES)
+                self.linear = nn.Linear(features, features)
             case "mlp":
-                self.up, self.down = nn.Linear(FEATURES, part.number), nn.Linear(part.number, FEATURES, bias=False)
+                hidden = part.number * features // FEATURES
+                self.up, self.down = nn.Linear(features, hidden), nn.Linear(hidden, features, bias=False)
             case "int8":
-                self.linear = nn.Linear(FEATURES, FEATURES)
+                self.linear = nn.Linear(features, features)
                 use([self], Int8RowsWeight)
             case "dtensor":
                 self.mesh = shared_mesh(device_type(), (dist.get_world_size(),), ("rows",))
             case "norm":
-                self.norm = nn.LayerNorm(FEATURES)
+                self.norm = nn.LayerNorm(features)
             case "scale":
-                self.scale = nn.Parameter(torch.ones(FEATURES))
-                self.unused = nn.Parameter(torch.ones(FEATURES + 1, 2))
+                self.scale = nn.Parameter(torch.ones(features))
+                self.unused = nn.Parameter(torch.ones(features + 1, 2))
             case "buffer":
-                self.register_buffer("mean", torch.zeros(FEATURES))
+                self.register_buffer("mean", torch.zeros(features))
             case "again" if earlier:
                 self.parts.append(earlier[part.number % len(earlier)])
         for name, parameter in self.named_parameters():
@@ -233,7 +238,7 @@ def tensor_of(output: Any) -> torch.Tensor:
 def build(program: Program, fully_shard: Any) -> nn.Module:
     """The program's model, with the same weights on every rank and at every call."""
     torch.manual_seed(0)
-    model = PartModule(program.root, []).to(program.dtype)
+    model = PartModule(program.root, [], program.features).to(program.dtype)
     for module in model.modules():
         if isinstance(module, PartModule):
             module.mutates = not any(part.is_checkpointed for part in _walk(program.root))
@@ -275,7 +280,7 @@ class Training:
         """Forwards and backwards; the gradients stay."""
         torch.manual_seed(100 * number + rank)
         self.losses = []
-        batches = [torch.randn(ROWS, FEATURES, dtype=self.program.dtype) for _ in range(2)]
+        batches = [torch.randn(self.program.rows, self.program.features, dtype=self.program.dtype) for _ in range(2)]
         flag = torch.ones(()) if self.program.flags[number] else -torch.ones(())
         match self.program.steps[number]:
             case "plain":
@@ -347,7 +352,7 @@ class Training:
     def _loss_of(self, result: Any) -> torch.Tensor:
         output = tensor_of(result).to(self.program.dtype)
         # What comes out of a norm always has the same mean of squares: gradients would be nothing but rounding.
-        target = torch.linspace(-1, 1, FEATURES, dtype=self.program.dtype)
+        target = torch.linspace(-1, 1, self.program.features, dtype=self.program.dtype)
         loss = (output - target).square().mean()
         self.losses.append(loss.detach())
         return loss
@@ -401,6 +406,12 @@ def comparable(program: Program) -> Program:
         parts = tuple(replace(part, is_sharded=True) for part in program.root.children)
         program = replace(program, root=replace(program.root, children=parts))
     return replace(program, in_bfloat16=False) if program.rounds_otherwise else program
+
+
+def in_one_graph(part: Part) -> Part:
+    """The part itself, or one like it without graph breaks: what would break runs its children one after the other."""
+    kind = "chain" if part.kind in ("gate", "break") else part.kind
+    return replace(part, kind=kind, children=tuple(map(in_one_graph, part.children)))
 
 
 _TREES = st.recursive(_LEAVES, _inner, max_leaves=6)

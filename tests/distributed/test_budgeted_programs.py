@@ -1,0 +1,156 @@
+"""Random programs with random budgets: the gradients of a step without a budget, and no more memory than the budget.
+
+Another seed, for more than the same programs:
+`pytest -m slow --hypothesis-seed=N distributed/test_budgeted_programs.py`.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import compile_fsdp
+from compile_fsdp.errors import MemoryBudgetError
+from compile_fsdp.tools.bench.measure import peak_bytes
+from helpers.models.random_programs import PROGRAMS, Part, Program, build, comparable, in_one_graph, tensor_of
+from helpers.parity.check import full
+from helpers.ranks.pools import run_ranks
+
+
+class _WithLoss(nn.Module):
+    """A program's model with its loss, so that one graph computes all of the forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor, flag: torch.Tensor) -> torch.Tensor:
+        output = tensor_of(self.model(x, flag)).to(x.dtype)
+        # Run op by op, the backward of a square would hold two more of this size, which are not counted.
+        return (output * torch.linspace(-1, 1, x.shape[1], dtype=x.dtype)).mean()
+
+
+class _Step:
+    """A program's step, with a budget in bytes, or without."""
+
+    def __init__(self, program: Program, rank: int, budget: int | None) -> None:
+        torch._dynamo.reset()
+        self.model = _WithLoss(build(program, compile_fsdp.fully_shard))
+        compile_fsdp.fully_shard(self.model)
+        options = {"inner_backend": program.inner_backend, "memory_budget": budget, "progress": False}
+        self.model.compile(backend="compile_fsdp", fullgraph=True, options=options)
+        torch.manual_seed(rank)
+        self._batch = torch.randn(program.rows, program.features, dtype=program.dtype)
+        self._flag = torch.ones(())
+
+    def grads(self) -> list[torch.Tensor | None]:
+        self.model(self._batch, self._flag).backward()
+        grads = [None if each.grad is None else full(each.grad).clone() for each in self.model.parameters()]
+        self.model.zero_grad()
+        return grads
+
+    def peak(self) -> int:
+        """Most bytes that a step allocates. gloo's threads may keep what they have sent for a while."""
+
+        def step() -> None:
+            self.model(self._batch, self._flag).backward()
+            self.model.zero_grad()
+
+        step()
+        gc.collect()
+        return min(peak_bytes(step, self._batch.device) for _ in range(3))
+
+
+def _train(rank: int, program: Program, percent: int) -> tuple[float, int, int] | None:
+    """The largest relative difference of a gradient to training without a budget; the budget, and the peak, in bytes.
+
+    The budget is this share of what the step needs at least. None if nothing is trained.
+    """
+    free = _Step(program, rank, None)
+    if not any(parameter.requires_grad for parameter in free.model.parameters()):
+        return None
+    expected = free.grads()
+    with pytest.raises(MemoryBudgetError) as error:
+        _Step(program, rank, 0).grads()
+    found = re.search(r"at least (\d+) bytes", str(error.value))
+    assert found is not None
+    budget = int(found[1]) * percent // 100
+    step, worst = _Step(program, rank, budget), 0.0
+    for mine, theirs in zip(step.grads(), expected, strict=True):
+        assert (mine is None) is (theirs is None)
+        if mine is not None and theirs is not None:
+            worst = max(worst, ((mine - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30)).item())
+    return worst, budget, step.peak()
+
+
+# What an op holds inside is counted for torch's own ops alone: a subclass's may make any number of tensors.
+_PLAIN = {"int8": "linear", "dtensor": "again"}
+
+
+def _plain(part: Part) -> Part:
+    return replace(part, kind=_PLAIN.get(part.kind, part.kind), children=tuple(map(_plain, part.children)))
+
+
+def _wide(program: Program, size: tuple[int, int]) -> Program:
+    """A program like it whose activations and parameters take so much that nothing else counts."""
+    rows, features = size
+    return comparable(replace(program, root=_plain(in_one_graph(program.root)), rows=rows, features=features))
+
+
+# Activations of 256 KiB with matrices of 4, of 64 with 256, of 320 with 100.
+SIZES = ((2048, 32), (64, 256), (512, 160))
+WIDE = st.builds(_wide, PROGRAMS, st.sampled_from(SIZES))
+PERCENT = st.integers(100, 170)
+
+MLP = Part("mlp", number=7, is_sharded=True)
+NAMED = {
+    "blocks": Program(Part("chain", (MLP, Part("norm", is_sharded=True))), rows=2048, features=32),
+    "a checkpoint around all": Program(
+        Part("chain", (replace(MLP, number=4, times=2),), times=2, is_checkpointed=True), rows=2048, features=32
+    ),
+    "modules that checkpoints gather for": Program(
+        Part("chain", (Part("chain", (MLP,), is_checkpointed=True),) * 2), rows=64, features=256
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["blocks", "a checkpoint around all", pytest.param("modules that checkpoints gather for", marks=pytest.mark.slow)],
+)
+def test_named_programs(name: str) -> None:
+    assert _check(comparable(NAMED[name]), percent=100)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@given(WIDE, PERCENT)
+def test_random_programs(program: Program, percent: int) -> None:
+    assume(_check(program, percent))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@given(WIDE, PERCENT)
+def test_random_programs_with_the_passes(program: Program, percent: int) -> None:
+    assume(_check(comparable(replace(program, inner_backend="inductor")), percent))
+
+
+def _check(program: Program, percent: int) -> bool:
+    """Whether anything is trained; then within its budget, and equally."""
+    for result in run_ranks(2, _train, program, percent, timeout_s=600.0):
+        if result is None:
+            return False
+        worst, budget, peak = result
+        assert worst <= program.tolerance
+        assert peak <= budget
+    return True
