@@ -36,6 +36,7 @@ COVERED = QUICK_WITH_INDUCTOR | IN_TOGETHER | {
     "reshard",
     "subclass gather",
     "subclass gather, checkpointed",
+    "subclass gather, frozen layers",
     "subclass gather, uneven",
     "tensor parallel",
     "two forwards",

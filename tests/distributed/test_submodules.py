@@ -136,8 +136,7 @@ def _as_eager(rank: int, name: str, way: str, together: bool) -> list[int]:
 _FAST = {
     ("head_in_chunks", "function", True),
     ("layer_alone", "each", True),
-    ("checkpointed", "each", False),
-    ("toggled", "each", True),
+    ("toggled", "each", False),
 }
 
 

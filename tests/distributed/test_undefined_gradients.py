@@ -127,13 +127,12 @@ def test_gradients_are_none_where_a_graph_is_cut() -> None:
 
 
 def _replayed(rank: int) -> tuple[tuple[int, int], bool, bool]:
-    plain, replaying = (_build(compile_fsdp.fully_shard) for _ in range(2))
-    plain.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
+    eager, replaying = (_build(shard) for shard in (torch_fully_shard, compile_fsdp.fully_shard))
     replaying.compile(
         backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager", "replay": True}
     )
     losses = (_second, _main, _second, _third, _second)  # the first two are of outputs of one shape
-    (expected_have, expected), (have, found) = (_train(model, losses) for model in (plain, replaying))
+    (expected_have, expected), (have, found) = (_train(model, losses) for model in (eager, replaying))
     return count_replays(replaying), have == expected_have, all(map(torch.equal, found, expected))
 
 

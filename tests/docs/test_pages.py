@@ -1,6 +1,7 @@
 """What the pages say in code is so: every block runs, and prints what stands below it.
 
-The example of the README itself runs under torchrun, in tests/tools/train/test_readme.py.
+The example of the README itself runs under torchrun, in tests/tools/train/test_readme.py, and the tutorial in
+test_tutorial.py.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ SETTINGS = {
 }
 
 
-PAGES = [page for page in sorted(DOCS.rglob("*.md")) if read_blocks(page, "python", "py")]
+PAGES = [page for page in sorted(DOCS.rglob("*.md")) if read_blocks(page, "python", "py") and page.stem != "tutorial"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
