@@ -12,14 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from compile_fsdp.passes.analysis.costs import Costs, plan_gathers, plan_packs, plan_reductions
+from compile_fsdp.passes.budget.choose import SAVED_LATENCIES
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
 from compile_fsdp.passes.report import format_mib
 
 # Of a step: what gains less is not worth a sentence, since the estimate may be off by more.
 LEAST_SHARE = 0.02
-
-# Larger packs save three in four of their latencies, see `passes/budget/choose.py`.
-_SAVED_LATENCIES = 3 / 4
 
 # From so many groups in the place of one.
 _FEW_GROUPS = 2
@@ -143,8 +141,8 @@ def _time(groups: Sequence[GroupFigures], costs: Costs, decision: BudgetDecision
     gathers = sum(_gather(group, group.ranks, costs) for group in groups)
     backward = sum(_gather(group, group.backward_ranks, costs) + _reduction(group, costs) for group in groups)
     if decision is not None and decision.has_large_packs:
-        gathers -= _SAVED_LATENCIES * costs.latency * sum(_gathers(group, group.ranks, costs) for group in groups)
-        backward -= _SAVED_LATENCIES * costs.latency * sum(_reductions(group, costs) for group in groups)
+        gathers -= SAVED_LATENCIES * costs.latency * sum(_gathers(group, group.ranks, costs) for group in groups)
+        backward -= SAVED_LATENCIES * costs.latency * sum(_reductions(group, costs) for group in groups)
     return _Time(_Half(sum(products), gathers), _Half(back + again, backward))
 
 
@@ -153,7 +151,7 @@ def _with_more_memory(
 ) -> Iterator[tuple[str, _Time]]:
     """A memory budget for everything, or a larger one."""
     packs = sum(_gathers(group, group.ranks, costs) for group in groups)
-    saved = _SAVED_LATENCIES * costs.latency
+    saved = SAVED_LATENCIES * costs.latency
     reductions = sum(_reductions(group, costs) for group in groups)
     if decision is None:
         again = [group for group in groups if group.backward_ranks > 1]

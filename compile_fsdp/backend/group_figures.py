@@ -7,7 +7,6 @@ from collections.abc import Collection, Hashable
 from compile_fsdp.advice import GroupFigures
 from compile_fsdp.backend.graph_inputs import GraphInputs
 from compile_fsdp.runtime.group import TraceableGroup
-from compile_fsdp.runtime.parameter import TraceableParam
 from compile_fsdp.torch_compat.fsdp import unsharded_dtype
 from compile_fsdp.wrap.tree import ROOT
 
@@ -25,7 +24,7 @@ def group_figures(inputs: GraphInputs, left_unsharded: Collection[Hashable]) -> 
 def _figures(group: TraceableGroup, is_left: bool) -> GroupFigures:
     fsdp_group, ranks = group.fsdp_group, group.constants.shard_count
     reduce_dtype = fsdp_group._reduce_dtype
-    numels = [(param, _shard_numel(param) * ranks) for param in group.params]
+    numels = [(param, param.plan.shard_numel * ranks) for param in group.params]
     stays = is_left or fsdp_group.post_forward_mesh_info is None or not fsdp_group.unshard_in_backward
     again = group.constants.post_forward_count if fsdp_group._use_post_forward_mesh else ranks
     return GroupFigures(
@@ -36,11 +35,7 @@ def _figures(group: TraceableGroup, is_left: bool) -> GroupFigures:
             for param, numel in numels
             if param.fsdp_param.sharded_param.requires_grad
         ),
-        factors=sum(numel for param, numel in numels if len(param.fsdp_param.padded_sharded_param_size) > 1),
+        factors=sum(numel for param, numel in numels if len(param.plan.shard_size) > 1),
         ranks=ranks,
         backward_ranks=1 if stays else again,
     )
-
-
-def _shard_numel(param: TraceableParam) -> int:
-    return param.fsdp_param.padded_sharded_param_size.numel()

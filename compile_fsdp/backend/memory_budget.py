@@ -91,7 +91,7 @@ def _sharding_of(node: fx.Node, group: TraceableGroup, number: int) -> Sharding:
 
 
 def _shard_bytes(param: TraceableParam) -> int:
-    return param.fsdp_param.padded_sharded_param_size.numel() * param.fsdp_param.orig_dtype.itemsize
+    return param.plan.shard_numel * param.fsdp_param.orig_dtype.itemsize
 
 
 def _free_bytes(device: torch.device, groups: Sequence[TraceableGroup]) -> int:

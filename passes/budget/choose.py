@@ -22,6 +22,9 @@ from compile_fsdp.passes.budget.step_memory import Group
 from compile_fsdp.passes.budget.timeline import Choices, Timeline
 from compile_fsdp.torch_compat.dynamo import is_recomputation_settled
 
+# Of the latencies of all packs, what larger ones save.
+SAVED_LATENCIES = 3 / 4
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -99,8 +102,7 @@ def find_choices(timeline: Timeline) -> Iterator[Choice]:
     """All that a step may do to save memory."""
     step, costs = timeline.step, timeline.costs
     if timeline.large_pack_bytes:
-        # Of the latencies, larger packs save three in four.
-        yield Choice(3 / 4 * timeline.packs * costs.latency, timeline.large_pack_bytes, name="smaller packs")
+        yield Choice(SAVED_LATENCIES * timeline.packs * costs.latency, timeline.large_pack_bytes, name="smaller packs")
     for group in step.groups:
         if _is_keepable(group):
             gather = costs.collective(group.size // timeline.ranks, timeline.ranks)

@@ -102,11 +102,18 @@ def _peak_bytes_of_accelerator(run: Callable[[], object], device: torch.device) 
 def _peak_bytes_of_cpu(run: Callable[[], object]) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run()
-        # gloo's threads free a collective's tensors some time after it has ended, and report that to the profiler under
-        # which it was launched, which must still exist then.
-        dist.barrier()
-        time.sleep(0.02)
+        await_frees()
     return max(allocated_bytes(profile))
+
+
+def await_frees() -> None:
+    """Wait until what collectives on the CPU have held is freed, while a profile is taken.
+
+    gloo's threads free a collective's tensors some time after it has ended, and report that to the profiler under which
+    it was launched, which must still exist then. Collective.
+    """
+    dist.barrier()
+    time.sleep(0.02)
 
 
 def allocated_bytes(profile: torch.profiler.profile) -> list[int]:

@@ -28,6 +28,7 @@ from compile_fsdp.tools.bench.measure import (
     STEPS_PER_TURN,
     Result,
     allocated_bytes,
+    await_frees,
     make_result,
     synchronize,
 )
@@ -198,8 +199,7 @@ class ScriptTurns:
                 profile = _profile()
                 profile.start()
                 yield
-                dist.barrier()
-                time.sleep(0.02)  # gloo's threads free a collective's tensors some time after it has ended
+                await_frees()
                 profile.stop()
                 levels = allocated_bytes(profile)
                 peaks.append(max(levels) - min(levels))

@@ -76,13 +76,13 @@ def build_model(
             divide_config(parsed, tp)
         with torch.device("meta"):
             from_config: Callable[..., Any] = AutoModelForCausalLM.from_config
-            model: Any = from_config(parsed, dtype=torch.float32, attn_implementation="sdpa_without_mask")
+            model: nn.Module = from_config(parsed, dtype=torch.float32, attn_implementation="sdpa_without_mask")
         model.train()
         if tp > 1:
             install_collectives(model, tp)
         if float8:
             is_compiled = checkpointing is not None and checkpointing.compiled
-            convert_to_float8(model, model.get_output_embeddings(), fuses=is_compiled)
+            convert_to_float8(model, model.get_output_embeddings(), fuses=is_compiled)  # type: ignore[operator]
         if checkpointing is not None:
             checkpointing.apply(model, token_batch(1, 8 * tp))
     except EstimateError:
@@ -93,8 +93,7 @@ def build_model(
             f"expected the configuration of a causal language model that transformers knows, got model_type "
             f"{config['model_type']!r}: {message}; correct the configuration"
         ) from error
-    result: nn.Module = model
-    return result
+    return model
 
 
 def token_batch(batch: int, seq_len: int) -> dict[str, Tensor]:

@@ -11,16 +11,9 @@ import sympy
 
 from compile_fsdp.cli import main
 from compile_fsdp.tools.planning.configs import PRESETS, build_model
+from helpers.models.configs import LLAMA
 
-SMALL = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 160,
-    "vocab_size": 500,
-}
+SMALL = LLAMA | {"num_hidden_layers": 3}
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from compile_fsdp.tools.planning.checkpointing import Checkpointing, Saved
 from compile_fsdp.tools.planning.configs import build_model, token_batch
 from compile_fsdp.tools.planning.float8 import convert_to_float8
 from compile_fsdp.wrap import plan
+from helpers.models.configs import LLAMA
 from helpers.ranks.fake_world import fake_world
 from helpers.ranks.peaks import adamw, peak_bytes
 
@@ -83,15 +84,7 @@ def test_peak_is_that_of_torchao(size: tuple[int, int], monkeypatch: pytest.Monk
         assert found.at(ranks)["peak"] == pytest.approx(measured, rel=2e-3)
 
 
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 160,
-    "vocab_size": 250,
-}
+CONFIG = LLAMA | {"vocab_size": 250}  # 16 does not divide it
 
 
 def test_layers_are_gathered_in_one_byte_and_save_what_they_did() -> None:

@@ -21,6 +21,7 @@ from compile_fsdp.tools.planning.configs import build_model, token_batch
 from compile_fsdp.tools.planning.estimates import largest
 from compile_fsdp.tools.planning.pipelines import Place, Stage, distinct_places, layers_of, stage_batch
 from compile_fsdp.wrap import apply, plan
+from helpers.models.configs import LLAMA
 from helpers.ranks.meshes import shared_mesh
 from helpers.ranks.peaks import adamw, peak_of
 from helpers.ranks.pools import device_type, run_ranks
@@ -151,16 +152,7 @@ def test_more_microbatches_repeat_what_a_traced_one_does() -> None:
     assert (kept["all_gathers"], kept["reduce_scatters"]) == (3, 3)
 
 
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 160,
-    "vocab_size": 500,
-    "tie_word_embeddings": False,
-}
+CONFIG = LLAMA | {"num_hidden_layers": 5, "tie_word_embeddings": False}
 
 
 def _of_stage(place: Place) -> Estimate:

@@ -14,6 +14,7 @@ from compile_fsdp.cli import main
 from compile_fsdp.errors import EstimateError
 from compile_fsdp.tools.planning import estimate
 from compile_fsdp.wrap import apply, plan
+from helpers.models.configs import LLAMA
 from helpers.ranks.meshes import shared_mesh
 from helpers.ranks.pools import device_type, run_ranks
 from helpers.ranks.recording import collectives_of
@@ -65,20 +66,11 @@ def test_replicas_hold_what_one_set_of_ranks_does() -> None:
     assert four | {"all_reduced": 0} == one
 
 
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 160,
-    "vocab_size": 500,
-}
 
 
 def test_the_option_shards_over_a_part_of_the_world(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, output = tmp_path / "config.json", tmp_path / "plan.json"
-    config.write_text(json.dumps(CONFIG))
+    config.write_text(json.dumps(LLAMA))
     options = ["plan", "--hf-config", str(config), "--seq-len", "64", "--json", str(output)]
     found = {}
     for more in (["--world", "8", "--replicate", "2"], ["--world", "4"]):
