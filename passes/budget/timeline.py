@@ -40,14 +40,15 @@ class Timeline:
         step: The forward and what its backward needs.
         ranks: That the parameters are sharded over.
         costs: Of the device.
+        is_body: Whether the step is the body of a checkpoint, see [Note: Bodies of checkpoints].
 
     Attributes:
         seconds: By op, what it takes.
         backward_seconds: By op, what its backward takes.
     """
 
-    def __init__(self, step: Step, ranks: int, costs: Costs) -> None:
-        self.step, self.ranks, self.costs = step, ranks, costs
+    def __init__(self, step: Step, ranks: int, costs: Costs, *, is_body: bool = False) -> None:
+        self.step, self.ranks, self.costs, self._is_body = step, ranks, costs, is_body
         self.seconds = [
             max(each.moved_bytes / costs.memory_bandwidth, each.flops / costs.flops) * (each.kind is not Kind.VIEW)
             for each in step.facts
@@ -71,8 +72,9 @@ class Timeline:
         parameters = sum(group.size for group in step.groups)
         # What a gather brings too early, or a reduction holds too long.
         self.large_pack_bytes = min(2 * costs.pack_bytes(ranks, is_spare=True) * ranks, parameters)
+        self._bodies = {at: Timeline(body, ranks, costs, is_body=True) for at, body in step.bodies.items()}
         # A body's own choices are the user's.
-        self._bodies = {at: Timeline(body, ranks, costs).peak(Choices()) for at, body in step.bodies.items()}
+        self._peaks_of_bodies = {at: body.peak(Choices()) for at, body in self._bodies.items()}
         self._changes: list[int] = []
 
     def held(self, choices: Choices) -> list[int]:
@@ -84,9 +86,11 @@ class Timeline:
             self._hold_value(value, choices, begins.get(value.made_at))
         for at, size in enumerate(self.step.internal):
             self._hold(at, at if at in choices.recomputed else self._mirrored(at), size)
-        for at, size in self._bodies.items():
+        for at, size in self._peaks_of_bodies.items():
             self._hold(at, at, size)
             self._hold(self._mirrored(at), self._mirrored(at), size)
+            if self._is_body:
+                self._hold(at + 1, self._mirrored(at) - 1, self._bodies[at].saved_bytes)
         for i, group in enumerate(self.step.groups):
             is_kept = not group.frees or group.number in choices.kept
             self._hold_parameters(i, group, is_kept, choices.has_large_packs)
@@ -98,6 +102,12 @@ class Timeline:
     def peak(self, choices: Choices) -> int:
         """Most bytes at a time."""
         return max(self.held(choices), default=0)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Of all that is saved, also in bodies, if nothing is recomputed."""
+        own = sum(value.size for value in self.step.values if value.is_saved) + sum(self.step.internal)
+        return own + sum(body.saved_bytes for body in self._bodies.values())
 
     @property
     def packs(self) -> int:

@@ -118,12 +118,20 @@ NAMED = {
     "modules that checkpoints gather for": Program(
         Part("chain", (Part("chain", (MLP,), is_checkpointed=True),) * 2), rows=64, features=256
     ),
+    "checkpoints in a checkpoint": Program(
+        Part("chain", (replace(MLP, is_checkpointed=True),) * 5, is_checkpointed=True), rows=2048, features=32
+    ),
 }
 
 
 @pytest.mark.parametrize(
     "name",
-    ["blocks", "a checkpoint around all", pytest.param("modules that checkpoints gather for", marks=pytest.mark.slow)],
+    [
+        "blocks",
+        "a checkpoint around all",
+        pytest.param("modules that checkpoints gather for", marks=pytest.mark.slow),
+        pytest.param("checkpoints in a checkpoint", marks=pytest.mark.slow),
+    ],
 )
 def test_named_programs(name: str) -> None:
     assert _check(comparable(NAMED[name]), percent=100)

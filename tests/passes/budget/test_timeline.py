@@ -179,35 +179,55 @@ def test_statistics_of_what_runs_again_are_not_held() -> None:
 # Checkpoints of the user's: see [Note: Bodies of checkpoints].
 
 
-def _with_checkpoint(gathers_inside: bool, count: int = 1) -> Timeline:
-    """A product, checkpoints of a product, exp and a product, and a product; the matrix of the middle is sharded."""
+def _checkpoint(build: GraphBuilder, x: fx.Node, weight: fx.Node, body_of: Callable[..., fx.Node]) -> fx.Node:
+    """Of a body that takes an activation and a matrix."""
+    body = GraphBuilder(meta_key="example_value", fake_mode=build.fake_mode)
+    last = body_of(body, *(body.input_like(f"inside_{i}", build.value(each)) for i, each in enumerate((x, weight))))
+    attribute = build.subgraph(f"body_{x.name}", body.output_module(last))
+    return build.call_opaque(CHECKPOINT, attribute, x, weight, value=body.value(last))
+
+
+def _exp_between(body: GraphBuilder, x: fx.Node, weight: fx.Node) -> fx.Node:
+    """A product, exp and a product."""
+    return body.call(F.linear, body.call(torch.exp, body.call(F.linear, x, weight)), weight)
+
+
+def _gathered(body: GraphBuilder, x: fx.Node, weight: fx.Node) -> fx.Node:
+    body.fill(weight, weight)
+    last = _exp_between(body, x, weight)
+    body.free(weight)
+    return last
+
+
+def _with_checkpoint(*bodies: Callable[..., fx.Node]) -> Timeline:
+    """A product, checkpoints, and a product; the matrix of the middle is sharded."""
     forward, (x,) = _chain(F.linear)
-    (weight,) = forward.weights(0, fills=not gathers_inside)
-    for number in range(count):
-        body = GraphBuilder(meta_key="example_value", fake_mode=forward.build.fake_mode)
-        inside = [body.input_like(f"inside_{i}", forward.build.value(each)) for i, each in enumerate((x, weight))]
-        if gathers_inside:
-            body.fill(inside[1], inside[1])
-        hidden = body.call(torch.exp, body.call(F.linear, *inside))
-        last = body.call(F.linear, hidden, inside[1])
-        if gathers_inside:
-            body.free(inside[1])
-        attribute = forward.build.subgraph(f"body_{number}", body.output_module(last))
-        x = forward.build.call_opaque(CHECKPOINT, attribute, x, weight, value=body.value(last))
+    (weight,) = forward.weights(0, fills=_gathered not in bodies)
+    for body in bodies:
+        x = _checkpoint(forward.build, x, weight, body)
     return forward.timeline(forward.product(x))
 
 
 def test_a_checkpoint_holds_what_its_body_does_while_it_runs() -> None:
-    step, several = _with_checkpoint(gathers_inside=False), _with_checkpoint(gathers_inside=False, count=2)
+    step, several = _with_checkpoint(_exp_between), _with_checkpoint(_exp_between, _exp_between)
     # The body holds three at most: exp's result, its gradient, and that of the first product or the second.
     assert [size // 16 for size in _held(step)] == [1, 5, 3, 3, 6, 1]
     assert len(several.step.bodies) == 2
 
 
 def test_a_parameter_that_a_checkpoint_gathers_is_held_inside() -> None:
-    outside, inside = (_with_checkpoint(gathers_inside=each) for each in (False, True))
+    outside, inside = (_with_checkpoint(each) for each in (_exp_between, _gathered))
     assert _parameters(outside) != _parameters(inside)
     assert _parameters(inside)[0] == _parameters(inside)[2] == 0
+
+
+def test_a_checkpoint_within_a_body_saves_nothing_while_that_runs() -> None:
+    def nested(body: GraphBuilder, x: fx.Node, weight: fx.Node) -> fx.Node:
+        return _checkpoint(body, _checkpoint(body, x, weight, _exp_between), weight, _exp_between)
+
+    one, two = (_held(_with_checkpoint(each))[4] // 16 for each in (_exp_between, nested))
+    # While the second's backward runs: the first's result, the gradients of both, and what exp made in the first.
+    assert two - one == 4
 
 
 # What leaves for the host's memory.
