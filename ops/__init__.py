@@ -7,12 +7,14 @@ from compile_fsdp.ops.fsdp_copy import copy_
 from compile_fsdp.ops.hand_over import Receiver, hand_over, issue_ticket
 from compile_fsdp.ops.hook_point import hook_point, watch
 from compile_fsdp.ops.offload import fetch, offload
+from compile_fsdp.ops.packs import cat, split_with_sizes_copy
 from compile_fsdp.ops.resize_storage_bytes import resize_storage_bytes_
 
 __all__ = [
     "Receiver",
     "accumulate_gradient",
     "all_gather_into_tensor",
+    "cat",
     "copy_",
     "ensure_lowerings",
     "ensure_ops",
@@ -23,5 +25,6 @@ __all__ = [
     "offload",
     "reduce_scatter_tensor",
     "resize_storage_bytes_",
+    "split_with_sizes_copy",
     "watch",
 ]

@@ -47,7 +47,14 @@ _ELEMENTWISE = (
     aten._to_copy.default,
 )
 
-_COPIES = (aten.cat.default, aten.clone.default, aten.reshape.default, aten.constant_pad_nd.default)
+_COPIES = (
+    aten.cat.default,
+    aten.clone.default,
+    aten.reshape.default,
+    aten.constant_pad_nd.default,
+    ops.cat,
+    ops.split_with_sizes_copy,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,10 @@ Report        gathers before and after; parameters that are gathered by themselv
 [Note: Who pays for a merged pack]
 What is gathered early lies in memory until it is used. Parameters that stay unsharded to the end of the graph are all
 there in the end, so gathering them together does not raise the peak by more than the pack; others are never merged.
+
+[Note: Kernels of a merged pack]
+Packs of one group are alike in all blocks of a model, and Inductor compiles their copies once. In a pack of several
+groups each parameter has another place; such packs are filled and read by ops that need no compiling (`ops/packs.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ import operator
 
 from torch import fx
 
+from compile_fsdp import ops
 from compile_fsdp.passes.analysis.collectives import (
     WAIT,
     Packed,
@@ -130,13 +135,16 @@ def _pack(graph: fx.Graph, run: list[Packed], packs: list[list[int]]) -> None:
             sent = [shards[i] for i in pack]
             sources = [owners[i] for i in pack]
             if len(pack) == 1:
-                _replace(outputs[pack[0]], _gather(graph, sources, sent[0]))
+                _replace(outputs[pack[0]], _gather(graph, sources, sent[0]), is_own=True)
                 continue
-            rows = _gather(graph, sources, insert(graph, aten.cat.default, sent, like=first.pack))
-            numels = [numel(each) for each in sent]
-            split = insert(graph, aten.split_with_sizes.default, rows, numels, 1, like=rows)
+            # See [Note: Kernels of a merged pack].
+            is_merged = sources[0] is not sources[-1]
+            join = ops.cat if is_merged else aten.cat.default
+            part = ops.split_with_sizes_copy if is_merged else aten.split_with_sizes.default
+            rows = _gather(graph, sources, insert(graph, join, sent, like=first.pack))
+            split = insert(graph, part, rows, [numel(each) for each in sent], 1, like=rows)
             for position, i in enumerate(pack):
-                _replace(outputs[i], insert(graph, operator.getitem, split, position, like=rows))
+                _replace(outputs[i], insert(graph, operator.getitem, split, position, like=rows), is_own=is_merged)
     for packed in run:
         packed.erase()
 
@@ -149,12 +157,13 @@ def _gather(graph: fx.Graph, sources: list[Packed], sent: fx.Node) -> fx.Node:
     return insert(graph, aten.reshape.default, waited, [packed.ranks, numel(sent)], like=packed.after[-1])
 
 
-def _replace(item: fx.Node | None, rows: fx.Node) -> None:
+def _replace(item: fx.Node | None, rows: fx.Node, *, is_own: bool) -> None:
+    """Put what was gathered of a parameter in the place of an old pack's item; `is_own` if it is no part of a pack."""
     if item is None:
         return
     users = list(item.users)
     item.replace_all_uses_with(rows)
-    if len(users) == 1 and users[0].target is aten.clone.default and rows.target is not operator.getitem:
+    if is_own and len(users) == 1 and users[0].target is aten.clone.default:
         # The rows lay apart in the pack; now they are contiguous, and nobody else reads them.
         users[0].replace_all_uses_with(rows)
         rows.graph.erase_node(users[0])

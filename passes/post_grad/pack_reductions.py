@@ -22,6 +22,7 @@ from functools import partial
 
 from torch import fx
 
+from compile_fsdp import ops
 from compile_fsdp.passes.analysis.collectives import (
     RESHAPES,
     Packed,
@@ -103,10 +104,12 @@ def _pack(graph: fx.Graph, run: list[Packed], packs: list[list[int]]) -> dict[fx
     replacements: list[tuple[fx.Node | None, fx.Node]] = []
     with graph.inserting_before(last.pack):
         for pack in packs:
-            rows = [gradients[i] for i in pack]
-            joined = rows[0] if len(pack) == 1 else insert(graph, aten.cat.default, rows, 1, like=last.pack)
+            rows, sources = [gradients[i] for i in pack], [owners[i] for i in pack]
+            # See [Note: Kernels of a merged pack] in `pack_gathers.py`.
+            join = aten.cat.default if sources[0] is sources[-1] else ops.cat
+            joined = rows[0] if len(pack) == 1 else insert(graph, join, rows, 1, like=last.pack)
             flat = insert(graph, aten.reshape.default, joined, [-1], like=last.pack)
-            reduced = _reduce(graph, last, flat, [owners[i] for i in pack])
+            reduced = _reduce(graph, last, flat, sources)
             if len(pack) == 1:
                 replacements.append((outputs[pack[0]], reduced))
                 continue

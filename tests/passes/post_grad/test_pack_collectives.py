@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
+from compile_fsdp import ops
 from compile_fsdp.passes import Costs, pack_gathers, pack_reductions
 from compile_fsdp.passes.analysis.collectives import is_gather, is_reduction, name_of
 from helpers.graphs.build import GATHER, REDUCE, GraphBuilder, aten, gather, name_collectives, reduce
@@ -178,6 +179,65 @@ def test_parameters_that_stay_are_gathered_together(dtype: torch.dtype) -> None:
     assert dict(report.counts) == {"gathers_packed_anew": 2, "now": 1, "gathered_alone": 0, "bytes_not_copied": 0}
     (node,) = graph.find_nodes(op="call_function", target=GATHER)
     assert node.args[0].meta["val"].shape == (9,)
+
+
+def test_a_pack_of_several_groups_is_copied_by_ops_that_need_no_compiling() -> None:
+    graph = _kept_layers()
+    pack_gathers(graph, merge=True, costs=above(1000))
+    assert len(graph.find_nodes(op="call_function", target=ops.cat)) == 1
+    assert_expected_inline(render(graph), """\
+s02: f32[2]
+s03: f32[3]
+s11: f32[1]
+s13: f32[3]
+w02: f32[2, 2]
+w03: f32[2, 3]
+w11: f32[2, 1]
+w13: f32[2, 3]
+%0: f32[9] = cat([s02, s03, s11, s13])
+%1: f32[18] = all_gather_into_tensor(%0, 2, 'dp')
+%2: f32[18] = wait_tensor(%1)
+%3: f32[2, 9] = reshape(%2, [2, 9])
+%4 = split_with_sizes_copy(%3, [2, 3, 1, 3], 1)
+%5: f32[2, 2] = getitem(%4, 0)
+%6: f32[2, 3] = getitem(%4, 1)
+%7: f32[2, 1] = getitem(%4, 2)
+%8: f32[2, 3] = getitem(%4, 3)
+resize_storage_bytes_(w02, 16)
+copy_(w02, %5)
+resize_storage_bytes_(w03, 24)
+copy_(w03, %6)
+%9: f32[] = sum(w02)
+resize_storage_bytes_(w11, 8)
+copy_(w11, %7)
+resize_storage_bytes_(w13, 24)
+copy_(w13, %8)
+%10: f32[] = sum(w11)
+return (%9, %10)
+""")
+    graph = _two_reductions()
+    pack_reductions(graph, merge=True, costs=above(1000))
+    assert len(graph.find_nodes(op="call_function", target=ops.cat)) == 1
+    assert_expected_inline(render(graph), """\
+g0: f32[2, 2]
+g1: f32[2, 3]
+g2: f32[2, 4]
+g3: f32[2, 5]
+%0: f32[2, 2] = reshape(g0, [2, -1])
+%1: f32[2, 3] = reshape(g1, [2, -1])
+%2: f32[2, 4] = reshape(g2, [2, -1])
+%3: f32[2, 5] = reshape(g3, [2, -1])
+%4: f32[2, 14] = cat([%0, %1, %2, %3], 1)
+%5: f32[28] = reshape(%4, [-1])
+%6: f32[14] = reduce_scatter_tensor(%5, 'avg', 2, 'dp')
+%7: f32[14] = wait_tensor(%6)
+%8 = split_with_sizes(%7, [2, 3, 4, 5])
+%9: f32[2] = getitem(%8, 0)
+%10: f32[3] = getitem(%8, 1)
+%11: f32[4] = getitem(%8, 2)
+%12: f32[5] = getitem(%8, 3)
+return (%9, %10, %11, %12)
+""")
 
 
 @pytest.mark.parametrize(("free", "merge", "pack"), [(True, True, 1e9), (False, False, 1e9), (False, True, 5 / 4)])

@@ -1,0 +1,29 @@
+"""Join tensors into one, and take one apart, by kernels that are compiled already.
+
+They compute what ATen's ops of these names do. Inductor would generate a loop of its own for every tensor, with the
+tensor's place in the pack as a constant: of packs of several parameter groups, no two groups share a kernel then.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_LIBRARY = torch.library.Library("compile_fsdp", "FRAGMENT")
+_LIBRARY.define("cat(Tensor[] tensors, int dim=0) -> Tensor")
+_LIBRARY.define("split_with_sizes_copy(Tensor input, int[] split_sizes, int dim) -> Tensor[]")
+
+cat = torch.ops.compile_fsdp.cat.default
+split_with_sizes_copy = torch.ops.compile_fsdp.split_with_sizes_copy.default
+
+
+@torch.library.impl(_LIBRARY, "cat", "CompositeExplicitAutograd")
+def _cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
+    return torch.cat(tensors, dim)
+
+
+@torch.library.impl(_LIBRARY, "split_with_sizes_copy", "CompositeExplicitAutograd")
+def _split_with_sizes_copy(input: Tensor, split_sizes: list[int], dim: int) -> list[Tensor]:
+    """Contiguous tensors of their own."""
+    parts: list[Tensor] = torch.ops.aten.split_with_sizes_copy.default(input, split_sizes, dim)
+    return parts
