@@ -160,3 +160,8 @@ def storage_key(tensor: torch.Tensor) -> int | None:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return None
+
+
+def is_checkpoint(node: torch.fx.Node) -> bool:
+    """Whether a node of a Dynamo graph runs the body of a checkpoint of the user's. (2.13.0)"""
+    return node.target is torch.ops.higher_order.tag_activation_checkpoint

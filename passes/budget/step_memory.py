@@ -29,7 +29,7 @@ from compile_fsdp.passes.analysis.eager_effects import is_upkeep
 from compile_fsdp.passes.analysis.effects import Effects, get_argument, is_copy, is_resize
 from compile_fsdp.passes.analysis.layout import get_size, is_zero, size_hint
 from compile_fsdp.passes.budget.op_facts import Kind, OpFacts, OpMeasure, result_tensors, tensor_arguments
-from compile_fsdp.torch_compat.dispatch import storage_key
+from compile_fsdp.torch_compat.dispatch import is_checkpoint, storage_key
 
 
 @dataclass(eq=False, slots=True)
@@ -148,6 +148,7 @@ class Step:
             unsharded.
         bodies: By position of an op that runs a graph of its own, that graph's step: see [Note: Bodies of checkpoints].
         fuses: Whether what is computed together with its reader is in no memory; False for graphs run op by op.
+        is_body: Whether it is one itself.
     """
 
     def __init__(
@@ -156,9 +157,10 @@ class Step:
         parameters: Mapping[fx.Node, Sharding],
         *,
         fuses: bool = True,
+        is_body: bool = False,
         measure: OpMeasure | None = None,
     ) -> None:
-        self.fuses = fuses
+        self.fuses, self.is_body = fuses, is_body
         self.ops: list[fx.Node] = []
         self.facts: list[OpFacts] = []
         self.made: list[list[Value]] = []
@@ -186,7 +188,7 @@ class Step:
                 if (body := _find_body(node, effects)) is not None:
                     within, given = body
                     inside = {inner: parameters[outer] for inner, outer in given if outer in parameters}
-                    self.bodies[len(self.ops)] = Step(within, inside, fuses=fuses, measure=measure)
+                    self.bodies[len(self.ops)] = Step(within, inside, fuses=fuses, is_body=True, measure=measure)
                 self._add(node, measure.facts(node))
         for node in graph.output_node().all_input_nodes:
             for value in self._values_of(node):
@@ -263,7 +265,7 @@ class Step:
     def _find_saved(self) -> None:
         """See [Note: What the partitioner saves]."""
         for value in self.values:
-            value.is_saved = bool(value.saved_by)
+            value.is_saved = bool(value.saved_by) and not self.is_of_checkpoint(value)
         for value in self.values:
             if not value.is_saved or any(self.facts[each].kind is Kind.HEAVY for each in value.saved_by):
                 continue
@@ -273,12 +275,17 @@ class Step:
                 for origin in origins:
                     origin.saved_by += value.saved_by
 
+    def is_of_checkpoint(self, value: Value) -> bool:
+        """Whether the backward has the value from a checkpoint that runs again: see [Note: Bodies of checkpoints]."""
+        is_result = not self.is_body and is_checkpoint(self.ops[value.made_at])
+        return is_result and not any(is_checkpoint(self.ops[each]) for each in value.uses)
+
     def is_cheap(self, value: Value) -> bool:
         """Whether the value is computed again together with what reads it."""
         return value.kind is not Kind.HEAVY and self.facts[value.made_at].is_repeatable
 
     def origins(self, value: Value) -> list[Value] | None:
-        """The saved values that a value is computed from by cheap ops alone; None if others are needed."""
+        """What the backward has that a value is computed from by cheap ops alone; None if more is needed."""
         found: dict[Value, None] = {}
         seen = {value}
         stack = list(value.sources)
@@ -287,7 +294,7 @@ class Step:
             if source in seen:
                 continue
             seen.add(source)
-            if source.is_saved:
+            if source.is_saved or self.is_of_checkpoint(source):
                 found[source] = None
             elif self.is_cheap(source):
                 stack += source.sources

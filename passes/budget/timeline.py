@@ -40,15 +40,14 @@ class Timeline:
         step: The forward and what its backward needs.
         ranks: That the parameters are sharded over.
         costs: Of the device.
-        is_body: Whether the step is the body of a checkpoint, see [Note: Bodies of checkpoints].
 
     Attributes:
         seconds: By op, what it takes.
         backward_seconds: By op, what its backward takes.
     """
 
-    def __init__(self, step: Step, ranks: int, costs: Costs, *, is_body: bool = False) -> None:
-        self.step, self.ranks, self.costs, self._is_body = step, ranks, costs, is_body
+    def __init__(self, step: Step, ranks: int, costs: Costs) -> None:
+        self.step, self.ranks, self.costs = step, ranks, costs
         self.seconds = [
             max(each.moved_bytes / costs.memory_bandwidth, each.flops / costs.flops) * (each.kind is not Kind.VIEW)
             for each in step.facts
@@ -72,9 +71,8 @@ class Timeline:
         parameters = sum(group.size for group in step.groups)
         # What a gather brings too early, or a reduction holds too long.
         self.large_pack_bytes = min(2 * costs.pack_bytes(ranks, is_spare=True) * ranks, parameters)
-        self._bodies = {at: Timeline(body, ranks, costs, is_body=True) for at, body in step.bodies.items()}
         # A body's own choices are the user's.
-        self._peaks_of_bodies = {at: body.peak(Choices()) for at, body in self._bodies.items()}
+        self._bodies = {at: _Body(Timeline(body, ranks, costs)) for at, body in step.bodies.items()}
         self._changes: list[int] = []
 
     def held(self, choices: Choices) -> list[int]:
@@ -86,11 +84,13 @@ class Timeline:
             self._hold_value(value, choices, begins.get(value.made_at))
         for at, size in enumerate(self.step.internal):
             self._hold(at, at if at in choices.recomputed else self._mirrored(at), size)
-        for at, size in self._peaks_of_bodies.items():
-            self._hold(at, at, size)
-            self._hold(self._mirrored(at), self._mirrored(at), size)
-            if self._is_body:
-                self._hold(at + 1, self._mirrored(at) - 1, self._bodies[at].saved_bytes)
+        for at, body in self._bodies.items():
+            backward = self._mirrored(at)
+            again = at if self.step.is_body else begins.get(at, backward)
+            for place, size in {at: body.peak, again: body.forward_peak, backward: body.peak}.items():
+                self._hold(place, place, size)
+            self._hold(again + 1, backward - 1, body.saved_bytes)
+        self._hold_what_waits_for_checkpoints()
         for i, group in enumerate(self.step.groups):
             is_kept = not group.frees or group.number in choices.kept
             self._hold_parameters(i, group, is_kept, choices.has_large_packs)
@@ -158,9 +158,14 @@ class Timeline:
         return last
 
     def _find_recomputations(self, chosen: Collection[int]) -> dict[int, int]:
-        """By op that the backward runs again, where: for its own sake, or for another that is run again."""
-        begins: dict[int, int] = {}
-        for op in sorted(chosen, reverse=True):
+        """By op that the backward runs again, where: for its own sake, or for another that is run again.
+
+        Ops that are chosen, checkpoints, and cheap ops that run by themselves: in no kernel with what reads them.
+        """
+        step, begins = self.step, dict[int, int]()
+        unsaved = (value for value in step.values if value.saved_by and not value.is_saved)
+        runs = {value.made_at for value in unsaved if not step.fuses or step.is_of_checkpoint(value)}
+        for op in sorted(runs.union(chosen), reverse=True):
             places = [self._mirrored(max(value.saved_by)) for value in self.step.made[op] if value.saved_by]
             begins[op] = min([*places, begins.get(op, self._mirrored(op))])
             stack = [op]
@@ -224,6 +229,18 @@ class Timeline:
         """Where the backward reads a saved value last. Of ops that are computed together, the backwards are, too."""
         return self._mirrored(min(self._joined[each] for each in value.saved_by))
 
+    def _hold_what_waits_for_checkpoints(self) -> None:
+        """A checkpoint runs again once its parameters are gathered: when the gradient of its result is there.
+
+        Gradients of parameters that are computed from its result, or from what cheap ops make of it, come after that.
+        """
+        for value in self.step.values:
+            if self.step.is_of_checkpoint(value):
+                for made in (made for op in set(value.saved_by) if self.step.read[op] for made in self.step.made[op]):
+                    if self._in_memory[made]:
+                        waits = made.size * made.needs_grad + made.size * (bool(made.saved_by) and not made.is_saved)
+                        self._hold(self._mirrored(self._joined[made.made_at]) + 1, self._mirrored(value.made_at), waits)
+
     def _hold_parameters(self, index: int, group: Group, is_kept: bool, has_large_packs: bool) -> None:
         groups = self.step.groups
         before = min(groups[index - 1].uses) if index else min(group.uses)
@@ -263,6 +280,22 @@ class Timeline:
 
     def _collective(self, pack: _Pack) -> float:
         return self.costs.collective(pack.size // self.ranks, self.ranks)
+
+
+class _Body:
+    """What the body of a checkpoint holds, in bytes.
+
+    Attributes:
+        peak: At most, in its forward and backward.
+        forward_peak: At most, in its forward.
+        saved_bytes: Between the two.
+    """
+
+    def __init__(self, timeline: Timeline) -> None:
+        held = timeline.held(Choices())
+        self.peak = max(held, default=0)
+        self.forward_peak = max(held[: len(held) // 2], default=0)
+        self.saved_bytes = timeline.saved_bytes
 
 
 @dataclass(frozen=True, slots=True)

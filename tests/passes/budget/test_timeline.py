@@ -135,6 +135,12 @@ def test_what_is_computed_again_with_its_reader_is_held_for_that_alone() -> None
     assert _held(_of_chain(torch.sin, torch.cos, F.linear, fuses=False)) == [16, 32, 32, 32, 48, 16]
 
 
+def test_op_by_op_what_is_computed_again_needs_all_that_it_is_computed_from() -> None:
+    """The backward of the second sin needs the result of cos, and so that of the first sin."""
+    chain = torch.sin, torch.cos, torch.sin, F.linear
+    assert _held(_of_chain(*chain, fuses=False)) == [16, 32, 32, 32, 32, 64, 48, 16]
+
+
 # What the backward runs again.
 
 
@@ -228,6 +234,27 @@ def test_a_checkpoint_within_a_body_saves_nothing_while_that_runs() -> None:
     one, two = (_held(_with_checkpoint(each))[4] // 16 for each in (_exp_between, nested))
     # While the second's backward runs: the first's result, the gradients of both, and what exp made in the first.
     assert two - one == 4
+
+
+def _read_behind_a_checkpoint(reader: Callable[[_Forward, fx.Node, fx.Node], fx.Node]) -> list[int]:
+    """A checkpoint, what reads its result and a matrix, and a product."""
+    forward = _Forward()
+    (weight,) = forward.weights(0)
+    result = _checkpoint(forward.build, forward.x, weight, _exp_between)
+    return [size // 16 for size in _held(forward.timeline(forward.product(reader(forward, result, weight))))]
+
+
+def test_a_checkpoint_runs_again_where_its_result_is_needed() -> None:
+    def product(forward: _Forward, result: fx.Node, weight: fx.Node) -> fx.Node:
+        return forward.call(F.linear, result, weight)
+
+    def another(forward: _Forward, result: fx.Node, weight: fx.Node) -> fx.Node:
+        return _checkpoint(forward.build, result, weight, _exp_between)
+
+    # The product's gradient is held until the checkpoint's own backward: the matrix's needs the checkpoint's result.
+    assert _read_behind_a_checkpoint(product) == [4, 2, 2, 2, 5, 5]
+    # What the next checkpoint takes is saved.
+    assert _read_behind_a_checkpoint(another) == [4, 5, 3, 3, 6, 4]
 
 
 # What leaves for the host's memory.
