@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from compile_fsdp.ops import all_gather_into_tensor, copy_, reduce_scatter_tensor, resize_storage_bytes_
 
 aten = torch.ops.aten
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 c10d = torch.ops._c10d_functional
 GATHER = c10d.all_gather_into_tensor.default
 REDUCE = c10d.reduce_scatter_tensor.default
@@ -182,3 +183,11 @@ def name_collectives(graph: fx.Graph) -> None:
     for torchs, named in ours.items():
         for node in graph.find_nodes(op="call_function", target=torchs):
             node.target, node.args = named, (*node.args, f"of {node.name}")
+
+
+def checkpoint(build: GraphBuilder, x: fx.Node, weight: fx.Node, body_of: Callable[..., fx.Node]) -> fx.Node:
+    """A checkpoint in a Dynamo graph, whose body makes a result of an activation and a matrix."""
+    body = GraphBuilder(meta_key="example_value", fake_mode=build.fake_mode)
+    last = body_of(body, *(body.input_like(f"inside_{i}", build.value(each)) for i, each in enumerate((x, weight))))
+    attribute = build.subgraph(f"body_{x.name}", body.output_module(last))
+    return build.call_opaque(CHECKPOINT, attribute, x, weight, value=body.value(last))

@@ -13,7 +13,7 @@ from compile_fsdp.passes import Costs
 from compile_fsdp.passes.budget.choose import Choice, find_choices
 from compile_fsdp.passes.budget.step_memory import Sharding, Step
 from compile_fsdp.passes.budget.timeline import Timeline
-from helpers.graphs.build import GraphBuilder
+from helpers.graphs.build import GraphBuilder, checkpoint
 
 COSTS = Costs(latency=1e-3, comm_bandwidth=1e9, memory_bandwidth=1e10, flops=1e9)
 RANKS, ROWS, DIM = 2, 256, 16
@@ -240,6 +240,22 @@ def test_what_stays_unsharded_may_be_read_again() -> None:
         return forward.call(F.linear, forward.call(F.gelu, forward.call(F.linear, x, w)), w)
 
     forward.module(body, frees=False)
+    step, found = forward.choices(forward.call(torch.sum, forward.x))
+    assert F.linear in targets(step, found)
+
+
+def test_what_computes_with_the_result_of_a_checkpoint_may_run_again() -> None:
+    """Though that is not saved: the checkpoint runs again where it is needed."""
+    forward = Forward()
+
+    def product(body: GraphBuilder, x: fx.Node, w: fx.Node) -> fx.Node:
+        return body.call(F.linear, x, w)
+
+    def body(x: fx.Node, w: fx.Node) -> fx.Node:
+        return forward.call(F.linear, forward.call(F.gelu, forward.call(F.linear, x, w)), w)
+
+    forward.module(lambda x, w: checkpoint(forward.build, x, w, product))
+    forward.module(body)
     step, found = forward.choices(forward.call(torch.sum, forward.x))
     assert F.linear in targets(step, found)
 

@@ -14,12 +14,11 @@ from torch import fx
 from compile_fsdp.passes import Costs
 from compile_fsdp.passes.budget.step_memory import Sharding, Step
 from compile_fsdp.passes.budget.timeline import Choices, Timeline
-from helpers.graphs.build import GraphBuilder
+from helpers.graphs.build import GraphBuilder, checkpoint
 
 RANKS, ROWS, DIM = 2, 256, 16  # an activation has 16 KiB, a matrix one
 # A collective takes less than any op.
 COSTS = Costs(latency=1e-6, comm_bandwidth=1e15, memory_bandwidth=1e10, flops=1e9, offload_bandwidth=1e30)
-CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 SLOW = replace(COSTS, latency=1.0)
 
 
@@ -141,6 +140,18 @@ def test_op_by_op_what_is_computed_again_needs_all_that_it_is_computed_from() ->
     assert _held(_of_chain(*chain, fuses=False)) == [16, 32, 32, 32, 32, 64, 48, 16]
 
 
+def test_op_by_op_what_is_saved_is_computed_from_nothing() -> None:
+    assert _held(_of_chain(torch.sin, F.linear, torch.cos, fuses=False)) == [16, 32, 32, 48, 32, 16]
+
+
+def test_what_a_kernel_makes_again_is_held_for_its_own_reader_alone() -> None:
+    """The second sin's backward computes the result of cos from that of the first sin, within its own kernel."""
+    forward, (_, sine) = _chain(F.linear, torch.sin)
+    other = forward.call(torch.sin, forward.call(torch.cos, sine))
+    step = forward.timeline(forward.call(torch.add, forward.product(other), forward.product(sine)))
+    assert _held(step) == [16, 32, 32, 48, 64, 64, 64, 64, 64, 64, 48, 64, 48, 16]
+
+
 # What the backward runs again.
 
 
@@ -185,14 +196,6 @@ def test_statistics_of_what_runs_again_are_not_held() -> None:
 # Checkpoints of the user's: see [Note: Bodies of checkpoints].
 
 
-def _checkpoint(build: GraphBuilder, x: fx.Node, weight: fx.Node, body_of: Callable[..., fx.Node]) -> fx.Node:
-    """Of a body that takes an activation and a matrix."""
-    body = GraphBuilder(meta_key="example_value", fake_mode=build.fake_mode)
-    last = body_of(body, *(body.input_like(f"inside_{i}", build.value(each)) for i, each in enumerate((x, weight))))
-    attribute = build.subgraph(f"body_{x.name}", body.output_module(last))
-    return build.call_opaque(CHECKPOINT, attribute, x, weight, value=body.value(last))
-
-
 def _exp_between(body: GraphBuilder, x: fx.Node, weight: fx.Node) -> fx.Node:
     """A product, exp and a product."""
     return body.call(F.linear, body.call(torch.exp, body.call(F.linear, x, weight)), weight)
@@ -210,7 +213,7 @@ def _with_checkpoint(*bodies: Callable[..., fx.Node]) -> Timeline:
     forward, (x,) = _chain(F.linear)
     (weight,) = forward.weights(0, fills=_gathered not in bodies)
     for body in bodies:
-        x = _checkpoint(forward.build, x, weight, body)
+        x = checkpoint(forward.build, x, weight, body)
     return forward.timeline(forward.product(x))
 
 
@@ -229,32 +232,59 @@ def test_a_parameter_that_a_checkpoint_gathers_is_held_inside() -> None:
 
 def test_a_checkpoint_within_a_body_saves_nothing_while_that_runs() -> None:
     def nested(body: GraphBuilder, x: fx.Node, weight: fx.Node) -> fx.Node:
-        return _checkpoint(body, _checkpoint(body, x, weight, _exp_between), weight, _exp_between)
+        return checkpoint(body, checkpoint(body, x, weight, _exp_between), weight, _exp_between)
+
+    def followed(body: GraphBuilder, x: fx.Node, weight: fx.Node) -> fx.Node:
+        return body.call(F.linear, checkpoint(body, x, weight, _exp_between), weight)
 
     one, two = (_held(_with_checkpoint(each))[4] // 16 for each in (_exp_between, nested))
     # While the second's backward runs: the first's result, the gradients of both, and what exp made in the first.
     assert two - one == 4
+    # What a checkpoint returns is saved there.
+    assert [size // 16 for size in _held(_with_checkpoint(followed))] == [1, 6, 3, 3, 7, 1]
 
 
-def _read_behind_a_checkpoint(reader: Callable[[_Forward, fx.Node, fx.Node], fx.Node]) -> list[int]:
-    """A checkpoint, what reads its result and a matrix, and a product."""
-    forward = _Forward()
+def _read_behind_a_checkpoint(
+    *readers: Callable[[_Forward, fx.Node, fx.Node], fx.Node], fuses: bool = True
+) -> list[int]:
+    """A checkpoint, what reads its result and a matrix one after the other, and a product."""
+    forward = _Forward(fuses=fuses)
     (weight,) = forward.weights(0)
-    result = _checkpoint(forward.build, forward.x, weight, _exp_between)
-    return [size // 16 for size in _held(forward.timeline(forward.product(reader(forward, result, weight))))]
+    result = checkpoint(forward.build, forward.x, weight, _exp_between)
+    for reader in readers:
+        result = reader(forward, result, weight)
+    return [size // 16 for size in _held(forward.timeline(forward.product(result)))]
+
+
+def _product(forward: _Forward, result: fx.Node, weight: fx.Node) -> fx.Node:
+    return forward.call(F.linear, result, weight)
+
+
+def _scale(forward: _Forward, result: fx.Node, weight: fx.Node) -> fx.Node:
+    return forward.call(torch.mul, result, forward.build.call_method("select", weight, 0, 0))
+
+
+def _sine(forward: _Forward, result: fx.Node, weight: fx.Node) -> fx.Node:
+    return forward.call(torch.sin, result)
+
+
+def _another(forward: _Forward, result: fx.Node, weight: fx.Node) -> fx.Node:
+    return checkpoint(forward.build, result, weight, _exp_between)
 
 
 def test_a_checkpoint_runs_again_where_its_result_is_needed() -> None:
-    def product(forward: _Forward, result: fx.Node, weight: fx.Node) -> fx.Node:
-        return forward.call(F.linear, result, weight)
-
-    def another(forward: _Forward, result: fx.Node, weight: fx.Node) -> fx.Node:
-        return _checkpoint(forward.build, result, weight, _exp_between)
-
-    # The product's gradient is held until the checkpoint's own backward: the matrix's needs the checkpoint's result.
-    assert _read_behind_a_checkpoint(product) == [4, 2, 2, 2, 5, 5]
+    assert _read_behind_a_checkpoint(_sine) == [4, 2, 2, 2, 5, 4]
     # What the next checkpoint takes is saved.
-    assert _read_behind_a_checkpoint(another) == [4, 5, 3, 3, 6, 4]
+    assert _read_behind_a_checkpoint(_another) == [4, 5, 3, 3, 6, 4]
+
+
+def test_gradients_wait_where_a_parameters_gradient_needs_what_a_checkpoint_returns() -> None:
+    # That of the product, until the checkpoint's own backward.
+    assert _read_behind_a_checkpoint(_product) == [4, 2, 2, 2, 5, 5]
+    assert _read_behind_a_checkpoint(_sine, _product) == [4, 2, 2, 3, 3, 3, 5, 4]
+    assert _read_behind_a_checkpoint(_scale, _sine) == [4, 1, 1, 2, 2, 2, 5, 4, 2, 4]
+    assert _read_behind_a_checkpoint(_scale, _scale, fuses=False) == [4, 1, 2, 1, 2, 2, 2, 6, 4, 5, 5, 7]
+    assert _read_behind_a_checkpoint(_product, _sine, _product) == [4, 2, 2, 3, 4, 4, 4, 3, 5, 5]
 
 
 # What leaves for the host's memory.

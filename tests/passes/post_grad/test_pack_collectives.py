@@ -240,6 +240,15 @@ return (%9, %10, %11, %12)
 """)
 
 
+def test_the_copies_of_a_pack_of_one_group_are_compiled() -> None:
+    gathers, reductions = gather_graph([2, 3, 4, 5, 6]), reduce_graph([2, 3, 4, 5, 6])
+    pack_gathers(gathers, costs=above(1000, pack=9))
+    pack_reductions(reductions, costs=above(1000, pack=9))
+    for graph in (gathers, reductions):
+        assert len(graph.find_nodes(op="call_function", target=aten.cat.default)) == 1
+        assert not graph.find_nodes(op="call_function", target=ops.cat)
+
+
 @pytest.mark.parametrize(("free", "merge", "pack"), [(True, True, 1e9), (False, False, 1e9), (False, True, 5 / 4)])
 def test_packs_that_may_not_be_joined(free: bool, merge: bool, pack: float) -> None:
     graph = _kept_layers(free)
