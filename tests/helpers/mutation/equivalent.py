@@ -9,6 +9,7 @@ _NO_EVENT = "type: what is noted of no parameter is never asked for; mypy has to
 EQUIVALENT: dict[str, str] = {
     "aliases.Aliases.__init__: self._joined -> True": "speed: without joins, every class is its own root",
     "check._window_faults: not resized_placeholders(graph) -> False": "speed: it would find no window",
+    "choose.fit: fastest > budget -> True": "speed: the search would come to no choice as well",
     "collectives._infer: target is WAIT -> False": "speed: the op itself, run on fake tensors, gives the same",
     "collectives._match: isinstance(each, fx.Node) -> True": _NODE,
     "collectives._match: isinstance(node, fx.Node) -> True": _NODE,
