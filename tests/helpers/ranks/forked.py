@@ -6,6 +6,7 @@ itself does, restarts above all, is tested with `torchrun`.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing as mp
 import os
@@ -13,11 +14,13 @@ import runpy
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 
+TESTS = Path(__file__).parents[2]
 TIMEOUT_S = 600.0  # compiling takes minutes on a machine that is busy with other things
 
 _PRELOADED = [
@@ -26,6 +29,7 @@ _PRELOADED = [
     "compile_fsdp.tools.train.loop",
     "compile_fsdp.wrap",
     "helpers.faults.killed_saves",
+    "helpers.ranks.warm",
     "torch._inductor.compile_fx",
     "transformers",
 ]
@@ -35,7 +39,26 @@ def forkserver() -> Any:
     """The multiprocessing context in which processes start with the imports done."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
+    with _on_the_path(TESTS):
+        ensure_running()
     return context
+
+
+@contextlib.contextmanager
+def _on_the_path(folder: Path) -> Iterator[None]:
+    """A new server finds the helpers by a variable: multiprocessing gives it no other path. (Python 3.11)"""
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    try:
+        yield
+    finally:
+        restore_path()
+
+
+def restore_path() -> None:
+    """Undo what the path got, here or in the server."""
+    _, _, others = os.environ.pop("PYTHONPATH").partition(os.pathsep)
+    if others:
+        os.environ["PYTHONPATH"] = others
 
 
 def leave_to_rest() -> None:
