@@ -1,4 +1,4 @@
-"""`explain` on models and process groups of all kinds, without Inductor; graph breaks and recompiles."""
+"""`explain` on models and process groups of all kinds, most without Inductor; graph breaks and recompiles."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._inductor.cpp_builder import CppBuilder
 
 import compile_fsdp
 from compile_fsdp.errors import ExplainError, NothingSelectedError
@@ -65,6 +66,25 @@ def test_the_model_that_is_given_stays_as_it_is() -> None:
     assert type(model) is Breaking and all(parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_model_is_explained_again_without_compiling_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graphs come from no cache, since passes are to run on them; what has been compiled of them does."""
+    built = []
+    build = CppBuilder.build
+
+    def build_and_count(self: CppBuilder) -> None:
+        built.append(self)
+        build(self)
+
+    model, batch = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))), torch.ones(2, 4)
+    first = compile_fsdp.explain(model, batch, world_size=4)
+    monkeypatch.setattr(CppBuilder, "build", build_and_count)
+    torch._dynamo.reset()
+    second = compile_fsdp.explain(model, batch, world_size=4)
+    assert built == []
+    assert second.to_dict() == first.to_dict()
+    assert len(second.graphs) == 2 and all(len(graph.stages) > 2 for graph in second.graphs)
 
 
 def test_a_sharded_model_is_explained_where_it_is() -> None:
