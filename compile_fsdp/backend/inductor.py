@@ -40,8 +40,8 @@ def inductor_config(
     config = dict(options.inductor)
     config.setdefault("reorder_for_peak_memory", False)  # see [Note: Who keeps the order]
     if observer is not None or options.verify:
-        # No pass runs on a graph from a cache; AOTAutograd's follows this one. Compiled C++ and Triton may come from one:
-        # with `force_disable_caches` all of it is made anew, and left in a new folder for each graph.
+        # No pass runs on a graph from a cache; AOTAutograd's follows this one. Compiled C++ and Triton may come from
+        # one: with `force_disable_caches` all of it is made anew, and left in a new folder for each graph.
         config |= {"fx_graph_cache": False, "fx_graph_remote_cache": False}
     if options.verify:
         config["fallback_random"] = True  # the traced graph's random numbers are torch's
