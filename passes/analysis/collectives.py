@@ -276,6 +276,11 @@ def launch(graph: fx.Graph, sent: fx.Node, sources: Sequence[Packed], like: fx.N
     return insert(graph, like.target, sent, *_settings(like), *name, like=like)
 
 
+def are_merged(sources: Sequence[Packed]) -> bool:
+    """Whether what is sent of `sources`, in their order, is of several: [Note: Kernels of a merged pack]."""
+    return sources[0] is not sources[-1]
+
+
 def _infer(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The fake value of a call. Collectives are not run for it: that takes ten times as long."""
     if target in _GATHERS:

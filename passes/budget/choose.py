@@ -157,7 +157,7 @@ def _recomputation(timeline: Timeline, at: int) -> float | None:
         if any(group.frees and not (group is window and group.unshards_in_backward) for group in step.read[op]):
             return None
         for source in {source for value in step.made[op] for source in value.sources}:
-            if source.is_saved or source.made_at in seen or step.is_of_checkpoint(source):
+            if source.is_at_hand or source.made_at in seen:
                 continue
             if windows[source.made_at] is not window or not step.facts[source.made_at].is_repeatable:
                 return None

@@ -46,6 +46,7 @@ class Value:
         needs_grad: Whether the backward computes its gradient.
         is_result: Whether the graph returns it.
         is_saved: Whether it is kept for the backward.
+        is_from_checkpoint: Whether a checkpoint that runs again makes it: see [Note: Bodies of checkpoints].
     """
 
     made_at: int
@@ -57,6 +58,12 @@ class Value:
     needs_grad: bool = False
     is_result: bool = False
     is_saved: bool = False
+    is_from_checkpoint: bool = False
+
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether the backward has it, and need not compute it from other values."""
+        return self.is_saved or self.is_from_checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +272,8 @@ class Step:
     def _find_saved(self) -> None:
         """See [Note: What the partitioner saves]."""
         for value in self.values:
-            value.is_saved = bool(value.saved_by) and not self.is_of_checkpoint(value)
+            value.is_from_checkpoint = self._is_from_checkpoint(value)
+            value.is_saved = bool(value.saved_by) and not value.is_from_checkpoint
         for value in self.values:
             if not value.is_saved or any(self.facts[each].kind is Kind.HEAVY for each in value.saved_by):
                 continue
@@ -275,8 +283,8 @@ class Step:
                 for origin in origins:
                     origin.saved_by += value.saved_by
 
-    def is_of_checkpoint(self, value: Value) -> bool:
-        """Whether the backward has the value from a checkpoint that runs again: see [Note: Bodies of checkpoints]."""
+    def _is_from_checkpoint(self, value: Value) -> bool:
+        """Whether a checkpoint returns the value, and no other takes it. Within a body nothing runs again."""
         is_result = not self.is_body and is_checkpoint(self.ops[value.made_at])
         return is_result and not any(is_checkpoint(self.ops[each]) for each in value.uses)
 
@@ -294,7 +302,7 @@ class Step:
             if source in seen:
                 continue
             seen.add(source)
-            if source.is_saved or self.is_of_checkpoint(source):
+            if source.is_at_hand:
                 found[source] = None
             elif self.is_cheap(source):
                 stack += source.sources

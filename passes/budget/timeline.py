@@ -87,6 +87,7 @@ class Timeline:
         for at, body in self._bodies.items():
             backward = self._mirrored(at)
             again = at if self.step.is_body else begins.get(at, backward)
+            # Two of these may be one place; what stands last counts there.
             for place, size in {at: body.peak, again: body.forward_peak, backward: body.peak}.items():
                 self._hold(place, place, size)
             self._hold(again + 1, backward - 1, body.saved_bytes)
@@ -164,7 +165,7 @@ class Timeline:
         """
         step, begins = self.step, dict[int, int]()
         unsaved = (value for value in step.values if value.saved_by and not value.is_saved)
-        runs = {value.made_at for value in unsaved if not step.fuses or step.is_of_checkpoint(value)}
+        runs = {value.made_at for value in unsaved if not step.fuses or value.is_from_checkpoint}
         for op in sorted(runs.union(chosen), reverse=True):
             places = [self._mirrored(max(value.saved_by)) for value in self.step.made[op] if value.saved_by]
             begins[op] = min([*places, begins.get(op, self._mirrored(op))])
@@ -234,12 +235,13 @@ class Timeline:
 
         Gradients of parameters that are computed from its result, or from what cheap ops make of it, come after that.
         """
-        for value in self.step.values:
-            if self.step.is_of_checkpoint(value):
-                for made in (made for op in set(value.saved_by) if self.step.read[op] for made in self.step.made[op]):
-                    if self._in_memory[made]:
-                        waits = made.size * made.needs_grad + made.size * (bool(made.saved_by) and not made.is_saved)
-                        self._hold(self._mirrored(self._joined[made.made_at]) + 1, self._mirrored(value.made_at), waits)
+        for value in (value for value in self.step.values if value.is_from_checkpoint):
+            until = self._mirrored(value.made_at)
+            readers = [op for op in set(value.saved_by) if self.step.read[op]]
+            for made in (made for op in readers for made in self.step.made[op] if self._in_memory[made]):
+                begin = self._mirrored(self._joined[made.made_at]) + 1
+                is_made_again = bool(made.saved_by) and not made.is_saved
+                self._hold(begin, until, made.size * (made.needs_grad + is_made_again))
 
     def _hold_parameters(self, index: int, group: Group, is_kept: bool, has_large_packs: bool) -> None:
         groups = self.step.groups

@@ -35,6 +35,7 @@ from compile_fsdp.passes.analysis.collectives import (
     WAIT,
     Packed,
     Places,
+    are_merged,
     aten,
     find_packed,
     insert,
@@ -137,8 +138,7 @@ def _pack(graph: fx.Graph, run: list[Packed], packs: list[list[int]]) -> None:
             if len(pack) == 1:
                 _replace(outputs[pack[0]], _gather(graph, sources, sent[0]), is_own=True)
                 continue
-            # See [Note: Kernels of a merged pack].
-            is_merged = sources[0] is not sources[-1]
+            is_merged = are_merged(sources)
             join = ops.cat if is_merged else aten.cat.default
             part = ops.split_with_sizes_copy if is_merged else aten.split_with_sizes.default
             rows = _gather(graph, sources, insert(graph, join, sent, like=first.pack))

@@ -27,6 +27,7 @@ from compile_fsdp.passes.analysis.collectives import (
     RESHAPES,
     Packed,
     Places,
+    are_merged,
     aten,
     find_packed,
     insert,
@@ -105,8 +106,7 @@ def _pack(graph: fx.Graph, run: list[Packed], packs: list[list[int]]) -> dict[fx
     with graph.inserting_before(last.pack):
         for pack in packs:
             rows, sources = [gradients[i] for i in pack], [owners[i] for i in pack]
-            # See [Note: Kernels of a merged pack] in `pack_gathers.py`.
-            join = aten.cat.default if sources[0] is sources[-1] else ops.cat
+            join = ops.cat if are_merged(sources) else aten.cat.default
             joined = rows[0] if len(pack) == 1 else insert(graph, join, rows, 1, like=last.pack)
             flat = insert(graph, aten.reshape.default, joined, [-1], like=last.pack)
             reduced = _reduce(graph, last, flat, sources)

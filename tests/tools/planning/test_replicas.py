@@ -66,8 +66,6 @@ def test_replicas_hold_what_one_set_of_ranks_does() -> None:
     assert four | {"all_reduced": 0} == one
 
 
-
-
 def test_the_option_shards_over_a_part_of_the_world(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, output = tmp_path / "config.json", tmp_path / "plan.json"
     config.write_text(json.dumps(LLAMA))
