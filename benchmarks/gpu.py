@@ -119,12 +119,15 @@ def _kernels(run: Run) -> int:
     return len(kernels)
 
 
-def _start(mode: str, world: str, options: argparse.Namespace) -> dict[str, Any]:
+def _start(mode: str, world: str, options: argparse.Namespace) -> dict[str, Any] | None:
+    """The figures of one mode, from a process of its own; None if it fails, and the error is on stderr."""
     shape = ["--size", options.size, "--layers", str(options.layers)]
     arguments = ["--only", mode, world, *shape, "--device", options.device]
     command = [sys.executable, __file__, *arguments]
-    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    result: dict[str, Any] = json.loads(output.splitlines()[-1])
+    process = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if process.returncode != 0:
+        return None
+    result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     return result
 
 
@@ -157,8 +160,9 @@ def main() -> None:
         rows = tables[world] = {mode: [] for mode in modes}
         for _ in range(options.rounds):
             for mode in modes:
-                rows[mode].append(_start(mode, world, options))
-        print(_format(world, rows), flush=True)
+                if (figures := _start(mode, world, options)) is not None:
+                    rows[mode].append(figures)
+            print(_format(world, rows), flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps(tables, indent=1) + "\n")
 
@@ -168,6 +172,9 @@ def _format(world: str, table: dict[str, list[dict[str, Any]]]) -> str:
     head = f"| {world} | " + " | ".join(columns) + " | ms of each round | first step of each round, s |"
     lines = [head, "| --- |" + " ---: |" * (len(columns) + 2)]
     for mode, rounds in table.items():
+        if not rounds:
+            lines.append(f"| `{mode}` | failed |" + " |" * (len(columns) + 1))
+            continue
         median = (statistics.median(each[name] for each in rounds) for name in columns)
         cells = [f"{value:.4g}" for value in median]
         cells += [", ".join(f"{each[name]:.1f}" for each in rounds) for name in ("ms", "first_step_s")]

@@ -17,5 +17,5 @@ trap 'rm -rf "$source"' EXIT
 cp -r "$root"/{compile_fsdp,passes,ops,pyproject.toml,README.md,LICENSE} "$source"
 "$python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
 	--upgrade --target "$out/package" "$source"
-export PYTHONPATH="$out/package:$root/tests:$root/benchmarks" PYTHONSAFEPATH=1
+export PYTHONPATH="$out/package:$root/tests:$root/benchmarks"
 "$python" "$root/benchmarks/gpu_kit/run.py" --out "$out" "$@"

@@ -1,6 +1,8 @@
-"""Run the steps of the GPU kit one after the other, each within its time, and write down what they say at once.
+"""Run the checks of the GPU kit side by side, then its measurements alone, and report each as soon as it ends.
 
     bash benchmarks/gpu.sh OUT
+
+Each step has a time limit. OUT gets gpu.md, and for each step a folder with its whole output and its compiler caches.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,23 +32,29 @@ class Step:
         title: What it shows.
         command: A script of this folder or of `benchmarks/`, and its arguments; they get `--device`, too.
         limit_s: Seconds after which it is ended.
+        is_alone: Whether nothing else may run meanwhile, because the step measures time.
     """
 
     title: str
     command: tuple[str, ...]
     limit_s: float
+    is_alone: bool = False
 
 
 MODES = ("eager", "compile", "block", "bound")  # of `compile-fsdp bench`; "bound" is the model without sharding
 
-# The most important first: a machine may be lent for two minutes only.
 STEPS = (
-    Step("A step compiled with Inductor on one rank equals the eager one", ("gpu_kit/one_rank.py",), 120),
-    Step("Parity rows on two ranks of one device, gloo", ("gpu_kit/two_ranks.py", "--backend", "gloo"), 120),
-    Step("Figures of a Llama-like 1B", ("gpu.py", "--worlds", "nccl1", "--size", "1b", "--modes", *MODES), 200),
-    Step("20 steps with accumulation and evaluation; CUDA graphs are refused", ("gpu_kit/twenty_steps.py",), 90),
-    Step("Parity rows and overlap on two ranks of one device, NCCL", ("gpu_kit/two_ranks.py", "--backend", "nccl"), 90),
-    Step("torch's CUDA sanitizer over a step", ("gpu_kit/two_ranks.py", "--backend", "gloo", "--sanitizer"), 60),
+    Step("A ladder of small programs on one rank", ("gpu_kit/ladder.py",), 120),
+    Step("Parity rows on two ranks of one device", ("gpu_kit/two_ranks.py",), 200),
+    Step("20 steps with accumulation and evaluation; CUDA graphs are refused", ("gpu_kit/twenty_steps.py",), 120),
+    Step("Overlap on two ranks of one device", ("gpu_kit/two_ranks.py", "--what", "overlap"), 120),
+    Step("torch's CUDA sanitizer over a step", ("gpu_kit/two_ranks.py", "--what", "sanitizer"), 120),
+    Step(
+        "Figures of a Llama-like 1B",
+        ("gpu.py", "--worlds", "fake8", "--size", "1b", "--rounds", "2", "--modes", *MODES),
+        280,
+        is_alone=True,
+    ),
 )
 
 
@@ -57,16 +67,18 @@ def main() -> int:
     report = options.out / "gpu.md"
     report.write_text(_head(options.device))
     end = time.monotonic() + options.limit_s
+    together = [step for step in STEPS if not step.is_alone]
+    alone = [[step] for step in STEPS if step.is_alone]
     failures = 0
-    for step in STEPS:
-        left_s = min(step.limit_s, end - time.monotonic())
-        result = _run(step, left_s, options) if left_s > 5 else "not run: no time left\n"
-        failures += "**failed" in result
-        with report.open("a") as file:
-            file.write(f"\n## {step.title}\n\n{result}")
-            file.flush()
-            os.fsync(file.fileno())
-        print(f"{step.title}:\n{result}", flush=True)
+    for steps in (together, *alone):
+        with ThreadPoolExecutor(max(1, len(steps))) as pool:
+            for step, result in zip(steps, pool.map(partial(_run, end=end, options=options), steps), strict=True):
+                failures += "**failed" in result
+                with report.open("a") as file:
+                    file.write(f"\n## {step.title}\n\n{result}")
+                    file.flush()
+                    os.fsync(file.fileno())
+                print(f"{step.title}:\n{result}", flush=True)
     return 1 if failures else 0
 
 
@@ -76,14 +88,20 @@ def _head(device: str) -> str:
     return f"# compile_fsdp on {name}\n\n{time.strftime('%Y-%m-%d')}, {versions}.\n"
 
 
-def _run(step: Step, limit_s: float, options: argparse.Namespace) -> str:
-    """What a step prints, which is Markdown, and how it has ended."""
-    log, errors = options.out / "step.out", options.out / "step.err"
+def _run(step: Step, end: float, options: argparse.Namespace) -> str:
+    """Run a step until its limit, or until `end` of the monotonic clock; its output, as Markdown, and how it ended."""
+    limit_s = min(step.limit_s, end - time.monotonic())
+    if limit_s < 5:
+        return "not run: no time left\n"
+    folder = options.out / f"step{STEPS.index(step)}"
+    folder.mkdir(exist_ok=True)
+    log, errors = folder / "out", folder / "err"
     command = [sys.executable, str(HERE.parent / step.command[0]), *step.command[1:], "--device", options.device]
-    # The caches of this run alone; and no line for each profile taken.
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(options.out / "cache"), "KINETO_LOG_LEVEL": "6"}
+    # A cache for each step. KINETO_LOG_LEVEL silences a line for each profile.
+    settings = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), "KINETO_LOG_LEVEL": "6", "GPU_KIT_OUT": str(folder)}
     start = time.monotonic()
     with log.open("w") as out, errors.open("w") as err:
+        environment = {**os.environ, **settings}
         process = subprocess.Popen(command, env=environment, stdout=out, stderr=err, start_new_session=True)
         try:
             code: int | None = process.wait(limit_s)
@@ -96,7 +114,7 @@ def _run(step: Step, limit_s: float, options: argparse.Namespace) -> str:
     if code == 0:
         return f"{text}\n{seconds:.0f} s.\n"
     how = f"**failed**: ended after {seconds:.0f} s" if code is None else f"**failed** with exit status {code}"
-    tail = "\n".join(errors.read_text().splitlines()[-25:])
+    tail = "\n".join(errors.read_text().splitlines()[-60:])
     return f"{text}\n{how}\n\n```text\n{tail}\n```\n"
 
 

@@ -1,6 +1,7 @@
 """Do two ranks on one device train compiled as they do eagerly? And how much communication runs beside compute?
 
-Rows are those of the parity table, the most important first; each says what differs from torch's eager FSDP2.
+Rows are those of the parity table, the most important first; each runs in processes of its own and says by how much it
+differs from torch's eager FSDP2.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import os
 import subprocess
 import sys
 import tempfile
-import traceback
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-import compile_fsdp
 from compile_fsdp.tools.train.world import backends_of
 from gpu_kit.common import batch, build_pair, parser, table, worst_difference
 from helpers.ranks.devices import prepare
@@ -29,25 +32,15 @@ ROWS = [
 ]
 
 
-def _parity_rows() -> None:
+def _parity_row(row: str, inner_backend: str) -> None:
     from helpers.parity.check import check_parity
     from helpers.parity.features import FEATURES
 
+    outcome = check_parity(FEATURES[row], inner_backend)
+    differing = torch.tensor([float(len(outcome.differing)), outcome.worst])
+    dist.all_reduce(differing, dist.ReduceOp.MAX)
     if dist.get_rank() == 0:
-        print(table(("row", "compiler", "tensors that differ", "largest difference", "graphs"), []), end="")
-    for row, inner_backend in ROWS:
-        torch._dynamo.reset()
-        compile_fsdp.reset_reports()
-        try:
-            outcome = check_parity(FEATURES[row], inner_backend)
-            differing = torch.tensor([float(len(outcome.differing)), outcome.worst])
-            dist.all_reduce(differing, dist.ReduceOp.MAX)
-            text = f"{int(differing[0])} | {differing[1].item():.1e} | {', '.join(outcome.directions)}"
-        except Exception as error:
-            traceback.print_exc()
-            text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''} | |"
-        if dist.get_rank() == 0:
-            print(f"| {row} | {inner_backend} | {text} |", flush=True)
+        print(f"{int(differing[0])} | {differing[1].item():.1e} | {', '.join(outcome.directions)}", flush=True)
 
 
 def _overlap() -> None:
@@ -83,41 +76,83 @@ def _one_step() -> None:
 def _serve(rank: int, options: argparse.Namespace) -> None:
     device = options.device
     prepare(device, 0)
-    backend = f"cpu:gloo,cuda:{options.backend}" if device == "cuda" else backends_of(torch.device(device))
+    backend = f"cpu:gloo,cuda:{_backend(options)}" if device == "cuda" else backends_of(torch.device(device))
     dist.init_process_group(backend, store=dist.FileStore(options.store, 2), rank=rank, world_size=2)
-    if options.sanitizer:
+    if options.what == "sanitizer":
         _one_step()
+    elif options.what == "overlap":
+        _overlap()
     else:
-        if options.backend == "nccl":
-            _overlap()
-        _parity_rows()
+        _parity_row(*ROWS[options.row])
     dist.destroy_process_group()
+
+
+def _backend(options: argparse.Namespace) -> str:
+    # Not gloo: it reads CUDA memory as the host's in functional all-gathers, and the process ends (torch 2.11.0).
+    # The sanitizer's step issues none, and the sanitizer does not know NCCL's kernels.
+    return "gloo" if options.what == "sanitizer" else "nccl"
+
+
+def _run_ranks(options: argparse.Namespace, arguments: Sequence[str]) -> tuple[str, str, str]:
+    """Run two ranks; how they ended, the first one's output, and both ranks' errors."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        ranks = []
+        for rank in range(2):
+            environment = {**os.environ, "COMPILE_FSDP_TEST_DEVICE": options.device, "PYTHONFAULTHANDLER": "1"}
+            if options.device == "cuda" and _backend(options) == "nccl":
+                environment["NCCL_HOSTID"] = str(rank)  # or NCCL refuses two ranks on one GPU
+            if options.what == "sanitizer":
+                environment["TORCH_CUDA_SANITIZER"] = "1"
+            out, err = (stack.enter_context(open(f"{folder}/{kind}{rank}", "w")) for kind in ("out", "err"))
+            own = ["--rank", str(rank), "--store", f"{folder}/store"]
+            command = [sys.executable, *sys.argv, *arguments, *own]
+            ranks.append(subprocess.Popen(command, env=environment, stdout=out, stderr=err))
+        codes: list[int] = []
+        for process in ranks:
+            try:
+                codes.append(process.wait(10 if any(codes) else None))
+            except subprocess.TimeoutExpired:  # the other rank has failed
+                process.kill()
+                codes.append(process.wait())
+        output, *errors = (Path(folder, name).read_text() for name in ("out0", "err0", "err1"))
+    failed = [code for code in codes if code != 0]
+    return f"failed with exit status {failed[0]}" if failed else "", output, "\n".join(errors)
+
+
+def _parity_table(options: argparse.Namespace) -> int:
+    at_once = max(1, (os.cpu_count() or 2) // 3)
+    failures = []
+    print(table(("row", "compiler", "tensors that differ", "largest difference", "graphs"), []), end="")
+    with ThreadPoolExecutor(at_once) as pool:
+        rows = pool.map(lambda i: _run_ranks(options, ["--row", str(i)]), range(len(ROWS)))
+        for (row, inner_backend), (failure, output, errors) in zip(ROWS, rows, strict=True):
+            print(f"| {row} | {inner_backend} | {f'**{failure}** | |' if failure else output.strip()} |", flush=True)
+            if failure:
+                failures.append(f"\n{row}, {inner_backend}:\n\n```text\n{errors[-5000:]}\n```")
+    print("\n".join(failures))
+    return int(bool(failures))
 
 
 def main() -> int:
     made = parser(__doc__)
-    made.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
-    made.add_argument("--sanitizer", action="store_true", help="two steps under torch's CUDA sanitizer")
+    made.add_argument("--what", choices=("rows", "overlap", "sanitizer"), default="rows")
+    made.add_argument("--row", type=int, help=argparse.SUPPRESS)
     made.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     made.add_argument("--store", help=argparse.SUPPRESS)
     options = made.parse_args()
     if options.rank is not None:
         _serve(options.rank, options)
         return 0
-    if options.device != "cuda" and (options.backend == "nccl" or options.sanitizer):
+    if options.what == "rows":
+        return _parity_table(options)
+    if options.device != "cuda":
         print("On a GPU alone.")
         return 0
-    store = f"{tempfile.mkdtemp()}/store"
-    ranks = []
-    for rank in range(2):
-        environment = {**os.environ, "COMPILE_FSDP_TEST_DEVICE": options.device, "TORCH_FR_BUFFER_SIZE": "2000"}
-        if options.backend == "nccl":
-            environment["NCCL_HOSTID"] = str(rank)  # or NCCL refuses two ranks on one GPU
-        if options.sanitizer:
-            environment["TORCH_CUDA_SANITIZER"] = "1"
-        command = [sys.executable, *sys.argv, "--rank", str(rank), "--store", store]
-        ranks.append(subprocess.Popen(command, env=environment))
-    return max(abs(rank.wait()) for rank in ranks)
+    failure, output, errors = _run_ranks(options, [])
+    print(output)
+    if failure:
+        print(f"{failure}\n\n```text\n{errors[-5000:]}\n```")
+    return int(bool(failure))
 
 
 if __name__ == "__main__":
