@@ -35,6 +35,7 @@ from compile_fsdp.runtime.attached import owner_of
 from compile_fsdp.runtime.backward import expect_no_gradient
 from compile_fsdp.runtime.group_calls import GROUP_CALLS
 from compile_fsdp.runtime.pause import pause_collection
+from compile_fsdp.torch_compat.autograd import prepare_compiled_autograd
 from compile_fsdp.torch_compat.dynamo import (
     FailOnRecompileLimitHit,
     Unsupported,
@@ -97,6 +98,7 @@ class BackwardCompiler:
     def __init__(
         self, options: Options, hooks: DeferredHooks | None, decision: BudgetDecision | None = None
     ) -> None:
+        prepare_compiled_autograd()
         self.record: BackwardRecord | None = None
         self.has_gradient: Sequence[bool] = ()
         self.sizes: Sequence[int] = ()

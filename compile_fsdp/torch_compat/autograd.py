@@ -169,6 +169,17 @@ def compiled_autograd(
         yield
 
 
+def prepare_compiled_autograd() -> None:
+    """Import, before any backward, the module that compiled autograd imports on CUDA. (2.11.0 on an H200; 2.13.0)
+
+    Up to torch 2.12 that module stores two objects in torch's thread-local state without taking references. Imported
+    inside a backward, it loses that state when the backward ends, which frees the objects while the module still has
+    them, and a later garbage collection ends the process.
+    """
+    if torch.cuda.is_available():
+        from torch._inductor import cudagraph_trees  # noqa: F401
+
+
 @needs("torch._dynamo.compiled_autograd.compiled_autograd_enabled")
 def get_compiled_autograd_flag() -> bool:
     """Whether Dynamo traces for a backward under compiled autograd, and leaves hooks' bodies to that. (2.13.0)"""

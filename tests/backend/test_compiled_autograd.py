@@ -1,0 +1,23 @@
+"""What has to be ready in a process before compiled autograd first runs inside a backward."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROGRAM = """
+import sys
+import torch
+from compile_fsdp.backend.backward import BackwardCompiler
+from compile_fsdp.options import Options
+
+torch.cuda.is_available = lambda: True  # in this process alone
+assert "torch._inductor.cudagraph_trees" not in sys.modules
+BackwardCompiler(Options(), None)
+print("torch._inductor.cudagraph_trees" in sys.modules)
+"""
+
+
+def test_the_module_that_compiled_autograd_needs_on_cuda_is_imported_before_a_backward() -> None:
+    output = subprocess.run([sys.executable, "-c", PROGRAM], check=True, capture_output=True, text=True).stdout
+    assert output == "True\n"
