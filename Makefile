@@ -33,11 +33,6 @@ BIN := $(VENV)/bin
 
 PACKAGE_FILES := pyproject.toml README.md LICENSE $(shell find compile_fsdp passes ops -name '*.py' -o -name py.typed -o -name 'page.*')
 
-# The checkout must not stand in for the installed package: compile_fsdp/ in the working directory lacks passes and
-# ops. The commands below are therefore scripts, for which Python does not add the working directory to its path;
-# this variable does the same for what the tests start with `python -m` (Python 3.11 and later).
-export PYTHONSAFEPATH := 1
-
 # Both kinds of installation write into the same virtual environment.
 .NOTPARALLEL:
 .PHONY: setup demo test test-all test-matrix parity mutate bench docs dist clean
@@ -79,8 +74,6 @@ mutate: setup
 	cd tests && PYTHONPATH=. OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m helpers.mutation.run
 	cd tests && PYTHONPATH=. OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m helpers.mutation.run --equivalent
 
-# `benchmarks/` is none of the directories that must not stand in for the package, and its scripts share code.
-bench: export PYTHONSAFEPATH :=
 bench: setup
 	$(BIN)/python benchmarks/pass_scaling.py
 	$(BIN)/python benchmarks/overhead.py

@@ -1,5 +1,11 @@
 """Train FSDP2 models under torch.compile as one forward and one backward graph."""
 
+from pathlib import Path as _Path
+
+if not (_Path(__file__).parent / "passes").exists():
+    # A checkout, imported in place: passes/ and ops/ stand beside this folder, and install inside it.
+    __path__.append(str(_Path(__file__).parents[1]))
+
 from compile_fsdp.tools.doctor.asked import is_asked_for as _doctor_is_asked_for
 
 if not _doctor_is_asked_for():  # See [Note: A doctor for what does not import]

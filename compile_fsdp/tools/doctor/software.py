@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 
 from compile_fsdp.tools.doctor.rows import Row, State
@@ -17,14 +16,8 @@ DEVELOPMENT_EXTRAS = frozenset({"dist", "docs", "examples", "test"})
 
 
 def check_package() -> Row:
-    """Whether the whole package is here: a checkout has a folder of the same name, without passes and ops."""
+    """Whether the package is installed, and from where it runs."""
     folder = Path(__file__).parents[2]
-    if find_spec(f"{PACKAGE}.passes") is None:
-        return Row(
-            State.FAULT,
-            f"{folder} is the folder of a checkout, which lacks {PACKAGE}.passes and {PACKAGE}.ops",
-            "start the script compile-fsdp, or start Python in another folder",
-        )
     try:
         return Row(State.OK, f"{metadata.version(DISTRIBUTION)} in {folder}")
     except metadata.PackageNotFoundError:

@@ -134,11 +134,11 @@ def test_a_torch_that_the_package_refuses_is_a_row(torch: str, found: str, remed
         assert other.returncode == 1 and found in other.stderr
 
 
-def test_the_folder_of_a_checkout_is_no_installation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
-    rows = examine([sys.executable, "-m", "compile_fsdp"], ROOT, {})
-    assert states(rows) == {**dict.fromkeys(EVERY, "unchecked"), "package": "fault"}
-    assert str(ROOT / "compile_fsdp") in rows["package"]["found"]
+def test_a_checkout_imports_in_place() -> None:
+    program = "import compile_fsdp; from compile_fsdp import ops, passes; print(compile_fsdp.__file__, passes, ops)"
+    output = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True)
+    for file in ("compile_fsdp/__init__.py", "passes/__init__.py", "ops/__init__.py"):
+        assert str(ROOT / file) in output.stdout
 
 
 def test_an_old_python_is_a_fault() -> None:
