@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
+from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ from compile_fsdp.torch_compat.autograd import (
     without_saved_tensor_hooks,
 )
 from compile_fsdp.torch_compat.dispatch import is_wrapper_subclass
-from compile_fsdp.torch_compat.distributed import split_backward_code
+from compile_fsdp.torch_compat.distributed import split_backward_code, stage_forward_code
 
 if TYPE_CHECKING:
     from compile_fsdp.backend.boundary import ForwardGraph
@@ -87,8 +88,9 @@ class GraphCall:
         hooks_state: The object that gets the hooks on the graph's intermediates; None if there are none.
         sizes: Inputs that are numbers: sizes that may change.
         differentiable: Positions of the inputs that need a gradient and are no parameters.
-        leaves: The unsharded parameters that need a gradient, if the graph is all of the model's forward. Else eager
-            code may use them, too: autograd would hold back its gradients until the graph's backward is over.
+        leaves: The unsharded parameters that need a gradient, if the graph is a pipeline stage's whole forward: a
+            schedule may look for them behind the graph's node. Elsewhere empty, because autograd would hold back the
+            gradients of eager code that uses the same parameters until the graph's backward is over.
         managed: The inputs that are unsharded parameters.
         versions: Their version counters when autograd saved them.
         inner_inputs: The differentiable inputs, detached; for a tensor subclass, its leaf.
@@ -115,7 +117,8 @@ class GraphCall:
             if isinstance(arg, torch.Tensor) and arg.requires_grad and i not in managed
         ]
         is_all = graph.whole_of is not None and outermost is not None and graph.whole_of() is outermost.module
-        self.leaves = [args[i] for i in graph.managed if is_all and args[i].requires_grad]
+        is_stage = is_all and _runs_below(stage_forward_code(), threading.get_ident())
+        self.leaves = [args[i] for i in graph.managed if is_stage and args[i].requires_grad]
         self.managed = [args[i] for i in graph.managed]
         self.versions: list[int] = []
         self.inner_inputs: list[torch.Tensor] = []
@@ -171,7 +174,7 @@ class GraphCall:
                 "backward(inputs=...) by sharded parameters: their gradients end in their .grad; call loss.backward() "
                 "and read them"
             )
-        if keeps_graph() and _splits_backward(self.place.thread) and not self._can_split():
+        if keeps_graph() and _runs_below(split_backward_code(), self.place.thread) and not self._can_split():
             raise UnsupportedFeatureError(
                 "expected a pipeline stage compiled whole by its own compile(), without tensor parallelism, for a "
                 "schedule that computes the gradients of inputs and of parameters apart, got one whose parameters such "
@@ -291,20 +294,21 @@ class GraphCall:
             start_backward(state)
         for group, (position, read) in self.groups.items():
             group.backward_prefetch = self.graph.backward_prefetch
-            group.backward.enter_graph(group, read, None if position in self.graph.whole else self.forward_id)
+            cut_forward = None if position in self.graph.whole else self.forward_id
+            group.backward.enter_graph(group, read, cut_forward, may_meet_eager=not self.leaves)
             if position in self.graph.pre_backward_elsewhere:
                 group.unshard_now()
             elif position in self.graph.left_unsharded:
                 group.resume_unsharded()
 
 
-def _splits_backward(thread: int) -> bool:
-    """Whether a thread computes a pipeline stage's gradients of inputs, and those of its parameters later.
+def _runs_below(code: CodeType | None, thread: int) -> bool:
+    """Whether a function's frame is on a thread's stack.
 
     Args:
-        thread: Its identifier. The backward itself may run on one of the autograd engine.
+        code: Of the function; None for one that nobody has imported.
+        thread: Identifier of the thread. A backward itself may run on one of the autograd engine.
     """
-    code = split_backward_code()
     frame = None if code is None else sys._current_frames().get(thread)
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back

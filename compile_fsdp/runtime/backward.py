@@ -49,11 +49,13 @@ class ForwardCalls:
     Attributes:
         calls: Those whose backward may still come.
         is_cut: Whether a compiled graph has ever held but a part of a forward of the group's module.
+        from_eager: By id of an unsharded parameter, the last backward in which eager code accumulated its gradient.
     """
 
     def __init__(self) -> None:
         self.calls: weakref.WeakSet[ForwardCall] = weakref.WeakSet()
         self.is_cut = False
+        self.from_eager: dict[int, int | None] = {}
 
     @at_run_time
     def add(self, call: ForwardCall, is_whole: bool) -> None:
@@ -92,7 +94,9 @@ class GroupBackward:
     # Around a compiled graph
 
     @at_run_time
-    def enter_graph(self, group: TraceableGroup, read: Sequence[torch.Tensor], cut_forward: object) -> None:
+    def enter_graph(
+        self, group: TraceableGroup, read: Sequence[torch.Tensor], cut_forward: object, may_meet_eager: bool
+    ) -> None:
         """Settle how many gradients complete the group in the compiled graph that runs next.
 
         Args:
@@ -101,6 +105,8 @@ class GroupBackward:
             cut_forward: None if that graph holds the whole forward of the group's module. Else which forward it is a
                 piece of: the group is complete, and may be freed, only when all its parameters have their gradients. So
                 it is where torch reduces zeros for those that are not used.
+            may_meet_eager: Whether autograd expects gradients of the parameters from eager code alone. False if the
+                graph's own node leads to them.
         """
         self.is_compiled = True
         needs_all = cut_forward is not None or reduces_unused(group.fsdp_group)
@@ -110,7 +116,7 @@ class GroupBackward:
         self._expect(self._without)
         free_gradient_dtypes(group.fsdp_group)
         forward_to_come = any(call.is_to_come() for call in group.forwards.calls)
-        self.is_deferred = forward_to_come or self._awaits_eager_gradients(group)
+        self.is_deferred = forward_to_come or (may_meet_eager and _awaits_eager_gradients(group))
 
     @at_run_time
     def expect_none(self, parameters: Collection[int]) -> None:
@@ -118,15 +124,6 @@ class GroupBackward:
         assert self._expect is not None
         self._without.update(parameters)
         self._expect(self._without)
-
-    @at_run_time
-    def _awaits_eager_gradients(self, group: TraceableGroup) -> bool:
-        """Whether eager code of a forward that was cut has gradients still to come in this backward."""
-        if not group.forwards.is_cut:
-            return False
-        leaves = [param.unsharded_param for param in group.params if param.unsharded_param.requires_grad]
-        came = self.gradients.from_eager
-        return any(accumulates_into(leaf) and id(leaf) not in came for leaf in leaves)
 
     @at_run_time
     def leave_graph(self, group: TraceableGroup) -> None:
@@ -270,6 +267,23 @@ def _has_gradient_hooks(group: TraceableGroup) -> bool:
     return any(each.fsdp_param.sharded_param._post_accumulate_grad_hooks for each in group.params)
 
 
+@at_run_time
+def _awaits_eager_gradients(group: TraceableGroup) -> bool:
+    """Whether eager code has gradients of the group still to come in this backward.
+
+    Eager code can use the unsharded parameters of a forward that a graph break cut, and those that stay unsharded after
+    the forward: a loss may penalize a weight of the root, or apply the model's head in chunks.
+    """
+    if not (group.forwards.is_cut or group.fsdp_group.post_forward_mesh_info is None):
+        return False
+    backward, came = current_backward(), group.forwards.from_eager
+    # What modules show to eager code; see [Note: Leaves are plain] for the two tensors of a parameter.
+    shown = (tensor for param in group.params for tensor in {param.unsharded_param, param.fsdp_param._unsharded_param})
+    return any(
+        tensor.requires_grad and accumulates_into(tensor) and came.get(id(tensor)) != backward for tensor in shown
+    )
+
+
 def gradient_accumulated(owner: weakref.ref[TraceableGroup], unsharded_param: torch.Tensor) -> None:
     """The hook on every unsharded parameter, traced where compiled autograd accumulates the gradient."""
     group = owner()
@@ -280,7 +294,7 @@ def gradient_accumulated(owner: weakref.ref[TraceableGroup], unsharded_param: to
         backward.arrive(group)
     else:
         backward.gradients.seen.add(id(unsharded_param))
-        backward.gradients.from_eager.add(id(unsharded_param))
+        group.forwards.from_eager[id(unsharded_param)] = current_backward()
 
 
 @at_run_time

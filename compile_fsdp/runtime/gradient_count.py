@@ -18,7 +18,6 @@ class GradientCount:
         pending: How many of them are still to come; None outside of it, and until the first thing of the group happens.
         cut_forward: Which forward, of those that were cut into several graphs, a backward goes through at present.
         seen: Unsharded parameters, by id, whose gradients in it have come or are about to.
-        from_eager: Those to which eager code between graphs has brought all of its gradients in this backward.
     """
 
     def __init__(self) -> None:
@@ -26,7 +25,6 @@ class GradientCount:
         self.pending: int | None = None
         self.cut_forward: object = None
         self.seen: set[int] = set()
-        self.from_eager: set[int] = set()
 
     @at_run_time
     def expect(
