@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -83,9 +83,8 @@ def take_graph_notes() -> list[GraphNote]:
     return [_parse_note(*json.loads(text)) for text in take_notes()]
 
 
-def _parse_note(reports: str, collectives: dict[str, list[str]]) -> GraphNote:
-    sequence = CollectiveSequence(tuple(collectives["lines"]), tuple(collectives["groups"]))
-    return GraphNote(from_json(reports), sequence)
+def _parse_note(reports: str, calls: list[tuple[str, str]]) -> GraphNote:
+    return GraphNote(from_json(reports), CollectiveSequence(tuple((text, group) for text, group in calls)))
 
 
 class Pipeline(CustomGraphPass):
@@ -130,7 +129,7 @@ class Pipeline(CustomGraphPass):
         for report in reports:
             _log.info("%s", report)
         text = to_json(reports)
-        leave_note(json.dumps([text, asdict(read_collectives(graph))]))
+        leave_note(json.dumps([text, read_collectives(graph).calls]))
         trace_artifact("compile_fsdp_passes", lambda: text)
         self._on_report(reports)
 

@@ -3,7 +3,8 @@
 A rank whose graph has other collectives than its peers' hangs, and they with it, until a watchdog ends the job. So each
 rank compares what it has compiled with the others, and all of them raise where there is a difference. The comparison
 runs over the process groups' key-value stores, not over collectives: it has a time limit of its own, which covers that
-some ranks find in a cache what others compile for minutes. With Inductor it covers all that the compiled graph issues,
+some ranks find in a cache what others compile for minutes. The ranks of a process group compare what they issue in it,
+and in groups that hold all of them. With Inductor it covers all that the compiled graph issues,
 in the order of the passes; with another inner backend what Dynamo has traced, which lacks the collectives that tensor
 subclasses issue themselves, as DTensor does for tensor parallelism.
 
@@ -65,16 +66,17 @@ def agree(sequence: CollectiveSequence, what: str, limit_s: float, shown: bool) 
         CollectiveMismatchError: on every rank of a group whose ranks differ.
         RankMissingError: a rank does not come within the limit.
     """
-    digest = hashlib.sha256("\n".join(sequence.lines).encode()).hexdigest()
     are_all_here = True
     with _Meeting(what, limit_s, shown) as meeting:
         for name, group in real_groups(sequence.groups):
+            lines = sequence.lines([each for each in sequence.groups if _holds_all_of(resolve_group(each), group)])
+            digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
             if digest in _agreed_in(group).digests:
                 are_all_here = False  # See [Note: Agreed once is agreed].
                 continue
             verdict = meeting.decide(group, name, digest, _first_other)
             if verdict:
-                _raise_mismatch(meeting, group, int(verdict), sequence.lines)
+                _raise_mismatch(meeting, group, int(verdict), lines)
             _agreed_in(group).digests.add(digest)
     return are_all_here
 
@@ -170,6 +172,14 @@ def real_groups(names: Collection[str]) -> Iterator[tuple[str, dist.ProcessGroup
         group = resolve_group(name)
         if group.size() > 1 and dist.get_backend(group) != _FAKE:
             yield name, group
+
+
+def _holds_all_of(other: dist.ProcessGroup, group: dist.ProcessGroup) -> bool:
+    """Whether every rank of `group` is in `other`, too: what it issues there must be equal on all of them.
+
+    Ranks of one data-parallel group may be in different tensor-parallel groups, whose shards differ in size.
+    """
+    return set(dist.get_process_group_ranks(group)) <= set(dist.get_process_group_ranks(other))
 
 
 def _agreed_in(group: dist.ProcessGroup) -> _Agreed:

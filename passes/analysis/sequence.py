@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -10,38 +11,48 @@ from torch import fx
 from compile_fsdp.passes.analysis.aliases import fake_value
 from compile_fsdp.passes.analysis.collectives import collective_arguments
 
+_GROUP = "{group}"  # stands for a process group's number
 
 @dataclass(frozen=True, slots=True)
 class CollectiveSequence:
     """The collectives of a graph.
 
     Attributes:
-        lines: One for each, equal on all ranks that issue the same. A process group is its number in `groups`.
-        groups: Names of the process groups, in the order of their first use.
+        calls: By collective, what it does, and the name of its process group.
     """
 
-    lines: tuple[str, ...]
-    groups: tuple[str, ...]
+    calls: tuple[tuple[str, str], ...]
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Names of the process groups, in the order of their first use."""
+        return tuple(dict.fromkeys(group for _, group in self.calls))
+
+    def lines(self, groups: Collection[str]) -> tuple[str, ...]:
+        """The collectives in some process groups, equal on all ranks that issue the same ones there.
+
+        Names of process groups differ from rank to rank, so a group is shown by its number in the order of first use.
+        """
+        numbers: dict[str, int] = {}
+        shown = [(text, numbers.setdefault(name, len(numbers))) for text, name in self.calls if name in groups]
+        return tuple(text.replace(_GROUP, f"group {number}") for text, number in shown)
 
     def after(self, earlier: CollectiveSequence) -> CollectiveSequence:
         """Together with collectives that are issued before these."""
-        groups = dict.fromkeys((*self.groups, *earlier.groups))
-        return CollectiveSequence((*earlier.lines, *self.lines), tuple(groups))
+        return CollectiveSequence((*earlier.calls, *self.calls))
 
 
 def read_collectives(graph: fx.Graph) -> CollectiveSequence:
     """The collectives of a graph of Dynamo's, with calls expanded, or of a post-grad graph."""
-    lines = []
-    groups: dict[str, int] = {}
+    calls = []
     for node in graph.nodes:
         arguments = collective_arguments(node)
         if arguments is None:
             continue
-        number = groups.setdefault(str(arguments["group_name"]), len(groups))
         label = f" for {arguments['name']}" if arguments.get("name") else ""
         kind = str(arguments["kind"])
-        lines.append(f"{kind} of {_describe(node, kind)} in group {number}{label}")
-    return CollectiveSequence(tuple(lines), tuple(groups))
+        calls.append((f"{kind} of {_describe(node, kind)} in {_GROUP}{label}", str(arguments["group_name"])))
+    return CollectiveSequence(tuple(calls))
 
 
 def _describe(node: fx.Node, kind: str) -> str:

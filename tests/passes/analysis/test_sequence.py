@@ -1,0 +1,18 @@
+"""Which collectives ranks compare, by process group."""
+
+from __future__ import annotations
+
+from compile_fsdp.passes.analysis.sequence import CollectiveSequence
+
+
+def test_lines_leave_out_other_process_groups_and_number_the_rest_anew() -> None:
+    calls = (("gather of 3 in {group}", "tp0"), ("gather of 8 in {group}", "dp"), ("sum of 8 in {group}", "world"))
+    sequence = CollectiveSequence(calls)
+    assert sequence.groups == ("tp0", "dp", "world")
+    assert sequence.lines(["dp", "world"]) == ("gather of 8 in group 0", "sum of 8 in group 1")
+    assert sequence.lines([]) == ()
+
+
+def test_earlier_collectives_come_first() -> None:
+    first, then = CollectiveSequence((("a", "x"),)), CollectiveSequence((("b", "y"),))
+    assert then.after(first).calls == (("a", "x"), ("b", "y"))
