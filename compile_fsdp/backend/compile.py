@@ -72,6 +72,7 @@ def compile_fsdp(
         parsed = replace(parsed, costs=costs)
     gm, example_inputs, passes = _run_passes(gm, example_inputs, parsed)
     inputs = GraphInputs(gm)
+    inputs.check_writes(gm.graph)
     groups = group_figures(inputs, passes.left_unsharded) if torch.is_grad_enabled() else ()
     graph = TracedGraph(gm, example_inputs, "forward", inputs, parsed, passes.decision, groups)
     read = graph.inputs.read_positions()

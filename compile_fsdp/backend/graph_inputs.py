@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import fx, nn
 
-from compile_fsdp.errors import NotShardedError
+from compile_fsdp.errors import NotShardedError, UnsupportedFeatureError
 from compile_fsdp.passes.analysis.eager_effects import is_upkeep
+from compile_fsdp.passes.analysis.parameter_writes import find_refused_writes
 from compile_fsdp.passes.analysis.sequence import CollectiveSequence
 from compile_fsdp.passes.analysis.unfilled_reads import find_unfilled_reads
 from compile_fsdp.runtime.attached import owner_of
@@ -90,11 +91,12 @@ class GraphInputs:
     def gathers(self, positions: Iterable[int]) -> CollectiveSequence:
         """The all-gathers that fill the parameters at these positions outside of the graph."""
         groups = dict.fromkeys(self.managed[position] for position in positions)
-        lines = [
-            f"all-gather of {group.fsdp_group._module_fqn or 'the root'}, unless it is unsharded" for group in groups
+        calls = [
+            (f"all-gather of {group.fsdp_group._module_fqn or 'the root'}, unless it is unsharded", name)
+            for group in groups
+            if (name := group.constants.gather_group)
         ]
-        names = (group.constants.gather_group for group in groups)
-        return CollectiveSequence(tuple(lines), tuple(filter(None, names)))
+        return CollectiveSequence(tuple(calls))
 
     def name_before(self, node: fx.Node) -> str:
         """FQN of the parameter behind a placeholder, or an item of one, of the Dynamo graph itself."""
@@ -109,6 +111,22 @@ class GraphInputs:
         """FQN of the parameter behind a placeholder of the inner compiler's graph, else the node's name."""
         position = graph_input_position(node)
         return node.name if position is None else self._fqns.get(position, node.name)
+
+    def check_writes(self, graph: fx.Graph) -> None:
+        """Refuse a forward that writes a gathered parameter where the compiled graph would lose the write or crash.
+
+        Raises:
+            UnsupportedFeatureError: it does.
+        """
+        written = find_refused_writes(graph, [node for node, _ in self.managed_nodes()])
+        if written:
+            names = ", ".join(sorted(self.name_before(node) for node in written))
+            raise UnsupportedFeatureError(
+                f"expected a forward that leaves its sharded parameters as they are, got one that writes {names} in "
+                "place, and FSDP2 would drop the write with the gathered parameter; compute with a new tensor, such as "
+                "weight = normalize(self.weight) in place of self.weight.copy_(...), and normalize an embedding's rows "
+                "behind the lookup in place of max_norm"
+            )
 
     def check_sharded(self) -> None:
         """Refuse a graph with parameters of a model that is not sharded.

@@ -66,7 +66,7 @@ class Aliases:
         value = fake_value(node)
         if value is UNKNOWN:
             return self._keys_without_value(node, effects, unknown_key)
-        keys = tuple(dict.fromkeys(unknown_key if key is None else key for key in _storage_keys(value)))
+        keys = tuple(dict.fromkeys(unknown_key if key is None else key for key in storage_keys(value)))
         for source in effects.view_inputs(node) if keys else ():
             for key in self._keys.get(source, ()):
                 self._join(keys[0], key)
@@ -94,15 +94,16 @@ class Aliases:
             self._joined[left] = right
 
 
-def _storage_keys(value: object) -> Iterator[int | None]:
+def storage_keys(value: object) -> Iterator[int | None]:
+    """Keys of the storages of a node's fake value; None for a tensor without a storage."""
     if isinstance(value, torch.Tensor):
         # A wrapper subclass has no data of its own, and lists the attributes that do.
         if (flatten := getattr(value, "__tensor_flatten__", None)) is None:
             yield storage_key(value)
         else:
-            yield from _storage_keys([getattr(value, name) for name in flatten()[0]])
+            yield from storage_keys([getattr(value, name) for name in flatten()[0]])
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _storage_keys(item)
+            yield from storage_keys(item)
     elif isinstance(value, dict):
-        yield from _storage_keys(list(value.values()))
+        yield from storage_keys(list(value.values()))

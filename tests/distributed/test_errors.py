@@ -213,6 +213,36 @@ def _unsharded_subclass() -> None:
     _compile(model)(torch.ones(4, 8))
 
 
+class _WritesWeight(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.copy_(nn.functional.normalize(self.weight, dim=1))
+        return super().forward(x)
+
+
+class _Renormalizes(nn.Embedding):
+    def __init__(self) -> None:
+        super().__init__(8, 8, max_norm=0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.long())
+
+
+def _train_writing(block: nn.Module) -> None:
+    model = nn.Sequential(block, nn.Linear(8, 8))
+    for module in (block, model):
+        compile_fsdp.fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    _compile(model)(torch.ones(4, 8))
+
+
+def _writes_parameter() -> None:
+    _train_writing(_WritesWeight(8, 8))
+
+
+def _renormalizes_parameter() -> None:
+    _train_writing(_Renormalizes())
+
+
 CASES: list[tuple[Callable[[], None], type[Exception], str]] = [
     (_never_sharded, errors.NotShardedError, "never made traceable"),
     (_make_traceable_never_sharded, errors.NotShardedError, "found no FSDP2 module in Linear"),
@@ -232,6 +262,8 @@ CASES: list[tuple[Callable[[], None], type[Exception], str]] = [
     (_shared_between_groups, ValueError, "is shared with a parameter already managed by another FSDP group"),
     (_pending_unshard, errors.UnsupportedFeatureError, "layers.0 (Block)"),
     (_symmetric_memory, errors.UnsupportedFeatureError, "layers.0 cannot be compiled with symmetric memory"),
+    (_writes_parameter, errors.UnsupportedFeatureError, "writes 0.weight in place"),
+    (_renormalizes_parameter, errors.UnsupportedFeatureError, "writes 0.weight in place"),
     (_unsharded_subclass, errors.UnsupportedFeatureError, "0.weight cannot be compiled with an all-gather extension"),
 ]
 

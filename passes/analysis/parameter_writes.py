@@ -1,0 +1,75 @@
+"""Which unsharded parameters a forward writes while they are gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from torch import fx
+
+from compile_fsdp.passes.analysis.aliases import fake_value, storage_keys
+from compile_fsdp.passes.analysis.eager_effects import EagerEffects, is_torch_function, is_upkeep
+from compile_fsdp.passes.analysis.effects import find_resizes, get_argument, nodes_in
+from compile_fsdp.passes.analysis.layout import get_size, is_zero
+from compile_fsdp.torch_compat.dispatch import OpOverload, OpOverloadPacket
+
+
+def find_refused_writes(graph: fx.Graph, parameters: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Find parameters that the graph writes and frees again, or renormalizes as a table.
+
+    AOTAutograd moves a write of an input to the end of the graph, which is behind the resize(0) that frees it. It makes
+    the renormalization of a table that the graph fills a copy into a copy, which it then refuses (torch 2.13.0).
+
+    Args:
+        graph: A forward, as Dynamo has traced it, with fake tensors under meta["example_value"].
+        parameters: Placeholders of unsharded parameters.
+    Returns:
+        The first node that writes each of them. Only proven writes count: not what a function outside of torch may do.
+    """
+    freed = {
+        get_argument(node, 0, "variable")
+        for node in find_resizes(graph)
+        if is_zero(get_size(get_argument(node, 1, "new_size")))
+    }
+    by_storage = {key: node for node in parameters for key in _storages(node)}
+    found: dict[fx.Node, fx.Node] = {}
+    for node in _writers(graph, by_storage):
+        for written in _written(node):
+            for key in _storages(written):
+                if key in by_storage and (by_storage[key] in freed or _is_embedding(node)):
+                    found.setdefault(by_storage[key], node)
+    return found
+
+
+def _writers(graph: fx.Graph, by_storage: Mapping[int, fx.Node]) -> Iterator[fx.Node]:
+    """The nodes of the graph and of the bodies of its higher-order ops, which share the graph's fake tensors."""
+    effects = EagerEffects(graph.owning_module)
+    for node in graph.nodes if by_storage else ():
+        if (body := effects.subgraph(node)) is not None:
+            yield from _writers(body.graph, by_storage)
+        elif node.op in ("call_function", "call_method") and not is_upkeep(node):
+            yield node
+
+
+def _written(node: fx.Node) -> Sequence[fx.Node]:
+    if isinstance(node.target, (OpOverload, OpOverloadPacket)):
+        return EagerEffects(None).written_inputs(node)
+    if not is_torch_function(node):
+        return ()
+    if _is_embedding(node):
+        max_norm = node.args[3] if len(node.args) > 3 else node.kwargs.get("max_norm")
+        return () if max_norm is None else tuple(nodes_in(get_argument(node, 1, "weight")))
+    if _name(node).endswith(("batch_norm", "instance_norm")):
+        return ()  # they write statistics alone
+    return EagerEffects(None).written_inputs(node)
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def _is_embedding(node: fx.Node) -> bool:
+    return _name(node) in ("embedding", "embedding_bag")
+
+
+def _storages(node: fx.Node) -> Iterator[int]:
+    return (key for key in storage_keys(fake_value(node)) if key is not None)

@@ -1,0 +1,86 @@
+"""Which writes of a gathered parameter are found in a graph of Dynamo's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor, fx
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from compile_fsdp.ops import resize_storage_bytes_
+from compile_fsdp.passes.analysis.parameter_writes import find_refused_writes
+
+
+def _capture(function: Callable[[Tensor, Tensor, Tensor], Tensor], freed: bool) -> tuple[fx.Graph, fx.Node]:
+    """The graph of a function of a batch, rows and a weight, and the weight's placeholder."""
+    graphs: list[fx.Graph] = []
+
+    def keep(gm: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        graphs.append(gm.graph)
+        return gm.forward
+
+    torch._dynamo.reset()
+    weight = torch.nn.Parameter(torch.randn(4, 4))
+    torch.compile(function, backend=keep, fullgraph=True)(torch.randn(2, 4), torch.arange(2), weight)
+    (graph,) = graphs
+    placeholder = next(node for node in graph.find_nodes(op="placeholder") if "weight" in node.name)
+    if freed:
+        with graph.inserting_before(graph.output_node()):
+            graph.call_function(resize_storage_bytes_, (placeholder, 0))
+    return graph, placeholder
+
+
+def _copy(x: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+    with torch.no_grad():
+        weight.copy_(functional.normalize(weight, dim=1))
+    return x @ weight.t()
+
+
+def _view(x: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+    with torch.no_grad():
+        weight.view(2, 8)[0].zero_()
+    return x @ weight.t()
+
+
+def _data(x: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+    weight.data.mul_(0.5)
+    return x @ weight.t()
+
+
+def _in_checkpoint(x: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+    return checkpoint(_copy, x, rows, weight, use_reentrant=False)
+
+
+def _table(x: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+    return functional.embedding(rows, weight, max_norm=0.5) + x
+
+
+def _reads(x: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+    x = functional.batch_norm(x @ weight.t(), torch.zeros(4), torch.ones(4), weight[0], weight[1], training=True)
+    return functional.embedding(rows, weight).relu_() + x.add_(1.0)
+
+
+WRITES = [_copy, _view, _data, _in_checkpoint, _table]
+
+
+@pytest.mark.parametrize("function", WRITES, ids=lambda each: each.__name__)
+def test_a_write_of_a_parameter_that_is_freed_is_found(function: Callable[..., Tensor]) -> None:
+    graph, weight = _capture(function, freed=True)
+    assert list(find_refused_writes(graph, [weight])) == [weight]
+
+
+def test_reads_and_writes_of_other_tensors_are_let_through() -> None:
+    graph, weight = _capture(_reads, freed=True)
+    assert find_refused_writes(graph, [weight]) == {}
+
+
+@pytest.mark.parametrize(("function", "is_found"), [(_copy, False), (_table, True)])
+def test_a_parameter_that_stays_unsharded_may_be_written_but_not_renormalized(
+    function: Callable[..., Tensor], is_found: bool
+) -> None:
+    graph, weight = _capture(function, freed=False)
+    assert bool(find_refused_writes(graph, [weight])) is is_found
