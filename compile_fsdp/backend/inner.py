@@ -21,11 +21,19 @@ from compile_fsdp.backend.verify import VerifiedGraph, VerifiedStep, is_repeatab
 from compile_fsdp.options import Options
 from compile_fsdp.passes.analysis.sequence import CollectiveSequence, read_collectives
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
+from compile_fsdp.passes.partitioned.lift_views import lift_views
 from compile_fsdp.replay.recording import current
 from compile_fsdp.reports import Direction, present_observer
 from compile_fsdp.runtime.calls import outermost
 from compile_fsdp.torch_compat.dynamo import copy_dynamo_graph, has_hooks_input, lookup_backend
-from compile_fsdp.torch_compat.inductor import compile_flat, functorch_config, inductor_compilers, stored_graph
+from compile_fsdp.torch_compat.inductor import (
+    compile_flat,
+    compile_op_by_op,
+    functorch_config,
+    inductor_compilers,
+    min_cut_partition,
+    stored_graph,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +100,13 @@ def _copy_to_verify(graph: TracedGraph) -> fx.GraphModule | None:
     return copy_dynamo_graph(graph.gm) if is_compared else None
 
 
+def _partition_op_by_op(*args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    forward, backward = min_cut_partition(*args, **kwargs)
+    if lift_views(forward.graph):
+        forward.recompile()
+    return forward, backward
+
+
 def _call_inner_backend(
     graph: TracedGraph, recorder: Recorder
 ) -> tuple[Callable[..., Any], Callable[[], Any] | None]:
@@ -113,6 +128,8 @@ def _call_inner_backend(
     phase = Phase(f"compiling the {graph.what}, {len(gm.graph.nodes)} nodes,", options.progress)
     try:
         with functorch_config.patch(settings):
+            if options.inner_backend == "aot_eager":
+                return compile_op_by_op(gm, graph.example_inputs, _partition_op_by_op), None
             if options.inner_backend != "inductor":
                 return lookup_backend(options.inner_backend)(gm, list(graph.example_inputs)), None
             config = inductor_config(

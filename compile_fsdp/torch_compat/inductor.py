@@ -87,6 +87,20 @@ def min_cut_partition(
     return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
 
+@needs("torch._dynamo.backends.common.aot_autograd", "torch._dynamo.backends.debugging.boxed_nop")
+def compile_op_by_op(
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], partition: Callable[..., Any]
+) -> Callable[..., Any]:
+    """torch's backend aot_eager, with a choice of what the forward saves for the backward. (2.11.0, 2.13.0)"""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    backend = aot_autograd(
+        fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=partition, keep_inference_input_mutations=True
+    )
+    return backend(gm, list(example_inputs))
+
+
 def is_fused(op: OpOverload) -> bool:
     """Whether AOTAutograd's partitioner takes an op for one that is computed together with what reads it. (2.13.0)"""
     return op.overloadpacket in _fusible_packets()

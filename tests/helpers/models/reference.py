@@ -463,8 +463,46 @@ def wrapped() -> Case:
     return Case(Wrapper(case.model), case.blocks, case.batch)
 
 
+class BatchedProduct(nn.Module):
+    """A weight that is read through views of views, which a partitioner may save for the backward."""
+
+    def __init__(self, dim: int = 8) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1.0, 1.0, dim * dim).view(dim, dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(x[None], self.weight[None].transpose(-2, -1))[0]
+
+
+def batched_products() -> Case:
+    model = Stack()
+    model.layers = nn.ModuleList([BatchedProduct(), BatchedProduct()])
+    return Case(model, list(model.layers), _rows())
+
+
+def scaled_outside() -> Case:
+    """A root with a parameter that its forward does not read, as the temperature of a contrastive loss."""
+    case = stack()
+    case.model.scale = nn.Parameter(torch.ones(1))
+    return case
+
+
+def expert_transformer() -> Case:
+    """torch's own test model with experts; returns logits."""
+    from torch.testing._internal.distributed._tensor.common_dtensor import ModelArgs, Transformer
+
+    sizes = {"n_layers": 2, "vocab_size": 64, "max_seq_len": 16, "dim": 16, "n_heads": 2, "num_experts": 4}
+    model = Transformer(ModelArgs(dropout_p=0.0, **sizes))
+    ends = [model.tok_embeddings, model.norm, model.output]
+    return Case(model, [*model.layers, ends], lambda: {"tokens": torch.randint(0, 64, (4, 8))})  # type: ignore[list-item]
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "mlp": stack,
+    "mlp_of_five": lambda: stack(dim=5),
+    "batched_products": batched_products,
+    "scaled_outside": scaled_outside,
+    "expert_transformer": expert_transformer,
     "nested": nested,
     "nested_checkpoint": lambda: nested(checkpointed=True),
     "used_twice": lambda: stack(uses=2),

@@ -50,6 +50,32 @@ def _expert_mesh(mesh: DeviceMesh) -> dict[str, Any]:
     return {"shard_placement_fn": place}
 
 
+def _uneven_tensor_parallel(case: Case, mesh: DeviceMesh) -> None:
+    for block in case.blocks:
+        plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+        parallelize_module(block, mesh["tp"], plan)
+
+
+def _parallelize_experts(case: Case, mesh: DeviceMesh) -> None:
+    case.model.parallelize(case.model, tp_mesh=None, use_seq_parallel=False, ep_mesh=mesh["ep"])
+
+
+def _shard_experts(case: Case, fully_shard: Any, mesh: DeviceMesh, arguments: dict[str, Any]) -> None:
+    """Shard the experts over the mesh that their parallelism leaves, and everything else over all ranks."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+
+    dense_mesh = shared_mesh(mesh.device_type, (dist.get_world_size(),), ("dp",))
+    dense, sparse = (FSDPMeshInfo(each, shard_mesh_dim=0) for each in (dense_mesh, mesh))
+    for block in case.blocks:
+        experts = {p for p in block.parameters() if p.ndim == 3} if isinstance(block, nn.Module) else set()
+
+        def place(parameter: nn.Parameter, experts: set[nn.Parameter] = experts) -> Any:
+            return ShardPlacementResult(Shard(0), sparse if parameter in experts else dense)
+
+        fully_shard(block, mesh=dense_mesh, **({"shard_placement_fn": place} if experts else {}))
+    fully_shard(case.model, mesh=dense_mesh)
+
+
 def _each(setting: str, *arguments: Any) -> Callable[[Case], None]:
     """Call a setter of every sharded module."""
 
@@ -111,6 +137,35 @@ def _accumulate_unsharded(trainer: Trainer, step: int) -> None:
 def two_forwards(trainer: Trainer, step: int) -> None:
     first, second = trainer.forward(0), trainer.forward(1)
     (first + second).backward()
+
+
+def _scale_the_loss(trainer: Trainer, step: int) -> None:
+    (trainer.forward(0) * trainer.model.scale.exp()).sum().backward()
+
+
+def _penalize(*names: str) -> Callable[[Trainer, int], None]:
+    """Add to the loss a penalty on parameters that stay unsharded after the forward."""
+
+    def step(trainer: Trainer, number: int) -> None:
+        loss = trainer.forward(0)
+        penalties = [trainer.model.get_parameter(name).square().sum() for name in names]
+        (loss + 0.01 * torch.stack(penalties).sum()).backward()
+
+    return step
+
+
+def _penalize_first(trainer: Trainer, step: int) -> None:
+    """Compute a penalty between two forwards, so that its backward comes between theirs."""
+    first = trainer.forward(0)
+    penalty = trainer.model.out.weight.square().sum()
+    second = trainer.forward(1)
+    (first + 0.01 * penalty + second).backward()
+
+
+def _square_of_logits(trainer: Trainer, step: int) -> None:
+    loss = trainer.model(**trainer.batches[0]).square().mean()
+    trainer.losses.append(loss.detach())
+    loss.backward()
 
 
 def _two_forwards_two_backwards(trainer: Trainer, step: int) -> None:
@@ -273,6 +328,25 @@ FEATURES: dict[str, Feature] = {
     # The mesh of the experts does not average over all ranks, so that training is another one.
     "meshes by parameter": Feature(case="mixture", arguments=_expert_mesh, has_reference=False),
     "tensor parallel": Feature(mesh={"dp": 2, "tp": 0}, data_mesh=("dp",), parallelize=tensor_parallel),
+    "tensor parallel, uneven": Feature(
+        case="mlp_of_five", mesh={"dp": 2, "tp": 0}, data_mesh=("dp",), parallelize=_uneven_tensor_parallel
+    ),
+    "expert parallel": Feature(
+        case="expert_transformer",
+        mesh={"efsdp": 2, "ep": 0},
+        data_mesh=("efsdp",),
+        parallelize=_parallelize_experts,
+        shard=_shard_experts,
+        step=_square_of_logits,
+        has_reference=False,
+    ),
+    "views of views": Feature(case="batched_products"),
+    "scale in the loss": Feature(case="scaled_outside", step=_scale_the_loss),
+    "penalty in the loss": Feature(step=_penalize("out.weight", "inp.bias")),
+    "penalty in the loss, kept": Feature(
+        arguments=always(reshard_after_forward=False), step=_penalize("layers.0.up.weight", "out.weight")
+    ),
+    "penalty between forwards": Feature(step=_penalize_first, graphs=TWICE),
     "hsdp": Feature(mesh={"replicate": 2, "shard": 0}),
     "hsdp, one shard": Feature(mesh={"replicate": 0, "shard": 1}),
     "hsdp, all-reduce later": Feature(
@@ -391,10 +465,17 @@ FEATURES: dict[str, Feature] = {
 }
 
 # By row, the release of torch that has brought it.
-SINCE = {"meshes by parameter": "2.12", "reduce-scatter group of its own": "2.13", "unused, reduced": "2.13"}
+SINCE = {
+    "expert parallel": "2.13",
+    "meshes by parameter": "2.12",
+    "reduce-scatter group of its own": "2.13",
+    "unused, reduced": "2.13",
+}
 
 # Rows whose meshes need them.
 FOUR_RANKS = {
+    "expert parallel",
+    "tensor parallel, uneven",
     "meshes by parameter",
     "tensor parallel",
     "hsdp",

@@ -1,0 +1,45 @@
+"""Compute a view of a parameter before the parameter is freed, although only the backward reads the view.
+
+Precondition  a forward, as AOTAutograd has partitioned it, whose partitioner saves views of inputs
+Match         declared views of an input that stand behind a resize(0) of the input
+Rewrite       the view moves before that resize; nothing else reads the input there
+Report        how many views were moved
+
+    before                                    after
+    y = mm(x, weight)                         y = mm(x, weight)
+    resize_storage_bytes_(weight, 0)          saved = transpose(weight, 1, 2)
+    saved = transpose(weight, 1, 2)           resize_storage_bytes_(weight, 0)
+    return y, saved                           return y, saved
+
+A view of a freed storage cannot be made. One that was made before is valid again when the backward refills the storage.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from compile_fsdp.passes.analysis.aliases import is_declared_view
+from compile_fsdp.passes.analysis.effects import get_argument, is_resize
+from compile_fsdp.passes.analysis.layout import get_size, is_zero
+
+
+def lift_views(graph: fx.Graph) -> int:
+    """Move the views, and say how many."""
+    inputs: dict[fx.Node, fx.Node] = {}  # by view, the input that it is a view of
+    freed: dict[fx.Node, fx.Node] = {}  # by input, the resize(0) behind which the graph is
+    lifted = 0
+    for node in list(graph.nodes):
+        if node.op == "placeholder":
+            inputs[node] = node
+        elif is_resize(node):
+            resized = get_argument(node, 0, "variable")
+            assert isinstance(resized, fx.Node)
+            freed.pop(resized, None)
+            if is_zero(get_size(get_argument(node, 1, "new_size"))):
+                freed[resized] = node
+        elif is_declared_view(node) and len(node.all_input_nodes) == 1 and node.all_input_nodes[0] in inputs:
+            inputs[node] = inputs[node.all_input_nodes[0]]
+            if (free := freed.get(inputs[node])) is not None:
+                free.prepend(node)
+                lifted += 1
+    return lifted
