@@ -19,10 +19,20 @@ def cache_key(*options: object) -> str:
 
 @functools.cache
 def hash_sources() -> str:
-    """The hash of the code that runs; computed once, since the code does not change when a file does."""
+    """The hash of the code that decides on graphs; computed once, since running code does not change with its file."""
+    return _hash_folders(*(f"compile_fsdp.{name}" for name in _FOLDERS))
+
+
+@functools.cache
+def hash_package() -> str:
+    """The hash of all code of the package: what is traced into a step, and what a stored step has objects of."""
+    return _hash_folders("compile_fsdp", "compile_fsdp.passes", "compile_fsdp.ops")
+
+
+def _hash_folders(*names: str) -> str:
     digest = hashlib.sha256()
-    for name in _FOLDERS:
-        spec = find_spec(f"compile_fsdp.{name}")
+    for name in names:
+        spec = find_spec(name)
         assert spec is not None and spec.submodule_search_locations is not None
         folder = Path(spec.submodule_search_locations[0])
         for path in sorted(folder.glob("**/*.py")):

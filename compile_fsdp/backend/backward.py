@@ -93,6 +93,8 @@ class BackwardCompiler:
         record: Takes note of the backward that runs now, if it is traced; None if nobody does.
         has_gradient: By result of the forward, whether it has a gradient; of the forward whose backward runs now.
         sizes: That this forward takes as numbers, since they may change.
+        options: The user's, with the costs that the forward was compiled by.
+        decision: How the step is fitted into its memory budget; None without a budget.
     """
 
     def __init__(
@@ -102,9 +104,9 @@ class BackwardCompiler:
         self.record: BackwardRecord | None = None
         self.has_gradient: Sequence[bool] = ()
         self.sizes: Sequence[int] = ()
-        self._options = options
+        self.options = options
         self._hooks = hooks
-        self._decision = decision
+        self.decision = decision
         self._runs: list[Callable[..., Any]] = []
         self._op_runs: set[Callable[..., Any]] = set()
         self._fake_modes: list[Any] = []  # of graphs that were compiled since the last run
@@ -161,7 +163,7 @@ class BackwardCompiler:
     def _running(self, is_first: bool) -> Iterator[None]:
         """Around a run of a captured backward, of which the first one traces it."""
         if is_first:
-            self._tracing = Phase("tracing the backward", self._options.progress)
+            self._tracing = Phase("tracing the backward", self.options.progress)
         is_paused = is_first and pause_collection()
         try:
             with without_side_effect_log() if is_first else nullcontext():
@@ -188,7 +190,7 @@ class BackwardCompiler:
         passes = pipelines.traced_backward(calls, names=inputs.name_before, fake_mode=fake_mode)
         _check_moved(Run(gm.graph, passes).result(legalize_windows))
         gm.recompile()
-        graph = TracedGraph(gm, example_inputs, "backward", inputs, self._options, self._decision)
+        graph = TracedGraph(gm, example_inputs, "backward", inputs, self.options, self.decision)
         unfilled = inputs.unfilled_positions(gm.graph)
         if self.record is not None:
             self.record.unfilled = unfilled

@@ -27,7 +27,7 @@ from torch import nn
 
 from compile_fsdp.errors import NotPortableError
 from compile_fsdp.options import Options
-from compile_fsdp.passes.cache_key import cache_key
+from compile_fsdp.passes.cache_key import hash_package
 from compile_fsdp.replay.words import class_name, describe, hash_code
 from compile_fsdp.torch_compat.inductor import settings_hash
 
@@ -80,7 +80,7 @@ def make_facts(model: nn.Module, options: Options) -> dict[str, str]:
     facts: dict[str, str] = {
         "torch": torch.__version__,
         "python": f"{sys.implementation.cache_tag} {platform.machine()}",
-        "code of compile_fsdp": cache_key(),
+        "code of compile_fsdp": hash_package(),
         "processor": _processor(),
         "options": repr(replace(options, bundle=None, progress=True, agreement_timeout_s=0.0)),
         "settings of Inductor": settings_hash(),

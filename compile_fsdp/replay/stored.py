@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from types import CellType
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -16,6 +16,8 @@ from compile_fsdp.backend.boundary import ForwardGraph
 from compile_fsdp.backend.prefill import UnshardBeforeRun
 from compile_fsdp.errors import NotPortableError
 from compile_fsdp.options import Options
+from compile_fsdp.passes.analysis.costs import Costs
+from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
 from compile_fsdp.replay.backward import BackwardFrame, BackwardRecord, GraphReplay, Place
 from compile_fsdp.replay.conditions import Conditions
 from compile_fsdp.replay.frames import Frame
@@ -102,6 +104,8 @@ class StoredStep:
         accumulated: Which leaves of the forward's autograd graph have a gradient before.
         undefined: Places of the leaves that get none.
         unfilled: Positions of inputs of the backward whose groups are gathered before it runs.
+        costs: The costs that the forward was compiled by, as in `Options.costs`.
+        decision: How the step is fitted into its memory budget; None without a budget.
     """
 
     forward: StoredFrame
@@ -112,6 +116,8 @@ class StoredStep:
     accumulated: tuple[bool, ...]
     undefined: tuple[Place, ...]
     unfilled: tuple[int, ...]
+    costs: Costs | Literal["measured", "constants"] | None
+    decision: BudgetDecision | None
 
     @classmethod
     def of(cls, forward: FrameRecord, backward: BackwardRecord, with_graphs: bool) -> StoredStep:
@@ -126,6 +132,7 @@ class StoredStep:
         """
         if backward.problem is not None or backward.frame is None:
             raise NotPortableError(backward.problem or "its backward was not traced")
+        compiler = forward.graph.compile_backward
         return cls(
             forward=StoredFrame.of(forward, with_graphs),
             graph={name: getattr(forward.graph, name) for name in _PLAIN},
@@ -135,15 +142,21 @@ class StoredStep:
             accumulated=tuple(backward.accumulated),
             undefined=tuple(backward.undefined),
             unfilled=tuple(backward.unfilled),
+            costs=compiler.options.costs,
+            decision=compiler.decision,
         )
 
     def load_forward(self, options: Options, module: nn.Module) -> ForwardGraph:
-        """The forward's graph, which is all of a module's, and the backward behind it."""
+        """The forward's graph, which is all of a module's, and the backward behind it.
+
+        Another backward of the forward is traced, with the decisions that the forward was compiled by.
+        """
         run = self.forward.load()
+        decided = replace(options, costs=self.costs)
         graph = ForwardGraph(
             run=lambda *inputs: run(list(inputs)),
             whole_of=weakref.ref(module),
-            compile_backward=BackwardCompiler(options, self.graph["hooks"]),
+            compile_backward=BackwardCompiler(decided, self.graph["hooks"], self.decision),
             replay=GraphReplay(),
             **self.graph,
         )

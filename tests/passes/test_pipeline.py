@@ -130,7 +130,8 @@ def test_the_keys_change_with_all_code_that_decides(tmp_path: Path) -> None:
     edits = {**DECIDING, **{name: ("import", "import  ") for name in OTHERS}}
     code = KEYS.replace("DECIDING", repr(edits))
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     found = {line.split()[0]: set(line.split()[1:]) for line in run.stdout.splitlines()}
     assert found == {name: {"other" if name in DECIDING else "same"} for name in edits}

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,9 @@ from torch import nn
 import compile_fsdp
 from compile_fsdp import Options
 from compile_fsdp.errors import NotPortableError, UnknownOptionError
+from compile_fsdp.passes import cache_key
 from compile_fsdp.replay import bundle
+from compile_fsdp.torch_compat.distributed import executed_collectives
 from helpers.models.replays import count_replays
 from helpers.ranks.fake_world import fake_world
 from helpers.ranks.fresh import run_fresh
@@ -130,6 +133,39 @@ def _second_model(rank: int, folder: str) -> tuple[list[tuple[int, int]], list[i
 def test_steps_from_a_bundle_are_right(tmp_path: Path) -> None:
     for result in run_ranks(2, _second_model, str(tmp_path)):
         assert result == ([(2, 2), (3, 3)], [2, 2], True)
+
+
+def _collectives_of_accumulation(rank: int, folder: str) -> list[int]:
+    """Collectives of a step whose backward comes behind one without a reduction: cold, then from a bundle."""
+    counts = []
+    for _ in range(2):
+        model = _model(Path(folder, "step.bundle"), blocks=4, memory_budget=2**40)
+        x = torch.ones(3, 4)
+        model(x).square().mean().backward()
+        model.set_requires_gradient_sync(False)
+        model(x).square().mean().backward()
+        model.set_requires_gradient_sync(True)
+        before = executed_collectives()
+        model(x).square().mean().backward()
+        counts.append(executed_collectives() - before)
+    return counts
+
+
+def test_a_backward_traced_behind_a_bundle_is_decided_as_after_a_cold_start(tmp_path: Path) -> None:
+    for cold, warm in run_ranks(2, _collectives_of_accumulation, str(tmp_path)):
+        assert cold == warm
+
+
+def test_any_source_file_of_the_package_is_part_of_the_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wrap").mkdir()
+    source = tmp_path / "wrap" / "precision.py"
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(cache_key, "find_spec", lambda name: spec)
+    found = []
+    for text in ("1", "2"):
+        source.write_text(text)
+        found.append(cache_key.hash_package.__wrapped__())
+    assert found[0] != found[1]
 
 
 def _bytes(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
