@@ -113,8 +113,11 @@ def test_peak_is_that_of_torchs_schedule(name: str) -> None:
     dtype, kwargs = TRAININGS[name]
     peaks = run_ranks(4, _measure, name, 4)
     for stage in (0, 1):
-        found = estimated(Place(stage, 2, 4), dtype, **kwargs).at(2)
-        assert found["peak"] == pytest.approx(min(peaks[2 * stage : 2 * stage + 2]), rel=0.05)
+        peak = estimated(Place(stage, 2, 4), dtype, **kwargs).at(2)["peak"]
+        measured = min(peaks[2 * stage : 2 * stage + 2])
+        # By when its peer sends, a stage still holds the input and the output of one microbatch when it begins another.
+        late = ROWS * WIDTH * (6 if stage == 1 else 2) * dtype.itemsize
+        assert 0.95 * measured - late <= peak <= 1.05 * measured
 
 
 def test_stages_hold_as_many_microbatches_as_follow_them() -> None:
