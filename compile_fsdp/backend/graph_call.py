@@ -163,7 +163,8 @@ class GraphCall:
         if torch.is_grad_enabled():
             raise DoubleBackwardError(
                 "expected backward() without create_graph=True: the compiled backward of a sharded model "
-                "cannot be differentiated again; run this step eagerly"
+                "cannot be differentiated again; leave create_graph out, or train without sharding: eager FSDP2, too, "
+                "frees the parameters that a second derivative reads"
             )
         if accumulates_into(leaf):
             return None

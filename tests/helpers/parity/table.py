@@ -44,6 +44,14 @@ Each is held against eager FSDP2 by a test of its own in `tests/distributed/`, b
 | torchao's float8 all-gather: kept, frozen, checkpointed, cut, tensor parallel | `test_float8_gathers.py` |
 | routed and grouped experts, context parallelism, lengths, Muon, averages, adapters | `test_training_styles.py` |
 
+## Differences by rule
+
+* A checkpointed block that writes a buffer: eager FSDP2 runs the block twice and writes twice; a compiled step writes
+  once, in the forward.
+* `x + block(x)` with the addition outside of the sharded block: the two gradients of `x` are added in another order and
+  may differ by a rounding, 3e-8 in float32. So are the gradients of a weight that the forward reads twice and the loss
+  once more.
+
 ## Refused
 
 Before any collective, with the module's name; the same model trains eagerly.
@@ -56,6 +64,7 @@ Before any collective, with the module's name; the same model trains eagerly.
 | an all-gather extension that returns a tensor subclass not made of plain tensors | graphs fill plain tensors |
 | torchao's `precompute_float8_dynamic_scale_for_fsdp` | its `__tensor_unflatten__` loses the scales |
 | a zero-bubble schedule on a stage compiled in parts, or with tensor parallelism | it does not find the parameters |
+| an in-place write of a gathered parameter in the forward, `max_norm` of an embedding | the write would be lost |
 | `create_graph=True`, `torch.autograd.grad` by sharded parameters | see `BackwardError` |
 """
 
