@@ -1,0 +1,164 @@
+"""Random training loops: eager and compiled, everything that a loop sees is the same.
+
+Loops are drawn from consecutive seeds. For more of them, or others:
+`COMPILE_FSDP_TEST_LOOPS=500 COMPILE_FSDP_TEST_FIRST_LOOP=1000 pytest -m slow distributed/test_loops.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections import Counter
+
+import pytest
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+import compile_fsdp
+from compile_fsdp.errors import CompileFSDPError
+from helpers.models.random_loops import Action, Loop, Seen, Training, Verdict, random_loop
+from helpers.parity.check import full, relative_difference
+from helpers.ranks.pools import device_type, run_ranks
+
+TRAINED, REFUSED_BY_EAGER, REFUSED_BY_NAME, FAILED = "trained", "refused by eager", "refused by name", "failed"
+
+UNSHARDED = 1e-5  # largest relative difference of eager FSDP2 to training without sharding
+_PRINTED = {REFUSED_BY_NAME, FAILED} | ({REFUSED_BY_EAGER} if os.environ.get("COMPILE_FSDP_TEST_VERBOSE") else set())
+LEAST_TRAINED = 0.6  # of the loops that are drawn
+FIRST = int(os.environ.get("COMPILE_FSDP_TEST_FIRST_LOOP", "0"))
+# How many loops. With Inductor each takes several times as long, and so does an op on the emulated device.
+OP_BY_OP, WITH_PASSES = (500, 50) if device_type() == "cpu" else (100, 10)
+OP_BY_OP = int(os.environ.get("COMPILE_FSDP_TEST_LOOPS", OP_BY_OP))
+WITH_PASSES = int(os.environ.get("COMPILE_FSDP_TEST_LOOPS_WITH_PASSES", WITH_PASSES))
+
+
+def _train(rank: int, loop: Loop) -> Verdict:
+    """Train by torch's eager FSDP2, then compiled, and without sharding where that computes the same."""
+    eager = Training(loop, torch_fully_shard, rank)
+    if (verdict := _train_eagerly(eager)).outcome != TRAINED:
+        return verdict
+    ours = Training(loop, compile_fsdp.fully_shard, rank)
+    options = {"inner_backend": loop.inner_backend, "progress": False}
+    ours.model.compile(backend="compile_fsdp", fullgraph=True, options=options)
+    try:
+        ours.run()
+    except CompileFSDPError as error:
+        verdict = Verdict(REFUSED_BY_NAME, f"{ours.where}: {_first_line(error)}")
+    except Exception as error:
+        verdict = Verdict(FAILED, f"{ours.where}: {_first_line(error)}\n{traceback.format_exc()}")
+    difference = _first_difference(ours.seen, eager.seen, loop.tolerance)
+    if difference is None and verdict.outcome == TRAINED and loop.has_reference:
+        difference = _difference_to_unsharded(loop, eager, rank)
+    return verdict if difference is None else Verdict(FAILED, difference)
+
+
+def _train_eagerly(eager: Training) -> Verdict:
+    try:
+        eager.run()
+    except Exception as error:
+        return Verdict(REFUSED_BY_EAGER, f"{eager.where}: {_first_line(error)}")
+    return Verdict(TRAINED)
+
+
+def _train_eager_alone(rank: int, loop: Loop) -> Verdict:
+    return _train_eagerly(Training(loop, torch_fully_shard, rank))
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error).strip() else ''}"
+
+
+def _first_difference(ours: list[Seen], eager: list[Seen], tolerance: float) -> str | None:
+    """The first value that differs, of those that both have seen."""
+    for mine, theirs in zip(ours, eager, strict=False):
+        if mine.where != theirs.where:
+            return f"{mine.where} where eager FSDP2 has {theirs.where}"
+        if mine.value is None or theirs.value is None:
+            if mine.value is not theirs.value:
+                return f"{mine.where}: None on one side only, {'compiled' if mine.value is None else 'eager'}"
+        elif mine.value.shape != theirs.value.shape:
+            return f"{mine.where}: {mine.value.shape} where eager FSDP2 has {theirs.value.shape}"
+        elif (difference := relative_difference(mine.value, theirs.value)) > tolerance:
+            return f"{mine.where}: differs by {difference:.1e}"
+    return None
+
+
+def _difference_to_unsharded(loop: Loop, eager: Training, rank: int) -> str | None:
+    """The first loss, or else the first parameter in the end, that training without sharding has otherwise."""
+    reference = Training(loop, None, rank)
+    reference.run()
+    pairs = [
+        (mine.where, mine.value, theirs.value)
+        for mine, theirs in zip(eager.seen, reference.seen, strict=True)
+        if mine.where.endswith(": loss")
+    ]
+    named = zip(eager.model.named_parameters(), reference.model.parameters(), strict=True)
+    pairs += [(f"{name} in the end", full(mine).detach(), theirs.detach()) for (name, mine), theirs in named]
+    for where, mine, theirs in pairs:
+        if (difference := relative_difference(mine, theirs)) > UNSHARDED:
+            return f"{where}: differs by {difference:.1e} from training without sharding"
+    return None
+
+
+def _check(loop: Loop) -> Verdict:
+    """The verdict of all ranks on one loop."""
+    try:
+        verdicts = run_ranks(2, _train, loop, timeout_s=120.0)
+    except AssertionError as error:  # a rank hangs or has died, or has raised around the loop
+        try:
+            run_ranks(2, _train_eager_alone, loop, timeout_s=30.0)
+        except AssertionError as of_eager:  # it has read a parameter that FSDP2 has freed
+            return Verdict(REFUSED_BY_EAGER, str(of_eager).splitlines()[0])
+        return Verdict(FAILED, str(error))
+    for outcome in (FAILED, REFUSED_BY_NAME, REFUSED_BY_EAGER):
+        for verdict in verdicts:
+            if verdict.outcome == outcome:
+                return verdict
+    return verdicts[0]
+
+
+def _check_many(count: int, inner_backend: str) -> None:
+    """Train the loops of `count` seeds; fail with every loop that differs, or if too few train."""
+    outcomes: Counter[str] = Counter()
+    failures: list[str] = []
+    for seed in range(FIRST, FIRST + count):
+        verdict = _check(loop := random_loop(seed, inner_backend))
+        outcomes[verdict.outcome] += 1
+        if verdict.outcome in _PRINTED:
+            print(f"{verdict.outcome}: {loop}\n  {verdict.reason}", flush=True)
+        if verdict.outcome == FAILED:
+            failures.append(f"{loop}\n  {verdict.reason}")
+    print(", ".join(f"{outcome}: {number}" for outcome, number in outcomes.items()))
+    assert not failures, "\n\n".join(failures)
+    assert outcomes[TRAINED] >= LEAST_TRAINED * count, outcomes
+
+
+FORWARD, BACKWARD, STEP = Action("forward"), Action("backward"), Action("step")
+# Shrunk from loops that once failed.
+KEPT = {
+    "a block is frozen between forward and backward": Loop(
+        "mlp", ((FORWARD, Action("requires_grad", "blocks.1", False), BACKWARD), (FORWARD, BACKWARD))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_kept_loops(name: str) -> None:
+    assert _check(KEPT[name]) == Verdict(TRAINED)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_loop(seed: int) -> None:
+    verdict = _check(loop := random_loop(seed))
+    assert verdict.outcome != FAILED, f"{loop}\n  {verdict.reason}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+def test_random_loops() -> None:
+    _check_many(OP_BY_OP, "aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+def test_random_loops_with_the_passes() -> None:
+    _check_many(WITH_PASSES, "inductor")
