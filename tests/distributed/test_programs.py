@@ -6,6 +6,8 @@ Another seed, for more than the same programs: `pytest -m slow --hypothesis-seed
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -324,22 +326,35 @@ def test_gradients_that_are_added_in_another_order() -> None:
 
 # How many programs. On the emulated device an op takes several times as long.
 OP_BY_OP, WITH_PASSES = (500, 100) if device_type() == "cpu" else (100, 20)
+LEAST_TRAINED = 0.6  # of the programs that are drawn; the others are refused by eager FSDP2 or by their budget
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-@settings(max_examples=OP_BY_OP, deadline=None, suppress_health_check=list(HealthCheck))
-@given(PROGRAMS)
-def test_random_programs(program: Program) -> None:
-    assume(_check(program))
+def test_random_programs() -> None:
+    _check_many(OP_BY_OP, lambda program: program)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-@settings(max_examples=WITH_PASSES, deadline=None, suppress_health_check=list(HealthCheck))
-@given(PROGRAMS)
-def test_random_programs_with_the_passes(program: Program) -> None:
-    assume(_check(comparable(replace(program, inner_backend="inductor"))))
+def test_random_programs_with_the_passes() -> None:
+    _check_many(WITH_PASSES, lambda program: comparable(replace(program, inner_backend="inductor")))
+
+
+def _check_many(count: int, change: Callable[[Program], Program]) -> None:
+    """Train `count` random programs, each changed first; fails if one differs, or if too few train."""
+    outcomes: Counter[bool] = Counter()
+
+    @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(PROGRAMS)
+    def check(program: Program) -> None:
+        has_trained = _check(change(program))
+        outcomes[has_trained] += 1
+        assume(has_trained)
+
+    check()
+    print(f"trained: {outcomes[True]} of {outcomes.total()}")
+    assert outcomes[True] >= LEAST_TRAINED * outcomes.total(), outcomes
 
 
 def _check(program: Program) -> bool:
