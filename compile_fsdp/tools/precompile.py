@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 from compile_fsdp.errors import ScriptError
 from compile_fsdp.replay import bundle
-from compile_fsdp.tools.scripts import add_script, fake_world, run_script
+from compile_fsdp.tools.scripts import add_script, add_steps, check_steps, fake_world, run_script
 
 DESCRIPTION = """\
 Run a training script in one process, as one rank of a world whose collectives do nothing, and write into a folder the
-bundles that its models name with the option `bundle`. A job of so many ranks that finds them there traces nothing. One
-step of training is enough: let the script end behind it.
+bundles that its models name with the option `bundle`. A job of so many ranks that finds them there traces nothing. The
+script's own writes do not reach its files.
 """
 
 
@@ -26,6 +26,7 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.set_defaults(run=run)
     parser.add_argument("--world", type=int, required=True, metavar="N", help="ranks of the job")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder that gets the bundles")
+    add_steps(parser)
     add_script(parser)
 
 
@@ -33,12 +34,19 @@ def run(args: argparse.Namespace) -> None:
     """Run the script, and say what has become of each bundle.
 
     Raises:
-        ScriptError: see `run_script`; the script makes no bundle, `--world` is no number of ranks, or there are ranks.
+        ScriptError: see `run_script`; the script makes no bundle, `--steps` or `--world` is less than 1, or torchrun
+            has started ranks.
     """
+    from compile_fsdp.tools.check.steps import ended_after
+    from compile_fsdp.tools.protect_files import protected_files
+
     if dist.is_torchelastic_launched():
         raise ScriptError("expected one process, got ranks that torchrun has started; run the command without it")
-    with fake_world(args.world), bundle.kept_in(args.out) as outcomes:
-        run_script(args.script, args.args)
+    check_steps(args.steps)
+    with fake_world(args.world), protected_files("precompile", args.script) as files:
+        with bundle.kept_in(args.out.absolute()) as outcomes, ended_after(args.steps):
+            run_script(args.script, args.args)
+        files.keep(outcomes)
     if not outcomes:
         raise ScriptError(
             f"expected a step of a model that is compiled with the option bundle, got none from {args.script} that can "

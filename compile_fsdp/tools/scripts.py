@@ -16,6 +16,7 @@ import torch.distributed as dist
 from compile_fsdp.errors import ScriptError
 from compile_fsdp.tools.present_group import UserFile, loading_user_files
 from compile_fsdp.torch_compat.distributed import init_fake_process_group
+from compile_fsdp.torch_compat.files import checkpoints_of_one_rank, new_groups_are_fake
 
 
 def add_script(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +30,23 @@ def add_world(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--world", type=int, default=None, metavar="N", help="ranks of the world, without torchrun (default 8)"
     )
+
+
+def add_steps(parser: argparse.ArgumentParser) -> None:
+    """Add the number of steps after which the script is ended."""
+    parser.add_argument(
+        "--steps", type=int, default=2, metavar="N", help="end the script after so many optimizer steps (default 2)"
+    )
+
+
+def check_steps(steps: int) -> None:
+    """Refuse a number of steps that is none.
+
+    Raises:
+        ScriptError: it is less than 1.
+    """
+    if steps < 1:
+        raise ScriptError(f"expected --steps to be at least 1, got {steps}")
 
 
 @contextmanager
@@ -54,6 +72,8 @@ def world(asked: int | None) -> Iterator[tuple[int, int]]:
 def fake_world(size: int) -> Iterator[None]:
     """Within it, this process is the first rank of a world, for torch and in the variables that torchrun sets.
 
+    A checkpoint that the script saves there has the shards of this rank alone.
+
     Args:
         size: Number of ranks.
     Raises:
@@ -69,7 +89,8 @@ def fake_world(size: int) -> Iterator[None]:
     try:
         init_fake_process_group(size)
         try:
-            yield
+            with checkpoints_of_one_rank(), new_groups_are_fake():
+                yield
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()

@@ -36,7 +36,7 @@ bound is one model without sharding, compiled. simple is SimpleFSDP from torchti
 simple_bucket the same with all of Inductor's collective bucketing, simple_block with buckets of a block's size.
 
 With --script, a training script of yours is run instead, until enough of its steps are measured: eager and compiled
-ones take turns. What compiling has gained is said in a sentence, and what would gain more, as far as that is estimated.
+ones take turns. It really trains, and the script's own writes happen. What compiling has gained is said in a sentence, and what would gain more, as far as that is estimated.
 """
 
 DEFAULT_MODES = ("eager", "block", "compile")
@@ -123,6 +123,8 @@ def _run_script(args: argparse.Namespace) -> int:
     if "RANK" not in os.environ:
         options = [f"--rounds={args.rounds}", *_given("--json", args.json), *_given("--plot", args.plot)]
         return on_own_ranks(["bench", *options, "--script", *args.script], args.ranks)
+    if os.environ["RANK"] == "0":
+        print("really trains: the script's own writes happen", flush=True)
     table = measure_script(script, arguments, args.rounds)
     if os.environ["RANK"] == "0":
         ranks = int(os.environ["WORLD_SIZE"])

@@ -6,14 +6,13 @@ import argparse
 import json
 from pathlib import Path
 
-from compile_fsdp.errors import ScriptError
-from compile_fsdp.tools.scripts import add_script, add_world, world
+from compile_fsdp.tools.scripts import add_script, add_steps, add_world, check_steps, world
 
 DESCRIPTION = """\
 Run a training script for two steps and say whether it compiles whole: which line breaks the graph and why, which
 modules are in no graph, which parameters stay unsharded, what was compiled again, which settings cost, and what to
 change for each. Alone, the process is one rank of a world of any size whose collectives do nothing; under torchrun, the
-ranks are real, and the first one writes.
+ranks are real, and the first one writes. The script's own writes do not reach its files.
 """
 
 EPILOG = """\
@@ -27,9 +26,7 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
         "check", help="say whether a script compiles whole, for CI", description=DESCRIPTION, epilog=EPILOG
     )
     parser.set_defaults(run=run)
-    parser.add_argument(
-        "--steps", type=int, default=2, metavar="N", help="end the script after so many optimizer steps (default 2)"
-    )
+    add_steps(parser)
     parser.add_argument("--strict", action="store_true", help="exit with 1 for what costs, too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings")
     add_world(parser)
@@ -44,10 +41,10 @@ def run(args: argparse.Namespace) -> int:
     """
     from compile_fsdp.tools.check.findings import Level
     from compile_fsdp.tools.check.watch import check_script
+    from compile_fsdp.tools.protect_files import protected_files
 
-    if args.steps < 1:
-        raise ScriptError(f"expected --steps to be at least 1, got {args.steps}")
-    with world(args.world) as (rank, world_size):
+    check_steps(args.steps)
+    with world(args.world) as (rank, world_size), protected_files("check", args.script):
         report = check_script(args.script, args.args, args.steps, world_size)
     if rank == 0:
         print(report)

@@ -38,7 +38,9 @@ def explain_failure(error: Exception, compiled_by: str | None) -> Finding | None
         place = last_user_place(message) or _raised_at(error)
         what = describe_reason(reason, explanation)
         return Finding(Level.BREAKS, "graph-break", what, break_remedy(hints), place)
-    if isinstance(error, CompileFSDPError) and not isinstance(error, _ELSEWHERE):
+    if isinstance(error, _ELSEWHERE):
+        return None
+    if isinstance(error, CompileFSDPError):
         name, message = type(error).__name__, str(error).partition("\n\n")[0]  # Dynamo appends advice on its logs
         what, has_remedy, remedy = message.rpartition("; ")
         if not has_remedy:

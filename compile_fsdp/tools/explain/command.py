@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from compile_fsdp.tools.scripts import add_script, add_world, run_script, world
+from compile_fsdp.tools.scripts import add_script, add_steps, add_world, check_steps, run_script, world
 
 DESCRIPTION = """\
 Run a training script and write one HTML page about what compile_fsdp has compiled in it: a timeline, the memory of
-unsharded parameters, the groups, the graphs pass by pass, graph breaks and recompiles. A few steps are enough. Alone,
-the process is one rank of a world of any size whose collectives do nothing; under torchrun, the ranks are real, and
-the first one writes.
+unsharded parameters, the groups, the graphs pass by pass, graph breaks and recompiles. Alone, the process is one rank
+of a world of any size whose collectives do nothing; under torchrun, the ranks are real, and the first one writes. The
+script's own writes do not reach its files.
 """
 
 
@@ -22,6 +22,7 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     parser.set_defaults(run=run)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the page to write")
+    add_steps(parser)
     add_world(parser)
     add_script(parser)
 
@@ -30,12 +31,16 @@ def run(args: argparse.Namespace) -> None:
     """Run the script, and write the page on the first rank.
 
     Raises:
-        ScriptError: see `world` and `run_script`.
+        ScriptError: see `world` and `run_script`; or `--steps` is less than 1.
     """
+    from compile_fsdp.tools.check.steps import ended_after
     from compile_fsdp.tools.explain.capture import capture
     from compile_fsdp.tools.explain.report import make_report
+    from compile_fsdp.tools.protect_files import protected_files
 
-    with world(args.world) as (rank, world_size), capture() as captured:
+    check_steps(args.steps)
+    protected = protected_files("explain", args.script)
+    with world(args.world) as (rank, world_size), protected, capture() as captured, ended_after(args.steps):
         run_script(args.script, args.args)
     if rank == 0:
         report = make_report(captured, args.script.name, world_size)

@@ -107,6 +107,7 @@ def test_steps_take_turns_and_train_on(
     assert main(["bench", *options, "--script", str(script), "1000", str(tmp_path)]) == 0
     assert not dist.is_initialized()
     out = capsys.readouterr().out
+    assert out.startswith("really trains: the script's own writes happen\n")
     assert "| `eager` | 1.00 |" in out and "| `compile` |" in out
     results = json.loads(found.read_text())["results"]["train.py"]
     ratio, collectives = results["compile"]["ratio"], results["compile"]["collectives"]
