@@ -36,7 +36,8 @@ bound is one model without sharding, compiled. simple is SimpleFSDP from torchti
 simple_bucket the same with all of Inductor's collective bucketing, simple_block with buckets of a block's size.
 
 With --script, a training script of yours is run instead, until enough of its steps are measured: eager and compiled
-ones take turns. It really trains, and the script's own writes happen. What compiling has gained is said in a sentence, and what would gain more, as far as that is estimated.
+ones take turns. It really trains, and the script's own writes happen. What compiling has gained is said in a sentence,
+and what would gain more, as far as that is estimated.
 """
 
 DEFAULT_MODES = ("eager", "block", "compile")

@@ -30,7 +30,8 @@ def explain_failure(error: Exception, compiled_by: str | None) -> Finding | None
 
     Args:
         error: As the script raised it.
-        compiled_by: The other backend that has compiled the sharded model, if one has: any error is then its own.
+        compiled_by: The other backend that has compiled the sharded model, if one has. An error of a compiled call is
+            then the backend's.
     """
     if isinstance(error, Unsupported):
         message = str(error)
@@ -48,11 +49,12 @@ def explain_failure(error: Exception, compiled_by: str | None) -> Finding | None
         return Finding(Level.BREAKS, "refused", f"{name}: {what}.", _sentence(remedy), _raised_at(error))
     if isinstance(error, TorchRuntimeError):
         return None  # an op of the model's has failed on its inputs
-    if isinstance(error, TorchDynamoException) or compiled_by is not None or _raised_by_compiler(error):
+    is_other_backend = compiled_by is not None and _passed_compiled_call(error)
+    if isinstance(error, TorchDynamoException) or is_other_backend or _raised_by_compiler(error):
         remedy = (
             'Run a step eagerly, under torch.compiler.set_stance("force_eager"), to see whether it is the model\'s own '
             'error; options={"inner_backend": "aot_eager"} leaves out Inductor.'
-            if compiled_by is None
+            if not is_other_backend
             else 'Compile with backend="compile_fsdp".'
         )
         place = last_user_place(str(error)) or _raised_at(error)
@@ -90,6 +92,12 @@ def _remedy(error: Exception) -> str:
             '`"cuda" if torch.cuda.is_available() else "cpu"`, or check it on a machine with one'
         )
     return "the traceback above is the script's own: let it run for a few steps first"
+
+
+def _passed_compiled_call(error: Exception) -> bool:
+    """Whether an error was raised in the forward or backward of a compiled model, or while that was compiled."""
+    modules = (str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(module.startswith(("torch._dynamo.", "torch._functorch.", "torch._inductor.")) for module in modules)
 
 
 def _raised_by_compiler(error: Exception) -> bool:

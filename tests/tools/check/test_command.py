@@ -202,6 +202,32 @@ def test_a_script_that_fails_by_itself(
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize(
+    ("backend", "line", "message"),
+    [
+        ("compile_fsdp", "import compile_fsdp.state as s; s.load(model, optimizer, 'no')", "CheckpointError: "),
+        ("compile_fsdp", "open('no/such/file', 'w')", "FileNotFoundError: [Errno 2] No such file"),
+        ("eager", "raise ZeroDivisionError('mine')", "ZeroDivisionError: mine"),
+    ],
+)
+def test_an_error_beside_compiled_steps_is_the_scripts_own(
+    write_script: WriteScript, capsys: pytest.CaptureFixture[str], backend: str, line: str, message: str
+) -> None:
+    options = ', options={"inner_backend": "eager"}' if backend == "compile_fsdp" else ""
+    script = write_script(compile=f'model.compile(backend="{backend}"{options})', end=line)
+    assert main(["check", str(script)]) == 2
+    captured = capsys.readouterr()
+    assert f"make its steps, got {message}" in captured.err.splitlines()[-1]
+    assert "does not compile whole" not in captured.out
+
+
+def test_an_error_of_a_step_by_another_backend_is_the_backends(write_script: WriteScript, check: Check) -> None:
+    backend = "def broken(graph, inputs):\n    return lambda *args: int('of the backend')\n"
+    result = check(write_script(compile=f"{backend}model.compile(backend=broken)"))
+    assert result.status == 1 and "compiler-error" in result.rules("breaks")
+    assert "of the backend" in result.finding("compiler-error")["what"]
+
+
 def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["train.py"], ["--steps", "0", "train.py"], ["--world", "0", "train.py"]):
         assert main(["check", *arguments]) == 2
