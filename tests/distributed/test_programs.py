@@ -14,13 +14,11 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
-from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import compile_fsdp
 from compile_fsdp.errors import MemoryBudgetError
-from compile_fsdp.torch_compat.fsdp import fsdp_state, param_groups
-from helpers.models.random_programs import PROGRAMS, Part, Program, Training, comparable, reshard
+from helpers.models.random_programs import PROGRAMS, Part, Program, Training, comparable, drop_gathered_ahead, reshard
 from helpers.parity.check import Parity, compare, full
 from helpers.ranks.pools import device_type, run_ranks
 
@@ -36,7 +34,7 @@ def _train(rank: int, program: Program) -> Parity | None:
             assert all(loss < 1e6 for loss in eager.losses)  # or it diverges, and the order of additions is everything
             expected.append((eager.losses, {n: _gradient(p) for n, p in eager.model.named_parameters()}))
             reshard(eager.model)  # A frozen one that the backward's checkpoint ran again would lose its change.
-            _drop_gathered_ahead(eager.model)
+            drop_gathered_ahead(eager.model)
             eager.update()
     except Exception:
         return None
@@ -70,19 +68,6 @@ def _train(rank: int, program: Program) -> Parity | None:
     for name, value in wanted.items():
         compare(result, f"state_dict {name}", full(state[name]), full(value))
     return result
-
-
-def _drop_gathered_ahead(model: nn.Module) -> None:
-    """Shard what eager FSDP2 has gathered ahead for modules that did not run.
-
-    Their next forward would compute with it, and so with the values of before a change; compiled steps do not.
-    """
-    for module in model.modules():
-        if (state := fsdp_state(module)) is not None:
-            for group in param_groups(state):
-                if group._all_gather_result is not None:
-                    group.wait_for_unshard()
-                    group.reshard()
 
 
 def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
+from compile_fsdp.torch_compat.fsdp import fsdp_state, param_groups
 from helpers.models.tensor_subclasses import Int8RowsWeight, use
 from helpers.ranks.meshes import shared_mesh
 from helpers.ranks.pools import device_type
@@ -379,6 +380,19 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def drop_gathered_ahead(model: nn.Module) -> None:
+    """Shard what eager FSDP2 has gathered ahead for modules that did not run.
+
+    Their next forward would compute with it, and so with the values of before a change; compiled steps do not.
+    """
+    for module in model.modules():
+        if (state := fsdp_state(module)) is not None:
+            for group in param_groups(state):
+                if group._all_gather_result is not None:
+                    group.wait_for_unshard()
+                    group.reshard()
 
 
 _FLAGS = {
