@@ -295,6 +295,8 @@ class GraphCall:
             start_backward(state)
         for group, (position, read) in self.groups.items():
             group.backward_prefetch = self.graph.backward_prefetch
+            if not group.is_unsharded:
+                group.follow_trainable()  # as eager FSDP2 does when it gathers
             cut_forward = None if position in self.graph.whole else self.forward_id
             group.backward.enter_graph(group, read, cut_forward, may_meet_eager=not self.leaves)
             if position in self.graph.pre_backward_elsewhere:

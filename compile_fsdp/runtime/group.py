@@ -175,6 +175,12 @@ class TraceableGroup:
         """Whether no parameter of the group gets a gradient."""
         return not any([param.unsharded_param.requires_grad for param in self.params])
 
+    @at_run_time
+    def follow_trainable(self) -> None:
+        """Let unsharded parameters need a gradient as the sharded ones do."""
+        for param in self.params:
+            param.follow_trainable()
+
     # Unshard
 
     def launch(self) -> None:

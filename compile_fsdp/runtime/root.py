@@ -73,8 +73,7 @@ class Root:
     def follow_trainable(self) -> None:
         """Let unsharded parameters need a gradient as the sharded ones do, for Dynamo to see."""
         for group in self._groups():
-            for param in group.params:
-                param.follow_trainable()
+            group.follow_trainable()
 
     @at_run_time
     def order_gathers(self) -> None:
