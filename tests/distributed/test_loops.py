@@ -37,7 +37,7 @@ def _train(rank: int, loop: Loop) -> Verdict:
     if (verdict := _train_eagerly(eager)).outcome != TRAINED:
         return verdict
     ours = Training(loop, compile_fsdp.fully_shard, rank)
-    options = {"inner_backend": loop.inner_backend, "progress": False}
+    options = {"inner_backend": loop.inner_backend, "progress": False, "replay": loop.replay}
     ours.model.compile(backend="compile_fsdp", fullgraph=True, options=options)
     try:
         ours.run()
@@ -138,6 +138,17 @@ def _check_many(count: int, inner_backend: str) -> None:
 FORWARD, BACKWARD, STEP = Action("forward"), Action("backward"), Action("step")
 # Shrunk from loops that once failed.
 KEPT = {
+    "a block is frozen behind a forward that is run again": Loop(
+        "mlp",
+        (
+            (FORWARD, BACKWARD, STEP),
+            (FORWARD, BACKWARD, STEP),
+            (FORWARD, Action("requires_grad", "blocks.1", False), BACKWARD, Action("requires_grad", "blocks.1", True)),
+            (FORWARD, Action("requires_grad", "blocks.1", False), BACKWARD, STEP),
+            (FORWARD, BACKWARD),
+        ),
+        replay=True,
+    ),
     "a block is frozen between forward and backward": Loop(
         "mlp", ((FORWARD, Action("requires_grad", "blocks.1", False), BACKWARD), (FORWARD, BACKWARD))
     ),

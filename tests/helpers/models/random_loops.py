@@ -73,15 +73,18 @@ class Loop(NamedTuple):
         steps: The actions of each step.
         inner_backend: The backend's option.
         seed: Number that the loop was drawn with; -1 for a loop written by hand.
+        replay: The backend's option.
     """
 
     model: str
     steps: tuple[tuple[Action, ...], ...]
     inner_backend: str = "aot_eager"
     seed: int = -1
+    replay: bool = False
 
     def __str__(self) -> str:
-        lines = [f"loop {self.seed}, model {self.model}, {self.inner_backend}:"]
+        options = f"{self.inner_backend}{', replay' if self.replay else ''}"
+        lines = [f"loop {self.seed}, model {self.model}, {options}:"]
         return "\n".join([*lines, *(f"  step {i}: {', '.join(map(str, each))}" for i, each in enumerate(self.steps))])
 
     @property
@@ -458,7 +461,7 @@ def random_loop(seed: int, inner_backend: str = "aot_eager") -> Loop:
     model = draw.choice(MODELS)
     kinds = _PLAIN if draw.random() < 0.25 else _KINDS
     steps = tuple(_step(draw, model, kinds, is_first=number == 0) for number in range(draw.choice((2, 3, 3))))
-    return Loop(model, steps, inner_backend, seed)
+    return Loop(model, steps, inner_backend, seed, replay=draw.random() < 0.5)
 
 
 def _step(draw: random.Random, model: str, kinds: tuple[Draw, ...], is_first: bool) -> tuple[Action, ...]:
@@ -578,5 +581,7 @@ def _smaller(loop: Loop) -> Iterator[Loop]:
             if step[j].kind in ("forward", "backward") and step[j].value is not None:
                 plain = step[j]._replace(target="", value=None)
                 yield loop._replace(steps=(*steps[:i], (*step[:j], plain, *step[j + 1 :]), *steps[i + 1 :]))
+    if loop.replay:
+        yield loop._replace(replay=False)
     if loop.model != "mlp":
         yield loop._replace(model="mlp")
