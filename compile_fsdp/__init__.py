@@ -2,6 +2,8 @@
 
 from pathlib import Path as _Path
 
+if __name__ != "compile_fsdp":
+    raise ImportError(f"expected import compile_fsdp, got {__name__}")  # below the path that a checkout adds
 if not (_Path(__file__).parent / "passes").exists():
     # A checkout, imported in place: passes/ and ops/ stand beside this folder, and install inside it.
     __path__.append(str(_Path(__file__).parents[1]))

@@ -169,6 +169,7 @@ def compiled_autograd(
         yield
 
 
+@needs("torch._inductor.cudagraph_trees")
 def prepare_compiled_autograd() -> None:
     """Import, before any backward, the module that compiled autograd imports on CUDA. (2.11.0 on an H200; 2.13.0)
 

@@ -125,4 +125,4 @@ def split_backward_code() -> CodeType | None:
 def stage_forward_code() -> CodeType | None:
     """Code of the function that calls a pipeline stage's module; None if nobody has imported it. (2.13.0)"""
     pipelining = sys.modules.get("torch.distributed.pipelining.stage")
-    return None if pipelining is None else pipelining._PipelineStageBase.forward_one_chunk.__code__
+    return None if pipelining is None else pipelining.PipelineStage.forward_one_chunk.__code__
