@@ -409,8 +409,8 @@ class Training:
 
     def _batch(self) -> torch.Tensor:
         self.batches += 1
-        generator = torch.Generator().manual_seed(100 * self.batches + self.rank)
-        return torch.randn(ROWS, WIDTH, generator=generator, dtype=self.loop.dtype).to(device_type())
+        generator = torch.Generator("cpu").manual_seed(100 * self.batches + self.rank)
+        return torch.randn(ROWS, WIDTH, generator=generator, dtype=self.loop.dtype, device="cpu").to(device_type())
 
     def _read(self, name: str) -> torch.Tensor:
         parameter = self.model.get_parameter(name)
