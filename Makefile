@@ -28,7 +28,7 @@ CONSTRAINTS ?= constraints.txt
 # Two tests at a time: ranks wait for one another, and so do processes for the compiler.
 PARALLEL ?= -n 2 --dist worksteal
 # What `make test-all` runs on the emulated device, too.
-ON_A_DEVICE := tests/backend/test_verify.py $(addprefix tests/distributed/test_,exceptions.py features.py programs.py)
+ON_A_DEVICE := tests/backend/test_verify.py $(addprefix tests/distributed/test_,exceptions.py features.py loops.py programs.py)
 BIN := $(VENV)/bin
 
 PACKAGE_FILES := pyproject.toml README.md LICENSE $(shell find compile_fsdp passes ops -name '*.py' -o -name py.typed -o -name 'page.*')

@@ -36,6 +36,7 @@ from compile_fsdp.torch_compat.fsdp import (
     FSDPParamGroup,
     FSDPState,
     ShardedState,
+    await_post_reduce,
     forget_post_backward,
 )
 
@@ -326,6 +327,7 @@ class TraceableGroup:
             params: Positions of the parameters.
         """
         if params:
+            await_post_reduce(self.fsdp_group)  # eager code of the same backward may still add to the gradients
             forget_post_backward(self.fsdp_group)
         for index, flat in zip(params, reduced, strict=True):
             param = self.params[index].fsdp_param
