@@ -30,12 +30,15 @@ def hash_package() -> str:
 
 
 def _hash_folders(*names: str) -> str:
-    digest = hashlib.sha256()
+    files: dict[str, Path] = {}  # by name in the package, which a checkout keeps in other folders
     for name in names:
         spec = find_spec(name)
         assert spec is not None and spec.submodule_search_locations is not None
         folder = Path(spec.submodule_search_locations[0])
-        for path in sorted(folder.glob("**/*.py")):
-            content = path.read_bytes()
-            digest.update(f"{name}/{path.relative_to(folder).as_posix()} {len(content)}\n".encode() + content)
+        start = name.replace(".", "/")
+        files |= {f"{start}/{path.relative_to(folder).as_posix()}": path for path in folder.glob("**/*.py")}
+    digest = hashlib.sha256()
+    for file, path in sorted(files.items()):
+        content = path.read_bytes()
+        digest.update(f"{file} {len(content)}\n".encode() + content)
     return digest.hexdigest()

@@ -47,7 +47,7 @@ FSDPParamGroup = _fsdp_param_group.FSDPParamGroup
 needs_attributes(
     FSDPParamGroup,
     *("_all_gather_comm", "_all_gather_process_group", "_all_gather_result", "_all_reduce_hook"),
-    *("_all_reduce_process_group", "_module_fqn", "_partial_reduce_output", "_reduce_dtype"),
+    *("_all_reduce_process_group", "_module_fqn", "_partial_reduce_output", "_post_reduce_event", "_reduce_dtype"),
     *("_reduce_scatter_comm", "_reduce_scatter_process_group", "_reshard_after_forward"),
     *("_reshard_after_forward_event", "_sharded_state", "_to_sharded", "_training_state"),
     *("_use_post_forward_mesh", "_with_fqn", "all_reduce_grads", "device", "finalize_backward"),

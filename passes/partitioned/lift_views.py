@@ -1,7 +1,7 @@
 """Compute a view of a parameter before the parameter is freed, although only the backward reads the view.
 
 Precondition  a forward, as AOTAutograd has partitioned it, whose partitioner saves views of inputs
-Match         declared views of an input that stand behind a resize(0) of the input
+Match         declared views of an input behind a resize(0) of the input, that the forward only returns
 Rewrite       the view moves before that resize; nothing else reads the input there
 Report        how many views were moved
 
@@ -39,7 +39,12 @@ def lift_views(graph: fx.Graph) -> int:
                 freed[resized] = node
         elif is_declared_view(node) and len(node.all_input_nodes) == 1 and node.all_input_nodes[0] in inputs:
             inputs[node] = inputs[node.all_input_nodes[0]]
-            if (free := freed.get(inputs[node])) is not None:
+            if (free := freed.get(inputs[node])) is not None and _is_only_returned(node):
                 free.prepend(node)
                 lifted += 1
     return lifted
+
+
+def _is_only_returned(node: fx.Node) -> bool:
+    """Whether nothing in the graph reads a view; what does so reads freed memory, and is to fail."""
+    return all(user.op == "output" or (is_declared_view(user) and _is_only_returned(user)) for user in node.users)
