@@ -32,8 +32,9 @@ def find_refused_writes(graph: fx.Graph, parameters: Iterable[fx.Node]) -> dict[
     }
     by_storage = {key: node for node in parameters for key in _storages(node)}
     found: dict[fx.Node, fx.Node] = {}
+    effects = EagerEffects(None)
     for node in _writers(graph, by_storage):
-        for written in _written(node):
+        for written in _written(node, effects):
             for key in _storages(written):
                 if key in by_storage and (by_storage[key] in freed or _is_embedding(node)):
                     found.setdefault(by_storage[key], node)
@@ -50,9 +51,9 @@ def _writers(graph: fx.Graph, by_storage: Mapping[int, fx.Node]) -> Iterator[fx.
             yield node
 
 
-def _written(node: fx.Node) -> Sequence[fx.Node]:
+def _written(node: fx.Node, effects: EagerEffects) -> Sequence[fx.Node]:
     if isinstance(node.target, (OpOverload, OpOverloadPacket)):
-        return EagerEffects(None).written_inputs(node)
+        return effects.written_inputs(node)
     if not is_torch_function(node):
         return ()
     if _is_embedding(node):
@@ -60,7 +61,7 @@ def _written(node: fx.Node) -> Sequence[fx.Node]:
         return () if max_norm is None else tuple(nodes_in(get_argument(node, 1, "weight")))
     if _name(node).endswith(("batch_norm", "instance_norm")):
         return ()  # they write statistics alone
-    return EagerEffects(None).written_inputs(node)
+    return effects.written_inputs(node)
 
 
 def _name(node: fx.Node) -> str:
