@@ -173,9 +173,9 @@ def compiled_autograd(
 def prepare_compiled_autograd() -> None:
     """Import, before any backward, the module that compiled autograd imports on CUDA. (2.11.0 on an H200; 2.13.0)
 
-    In torch 2.11, no longer in 2.13, that module stores two objects in torch's thread-local state without taking references. Imported
-    inside a backward, it loses that state when the backward ends, which frees the objects while the module still has
-    them, and a later garbage collection ends the process.
+    In torch 2.11, no longer in 2.13, that module stores two objects in torch's thread-local state without taking
+    references. Imported inside a backward, it loses that state when the backward ends. This frees the objects while the
+    module still has them, and a later garbage collection ends the process.
     """
     if torch.cuda.is_available():
         from torch._inductor import cudagraph_trees  # noqa: F401
