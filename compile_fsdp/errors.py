@@ -1,6 +1,7 @@
 """The package's exceptions: one type for each kind of mistake, whose messages say what to do.
 
-All errors leave model and state usable, and all but `VerificationError` are raised before any collective is issued.
+All errors leave model and state usable, and all but
+`VerificationError` and `RanksPartedError` are raised before any collective is issued.
 """
 
 from __future__ import annotations
@@ -69,6 +70,10 @@ class CollectiveMismatchError(CompileFSDPError):
 
 class RankMissingError(CompileFSDPError):
     """A rank has not compiled the graph that the other ranks wait to run."""
+
+
+class RanksPartedError(CompileFSDPError):
+    """A collective has failed, and ranks have begun different graphs. The step is lost; end the job, or restart it."""
 
 
 class NotPortableError(CompileFSDPError):

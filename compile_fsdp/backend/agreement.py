@@ -69,7 +69,7 @@ def agree(sequence: CollectiveSequence, what: str, limit_s: float, shown: bool) 
     are_all_here = True
     with _Meeting(what, limit_s, shown) as meeting:
         for name, group in real_groups(sequence.groups):
-            lines = sequence.lines([each for each in sequence.groups if _holds_all_of(resolve_group(each), group)])
+            lines = shared_lines(sequence, group)
             digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
             if digest in _agreed_in(group).digests:
                 are_all_here = False  # See [Note: Agreed once is agreed].
@@ -174,6 +174,11 @@ def real_groups(names: Collection[str]) -> Iterator[tuple[str, dist.ProcessGroup
             yield name, group
 
 
+def shared_lines(sequence: CollectiveSequence, group: dist.ProcessGroup) -> tuple[str, ...]:
+    """Of a graph's collectives, those that all ranks of a process group must issue alike, as text."""
+    return sequence.lines([each for each in sequence.groups if _holds_all_of(resolve_group(each), group)])
+
+
 def _holds_all_of(other: dist.ProcessGroup, group: dist.ProcessGroup) -> bool:
     """Whether every rank of `group` is in `other`, too: what it issues there must be equal on all of them.
 
@@ -243,15 +248,16 @@ def _raise_mismatch(meeting: _Meeting, group: dist.ProcessGroup, other: int, lin
         group_store(group).set(f"{meeting.prefix}/lines/{group.rank()}", json.dumps(lines))
     first, second = (json.loads(meeting.get(group, rank, f"lines/{rank}")) for rank in (0, other))
     ranks = [dist.get_global_rank(group, rank) for rank in (0, other)]
-    raise CollectiveMismatchError(_difference(meeting.what, ranks, first, second))
+    found = first_difference(ranks, first, second)
+    raise CollectiveMismatchError(
+        f"expected the same collectives in the {meeting.what} of all ranks, got {found}; build and "
+        "shard the same model with the same options on all ranks, and let no branch of its forward depend on the rank"
+    )
 
 
-def _difference(what: str, ranks: list[int], first: list[str], second: list[str]) -> str:
+def first_difference(ranks: Sequence[int], first: Sequence[str], second: Sequence[str]) -> str:
+    """Where the collectives of two ranks differ, for an error."""
     differing = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
     at = next(differing, min(len(first), len(second)))
     own = [lines[at] if at < len(lines) else "no further collective" for lines in (first, second)]
-    return (
-        f"expected the same collectives in the {what} of all ranks, got at position {at}: on rank {ranks[0]} {own[0]}; "
-        f"on rank {ranks[1]} {own[1]}; build and shard the same model with the same options on all ranks, and let no "
-        "branch of its forward depend on the rank"
-    )
+    return f"at position {at}: on rank {ranks[0]} {own[0]}; on rank {ranks[1]} {own[1]}"

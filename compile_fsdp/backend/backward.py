@@ -19,7 +19,7 @@ from torch import fx
 from compile_fsdp.backend.graph_inputs import GraphInputs
 from compile_fsdp.backend.inner import TracedGraph, compile_traced
 from compile_fsdp.backend.lifetimes import weak_callable
-from compile_fsdp.backend.prefill import UnshardBeforeRun, unshard_inputs
+from compile_fsdp.backend.prefill import unshard_inputs
 from compile_fsdp.backend.progress import Phase
 from compile_fsdp.errors import UnsupportedFeatureError
 from compile_fsdp.options import Options
@@ -194,9 +194,7 @@ class BackwardCompiler:
         unfilled = inputs.unfilled_positions(gm.graph)
         if self.record is not None:
             self.record.unfilled = unfilled
-        compiled = compile_traced(graph, earlier=inputs.gathers(unfilled) if unfilled else None)
-        if unfilled:
-            compiled = UnshardBeforeRun(compiled, unfilled)
+        compiled = compile_traced(graph, unfilled)
         if (frame := current()) is not None:
             frame.see_graph(compiled)
         return compiled

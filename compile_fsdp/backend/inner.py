@@ -14,12 +14,14 @@ from compile_fsdp.advice import GroupFigures
 from compile_fsdp.backend.agreement import agree
 from compile_fsdp.backend.derived_backward import ForwardCompiler
 from compile_fsdp.backend.graph_inputs import GraphInputs
+from compile_fsdp.backend.graph_order import follow
 from compile_fsdp.backend.inductor import inductor_config
+from compile_fsdp.backend.prefill import UnshardBeforeRun
 from compile_fsdp.backend.progress import Phase
 from compile_fsdp.backend.recorder import Recorder
 from compile_fsdp.backend.verify import VerifiedGraph, VerifiedStep, is_repeatable
 from compile_fsdp.options import Options
-from compile_fsdp.passes.analysis.sequence import CollectiveSequence, read_collectives
+from compile_fsdp.passes.analysis.sequence import read_collectives
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
 from compile_fsdp.passes.partitioned.lift_views import lift_views
 from compile_fsdp.replay.recording import current
@@ -64,12 +66,12 @@ class TracedGraph:
         return f"{self.direction} graph"
 
 
-def compile_traced(graph: TracedGraph, earlier: CollectiveSequence | None = None) -> Callable[..., Any]:
+def compile_traced(graph: TracedGraph, unfilled: Sequence[int] = ()) -> Callable[..., Any]:
     """Compile a graph; ranks that would issue other collectives than their peers raise before it runs.
 
     Args:
         graph: The graph.
-        earlier: Collectives that are issued before those of the graph, whenever it runs.
+        unfilled: Positions of its inputs whose groups are to be gathered before it runs.
     Returns:
         The compiled graph.
     Raises:
@@ -82,17 +84,20 @@ def compile_traced(graph: TracedGraph, earlier: CollectiveSequence | None = None
     recorder = Recorder(graph.direction, options.inner_backend, nodes, decision, options.known_costs, graph.groups)
     compiled, stored = _call_inner_backend(graph, recorder)
     collectives = recorder.finish() or traced
+    if unfilled:
+        collectives = collectives.after(graph.inputs.gathers(unfilled))
     if (frame := current()) is not None:
-        frame.see_compiled(stored, recorder.reports)
-    if earlier is not None:
-        collectives = collectives.after(earlier)
+        frame.see_compiled(stored, recorder.reports, collectives)
     limit_s = graph.options.agreement_timeout_s
     are_all_here = agree(collectives, graph.what, limit_s, graph.options.progress)
-    if not (graph.options.verify and graph.inputs.managed and are_all_here):
-        return compiled
-    if graph.direction == "forward" and torch.is_grad_enabled() and (call := outermost()) is not None:
-        VerifiedStep(call, collectives, limit_s)
-    return compiled if original is None else VerifiedGraph(compiled, original, graph.what, collectives, limit_s)
+    if graph.options.verify and graph.inputs.managed and are_all_here:
+        if graph.direction == "forward" and torch.is_grad_enabled() and (call := outermost()) is not None:
+            VerifiedStep(call, collectives, limit_s)
+        if original is not None:
+            compiled = VerifiedGraph(compiled, original, graph.what, collectives, limit_s)
+    if unfilled:
+        compiled = UnshardBeforeRun(compiled, unfilled)
+    return follow(compiled, collectives, graph.what)
 
 
 def _copy_to_verify(graph: TracedGraph) -> fx.GraphModule | None:

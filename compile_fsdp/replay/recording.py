@@ -9,6 +9,7 @@ from types import CodeType
 from typing import Any
 
 from compile_fsdp.errors import NotPortableError
+from compile_fsdp.passes.analysis.sequence import CollectiveSequence
 from compile_fsdp.replay.conditions import Conditions
 from compile_fsdp.replay.paths import Scope
 from compile_fsdp.replay.program import Program
@@ -29,6 +30,7 @@ class FrameRecord:
         graph: The compiled graph, as the backend has returned it.
         stored: Returns the compiled graph in a form that can be stored; None if there is none.
         reports: What the passes have reported of it.
+        collectives: What it issues.
         problem: Why the frame cannot be run again without tracing; None if it can.
     """
 
@@ -40,6 +42,7 @@ class FrameRecord:
         self.graph: Any = None
         self.stored: Callable[[], Any] | None = None
         self.reports: Sequence[GraphReport] = ()
+        self.collectives = CollectiveSequence(())
         self.problem: str | None = None
         self._variables = scope["G"]
         self._state = GlobalState()  # now: Dynamo changes it while it traces
@@ -47,9 +50,11 @@ class FrameRecord:
         self._conditions: Conditions | None = None
         self._new_code: CodeType | None = None
 
-    def see_compiled(self, stored: Callable[[], Any] | None, reports: Sequence[GraphReport]) -> None:
+    def see_compiled(
+        self, stored: Callable[[], Any] | None, reports: Sequence[GraphReport], collectives: CollectiveSequence
+    ) -> None:
         """The inner backend has compiled a graph."""
-        self.stored, self.reports = stored, reports
+        self.stored, self.reports, self.collectives = stored, reports, collectives
 
     def see_graph(self, graph: Any) -> None:
         """The backend returns a compiled graph to Dynamo."""

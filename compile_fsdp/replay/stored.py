@@ -13,10 +13,12 @@ from torch import nn
 
 from compile_fsdp.backend.backward import BackwardCompiler
 from compile_fsdp.backend.boundary import ForwardGraph
+from compile_fsdp.backend.graph_order import follow
 from compile_fsdp.backend.prefill import UnshardBeforeRun
 from compile_fsdp.errors import NotPortableError
 from compile_fsdp.options import Options
 from compile_fsdp.passes.analysis.costs import Costs
+from compile_fsdp.passes.analysis.sequence import CollectiveSequence
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
 from compile_fsdp.replay.backward import BackwardFrame, BackwardRecord, GraphReplay, Place
 from compile_fsdp.replay.conditions import Conditions
@@ -38,6 +40,7 @@ class StoredFrame:
         sources: The files that its code comes from.
         graph: The compiled graph, pickled; empty if it is not to leave this process.
         reports: What the passes have reported of it.
+        collectives: What it issues.
     """
 
     conditions: Conditions
@@ -45,6 +48,7 @@ class StoredFrame:
     sources: Sources
     graph: bytes
     reports: tuple[GraphReport, ...]
+    collectives: CollectiveSequence
 
     @classmethod
     def of(cls, frame: FrameRecord, with_graph: bool) -> StoredFrame:
@@ -55,7 +59,7 @@ class StoredFrame:
         """
         conditions, program, sources = frame.finish()
         graph = _pickle(frame.stored) if with_graph else b""
-        return cls(conditions, program, sources, graph, tuple(frame.reports))
+        return cls(conditions, program, sources, graph, tuple(frame.reports), frame.collectives)
 
     def load(self) -> Callable[[list[Any]], Any]:
         """The compiled graph, which takes its inputs as a list that it empties."""
@@ -151,10 +155,14 @@ class StoredStep:
 
         Another backward of the forward is traced, with the decisions that the forward was compiled by.
         """
-        run = self.forward.load()
+        run_list = self.forward.load()
         decided = replace(options, costs=self.costs)
+
+        def run(*inputs: Any) -> Any:
+            return run_list(list(inputs))
+
         graph = ForwardGraph(
-            run=lambda *inputs: run(list(inputs)),
+            run=follow(run, self.forward.collectives, "forward graph"),
             whole_of=weakref.ref(module),
             compile_backward=BackwardCompiler(decided, self.graph["hooks"], self.decision),
             replay=GraphReplay(),
@@ -171,7 +179,8 @@ class StoredStep:
             inputs.clear()
             return run(flat)
 
-        return UnshardBeforeRun(run_list, self.unfilled) if self.unfilled else run_list
+        whole = UnshardBeforeRun(run_list, self.unfilled) if self.unfilled else run_list
+        return follow(whole, self.backward.collectives, "backward graph")
 
     def bind_forward(self, graph: ForwardGraph, closure: Sequence[CellType]) -> Frame:
         """The model's frame."""

@@ -1,0 +1,118 @@
+"""Ranks that run different graphs after all were agreed on: the error names rank, graph and module."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from unittest import mock
+
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compile_fsdp.backend import graph_order
+from compile_fsdp.backend.graph_order import GraphOrder, Prediction
+from helpers.ranks.forked import TESTS, start_ranks
+from helpers.ranks.pools import run_ranks
+
+PARTING = TESTS / "helpers" / "faults" / "parting_ranks.py"
+
+
+def _unpredicted(graphs: list[str]) -> int:
+    prediction = Prediction()
+    return sum(not prediction.add(graph) for graph in graphs)
+
+
+@given(step=st.lists(st.sampled_from("abc"), min_size=1, max_size=60))
+@settings(max_examples=200)
+def test_a_loop_is_predicted_after_some_steps(step: list[str]) -> None:
+    assert _unpredicted(step * 30) == _unpredicted(step * 8)
+
+
+def test_accumulation_over_many_microbatches_is_predicted() -> None:
+    step = ["forward", "backward"] * 100 + ["forward", "last backward"]
+    assert _unpredicted(step * 10) == _unpredicted(step * 3) < 10
+
+
+@given(graphs=st.lists(st.sampled_from("abc"), max_size=200))
+def test_notes_tell_all_graphs(graphs: list[str]) -> None:
+    writer, reader, notes = Prediction(), Prediction(), {}
+    for at, graph in enumerate(graphs):
+        if not writer.add(graph):
+            notes[at] = graph
+    read = []
+    for at in range(len(graphs)):
+        read.append(notes.get(at, reader.next))
+        reader.add(str(read[-1]))
+    assert read == graphs
+
+
+def _part(rank: int) -> tuple[str | None, str | None, int]:
+    """Rank 1 validates before the fifth step, and rank 0 does not."""
+    order = GraphOrder(dist.new_group())
+    gather = "all_gather of float32[8] in group 0 for "
+    forward = order.know("forward graph", [f"{gather}layers.0", f"{gather}layers.1"])
+    backward = order.know("backward graph", [f"{gather}layers.1", "reduce_scatter of float32[8] in group 0"])
+    notes = 0
+    for step in range(5):
+        if step == 4 and rank == 1:
+            order.begin(forward)
+        notes = len(order._notes)
+        order.begin(forward)
+        order.begin(backward)
+    dist.barrier()
+    said: list[str] = []
+    with mock.patch.object(graph_order._log, "error", lambda text, *args: said.append(text % args)):
+        for _ in range(3):
+            order.look()
+    return order.difference(only_certain=False), said[0] if said else None, notes
+
+
+def test_notes_name_the_rank_that_runs_another_graph() -> None:
+    (first, first_said, notes), (second, second_said, _) = run_ranks(2, _part)
+    assert notes == 3  # until the first period is known
+    assert first is not None and second is not None and first_said is not None
+    assert "as number 10 of their process group, rank 0 begins a backward graph of 2 collectives" in first
+    assert "and rank 1 a forward graph of 2;" in first
+    assert "at position 0: on rank 0 all_gather of float32[8] in group 0 for layers.1; on rank 1" in first
+    assert first_said.endswith(first)
+    # Rank 0 has noted nothing new, and may be late or dead as well.
+    assert "rank 0 a backward graph of 2, if it has come so far" in second
+    assert second_said is None
+
+
+def _end_alike(rank: int) -> tuple[str | None, bool]:
+    order = GraphOrder(dist.new_group())
+    graphs = [order.know("forward graph", [name]) for name in "ab"]
+    for graph in graphs * 3 + graphs[:1] * (1 - rank):
+        order.begin(graph)
+    dist.barrier()
+    return order.difference(only_certain=False), order._is_followed
+
+
+def test_a_rank_that_is_only_late_is_not_named() -> None:
+    assert run_ranks(2, _end_alike) == [(None, True)] * 2
+
+
+def _run_any(rank: int) -> tuple[int, str | None]:
+    order, numbers = GraphOrder(dist.new_group()), random.Random(0)
+    graphs = [order.know("forward graph", [str(i)]) for i in range(40)]
+    for _ in range(2000):
+        order.begin(numbers.choice(graphs))
+    order.begin(graphs[rank])
+    dist.barrier()
+    return len(order._notes), order.difference(only_certain=False)
+
+
+def test_a_program_without_a_period_is_not_followed_for_ever() -> None:
+    assert run_ranks(2, _run_any) == [(256, None)] * 2
+
+
+def test_a_failed_collective_names_ranks_and_graphs(tmp_path: Path) -> None:
+    """gloo ends the process of the rank that gets more than it expects; the other one loses its connection."""
+    ranks = start_ranks(tmp_path, [PARTING])
+    (code, output), (other_code, _) = [rank.wait(120.0) for rank in ranks]
+    assert code > 0 and other_code != 0
+    gather = "float32[72] in group 0 for FSDP::all_gather (0)"
+    for part in ("RanksPartedError", "rank 0 begins a forward graph", gather, "rank 1 a forward graph"):
+        assert part in output, output
