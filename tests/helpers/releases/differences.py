@@ -19,5 +19,12 @@ CACHES_NUMBERS = torch.__version__ < "2.12"
 # Dynamo prints parameters that a compiled function guards by their identity, and dies of one that is freed.
 PRINTS_GUARDED_PARAMETERS = torch.__version__ < "2.12"
 
+# Eager FSDP2 adds the gradients of a parameter's several uses in the parameter's own dtype while it does not reduce
+# them; compiled steps add them in the dtype in which they are computed.
+SUMS_USES_IN_FULL_PRECISION = torch.__version__ >= "2.15"
+
+# Eager FSDP2 allocates gradients of lower precision, and those of parameters that stay unsharded, otherwise.
+ALLOCATES_GRADIENTS_OTHERWISE = torch.__version__ >= "2.15"
+
 # Dynamo cuts a model with graph breaks into fewer pieces.
 CUTS_FEWER_PIECES = torch.__version__ < "2.12"

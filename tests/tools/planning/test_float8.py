@@ -19,6 +19,7 @@ from compile_fsdp.wrap import plan
 from helpers.models.configs import LLAMA
 from helpers.ranks.fake_world import fake_world
 from helpers.ranks.peaks import adamw, peak_bytes
+from helpers.releases.differences import ALLOCATES_GRADIENTS_OTHERWISE
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WIDTH = 256
@@ -75,6 +76,8 @@ def _without_product(a: torch.Tensor, a_scale: Any, b: torch.Tensor, b_scale: An
 @pytest.mark.parametrize("size", [(2, 32), (2, 512)])
 def test_peak_is_that_of_torchao(size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """With few rows parameters are most of it, with many rows what is computed."""
+    if ALLOCATES_GRADIENTS_OTHERWISE and size == (2, 32):
+        pytest.xfail("plan counts the gradients of eager FSDP2 before torch 2.15: see docs/compatibility.md")
     pytest.importorskip("torchao", reason="torchao comes with the extra for the examples")
     monkeypatch.setattr("torchao.float8.float8_ops.addmm_float8_unwrapped", _without_product)
     found = estimate(planned(), rows(*size), backend=Backend.FAKE)

@@ -21,6 +21,7 @@ from helpers.ranks.fake_world import fake_world
 from helpers.ranks.meshes import shared_mesh
 from helpers.ranks.peaks import adamw, peak_bytes
 from helpers.ranks.pools import device_type, run_ranks
+from helpers.releases.differences import ALLOCATES_GRADIENTS_OTHERWISE
 
 
 class UnevenBlock(nn.Module):
@@ -146,6 +147,8 @@ ELSEWHERE = [*ON_REAL_RANKS, "two ahead", "momentum"]
 @pytest.mark.parametrize("name", [*(name for name in TRAININGS if name not in ELSEWHERE), *_slow(ELSEWHERE)])
 def test_peak_without_communication(name: str) -> None:
     """What is left are counters of the optimizer and other small tensors between the operations."""
+    if ALLOCATES_GRADIENTS_OTHERWISE and name in ("kept", "replicas", "bfloat16"):
+        pytest.xfail("plan counts the gradients of eager FSDP2 before torch 2.15: see docs/compatibility.md")
     training = TRAININGS[name]
     found = training.estimate(Backend.FAKE)
     for ranks in (2, 3, 64):
