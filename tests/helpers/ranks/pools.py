@@ -241,6 +241,9 @@ def _run_one(rank: int, world_size: int, store: str | None, source: str, name: s
     finally:
         torch.manual_seed(0)
         forget_meshes()
+        if device_type() != "cpu":
+            # Otherwise the next function's tensors could get memory that a stream of this one still reads.
+            torch.get_device_module(device_type()).synchronize()
 
 
 def _meet(rank: int, world_size: int, store: str) -> None:
