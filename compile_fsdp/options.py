@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -52,8 +51,6 @@ class Options:
             unsharded parameters, what is gathered and reduced, activations, gradients. "auto" takes what the device has
             free, less a reserve. What fits is kept and saved, the rest is gathered and computed again: docs/passes.md.
             With None, only `reshard_after_forward` and the user's checkpoints decide.
-        unsharded_budget_bytes: Most bytes of unsharded parameters alone that a rank may hold at a time: what
-            `memory_budget` was in 0.1. Deprecated.
         costs: By what the passes decide: "measured" takes what collectives, copies and products of matrices take here,
             which the first compile measures once for each device and mesh; "constants" takes the numbers of
             `compile_fsdp.passes.COSTS`. Or numbers of your own, equal on all ranks. With None, what the environment
@@ -75,7 +72,6 @@ class Options:
     disabled_passes: frozenset[str] = frozenset()
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
     memory_budget: int | Literal["auto"] | None = None
-    unsharded_budget_bytes: int | None = None
     costs: Costs | Literal["measured", "constants"] | None = None
     progress: bool = True
     agreement_timeout_s: float = DEFAULT_LIMIT_S
@@ -144,22 +140,9 @@ def _checked(ours: dict[str, Any]) -> dict[str, Any]:
     elif not (prefetch is None or isinstance(prefetch, BackwardPrefetch)):
         names = list(BackwardPrefetch.__members__)
         raise UnknownOptionError(f"expected backward_prefetch to be one of {names} or None, got {prefetch!r}")
-    budget, unsharded = ours.get("memory_budget"), ours.get("unsharded_budget_bytes")
+    budget = ours.get("memory_budget")
     if not (budget in (None, "auto") or (type(budget) is int and budget >= 0)):
         raise UnknownOptionError(f'expected memory_budget to be a number of bytes, "auto" or None, got {budget!r}')
-    if not (unsharded is None or (type(unsharded) is int and unsharded >= 0)):
-        raise UnknownOptionError(f"expected unsharded_budget_bytes to be a number of bytes or None, got {unsharded!r}")
-    if unsharded is not None:
-        if budget is not None:
-            raise UnknownOptionError(
-                "expected one of memory_budget and unsharded_budget_bytes, got both; leave out unsharded_budget_bytes"
-            )
-        warnings.warn(
-            "expected memory_budget, the bytes that the whole step may allocate, got unsharded_budget_bytes, which is "
-            "deprecated and goes with 0.3",
-            FutureWarning,
-            stacklevel=2,
-        )
     costs = ours.get("costs") or os.environ.get(COSTS_VARIABLE, "measured")
     if not (isinstance(costs, Costs) or costs in ("measured", "constants")):
         raise UnknownOptionError(

@@ -2,7 +2,6 @@
 
 from compile_fsdp.passes.analysis.costs import COSTS, Costs
 from compile_fsdp.passes.dynamo.expand_group_calls import expand_group_calls
-from compile_fsdp.passes.dynamo.keep_unsharded import keep_unsharded
 from compile_fsdp.passes.dynamo.legalize_windows import legalize_windows
 from compile_fsdp.passes.dynamo.save_frozen_outputs import save_frozen_outputs
 from compile_fsdp.passes.pipelines import PASSES
@@ -28,7 +27,6 @@ __all__ = [
     "Unmoved",
     "WindowReport",
     "expand_group_calls",
-    "keep_unsharded",
     "legalize_windows",
     "pack_gathers",
     "pack_reductions",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,6 @@ from compile_fsdp.passes.dynamo.canonicalize_backward import canonicalize_backwa
 from compile_fsdp.passes.dynamo.drop_undefined_gradients import drop_undefined_gradients
 from compile_fsdp.passes.dynamo.expand_group_calls import expand_group_calls
 from compile_fsdp.passes.dynamo.join_op_runs import join_op_runs
-from compile_fsdp.passes.dynamo.keep_unsharded import keep_unsharded
 from compile_fsdp.passes.dynamo.legalize_windows import legalize_windows
 from compile_fsdp.passes.dynamo.lift_tensor_hooks import lift_tensor_hooks
 from compile_fsdp.passes.dynamo.save_frozen_outputs import save_frozen_outputs
@@ -35,23 +34,18 @@ def forward(
     functions: Collection[Function],
     *,
     lifts_hooks: bool,
-    groups: Mapping[fx.Node, Hashable],
-    ranks: int,
-    budget: int | None,
-    costs: Costs | None,
     fitted: Pass | None,
     frozen: Collection[fx.Node],
 ) -> tuple[Pass, ...]:
     """A forward, as Dynamo has traced it.
 
-    `lifts_hooks`: whether the inner backend is to get a graph without hooks. `budget`: of unsharded parameters alone.
-    `fitted`: `fit_memory_budget` with its arguments, if there is a budget for the whole step.
+    `lifts_hooks`: whether the inner backend is to get a graph without hooks. `fitted`: `fit_memory_budget` with its
+    arguments, if there is a memory budget.
     """
     return (
         # First: the others know single ops.
         partial(expand_group_calls, functions=functions),
         *((lift_tensor_hooks,) if lifts_hooks else ()),
-        partial(keep_unsharded, groups=groups, ranks=ranks, budget=budget, costs=costs),
         *((fitted,) if fitted is not None else ()),
         partial(save_frozen_outputs, frozen=frozen),
     )

@@ -20,7 +20,7 @@ from compile_fsdp.backend.memory_budget import budget_pass
 from compile_fsdp.errors import UnknownOptionError
 from compile_fsdp.ops import ensure_ops
 from compile_fsdp.options import Options
-from compile_fsdp.passes import keep_unsharded, pipelines
+from compile_fsdp.passes import pipelines
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision, fit_memory_budget
 from compile_fsdp.passes.dynamo.lift_tensor_hooks import DeferredHooks, lift_tensor_hooks
 from compile_fsdp.passes.runner import Run
@@ -115,17 +115,12 @@ def _run_passes(
     if lifts_hooks:
         gm = copy_dynamo_graph(gm)  # Dynamo goes on to read the inputs of its own graph
     inputs, has_backward = GraphInputs(gm), torch.is_grad_enabled()
-    groups = {node: group for node, group in inputs.managed_nodes() if group.fsdp_group.unshard_in_backward}
     fitted = budget_pass(inputs, options) if has_backward else None
     done = Run(
         gm.graph,
         pipelines.forward(
             GROUP_CALLS,
             lifts_hooks=lifts_hooks,
-            groups=groups,
-            ranks=max((group.constants.shard_count for group in groups.values()), default=1),
-            budget=options.unsharded_budget_bytes if has_backward else None,
-            costs=options.known_costs,
             fitted=fitted,
             frozen=inputs.frozen_nodes() if has_backward else (),
         ),
@@ -135,7 +130,7 @@ def _run_passes(
     if hooks is not None:
         example_inputs, _ = hooks.split(example_inputs)
     if fitted is None:
-        return gm, example_inputs, _PassResults(hooks, done.result(keep_unsharded))
+        return gm, example_inputs, _PassResults(hooks, ())
     decision = done.result(fit_memory_budget)
     return gm, example_inputs, _PassResults(hooks, [inputs.groups[i] for i in decision.kept], decision)
 

@@ -45,7 +45,7 @@ def inductor_config(
         config |= {"fx_graph_cache": False, "fx_graph_remote_cache": False}
     if options.verify:
         config["fallback_random"] = True  # the traced graph's random numbers are torch's
-    merge = decision.has_large_packs if decision is not None else options.unsharded_budget_bytes is not None
+    merge = decision is not None and decision.has_large_packs
     passes = pipelines.post_grad(inputs.name, hoist=direction == "forward", merge=merge, costs=options.known_costs)
     config["post_grad_custom_pre_pass"] = Pipeline(
         passes, recorder, options.disabled_passes, observer=observer, check=options.verify

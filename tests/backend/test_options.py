@@ -20,7 +20,6 @@ def test_defaults() -> None:
         disabled_passes=frozenset(),
         backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
         memory_budget=None,
-        unsharded_budget_bytes=None,
         costs=None,
         progress=True,
         agreement_timeout_s=1800.0,
@@ -33,11 +32,6 @@ def test_defaults() -> None:
 def test_prefetch_is_an_enum_or_its_name(given: Any) -> None:
     assert Options.parse({"backward_prefetch": given}).backward_prefetch is BackwardPrefetch.BACKWARD_POST
     assert Options.parse({"backward_prefetch": None}).backward_prefetch is None
-
-
-def test_the_older_budget_is_deprecated() -> None:
-    with pytest.warns(FutureWarning, match=r"expected memory_budget.*got unsharded_budget_bytes.*0\.3"):
-        assert Options.parse({"unsharded_budget_bytes": 3}).unsharded_budget_bytes == 3
 
 
 def test_ours_and_inductors_are_told_apart() -> None:
@@ -88,8 +82,6 @@ def test_cuda_graphs_by_a_setting_are_refused_too() -> None:
         ({"memory_budget": -1}, ["expected memory_budget to be a number of bytes"]),
         ({"memory_budget": 1.5}, ["expected memory_budget to be a number of bytes"]),
         ({"memory_budget": "all"}, ["expected memory_budget to be a number of bytes", "'all'"]),
-        ({"unsharded_budget_bytes": "auto"}, ["expected unsharded_budget_bytes to be a number of bytes"]),
-        ({"unsharded_budget_bytes": 1, "memory_budget": 1}, ["got both"]),
         ({"costs": 3}, ["expected costs to be compile_fsdp.passes.Costs"]),
         ({"post_grad_custom_pre_pass": None}, ["post_grad_custom_pre_pass"]),
     ],

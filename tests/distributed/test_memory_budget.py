@@ -56,13 +56,10 @@ def _train(rank: int, budget: tuple[str, int], inner_backend: str) -> tuple[Pari
     [
         ("aot_eager", ("memory_budget", PLENTY), 3),
         ("aot_eager", ("memory_budget", TIGHT), 5),
-        pytest.param("aot_eager", ("unsharded_budget_bytes", PLENTY), 3, marks=pytest.mark.slow),
-        pytest.param("aot_eager", ("unsharded_budget_bytes", 0), 5, marks=pytest.mark.slow),
         pytest.param("inductor", ("memory_budget", PLENTY), 1, marks=pytest.mark.slow),
         pytest.param("inductor", ("memory_budget", TIGHT), 5, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.filterwarnings("ignore:expected memory_budget:FutureWarning")
 def test_what_fits_is_gathered_once(inner_backend: str, budget: tuple[str, int], expected_gathers: int) -> None:
     for result, gathers in run_ranks(2, _train, budget, inner_backend):
         assert result.differing == [] if inner_backend == "aot_eager" else result.worst < 2e-6

@@ -181,7 +181,7 @@ KEPT = {
         Part("chain", (LINEAR, Part("chain", (LINEAR,), is_sharded=True, keeps=True)), keeps=False),
         ("apart", "plain", "plain"),
         in_bfloat16=True,
-        budget=("unsharded_budget_bytes", 2**20),
+        budget=("memory_budget", 2**20),
     ),
     "an unused parameter in two forwards before their backward": Program(
         Part("break", (Part("chain", (Part("scale"), Part("norm"))),)), ("apart", "sum", "plain")

@@ -53,12 +53,12 @@ def test_every_equivalent_mutant_is_still_there() -> None:
 
 def test_tests_kill_a_mutant_that_they_see_and_no_other() -> None:
     tests = Path(__file__).parents[1]
-    command = [sys.executable, "-m", "helpers.mutation.run", "--tests", "passes/dynamo/test_keep_unsharded.py"]
-    command += ["--functions", "keep_unsharded.keep_unsharded", "runner.Pipeline._run"]
+    command = [sys.executable, "-m", "helpers.mutation.run", "--tests", "passes/dynamo/test_expand_group_calls.py"]
+    command += ["--functions", "expand_group_calls._expand", "runner.Pipeline._run"]
     environment = {**os.environ, "PYTHONPATH": str(tests)}  # as in the Makefile
     run = subprocess.run(command, env=environment, cwd=tests, capture_output=True, text=True, check=False)
     assert run.returncode == 1, run.stderr
     outcomes = {line.split("  ")[-1]: line.split()[0] for line in run.stdout.splitlines() if " -> " in line}
-    assert outcomes["keep_unsharded.keep_unsharded: count > 1 -> True"] == "killed"
+    assert outcomes["expand_group_calls._expand: isinstance(result, fx.Proxy) -> False"] == "killed"
     # These tests run no pipeline.
     assert {line for key, line in outcomes.items() if key.startswith("runner.")} == {"survivor:"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -15,7 +14,6 @@ from compile_fsdp.passes import (
     PASSES,
     Costs,
     Pipeline,
-    keep_unsharded,
     pack_gathers,
     pack_reductions,
     pipelines,
@@ -25,7 +23,6 @@ from compile_fsdp.passes import (
     replace_unsafe_gathers,
     schedule_collectives,
 )
-from compile_fsdp.passes.analysis.effects import is_copy, is_resize
 from compile_fsdp.passes.analysis.sequence import read_collectives
 from compile_fsdp.passes.report import node_name
 from helpers.graphs.execution import storage_sizes
@@ -34,7 +31,7 @@ from helpers.graphs.lockstep import run_ranks
 from helpers.graphs.random_steps import RANKS, Action, GroupPlan, RandomStep, StepPlan, step_plans
 
 NAMES = [each.__name__ for each in PASSES]
-UNLIMITED = 10**6  # bytes
+
 
 def costs_of(latency: int, pack: int) -> Costs:
     """A collective pays for `latency` bytes copied, or as many flops; a pack has at most `pack` bytes."""
@@ -112,22 +109,6 @@ def check_order(plan: StepPlan, costs: Costs, hoist: bool, merge: bool, rows: in
     assert issued[0] == issued[1]
 
 
-def check_keep_unsharded(plan: StepPlan, costs: Costs, budget: int) -> None:
-    """What is kept has its memory, and fits into the budget; everything else is as it was."""
-    step = RandomStep(plan)
-    groups = step.groups()
-    fills = Counter(node.args[0] for node in step.graph.nodes if is_copy(node))
-    freed = {groups[node.args[0]] for node in step.graph.nodes if is_resize(node) and node.args[1] == 0}
-    candidates = freed - {groups[node] for node, count in fills.items() if count > 1}
-    tensors, sizes = outcome(step, step.graph)
-    chosen = set(keep_unsharded(step.graph, groups, RANKS, budget, costs))
-    step.graph.lint()
-    assert chosen == candidates if budget == UNLIMITED else chosen <= candidates
-    kept = {node.name: node.meta["val"].untyped_storage().nbytes() for node in fills if groups[node] in chosen}
-    assert sum(kept.values()) <= budget
-    assert_same((tensors, [{**each, **kept} for each in sizes]), outcome(step, step.graph))
-
-
 @MANY
 def test_no_pass_changes_what_a_step_computes(examples: int) -> None:
     unnamed = step_plans.map(lambda plan: replace(plan, is_named=False))  # as the pipeline hands them to the passes
@@ -144,17 +125,6 @@ def test_the_pipeline_does_not_change_what_a_step_computes(examples: int) -> Non
 def test_ranks_with_other_batches_issue_the_same_collectives(examples: int) -> None:
     rows = st.sampled_from([1, 80, 5000])
     fuzz(check_order, examples, step_plans, costs, st.booleans(), st.booleans(), rows)
-
-
-@MANY
-def test_what_stays_unsharded_does_not_change_what_a_step_computes(examples: int) -> None:
-    def with_windows(plan: StepPlan) -> StepPlan:
-        """First a window of each group: few plans fill and free one just once."""
-        windows = tuple(("window", group, 0) for group in range(len(plan.groups)))
-        return replace(plan, actions=windows + plan.actions)
-
-    budgets = st.sampled_from([0, 16, 64, 160, UNLIMITED])
-    fuzz(check_keep_unsharded, examples, step_plans.map(with_windows), costs, budgets)
 
 
 def steps(*actions: str) -> tuple[Action, ...]:

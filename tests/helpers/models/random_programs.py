@@ -445,7 +445,6 @@ PROGRAMS: st.SearchStrategy[Program] = st.builds(
     prefetches=st.booleans(),
     budget=st.sampled_from(
         [None] * 3
-        + [("unsharded_budget_bytes", size) for size in (0, 200, 2**20)]
         + [("memory_budget", size) for size in (2**12, 2**13, 2**20)]
     ),
 ).map(comparable)

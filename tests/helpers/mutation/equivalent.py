@@ -17,7 +17,6 @@ EQUIVALENT: dict[str, str] = {
     "effects._read_schema.select: not a.keyword_only -> True": "no call has so many positional arguments",
     "effects.Effects._schema: (known := self._schemas.get(id(op))) is None -> True": _AGAIN,
     "effects.Effects._summary_of_module: (known := self._summaries.get(id(module))) is None -> True": _AGAIN,
-    "keep_unsharded.keep_unsharded: not isinstance(parameter, fx.Node) -> False": _NODE,
     "legalize_windows._find_delays: event is not None -> True": _NO_EVENT,
     "legalize_windows._is_input: isinstance(source, fx.Node) -> True": _NODE,
     "legalize_windows._resized_inputs: isinstance(node, fx.Node) -> True": _NODE,

@@ -39,7 +39,6 @@ MODULES: dict[str, tuple[str, ...]] = {
     "eager_effects": ("test_effects", "legalize"),
     "effects": ("test_effects", "remove_unshard_copies", "legalize"),
     "expand_group_calls": ("expand_group_calls",),
-    "keep_unsharded": ("keep_unsharded",),
     "layout": ("remove_unshard_copies",),
     "legalize_windows": ("legalize",),
     "offload_saved": ("test_offload_saved",),
