@@ -1,7 +1,7 @@
-"""What this project hangs on torch's own objects: each attribute is set and read here, and nowhere else.
+"""Attributes that this project sets on torch's own objects; only this file sets and reads them.
 
-Torch's objects outlive a compiled graph and are what torch hands to hooks, so they are where traced and eager code find
-the objects of this folder.
+Torch's objects outlive a compiled graph, and torch passes them to hooks. So traced and eager code find the objects of
+this folder through them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from compile_fsdp.runtime.group import TraceableGroup
     from compile_fsdp.runtime.hooks import ModuleHooks, StateHooks
 
-# Eager FSDP2 keeps gradients that are not in the unsharded parameter's dtype apart, in an attribute of its own, up to
-# 2.14; since then this project does.
+# Up to 2.14, eager FSDP2 keeps a gradient that is not in the unsharded parameter's dtype in a separate attribute. Since
+# 2.15 it does not, so this project keeps such a gradient in its own attribute.
 _ACCUMULATED_GRAD = "_compile_fsdp_accumulated_grad" if HAS_GRAD_DTYPES else "unsharded_accumulated_grad"
 
 
@@ -32,30 +32,30 @@ def set_hooks(state: FSDPState, hooks: StateHooks) -> None:
 
 @inline_only
 def hooks_of(state: FSDPState) -> StateHooks:
-    """The hooks of a state that was made traceable. Raises AttributeError for any other state."""
+    """Return the hooks of a traceable state; raise AttributeError if the state is not traceable."""
     hooks: StateHooks = state._compile_fsdp_hooks  # type: ignore[attr-defined]
     return hooks
 
 
 @inline_only
 def find_hooks(state: FSDPState) -> StateHooks | None:
-    """The hooks of a state, None before it was made traceable."""
+    """Return the hooks of a state, or None if the state is not traceable."""
     return getattr(state, "_compile_fsdp_hooks", None)
 
 
-# Parameters that `fully_shard` has replaced: the module, the name in it, and the parameter itself if somebody holds it.
+# Parameters that `fully_shard` replaced: the module, the name in it, and a weak reference to the parameter.
 Replaced = list[tuple[nn.Module, str, "weakref.ref[nn.Parameter]"]]
 
 
 @at_run_time
 def set_replaced(state: FSDPState, replaced: Replaced) -> None:
-    """Attach what `fully_shard` has replaced in the modules of an FSDP2 state."""
+    """Attach the parameters that `fully_shard` replaced in the modules of an FSDP2 state."""
     state._compile_fsdp_replaced = replaced  # type: ignore[attr-defined]
 
 
 @at_run_time
 def replaced_of(state: FSDPState) -> Replaced:
-    """What was replaced; empty for a model that torch's own `fully_shard` has sharded."""
+    """Return the replaced parameters; empty if torch's own `fully_shard` sharded the model."""
     return getattr(state, "_compile_fsdp_replaced", [])
 
 
@@ -67,7 +67,7 @@ def set_module_hooks(module: nn.Module, hooks: ModuleHooks) -> None:
 
 @inline_only
 def module_hooks_of(module: Any) -> ModuleHooks:
-    """The two forward hooks of a module that was made traceable."""
+    """Return the two forward hooks of a traceable module."""
     hooks: ModuleHooks = module._compile_fsdp_hooks
     return hooks
 
@@ -80,31 +80,31 @@ def set_group(fsdp_group: FSDPParamGroup, group: TraceableGroup) -> None:
 
 @inline_only
 def find_group(fsdp_group: FSDPParamGroup) -> TraceableGroup | None:
-    """The traced counterpart of a parameter group, None before it was made traceable."""
+    """Return the traced counterpart of a parameter group, or None if it is not traceable."""
     return getattr(fsdp_group, "_compile_fsdp_group", None)
 
 
 @inline_only
 def set_owner(unsharded_param: torch.Tensor, group: TraceableGroup) -> None:
-    """Attach its group to an unsharded parameter, weakly: compiled graphs keep parameters."""
+    """Attach the group to an unsharded parameter, weakly because compiled graphs keep parameters."""
     unsharded_param._compile_fsdp_owner = weakref.ref(group)  # type: ignore[attr-defined]
 
 
 @inline_only
 def owner_of(unsharded_param: object) -> TraceableGroup | None:
-    """The group of an unsharded parameter, None for any other object and once the group is gone."""
+    """Return an unsharded parameter's group; None for an object without group or if the group is gone."""
     owner = getattr(unsharded_param, "_compile_fsdp_owner", None)
     return None if owner is None else owner()
 
 
 @inline_only
 def accumulated_gradient(fsdp_param: FSDPParam) -> torch.Tensor | None:
-    """The unsharded gradient of earlier microbatches where it is kept apart; see `free_gradient_dtypes`."""
+    """Return the separately kept gradient of earlier microbatches, or None; see `free_gradient_dtypes`."""
     grad: torch.Tensor | None = getattr(fsdp_param, _ACCUMULATED_GRAD, None)
     return grad
 
 
 @inline_only
 def set_accumulated_gradient(fsdp_param: FSDPParam, grad: torch.Tensor | None) -> None:
-    """Keep the unsharded gradient of earlier microbatches apart, or forget it."""
+    """Keep the unsharded gradient of earlier microbatches separately, or drop it if `grad` is None."""
     setattr(fsdp_param, _ACCUMULATED_GRAD, grad)

@@ -1,9 +1,9 @@
-"""What one backward of a parameter group needs, from its first hook to the gradients it delivers.
+"""State of one backward of a parameter group, from its first hook to the delivered gradients.
 
 [Note: One object for each backward]
-A backward may reach a group through several compiled graphs, and through eager code between them. What these have to
-know of each other stands in one `GroupBackward`, which begins empty. `start_backward` puts a new one in its place when
-the next backward begins, and an error or a reset does so at once. So nothing of one backward is left to the next.
+A backward may reach a group through several compiled graphs, with eager code between them. All of them share one
+`GroupBackward`, which begins empty. `start_backward` replaces it when the next backward begins; an error or a reset
+replaces it immediately. So no state of a backward leaks into the next backward.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ if TYPE_CHECKING:
 
 
 class ForwardCall(Protocol):
-    """A forward through a compiled graph, as far as its backward is concerned."""
+    """A forward through a compiled graph, as its backward sees it."""
 
     def is_to_come(self) -> bool:
-        """Whether the backward that runs now will reach it."""
+        """Return whether the running backward has yet to go through this forward."""
 
 
 class ForwardCalls:
-    """The forwards through one group.
+    """Forwards through one group.
 
     Attributes:
-        calls: Those whose backward may still come.
-        is_cut: Whether a compiled graph has ever held but a part of a forward of the group's module.
-        from_eager: By id of an unsharded parameter, the last backward in which eager code accumulated its gradient.
+        calls: Forwards whose backward may still run, weakly referenced.
+        is_cut: Whether any compiled graph held only a part of a forward of the group's module.
+        from_eager: Maps the id of an unsharded parameter to the number of the last backward in which eager code
+            accumulated its gradient.
     """
 
     def __init__(self) -> None:
@@ -59,7 +60,7 @@ class ForwardCalls:
 
     @at_run_time
     def add(self, call: ForwardCall, is_whole: bool) -> None:
-        """A forward runs through a graph that holds all of the module's forward, or a part."""
+        """Record a forward; `is_whole` says whether its graph holds the module's whole forward."""
         self.calls.add(call)
         self.is_cut |= not is_whole
 
@@ -70,14 +71,14 @@ class GroupBackward:
     See [Note: One object for each backward] and [Note: Parts of a group do not know it].
 
     Attributes:
-        is_compiled: Whether a compiled graph runs; the gradient hooks only take note of what arrives otherwise.
-        gradients: Counts the gradients of a compiled graph.
-        is_deferred: More gradients follow in this backward, of another forward or of eager code between graphs, and
-            these are reduced with them.
-        prefetch_last: What to gather once this group's gradients are computed.
-        reduced: By parameter of `reduced_params`, (padded shard numel,), in the parameters' dtype.
-        reduced_params: Positions of the parameters whose gradients wait to be delivered.
-        unreplicated_params: Positions of those whose gradients await a later backward's all-reduce.
+        is_compiled: Whether a compiled graph runs. If not, the gradient hooks only record the gradients that arrive.
+        gradients: Count of the gradients of a compiled graph.
+        is_deferred: Whether more gradients follow in this backward, from a forward whose backward is still to come or
+            from eager code between graphs. If so, the reduction waits for them.
+        prefetch_last: Groups to gather once this group's gradients are computed.
+        reduced: For each parameter of `reduced_params`, (padded shard numel,), in the dtype of its gradient.
+        reduced_params: Positions of the parameters whose reduced gradients wait for delivery.
+        unreplicated_params: Positions of the parameters whose gradients wait for the all-reduce of a later backward.
     """
 
     def __init__(self) -> None:
@@ -97,16 +98,16 @@ class GroupBackward:
     def enter_graph(
         self, group: TraceableGroup, read: Sequence[torch.Tensor], cut_forward: object, may_meet_eager: bool
     ) -> None:
-        """Settle how many gradients complete the group in the compiled graph that runs next.
+        """Set how many gradients complete the group in the next compiled graph.
 
         Args:
             group: The group of this backward.
-            read: The unsharded parameters that its forward graph computes with.
-            cut_forward: None if that graph holds the whole forward of the group's module. Else which forward it is a
-                piece of: the group is complete, and may be freed, only when all its parameters have their gradients. So
-                it is where torch reduces zeros for those that are not used.
-            may_meet_eager: Whether autograd expects gradients of the parameters from eager code alone. False if the
-                graph's own node leads to them.
+            read: The unsharded parameters that the forward graph of this compiled graph computes with.
+            cut_forward: None if the forward graph holds the whole forward of the group's module. Else an object that
+                identifies the forward of which the graph is a piece. The group is then complete, and may be freed, only
+                when all its parameters have gradients. This also holds if torch reduces zeros for unused parameters.
+            may_meet_eager: Whether a gradient that autograd still expects can only come from eager code. False if the
+                graph's own node leads to the parameters.
         """
         self.is_compiled = True
         needs_all = cut_forward is not None or reduces_unused(group.fsdp_group)
@@ -120,29 +121,33 @@ class GroupBackward:
 
     @at_run_time
     def expect_none(self, parameters: Collection[int]) -> None:
-        """Unsharded parameters, by id, get no gradient in the compiled graph that has been entered."""
+        """Expect no gradient for these unsharded parameters, given by id, in the entered graph."""
         assert self._expect is not None
         self._without.update(parameters)
         self._expect(self._without)
 
     @at_run_time
     def leave_graph(self, group: TraceableGroup) -> None:
-        """The compiled graph is over, or has failed."""
+        """Leave the compiled graph, also after an error in it."""
         self.is_compiled = False
         self._expect = None
         fix_gradient_dtypes(group.fsdp_group)
 
     @at_run_time
     def begin_eagerly(self, group: TraceableGroup) -> None:
-        """A pre-backward hook runs outside of a compiled graph, since its forward's frame fell back to eager."""
+        """Begin outside of a compiled graph, in a pre-backward hook.
+
+        The hook runs there if Dynamo left the frame of the forward to eager mode.
+        """
         if self.is_compiled:
             return
         if group.fsdp_group._training_state is TrainingState.IDLE:
-            # Nothing of the group has run in this backward, and torch's own hooks may have begun that one.
+            # First event of the group in this backward. `start_backward` skips this call if torch's own hooks began
+            # the backward.
             group.end_backward()
         else:
-            # Only a compiled graph counts gradients down: whatever an earlier one has left would look as if the group
-            # were gathered, while an eager part of this backward has freed it.
+            # Only a compiled graph counts gradients down. The rest of an earlier graph's count would make the group
+            # look gathered, although an eager part of this backward freed it.
             self.gradients.pending = None
 
     # Begin
@@ -152,10 +157,10 @@ class GroupBackward:
 
         Args:
             group: The group of this backward.
-            then_prefetch: Groups to gather next, before this group's gradients are computed or after.
+            then_prefetch: Groups to gather next, before or after this group's gradients are computed.
         """
         if self.gradients.pending:
-            return  # another output, or another use of the module, came first
+            return  # the hook of an earlier output or of an earlier module call began this backward
         group.fsdp_group._training_state = TrainingState.PRE_BACKWARD
         self.gradients.start()
         if group.fsdp_group._sharded_state is group.known.sharded:
@@ -170,10 +175,10 @@ class GroupBackward:
     # A gradient arrives
 
     def arrive(self, group: TraceableGroup) -> None:
-        """Count a gradient that has just been accumulated; reduce once the group is complete.
+        """Count an accumulated gradient; reduce once the group is complete.
 
-        Parameters that are read and get no gradient leave the group incomplete: torch's own final callback then
-        reduces what has arrived, at the end of the backward.
+        If a parameter that the graph reads gets no gradient, the group stays incomplete. torch's own final callback
+        then reduces the arrived gradients at the end of the backward.
         """
         if not self.gradients.arrive():
             return
@@ -182,16 +187,16 @@ class GroupBackward:
         self._reshard(group)
         fsdp_group = group.fsdp_group
         if self.is_deferred or not fsdp_group.reduce_grads:
-            # Or torch's own hooks, if another forward of the group ran eagerly, would take the group for unsharded.
+            # IDLE, because torch's own hooks of an eager forward would otherwise take the group for unsharded.
             fsdp_group._training_state = TrainingState.IDLE
         else:
             self.reduce(group)
 
     def end_frozen(self, group: TraceableGroup) -> None:
-        """Reshard a frozen group once the gradients of its module's inputs are there."""
+        """Reshard a frozen group once its module's inputs have gradients."""
         if self.is_compiled and group.is_frozen:
             self._reshard(group)
-            # Or torch's own hooks, of an earlier forward that ran eagerly, would take the group for unsharded.
+            # IDLE, because torch's own hooks of an eager forward would otherwise take the group for unsharded.
             group.fsdp_group._training_state = TrainingState.IDLE
 
     def _reshard(self, group: TraceableGroup) -> None:
@@ -205,8 +210,8 @@ class GroupBackward:
     # Reduce
 
     def reduce(self, group: TraceableGroup) -> None:
-        """Reduce the gradients that have arrived."""
-        # Nothing is left to do for torch's final callback.
+        """Reduce the arrived gradients."""
+        # POST_BACKWARD leaves no work for torch's final callback.
         group.fsdp_group._training_state = TrainingState.POST_BACKWARD
         arrived: list[int] = []
         grads: list[torch.Tensor] = []
@@ -229,10 +234,10 @@ class GroupBackward:
 
     @at_run_time
     def deliver(self, group: TraceableGroup) -> None:
-        """Hand the reduced gradients to the sharded parameters, adding to what is there.
+        """Add the reduced gradients to the gradients of the sharded parameters.
 
         Raises:
-            RuntimeError: in anomaly mode, one is NaN, as torch's own check raises.
+            RuntimeError: a gradient has a NaN in anomaly mode, as in torch's own check.
         """
         for param in group.params:
             param.hand_back_gradient()
@@ -263,21 +268,21 @@ def _prefetch(groups: list[TraceableGroup]) -> None:
 
 @eval_at_trace_time_guarded
 def _has_gradient_hooks(group: TraceableGroup) -> bool:
-    # Not guarded: hooks that come later run after the graph.
+    # No guard on the hooks, because hooks that are registered later run after the graph.
     return any(each.fsdp_param.sharded_param._post_accumulate_grad_hooks for each in group.params)
 
 
 @at_run_time
 def _awaits_eager_gradients(group: TraceableGroup) -> bool:
-    """Whether eager code has gradients of the group still to come in this backward.
+    """Return whether eager code still adds gradients of the group in this backward.
 
-    Eager code can use the unsharded parameters of a forward that a graph break cut, and those that stay unsharded after
-    the forward: a loss may penalize a weight of the root, or apply the model's head in chunks.
+    Eager code can use the unsharded parameters if a graph break cuts the forward, or if they stay unsharded after the
+    forward. For example, a loss penalizes a weight of the root, or applies the model's head in chunks.
     """
     if not (group.forwards.is_cut or group.fsdp_group.post_forward_mesh_info is None):
         return False
     backward, came = current_backward(), group.forwards.from_eager
-    # What modules show to eager code; see [Note: Leaves are plain] for the two tensors of a parameter.
+    # Tensors that eager code finds in modules. See [Note: Leaves are plain] for the two tensors of a parameter.
     shown = (tensor for param in group.params for tensor in {param.unsharded_param, param.fsdp_param._unsharded_param})
     return any(
         tensor.requires_grad and accumulates_into(tensor) and came.get(id(tensor)) != backward for tensor in shown
@@ -285,7 +290,10 @@ def _awaits_eager_gradients(group: TraceableGroup) -> bool:
 
 
 def gradient_accumulated(owner: weakref.ref[TraceableGroup], unsharded_param: torch.Tensor) -> None:
-    """The hook on every unsharded parameter, traced where compiled autograd accumulates the gradient."""
+    """Post-accumulate-grad hook of every unsharded parameter.
+
+    Compiled autograd traces it where it accumulates the gradient.
+    """
     group = owner()
     if group is None:
         return
@@ -299,7 +307,10 @@ def gradient_accumulated(owner: weakref.ref[TraceableGroup], unsharded_param: to
 
 @at_run_time
 def expect_no_gradient(leaves: Sequence[torch.Tensor]) -> None:
-    """Before a compiled backward runs: these leaves get no gradient from it, and no group is to wait for one."""
+    """Tell the groups of these leaves not to wait for their gradients.
+
+    The next compiled backward computes no gradient for these leaves.
+    """
     by_group: dict[TraceableGroup, set[int]] = {}
     for leaf in leaves:
         if (group := owner_of(leaf)) is not None:
@@ -313,24 +324,24 @@ def expect_no_gradient(leaves: Sequence[torch.Tensor]) -> None:
 
 @at_run_time
 def start_backward(state: FSDPState) -> None:
-    """Begin the backward of a whole model, once, at the first thing of it that runs.
+    """Begin the backward of a whole model at its first event.
 
-    torch's own callback, queued here, reshards and reduces at the end of the backward whatever the compiled
-    graphs have left.
+    Queues torch's own callback if it is not queued yet. At the end of the backward, the callback reshards and reduces
+    the groups that the compiled graphs left unsharded or unreduced.
     """
     context = state._state_ctx
     if not context.post_backward_final_callback_queued:
         for each in context.all_states:
             for fsdp_group in param_groups(each):
                 if (group := find_group(fsdp_group)) is not None:
-                    group.end_backward()  # of the last one, which may have left parameters without gradients
+                    group.end_backward()  # the last backward may have left parameters without gradients
         state._register_root_post_backward_final_callback()
     await_end_of_backward(state)
 
 
 @at_run_time
 def await_end_of_backward(state: FSDPState) -> None:
-    """Inside a backward, eager or compiled: drop at its end what it has gathered and not freed."""
+    """Drop leftover gathers at the end of the running backward, eager or compiled."""
     root = hooks_of(state).root
     if root.awaited_backward != (backward := current_backward()):
         root.awaited_backward = backward
@@ -339,11 +350,11 @@ def await_end_of_backward(state: FSDPState) -> None:
 
 @at_run_time
 def _drop_gathered(states: Sequence[FSDPState]) -> None:
-    """Drop what the backward has gathered and not freed, behind torch's own callback.
+    """Drop the gathers that the backward did not free, after torch's own callback.
 
-    Gathers sent ahead for modules whose backward did not come, and modules that eager code of a checkpoint ran again
-    behind their backward: torch takes that for over. Parameters may change until the next forward, which would compute
-    with the old values.
+    These are gathers launched ahead for modules whose backward did not run, and modules that eager code of a checkpoint
+    reran after their backward, which torch considers finished. The next forward would compute with the old values if
+    the parameters change before it.
     """
     for state in states:
         for fsdp_group in param_groups(state):
@@ -352,6 +363,6 @@ def _drop_gathered(states: Sequence[FSDPState]) -> None:
                 group.launched = None
             if fsdp_group.is_unsharded and fsdp_group.reshard_after_backward:
                 fsdp_group.reshard()
-    # For a module that eager code has gathered in vain torch's callback has waited with the current stream alone. The
-    # stream that the memory belongs to would use it again in a backward that follows at once.
+    # If eager code gathers a module in vain, torch's callback makes only the current stream wait. The gather stream,
+    # which owns the memory, could reuse it too early in a backward that follows immediately.
     order_gather_streams(states[0])

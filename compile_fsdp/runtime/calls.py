@@ -1,4 +1,4 @@
-"""The calls of sharded modules that run now, for what has to see one from its inputs to its outputs."""
+"""Running calls of sharded modules, for code that follows a call from inputs to outputs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class ModuleCall:
         module: The module.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        forward_id: Tells this call from every other.
-        on_output: Gets the module's output, if set while the call runs.
+        forward_id: Unique object that identifies this call.
+        on_output: Function that gets the module's output, if set while the call runs; else None.
     """
 
     module: nn.Module
@@ -44,7 +44,7 @@ _running = _Running()
 
 @at_run_time
 def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleCall:
-    """A call starts."""
+    """Record the start of a call."""
     call = ModuleCall(module, args, kwargs)
     _running.calls.append(call)
     return call
@@ -52,11 +52,11 @@ def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> M
 
 @at_run_time
 def end() -> None:
-    """The call that was begun last is over."""
+    """Record the end of the call that began last."""
     _running.calls.pop()
 
 
 @at_run_time
 def outermost() -> ModuleCall | None:
-    """The call that was begun first."""
+    """Return this thread's call that began first, or None outside of a call."""
     return _running.calls[0] if _running.calls else None

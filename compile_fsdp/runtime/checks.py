@@ -1,4 +1,4 @@
-"""Refuse, before any collective, what cannot be traced: with the FQN and what to do about it."""
+"""Refuse untraceable features before any collective, with the FQN and a remedy."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 @at_run_time
 def class_name(module: nn.Module) -> str:
-    """The name of the user's class: torch puts FSDP in front of it."""
+    """Return the name of the user's class, without torch's prefix FSDP."""
     return type(module).__name__.removeprefix("FSDP")
 
 
 @at_run_time
 def describe(module: nn.Module, state: FSDPState) -> str:
-    """`layers.3 (Block)`: the module's FQN, as far as its root is known, and its class."""
+    """Return the module's FQN, once its root is known, and its class: `layers.3 (Block)`."""
     fqns = [group._module_fqn for group in param_groups(state) if group._module_fqn]
     name = class_name(module)
     return f"{fqns[0]} ({name})" if fqns else f"the root ({name})" if state._is_root else name
@@ -38,7 +38,7 @@ def describe(module: nn.Module, state: FSDPState) -> str:
 
 @at_run_time
 def check_group(group: FSDPParamGroup) -> None:
-    """Refuse features of a parameter group that have no traced counterpart yet.
+    """Refuse a parameter group with a feature that has no traced counterpart yet.
 
     Raises:
         UnsupportedFeatureError: names the module, the parameter and the feature.
@@ -61,7 +61,7 @@ def _unsupported_structure(group: FSDPParamGroup) -> str | None:
 
 @at_run_time
 def check_shard(param: FSDPParam) -> None:
-    """Refuse a sharded tensor subclass of which a graph would lose a part, such as a scale that was computed ahead.
+    """Refuse a sharded tensor subclass if a graph would lose a part, such as a precomputed scale.
 
     Raises:
         UnsupportedFeatureError: names the parameter, the subclass and the parts.
@@ -74,7 +74,7 @@ def check_shard(param: FSDPParam) -> None:
 
 @at_run_time
 def check_unsharded(param: FSDPParam) -> None:
-    """Refuse an all-gather extension that returns a tensor subclass of which a graph cannot fill the parts.
+    """Refuse an all-gather extension that returns a tensor subclass whose parts a graph cannot fill.
 
     Raises:
         UnsupportedFeatureError: names the parameter and the subclass.
@@ -86,9 +86,9 @@ def check_unsharded(param: FSDPParam) -> None:
 
 
 def unsupported_setting(group: FSDPParamGroup) -> str | None:
-    """Name the setting of a group that has no traced counterpart yet.
+    """Name the group's setting that has no traced counterpart yet; None if there is no such setting.
 
-    Traced with the model, so that a setting that changes later is noticed by a guard.
+    Dynamo traces this function with the model, so that a guard notices a later change of the setting.
     """
     if group._all_gather_result is not None:
         return "a pending unshard(async_op=True): wait on its handle first, or compile with the model's own compile()"
@@ -97,7 +97,7 @@ def unsupported_setting(group: FSDPParamGroup) -> str | None:
 
 @eval_at_trace_time_guarded
 def refuse(hooks: StateHooks, reason: str) -> NoReturn:
-    """Refuse a setting, or another thing that a step finds."""
+    """Refuse to compile a module, for a reason that a step finds."""
     raise UnsupportedFeatureError(_refusal(describe(hooks.module, hooks.state), reason))
 
 
@@ -111,7 +111,7 @@ def _refusal(where: str, reason: str) -> str:
 
 @at_run_time
 def explain_sharded_read(where: str) -> str:
-    """What to do where a module computes with a parameter that is sharded, at which torch only says that it is."""
+    """Return the remedy if a module computes with a sharded parameter; torch's error has none."""
     return (
         f"{where} computes with a sharded parameter: FSDP2 gathers a parameter only while the module runs whose "
         "fully_shard() call holds it; read it in that module's forward, or shard both modules with one call, "
@@ -121,7 +121,7 @@ def explain_sharded_read(where: str) -> str:
 
 @eval_at_trace_time_guarded
 def refuse_output(hooks: StateHooks, types: tuple[str, ...]) -> NoReturn:
-    """Refuse an output in which no tensor can be found, but objects of these types."""
+    """Refuse an output without tensors that need a gradient but with objects of these types."""
     raise OutputTypeError(
         f"expected the forward of {describe(hooks.module, hooks.state)} to return tensors in lists, tuples, dicts or "
         f"dataclasses, got {', '.join(types)}: FSDP2 must find the tensors to know when their backward starts"

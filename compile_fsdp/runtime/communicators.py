@@ -1,6 +1,6 @@
-"""A user's own communicators in a graph.
+"""Custom communicators of a user in a graph.
 
-Dynamo turns what they call, torch.distributed's own collectives, into ops of the graph.
+Dynamo turns the torch.distributed collectives that they call into graph ops.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from compile_fsdp.torch_compat.fsdp import FSDPParamGroup
 
 
 def gather(group: FSDPParamGroup, own: torch.Tensor) -> torch.Tensor:
-    """All ranks' flat tensors, one behind the other, with the group's communicator."""
+    """All-gather the ranks' flat tensors into one flat tensor with the group's communicator."""
     comm, process_group = group._all_gather_comm, group._all_gather_process_group
     output = comm.allocate((own.numel() * process_group.size(),), dtype=own.dtype, device=own.device)
     comm(output_tensor=output, input_tensor=own, group=process_group, async_op=False)
@@ -20,7 +20,7 @@ def gather(group: FSDPParamGroup, own: torch.Tensor) -> torch.Tensor:
 
 
 def reduce(group: FSDPParamGroup, flat: torch.Tensor, op: str) -> torch.Tensor:
-    """This rank's part of the reduction of all ranks' flat tensors; the operation is "avg" or "sum"."""
+    """Reduce-scatter the ranks' flat tensors; `op` is "avg" or "sum"."""
     comm, process_group = group._reduce_scatter_comm, group._reduce_scatter_process_group
     output = comm.allocate((flat.numel() // process_group.size(),), dtype=flat.dtype, device=flat.device)
     reduce_op = dist.ReduceOp.AVG if op == "avg" else dist.ReduceOp.SUM

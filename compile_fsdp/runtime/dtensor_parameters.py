@@ -1,4 +1,4 @@
-"""Unsharded parameters as DTensors over a mesh that has the data-parallel dims as well."""
+"""Unsharded parameters as DTensors over a mesh that includes the data-parallel dims."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from compile_fsdp.torch_compat.distributed import DTensorSpec
 
 
 def wraps_as_dtensor(spec: DTensorSpec, data_parallel_dims: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that makes a DTensor of this rank's part of a parameter.
+    """Return a function that wraps this rank's part of a parameter in a DTensor.
 
-    The DTensor's gradient keeps its placements over the data-parallel dims, most of all partial sums: FSDP2's own
-    reduction takes these for what the ranks have to add up, and DTensor.from_local would add them up before.
+    The DTensor's gradient keeps its placements over the data-parallel dims, above all partial sums, because FSDP2's own
+    reduction adds the partial sums up. DTensor.from_local would add them up earlier.
 
     Args:
-        spec: Of the DTensor.
-        data_parallel_dims: Dims of its mesh.
+        spec: Spec of the DTensor.
+        data_parallel_dims: Data-parallel dims of its mesh.
     """
     assert spec.tensor_meta is not None
     shape, stride = spec.tensor_meta.shape, spec.tensor_meta.stride
@@ -30,7 +30,7 @@ def wraps_as_dtensor(spec: DTensorSpec, data_parallel_dims: tuple[int, ...]) -> 
         )
         return _AsDTensor.apply(local, wrapped, spec.placements, data_parallel_dims)  # type: ignore[no-any-return, no-untyped-call]
 
-    # Dynamo would trace the backward for a gradient with the placements of the parameter.
+    # In the graph as one call, because Dynamo would trace the backward for a gradient with the parameter's placements.
     marked: Callable[[torch.Tensor], torch.Tensor] = torch.compiler.allow_in_graph(wrap)
     return marked
 

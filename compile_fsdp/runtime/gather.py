@@ -1,4 +1,4 @@
-"""The all-gather of one parameter group as ops of a graph: what is sent, and what is made of it."""
+"""All-gather of one parameter group as graph ops: copy-in, copy-out, fill and free."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from compile_fsdp.torch_compat.dynamo import set_version_counter, tensor_version
 
 
 class Input(NamedTuple):
-    """One of the 1-D tensors that a rank sends, and what is made of it. A graph has it as a plain tuple.
+    """Layout of a 1-D all-gather input and of its unsharded value. A graph holds it as a plain tuple.
 
     Attributes:
-        numel: Its elements.
-        dtype: In which it is gathered.
-        is_cast: Whether it has another dtype before it is sent.
-        kind: "rows" and "columns" join the ranks' shards, "flat" their slices of the flat padded value; "inputs" leaves
-            them as they are, one row for each rank.
-        size: Of the unsharded value.
-        shard_size: Of one rank's padded shard.
+        numel: Number of elements of the input.
+        dtype: Dtype in which the input is gathered.
+        is_cast: Whether the input is cast to `dtype` before the all-gather.
+        kind: "rows" and "columns" join the ranks' shards, along dim 0 or `dim`. "flat" joins their slices of the flat
+            padded value. "inputs" keeps one row for each rank.
+        size: Size of the unsharded value.
+        shard_size: Size of a rank's padded shard.
         dim: The sharded dim.
     """
 
@@ -42,14 +42,14 @@ class Input(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GatherPlan:
-    """The constants of one group's gather.
+    """Constants of one group's all-gather.
 
     Attributes:
-        shard_count: Ranks that send; 1 for no collective.
-        process_group: Their process group's name.
-        device: Where shards that lie elsewhere (CPU offload) are sent from.
-        inputs: An `Input` for each parameter.
-        storage_bytes: Of each unsharded parameter, or part of one.
+        shard_count: Number of ranks that send; 1 if there is no collective.
+        process_group: Name of these ranks' process group.
+        device: Device to which offloaded shards move before the all-gather; None without CPU offload.
+        inputs: An `Input` for each parameter, as a plain tuple.
+        storage_bytes: Bytes of each unsharded parameter, or of each of its parts.
     """
 
     shard_count: int
@@ -61,12 +61,12 @@ class GatherPlan:
 
 @dataclass(slots=True)
 class Launched:
-    """An all-gather on its way.
+    """An all-gather in flight.
 
     Attributes:
-        output: (shard_count * sum of numels,), to be waited for.
-        inputs: What was sent, if extensions have a say in it. Else the group's plan tells: numbers that Dynamo finds
-            again behind a graph break would be symbols.
+        output: (shard_count * sum of numels,), not waited for yet.
+        inputs: An `Input` for each sent tensor if an extension chose the tensors. Else None, and the group's plan has
+            the inputs, because numbers that Dynamo finds again behind a graph break become symbols.
     """
 
     output: torch.Tensor
@@ -81,7 +81,10 @@ def _travels_as_bytes(inputs: Sequence[Input]) -> bool:
 def copy_in(
     tensors: Sequence[torch.Tensor], inputs: Sequence[tuple[Any, ...]], device: torch.device | None
 ) -> torch.Tensor:
-    """What this rank sends: its inputs, on `device` and in the dtypes in which they travel, one behind the other."""
+    """Move this rank's inputs to `device`, cast them, and concatenate them into a 1-D tensor.
+
+    Inputs of several dtypes are sent as bytes.
+    """
     sent = []
     described = [Input(*each) for each in inputs]
     as_bytes = _travels_as_bytes(described)
@@ -96,7 +99,7 @@ def copy_in(
 
 @group_call
 def copy_out(output: torch.Tensor, shard_count: int, inputs: Sequence[tuple[Any, ...]]) -> tuple[torch.Tensor, ...]:
-    """By input, what the ranks' `copy_in`s make together; `output` has been waited for."""
+    """Split an all-gather output, after the wait for it, and join the ranks' parts of each input."""
     described = [Input(*each) for each in inputs]
     as_bytes = _travels_as_bytes(described)
     numels = [each.numel * each.dtype.itemsize if as_bytes else each.numel for each in described]
@@ -117,7 +120,7 @@ def _join(rows: torch.Tensor, shard_count: int, each: Input) -> torch.Tensor:
         shards = rows.reshape(shard_count, *each.shard_size).unbind(0)
         return torch.cat([shards[i] for i in range(shard_count)], dim=each.dim)
     length = each.shard_size[0] * shard_count
-    # Not reshape(), which returns a view with gaps where a rank has one row.
+    # Not reshape(), because it returns a view with gaps if each rank has one row.
     full = rows.contiguous().view(length, *each.shard_size[1:])
     return full if length == each.size[0] else full[: each.size[0]]
 
@@ -141,13 +144,14 @@ def wait_and_copy_out(
     unsharded_params: Sequence[torch.Tensor],
     storage_bytes: Sequence[int],
 ) -> None:
-    """Wait for an all-gather, split its output by parameter, and fill the unsharded parameters."""
+    """Wait for an all-gather, and fill the unsharded parameters from its output."""
     output = functional_collectives.wait_tensor(launched) if shard_count > 1 else launched
     fill(unsharded_params, copy_out(output, shard_count, inputs), storage_bytes)
 
 
 def _refill(unsharded_param: Any, value: Any) -> None:
-    # What autograd saved of the parameter is valid again: its version stays. Fake tensors do not know theirs.
+    # Keep the version counter, because tensors that autograd saved of the parameter are valid again. Under a proxy, ops
+    # read and set the version, because fake tensors do not know it.
     if isinstance(unsharded_param, fx.Proxy):
         version = tensor_version(unsharded_param)
         copy_(unsharded_param, value)
@@ -159,7 +163,7 @@ def _refill(unsharded_param: Any, value: Any) -> None:
 
 @group_call
 def free(unsharded_params: Sequence[torch.Tensor], storage_bytes: Sequence[int]) -> None:
-    """Free unsharded parameters."""
+    """Free the storages of unsharded parameters."""
     for unsharded_param, size in zip(unsharded_params, storage_bytes, strict=True):
         if size > 0:
             resize_storage_bytes_(unsharded_param, 0)

@@ -1,4 +1,4 @@
-"""How many gradients complete a parameter group in the compiled backward that runs."""
+"""Number of gradients that complete a parameter group in the running compiled backward."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from compile_fsdp.runtime.tracing import at_run_time, guarded_text
 
 
 class GradientCount:
-    """Counts the gradients of one group.
+    """Count of the gradients of one group.
 
     Attributes:
-        expected_text: How many gradients the compiled graph that runs now has for the group. See [Note: Numbers that
+        expected_text: Number of gradients that the running compiled graph has for the group. See [Note: Numbers that
             stay numbers].
-        pending: How many of them are still to come; None outside of it, and until the first thing of the group happens.
-        cut_forward: Which forward, of those that were cut into several graphs, a backward goes through at present.
-        seen: Unsharded parameters, by id, whose gradients in it have come or are about to.
+        pending: Number of these gradients still to come; None until the group's first event of a compiled backward.
+        cut_forward: Identifies the forward cut into several graphs whose backward runs; None before the first.
+        seen: Ids of unsharded parameters whose gradients in the backward of `cut_forward` arrived or will arrive.
     """
 
     def __init__(self) -> None:
@@ -34,15 +34,15 @@ class GradientCount:
         cut_forward: object,
         without: Collection[int],
     ) -> None:
-        """Settle what completes the group in the compiled backward that runs next.
+        """Set which gradients complete the group in the next compiled backward.
 
         Args:
-            read: The unsharded parameters that its forward graph computes with.
-            required: Unsharded parameters that must have a gradient, from this graph or another one of the forward,
-                before the group is complete; empty if the gradients of this graph are enough.
-            cut_forward: None if that graph holds the whole forward of the group's module. Else which forward it is a
-                piece of.
-            without: Of those in `read`, by id, the ones that get no gradient.
+            read: The unsharded parameters that the forward graph of this backward computes with.
+            required: Unsharded parameters that must have a gradient, from any graph of the forward, before the group is
+                complete. Empty if the gradients of this graph are enough.
+            cut_forward: None if the forward graph holds the whole forward of the group's module. Else an object that
+                identifies the forward of which the graph is a piece.
+            without: Ids of the parameters in `read` that get no gradient.
         """
         read = [leaf for leaf in read if id(leaf) not in without]
         expected = len([leaf for leaf in read if leaf.requires_grad])
@@ -52,16 +52,19 @@ class GradientCount:
             self.seen.difference_update(without)
             self.seen.update(map(id, read))
             if any(leaf.requires_grad and id(leaf) not in self.seen for leaf in required):
-                expected += 1  # which never comes
+                expected += 1  # never arrives, so the group stays incomplete
         self.expected_text, self.pending = guarded_text(expected), None
 
     def start(self) -> None:
-        """At the first thing of the group that happens in this backward, which may have begun in another graph."""
+        """Start the count at the group's first event in this graph, either a hook or a gradient.
+
+        Does nothing later. The hook may run in an earlier graph of the backward.
+        """
         if self.pending is None:
             self.pending = int(self.expected_text)
 
     def arrive(self) -> bool:
-        """Count a gradient; whether the group is complete with it."""
+        """Count a gradient; return whether it completes the group."""
         self.start()
         assert self.pending is not None
         self.pending -= 1

@@ -1,4 +1,4 @@
-"""In which dtype unsharded gradients are accumulated, and what becomes of gradients in another one."""
+"""Dtypes in which compiled and eager backwards accumulate unsharded gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from compile_fsdp.torch_compat.fsdp import HAS_GRAD_DTYPES, FSDPParam, FSDPParam
 
 @at_run_time
 def describe_partial_output(group: FSDPParamGroup, params: Sequence[FSDPParam]) -> None:
-    """Say whose gradients are in the output that awaits its all-reduce; eager FSDP2 asks since 2.15. (2.15.0)"""
+    """Set the layout of the partial reduce output, which eager FSDP2 reads since 2.15. (2.15.0)"""
     if not HAS_GRAD_DTYPES:
         return
     layout: dict[FSDPParam, tuple[int, int]] = group._partial_reduce_output_layout  # type: ignore[attr-defined]
@@ -25,9 +25,10 @@ def describe_partial_output(group: FSDPParamGroup, params: Sequence[FSDPParam]) 
 
 @at_run_time
 def free_gradient_dtypes(group: FSDPParamGroup) -> None:
-    """Let a compiled backward accumulate gradients in the dtype it computes them in; fixed since 2.15. (2.15.0)
+    """Let a compiled backward accumulate gradients in the dtype it computes them in. (2.15.0)
 
-    Gradients of earlier microbatches in another dtype are kept apart: a graph takes no parameter that has one.
+    Since 2.15, eager FSDP2 fixes the dtype. A gradient of earlier microbatches that is not in the parameter's dtype is
+    kept separately, because a graph accepts no parameter with such a gradient.
     """
     for param in _with_gradient_dtype(group):
         unsharded, earlier = param._unsharded_param, None
@@ -39,7 +40,7 @@ def free_gradient_dtypes(group: FSDPParamGroup) -> None:
 
 @at_run_time
 def fix_gradient_dtypes(group: FSDPParamGroup) -> None:
-    """Leave unsharded gradients as eager FSDP2 accumulates them since 2.15. (2.15.0)"""
+    """Return unsharded gradients to the dtype in which eager FSDP2 accumulates since 2.15. (2.15.0)"""
     for param in _with_gradient_dtype(group):
         unsharded, dtype = param._unsharded_param, param.unsharded_grad_dtype  # type: ignore[attr-defined]
         earlier, grad = accumulated_gradient(param), unsharded.grad

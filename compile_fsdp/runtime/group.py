@@ -1,10 +1,10 @@
-"""One parameter group of FSDP2: how traced code gathers and frees it, and in which state it is.
+"""Traced counterpart of an FSDP2 parameter group: unshard, reshard and sharded state.
 
 [Note: Traced and eager branch share the state]
 Every tensor and every state below belongs to torch's own FSDPParamGroup and FSDPParam: the sharded parameter,
 its padded local data, the unsharded parameter and the group's ShardedState. A traced step leaves them as an
-eager step would, so that the next step may run either way. What this project adds to them lives only between the
-start and the end of one backward.
+eager step would, so that the next step may run either way. State that this project adds to them lives only between
+the start and the end of one backward.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from compile_fsdp.torch_compat.fsdp import (
 
 
 class GroupConstants:
-    """What graphs depend on and no step changes.
+    """Constants that graphs depend on and that no step changes.
 
     Attributes:
-        shard_count: Ranks that the parameters are sharded over.
-        gather_group: Name of their process group in graphs; empty for no collective.
-        post_forward_count: Ranks of the smaller mesh, with `reshard_after_forward=<int>`.
-        post_forward_group: Name of their process group in graphs.
-        gather_name: Of the all-gather in a profile, as eager FSDP2 names it.
-        reduce_name: Of the reduce-scatter in a profile.
-        is_extended: Whether a parameter decides itself what is gathered (fsdp_pre_all_gather).
-        text: All numbers above and those of the parameters. See [Note: Numbers that stay numbers].
+        shard_count: Number of ranks that the parameters are sharded over.
+        gather_group: Name of the process group of these ranks in graphs; empty if there is no collective.
+        post_forward_count: Number of ranks of the smaller mesh, with `reshard_after_forward=<int>`; else 1.
+        post_forward_group: Name of the process group of the smaller mesh in graphs; empty without one.
+        gather_name: Name of the all-gather in a profile, equal to eager FSDP2's name.
+        reduce_name: Name of the reduce-scatter in a profile, equal to eager FSDP2's name.
+        is_extended: Whether a parameter has an all-gather extension (fsdp_pre_all_gather).
+        text: Rank counts and process groups above, and all `ParamPlan`s. See [Note: Numbers that stay numbers].
     """
 
     def __init__(self) -> None:
@@ -69,18 +69,18 @@ class TraceableGroup:
     """The traced counterpart of one FSDPParamGroup.
 
     Attributes:
-        fsdp_group: torch's group, which has the state.
+        fsdp_group: torch's group, which holds the state.
         state: torch's state of the module, or modules, that the group belongs to.
-        known: See [Note: States that Dynamo guards].
+        known: States to compare with. See [Note: States that Dynamo guards].
         params: The group's parameters.
-        constants: What graphs depend on and no step changes.
-        post_forward_rank: (1,) int64, this rank in the smaller mesh; None without one.
-        modules: What the modules hold.
-        launched: An all-gather that was launched ahead of its use.
-        is_ahead: Whether eager code has unsharded the group ahead of a use that is still to come.
+        constants: Constants that graphs depend on.
+        post_forward_rank: (1,) int64, this rank in the smaller mesh; None without a smaller mesh.
+        modules: The parameters that the group's modules hold.
+        launched: All-gather launched ahead of its use; None if none is in flight.
+        is_ahead: Whether eager code unsharded the group ahead of a use that is still to come.
         backward_prefetch: When a backward gathers the groups that it needs next; None for no prefetch.
-        forwards: The forwards through the group.
-        backward: What the present backward needs; a new one for each.
+        forwards: Forwards through the group.
+        backward: State of the present backward; replaced when the next backward begins.
         ticket: (1,) int64, by which `hand_over` finds the group.
     """
 
@@ -100,18 +100,18 @@ class TraceableGroup:
         self.backward = GroupBackward()
         self.ticket = issue_ticket(self)
 
-    # Setting up, before anything is traced
+    # Setup, before anything is traced
 
     @at_run_time
     def prepare(self) -> None:
-        """Create the unsharded parameters, empty, and the constants that tracing needs."""
+        """Create the empty unsharded parameters, and the constants that tracing needs."""
         fsdp_group, constants = self.fsdp_group, self.constants
         if isinstance(fsdp_group.mesh_info, FSDPMeshInfo):
             process_group = fsdp_group.mesh_info.shard_process_group
             constants.shard_count, constants.gather_group = process_group.size(), name_in_graphs(process_group)
         for each in filter(None, process_groups(fsdp_group)):
-            name_in_graphs(each)  # here, so that names do not depend on what is traced first
-        # Created under inference_mode they would be inference tensors, and training would never work again.
+            name_in_graphs(each)  # here, so that names do not depend on the order of tracing
+        # Without this, parameters created under inference_mode would be inference tensors, which cannot be trained.
         with torch.inference_mode(False), torch.no_grad():
             for param in self.params:
                 param.prepare(constants.shard_count, fsdp_group.device)
@@ -120,7 +120,7 @@ class TraceableGroup:
         for param in self.params:
             for tensor in (param.unsharded_param, *param.filled):
                 set_owner(tensor, self)
-            # A weak reference: the garbage collector does not see that a tensor in C++ holds its hooks.
+            # A weak reference, because the garbage collector does not see hooks that a tensor holds in C++.
             param.watch_gradient(partial(gradient_accumulated, weakref.ref(self)))
         constants.is_extended = any(param.extended for param in self.params)
         routes = (
@@ -144,19 +144,19 @@ class TraceableGroup:
 
     @at_run_time
     def fqn(self, unsharded_param: torch.Tensor) -> str:
-        """The fully qualified name of one of the group's unsharded parameters, or of the one that a part belongs to."""
+        """Return the FQN of the parameter that owns this unsharded parameter or part."""
         return str(self.param_of(unsharded_param).fsdp_param._param_fqn)
 
     @at_run_time
     def param_of(self, tensor: torch.Tensor) -> TraceableParam:
-        """The parameter to which one of the group's unsharded parameters, or a part of one, belongs."""
+        """Return the group's parameter that owns this unsharded parameter or part."""
         return next(
             param for param in self.params if any(tensor is each for each in (param.unsharded_param, *param.filled))
         )
 
     @at_run_time
     def adopt_parts(self) -> None:
-        """Before a graph runs: take over what eager code has gathered of parameters that are tensor subclasses."""
+        """Take over the parts of tensor subclasses that eager code gathered, before a graph runs."""
         for param in self.params:
             if param.parts is not None:
                 param.parts.adopt(self.is_unsharded)
@@ -178,14 +178,14 @@ class TraceableGroup:
 
     @at_run_time
     def follow_trainable(self) -> None:
-        """Let unsharded parameters need a gradient as the sharded ones do."""
+        """Copy `requires_grad` from the sharded to the unsharded parameters."""
         for param in self.params:
             param.follow_trainable()
 
     # Unshard
 
     def launch(self) -> None:
-        """Send the shards ahead of their use; nothing if they are on their way or already there."""
+        """Launch the all-gather, unless it is in flight or the group is unsharded."""
         if self.launched is not None or self.is_unsharded:
             return
         plan = self._gather_plan()
@@ -254,29 +254,29 @@ class TraceableGroup:
         return values
 
     def _filled(self) -> list[torch.Tensor]:
-        """What a gather fills. For Dynamo a short way where no parameter has parts."""
+        """Return the tensors that a gather fills, by a short path for Dynamo if there are no extensions."""
         if not self.constants.is_extended:
             return [param.unsharded_param for param in self.params]
         return [each for param in self.params for each in param.filled]
 
     @at_run_time
     def unshard_now(self) -> None:
-        """Gather for a backward graph that reads the parameters and does not gather them itself."""
+        """Gather for a backward graph that reads the parameters but does not gather them."""
         self.fsdp_group.unshard()
         self.fsdp_group.wait_for_unshard()
         self.adopt_parts()
 
     @property
     def is_filled(self) -> bool:
-        """Whether the unsharded parameters have their memory, whatever the states say."""
+        """Whether the unsharded parameters have memory, regardless of the states."""
         return all(param.is_filled for param in self.params)
 
     @at_run_time
     def resume_unsharded(self) -> None:
-        """Enter the state in which a forward has left the storages, that the states do not know of.
+        """Enter UNSHARDED without a gather if a forward left the storages filled but the states sharded.
 
-        Whatever has freed them since, another forward for example, has made them sharded. The modules hold the sharded
-        parameters, as after every forward that ends so, and the parameters' states say so; they stay as they are until
+        If the storages are freed, for example by a later forward, the group stays sharded. The modules hold the sharded
+        parameters and the parameters' states are SHARDED, as after every forward that ends sharded. Both stay so until
         the group is sharded again, so that Dynamo neither guards nor writes them for each backward.
         """
         if not self.is_unsharded and self.is_filled:
@@ -286,7 +286,7 @@ class TraceableGroup:
     # Reshard
 
     def reshard(self) -> None:
-        """Free the unsharded parameters."""
+        """Free the unsharded parameters, or the shards of the smaller mesh."""
         if self.fsdp_group._sharded_state is self.known.sharded:
             return
         if self.is_post_forward:
@@ -300,7 +300,7 @@ class TraceableGroup:
         free(self._filled(), self._gather_plan().storage_bytes)
 
     def reshard_after_forward(self) -> None:
-        """Free the unsharded parameters as far as the group's setting has it, and register what is left."""
+        """Apply the group's `reshard_after_forward`, and register the parameters that it leaves."""
         mesh_info = self.fsdp_group.post_forward_mesh_info
         if mesh_info is self.fsdp_group.mesh_info:
             self.reshard()
@@ -320,14 +320,14 @@ class TraceableGroup:
 
     @at_run_time
     def receive(self, reduced: Sequence[torch.Tensor], params: Sequence[int]) -> None:
-        """Add gradients to the sharded parameters', as DTensors, and run the hooks on those.
+        """Add reduced gradients to the sharded parameters' DTensor gradients, and run the gradient hooks.
 
         Args:
-            reduced: For each parameter, (numel of its padded shard,), in the dtype of the parameter's gradient.
+            reduced: For each parameter, (padded shard numel,), in the dtype of the parameter's gradient.
             params: Positions of the parameters.
         """
         if params:
-            await_post_reduce(self.fsdp_group)  # eager code of the same backward may still add to the gradients
+            await_post_reduce(self.fsdp_group)  # eager code of this backward may still add to the gradients
             forget_post_backward(self.fsdp_group)
         for index, flat in zip(params, reduced, strict=True):
             param = self.params[index].fsdp_param
@@ -343,17 +343,17 @@ class TraceableGroup:
 
     @at_run_time
     def end_backward(self) -> None:
-        """Forget the backward, also one that failed: the next one begins anew."""
+        """Discard the state of a finished or failed backward."""
         self.backward = GroupBackward()
         self.modules.forget()
         self.launched = None
 
     @at_run_time
     def reset(self) -> None:
-        """Shard the group wherever an exception has left it, and drop the gradients of the interrupted step.
+        """Shard the group after an exception, and drop the gradients of the interrupted step.
 
-        An interrupted graph has changed storages, but none of the states; an interrupted eager backward has left
-        gradients that the next one would add to.
+        An interrupted graph changes storages but no states. An interrupted eager backward leaves gradients, to which
+        the next backward would add.
         """
         self.end_backward()
         self.forwards.calls.clear()
@@ -365,7 +365,7 @@ class TraceableGroup:
 
 @eval_at_trace_time_guarded
 def _plan_gather(group: TraceableGroup, text: str, state: ShardedState) -> GatherPlan:
-    # `text` is there for Dynamo to guard. See [Note: Numbers that stay numbers].
+    # `text` is an argument so that Dynamo guards it. See [Note: Numbers that stay numbers].
     params, constants = group.params, group.constants
     storage_bytes = [each for param in params for each in param.plan.storage_bytes]
     if state is KNOWN.post_forward:

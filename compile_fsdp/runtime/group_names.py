@@ -1,8 +1,8 @@
-"""What graphs call process groups.
+"""Names of process groups in graphs.
 
-torch names a process group by how many were created before it. In a graph that number would be part of the code, and of
-the keys of the caches: with one more group in front of the model's, nothing that is cached would be found, and ranks
-whose groups were created at different times would compile different graphs.
+torch names a process group by the number of groups created before it. In a graph, this number would be part of the code
+and of the cache keys. If a program created one more group before the model's groups, no cache entry would match. Ranks
+with different numbers of earlier groups would compile different graphs.
 """
 
 from __future__ import annotations
@@ -17,6 +17,6 @@ from compile_fsdp.torch_compat.distributed import add_group_name
 
 @at_run_time
 def name_in_graphs(group: ProcessGroup) -> str:
-    """A name of the process group, by how many others sharded models of this process have used before it."""
+    """Return the group's name in graphs, numbered in the order of first use in this process."""
     names = (f"compile_fsdp:{number}" for number in itertools.count())
     return next(name for name in names if add_group_name(group, name))

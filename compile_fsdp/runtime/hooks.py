@@ -1,14 +1,14 @@
-"""The forward hooks of sharded modules: torch's own in eager mode, their traced counterpart under Dynamo.
+"""Forward hooks of sharded modules: torch's own in eager mode, traced counterparts under Dynamo.
 
 [Note: Where the root is traced]
-torch.compile starts tracing below `Module.__call__`, so that a compiled module's own hooks would become graphs
-of their own. `TraceableModule._call_impl` is the frame that is compiled instead: hooks and forward of the root
-are then inlined into one graph, as those of every other module are.
+torch.compile starts tracing below `Module.__call__`, so that a compiled module's own hooks would become separate
+graphs. `TraceableModule._call_impl` is the frame that is compiled instead. Dynamo then inlines the root's hooks and
+forward into one graph, as it inlines the hooks and forwards of the modules below.
 
 [Note: Code of its own for every module]
-Dynamo counts what it compiles by code object, and stops at the recompile limit, 8 by default. Roots that shared the
-code of `_call_impl` could not be compiled from the ninth model on. Behind a graph break, hooks are frames that Dynamo
-compiles on their own as well, each for its module.
+Dynamo counts compilations by code object, and stops at the recompile limit, 8 by default. If roots shared the code
+object of `_call_impl`, Dynamo could not compile the ninth model. Behind a graph break, Dynamo also compiles each
+module's hooks as separate frames, so each hook has a separate code object, too.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from compile_fsdp.torch_compat.fsdp import FSDPState, param_groups
 
 
 class StateHooks:
-    """What one call of `fully_shard` does around the forward of its module, or of its several modules.
+    """Hooks around the forward of the module, or modules, of one `fully_shard` call.
 
     Attributes:
-        state: torch's state of its module, or modules.
-        groups: Its parameter groups; more than one if `shard_placement_fn` returns several meshes.
-        members: The hooks of each of its modules.
-        root: What the root has that its module is below.
+        state: torch's state of the module or modules.
+        groups: The state's parameter groups; more than one if `shard_placement_fn` returns several meshes.
+        members: Hooks of each module.
+        root: Data of the root that the modules belong to.
     """
 
     def __init__(self, state: FSDPState) -> None:
@@ -66,16 +66,16 @@ class StateHooks:
         return self.state._modules[0]
 
     def before_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Gather, and cast the inputs."""
+        """Gather the parameters and cast the inputs."""
         context = self.state._state_ctx
         if context.iter_forward_root is None:
             context.iter_forward_root = self.state
             self.root.is_traced = True
             self.root.is_ordered = False
-            # For the whole forward, since the user's hooks are to be traced with the backward as well. Otherwise
-            # Dynamo would trace a tensor's hook on the spot, and forget what ours have done so far.
+            # For the whole forward, because the user's hooks must be traced with the backward, too. Otherwise Dynamo
+            # would trace a tensor's hook immediately, and forget the earlier effects of our hooks.
             defer_hook_bodies()
-            if self.state._device.type != "cpu":  # where eager FSDP2 moves the root's inputs, too
+            if self.state._device.type != "cpu":  # eager FSDP2, too, moves the root's inputs
                 device = self.state._device
                 args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
         is_first = True
@@ -100,7 +100,7 @@ class StateHooks:
         if torch.is_grad_enabled() and any([group.is_frozen for group in self.groups]):
             self._watch_inputs((args, kwargs))
         ahead = self.state._states_to_forward_prefetch
-        if is_first and ahead and not is_deep_in_regions():  # there the passes alone decide when a gather is sent
+        if is_first and ahead and not is_deep_in_regions():  # in nested regions only the passes prefetch
             for state in ahead:
                 for group in hooks_of(state).groups:
                     group.launch()
@@ -113,12 +113,12 @@ class StateHooks:
         if context.iter_forward_root is self.state:
             for hooks in self.root.shared:
                 if any([member.is_awaited for member in hooks.members]):
-                    # The forward ran but some modules of a group.
+                    # The forward ran only some modules of the state.
                     output = hooks.complete(output)
             if _prefetches(self):
                 for hooks in self.root.all_hooks:
                     for group in hooks.groups:
-                        group.launched = None  # of a module that was prefetched and did not run
+                        group.launched = None  # the module was prefetched but did not run
             context.iter_forward_root = None
             self.root.is_traced = False
             restore_hook_bodies()
@@ -144,7 +144,7 @@ class StateHooks:
 
     @at_run_time
     def reset(self) -> None:
-        """Forget a step that was interrupted."""
+        """Discard the state of an interrupted step."""
         for member in self.members:
             member.is_awaited = False
         for group in self.groups:
@@ -152,10 +152,12 @@ class StateHooks:
 
     @at_run_time
     def wait_for_prefetched(self, meets_graphs: bool) -> None:
-        """As the module runs eagerly: complete what it has sent ahead in a compiled forward, since a graph cannot.
+        """Complete the eager prefetches of this module in a partly compiled forward.
+
+        A graph cannot wait for the prefetch of a module that runs eagerly.
 
         Args:
-            meets_graphs: Whether Dynamo compiles what is called next, although the root may have run eagerly.
+            meets_graphs: Whether Dynamo compiles the next frames, although the root may run eagerly.
         """
         for group in self.groups:
             group.is_ahead = False
@@ -170,7 +172,7 @@ class StateHooks:
                     root.ahead.append(group)
 
     def _watch_inputs(self, inputs: Any) -> None:
-        # No gradient tells when the backward of frozen parameters is over; the inputs' gradients do.
+        # Frozen parameters get no gradient, so the inputs' gradients mark the end of their backward.
         tensors: list[torch.Tensor] = []
         find_tensors(inputs, tensors, [])
         for tensor in tensors:
@@ -180,7 +182,11 @@ class StateHooks:
                 restore_hook_bodies()
 
     def next_in_backward(self, previous: int, group: TraceableGroup) -> list[TraceableGroup]:
-        """What `group` gathers ahead: the user's list, else the module with a backward that ran before this one."""
+        """Return the groups that `group` gathers ahead in the backward.
+
+        These are the groups of the user's prefetch list, or else of module `previous` in `Root.all_hooks`: the last
+        module with a backward whose forward ended before this module's forward.
+        """
         if group is not self.groups[-1]:
             return []
         states = self.state._states_to_backward_prefetch
@@ -193,7 +199,7 @@ class StateHooks:
         return [each for hooks in ahead for each in reversed(hooks.groups)]
 
     def _watched_outputs(self, output: Any) -> list[torch.Tensor]:
-        """Those whose gradients start the backward of the module."""
+        """Return the output tensors whose gradients start the module's backward."""
         tensors: list[torch.Tensor] = []
         unknown: list[str] = []
         if not torch.is_grad_enabled() or not self.groups:
@@ -201,19 +207,19 @@ class StateHooks:
         find_tensors(output, tensors, unknown)
         tensors = [tensor for tensor in tensors if tensor.requires_grad]
         if unknown and not tensors:
-            # Beside tensors such an object is harmless, a key-value cache for example.
+            # An object of unknown type, such as a key-value cache, is harmless beside these tensors.
             checks.refuse_output(self, tuple(unknown))
         return tensors
 
 
 class ModuleHooks:
-    """Pre- and post-forward hook of one module, in the place of torch's own two.
+    """Pre- and post-forward hook of one module, in place of torch's two hooks.
 
     Attributes:
-        hooks: What the modules of one `fully_shard` share.
+        hooks: Hooks that the modules of one `fully_shard` call share.
         module: The module.
-        is_awaited: Whether the module has still to run in the present forward of all modules of its state; always
-            False for one alone.
+        is_awaited: Whether the module has still to run in the present forward of its state's modules; always False
+            if the state has a single module.
         eager_pre_forward: torch's own pre-forward hook.
         eager_post_forward: torch's own post-forward hook.
     """
@@ -227,7 +233,7 @@ class ModuleHooks:
 
     @at_run_time
     def install(self) -> None:
-        """Take torch's hooks' places in the module's own dicts, so that their order among the user's hooks stays."""
+        """Replace torch's hooks in place, to keep their order among the user's hooks."""
         handle = self.hooks.state._pre_forward_hook_handle
         handles = getattr(handle, "handles", (handle, self.hooks.state._post_forward_hook_handle))
         ids = {each.id for each in handles}
@@ -237,31 +243,32 @@ class ModuleHooks:
         before[pre_id], after[post_id] = with_own_code(_pre_forward), with_own_code(_post_forward)
         params = (param for group in self.hooks.groups for param in group.params)
         if any(is_extended(param.fsdp_param) for param in params):
-            # Behind a graph break they are no frames to compile: a graph that returns a tensor subclass to the modules
-            # would be given a plain gradient for it.
+            # Keep Dynamo from compiling these frames behind a graph break, because a graph that returns a tensor
+            # subclass to the modules would get a plain gradient for the subclass.
             skip_code(before[pre_id].__code__)
             skip_code(after[post_id].__code__)
-        settle_hook_order(self.module)  # torch has moved its own to the front, and an outer function may be compiled
+        settle_hook_order(self.module)  # torch moved its hooks to the front, and a caller may be compiled
         set_module_hooks(self.module, self)
 
     def after_forward(self, output: Any) -> Any:
-        """What the post-forward hook of this module does; that of the last module of several ends the forward."""
+        """Run the module's post-forward hook; the last of several modules ends the forward."""
         if len(self.hooks.members) == 1:
             return self.hooks.after_forward(output)
         if self.is_awaited:
             self.is_awaited = False
-            # Nothing else ends a forward of this module alone, without the root's.
+            # If the module is called without the root, no later hook ends this forward.
             is_alone = self.hooks.state._state_ctx.iter_forward_root is self.hooks.state
             if is_alone or not any([member.is_awaited for member in self.hooks.members]):
                 return self.hooks.after_forward(output)
         return self.hooks.cast_output(output)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # Dynamo would compile the frames of what it calls.
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # Dynamo would compile the frames that it calls.
 def settle_hook_order(model: nn.Module) -> None:
-    """Register the forward hooks of all modules in the order in which they run; for Dynamo before 2.12. (2.11.0)
+    """Reinsert all modules' forward hooks in the order in which they run. (2.11.0)
 
-    It looks a hook up at the place at which it was registered, and finds another one where `prepend=True` has moved it.
+    Dynamo before 2.12 looks a hook up by its position of registration. If `prepend=True` moved the hook, Dynamo finds
+    the wrong hook there.
     """
     if torch.__version__ >= "2.12":
         return
@@ -272,8 +279,8 @@ def settle_hook_order(model: nn.Module) -> None:
             hooks.update(in_order)
 
 
-# The hooks themselves. They take their object from the module, since Dynamo checks before every step each object by the
-# path on which it has come to it; that through a hook is a long one.
+# The hooks take their object from the module, because Dynamo guards each object along the path that leads to it, and
+# the guard path through the hook would be long.
 
 
 def _pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -286,8 +293,8 @@ def _pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
     inputs = member.eager_pre_forward(module, args, kwargs)
     member.hooks.wait_for_prefetched(compiles_frames())
     if current_backward() is not None:
-        # A checkpoint runs the module again. torch leaves a frozen one unsharded that runs behind what it has taken for
-        # the module's backward: a change of its parameters would be lost.
+        # A checkpoint reruns the module. If the module is frozen and reruns after torch considers its backward
+        # finished, torch leaves it unsharded, and a change of its parameters would be lost.
         await_end_of_backward(member.hooks.state)
     return inputs
 
@@ -302,10 +309,10 @@ def _post_forward(module: nn.Module, args: Any, output: Any) -> Any:
 
 @at_run_time
 def with_own_code(function: Any) -> Any:
-    """See [Note: Code of its own for every module]."""
-    # A copy with the same name would be equal, and so the same to Dynamo's tables.
+    """Copy a function with its code object. See [Note: Code of its own for every module]."""
+    # A new name, because Dynamo's tables would not tell equal code objects apart.
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(_copies)}")
-    # Globals of its own, too: Dynamo puts results of ours there, and never takes them away.
+    # Copied globals, because Dynamo stores results of our functions there and never removes them.
     return FunctionType(code, dict(function.__globals__), function.__name__, closure=function.__closure__)
 
 
@@ -321,7 +328,7 @@ def _pre_backward(hooks: StateHooks, previous: int, is_whole: bool, grad: torch.
     for group in hooks.groups:
         group.backward.begin(group, hooks.next_in_backward(previous, group))
         if not is_whole:
-            # A checkpoint may run the forward again, as eager code that looks into the modules.
+            # A checkpoint may rerun the forward as eager code, which reads the modules' parameters.
             group.modules.register_unsharded(group)
     return grad
 
@@ -332,12 +339,12 @@ def _after_backward(hooks: StateHooks, grad: torch.Tensor) -> torch.Tensor:
     return grad
 
 
-# What Dynamo calls while it traces.
+# Functions that Dynamo calls while it traces.
 
 
 @eval_at_trace_time_guarded
 def _enter(hooks: StateHooks) -> None:
-    """Initialise the FSDP2 state and refuse what cannot be compiled, before the graph gets any op."""
+    """Initialise the FSDP2 state and refuse unsupported models, before the graph gets any op."""
     _initialise(hooks)
     _prepare_groups((hooks, *map(hooks_of, hooks.state._states_to_forward_prefetch)))
     trace_record.enter(hooks)
@@ -353,7 +360,7 @@ def _initialise(hooks: StateHooks) -> None:
         state._lazy_init()
     except (RuntimeError, ValueError) as error:
         raise passing_dynamo(error) from None
-    root_state = next(each for each in state._state_ctx.all_states if each._is_root)  # it may run in eager mode
+    root_state = next(each for each in state._state_ctx.all_states if each._is_root)  # the root may run eagerly
     hooks_of(root_state).root.adopt()
 
 
@@ -367,10 +374,10 @@ def _prepare_groups(modules: Iterable[StateHooks]) -> None:
 
 @at_run_time
 def prepare_model(root: StateHooks) -> frozenset[str]:
-    """Bring a model to where the trace of a first forward brings it.
+    """Initialise and prepare a model as the trace of a first forward does.
 
     Returns:
-        The names in graphs of the process groups that its parameters are gathered in.
+        The names in graphs of the process groups that gather its parameters.
     """
     _initialise(root)
     _prepare_groups(root.root.all_hooks)
@@ -380,16 +387,17 @@ def prepare_model(root: StateHooks) -> frozenset[str]:
 
 @eval_at_trace_time_guarded
 def _prefetches(hooks: StateHooks) -> bool:
-    """Whether some module of the model gathers others ahead in the forward; each guards its own list."""
+    """Return whether any module of the model prefetches in the forward; each module guards its own list."""
     return any(state._states_to_forward_prefetch for state in hooks.state._state_ctx.all_states)
 
 
 @eval_at_trace_time_guarded
 def _leave(hooks: StateHooks, has_backward: bool) -> tuple[int, bool]:
-    """Which of the root's modules ended its forward before, in this trace; and whether this forward is all in it.
+    """Return which module ended its forward before, and whether this forward began in this trace.
 
-    The first is the position in `Root.all_hooks` of the last module with a backward, or -1 for none, or another
-    root's. It is no object: Dynamo never forgets a result, and the model would live as long as the process.
+    The module is the last with a backward in this trace, as its position in `Root.all_hooks`. The position is -1 if
+    there is no such module, or if it belongs to a different root. It is not an object, because Dynamo never forgets a
+    result: the model would live as long as the process.
     """
     previous, is_whole = trace_record.leave(hooks, has_backward)
     all_hooks = hooks.root.all_hooks

@@ -1,4 +1,4 @@
-"""The class that a sharded module gets, so that its own hooks are compiled together with its forward."""
+"""Class of sharded modules, which compiles a module's own hooks together with its forward."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class TraceableModule:
 
     @at_run_time
     def reset_iter_state(self) -> None:
-        """torch's own, for the root after an exception; also frees what a compiled graph has left unsharded."""
+        """Reset torch's state of the root after an exception, and free what a graph left unsharded."""
         state = fsdp_state(self)  # type: ignore[arg-type]
         assert state is not None
         reset_iter_state(state)
@@ -82,15 +82,18 @@ class TraceableModule:
 
 @at_run_time
 def _replay_of(module: Any) -> Replay | None:
-    """What runs the model's steps again; None where Dynamo would compile what that does, or none may."""
+    """Return the object that replays the model's steps; None if the model has none or it must not run.
+
+    It must not run if Dynamo would compile its frames, or under the stance "force_eager".
+    """
     is_compiled = module._compiled_call_impl is not None and not compiles_frames() and not is_forced_eager()
     return _root_of(module).replay if is_compiled else None
 
 
 @at_run_time
 def _replay(kwargs: dict[str, Any]) -> tuple[Replay | None, dict[str, Any]]:
-    """What runs the steps of a compiled model again, and the arguments of torch.compile with which it is traced."""
-    from compile_fsdp.replay.model import start_replay  # behind torch.compile: eager models do not need it
+    """Return the object that replays a compiled model's steps, and the torch.compile arguments to trace it."""
+    from compile_fsdp.replay.model import start_replay  # imported here, because eager models do not need it
 
     return start_replay(kwargs)
 
@@ -104,10 +107,10 @@ def _root_of(module: Any) -> Root:
 
 @at_run_time
 def _prepare_call(module: Any) -> bool:
-    """Before the outermost call: make ready what a trace reads.
+    """Prepare the objects that a trace reads, before the outermost call.
 
     Returns:
-        Whether garbage collection is paused, since this call compiles if any does.
+        Whether this call paused garbage collection. Only the first call does, because it compiles.
     """
     _take_own_code(module)
     root = _root_of(module)
@@ -120,11 +123,11 @@ def _prepare_call(module: Any) -> bool:
 
 @at_run_time
 def _complete_unshard(module: Any, is_outermost: bool) -> None:
-    """Wait for what the user has gathered by unshard(async_op=True), which a graph cannot."""
+    """Wait for the user's unshard(async_op=True), because a graph cannot."""
     state = fsdp_state(module)
     assert state is not None
     states = [state]
-    if is_outermost and state._is_root is None:  # torch has not looked for the others yet
+    if is_outermost and state._is_root is None:  # torch does not know the states below yet
         states = [each for each in map(fsdp_state, module.modules()) if each is not None]
     elif is_outermost:
         states = state._state_ctx.all_states
@@ -137,20 +140,20 @@ def _complete_unshard(module: Any, is_outermost: bool) -> None:
 def _end_trace(is_paused: bool) -> None:
     if is_paused:
         gc.enable()
-    restore_hook_bodies_now()  # where a trace has stopped before it did so itself
+    restore_hook_bodies_now()  # in case a trace stopped before it restored them
 
 
 @at_run_time
 def _take_own_code(module: Any) -> None:
-    # See [Note: Code of its own for every module]; of a root alone, or its parts would be called `self._call_impl`
-    # in graphs, and not by their names.
+    # See [Note: Code of its own for every module]. Only for a root, because graphs would call the parts of a submodule
+    # `self._call_impl` and not by their names.
     if "_call_impl" not in module.__dict__:
         module.__dict__["_call_impl"] = MethodType(with_own_code(TraceableModule._call_impl), module)
 
 
 @at_run_time
 def _name_module(error: Exception) -> None:
-    """Say in Dynamo's own error in which sharded module it stopped, and what to do if it read a sharded parameter."""
+    """Add the sharded module to Dynamo's error, and the remedy if it read a sharded parameter."""
     hooks = trace_record.abandon()
     if hooks is not None and error.args:
         where = describe(hooks.module, hooks.state)
@@ -158,13 +161,13 @@ def _name_module(error: Exception) -> None:
         error.args = (f"while compiling {where}:\n{remedy}{error.args[0]}", *error.args[1:])
 
 
-# Every traceable module that is alive, to tell whose parameters a graph reads.
+# All live traceable modules, to recognize parameters of sharded models in graphs.
 _installed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 @at_run_time
 def belongs_to_traceable(parameter: nn.Parameter) -> bool:
-    """Whether some traceable model holds the parameter, managed by FSDP2 or ignored."""
+    """Return whether a traceable module holds the parameter, managed by FSDP2 or ignored."""
     return any(parameter is own for module in _installed for own in module.parameters())
 
 
@@ -180,7 +183,7 @@ def is_traceable(module: nn.Module) -> bool:
 
 @at_run_time
 def install(module: nn.Module) -> None:
-    """Make one module that `fully_shard` was applied to traceable; nothing changes for its eager runs."""
+    """Make a module that `fully_shard` sharded traceable; its eager runs do not change."""
     state = fsdp_state(module)
     assert state is not None
     hooks = find_hooks(state) or StateHooks(state)

@@ -1,8 +1,9 @@
-"""What the modules of one parameter group hold: which parameters they see, and what is put back after a forward.
+"""Parameters that the modules of a group hold, in a step and after a forward.
 
 [Note: Parts of a group do not know it]
-`ModuleParams` and `GroupBackward` are parts of a `TraceableGroup`, and their methods get the group as an argument. With
-a reference to it, or to what it has, of their own, Dynamo would guard before each step that both are the same object.
+`ModuleParams` and `GroupBackward` are parts of a `TraceableGroup`, and their methods get the group as an argument. If
+they kept a reference to the group or to its attributes, Dynamo would guard before each step that both references lead
+to one object.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ if TYPE_CHECKING:
 
 
 class ModuleParams:
-    """The parameters that the modules of one group hold. See [Note: Parts of a group do not know it].
+    """Parameters that the modules of one group hold. See [Note: Parts of a group do not know it].
 
     Attributes:
-        is_tied: Whether several modules hold one of the parameters.
+        is_tied: Whether several modules share a parameter of the group.
         hold: Which parameters the modules hold now.
-        saved: By parameter, what its module held before this forward, which puts it back; empty at other times.
+        saved: The parameters that the modules held before this forward, until `restore` puts them back; else empty.
     """
 
     def __init__(self, params: Sequence[TraceableParam]) -> None:
@@ -36,11 +37,11 @@ class ModuleParams:
         self.saved: Sequence[nn.Parameter | None] = ()
 
     def save(self, group: TraceableGroup) -> None:
-        """Before a forward that ends sharded: remember what the modules hold, if it is what they are to hold after it.
+        """Remember the parameters that the modules hold, if they must hold them again after the forward.
 
-        For Dynamo a dict that gets back what it had has not changed. It neither writes it after each step, nor makes
-        the sharded parameters inputs of the graph, nor guards them. Here, not in the parameters, since Dynamo takes a
-        millisecond for each function that it goes into.
+        For Dynamo, a dict that gets its old values back is unchanged. Dynamo neither writes it after each step, nor
+        makes the sharded parameters graph inputs, nor guards them. This code is not a method of the parameters, because
+        Dynamo takes a millisecond to enter each function.
         """
         fsdp_group = group.fsdp_group
         ends_sharded = fsdp_group.post_forward_mesh_info is fsdp_group.mesh_info
@@ -51,7 +52,7 @@ class ModuleParams:
             self.hold = group.known.until_restored
 
     def restore(self, group: TraceableGroup) -> None:
-        """After a forward that ends sharded: put back what was saved, or else register the sharded parameters."""
+        """Put the saved parameters back after a forward, or else register the sharded parameters."""
         if self.hold is not group.known.until_restored:
             self.register_sharded(group)
             return
@@ -62,8 +63,8 @@ class ModuleParams:
         self.hold = group.known.by_state
 
     def register_unsharded(self, group: TraceableGroup) -> None:
-        """Let the modules hold what the graph computes with."""
-        if self.hold is not group.known.until_restored:  # else they are back in their state when anything looks
+        """Let the modules hold the tensors that the graph computes with."""
+        if self.hold is not group.known.until_restored:  # else `restore` undoes it before code outside reads the states
             self.sync_states(group)
             self.hold = group.known.by_state
         for param in group.params:
@@ -77,7 +78,7 @@ class ModuleParams:
             param.register_sharded()
 
     def register_left_unsharded(self, group: TraceableGroup) -> None:
-        """Let the modules hold what eager code finds after a forward that leaves the group unsharded."""
+        """Let the modules hold torch's unsharded parameters after a forward that does not reshard."""
         for param in group.params:
             param.register_left_unsharded()
 
@@ -88,20 +89,23 @@ class ModuleParams:
             param.register_post_forward()
 
     def keep_sharded(self, group: TraceableGroup) -> None:
-        """The group is unsharded for a backward in which nothing looks into the modules: they stay as they are."""
+        """Leave the sharded parameters in the modules while a backward unshards the group.
+
+        No code reads the modules in such a backward.
+        """
         self.hold = group.known.modules_sharded
 
     def register_resharded(self, group: TraceableGroup) -> None:
-        """A backward has sharded the group: let the modules hold the sharded parameters, if they do not already."""
+        """Let the modules hold the sharded parameters after a backward, if they do not yet."""
         if self.hold is not group.known.modules_sharded:
             self.register_sharded(group)
         self.hold = group.known.by_state
 
     def sync_states(self, group: TraceableGroup) -> None:
-        """Take the states of the parameters to that of their group.
+        """Set the parameters' states to the group's state.
 
-        They are for code outside of graphs. Dynamo takes milliseconds for each, so a backward that shards again what
-        it has unsharded leaves them alone.
+        Only code outside of graphs reads them. Dynamo takes milliseconds to write each state, so a backward that
+        unshards and reshards a group leaves them alone.
         """
         state = group.fsdp_group._sharded_state
         for param in group.params:
@@ -109,20 +113,24 @@ class ModuleParams:
 
     @at_run_time
     def show_unsharded(self, group: TraceableGroup) -> None:
-        """Behind a graph that has left the group unsharded: let eager code, and torch's final callback, find it so."""
+        """Register the unsharded parameters after a graph that leaves the group unsharded.
+
+        Eager code and torch's final callback read them.
+        """
         if self.hold is group.known.modules_sharded and group.fsdp_group._sharded_state is group.known.unsharded:
             self.register_unsharded(group)
 
     @at_run_time
     def forget(self) -> None:
-        """The step is over, or has failed."""
+        """Discard the state of a finished or failed step."""
         self.hold, self.saved = KNOWN.by_state, ()
 
 
 @eval_at_trace_time
 def _is_below_a_call() -> bool:
-    """Whether a sharded module is called outside of what is traced: it compares what needs a gradient before each step.
+    """Return whether a sharded module's call runs outside of the trace.
 
-    Otherwise graphs must read the sharded parameters for Dynamo to guard them: whether they need one may change.
+    Such a call copies `requires_grad` to the unsharded parameters before each step. Without it, graphs must read the
+    sharded parameters so that Dynamo guards their `requires_grad`, because it may change.
     """
     return outermost() is not None

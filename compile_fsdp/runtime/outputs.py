@@ -1,4 +1,4 @@
-"""Find and cast the tensors in what a module takes or returns, in code that Dynamo can trace."""
+"""Find and cast the tensors in a module's inputs and outputs, in code that Dynamo can trace."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 
 from compile_fsdp.torch_compat.dispatch import tree_map_only
 
-# What may stand in an output beside tensors and the containers below.
+# Types of output values that hide no tensors, beside the containers below.
 _PLAIN = (int, float, bool, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
 def find_tensors(output: Any, found: list[torch.Tensor], unknown: list[str]) -> None:
     """Collect the tensors of a nested output.
 
-    Goes into lists, tuples (named ones too), dicts and dataclasses, which is where eager FSDP2 looks as well.
+    Goes into lists, tuples (also named tuples), dicts and dataclasses, as eager FSDP2 does.
 
     Args:
-        output: What a module's forward returned.
-        found: Gets the tensors, in order of appearance.
-        unknown: Gets the type names of objects that may hide tensors.
+        output: Return value of a module's forward.
+        found: List that gets the tensors, in order of appearance.
+        unknown: List that gets the type names of objects that may hide tensors.
     """
     if output is None or isinstance(output, _PLAIN):
         return
@@ -41,7 +41,7 @@ def find_tensors(output: Any, found: list[torch.Tensor], unknown: list[str]) -> 
 
 
 def cast_floating(nested: Any, dtype: torch.dtype) -> Any:
-    """Nested values with their floating-point tensors cast to `dtype`."""
+    """Cast the floating-point tensors in nested values to `dtype`."""
     return tree_map_only(
         torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, nested
     )

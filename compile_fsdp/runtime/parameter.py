@@ -1,15 +1,15 @@
-"""One parameter of FSDP2 while it is traced: what it sends, what it is filled with, who holds it.
+"""Traced counterpart of an FSDP2 parameter: all-gather inputs, unsharded tensor, registration, gradient.
 
 [Note: One object for life]
 The unsharded parameter is created once, before the first traced use, with an empty storage. A traced step
 resizes that storage and copies the gathered value into it, so that the parameter is never an alias of a gather
-buffer at a graph boundary. The pass `remove_unshard_copies` takes both ops out again where a graph proves that nobody
-outside of it can see them.
+buffer at a graph boundary. The pass `remove_unshard_copies` removes both ops if the graph proves that no code outside
+of it can see their effect.
 
 [Note: Leaves are plain]
-The autograd leaf of a graph is always a plain tensor with a storage of its own. A parameter that is a DTensor
-(tensor parallelism) is put together from it inside the graph, by `DTensor.from_local`, whose backward brings the
-gradient to the parameter's own placements. No DTensor crosses a graph boundary. For other tensor subclasses see
+The autograd leaf of a graph is always a plain tensor with its own storage. If a parameter is a DTensor (tensor
+parallelism), `DTensor.from_local` builds it from the leaf inside the graph. The backward of `from_local` brings the
+gradient to the parameter's placements. No DTensor crosses a graph boundary. Other tensor subclasses follow
 [Note: Parts of a subclass].
 """
 
@@ -39,14 +39,14 @@ from compile_fsdp.torch_compat.fsdp import FSDPParam, ShardedState, data_paralle
 
 @dataclass(frozen=True, slots=True)
 class ParamPlan:
-    """The constants of one parameter: equal on every rank, since only padded sizes enter.
+    """Constants of one parameter, equal on every rank because shard sizes include the padding.
 
     Attributes:
-        size: Of the unsharded parameter; of its local part, for a DTensor.
-        shard_size: Of one rank's padded shard.
+        size: Size of the unsharded parameter; for a DTensor, of its local tensor.
+        shard_size: Size of a rank's padded shard.
         shard_dim: The sharded dim.
-        storage_bytes: By tensor that a gather fills, with its padding: the unsharded parameter, or its parts.
-        is_cast: Whether the shard is cast before it is sent.
+        storage_bytes: Bytes, with padding, of each tensor that a gather fills: the unsharded parameter, or its parts.
+        is_cast: Whether the shard is cast before the all-gather.
     """
 
     size: tuple[int, ...]
@@ -57,7 +57,7 @@ class ParamPlan:
 
     @property
     def shard_numel(self) -> int:
-        """Elements of the padded shard."""
+        """Number of elements of the padded shard."""
         return math.prod(self.shard_size)
 
 
@@ -65,19 +65,19 @@ class TraceableParam:
     """The traced counterpart of one FSDPParam.
 
     Attributes:
-        fsdp_param: torch's parameter, which has the tensors.
-        unsharded_param: The unsharded parameter that graphs read, plain. See [Note: Leaves are plain].
-        plan: Its constants.
+        fsdp_param: torch's parameter, which holds the tensors.
+        unsharded_param: Unsharded parameter that graphs read, a plain tensor. See [Note: Leaves are plain].
+        plan: Constants of the parameter.
         is_watched: Whether the hook on the unsharded parameter's gradient is registered.
-        wrap: Makes the DTensor that modules hold, where its mesh has the data-parallel dims as well; else None.
-        post_forward: Its shard of the smaller mesh that `reshard_after_forward=<int>` keeps; None without one.
-        parts: Of an unsharded parameter that is a tensor subclass. See [Note: Parts of a subclass].
-        extended: Whether the shard is a tensor subclass that decides itself what is gathered (fsdp_pre_all_gather).
-        pre_all_gather: That method of the subclass, as a function.
-        post_all_gather: Its counterpart behind the gather.
-        takes_all_arguments: Whether `pre_all_gather` takes five arguments, and not the mesh alone.
-        metadata: What `pre_all_gather` hands on to `post_all_gather`, while a gather is on its way.
-        gather_sizes: The sizes of what `pre_all_gather` returned, while a gather is on its way.
+        wrap: Builds the DTensor that modules hold, if its mesh includes the data-parallel dims; else None.
+        post_forward: Shard of the smaller mesh that `reshard_after_forward=<int>` keeps; None without a smaller mesh.
+        parts: Parts of an unsharded parameter that is a tensor subclass; else None. See [Note: Parts of a subclass].
+        extended: Whether the shard is a tensor subclass with an all-gather extension (fsdp_pre_all_gather).
+        pre_all_gather: The extension's `fsdp_pre_all_gather`, as a function; None without an extension.
+        post_all_gather: The extension's `fsdp_post_all_gather`, as a function; None without an extension.
+        takes_all_arguments: Whether `pre_all_gather` takes five arguments instead of only the mesh.
+        metadata: Value that `pre_all_gather` returned for `post_all_gather`; None if no gather is in flight.
+        gather_sizes: Sizes of the tensors that `pre_all_gather` returned; empty if no gather is in flight.
     """
 
     unsharded_param: nn.Parameter
@@ -96,17 +96,17 @@ class TraceableParam:
         self.metadata: Any = None
         self.gather_sizes: list[torch.Size] = []
 
-    # Setting up, before anything is traced
+    # Setup, before anything is traced
 
     @at_run_time
     def prepare(self, shard_count: int, device: torch.device) -> None:
-        """Create the unsharded parameter, empty, and the constants that tracing needs."""
+        """Create the empty unsharded parameter, and the constants that tracing needs."""
         param = self.fsdp_param
         self.extended = is_extended(param)
         if self.extended:
             check_shard(param)
             extension: Any = type(param._sharded_local_tensor)
-            # As plain functions Dynamo traces into them; a method of a tensor would become a node of the graph.
+            # Plain functions, because Dynamo traces into them but makes a tensor's method a graph node.
             self.pre_all_gather = extension.fsdp_pre_all_gather
             self.post_all_gather = extension.fsdp_post_all_gather
             self.takes_all_arguments = len(inspect.signature(self.pre_all_gather).parameters) == 6
@@ -119,7 +119,7 @@ class TraceableParam:
             self.unsharded_param = self._create_leaf(unsharded)
         for tensor in (unsharded, self.unsharded_param):
             tensor.requires_grad_(param.sharded_param.requires_grad)
-        # With torch.compile(dynamic=True) sizes of shards would become symbols, one with the batch's if they are equal.
+        # torch.compile(dynamic=True) would make shard sizes symbols, and unify them with an equal batch size.
         for shard in (param._sharded_param_data, param.sharded_param, local_tensor(param.sharded_param)):
             mark_static(shard)
         padded_bytes = param.padded_sharded_param_size.numel() * shard_count * self.unsharded_param.itemsize
@@ -143,7 +143,7 @@ class TraceableParam:
             numels, dtypes = [param._sharded_param_data.numel()], [param.param_dtype or param.orig_dtype]
         param.init_all_gather_outputs(numels, dtypes, shard_count, device)
         for output in param.all_gather_outputs if self.extended else []:
-            output.zero_()  # the extension computes with them
+            output.zero_()  # the extension computes with this output
         param.init_unsharded_param()
         check_unsharded(param)
         param.free_unsharded_param()
@@ -161,12 +161,12 @@ class TraceableParam:
             leaf = nn.Parameter(torch.empty(param._orig_size, dtype=unsharded.dtype, device=unsharded.device))
             free_storage(leaf.data)
             return leaf
-        # .detach() of an inner tensor: a leaf of its own on the same storage.
+        # For a DTensor, detach() gives a separate leaf on the storage of its local tensor.
         return nn.Parameter(local_tensor(unsharded).detach()) if param.is_dtensor else unsharded
 
     @at_run_time
     def prepare_post_forward(self, shard_count: int) -> None:
-        """Create the shard of the smaller mesh that `reshard_after_forward=<int>` keeps, empty."""
+        """Create the empty shard of the smaller mesh that `reshard_after_forward=<int>` keeps."""
         if self.post_forward is None:
             self.post_forward = PostForwardShard(
                 self.fsdp_param, self.unsharded_param, shard_count, self.plan.storage_bytes[0]
@@ -174,10 +174,10 @@ class TraceableParam:
 
     @at_run_time
     def watch_gradient(self, hook: Callable[[torch.Tensor], None]) -> None:
-        """Have `hook` called with the unsharded parameter once its gradient is accumulated, if it gets one.
+        """Register `hook` to run with the unsharded parameter after its gradient is accumulated.
 
-        Compiled autograd traces the hook where it accumulates the gradient. A plain hook would get the gradient
-        itself, but on 2.13 it breaks compiled autograd for a parameter without one.
+        Does nothing for a frozen parameter. Compiled autograd traces the hook where it accumulates the gradient. A
+        plain hook would get the gradient itself, but on 2.13 it breaks compiled autograd if there is no gradient.
         """
         if self.unsharded_param.requires_grad and not self.is_watched:
             self.is_watched = True
@@ -185,18 +185,18 @@ class TraceableParam:
 
     @property
     def is_filled(self) -> bool:
-        """Whether the unsharded parameter has its memory."""
+        """Whether the unsharded parameter has memory."""
         sizes = (tensor.untyped_storage().nbytes() for tensor in self.filled)
         return all(size >= full for size, full in zip(sizes, self.plan.storage_bytes, strict=True))
 
     @property
     def filled(self) -> list[torch.Tensor]:
-        """What a gather fills: the unsharded parameter, or its parts."""
+        """Tensors that a gather fills: the unsharded parameter, or its parts."""
         return [self.unsharded_param] if self.parts is None else self.parts.tensors
 
     @at_run_time
     def follow_trainable(self) -> None:
-        """Let the unsharded parameter need a gradient as the sharded one does now."""
+        """Copy `requires_grad` from the sharded to the unsharded parameter."""
         needs_grad = self.fsdp_param.sharded_param.requires_grad
         if hasattr(self, "unsharded_param") and self.unsharded_param.requires_grad != needs_grad:
             self.unsharded_param.requires_grad_(needs_grad)
@@ -204,7 +204,7 @@ class TraceableParam:
     # All-gather
 
     def gather_input(self, is_post_forward: bool) -> torch.Tensor:
-        """What this rank sends of a parameter that is not extended: 1-D, before it is moved and cast."""
+        """Return this rank's 1-D all-gather input without extension, before move and cast."""
         if is_post_forward:
             assert self.post_forward is not None
             return self.post_forward.data
@@ -212,19 +212,19 @@ class TraceableParam:
 
     @at_run_time
     def input(self) -> Input:
-        """What is made of the shards of all ranks."""
+        """Describe how all ranks' shards form the unsharded value."""
         plan, dtype = self.plan, self.unsharded_param.dtype
         kind = "rows" if plan.shard_dim == 0 else "columns"
         return Input(plan.shard_numel, dtype, plan.is_cast, kind, plan.size, plan.shard_size, plan.shard_dim)
 
     @at_run_time
     def post_forward_input(self) -> Input:
-        """What is made of the post-forward shards of all ranks of the smaller mesh."""
+        """Describe how the shards of the smaller mesh form the unsharded value."""
         assert self.post_forward is not None
         return Input(self.post_forward.data.numel(), self.unsharded_param.dtype, kind="flat", size=self.plan.size)
 
     def extended_inputs(self) -> list[torch.Tensor]:
-        """What an extension sends: 1-D tensors on the group's device."""
+        """Return the extension's all-gather inputs, 1-D tensors on the group's device."""
         param = self.fsdp_param
         assert self.pre_all_gather is not None
         shard: Any = param._sharded_local_tensor
@@ -239,7 +239,11 @@ class TraceableParam:
         return [each.reshape(-1) for each in inputs]
 
     def extended_values(self, gathered: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """What an extension makes of all ranks' inputs, each (ranks, numel of the input), to fill `filled` with."""
+        """Return the values to fill `filled` with, computed by the extension.
+
+        Args:
+            gathered: All ranks' inputs, each (ranks, numel of the input).
+        """
         assert self.post_all_gather is not None
         param = self.fsdp_param
         shard: Any = param._sharded_local_tensor
@@ -269,13 +273,13 @@ class TraceableParam:
 
     @at_run_time
     def reset(self) -> None:
-        """Free everything there may be, whatever the state says, and drop the gradient."""
+        """Free everything but the sharded parameter, regardless of the state, and drop the gradient."""
         param = self.fsdp_param
         set_accumulated_gradient(param, None)
         if (unsharded := getattr(param, "_unsharded_param", None)) is not None:
             unsharded.grad = None
         if not hasattr(self, "unsharded_param"):
-            return  # never traced: torch's own reset has freed it
+            return  # never traced: torch's own reset frees it
         if self.post_forward is not None:
             self.post_forward.free(param)
         for tensor in self.filled:
@@ -283,14 +287,14 @@ class TraceableParam:
         self.unsharded_param.grad = None
         self.register_sharded()
 
-    # What the modules hold
+    # Registration in the modules
 
     def register_sharded(self) -> None:
         """Register the sharded parameter."""
         self._register(self.fsdp_param.sharded_param)
 
     def register_unsharded(self) -> None:
-        """Register what the graph computes with."""
+        """Register the tensor that the graph computes with."""
         leaf: torch.Tensor = self.unsharded_param
         if self.parts is not None:
             leaf = self.parts.join(leaf, *self.parts.tensors)
@@ -315,7 +319,7 @@ class TraceableParam:
         )
 
     def register_left_unsharded(self) -> None:
-        """Register what eager code finds after a graph that leaves the parameter unsharded."""
+        """Register torch's unsharded parameter for eager code, after a graph that does not reshard."""
         if self.fsdp_param.is_dtensor or self.parts is not None:
             self._register(self.fsdp_param._unsharded_param)
 
@@ -333,10 +337,12 @@ class TraceableParam:
     # Gradients
 
     def take_gradient(self, dtype: torch.dtype | None) -> torch.Tensor | None:
-        """The unsharded gradient of this backward and of microbatches before it, plain; None if there is none.
+        """Take the unsharded gradient of this backward and of earlier microbatches.
 
         Args:
-            dtype: To which this backward's is cast; None for its own.
+            dtype: Dtype to cast this backward's gradient to; None to keep its dtype.
+        Returns:
+            The sum, a plain tensor; None if there is no gradient.
         """
         param = self.fsdp_param
         grad, self.unsharded_param.grad = self.unsharded_param.grad, None
@@ -355,7 +361,7 @@ class TraceableParam:
 
     @at_run_time
     def hand_back_gradient(self) -> None:
-        """Give a gradient that was not reduced to torch's unsharded parameter, if it is another than ours."""
+        """Move an unreduced gradient to torch's unsharded parameter, if that is not `unsharded_param`."""
         param = self.fsdp_param
         grad, unsharded = self.unsharded_param.grad, param._unsharded_param
         if unsharded is self.unsharded_param or grad is None:

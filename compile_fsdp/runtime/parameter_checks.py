@@ -1,4 +1,4 @@
-"""Refuse, before any collective, parameters and roots with which torch's own initialisation cannot go on."""
+"""Refuse parameters and roots that torch's initialisation cannot handle, before any collective."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from compile_fsdp.runtime.checks import class_name, describe
 from compile_fsdp.runtime.tracing import at_run_time
 from compile_fsdp.torch_compat.fsdp import FSDPParam, FSDPState, ShardedState, fsdp_state, param_groups
 
-# What the modules hold of one parameter group, by FQN: torch's own record of a parameter, and the tensor in its place.
+# Parameters of one group by FQN: torch's FSDPParam, and the tensor that the module holds in its place.
 _Held = Mapping[str, tuple[FSDPParam, torch.Tensor]]
 
 
 @at_run_time
 def check_parameters(module: nn.Module, state: FSDPState) -> None:
-    """Check what torch's own initialisation takes for granted, for a root and all modules below.
+    """Check the assumptions of torch's own initialisation, for a root and all modules below.
 
     Raises:
         ProcessGroupMissingError: no process group is initialised.
-        RootError: a module below has run without this root before.
-        ReplacedParameterError: a tensor that is not sharded has taken a parameter's place.
+        RootError: a module below ran without this root before.
+        ReplacedParameterError: a tensor that is not sharded replaces a parameter.
         ParameterDeviceError: a parameter is on meta, or not on the device of the mesh or of its offload policy.
         ParameterDtypeError: trainable parameters of a group differ in dtype.
     """

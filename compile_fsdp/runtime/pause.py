@@ -1,8 +1,8 @@
-"""No garbage collection while the compiler traces.
+"""Pause of garbage collection while the compiler traces.
 
 [Note: What a trace makes stays]
-A trace makes millions of objects that live as long as what is compiled, or until its end. Python's collector goes
-through all of them again and again and finds next to nothing: a sixth of a first step of 24 blocks (2026-11-24).
+A trace makes millions of objects that live until its end, or as long as the compiled code. Python's collector scans
+them repeatedly and finds almost no garbage. The scans took a sixth of a first step of 24 blocks (2026-11-24).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from compile_fsdp.runtime.tracing import at_run_time
 
 @at_run_time
 def pause_collection() -> bool:
-    """Keep the collector from running by itself; whether that is to be undone with `gc.enable()`."""
+    """Disable automatic collection; return whether it was enabled, so that `gc.enable()` must follow."""
     was_on = gc.isenabled()
     gc.disable()
     return was_on

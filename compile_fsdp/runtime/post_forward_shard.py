@@ -1,4 +1,4 @@
-"""What a rank keeps of a parameter between forward and backward, with `reshard_after_forward=<int>`."""
+"""Shard of a parameter between forward and backward, with `reshard_after_forward=<int>`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from compile_fsdp.torch_compat.fsdp import FSDPParam, free_storage
 
 
 class PostForwardShard:
-    """A rank's part of one parameter over the smaller mesh, between forward and backward.
+    """A rank's shard of one parameter over the smaller mesh, between forward and backward.
 
     Attributes:
-        padded_numel_text: Elements of the padded parameter. See [Note: Numbers that stay numbers].
-        bytes_text: Bytes of `data` while it has its memory, as text for the same reason.
-        data: (padded numel of the parameter / ranks of the smaller mesh,), without memory at other times.
-        parameter: A DTensor parameter on the memory of `data`, for the modules to hold.
+        padded_numel_text: Number of elements of the padded parameter. See [Note: Numbers that stay numbers].
+        bytes_text: Bytes of `data` while it has memory, also as text.
+        data: (padded numel of the parameter / ranks of the smaller mesh,); has memory only between `fill` and `free`.
+        parameter: DTensor parameter on the memory of `data`, for the modules to hold.
     """
 
     def __init__(
@@ -39,20 +39,20 @@ class PostForwardShard:
     def fill(
         self, fsdp_param: FSDPParam, unsharded_param: torch.Tensor, shard_count: int, rank: torch.Tensor
     ) -> None:
-        """Keep this rank's slice of the unsharded parameter."""
+        """Copy this rank's slice of the unsharded parameter into `data`."""
         if int(self.bytes_text) > 0:
             flat = unsharded_param.reshape(-1)
             missing = int(self.padded_numel_text) - flat.numel()
             if missing > 0:
                 flat = torch.cat([flat, flat.new_zeros(missing)])
             self.data.untyped_storage().resize_(int(self.bytes_text))
-            # The rank is an input, and not a number: graphs are equal on all ranks.
+            # The rank is a graph input and not a number, so that graphs are equal on all ranks.
             copy_(self.data, flat.view(shard_count, -1).index_select(0, rank).view(-1))
         fsdp_param._sharded_post_forward_param_data = self.data
         fsdp_param._sharded_post_forward_param = self.parameter
 
     def free(self, fsdp_param: FSDPParam) -> None:
-        """Drop the slice."""
+        """Free the slice."""
         if int(self.bytes_text) > 0:
             self.data.untyped_storage().resize_(0)
         fsdp_param._sharded_post_forward_param_data = None

@@ -1,4 +1,4 @@
-"""The reduction of one parameter group's gradients as ops of a graph."""
+"""Reduction of one parameter group's gradients as graph ops."""
 
 from __future__ import annotations
 
@@ -34,18 +34,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How gradients are averaged over the ranks, without overflow in the reduce dtype.
+    """Averaging of gradients over the ranks, without overflow in the reduce dtype.
+
+    Each factor or divisor is None if nothing is multiplied or divided there.
 
     Attributes:
-        shard_count: Ranks of the reduce-scatter; 1 for none.
-        scatter_group: Its process group's name.
-        scatter_op: Its operation, "avg" or "sum".
-        replica_group: Name of the process group of the all-reduce (HSDP, replicate); empty for none.
-        replica_op: Its operation.
-        pre_factor: Multiplied before the reduce-scatter, where eager FSDP2 lets the collective do it.
-        pre_divisor: Divided by before the reduce-scatter.
-        lone_divisor: Divided by in place of a reduce-scatter.
-        post_divisor: Divided by after everything.
+        shard_count: Number of ranks of the reduce-scatter; 1 if there is no reduce-scatter.
+        scatter_group: Name of the reduce-scatter's process group.
+        scatter_op: Operation of the reduce-scatter, "avg" or "sum".
+        replica_group: Name of the all-reduce's process group (HSDP, replicate); empty if there is no all-reduce.
+        replica_op: Operation of the all-reduce, "avg" or "sum".
+        pre_factor: Factor before the reduce-scatter, which eager FSDP2 leaves to the collective.
+        pre_divisor: Divisor before the reduce-scatter.
+        lone_divisor: Divisor in place of a reduce-scatter.
+        post_divisor: Divisor after all collectives.
     """
 
     shard_count: int
@@ -61,7 +63,7 @@ class Reduction:
 
 @at_run_time
 def process_groups(fsdp_group: FSDPParamGroup) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Where gradients are reduced and scattered, and where the shards are reduced over replicas."""
+    """Return the process groups of the reduce-scatter and of the all-reduce, None if it does not run."""
     scatter = fsdp_group._reduce_scatter_process_group if isinstance(fsdp_group.mesh_info, FSDPMeshInfo) else None
     replica = fsdp_group._all_reduce_process_group if isinstance(fsdp_group.mesh_info, DDPMeshInfo) else None
     return scatter, replica
@@ -69,7 +71,7 @@ def process_groups(fsdp_group: FSDPParamGroup) -> tuple[dist.ProcessGroup | None
 
 @at_run_time
 def plan_reduction(fsdp_group: FSDPParamGroup, dtype: torch.dtype) -> Reduction:
-    """The reduction of gradients of that dtype that eager FSDP2 chooses for the group's present settings."""
+    """Plan the reduction that eager FSDP2 chooses for `dtype` and the group's present settings."""
     scatter, replica = process_groups(fsdp_group)
     shard_count = 1 if scatter is None else scatter.size()
     factor = fsdp_group.gradient_divide_factor
@@ -78,7 +80,7 @@ def plan_reduction(fsdp_group: FSDPParamGroup, dtype: torch.dtype) -> Reduction:
     lone_divisor = factor if shard_count == 1 else None
     is_safe = dtype in (torch.float32, torch.bfloat16) and not fsdp_group.force_sum_reduction_for_comms
     if is_safe and factor is not None and factor != shard_count:
-        # Eager FSDP2 asks the collective itself to multiply, which NCCL alone can do.
+        # Eager FSDP2 lets the collective multiply, which only NCCL supports.
         pre_factor = 1 / factor if shard_count > 1 else None
         return Reduction(shard_count, scatter_name, replica_name, lone_divisor, pre_factor=pre_factor)
     pre, post, scatter_op, replica_op = gradient_divide_factors(
@@ -104,15 +106,15 @@ def _op_name(op: object) -> str:
 def reduce_gradients(
     group: TraceableGroup, arrived: list[int], grads: list[torch.Tensor]
 ) -> tuple[torch.Tensor, ...] | None:
-    """Reduce unsharded gradients as the group's settings have it.
+    """Reduce unsharded gradients according to the group's settings.
 
     Args:
-        group: Whose gradients they are.
-        arrived: Positions of the parameters that have one.
-        grads: By such a parameter, the unsharded gradient.
+        group: The group that the gradients belong to.
+        arrived: Positions of the parameters that have a gradient.
+        grads: Unsharded gradients, in the order of `arrived`.
     Returns:
-        By such a parameter, this rank's padded shard, flat, in the dtype of the parameter's gradient. None if the
-        all-reduce over the replicas is left to a later backward.
+        For each gradient, this rank's padded shard, flat, in the dtype of the parameter's gradient. None if a later
+        backward does the all-reduce over the replicas.
     """
     fsdp_group = group.fsdp_group
     dims, numels = _shard_layout(group, group.constants.text)
@@ -121,7 +123,7 @@ def reduce_gradients(
     wanted, dtypes = _dtypes(group, fsdp_group._reduce_dtype, arrived, [each.dtype for each in grads])
     if wanted is not None:
         rows = [each.to(wanted) for each in rows]
-    # The settings go in as arguments for Dynamo to guard on: it traces again when one has changed.
+    # The settings are arguments so that Dynamo guards them, and traces again when a setting changes.
     own_group = getattr(fsdp_group.mesh_info, "reduce_scatter_process_group", None)
     settings = fsdp_group.gradient_divide_factor, fsdp_group.force_sum_reduction_for_comms, own_group
     reduction = _plan(group, rows[0].dtype, *settings)
@@ -153,21 +155,24 @@ def reduce_gradients(
 
 
 def _rows_first(grad: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
-    # A gradient sharded on another dim is rearranged so that each rank's shard is a block of rows.
+    # If the shard dim is not 0, rearrange the gradient so that each rank's shard is a block of rows.
     return grad if dim == 0 or ranks == 1 else torch.cat(grad.chunk(ranks, dim=dim))
 
 
 @eval_at_trace_time_guarded
 def _shard_layout(group: TraceableGroup, text: str) -> tuple[list[int], list[int]]:
-    # `text` is there for Dynamo to guard. See [Note: Numbers that stay numbers].
+    # `text` is an argument so that Dynamo guards it. See [Note: Numbers that stay numbers].
     plans = [param.plan for param in group.params]
     return [plan.shard_dim for plan in plans], [plan.shard_numel for plan in plans]
 
 
 @eval_at_trace_time_guarded
 def accumulation_dtypes(group: TraceableGroup, text: str) -> list[torch.dtype | None]:
-    """By parameter, to which dtype its unsharded gradient is cast before it is added to those of earlier backwards."""
-    # `text` is there for Dynamo to guard. See [Note: Numbers that stay numbers].
+    """Return the dtype to which each parameter's unsharded gradient is cast before it is accumulated.
+
+    None if the gradient keeps its dtype.
+    """
+    # `text` is an argument so that Dynamo guards it. See [Note: Numbers that stay numbers].
     return [accumulation_dtype(param.fsdp_param) for param in group.params]
 
 
@@ -175,8 +180,11 @@ def accumulation_dtypes(group: TraceableGroup, text: str) -> list[torch.dtype | 
 def _dtypes(
     group: TraceableGroup, policy: torch.dtype | None, arrived: list[int], computed: list[torch.dtype]
 ) -> tuple[torch.dtype | None, list[torch.dtype | None]]:
-    """In which dtype gradients are reduced, None for their own, and in which each ends; one where all are the same."""
-    # `policy` is there for Dynamo to guard.
+    """Return the reduce dtype, None to keep the gradients' dtype, and the final dtype of each gradient.
+
+    The list has a single dtype if all final dtypes are equal.
+    """
+    # `policy` is an argument so that Dynamo guards it.
     params = [group.params[index].fsdp_param for index in arrived]
     dtypes = [gradient_dtype(param) for param in params]
     return reduce_dtype(group.fsdp_group, params, computed), dtypes[:1] if len(set(dtypes)) == 1 else dtypes
@@ -193,13 +201,13 @@ def reduce_scatter(
     name: str,
     custom: Callable[[torch.Tensor, str], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """This rank's padded shards of all gradients, flat, one behind the other.
+    """Reduce-scatter gradients into this rank's padded shards, concatenated into a 1-D tensor.
 
     Args:
-        grads: Unsharded gradients of one dtype; a rank's shard is a block of rows of each.
-        reduction: Which group, and how to average.
-        name: Of the range in a profile.
-        custom: The user's own communicator, with the operation's name.
+        grads: Unsharded gradients of one dtype, in which a rank's shard is a block of rows.
+        reduction: Process group and averaging.
+        name: Name of the range in a profile.
+        custom: The user's communicator, called with the flat gradients and "avg" or "sum"; None for the plain op.
     """
     flat: torch.Tensor = chunk_cat(grads, 0, reduction.shard_count).view(-1)
     if reduction.pre_factor is not None:
@@ -219,7 +227,7 @@ def reduce_scatter(
 
 
 def all_reduce(flat: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-    """The average over the replicas."""
+    """All-reduce flat gradients over the replicas."""
     launched = functional_collectives.all_reduce(flat, reduction.replica_op, reduction.replica_group)
     waited: torch.Tensor = functional_collectives.wait_tensor(launched)
     return waited
@@ -227,9 +235,9 @@ def all_reduce(flat: torch.Tensor, reduction: Reduction) -> torch.Tensor:
 
 @group_call
 def split_shards(reduced: torch.Tensor, numels: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """The parameters' shards of the flat reduced gradient, as values of their own.
+    """Split the flat reduced gradient into separate tensors, one for each parameter.
 
-    A graph that returned the flat one could not reduce one gradient apart from the others.
+    If a graph returned the flat gradient, it could not reduce each gradient separately.
     """
     if len(numels) == 1:
         return (reduced,)

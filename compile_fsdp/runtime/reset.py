@@ -1,4 +1,4 @@
-"""Make torch's own state fit for a next step after one that was interrupted."""
+"""Reset of torch's own state after an interrupted step."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from compile_fsdp.torch_compat.fsdp import FSDPState, TrainingState, param_group
 
 @at_run_time
 def reset_iter_state(state: FSDPState) -> None:
-    """Reset the state of a root, and of all below, to where a step begins. (2.13.0)
+    """Reset the state of a root, and of all modules below, to the start of a step. (2.13.0)
 
-    torch does it itself since 2.13. Before, it is done from outside: one wait for the device stands for all events.
+    torch has this function since 2.13. For earlier releases, one synchronization with the device stands for all events.
 
     Raises:
         RuntimeError: the state is not the root's.

@@ -1,4 +1,4 @@
-"""What only the root of a model's FSDP2 modules has."""
+"""Data that only the root of a model's FSDP2 modules has."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ if TYPE_CHECKING:
 
 
 class Replay(Protocol):
-    """Runs the steps of a model again without tracing."""
+    """Replays the steps of a model without tracing."""
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
-        """Call the model; `run` does it as if there was no replay."""
+        """Call the model; `run` calls it without replay."""
 
 
 class Root:
-    """One model. Each module has a root of its own until a trace shows which one it is below.
+    """One model. Each module has a separate root until a trace shows which root it is below.
 
     Attributes:
         state: The root's FSDP2 state.
-        all_hooks: The hooks of all FSDP2 modules, in the order of torch's states; empty before the first trace.
-        shared: Those that several modules share, since `fully_shard` was given a list; inner ones first.
-        was_called: Whether the model has been called since `compile()`.
-        is_traced: Whether the forward that runs is compiled, at least in part.
-        is_ordered: Whether eager gathers come behind what was done before the forward that has begun last, such as the
-            optimizer's step: torch sees to it in a forward that begins eagerly, a graph cannot.
-        awaited_backward: At the end of which backward what it has left gathered is dropped; None before the first.
-        replay: Runs the model's steps again without tracing; None if nothing does.
-        ahead: Groups that eager code of such a forward has gathered ahead.
+        all_hooks: Hooks of all FSDP2 modules, in the order of torch's states; empty before the first trace.
+        shared: Hooks that several modules share because `fully_shard` got a list; inner modules first.
+        was_called: Whether the model was called since `compile()`.
+        is_traced: Whether the running forward is compiled, at least in part.
+        is_ordered: Whether the gather streams already wait for the work before the last forward, such as the optimizer
+            step. torch lets them wait in a forward that begins eagerly; a graph cannot.
+        awaited_backward: Number of the backward that drops leftover gathers at its end; None before the first.
+        replay: Replays the model's steps without tracing; None without replay.
+        ahead: Groups that eager code in a partly compiled forward gathered ahead.
     """
 
     def __init__(self, state: FSDPState) -> None:
@@ -52,10 +52,10 @@ class Root:
 
     @at_run_time
     def adopt(self) -> None:
-        """Become the root of all modules of the model, whose states torch has initialised.
+        """Become the root of all modules of the model, after torch initialised their states.
 
-        They share one root, and one list of hooks: Dynamo would come to a module's own by way of those of all modules
-        before.
+        The modules share one root and one list of hooks. With separate roots, Dynamo's guard path to a module's root
+        would lead through the roots of all modules before it.
         """
         hooks = [hooks_of(state) for state in self.state._state_ctx.all_states]
         if self.all_hooks != hooks:
@@ -71,22 +71,22 @@ class Root:
 
     @at_run_time
     def follow_trainable(self) -> None:
-        """Let unsharded parameters need a gradient as the sharded ones do, for Dynamo to see."""
+        """Copy `requires_grad` from the sharded to the unsharded parameters, which Dynamo reads."""
         for group in self._groups():
             group.follow_trainable()
 
     @at_run_time
     def order_gathers(self) -> None:
-        """Before eager code gathers: see `is_ordered`."""
+        """Order the gather streams before eager code gathers; see `is_ordered`."""
         if not self.is_ordered:
             self.is_ordered = True
             order_gather_streams(self.state)
 
     @at_run_time
     def drop_prefetched(self) -> None:
-        """Shard what eager code has gathered ahead for modules that did not run.
+        """Shard the groups that eager code gathered ahead for modules that did not run.
 
-        Their parameters may change until the next forward, which would compute with the old values, and shard these.
+        Otherwise the next forward would compute with, and shard, the old values of parameters that change before it.
         """
         ahead, self.ahead = self.ahead, []
         for group in ahead:
@@ -96,7 +96,7 @@ class Root:
 
     @at_run_time
     def reset(self) -> None:
-        """Forget a step that was interrupted."""
+        """Discard the state of an interrupted step."""
         self.is_traced = False
         self.ahead = []
         for state in self.state._state_ctx.all_states:

@@ -1,4 +1,4 @@
-"""Tell optimizers that were made before `fully_shard`: it replaces the parameters, and they go on with the old ones."""
+"""Warn of optimizers made before `fully_shard`, which keep the parameters that it replaces."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from compile_fsdp.torch_compat.fsdp import FSDPState, fsdp_state
 
 @at_run_time
 def named_parameters(modules: Sequence[nn.Module]) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """The parameters of some modules, each with the module and its name in it."""
+    """List the parameters of modules, each with the module and its name in the module."""
     return [(module, name, parameter) for module in modules for name, parameter in module.named_parameters()]
 
 
 @at_run_time
 def note_replaced(state: FSDPState, before: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> None:
-    """Remember, as long as somebody else holds them, the parameters that are not in the state's modules any more."""
+    """Remember, by weak reference, the parameters that the state's modules no longer hold."""
     present = {id(parameter) for module in state._modules for parameter in module.parameters()}
     replaced: Replaced = [
         (module, name, weakref.ref(each)) for module, name, each in before if id(each) not in present
@@ -34,9 +34,9 @@ def note_replaced(state: FSDPState, before: Iterable[tuple[nn.Module, str, nn.Pa
 
 @at_run_time
 def warn_of_stale_optimizers(model: nn.Module) -> None:
-    """Warn, once for each parameter, if an optimizer holds parameters that `fully_shard` has replaced.
+    """Warn, once for each parameter, if an optimizer holds parameters that `fully_shard` replaced.
 
-    Only where a backward can follow, which is when an optimizer is wanted.
+    Only if gradients are enabled, because an optimizer is of no use without a backward.
     """
     if not torch.is_grad_enabled():
         return
@@ -49,7 +49,7 @@ def warn_of_stale_optimizers(model: nn.Module) -> None:
             if parameter is not None:
                 stale[id(parameter)] = (parameter, ".".join(filter(None, (fqns.get(id(module)), name))))
         replaced.clear()
-    if not stale:  # as a rule: nobody else holds them, and the objects of the process need not be searched
+    if not stale:  # the usual case, without a search through all objects of the process
         return
     for optimizer in gc.get_objects():
         if issubclass(type(optimizer), torch.optim.Optimizer):

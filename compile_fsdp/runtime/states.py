@@ -1,10 +1,10 @@
-"""The states of a parameter group and the steps between them. See docs/states.md.
+"""States of a parameter group and the steps between them. See docs/states.md.
 
 [Note: States that Dynamo guards]
-Traced code takes the states to compare with from its group, `group.known`, and not from this module. Dynamo knows an
-object that it meets twice, and guards that both places hold the same one; but not if one place is a global and the
-other belongs to an argument. A group's state that equals a global met before would have no guard at all, and the graph
-would run again when the group is in another one.
+Traced code compares with the states in `group.known`, not with globals of this module. If Dynamo meets an object in two
+places, it guards that both places hold that object, but not if a global and an argument hold it. A group's state that
+equals a global met before would have no guard at all, and the graph would also run when the group is in a different
+state.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ModulesHold(Enum):
-    """Which parameters of a group its modules hold, as `nn.Module` attributes."""
+    """Parameters of a group that its modules hold, as `nn.Module` attributes."""
 
     BY_STATE = auto()
     """Those that belong to the group's state."""
@@ -33,11 +33,11 @@ class ModulesHold(Enum):
 
 
 class KnownStates:
-    """What traced code compares with. See [Note: States that Dynamo guards].
+    """States that traced code compares with. See [Note: States that Dynamo guards].
 
     Attributes:
         sharded, post_forward, unsharded: torch's states of a group.
-        by_state, until_restored, modules_sharded: What modules hold.
+        by_state, until_restored, modules_sharded: Members of `ModulesHold`.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ LEGAL = (
 
 
 def enter(group: TraceableGroup, state: ShardedState) -> None:
-    """Take a group to another state."""
+    """Move a group to a state, which must be a legal step."""
     _check(group.fsdp_group._sharded_state, state)
     group.fsdp_group._sharded_state = state
 
@@ -73,7 +73,7 @@ def _check(before: ShardedState, after: ShardedState) -> None:
 
 @at_run_time
 def reset(group: TraceableGroup) -> None:
-    """Take a group and its parameters to SHARDED, wherever an exception has left them."""
+    """Move a group and its parameters to SHARDED after an exception, from any state."""
     group.fsdp_group._sharded_state = KNOWN.sharded
     for param in group.params:
         param.fsdp_param.sharded_state = KNOWN.sharded

@@ -1,10 +1,10 @@
-"""Unsharded parameters that are tensor subclasses, as an all-gather extension makes them.
+"""Unsharded parameters that an all-gather extension makes tensor subclasses.
 
 [Note: Parts of a subclass]
-A graph fills and frees plain tensors. Where an extension makes a tensor subclass of what was gathered, these are the
-parts that the subclass lists in `__tensor_flatten__`, each in a window of its own, on the memory of torch's unsharded
-parameter. The graph puts the subclass together from them. The autograd leaf is a plain tensor that never has memory:
-it gets the gradient of the whole.
+A graph fills and frees plain tensors. If an extension makes a tensor subclass of the gathered tensors, the graph fills
+and frees the parts that the subclass lists in `__tensor_flatten__`. Each part is a separate tensor on the memory of
+torch's unsharded parameter. The graph builds the subclass from the parts. The autograd leaf is a plain tensor that
+never has memory and gets the gradient of the whole subclass.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from compile_fsdp.torch_compat.fsdp import FSDPParam, free_storage
 
 
 def is_extended(param: FSDPParam) -> bool:
-    """Whether the shard is a tensor subclass that decides itself what is gathered."""
+    """Return whether the shard is a tensor subclass with an all-gather extension."""
     return hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather")
 
 
 def lost_parts(shard: Any) -> list[str]:
-    """The plain tensors that a sharded tensor subclass lists, and that are gone when it is made from them again."""
+    """List the parts of a sharded tensor subclass that flatten and unflatten lose."""
     names, context = shard.__tensor_flatten__()
     inner = {name: getattr(shard, name) for name in names}
     again = type(shard).__tensor_unflatten__(inner, context, shard.size(), shard.stride())
@@ -35,13 +35,16 @@ def lost_parts(shard: Any) -> list[str]:
 
 
 def find_subclass(param: FSDPParam) -> type[torch.Tensor] | None:
-    """The tensor subclass that an extension has made of a parameter, if it is no plain tensor or DTensor of one."""
+    """Return the tensor subclass that an extension made of a parameter, inside of a DTensor or not.
+
+    None if it is a plain tensor.
+    """
     kind = type(local_tensor(param._unsharded_param.data))
     return None if kind is torch.Tensor else kind
 
 
 def has_plain_parts(param: FSDPParam) -> bool:
-    """Whether the subclass of an unsharded parameter lists its parts, and all of them are plain tensors."""
+    """Return whether an unsharded subclass lists its parts and all parts are plain tensors."""
     whole: Any = local_tensor(param._unsharded_param)
     return is_wrapper_subclass(whole) and all(
         type(getattr(whole, name)) is torch.Tensor for name in whole.__tensor_flatten__()[0]
@@ -49,14 +52,14 @@ def has_plain_parts(param: FSDPParam) -> bool:
 
 
 class Parts:
-    """What an unsharded parameter consists of. See [Note: Parts of a subclass].
+    """Parts of an unsharded parameter. See [Note: Parts of a subclass].
 
     Attributes:
         tensors: The parts, in the order of `__tensor_flatten__`.
-        storage_bytes: By part, of its storage.
-        join: Makes the subclass of the leaf and the parts, as one node of a graph; its gradient is the leaf's.
-        take: Makes the parts of the sharded parameter, its metadata, and by input of the gather what all ranks have
-            sent, as one node of a graph.
+        storage_bytes: Bytes of each part's storage.
+        join: Builds the subclass from the leaf and the parts, as one graph node. The leaf gets its gradient.
+        take: Computes the parts from the sharded parameter, the extension's metadata and each gathered input, as one
+            graph node.
     """
 
     def __init__(self, param: FSDPParam, post_all_gather: Callable[..., Any]) -> None:
@@ -71,7 +74,7 @@ class Parts:
             part = getattr(whole, name).detach()
             if (base := bases.get(storage_key(part))) is None:
                 part = base = part.clone()
-                # From now on torch frees it, too, and allocates it before the extension may write it.
+                # torch then frees this part, too, and allocates it before the extension writes it.
                 param._unsharded_inner_tensors = [*param._unsharded_inner_tensors, part]
             setattr(whole, name, part)
             self.tensors.append(part)
@@ -88,10 +91,10 @@ class Parts:
 
     @at_run_time
     def adopt(self, is_unsharded: bool) -> None:
-        """Take over what eager code has gathered: the extension may have put other tensors into torch's parameter.
+        """Put the parts back into torch's parameter, in which the extension may have put new tensors.
 
         Args:
-            is_unsharded: Whether their values are to be kept.
+            is_unsharded: Whether the parts take over the values of these tensors.
         """
         for name, part, size in zip(self._names, self.tensors, self.storage_bytes, strict=True):
             given = getattr(self._whole, name)
@@ -114,7 +117,7 @@ def _joins(
     def join(leaf: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
         return _Join.apply(leaf, whole_of, *parts)  # type: ignore[no-any-return, no-untyped-call]
 
-    # Dynamo does not construct every subclass.
+    # In the graph as one call, because Dynamo cannot construct every subclass.
     marked: Callable[..., torch.Tensor] = torch.compiler.allow_in_graph(join)
     return marked
 
@@ -129,7 +132,7 @@ def _takes(
     def take(shard: torch.Tensor, metadata: Any, *gathered: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with torch.no_grad():
             whole, _ = post_all_gather(shard, gathered, metadata, dtype)
-            whole = torch.as_strided(whole, size, stride)  # without padding, as torch takes it off
+            whole = torch.as_strided(whole, size, stride)  # removes the padding, as torch does
         return tuple(getattr(whole, name) for name in names)
 
     marked: Callable[..., tuple[torch.Tensor, ...]] = torch.compiler.allow_in_graph(take)
@@ -137,12 +140,12 @@ def _takes(
 
 
 def split_leaf(whole: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """A plain leaf without memory, which gets the gradient of a tensor subclass, and the subclass joined to it.
+    """Return a plain leaf without memory, and a copy of a tensor subclass that gives its gradient to the leaf.
 
-    Compiled autograd accumulates a gradient by ops that not every subclass has.
+    Compiled autograd accumulates gradients with ops that some subclasses lack.
 
     Args:
-        whole: A subclass that lists its parts.
+        whole: Tensor of a subclass that lists its parts.
     """
     names, context = whole.__tensor_flatten__()
     leaf = torch.empty(whole.shape, dtype=whole.dtype, device=whole.device, requires_grad=True)

@@ -1,7 +1,7 @@
-"""What is being traced right now: the sharded modules whose hooks one Dynamo trace goes through.
+"""Record of the running Dynamo trace: the sharded modules whose hooks it goes through.
 
-Dynamo's own lock serialises tracing, so one record is enough. The backend takes it when the trace ends. A trace
-that fails leaves its record behind; the next one starts a new record, known by its tracing context.
+Dynamo's own lock serialises tracing, so one record is enough. The backend takes the record when the trace ends. A
+failed trace leaves its record behind. The next trace has a different tracing context, and so starts a new record.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class TraceRecord:
-    """Modules in the order in which one trace met them.
+    """Modules in the order in which one trace meets them.
 
     Attributes:
-        context: Dynamo's tracing context, which is one object per attempt to trace a frame.
-        stack: Modules that were entered and not left, the innermost last.
-        entered: Modules whose pre-forward hook was traced.
-        left: Modules whose post-forward hook, and with it the pre-backward hook, was traced.
-        last_left: The module with a backward whose post-forward hook was traced last.
+        context: Dynamo's tracing context, one object for each attempt to trace a frame.
+        stack: Modules entered but not left, the innermost last.
+        entered: Modules whose pre-forward hook is traced.
+        left: Modules whose post-forward hook is traced, and with it the pre-backward hook.
+        last_left: Last module with a backward whose post-forward hook is traced; None before.
     """
 
     def __init__(self, context: object = None) -> None:
@@ -39,7 +39,7 @@ _record = TraceRecord()
 
 @at_run_time
 def enter(hooks: StateHooks) -> None:
-    """The pre-forward hook of a module is traced."""
+    """Record that Dynamo traces the pre-forward hook of a module."""
     record = _current()
     record.stack.append(hooks)
     record.entered[hooks] = None
@@ -47,11 +47,11 @@ def enter(hooks: StateHooks) -> None:
 
 @at_run_time
 def leave(hooks: StateHooks, has_backward: bool) -> tuple[StateHooks | None, bool]:
-    """A forward has ended, with a backward or without.
+    """Record that a forward ends, with a backward or without.
 
     Returns:
-        The one with a backward that ended before it in this trace, None if there is none; and whether it has begun in
-        this trace.
+        The last module with a backward whose forward ended before in this trace, None if there is none; and whether
+        this forward began in this trace.
     """
     record = _current()
     previous = record.last_left
@@ -82,7 +82,7 @@ def take() -> TraceRecord:
 
 @at_run_time
 def abandon() -> StateHooks | None:
-    """Forget the record of a trace that failed; the innermost module that it was in."""
+    """Discard the record of a failed trace; return the innermost module that it had entered, or None."""
     global _record
     ended, _record = _record, TraceRecord()
     return ended.stack[-1] if ended.stack else None

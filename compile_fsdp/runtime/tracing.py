@@ -1,17 +1,17 @@
-"""Code that runs while Dynamo traces, and how traced code gets constants from it.
+"""Functions that run while Dynamo traces, and constants that traced code gets from them.
 
 [Note: Three times]
-Code of this project runs at one of three times. At trace time Dynamo interprets it: what it does to tensors becomes
-nodes of a graph, what it does to objects is repeated after the graph has run, and nothing else of it is left. At
-compile time passes and compilers work on the traced graph. At run time it is ordinary Python, before, between and after
-the graphs of a step. In this folder a function without a decorator may be traced. `eval_at_trace_time` marks one that
-Dynamo calls, and does not interpret, `at_run_time` one that a trace never reaches.
+Code of this project runs at one of three times. At trace time, Dynamo interprets it: tensor operations become graph
+nodes, effects on objects are repeated after the graph runs, and the rest of the code disappears. At compile time,
+passes and compilers work on the traced graph. At run time, the code is ordinary Python before, between and after the
+graphs of a step. In this folder, a function without a decorator may be traced. `eval_at_trace_time` marks a function
+that Dynamo calls but does not interpret. `at_run_time` marks a function that a trace never reaches.
 
 [Note: Numbers that stay numbers]
-Where Dynamo compiles a hook as a frame of its own, behind a graph break, a number that differs from module to module
-becomes a symbol on the second module, and Inductor resizes a storage to a plain number only. Text is always a constant
-for Dynamo, guarded by its value. So the numbers of a module are kept as `guarded_text` beside it. Traced code hands the
-text to a function that is evaluated at trace time and looks the numbers up itself, or reads one number with `int`.
+Behind a graph break, Dynamo compiles a hook as a separate frame. A number that differs from module to module then
+becomes a symbol on the second module, but Inductor resizes a storage only to a plain number. Text is always a constant
+for Dynamo, guarded by its value. So the numbers of a module are also kept as `guarded_text`. Traced code passes the
+text to a function that is evaluated at trace time and looks the numbers up, or reads one number with `int`.
 """
 
 from __future__ import annotations
@@ -29,43 +29,43 @@ from compile_fsdp.torch_compat.dynamo import assume_constant_result, count_outer
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-# The code of functions that no trace may enter: tests look for it in what Dynamo has interpreted.
+# Code objects of functions that no trace may enter. Tests look for them in the code that Dynamo interpreted.
 RUN_TIME: set[CodeType] = set()
 
 
 def at_run_time(function: _Function) -> _Function:
-    """Decorator: no trace enters the function, and Dynamo does not compile its frame. See [Note: Three times]."""
+    """Mark a function that no trace enters and whose frame Dynamo does not compile. See [Note: Three times]."""
     RUN_TIME.add(function.__code__)
     return inline_only(function)
 
 
 def inline_only(function: _Function) -> _Function:
-    """Decorator: Dynamo does not compile the function's frame by itself; a trace that comes to a call enters it."""
+    """Mark a function that Dynamo inlines into a trace but whose frame it does not compile alone."""
     skip_code(function.__code__)
     return function
 
 
 def eval_at_trace_time(function: _Function) -> _Function:
-    """Decorator: Dynamo calls the function while it traces the caller, and takes the result for a constant.
+    """Mark a function that Dynamo calls at trace time, with its result as a constant.
 
-    The arguments are constants, too; for an object as the first, see `eval_at_trace_time_guarded`.
+    The arguments are constants, too. If the first argument is an object, see `eval_at_trace_time_guarded`.
     """
     marked: _Function = assume_constant_result(function)  # type: ignore[no-untyped-call]
     return marked
 
 
 def eval_at_trace_time_guarded(function: _Function) -> _Function:
-    """Decorator: Dynamo calls the function, of one object and further constants, and takes its result for a constant.
+    """Mark a function of an object and constants that Dynamo calls at trace time, with its result as a constant.
 
-    Graphs are guarded by the object's identity. torch 2.11 takes nothing but constants: there the function gets the
-    object's id, by which Dynamo guards.
+    Dynamo guards the graph by the object's identity. torch 2.11 accepts only constants. There, Dynamo gets the object's
+    id and guards by it.
     """
     if torch.__version__ >= "2.12":
         return eval_at_trace_time(function)
 
     @eval_at_trace_time
     def call_by_id(number: int, *constants: Any) -> Any:
-        # The caller holds the object.
+        # The id stays valid, because the caller holds the object.
         return function(ctypes.cast(number, ctypes.py_object).value, *constants)
 
     def call(subject: object, *constants: Any) -> Any:
@@ -75,29 +75,29 @@ def eval_at_trace_time_guarded(function: _Function) -> _Function:
 
 
 def guarded_text(numbers: object) -> str:
-    """Numbers as text: see [Note: Numbers that stay numbers]."""
+    """Return numbers as text. See [Note: Numbers that stay numbers]."""
     return repr(numbers)
 
 
 @eval_at_trace_time
 def is_deep_in_regions() -> bool:
-    """Whether more than one region, as a checkpoint's, surrounds the code that is traced.
+    """Return whether several nested regions, such as checkpoints, surround the traced code.
 
-    Up to torch 2.15 no tensor gets out of two of them as an attribute of an object: "does not belong to this Graph".
+    Up to torch 2.15, no tensor leaves two regions as an object's attribute: "does not belong to this Graph".
     """
     return count_outer_tracers() > 1
 
 
-# What compiled autograd's flag was before each `defer_hook_bodies`; empty unless a trace is between the two calls.
+# Compiled autograd's flag before each `defer_hook_bodies`; empty unless `restore_hook_bodies` is still to come.
 _flags_before: list[bool] = []
 
 
 @eval_at_trace_time
 def defer_hook_bodies() -> None:
-    """Let hooks of tensors and modules leave their bodies to the backward's own trace, until `restore_hook_bodies`.
+    """Leave the bodies of tensor and module hooks to the backward's trace, until `restore_hook_bodies`.
 
-    Dynamo decides this by compiled autograd's flag, for the user's own hooks as for ours. Left on, it would change
-    how other code is traced.
+    Dynamo decides this by compiled autograd's flag, for the user's hooks as for ours. If the flag stayed on, Dynamo
+    would trace the rest of the code differently.
     """
     _flags_before.append(get_compiled_autograd_flag())
     set_compiled_autograd_flag(True)
@@ -105,14 +105,14 @@ def defer_hook_bodies() -> None:
 
 @eval_at_trace_time
 def restore_hook_bodies() -> None:
-    """Undo one `defer_hook_bodies`; nothing if the trace in which it was called has ended."""
+    """Undo one `defer_hook_bodies`; do nothing if its trace ended."""
     if _flags_before:
         set_compiled_autograd_flag(_flags_before.pop())
 
 
 @at_run_time
 def restore_hook_bodies_now() -> None:
-    """Undo every `defer_hook_bodies` of a trace that has ended, or failed."""
+    """Undo every `defer_hook_bodies` of a trace that ended or failed."""
     if _flags_before:
         set_compiled_autograd_flag(_flags_before[0])
         _flags_before.clear()
