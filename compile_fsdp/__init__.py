@@ -5,13 +5,13 @@ from pathlib import Path as _Path
 if __name__ != "compile_fsdp":
     raise ImportError(f"expected import compile_fsdp, got {__name__}")  # below the path that a checkout adds
 if not (_Path(__file__).parent / "passes").exists():
-    # A checkout, imported in place: passes/ and ops/ stand beside this folder, and install inside it.
+    # In a checkout, passes/ and ops/ are beside this folder; an installed package has them inside.
     __path__.append(str(_Path(__file__).parents[1]))
 
 from compile_fsdp.tools.doctor.asked import is_asked_for as _doctor_is_asked_for
 
 if not _doctor_is_asked_for():  # See [Note: A doctor for what does not import]
-    import compile_fsdp.torch_compat.required as _required  # noqa: F401  # first: refuses unsupported versions of torch
+    import compile_fsdp.torch_compat.required as _required  # noqa: F401  # first: refuses unsupported torch versions
     from compile_fsdp.api import fully_shard, make_traceable
     from compile_fsdp.options import Options
     from compile_fsdp.reports import GraphReport, reports, reset_reports

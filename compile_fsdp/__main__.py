@@ -1,4 +1,4 @@
-"""`python -m compile_fsdp` runs the command `compile-fsdp`."""
+"""Run the command `compile-fsdp` as `python -m compile_fsdp`."""
 
 import sys
 

@@ -1,9 +1,9 @@
-"""What would make a compiled step faster, by an estimate: from the sizes of its groups and the costs of the device.
+"""Estimate changes that make a compiled step faster, from its group sizes and the device's costs.
 
 [Note: Two estimates of a step]
-Communication runs beside compute, and nobody knows beforehand how much of it is hidden. So a step has two estimates: in
-one, each half hides all that it can, and takes as long as the longer of the two; in the other nothing is hidden. What a
-change gains is somewhere between what it gains by the one and by the other.
+Communication overlaps with compute to a degree that is unknown before a run. So a step has two estimates. In the hidden
+estimate, communication and compute overlap fully, and a half (forward or backward) takes as long as the longer of the
+two. In the exposed estimate nothing overlaps. The gain of a change lies between its gains by the two estimates.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from compile_fsdp.passes.budget.choose import SAVED_LATENCIES
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
 from compile_fsdp.passes.report import format_mib
 
-# Of a step: what gains less is not worth a sentence, since the estimate may be off by more.
+# Share of a step's time below which a gain is not reported, because the estimate's error may be larger.
 LEAST_SHARE = 0.02
 
-# From so many groups in the place of one.
+# Larger groups are advised if there are at least this many small groups for each larger group.
 _FEW_GROUPS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class GroupFigures:
-    """A parameter group of a forward graph, as far as a step's time depends on it.
+    """Sizes of a forward graph's parameter group, on which a step's time depends.
 
     Attributes:
         name: FQN of its module.
-        unsharded: (parameters,) bytes of each, unsharded.
+        unsharded: (parameters,) bytes of each unsharded parameter.
         reduced: (trained parameters,) bytes of each gradient before it is reduced.
-        factors: Elements of its parameters that are matrices, or have more dims. An embedding counts as one.
-        ranks: That it is sharded over.
-        backward_ranks: That the backward gathers it over again; 1 if it stays unsharded until then.
+        factors: Number of elements in parameters with two or more dims, embeddings included.
+        ranks: Number of ranks that the group is sharded over.
+        backward_ranks: Number of ranks of the backward's all-gather; 1 if the group stays unsharded until then.
     """
 
     name: str
@@ -51,13 +51,13 @@ class GroupFigures:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A change that would make steps faster, by the estimate.
+    """A change that makes steps faster, by the estimate.
 
     Attributes:
-        change: What to change, in words.
-        least_seconds: What it saves of a step if as much communication as possible is hidden behind compute.
-        most_seconds: What it saves if none is.
-        step_seconds: What a step takes now, if none is.
+        change: The change in words, as the subject of a sentence.
+        least_seconds: Seconds saved per step in the hidden estimate.
+        most_seconds: Seconds saved per step in the exposed estimate.
+        step_seconds: Seconds of the present step in the exposed estimate.
     """
 
     change: str
@@ -74,7 +74,7 @@ class Advice:
 
     @property
     def sentence(self) -> str:
-        """The same as a sentence of its own."""
+        """The advice as a full sentence, with capital letter and full stop."""
         text = str(self)
         return f"{text[:1].upper()}{text[1:]}."
 
@@ -111,7 +111,7 @@ class _Time:
         return self.forward.exposed + self.backward.exposed
 
     def less(self, *, forward: float = 0.0, backward: float = 0.0, compute: float = 0.0) -> _Time:
-        """With less communication in the halves, and less compute in the backward."""
+        """Subtract communication from each half, and compute from the backward."""
         return _Time(
             replace(self.forward, communication=self.forward.communication - forward),
             _Half(self.backward.compute - compute, self.backward.communication - backward),
@@ -119,12 +119,12 @@ class _Time:
 
 
 def advise(groups: Sequence[GroupFigures], costs: Costs, decision: BudgetDecision | None) -> tuple[Advice, ...]:
-    """What would gain more than a little, what gains the most first.
+    """Advise changes that gain at least `LEAST_SHARE` of a step, largest gain first.
 
     Args:
-        groups: Of a forward graph, in the order of their use.
-        costs: Of the device, with the rows of the batch.
-        decision: How the step was fitted into its memory budget, if it has one.
+        groups: Parameter groups of a forward graph, in order of use.
+        costs: Costs of the device, with the batch's rows.
+        decision: How the step was fitted into its memory budget; None without a budget.
     """
     now = _time(groups, costs, decision)
     changes = [*_with_more_memory(groups, costs, decision, now), *_with_larger_groups(groups, costs, decision, now)]
@@ -135,7 +135,7 @@ def advise(groups: Sequence[GroupFigures], costs: Costs, decision: BudgetDecisio
 
 def _time(groups: Sequence[GroupFigures], costs: Costs, decision: BudgetDecision | None) -> _Time:
     products = [2 * costs.rows * group.factors / costs.flops for group in groups]
-    # Of a product the backward has two, or one if there is no gradient of its matrix.
+    # For each matmul of the forward the backward runs two, or one if the weight has no gradient.
     back = sum(seconds * (2 if group.reduced else 1) for seconds, group in zip(products, groups, strict=True))
     again = sum(choice.seconds for choice in decision.choices if choice.op >= 0) if decision is not None else 0.0
     gathers = sum(_gather(group, group.ranks, costs) for group in groups)
@@ -149,7 +149,7 @@ def _time(groups: Sequence[GroupFigures], costs: Costs, decision: BudgetDecision
 def _with_more_memory(
     groups: Sequence[GroupFigures], costs: Costs, decision: BudgetDecision | None, now: _Time
 ) -> Iterator[tuple[str, _Time]]:
-    """A memory budget for everything, or a larger one."""
+    """Advise a memory budget, or a larger memory budget."""
     packs = sum(_gathers(group, group.ranks, costs) for group in groups)
     saved = SAVED_LATENCIES * costs.latency
     reductions = sum(_reductions(group, costs) for group in groups)
@@ -176,7 +176,7 @@ def _with_more_memory(
 def _with_larger_groups(
     groups: Sequence[GroupFigures], costs: Costs, decision: BudgetDecision | None, now: _Time
 ) -> Iterator[tuple[str, _Time]]:
-    """Several small groups as one, up to the size at which latency is a third of a gather."""
+    """Advise to merge small groups, up to the size at which latency is a third of an all-gather."""
     if decision is not None and decision.has_large_packs:
         return
     small = [group for group in groups if group.ranks > 1 and group.size // group.ranks < costs.pack_bytes(group.ranks)]
@@ -195,13 +195,13 @@ def _with_larger_groups(
 
 
 def _gathers(group: GroupFigures, ranks: int, costs: Costs) -> int:
-    """How many all-gathers the group takes, as `pack_gathers` has it; 0 over one rank."""
+    """The number of all-gathers that `pack_gathers` makes for a group; 0 over one rank."""
     shards = [size // ranks for size in group.unsharded]
     return len(plan_gathers(shards, ranks, costs.pack_bytes(ranks), costs)) if ranks > 1 else 0
 
 
 def _reductions(group: GroupFigures, costs: Costs) -> int:
-    """How many reduce-scatters the group takes, as `pack_reductions` has it; 0 over one rank."""
+    """The number of reduce-scatters that `pack_reductions` makes for a group; 0 over one rank."""
     ranks = group.ranks
     return len(plan_reductions(group.reduced, costs.pack_bytes(ranks) * ranks, costs)) if ranks > 1 else 0
 
@@ -215,5 +215,5 @@ def _reduction(group: GroupFigures, costs: Costs) -> float:
 
 
 def _collectives(count: int, size: int, ranks: int, costs: Costs) -> float:
-    """Seconds of so many all-gathers or reduce-scatters, of so many unsharded bytes together."""
+    """Seconds of `count` all-gathers or reduce-scatters, with `size` unsharded bytes in total."""
     return costs.collective(size // ranks, ranks) + (count - 1) * costs.latency if count else 0.0

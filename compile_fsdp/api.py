@@ -1,4 +1,4 @@
-"""`fully_shard` and `make_traceable`: prepare a model to be compiled as a whole."""
+"""`fully_shard` and `make_traceable`: prepare a model for full-graph compilation."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def fully_shard(module: list[nn.Module], **kwargs: Any) -> list[FSDPModule]: ...
 def fully_shard(module: nn.Module | list[nn.Module], **kwargs: Any) -> FSDPModule | list[FSDPModule]:
     """Shard a module with torch's own `fully_shard`, and make it traceable.
 
-    In eager mode the module is torch's FSDP2 module in every respect. Under the `compile_fsdp` backend its
-    hooks become ops of the compiled graph.
+    In eager mode the module behaves exactly as torch's FSDP2 module. Under the `compile_fsdp` backend its hooks become
+    ops of the compiled graph.
 
     Args:
         module: The module to shard in place, or a list of modules that share one parameter group.
@@ -60,12 +60,12 @@ def _names(module: nn.Module | list[nn.Module]) -> str:
 
 
 def make_traceable(model: nn.Module) -> nn.Module:
-    """Make traceable every FSDP2 module of a model that torch's own `fully_shard` has sharded.
+    """Make every FSDP2 module of a model traceable, after torch's own `fully_shard`.
 
-    Eager runs do not change. A module that is traceable already stays as it is.
+    Eager runs do not change. A module that is already traceable is left unchanged.
 
     Args:
-        model: A model to which torch's own `fully_shard` was applied.
+        model: A model sharded with torch's own `fully_shard`.
     Returns:
         `model` itself.
     Raises:

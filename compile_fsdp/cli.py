@@ -1,4 +1,4 @@
-"""The `compile-fsdp` command: one subcommand per module, each of which adds its own parser."""
+"""The `compile-fsdp` command. Each subcommand's module adds the subcommand's parser."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from compile_fsdp.tools.doctor.asked import NAME as DOCTOR
 
 
 def build_parser() -> argparse.ArgumentParser:
-    # Imported here, see [Note: A doctor for what does not import].
+    # Imported here because the doctor must run without them, see [Note: A doctor for what does not import].
     from compile_fsdp.tools import calibrate, precompile
     from compile_fsdp.tools.bench import command as bench_command
     from compile_fsdp.tools.check import command as check_command
@@ -36,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; returns the exit status: that of the subcommand, or 2 for a mistake of the user's."""
+    """Run a subcommand; returns the subcommand's exit status, or 2 for a user error."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     if arguments[:1] == [DOCTOR]:
         return doctor_command.main(arguments[1:])
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.run(args) or 0
     except (EstimateError, ExplainError, PlanError, ScriptError, TrainError, UnknownOptionError) as error:
         where = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
-        message = str(error).partition("\n")[0]  # Dynamo appends advice on its own log settings
+        message = str(error).partition("\n")[0]  # Dynamo appends advice on Dynamo's log settings
         print(f"compile-fsdp: error{where}: {message}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

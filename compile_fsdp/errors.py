@@ -1,7 +1,7 @@
-"""The package's exceptions: one type for each kind of mistake, whose messages say what to do.
+"""The package's exceptions: a type for each kind of mistake, with messages that give the remedy.
 
-All errors leave model and state usable, and all but
-`VerificationError` and `RanksPartedError` are raised before any collective is issued.
+All errors leave model and state usable. All errors except `VerificationError` and `RanksPartedError` are raised before
+any collective is issued.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from compile_fsdp.torch_compat.dynamo import ShortenTraceback
 class CompileFSDPError(ShortenTraceback):
     """Base of every error this project raises.
 
-    It derives from `ShortenTraceback`, a `RuntimeError` that Dynamo passes through unchanged: an error raised while a
-    model is being traced reaches the user as it is, not inside an internal error.
+    It derives from `ShortenTraceback`, a `RuntimeError` that Dynamo re-raises unchanged. So an error raised in a trace
+    reaches the user directly, not inside an internal error.
     """
 
     def __init__(self, message: str) -> None:
@@ -21,7 +21,7 @@ class CompileFSDPError(ShortenTraceback):
 
 
 class NotShardedError(CompileFSDPError):
-    """The model given to the backend, or to `make_traceable`, has no FSDP2 module."""
+    """The model given to the backend or to `make_traceable` has no FSDP2 module."""
 
 
 class FSDP1Error(CompileFSDPError):
@@ -33,7 +33,7 @@ class ProcessGroupMissingError(CompileFSDPError):
 
 
 class ParameterDeviceError(CompileFSDPError):
-    """Parameters are on the meta device, or on another device than the mesh."""
+    """Parameters are on the meta device, or not on the mesh's device."""
 
 
 class ParameterDtypeError(CompileFSDPError):
@@ -41,15 +41,15 @@ class ParameterDtypeError(CompileFSDPError):
 
 
 class ReplacedParameterError(CompileFSDPError):
-    """A tensor that is not sharded has taken the place of a sharded parameter."""
+    """A plain tensor has replaced a sharded parameter."""
 
 
 class RootError(CompileFSDPError):
-    """A module of the model was the root of a forward before the model itself."""
+    """A submodule ran as the FSDP2 root before the model did."""
 
 
 class OutputTypeError(CompileFSDPError):
-    """A sharded module returns an object whose tensors cannot be found."""
+    """A sharded module returns an object whose tensors the package cannot find."""
 
 
 class UnknownOptionError(CompileFSDPError):
@@ -57,7 +57,7 @@ class UnknownOptionError(CompileFSDPError):
 
 
 class UnsupportedFeatureError(CompileFSDPError):
-    """A feature of FSDP2 that works eagerly and cannot be compiled yet."""
+    """The model uses a feature of FSDP2 that works eagerly and cannot be compiled yet."""
 
 
 class MemoryBudgetError(CompileFSDPError):
@@ -65,39 +65,39 @@ class MemoryBudgetError(CompileFSDPError):
 
 
 class CollectiveMismatchError(CompileFSDPError):
-    """Ranks have compiled graphs with different collectives. All ranks raise, before any collective of the graph."""
+    """Ranks have compiled graphs with different collectives; raised on all ranks before the first collective."""
 
 
 class RankMissingError(CompileFSDPError):
-    """A rank has not compiled the graph that the other ranks wait to run."""
+    """A rank has not compiled a graph that the remaining ranks wait to run."""
 
 
 class RanksPartedError(CompileFSDPError):
-    """A collective has failed, and ranks have begun different graphs. The step is lost; end the job, or restart it."""
+    """A collective failed, and ranks have begun different graphs. The step is lost; end or restart the job."""
 
 
 class NotPortableError(CompileFSDPError):
-    """A step cannot be run again without tracing, or a bundle is not for it. Caught, and logged with its text."""
+    """A step cannot run again without a trace, or a bundle does not fit it. The package catches and logs the error."""
 
 
 class VerificationError(CompileFSDPError):
-    """The option `verify` found a graph that differs from the traced one, or a wrong gradient; raised on all ranks."""
+    """The option `verify` found a wrong gradient, or a graph that differs from its trace; raised on all ranks."""
 
 
 class BackwardError(CompileFSDPError):
-    """Base of the errors for what a compiled backward cannot do."""
+    """Base of the errors for operations that a compiled backward does not support."""
 
 
 class SecondBackwardError(BackwardError):
-    """A second backward through the same compiled graph."""
+    """A second backward ran through a compiled graph."""
 
 
 class DoubleBackwardError(BackwardError):
-    """A backward through the compiled backward, as `create_graph=True` asks for."""
+    """A backward through the compiled backward was requested, for example with `create_graph=True`."""
 
 
 class PartialBackwardError(BackwardError):
-    """`torch.autograd.grad`, or `backward(inputs=...)`, through a compiled sharded model."""
+    """`torch.autograd.grad` or `backward(inputs=...)` was called through a compiled sharded model."""
 
 
 class PlanError(CompileFSDPError):
@@ -105,7 +105,7 @@ class PlanError(CompileFSDPError):
 
 
 class PolicyError(PlanError):
-    """A policy returns modules that are not in the model, or arguments that `fully_shard` does not have."""
+    """A policy returns modules outside the model, or arguments that `fully_shard` does not have."""
 
 
 class NothingSelectedError(PlanError):
@@ -113,19 +113,19 @@ class NothingSelectedError(PlanError):
 
 
 class IgnoredModuleError(PlanError):
-    """A policy selects a module that is to be ignored, or an ignored module is not below the root."""
+    """A policy selects an ignored module, or an ignored module is not below the root."""
 
 
 class AlreadyShardedError(PlanError):
-    """A selected module is sharded already, or is inside a sharded module."""
+    """A selected module is already sharded, or is inside a sharded module."""
 
 
 class NoForwardError(PlanError):
-    """A selected module has no forward, so that its hooks would never run."""
+    """A selected module has no forward, so its hooks would never run."""
 
 
 class SharedParameterError(PlanError):
-    """A parameter, or a module, would be in two groups."""
+    """A parameter or a module would be in two groups."""
 
 
 class UnshardableParameterError(PlanError):
@@ -177,11 +177,11 @@ class ExplainError(CompileFSDPError):
 
 
 class ScriptError(CompileFSDPError):
-    """A command cannot run the user's script, or does not find in it what it is to work on."""
+    """A command cannot run the user's script, or does not find the objects it needs in the script."""
 
 
 class MissingExtraError(CompileFSDPError, ImportError):
-    """An integration is imported, and the trainer that it is for is not installed."""
+    """An integration is imported, but its trainer is not installed."""
 
     @classmethod
     def of(cls, package: str, *, extra: str) -> MissingExtraError:
@@ -189,4 +189,4 @@ class MissingExtraError(CompileFSDPError, ImportError):
 
 
 class AlreadyCompiledError(CompileFSDPError):
-    """A trainer, or its user, has compiled a model that an integration is to compile."""
+    """A trainer or its user has compiled a model before an integration could compile it."""

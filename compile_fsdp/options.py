@@ -1,12 +1,11 @@
-"""The options of the backend, checked and typed.
+"""Parse and check the options of the backend.
 
 [Note: No CUDA graphs]
-A captured graph reads and writes the addresses that it was recorded with, and each replay overwrites what the last one
-has returned. A compiled backward returns gradients that stay in `.grad` until the optimizer or the next microbatch
-reads them; parameters that stay unsharded between two graphs are in storages that are freed and allocated anew.
-Inductor leaves a graph with such inputs out of the capture, or records it again for every new address: FSDP with
-`mode="reduce-overhead"` was recorded 40 to 144 times in one run (pytorch issue 183451). So CUDA graphs are refused, and
-not skipped in silence.
+A CUDA graph reads and writes fixed addresses, and each replay overwrites the outputs of the previous replay. A compiled
+backward returns gradients that stay in `.grad` until the optimizer or the next microbatch reads them. Parameters that
+stay unsharded between two graphs are in storages that are freed and reallocated. Inductor does not capture a graph with
+such inputs, or records it again for every new address: FSDP with `mode="reduce-overhead"` was recorded 40 to 144 times
+in one run (pytorch issue 183451). So CUDA graphs are refused, not skipped silently.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from compile_fsdp.torch_compat.inductor import (
     inductor_option_names,
 )
 
-# The environment variable with a job's default of the option `costs`.
+# The environment variable that sets a job's default for the option `costs`.
 COSTS_VARIABLE = "COMPILE_FSDP_COSTS"
 
 
@@ -39,33 +38,33 @@ class Options:
     """The options that `torch.compile(..., backend="compile_fsdp", options={...})` takes.
 
     Attributes:
-        inner_backend: The registered Dynamo backend that compiles both graphs: "inductor" runs the passes and
-            generates code, "aot_eager" runs the traced graphs op by op, for bitwise comparisons.
-        disabled_passes: Names of passes to leave out, see docs/passes.md.
-        backward_prefetch: When the backward gathers the parameters of the next module, as in FullyShardedDataParallel:
-            before it computes the gradients of the current module (BACKWARD_PRE, the default, as in eager FSDP2), after
-            it (BACKWARD_POST), or when it reaches the next module (None). A member of
+        inner_backend: The registered Dynamo backend that compiles both graphs. "inductor" runs the passes and generates
+            code; "aot_eager" runs the traced graphs op by op, for bitwise comparisons.
+        disabled_passes: Names of passes that do not run, see docs/passes.md.
+        backward_prefetch: When the backward gathers the next module's parameters, as in FullyShardedDataParallel:
+            before the current module's gradients (BACKWARD_PRE, the default, as in eager FSDP2), after them
+            (BACKWARD_POST), or when the backward reaches the next module (None). A member of
             torch.distributed.fsdp.BackwardPrefetch or its name. A module's set_modules_to_backward_prefetch overrides
             which modules are gathered.
         memory_budget: Most bytes that a forward and its backward may allocate above the sharded state, on any rank:
-            unsharded parameters, what is gathered and reduced, activations, gradients. "auto" takes what the device has
-            free, less a reserve. What fits is kept and saved, the rest is gathered and computed again: docs/passes.md.
-            With None, only `reshard_after_forward` and the user's checkpoints decide.
-        costs: By what the passes decide: "measured" takes what collectives, copies and products of matrices take here,
-            which the first compile measures once for each device and mesh; "constants" takes the numbers of
-            `compile_fsdp.passes.COSTS`. Or numbers of your own, equal on all ranks. With None, what the environment
-            variable COMPILE_FSDP_COSTS says, or else "measured".
-        progress: Whether rank 0 reports on stderr what is traced or compiled if that takes more than two seconds.
+            unsharded parameters, buffers of collectives, activations, gradients. "auto" means the device's free memory
+            less a reserve. Parameters and activations that fit stay in memory; the rest are gathered again or
+            recomputed: docs/passes.md. With None, only `reshard_after_forward` and the user's checkpoints decide.
+        costs: Costs by which the passes decide. "measured": the speed of collectives, copies and matmuls on this
+            machine, which the first compile measures once for each device and mesh. "constants": the numbers of
+            `compile_fsdp.passes.COSTS`. Or a `Costs`, equal on all ranks. None: the value of the environment variable
+            COMPILE_FSDP_COSTS, by default "measured".
+        progress: Whether rank 0 reports on stderr each trace or compilation that takes more than two seconds.
         agreement_timeout_s: Seconds that a rank waits for other ranks to compile before a graph first runs.
-        verify: Whether to compare each compiled graph with the traced one when it first runs, and the gradients of the
-            first step with those of eager FSDP2, and to check each graph after every pass. For debugging: the first
-            step takes several times the memory.
-        replay: Whether to run a step that was traced again without looking at it through Dynamo and compiled autograd,
-            while all that it depends on is as it was: docs/performance.md. For a model that is compiled by its own
-            `compile`; a bundle does it, too.
-        bundle: A file with the traced and compiled first step, for processes that start later: docs/performance.md. It
-            is read if it fits, and made if it does not.
-        inductor: Options of Inductor, under the names that `torch.compile(options=...)` accepts.
+        verify: Whether to compare each compiled graph with its traced graph on the first run, compare the first step's
+            gradients with eager FSDP2's, and check each graph after every pass. For debugging: the first step takes
+            several times the memory.
+        replay: Whether to run a traced step again without Dynamo and compiled autograd as long as nothing that it
+            depends on changes: docs/performance.md. Needs a model compiled by its `compile` method. A bundle implies
+            replay.
+        bundle: Path of a file with the traced and compiled first step, for processes that start later:
+            docs/performance.md. The file is read if it fits the step; otherwise it is written.
+        inductor: Options of Inductor, by their names in `torch.compile(options=...)`.
     """
 
     inner_backend: str = "inductor"
@@ -82,23 +81,26 @@ class Options:
 
     @property
     def known_costs(self) -> Costs | None:
-        """The costs, where they are numbers already; None stands for those of the device."""
+        """The costs if they are given as numbers; None stands for the device's costs."""
         return self.costs if isinstance(self.costs, Costs) else None
 
     @property
     def measures_costs(self) -> bool:
-        """Whether the first compile may measure what its collectives take."""
-        if self.inner_backend != "inductor":  # others decide on no collective
+        """Whether the first compile may measure the machine's costs."""
+        if self.inner_backend != "inductor":  # without Inductor, no pass changes collectives
             return False
         return (self.costs or os.environ.get(COSTS_VARIABLE, "measured")) == "measured"
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None, mode: str | None = None) -> Options:
-        """Split the user's dict into our options and Inductor's; the latter override those of Inductor's `mode`.
+        """Split the user's dict into our options and Inductor's.
 
+        Args:
+            given: Options by name.
+            mode: A mode of `torch.compile`, whose Inductor options `given` overrides; None for no mode.
         Raises:
-            UnknownOptionError: a name is neither our option nor Inductor's, a value has the wrong type, or CUDA graphs
-                are asked for: see [Note: No CUDA graphs].
+            UnknownOptionError: a name is neither our option nor Inductor's, a value has the wrong type, or an option
+                enables CUDA graphs: see [Note: No CUDA graphs].
         """
         own = {f.name for f in dataclasses.fields(cls)} - {"inductor"}
         ours: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Reports of what the compiler did, one for each graph."""
+"""Reports of the compiler, one for each graph."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ _log = logging.getLogger("compile_fsdp")
 
 @dataclass(frozen=True, slots=True)
 class GraphReport:
-    """One compiled graph.
+    """Report of a compiled graph.
 
     Attributes:
         direction: Whether the graph is a forward or a backward graph.
-        inner_backend: The Dynamo backend that compiled it.
+        inner_backend: The Dynamo backend that compiled the graph.
         windows_removed: Number of complete `resize(full), copy, resize(0)` windows that the passes removed.
         copies_removed: Number of `fsdp.copy_` ops that the passes removed.
         resizes_removed: Number of `inductor.resize_storage_bytes_` ops that the passes removed.
-        kept: (parameter FQN, reason) of every window that the passes left.
+        kept: (parameter FQN, reason) of every window that the passes kept.
         nodes_before: Number of nodes before the passes.
         nodes_after: Number of nodes after the passes.
         seconds: Seconds spent in the passes.
-        cached: Whether Inductor took the graph from its cache, so that no pass ran. The other attributes are then those
-            reported when the graph was compiled.
-        decision: How the step is fitted into its `memory_budget`; None without one, and for backward graphs.
-        costs: By which the passes have decided; None for a graph without sharded parameters.
-        groups: Of the forward graph of a step, its parameter groups in numbers, in the order of their first use.
+        cached: Whether Inductor took the graph from its cache, so that no pass ran. The remaining attributes then have
+            their values from the original compilation.
+        decision: How the step is fitted into its `memory_budget`; None without a budget, and for backward graphs.
+        costs: Costs by which the passes decided; None for a graph without sharded parameters.
+        groups: Sizes of the forward graph's parameter groups, in order of first use; empty for backward graphs.
     """
 
     direction: Direction
@@ -61,7 +61,7 @@ class GraphReport:
 
     @property
     def advice(self) -> tuple[Advice, ...]:
-        """What would make the step faster, by the estimate, what gains the most first; empty for backward graphs."""
+        """Changes that make the step faster by the estimate, largest gain first; empty for backward graphs."""
         return advise(self.groups, self.costs, self.decision) if self.groups and self.costs is not None else ()
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ _reports: list[GraphReport] = []
 
 
 def reports() -> tuple[GraphReport, ...]:
-    """The reports of every graph compiled in this process since `reset_reports()`, oldest first."""
+    """The reports of all graphs compiled in this process since `reset_reports()`, oldest first."""
     with _lock:
         return tuple(_reports)
 
@@ -92,12 +92,12 @@ def reset_reports() -> None:
 
 
 def newest_advice() -> tuple[Advice, ...]:
-    """What would make the step faster that was compiled last."""
+    """The advice for the step compiled last."""
     return next((report.advice for report in reversed(reports()) if report.groups), ())
 
 
 def count_captures() -> int:
-    """Graphs that Dynamo or compiled autograd has traced in this process, whoever compiles them."""
+    """Count the graphs that Dynamo and compiled autograd traced in this process, for any backend."""
     counters = dynamo_counters()
     return counters["stats"]["unique_graphs"] + counters["compiled_autograd"]["captures"]
 
@@ -109,18 +109,18 @@ def record(report: GraphReport) -> None:
 
 
 class CompileObserver(Protocol):
-    """An observer that is told of every graph that is about to be compiled."""
+    """An observer that is called before each graph is compiled."""
 
     def begin(
         self, direction: Direction, gm: fx.GraphModule, groups: Collection[TraceableGroup], costs: Costs | None
     ) -> GraphObserver:
-        """Return an observer that sees the graph between the passes, if Inductor compiles the graph.
+        """Return an observer that sees the graph after each pass, if Inductor compiles the graph.
 
         Args:
             direction: Whether the graph is a forward or a backward graph.
             gm: The Dynamo graph.
             groups: Parameter groups whose unsharded parameters are inputs of the graph.
-            costs: The costs by which the passes decide; None for the costs of the device.
+            costs: Costs by which the passes decide; None for the device's costs.
         """
 
 
@@ -129,7 +129,7 @@ _observer: CompileObserver | None = None
 
 @contextmanager
 def observing(observer: CompileObserver) -> Iterator[None]:
-    """While the block runs, compile every graph of any thread anew, without caches, and show it to the observer."""
+    """Compile every graph of any thread without caches, and show it to the observer, while the block runs."""
     global _observer
     outer, _observer = _observer, observer
     try:

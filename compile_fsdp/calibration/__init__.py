@@ -1,1 +1,1 @@
-"""What this machine's collectives, copies and products of matrices cost, measured once and kept."""
+"""Measure the costs of this machine's collectives, copies and matmuls once, and store them."""

@@ -1,8 +1,8 @@
-"""Measure what collectives, copies, products of matrices and the link to the host take on the ranks of a group.
+"""Measure the speed of collectives, copies, matmuls and host transfers on the ranks of a process group.
 
-Of several runs the shortest counts: what else the machine does makes a run longer, and nothing makes it shorter. A run
-of collectives has many of them, one after the other as in a step. A CPU computes meanwhile, as it does in a step: its
-cores serve both, and a short collective beside a product of matrices takes twice as long as one that is alone.
+The shortest of several runs counts, because other load on the machine only makes a run longer. A run of collectives
+issues many in sequence, as a step does. On a CPU, matmuls run beside the collectives, as in a step: both share the
+cores, and a short collective takes twice as long beside a matmul as alone.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from compile_fsdp.passes import Costs
 from compile_fsdp.torch_compat.distributed import functional_collectives
 
 RUNS = 3
-LOCAL_S = 0.2  # seconds after which a slow device, whose runs differ less, is not measured again
+LOCAL_S = 0.2  # seconds after which local measurements stop; the runs of a slow device differ less
 
-SHORT_RUN, LONG_RUN = 24, 4  # collectives of a run: short ones, and longer ones
-SHORT_SHARD = 2**10  # bytes that a rank has of the whole in the shortest collective
+SHORT_RUN, LONG_RUN = 24, 4  # collectives in a run of the shortest size, and of longer sizes
+SHORT_SHARD = 2**10  # bytes of a rank's shard in the shortest collective
 
 
 @dataclass(frozen=True, slots=True)
 class _Amounts:
-    """How much is measured with: so much that it takes milliseconds.
+    """Sizes of the measured operations, chosen to take milliseconds.
 
     Attributes:
-        wholes: Bytes of what is gathered, and reduced.
-        copied: Bytes of a copied tensor: more than caches hold.
-        side: Rows and columns of matrices.
-        side_beside: The same of those that are multiplied beside a collective; 0 for none.
+        wholes: Bytes of the all-gather outputs and reduce-scatter inputs.
+        copied: Bytes of a copied tensor, more than the caches hold.
+        side: Rows and columns of the multiplied matrices.
+        side_beside: Rows and columns of the matrices multiplied beside a collective; 0 for no matmul.
     """
 
     wholes: tuple[int, ...]
@@ -49,11 +49,11 @@ _ON_ACCELERATOR = _Amounts(wholes=(2**24, 2**27), copied=2**28, side=4096, side_
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What one kind of collective takes over one process group.
+    """Speed of all-gathers or reduce-scatters over a process group.
 
     Attributes:
-        latency: Seconds of the shortest.
-        bandwidth: Bytes per second that a rank receives in long ones.
+        latency: Seconds of the shortest collective.
+        bandwidth: Bytes per second that a rank receives in long collectives.
     """
 
     latency: float
@@ -62,14 +62,14 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """What was measured on one kind of device, over one process group.
+    """Measured speeds of a device type and a process group.
 
     Attributes:
-        gather: All-gathers.
-        reduction: Reduce-scatters.
+        gather: Speed of all-gathers.
+        reduction: Speed of reduce-scatters.
         copy_bandwidth: Bytes per second that a copy reads and writes together.
-        flops: Floating-point operations per second of a product of matrices.
-        offload_bandwidth: Bytes per second from the device to the host's memory, or back; 0 for a CPU, which has one.
+        flops: Floating-point operations per second of a matmul.
+        offload_bandwidth: Bytes per second between device and host memory, in the slower direction; 0 for a CPU.
     """
 
     gather: Link
@@ -79,10 +79,13 @@ class Measurements:
     offload_bandwidth: float = 0.0
 
     def costs(self, usual: Costs) -> Costs:
-        """These numbers as costs, each the usual one times a power of two.
+        """Round each speed to a power-of-two multiple of the built-in cost.
 
-        What is decided by costs is part of the keys of compiler caches, and two measurements are never equal; their
-        powers of two are, up to a factor of 1.4.
+        Decisions by costs are part of compiler cache keys. Two measurements are never equal, but their rounded values
+        are, and each is within a factor of 1.4 of its measurement.
+
+        Args:
+            usual: Built-in costs of the device.
         """
         latency = (self.gather.latency + self.reduction.latency) / 2
         comm_bandwidth = 2 / (1 / self.gather.bandwidth + 1 / self.reduction.bandwidth)
@@ -102,12 +105,12 @@ def _near(measured: float, usual: float) -> float:
 
 @torch.no_grad()
 def measure(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> Measurements:
-    """Measure, on all ranks of a process group at once: it issues collectives.
+    """Measure the speeds. Collective over the process group.
 
     Args:
-        group: Of two ranks or more.
-        device: Of this rank.
-        dtype: Of the matrices.
+        group: A process group of at least two ranks.
+        device: This rank's device.
+        dtype: The matrices' dtype.
     """
     gather, reduction = (measure_link(collective, group, device) for collective in (_gather, _reduce_scatter))
     link_to_host = measure_offloads(device) if device.type != "cpu" else 0.0
@@ -119,7 +122,7 @@ def measure_link(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> Link:
-    """Latency of the shortest collective, bandwidth of longer ones."""
+    """Measure the latency of the shortest collective and the bandwidth of longer collectives."""
     ranks = group.size()
     shards = [SHORT_SHARD, *(whole // ranks for whole in _amounts(device).wholes)]
     counts = [SHORT_RUN, *(LONG_RUN for _ in shards[1:])]
@@ -127,7 +130,7 @@ def measure_link(
         _measure_collective(collective(_zeros(shard, device), group), count, device)
         for shard, count in zip(shards, counts, strict=True)
     )
-    # A link may be so fast that the latency is all there is.
+    # On a fast link, latency can be nearly all of the time.
     sending = sum(max(each - latency, each / 10) for each in seconds)
     return Link(latency, sum(shards[1:]) * (ranks - 1) / sending)
 
@@ -154,14 +157,14 @@ def _measure_collective(launch: Callable[[], torch.Tensor], count: int, device: 
 
 
 def measure_copies(device: torch.device) -> float:
-    """Bytes per second, read and written."""
+    """Measure the bytes per second that a copy reads and writes together."""
     size = _amounts(device).copied
     source, target = torch.zeros(2, size, dtype=torch.uint8, device=device)
     return 2 * size / _shortest(lambda: target.copy_(source), device, LOCAL_S)
 
 
 def measure_offloads(device: torch.device) -> float:
-    """Bytes per second to pinned memory and back, the slower of the two."""
+    """Measure the bytes per second between device and pinned memory, in the slower direction."""
     size = _amounts(device).copied
     here = torch.zeros(size, dtype=torch.uint8, device=device)
     host = torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -170,13 +173,13 @@ def measure_offloads(device: torch.device) -> float:
 
 
 def measure_products(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations per second."""
+    """Measure the floating-point operations per second of a matmul."""
     side = _amounts(device).side
     left, right = torch.zeros(2, side, side, dtype=dtype, device=device)
     return 2 * side**3 / _shortest(lambda: torch.mm(left, right), device, LOCAL_S)
 
 
-# Issued as graphs issue them.
+# Collectives issued as in a compiled graph.
 
 
 def _gather(shard: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
@@ -193,7 +196,7 @@ def _zeros(size: int, device: torch.device) -> torch.Tensor:
 
 
 def _shortest(run: Callable[[], object], device: torch.device, limit_s: float = math.inf) -> float:
-    """Seconds of the shortest run; one before them counts for nothing. Behind a limit there are no more than two."""
+    """Seconds of the shortest of `RUNS` runs after a warm-up. Stops after `limit_s` seconds, but not before one run."""
     seconds: list[float] = []
     while len(seconds) <= RUNS and (len(seconds) < 2 or sum(seconds) < limit_s):
         start = time.perf_counter()

@@ -1,9 +1,10 @@
-"""Where measurements are kept from one process to the next: a file for each device and mesh, beside Inductor's caches.
+"""Store measured costs for later processes: a file for each device and mesh, beside Inductor's caches.
 
 [Note: What a measurement holds for]
-The device and its threads, the release of torch, what carries the collectives, how many ranks there are in the process
-group and how far apart their numbers are, how many of the job share a host, and the dtype of the matrices. Where one of
-these differs, it is measured again. So a mesh within a host and one across hosts have a file each.
+A measurement is valid for one device, thread count, release of torch, process-group backend and matrix dtype. It also
+depends on the number of ranks in the process group, the distance between their rank numbers, and the number of the
+job's ranks per host. If any of these differs, the costs are measured again. So a mesh within a host and a mesh across
+hosts have separate files.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Circumstances = Mapping[str, Any]
 
 
 def circumstances(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> Circumstances:
-    """See [Note: What a measurement holds for]."""
+    """The key of a measurement. See [Note: What a measurement holds for]."""
     ranks = dist.get_process_group_ranks(group)
     return {
         "device": _device_name(device),
@@ -52,24 +53,24 @@ def _device_name(device: torch.device) -> str:
 
 
 def folder() -> Path:
-    """Where the files are; it need not exist."""
+    """The folder of the measurement files; it may not exist yet."""
     return cache_folder() / "compile_fsdp" / "costs"
 
 
 def path_of(key: Circumstances) -> Path:
-    """The file with what was measured under these circumstances."""
+    """The file for a measurement under these circumstances."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     return folder() / f"{digest[:16]}.json"
 
 
 def kept() -> dict[Path, Circumstances | None]:
-    """All files, with the circumstances that each holds for; None for one that is no such file."""
+    """All measurement files and their circumstances; None for a file that cannot be parsed."""
     contents = {path: _content(path) for path in sorted(folder().glob("*.json"))}
     return {path: None if content is None else content[0] for path, content in contents.items()}
 
 
 def read(key: Circumstances) -> Measurements | None:
-    """What was measured before; None if nothing was, or the file is no such file."""
+    """Read a stored measurement; None if there is no file or it cannot be parsed."""
     content = _content(path_of(key))
     return content[1] if content is not None and content[0] == key else None
 
@@ -83,17 +84,17 @@ def _content(path: Path) -> tuple[Circumstances, Measurements] | None:
 
 
 def write(key: Circumstances, measured: Measurements) -> None:
-    """Keep a measurement. A folder that cannot be written to is no error: the next process measures again."""
+    """Store a measurement. If the folder is not writable, do nothing, and the next process measures again."""
     path, text = path_of(key), json.dumps({"under": key, "measured": asdict(measured)}, indent=1)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Written aside, so that another process reads the whole of it or nothing.
+        # Write to a temporary folder and rename, so that no process reads a partial file.
         with tempfile.TemporaryDirectory(dir=path.parent) as aside:
             (Path(aside) / path.name).write_text(text)
             (Path(aside) / path.name).replace(path)
 
 
 def parse(row: Mapping[str, Any]) -> Measurements:
-    """The inverse of `dataclasses.asdict`."""
+    """Build `Measurements` from their `dataclasses.asdict` form."""
     links = {name: Link(**row[name]) for name in ("gather", "reduction")}
     return Measurements(**{**row, **links})

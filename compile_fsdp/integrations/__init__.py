@@ -1,1 +1,1 @@
-"""Trainers that shard by themselves: compile what they have sharded. A file for each, imported by its name."""
+"""Compile models that a trainer shards itself; each module supports one trainer and is imported by name."""

@@ -1,4 +1,4 @@
-"""`prepare`: what accelerate's `Accelerator.prepare` does, and then compile."""
+"""`prepare`: call accelerate's `Accelerator.prepare`, then compile the models."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def prepare(
     """Have accelerate shard the models among `objects`, and compile them.
 
     Args:
-        accelerator: One that shards with FSDP2, and has no `dynamo_backend`.
-        *objects: Models, optimizers, data loaders, schedulers, as `accelerator.prepare` takes them.
-        options: Of the backend, see docs/options.md.
+        accelerator: An Accelerator that shards with FSDP2 and has no `dynamo_backend`.
+        *objects: Models, optimizers, data loaders and schedulers, as for `accelerator.prepare`.
+        options: Options of the backend, see docs/options.md.
         fullgraph: Whether a graph break is an error.
     Returns:
-        What `accelerator.prepare(*objects)` returns.
+        The result of `accelerator.prepare(*objects)`.
     Raises:
         AlreadyCompiledError: accelerate has compiled a model.
         FSDP1Error: accelerate has sharded with FSDP1.

@@ -1,4 +1,4 @@
-"""Lightning Fabric: compile what the function that shards for its `ModelParallelStrategy` returns."""
+"""Lightning Fabric: compile the model that a `ModelParallelStrategy`'s `parallelize_fn` returns."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def compiled(
 ) -> Callable[[Any, DeviceMesh], nn.Module]:
     """Make a `parallelize_fn` that also compiles: `ModelParallelStrategy(compiled(shard), ...)`.
 
-    Fabric tells its callbacks nothing of `setup_module`, so this is where to compile.
+    Compile here because Fabric does not call callbacks at `setup_module`.
 
     Args:
-        parallelize_fn: Shards a model over a mesh, as `ModelParallelStrategy` takes it.
-        options: Of the backend, see docs/options.md.
+        parallelize_fn: Shards a model over a mesh, as for `ModelParallelStrategy`.
+        options: Options of the backend, see docs/options.md.
         fullgraph: Whether a graph break is an error.
     Returns:
-        A function of the same arguments. It raises AlreadyCompiledError, FSDP1Error or NotShardedError where
-        `parallelize_fn` returns such a model.
+        A function with the arguments of `parallelize_fn`. It raises AlreadyCompiledError, FSDP1Error or
+        NotShardedError if `parallelize_fn` returns a model that is compiled, FSDP1 or not sharded.
     Raises:
         UnknownOptionError: an option does not exist or has a wrong value.
     """

@@ -1,4 +1,4 @@
-"""A callback for Lightning's `Trainer`, of the package lightning or of pytorch_lightning."""
+"""A callback for the `Trainer` of the packages lightning and pytorch_lightning."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ except ImportError as error:
 
 
 class CompileFSDP(CompilesSharded, Callback):
-    """Compiles what `configure_model` has sharded.
+    """Compiles the model that `configure_model` shards.
 
     `Trainer(strategy=ModelParallelStrategy(...), callbacks=[CompileFSDP()])`
     """
@@ -22,7 +22,7 @@ class CompileFSDP(CompilesSharded, Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.compile(pl_module)
 
-    # Runs without a fit before them.
+    # Validation, test and prediction may run without a fit before them.
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

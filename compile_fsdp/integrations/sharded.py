@@ -1,4 +1,4 @@
-"""Compile in place what a trainer has sharded."""
+"""Compile, in place, a model that a trainer has sharded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class CompilesSharded:
     """Compiles the models of one trainer; base of the callbacks.
 
     Attributes:
-        remedy: How to have this trainer shard with FSDP2; it ends the errors about models that it has not sharded so.
+        remedy: How to make this trainer shard with FSDP2; the last words of errors about models not sharded with FSDP2.
     """
 
     remedy = ""
@@ -27,7 +27,7 @@ class CompilesSharded:
     def __init__(self, *, options: Mapping[str, Any] | None = None, fullgraph: bool = True) -> None:
         """
         Args:
-            options: Of the backend, see docs/options.md.
+            options: Options of the backend, see docs/options.md.
             fullgraph: Whether a graph break is an error.
         Raises:
             UnknownOptionError: an option does not exist or has a wrong value.
@@ -37,10 +37,10 @@ class CompilesSharded:
         self._compiled: WeakSet[nn.Module] = WeakSet()
 
     def compile(self, model: nn.Module) -> None:
-        """Compile each outermost FSDP2 module in place. Modules that this object has compiled stay as they are.
+        """Compile each outermost FSDP2 module in place, unless this object has compiled the module before.
 
         Raises:
-            AlreadyCompiledError: the trainer, or its user, has compiled the model with `torch.compile`.
+            AlreadyCompiledError: the trainer or its user has compiled the model with `torch.compile`.
             FSDP1Error: the model contains FullyShardedDataParallel modules.
             NotShardedError: the model contains no FSDP2 module.
         """
@@ -60,9 +60,10 @@ class CompilesSharded:
                 self._compiled.add(root)
 
     def reshard(self, model: nn.Module) -> None:
-        """Free the parameters that an evaluation has left unsharded, as FSDP2 does without a backward.
+        """Free the parameters that stay unsharded after an evaluation.
 
-        A training step that begins with some of them would be compiled once more.
+        FSDP2 keeps parameters such as the root's unsharded for a backward, which an evaluation does not run. A training
+        step that starts with unsharded parameters would be compiled again.
         """
         for module in model.modules():
             if isinstance(module, FSDPModule):

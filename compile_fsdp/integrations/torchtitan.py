@@ -1,4 +1,4 @@
-"""torchtitan: compile what a model's `parallelize_fn` has sharded."""
+"""torchtitan: compile the model that a config's `parallelize_fn` shards."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class _Parallelized(CompilesSharded):
 
 
 def compiled(config: Any, *, options: Mapping[str, Any] | None = None, fullgraph: bool = True) -> Any:
-    """Have the `Trainer` of a config compile its model: `return compiled(llama3_8b())` in a config function.
+    """Make a config's `Trainer` compile its model: `return compiled(llama3_8b())` in a config function.
 
     Args:
-        config: A `torchtitan.trainer.Trainer.Config` with its `model_spec`. Its `training.disable_cuda_graphs` has to
-            be true when the Trainer is built, and its `compile.components` without "model".
-        options: Of the backend, see docs/options.md.
+        config: A `torchtitan.trainer.Trainer.Config` with its `model_spec`. When the Trainer is built, its
+            `training.disable_cuda_graphs` must be true and its `compile.components` must not contain "model".
+        options: Options of the backend, see docs/options.md.
         fullgraph: Whether a graph break is an error.
     Returns:
-        `config` itself; its `model_spec` has another `parallelize_fn`. That raises AlreadyCompiledError or
-        UnsupportedFeatureError for such settings, FSDP1Error or NotShardedError for what has not been sharded.
+        `config` itself, whose `model_spec` gets a `parallelize_fn` that compiles. It raises AlreadyCompiledError or
+        UnsupportedFeatureError for wrong settings, and FSDP1Error or NotShardedError for a model without FSDP2.
     Raises:
         UnknownOptionError: an option does not exist or has a wrong value.
     """

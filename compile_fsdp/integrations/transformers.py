@@ -1,4 +1,4 @@
-"""A callback for the `Trainer` of transformers, and for trainers that derive from it."""
+"""A callback for transformers' `Trainer` and trainers derived from it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ except ImportError as error:
 
 
 class CompileFSDP(CompilesSharded, TrainerCallback):
-    """Compiles the model when training begins; by then the Trainer has sharded it.
+    """Compiles the model when training begins, after the Trainer has sharded it.
 
-    `Trainer(..., callbacks=[CompileFSDP()])`, with `fsdp=True` in the arguments and without `torch_compile`.
+    Use `Trainer(..., callbacks=[CompileFSDP()])` with TrainingArguments that set `fsdp=True` and not `torch_compile`.
     """
 
     remedy = "TrainingArguments(fsdp=True) has it shard with FSDP2, where there is an accelerator"

@@ -1,7 +1,7 @@
 """`save` and `async_save`: write model, optimizer and step with torch.distributed.checkpoint.
 
-A checkpoint has torch.distributed.checkpoint's own format and holds `{"model": ..., "optimizer": ..., "step": ...}`.
-How a save changes the folder: see [Note: A save becomes complete in two renames].
+A checkpoint has the format of torch.distributed.checkpoint and holds `{"model": ..., "optimizer": ..., "step": ...}`.
+[Note: A save becomes complete in two renames] describes how a save changes the folder.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from compile_fsdp.state.folder import begin, complete
 from compile_fsdp.state.optim import optim_state_dict
 from compile_fsdp.state.ranks import gather, is_first, on_first
 
-# The last background save into each folder. The next save into the folder waits for it: otherwise, `latest` could name
-# the older of the two in the end.
+# The last background save into each folder. The next save into the folder waits for it, because otherwise the older
+# save could complete last and `latest` would name it.
 _running: dict[Path, PendingSave] = {}
 
 
@@ -56,11 +56,11 @@ class PendingSave:
             self._completed.set_exception(error)
 
     def done(self) -> bool:
-        """Whether this rank's part is written; issues no collective."""
+        """Whether this rank's part is written. Not collective."""
         return self._completed.done()
 
     def wait(self) -> Path:
-        """Wait until the checkpoint is complete, and return its folder. All ranks call it together.
+        """Wait until the checkpoint is complete, and return its folder. Collective: all ranks call it.
 
         Raises:
             CheckpointError: the save failed; the previous checkpoint is unchanged.
@@ -93,19 +93,19 @@ def save(
 ) -> Path:
     """Save model and optimizer as the newest checkpoint in a folder. Collective: all ranks call it.
 
-    Each rank writes its own shards. A save that is interrupted at any point leaves the previous checkpoint unchanged,
-    and its files are removed by the next save.
+    Each rank writes its own shards. If a save is interrupted at any point, the previous checkpoint stays unchanged, and
+    the next save removes the interrupted save's files.
 
     Args:
         model: The model, sharded or not; its whole `state_dict()` is saved.
         optim: An optimizer over parameters of `model`.
-        path: Folder for the run's checkpoints, on a file system that all ranks share; made if it is missing.
-        step: Number of optimizer steps done, by which the checkpoint is named; `load` returns it.
-        files: Texts to store in the checkpoint, by file name; those of rank 0 are written.
+        path: Folder for the run's checkpoints, on a file system that all ranks share; created if missing.
+        step: Number of completed optimizer steps. It names the checkpoint, and `load` returns it.
+        files: Texts to store in the checkpoint, by file name. Only rank 0 writes them.
     Returns:
-        The checkpoint's own folder, `path/step-...`.
+        The folder of this checkpoint, `path/step-...`.
     Raises:
-        CheckpointError: files cannot be written. All ranks raise the same error.
+        CheckpointError: files cannot be written; raised on all ranks with equal text.
         ForeignParameterError: the optimizer holds parameters that are not in the model.
     """
     state = _collect(model, optim, step)
@@ -122,13 +122,13 @@ def async_save(
     *,
     files: Mapping[str, str] | None = None,
 ) -> PendingSave:
-    """Do what `save` does in the background; return once everything is copied to the CPU, so that training can go on.
+    """Run `save` in the background; return when all tensors are copied to the CPU and training can continue.
 
-    The background work has a gloo process group of its own: in the default group, its collectives would mix with those
-    of training in an order that differs between ranks. A later save into the same folder waits for this one.
+    The background save uses a separate gloo process group, because in the default group its collectives would mix with
+    training's in an order that differs between ranks. A later save into the folder waits for this save.
 
     Returns:
-        A handle, whose `wait()` all ranks have to call before they exit; it raises if the save failed.
+        A handle. All ranks must call its `wait()` before they exit; `wait()` raises if the save failed.
     """
     state = _collect(model, optim, step)
     part = _begin(path, step)
@@ -141,7 +141,7 @@ def async_save(
 
 
 def write_tensors(state: dict[str, Any], folder: Path) -> None:
-    """Write a state into a new folder; each rank writes its own part. Collective."""
+    """Write a state into a new folder; each rank writes its shards. Collective."""
     try:
         with quietly_alone():
             save_tensors(state, checkpoint_id=folder)
@@ -162,7 +162,7 @@ def _begin(path: str | os.PathLike[str], step: int) -> Path:
 
 
 def finish_running(path: str | os.PathLike[str]) -> None:
-    """Wait for a save into the folder that still runs in the background. Collective if there is one."""
+    """Wait for a background save into the folder. Collective if such a save is running."""
     running = _running.get(Path(path).absolute())
     if running is not None:
         running.wait()
@@ -170,7 +170,7 @@ def finish_running(path: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def quietly_alone() -> Iterator[None]:
-    """Without a process group, keep torch.distributed.checkpoint from warning that there is none."""
+    """Suppress torch.distributed.checkpoint's warning about a missing process group."""
     if dist.is_initialized():
         yield
         return
@@ -180,7 +180,7 @@ def quietly_alone() -> Iterator[None]:
 
 
 def text_of(error: BaseException) -> str:
-    """The message of an error; for a failure on several ranks, the messages of all these ranks."""
+    """The message of an error, or for a `CheckpointException` the messages of all failed ranks."""
     if isinstance(error, CheckpointException):
         causes = {rank: failure for rank, (failure, _) in error.failures.items()}
         return "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in causes.items())

@@ -1,10 +1,10 @@
-"""Walk and encode one parameter's optimizer state, which may be tensors, numbers, and nested containers of both.
+"""Walk and encode a parameter's optimizer state: tensors, numbers, and nested containers of both.
 
 [Note: What DCP does to containers]
-torch.distributed.checkpoint saves the tensors in nested dicts and lists one by one, but turns every dict key into a
-string, forgets empty dicts, and pickles a tuple whole, with the tensors in it. `encode` turns state that would come
-back changed into a flat dict of its tensors and a picture of its containers, in which a `Place` stands for each tensor;
-`decode` undoes this. A plain dict of tensors and numbers is saved as torch's own functions would save it.
+torch.distributed.checkpoint saves each tensor in nested dicts and lists separately. But it turns every dict key into a
+string, drops empty dicts, and pickles a tuple whole, including its tensors. `encode` converts state that DCP would
+change into a flat dict of its tensors and a picture of its containers, in which a `Place` stands for each tensor.
+`decode` reverses this. A plain dict of tensors and numbers is saved unencoded, as torch's own functions save it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ PICTURE = "__containers__"  # the key of the picture in an encoded state
 
 
 class Place:
-    """Stands in the picture of a state's containers for a tensor that is saved beside the picture."""
+    """Placeholder, in the picture of a state's containers, for a tensor saved beside the picture."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
 def map_leaves(value: Any, function: Callable[[str, Any], Any], name: str = "") -> Any:
-    """Copy nested dicts, lists and tuples, with `function(name, leaf)` in place of every leaf.
+    """Copy nested dicts, lists and tuples, and replace every leaf by `function(name, leaf)`.
 
-    The name of a leaf is the keys and indices that lead to it, joined by dots.
+    The name of a leaf consists of the keys and indices on the path to it, joined by dots.
     """
     if isinstance(value, dict):
         return {key: map_leaves(each, function, _join(name, key)) for key, each in value.items()}
@@ -40,14 +40,14 @@ def map_leaves(value: Any, function: Callable[[str, Any], Any], name: str = "") 
 
 
 def leaves(value: Any) -> Iterator[tuple[str, Any]]:
-    """Every leaf of nested dicts, lists and tuples, with its name."""
+    """The (name, leaf) pairs of nested dicts, lists and tuples."""
     found: list[tuple[str, Any]] = []
     map_leaves(value, lambda name, leaf: found.append((name, leaf)))
     yield from found
 
 
 def encode(state: dict[Any, Any]) -> dict[str, Any]:
-    """Encode one parameter's state so that DCP gives it back unchanged. See [Note: What DCP does to containers]."""
+    """Encode a parameter's state so that DCP restores it unchanged. See [Note: What DCP does to containers]."""
     if all(isinstance(key, str) and _is_plain(value) for key, value in state.items()):
         return state
     tensors: dict[str, Any] = {}
@@ -63,7 +63,7 @@ def encode(state: dict[Any, Any]) -> dict[str, Any]:
 
 
 def decode(state: dict[str, Any]) -> dict[Any, Any]:
-    """Decode one parameter's state that `encode` has encoded."""
+    """Decode a parameter's state from `encode`."""
     if PICTURE not in state:
         return state
     (picture,) = state[PICTURE]
@@ -74,7 +74,7 @@ def decode(state: dict[str, Any]) -> dict[Any, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether DCP saves a value unchanged: no dict, and no list or tuple that holds tensors or containers."""
+    """Whether DCP restores a value unchanged: no dict, and no list or tuple of tensors or containers."""
     if isinstance(value, (list, tuple)):
         return not any(isinstance(each, (Tensor, dict, list, tuple)) for each in value)
     return not isinstance(value, dict)

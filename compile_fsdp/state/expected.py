@@ -1,12 +1,12 @@
-"""Find out which state an optimizer will keep for a parameter, without changing the optimizer or the parameter.
+"""Determine the state that an optimizer keeps for a parameter, without changes to either.
 
 [Note: A twin takes the step]
-Only an optimizer's own step shows which entries it keeps for a parameter, and their dtypes and sharding. torch's
+Only an optimizer's step shows which entries it keeps for a parameter, and their dtypes and sharding. torch's
 `set_optimizer_state_dict` makes the optimizer itself take a step with zero gradients. Here a twin takes the step: an
-object of the optimizer's class and attributes, but with one group that holds only a copy of the parameter, filled with
-zeros. It runs the class's own `step`, without hooks, profiler or learning rate scheduler. If that step fails (it needs
-a closure, or DTensor does not support its arithmetic), the list of entries may be incomplete; other entries are then
-accepted unchecked.
+object with the optimizer's class and attributes, but with a single group that holds only a zero-filled copy of the
+parameter. The twin runs the class's `step`, without hooks, profiler or learning rate scheduler. If the step fails (it
+needs a closure, or DTensor does not support its arithmetic), the list of entries may be incomplete, and entries outside
+the list are accepted unchecked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from compile_fsdp.torch_compat.nn import unhooked_step
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The entries that an optimizer keeps for one parameter."""
+    """The state entries that an optimizer keeps for a parameter."""
 
     entries: dict[str, TensorSpec | None]
     """Layout of each entry by name; None for an entry that is not a tensor."""
@@ -37,16 +37,21 @@ class Expected:
 
 
 class Probe:
-    """Finds the entries that one optimizer keeps; parameters of equal group, layout and device share a trial step."""
+    """Finds an optimizer's state entries; parameters of equal group, layout and device share a trial step."""
 
     def __init__(self, optim: torch.optim.Optimizer) -> None:
         self.optim = optim
         self._known: dict[tuple[int, TensorSpec, torch.device], Expected] = {}
 
     def expected(self, parameter: nn.Parameter, number: int, options: dict[str, Any]) -> Expected:
-        """The entries that the optimizer would keep for `parameter` in its group `number`, which has `options`.
+        """The entries that the optimizer keeps for a parameter. See [Note: A twin takes the step].
 
-        Collective if the optimizer's arithmetic issues collectives. See [Note: A twin takes the step].
+        Collective if the optimizer's arithmetic issues collectives.
+
+        Args:
+            parameter: A parameter of the optimizer.
+            number: Index of the parameter's group.
+            options: Options of that group.
         """
         key = (number, TensorSpec.of(parameter), parameter.device)
         if key not in self._known:
@@ -79,5 +84,5 @@ def _kept_random_state(device: torch.device) -> AbstractContextManager[None]:
 
 
 def describe(state: Any) -> dict[str, TensorSpec | None]:
-    """Layout of each entry of one parameter's state by name; None for an entry that is not a tensor."""
+    """Layout of each entry of a parameter's state, by name; None for an entry that is not a tensor."""
     return {name: TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else None for name, leaf in leaves(state)}

@@ -1,14 +1,14 @@
-"""The folder of a run's checkpoints: how a save becomes complete, and which one is the newest.
+"""The folder of a run's checkpoints: begin and complete a save, and find the newest checkpoint.
 
     latest               the name of the newest complete checkpoint
-    step-00000200/       one complete checkpoint: torch.distributed.checkpoint's files, and the caller's own
-    step-00000300.part/  a save that is going on, or was interrupted; the next save removes it
+    step-00000200/       a complete checkpoint: torch.distributed.checkpoint's files and the caller's files
+    step-00000300.part/  a running or interrupted save; the next save removes it
 
 [Note: A save becomes complete in two renames]
-Everything is written into `step-N.part`, whose last file is torch.distributed.checkpoint's `.metadata`. The first
-rename makes it `step-N`, the second makes `latest` name it; each is atomic. If a save is interrupted before the second
-rename, `latest` still names the previous checkpoint, which no save touches. If `latest` names the step to be saved, the
-new checkpoint is called `step-N-again`, or `step-N` if `latest` names `step-N-again`: the two names take turns.
+A save writes all files into `step-N.part`; the last file of torch.distributed.checkpoint is `.metadata`. The first
+rename turns the folder into `step-N`, and the second makes `latest` name it; each rename is atomic. If a save is
+interrupted before the second rename, `latest` still names the previous checkpoint, which no save modifies. If `latest`
+names `step-N` when step N is saved again, the new checkpoint is called `step-N-again`, and the reverse.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ METADATA = ".metadata"
 
 
 def find_latest(path: str | os.PathLike[str]) -> Path | None:
-    """The newest complete checkpoint in a folder, or None if there is none yet; changes no file.
+    """The newest complete checkpoint in a folder; None if there is no checkpoint yet. Changes no file.
 
     Raises:
-        CheckpointError: the path is a file, or `latest` names something that is no complete checkpoint.
+        CheckpointError: the path is a file, or `latest` names a folder without a complete checkpoint.
     """
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
@@ -46,7 +46,7 @@ def find_latest(path: str | os.PathLike[str]) -> Path | None:
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Path:
-    """The checkpoint at a path: the newest one in a folder of checkpoints, or the path itself.
+    """The newest checkpoint in a folder of checkpoints, or the path itself if it is a checkpoint.
 
     Raises:
         CheckpointError: there is no checkpoint.
@@ -61,7 +61,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """Remove interrupted saves, and return the `.part` folder for a new one, which does not exist yet."""
+    """Remove interrupted saves, and return the path of a new save's `.part` folder, which does not exist yet."""
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"expected a folder for checkpoints, got the file {folder}; give another path")
     folder.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ def begin(folder: Path, step: int) -> Path:
     current = marker.read_text().strip() if marker.exists() else ""
     name = f"step-{step:08d}"
     name = f"{name}-again" if current == name else name
-    if (folder / name).exists():  # complete, but the save was interrupted before `latest` moved to it
+    if (folder / name).exists():  # from a save that was interrupted between its two renames
         shutil.rmtree(folder / name)
     return folder / f"{name}.part"
 
@@ -80,7 +80,7 @@ def complete(part: Path, files: Mapping[str, str]) -> Path:
     """Make a save the newest checkpoint. See [Note: A save becomes complete in two renames].
 
     Args:
-        part: The `.part` folder, with torch.distributed.checkpoint's files in it.
+        part: The `.part` folder with torch.distributed.checkpoint's files.
         files: Texts to add, by file name.
     """
     for name, text in files.items():
@@ -106,7 +106,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Flush a folder to disk, so that renames and new files in it survive a crash."""
+    """Flush a folder to disk so that its new files and renames survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Match the options of saved parameter groups with the groups that an optimizer has now."""
+"""Match the options of saved parameter groups with an optimizer's present groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from compile_fsdp.state.names import NamedParameter
 from compile_fsdp.state.verify import Differences
 
-NAMES = ("params", "param_names")  # entries of a group that name its parameters and are not options
+NAMES = ("params", "param_names")  # entries of a group that are not options
 
 Group = Mapping[str, Any]
 
@@ -25,17 +25,17 @@ def match_groups(
     saved: Sequence[Group],
     differences: Differences,
 ) -> list[dict[str, Any]]:
-    """The options that each present group gets: its own, overwritten by the saved options of its parameters.
+    """Options of each present group, overwritten by the saved options of its parameters.
 
-    Groups may have been split or merged since the save, as long as the parameters of each present group were saved with
-    equal options; other parameters are noted in `differences`. A group without parameters keeps its options, unless
-    there are as many saved groups as present ones and the saved group at its index is empty, too.
+    The user may split or merge groups after the save if the parameters of each present group were saved with equal
+    options. A group without parameters keeps its options, unless the saved group at its index is empty, too, and the
+    numbers of saved and present groups are equal.
 
     Args:
-        named: The parameters of each present group.
-        present: The groups that the optimizer has now.
+        named: (present groups,) the parameters of each group.
+        present: The optimizer's present groups.
         saved: The saved groups, whose `params` are FQNs.
-        differences: Collects the parameters whose options do not fit.
+        differences: Collects parameters whose saved options differ from the rest of their group.
     """
     by_name = {name: options_of(group) for group in saved for name in group["params"]}
     matched = []

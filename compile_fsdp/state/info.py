@@ -1,4 +1,4 @@
-"""`param_info`: how `fully_shard` has sharded each parameter."""
+"""`param_info`: describe how `fully_shard` has sharded each parameter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from compile_fsdp.state.names import named_parameters
 
 @dataclass(frozen=True, slots=True)
 class ParamInfo:
-    """A parameter that `fully_shard` manages: its shape and dtype before sharding, and where its shards are."""
+    """A parameter that `fully_shard` manages: its shape and dtype before sharding, and its shards."""
 
     group: tuple[str, ...]
     """FQNs of the modules of the parameter's group: one, unless `fully_shard` got a list. "" is the root."""
@@ -32,7 +32,7 @@ class ParamInfo:
 
     @property
     def regions(self) -> dict[int, Region]:
-        """Offsets and sizes of the shard of every rank in `mesh`, by global rank; computed on access.
+        """Offsets and sizes of each rank's shard, by global rank in `mesh`; computed on access.
 
         See [Note: Ranks may see different meshes].
         """
@@ -40,12 +40,12 @@ class ParamInfo:
 
 
 def param_info(model: nn.Module) -> dict[str, ParamInfo]:
-    """Describe every parameter that `fully_shard` manages; issues no collective.
+    """Describe every parameter that `fully_shard` manages. Not collective.
 
     Args:
-        model: Any module that is sharded, contains sharded modules, or is part of a sharded module.
+        model: A module that is sharded, contains sharded modules, or is part of a sharded module.
     Returns:
-        A description by FQN, in the order of `model.named_parameters()`; a shared parameter has one entry, under its
+        A description by FQN, in the order of `model.named_parameters()`. A shared parameter appears once, under its
         first name. FQNs start at `model`, see [Note: FQNs are relative to the module that was given].
     """
     found = {}

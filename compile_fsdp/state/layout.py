@@ -1,7 +1,7 @@
-"""Which part of a tensor each rank holds, and how rank 0 collects and distributes whole tensors.
+"""Compute each rank's region of a tensor, and collect whole tensors on rank 0 or distribute them from it.
 
-Rank 0 collects a whole tensor directly from the ranks that hold its parts: each rank only sends its part, and needs no
-additional memory.
+Rank 0 collects a whole tensor directly from the ranks that hold its regions. Each rank only sends its region, and needs
+no additional memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape, dtype and layout of a tensor: a DTensor on `mesh`, or a plain tensor without a mesh."""
+    """Shape, dtype and layout of a DTensor on `mesh`, or of a plain tensor if `mesh` is None."""
 
     shape: torch.Size
     """Shape of the whole tensor."""
@@ -60,7 +60,7 @@ class TensorSpec:
 
 
 def regions(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> dict[int, Region]:
-    """The region of a tensor that each rank of the mesh holds, by global rank; replicas hold equal regions."""
+    """The region of a tensor that each rank of a mesh holds, by global rank; equal for replicas."""
     coordinates = itertools.product(*map(range, mesh.shape))
     return {int(mesh.mesh[each]): _region_at(shape, mesh, each, placements) for each in coordinates}
 
@@ -73,7 +73,7 @@ def _region_at(
 
 
 def region_here(spec: TensorSpec) -> Region:
-    """The region of a DTensor that this rank holds; an empty one if the rank is not in the mesh."""
+    """This rank's region of a DTensor; an empty region if the rank is not in the mesh."""
     assert spec.mesh is not None
     coordinate = spec.mesh.get_coordinate()
     if coordinate is None:
@@ -82,7 +82,7 @@ def region_here(spec: TensorSpec) -> Region:
 
 
 def wrap_local(local: Tensor, spec: TensorSpec) -> DTensor:
-    """A DTensor with the layout of `spec`, of which `local` is this rank's local tensor."""
+    """Wrap this rank's local tensor into a DTensor with the layout of `spec`."""
     assert spec.mesh is not None
     stride = torch.empty(spec.shape, device="meta").stride()
     return DTensor.from_local(
@@ -91,7 +91,7 @@ def wrap_local(local: Tensor, spec: TensorSpec) -> DTensor:
 
 
 def cut(whole: Tensor, spec: TensorSpec, device: torch.device) -> Tensor:
-    """A copy, on `device`, of the part of a whole tensor that this rank holds under `spec`; never a view of `whole`."""
+    """Copy this rank's region of a whole tensor under `spec` to `device`; never a view of `whole`."""
     if spec.mesh is None:
         return whole.detach().clone()
     part = whole.detach()[region_here(spec).slices]
@@ -99,7 +99,7 @@ def cut(whole: Tensor, spec: TensorSpec, device: torch.device) -> Tensor:
 
 
 def empty(spec: TensorSpec, device: torch.device) -> Tensor:
-    """An uninitialised tensor of the given layout."""
+    """An uninitialised tensor with the layout of `spec`."""
     if spec.mesh is None:
         return torch.empty(spec.shape, dtype=spec.dtype, device=device)
     return wrap_local(torch.empty(region_here(spec).sizes, dtype=spec.dtype, device=device), spec)
@@ -107,20 +107,20 @@ def empty(spec: TensorSpec, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def collect_whole(tensor: DTensor) -> Tensor:
-    """A new tensor with the whole value of a DTensor, on every rank. Collective over the tensor's mesh."""
+    """Gather a DTensor into a new plain tensor on every rank. Collective over the tensor's mesh."""
     whole: Tensor = tensor.full_tensor()
     return whole.clone() if all(placement.is_replicate() for placement in tensor.placements) else whole
 
 
 # [Note: Ranks may see different meshes]
-# A slice of a mesh, such as its data-parallel dim beside tensor parallelism, differs between ranks: of a 2 x 2 mesh,
-# ranks 0 and 2 see a mesh of ranks (0, 2), and ranks 1 and 3 one of (1, 3). A tensor on such a slice is replicated over
-# the other dims. A rank does not know the slices of other ranks, except that rank 0's slice contains rank 0.
+# A slice of a mesh, such as its data-parallel dim beside tensor parallelism, differs between ranks. On a 2 x 2 mesh,
+# ranks 0 and 2 see a slice with ranks (0, 2), and ranks 1 and 3 see a slice with ranks (1, 3). A tensor on such a slice
+# is replicated over the remaining dims. A rank knows only its own slice, and that rank 0's slice contains rank 0.
 
 
 @torch.no_grad()
 def collect_on_first(tensor: DTensor, offload: bool) -> Tensor | None:
-    """The whole value of a tensor on global rank 0, None on other ranks. Collective: all ranks call it.
+    """Gather a DTensor on global rank 0; None on all other ranks. Collective: all ranks call it.
 
     Args:
         tensor: A DTensor; on global rank 0, its mesh contains rank 0. See [Note: Ranks may see different meshes].
@@ -147,14 +147,14 @@ def collect_on_first(tensor: DTensor, offload: bool) -> Tensor | None:
     return whole
 
 
-# Bytes of each chunk in which rank 0 sends a whole tensor: large enough to make latency negligible, small compared with
-# the shards of a model that needs sharding.
+# Bytes of each chunk that rank 0 broadcasts of a whole tensor: large enough to make latency negligible, and small
+# compared with the shards of a model that needs sharding.
 CHUNK_BYTES = 16 * 2**20
 
 
 @torch.no_grad()
 def distribute_from_first(whole: Tensor | None, spec: TensorSpec, device: torch.device) -> Tensor:
-    """This rank's part, on `device`, of a whole tensor that only global rank 0 has. Collective: all ranks call it.
+    """Distribute a whole tensor from global rank 0, each rank's region to `device`. Collective: all ranks call it.
 
     Rank 0 broadcasts the tensor in chunks of rows, and each rank keeps its region of each chunk.
     """
@@ -203,5 +203,5 @@ def _receive(out: Tensor, rank: int, device_type: str) -> None:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """View a tensor as bytes, since process groups do not carry every dtype."""
+    """View a tensor as bytes, because process groups do not support every dtype."""
     return tensor.view(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Decide where every entry of an optimizer state goes, and only then change the optimizer."""
+"""Plan the load of an optimizer state completely before the optimizer changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from compile_fsdp.state.verify import Differences
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """Which saved state is loaded for which parameter. All names are those that the state was saved under."""
+    """The saved state that is loaded for each parameter. All names are names in the saved state."""
 
     sources: tuple[str, ...]
     """Names of the parameters with a saved state, in the order of the optimizer's groups."""
@@ -37,10 +37,11 @@ class LoadPlan:
     """The options that each of the optimizer's groups will have."""
 
     def target(self, fqn: str, entry: str, saved: TensorSpec) -> TensorSpec:
-        """The layout of a tensor once it is loaded.
+        """The layout of a loaded tensor.
 
-        It is the layout that the optimizer would choose. If that is not known, it is the parameter's layout if shapes
-        are equal, replicated over the parameter's mesh if they differ, and a plain tensor if there are no dims or mesh.
+        This is the layout that the optimizer would choose. If that is unknown, the tensor gets the parameter's layout
+        for equal shapes, and is replicated over the parameter's mesh for different shapes. It is a plain tensor if it
+        has no dims or the parameter has no mesh.
         """
         known = self.expected[fqn].entries.get(entry)
         if known is not None:
@@ -56,11 +57,11 @@ class LoadPlan:
         return TensorSpec(saved.shape, saved.dtype, parameter.device_mesh, placements)
 
     def apply(self, optim: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Pass the state to the optimizer's own `load_state_dict`; if that raises, the optimizer is unchanged.
+        """Load the state with the optimizer's `load_state_dict`; if that raises, the optimizer is unchanged.
 
         Args:
             optim: The optimizer that this plan was made for.
-            state: State by saved name, with tensors laid out as `target` says; the optimizer keeps these tensors.
+            state: State by saved name, whose tensors have the layouts of `target`; the optimizer keeps these tensors.
         """
         ids = {
             parameter: index
@@ -94,19 +95,19 @@ def plan_load(
     what: str,
     differences: Differences | None = None,
 ) -> LoadPlan:
-    """Match a saved state with the optimizer, and refuse it where it does not fit. Collective.
+    """Match a saved state with the optimizer, and refuse a state that does not fit. Collective.
 
     Args:
         model: The model that holds the optimizer's parameters.
-        optim: The optimizer, which is not changed here.
+        optim: The optimizer, which does not change.
         groups: The saved groups, whose `params` are FQNs.
         outline: The saved state by FQN, with a `TensorSpec` in place of every tensor. Equal on all ranks.
         strict: Whether missing and unexpected entries are refused.
         what: Name of the state in the error message.
-        differences: Differences found so far, to be raised together with the ones found here.
+        differences: Differences found so far, raised together with new differences; None for no earlier differences.
     Raises:
         StateError: the saved groups hold parameter ids.
-        StateMismatchError: the state does not fit; all ranks raise the same error.
+        StateMismatchError: the state does not fit; raised on all ranks with equal text.
     """
     differences = Differences(strict) if differences is None else differences
     if any(not isinstance(name, str) for group in groups for name in group["params"]):
@@ -142,7 +143,7 @@ def plan_load(
 
 
 def _saved_name(member: NamedParameter, saved: Mapping[str, None]) -> str | None:
-    """The name under which a parameter was saved, None if it was not saved."""
+    """The name under which a parameter was saved; None if it was not saved."""
     return next((name for name in member.names if name in saved), None)
 
 
@@ -151,7 +152,7 @@ def _spec(leaf: Any) -> TensorSpec | None:
 
 
 def _undo_casts(loaded: dict[Any, Any], wanted: dict[Any, Any]) -> dict[Any, Any]:
-    """A copy of `loaded` in which leaves that `Optimizer.load_state_dict` has changed come from `wanted`.
+    """Copy `loaded`, with leaves that `Optimizer.load_state_dict` has changed taken from `wanted`.
 
     `Optimizer.load_state_dict` casts tensors to the parameter's dtype, counters included, and corrupts strings.
     """

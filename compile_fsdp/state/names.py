@@ -1,9 +1,9 @@
-"""Names of parameters that do not change with sharding, compiling or checkpointing.
+"""Names of parameters that do not change with sharding, compilation or activation checkpointing.
 
 [Note: FQNs are relative to the module that was given]
-An FQN is the path from the module that a function was called with, as in the module's `named_parameters()`: names start
-at the model if the function was called with the whole model, and at the submodule if it was called with a submodule.
-Modules that only wrap another one (`torch.compile(module)`, activation checkpointing, DDP) leave no trace in an FQN.
+An FQN is the path from the module that is the function's argument, as in that module's `named_parameters()`: names
+start at the model if the argument is the whole model, and at the submodule if it is a submodule. Wrapper modules
+(`torch.compile(module)`, activation checkpointing, DDP) do not appear in an FQN.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from compile_fsdp.torch_compat.nn import wrapped_child
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NamedParameter:
-    """A parameter under all of its names."""
+    """A parameter with all its names and its FSDP2 objects."""
 
     fqn: str
     """The parameter's first FQN, in the order of the modules."""
@@ -40,7 +40,7 @@ class NamedParameter:
 
 
 def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module below `root`, parents first, once for each path to it after wrappers are left out.
+    """Yield (FQN, module) for `root` and every module below it, parents first, once for each path.
 
     See [Note: FQNs are relative to the module that was given].
     """
@@ -59,7 +59,7 @@ def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def named_parameters(root: nn.Module) -> list[NamedParameter]:
-    """Every parameter below `root` once, in the order of `root.named_parameters()`."""
+    """Each parameter below `root` once, in the order of `root.named_parameters()`."""
     modules = list(named_modules(root))
     first_names: dict[nn.Module, str] = {}
     for fqn, module in modules:

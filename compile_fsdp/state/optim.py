@@ -1,4 +1,4 @@
-"""`optim_state_dict` and `load_optim_state_dict`: optimizer state by parameter name, sharded or whole."""
+"""`optim_state_dict` and `load_optim_state_dict`: sharded or full optimizer state by parameter name."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def optim_state_dict(
     cpu_offload: bool = False,
     rank0_only: bool = False,
 ) -> OptimState:
-    """The optimizer's state in the shape of `Optimizer.state_dict()`, with FQNs in place of parameter ids.
+    """The optimizer's state in the form of `Optimizer.state_dict()`, with FQNs in place of parameter ids.
 
     Parameters are in the optimizer's order, which is equal on all ranks. A shared parameter appears once, under its
     first name. A parameter without state (frozen, unused, or before the first step) appears in its group only.
 
     Args:
         model: A module that holds all of the optimizer's parameters, sharded or not; FQNs start at it.
-        optim: Any optimizer, even before its first step; it is not changed.
-        full: Whether to return copies as whole plain tensors, instead of the DTensors that the optimizer itself uses.
-            With True the call is collective: all ranks call it.
+        optim: Any optimizer, even before its first step; it does not change.
+        full: Whether to return copies as whole plain tensors, instead of the optimizer's DTensors. If True, the call is
+            collective: all ranks call it.
         cpu_offload: Whether to return tensors on the CPU.
-        rank0_only: Whether rank 0 alone gets the full state, and other ranks `{}`; requires `full`. Tensors are sent to
-            rank 0 one after the other, and take no memory on other ranks.
+        rank0_only: Whether only rank 0 gets the full state, and all other ranks get `{}`; requires `full`. Tensors are
+            sent to rank 0 in sequence, and need no additional memory on the sending ranks.
     Raises:
         StateError: `rank0_only` is set without `full`, or some state belongs to no parameter.
         StateMismatchError: `full` is set, and entries differ between ranks.
@@ -94,24 +94,24 @@ def _convert(leaf: Any, full: bool, cpu_offload: bool, rank0_only: bool) -> Any:
 def load_optim_state_dict(
     model: nn.Module, optim: torch.optim.Optimizer, state: OptimState, *, strict: bool = True
 ) -> None:
-    """Load a state from `optim_state_dict`, in any of its forms, under any sharding and on any number of ranks.
+    """Load a sharded or full state from `optim_state_dict`, under any sharding and on any number of ranks.
 
-    The state replaces the optimizer's, and saved options of groups overwrite the optimizer's. Tensors are copied, so
-    that the optimizer does not change those of `state`, and keep their dtypes.
+    The state replaces the optimizer's state, and saved group options overwrite the optimizer's options. Tensors keep
+    their dtypes, and are copied so that the optimizer does not change `state`.
 
-    Collective: all ranks call it. If it raises, the optimizer is unchanged, and all ranks raise the same error.
+    Collective: all ranks call it. If it raises, it raises on all ranks with equal text, and the optimizer is unchanged.
 
     Args:
         model: A module with all the optimizer's parameters; FQNs start at it. Any FQN of a shared parameter works.
-        optim: An optimizer, with any state or none yet.
-        state: A sharded or full state on every rank, or a full state on rank 0 and `{}` on other ranks. A state with
-            parameter ids has to be converted with `rekey_optim_state`.
-        strict: Whether to refuse missing and unexpected parameters and entries. If False, missing ones stay as they are
-            in the optimizer, parameters that the optimizer does not have are left out, and entries that the optimizer
-            does not make in its first step (but may make later) are loaded.
+        optim: An optimizer, with or without state.
+        state: A sharded or full state on every rank, or a full state on rank 0 and `{}` on every other rank. Convert a
+            state with parameter ids with `rekey_optim_state` first.
+        strict: Whether to refuse missing and unexpected parameters and entries. If False, the optimizer keeps its state
+            for missing parameters and entries, and parameters unknown to the optimizer are skipped. Entries that the
+            optimizer does not make in its first step (but may make later) are loaded.
     Raises:
-        StateError: `state` has another form, or only some ranks have a state.
-        StateMismatchError: entries are missing, unexpected, of another shape or dtype, or differ between ranks.
+        StateError: `state` does not have this form, or only some ranks have a state.
+        StateMismatchError: entries are missing, unexpected, of wrong shape or dtype, or differ between ranks.
         ForeignParameterError: the optimizer holds parameters that are not in the model.
     """
     is_partial = isinstance(state, dict) and bool(state) and not {"state", "param_groups"} <= state.keys()
@@ -136,12 +136,12 @@ def load_optim_state_dict(
 
 
 def _outline(_: str, leaf: Any) -> Any:
-    """Replace a tensor by a description with the shape and dtype of the whole tensor."""
+    """Replace a tensor by a `TensorSpec` with the shape and dtype of the whole tensor."""
     return TensorSpec(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
 def _place(plan: LoadPlan, fqn: str, outline: OptimState, state: OptimState, from_first: bool) -> Any:
-    """One parameter's state with every tensor on the device and in the layout that the optimizer wants."""
+    """Build a parameter's state, with every tensor on the parameter's device and in the layout of the plan."""
     device = plan.parameters[fqn].device
     here = not from_first or is_first()
     sources = dict(leaves(state["state"][fqn])) if here else {}
@@ -163,10 +163,11 @@ def _place(plan: LoadPlan, fqn: str, outline: OptimState, state: OptimState, fro
 
 
 def _is_on_first_alone(state: OptimState) -> bool:
-    """Whether rank 0 has a state and all other ranks `{}`; all ranks get the same answer.
+    """Whether only rank 0 has a state, and it is a full state. The result is equal on all ranks.
 
     Raises:
-        StateError: only some ranks have a state, other than a full one on rank 0; or states differ in structure.
+        StateError: some ranks have no state, and this is not a full state on rank 0 alone.
+        StateMismatchError: the states of the ranks differ in structure.
     """
     tensors = [leaf for entries in state.get("state", {}).values() for _, leaf in leaves(entries)]
     sharded = any(isinstance(leaf, DTensor) for leaf in tensors)
@@ -190,7 +191,7 @@ def _require_same_structure(state: dict[str, Any]) -> None:
 
 
 def _refuse_differences(state: dict[str, Any], digests: list[str]) -> None:
-    """Raise on all ranks, with the entries' names, if some ranks lack an entry or have another shape or dtype of it."""
+    """Raise on all ranks, with the entries' names, if some ranks lack an entry or its shape or dtype differs."""
     if len(set(digests)) == 1:
         return
     listed = gather(_list_entries(state))

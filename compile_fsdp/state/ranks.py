@@ -1,4 +1,4 @@
-"""Decisions that all ranks take together; without a process group, this process is the only rank."""
+"""Make decisions on all ranks together; without a process group, this process is the only rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def is_first() -> bool:
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Gather the values of all ranks, in the order of ranks, on every rank."""
+    """Gather the values of all ranks on every rank, in rank order."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -26,15 +26,15 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def unite(texts: Iterable[str]) -> list[str]:
-    """The texts of all ranks without repetitions, in an order that is equal on all ranks."""
+    """The distinct texts of all ranks, sorted."""
     return sorted({text for theirs in gather(list(texts)) for text in theirs})
 
 
 def on_first(function: Callable[[], T]) -> T:
-    """Call `function` on rank 0 alone; every rank returns its result, or raises its error.
+    """Call `function` on rank 0 only; every rank returns its result or raises its error.
 
     Raises:
-        CompileFSDPError: the function raised it; its other exceptions become a `CheckpointError`.
+        CompileFSDPError: the function raised this error. Any other exception becomes a `CheckpointError`.
     """
     outcome: list[Any] = [None, None]
     if is_first():

@@ -24,22 +24,22 @@ def rekey_optim_state(
     *,
     optim: torch.optim.Optimizer | None = None,
 ) -> OptimState:
-    """Rename the parameters of an optimizer state; tensors are neither copied nor changed. Issues no collective.
+    """Rename the parameters of an optimizer state; tensors are neither copied nor changed. Not collective.
 
-    Ids only number the parameters of all groups in order. Their names come from the first available of: `optim`; the
-    `param_names` that groups have if the optimizer was made from named parameters; and, if there is only one group, the
-    order of `model.named_parameters()`, with or without the frozen parameters.
+    Ids only number the parameters of all groups in order. Their names come from the first of these that is available:
+    `optim`; the `param_names` that groups have if the optimizer was made from named parameters; and, for a single
+    group, the order of `model.named_parameters()`, with or without the frozen parameters.
 
     Args:
         state: A state from `Optimizer.state_dict()` or `optim_state_dict()`.
-        model: The model, sharded or not, since FQNs do not depend on sharding.
-        to: "fqn" for a state to give to `load_optim_state_dict`, "id" for one to give to `Optimizer.load_state_dict`.
+        model: The model, sharded or not, because FQNs do not depend on sharding.
+        to: "fqn" for a state for `load_optim_state_dict`, "id" for a state for `Optimizer.load_state_dict`.
         optim: An optimizer over parameters of `model`, with the groups of the state. It is needed to name the ids of
-            several groups without `param_names`; with to="id", ids follow its order.
+            several groups without `param_names`. With to="id", ids follow its order.
     Returns:
-        A new state of the same form, without `param_names`.
+        A renamed state without `param_names`, in new dicts.
     Raises:
-        RekeyError: the names of the ids cannot be determined, or names or shapes are not those of the model.
+        RekeyError: the names of the ids cannot be determined, or names or shapes do not match the model.
     """
     if to == "fqn":
         return _to_fqns(state, model, optim)
@@ -94,7 +94,7 @@ def _names_of_ids(
 
 
 def _known_names(names: Iterable[str], every: Sequence[NamedParameter], model: nn.Module) -> list[str]:
-    """Map names that an optimizer was given, which may contain those of wrapper modules, to FQNs."""
+    """Map an optimizer's parameter names, which may include names of wrapper modules, to FQNs."""
     first = {name: member.fqn for member in every for name in member.names}
     found: list[str] = []
     foreign: list[str] = []
@@ -112,7 +112,7 @@ def _known_names(names: Iterable[str], every: Sequence[NamedParameter], model: n
 
 
 def _check_shapes(state: Mapping[Any, Any], fqns: Mapping[Any, str], model: nn.Module) -> None:
-    """Refuse state that cannot belong to its parameter: no tensor with the parameter's number of dims has its sizes.
+    """Refuse state in which no tensor with the parameter's number of dims has the parameter's sizes.
 
     A dim of size 1 fits any size.
     """

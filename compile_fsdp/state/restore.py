@@ -1,4 +1,4 @@
-"""`load`: read a checkpoint into a model and an optimizer, all of it or nothing."""
+"""`load`: read a checkpoint into a model and an optimizer, completely or not at all."""
 
 from __future__ import annotations
 
@@ -43,22 +43,23 @@ class Outline:
 def load(
     model: nn.Module, optim: torch.optim.Optimizer, path: str | os.PathLike[str], *, strict: bool = True
 ) -> int:
-    """Load the newest checkpoint in a folder, or a given one; any number of ranks may have saved it.
+    """Load the newest checkpoint in a folder or a given checkpoint, saved by any number of ranks.
 
-    The checkpoint is first compared with the model and the optimizer, then read into new tensors, which take the memory
-    of both a second time for a while, and only then put in place. If it raises, nothing is changed, and all ranks raise
-    the same error. Collective: all ranks call it.
+    `load` compares the checkpoint with the model and the optimizer, reads it into new tensors, and only then changes
+    model and optimizer. The new tensors temporarily double their memory. If `load` raises, it raises on all ranks with
+    equal text, and nothing is changed. Collective: all ranks call it.
 
     Args:
-        model: A model, sharded in any way or not at all.
-        optim: An optimizer over parameters of `model`, with any state or none yet.
-        path: The folder that `save` was called with, or the folder of one checkpoint.
-        strict: Whether to refuse missing and unexpected entries; else missing ones stay, unexpected ones are skipped.
+        model: A model, sharded in any way or not sharded.
+        optim: An optimizer over parameters of `model`, with or without state.
+        path: The `path` argument of `save`, or the folder of a single checkpoint.
+        strict: Whether to refuse missing and unexpected entries. If False, model and optimizer keep their values for
+            missing entries, and unexpected entries are skipped.
     Returns:
-        The step that was saved in the checkpoint; 0 if it has none, which `strict` refuses.
+        The step saved in the checkpoint; 0 if it has no step, which `strict` refuses.
     Raises:
         CheckpointError: there is no checkpoint, or it cannot be read.
-        StateMismatchError: entries are missing, unexpected, or of another shape or dtype.
+        StateMismatchError: entries are missing, unexpected, or of wrong shape or dtype.
         ForeignParameterError: the optimizer holds parameters that are not in the model.
     """
     finish_running(path)
@@ -86,10 +87,10 @@ def load(
 
 
 def read_outline(folder: Path) -> Outline:
-    """Read all of a checkpoint but the tensors of model and optimizer state; on one rank, without collectives.
+    """Read a checkpoint except the tensors of model and optimizer state. Not collective.
 
     Raises:
-        CheckpointError: the checkpoint cannot be read, or holds no `{"model": ..., "optimizer": ...}`.
+        CheckpointError: the checkpoint cannot be read, or does not hold `{"model": ..., "optimizer": ...}`.
     """
     try:
         reader = SafeReader(folder)
@@ -136,7 +137,7 @@ def _compare_model(present: Mapping[str, Any], saved: Mapping[str, Any], differe
 
 
 def _make_room(name: str, saved: Any, present: Any, tensors: dict[str, Tensor]) -> Any:
-    """One entry of the model's state, with new tensors to read into, which are added to `tensors`."""
+    """Build an entry of the model's state from new tensors, and add these to `tensors` to be read."""
 
     def room(leaf_name: str, leaf: Any) -> Any:
         if not isinstance(leaf, TensorSpec):
@@ -151,7 +152,7 @@ def _make_room(name: str, saved: Any, present: Any, tensors: dict[str, Tensor]) 
 def _make_room_for_state(
     fqn: str, saved: Mapping[str, Any], plan: LoadPlan, tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
-    """The optimizer state of one parameter, with new tensors to read into, which are added to `tensors`."""
+    """Build a parameter's optimizer state from new tensors, and add these to `tensors` to be read."""
     prefix = f"optimizer.state.{fqn}."
     device = plan.parameters[fqn].device
 
@@ -176,7 +177,7 @@ def _read(tensors: dict[str, Tensor], folder: Path) -> None:
 
 
 def _nest(items: Iterable[tuple[tuple[str | int, ...], Any]]) -> dict[str, Any]:
-    """Build nested dicts and lists from (path, leaf) pairs; an int in a path is the index in a list."""
+    """Build nested dicts and lists from (path, leaf) pairs; an int in a path is a list index."""
     root: dict[Any, Any] = {}
     for path, value in items:
         inner = root

@@ -1,8 +1,8 @@
-"""Read checkpoints of torch.distributed.checkpoint without running code that somebody may have put into them.
+"""Read checkpoints of torch.distributed.checkpoint without running code from their pickles.
 
-torch's own reader unpickles the file `.metadata`, and its planner every value that is not a tensor, without checks:
-a pickle can call any function. Here only descriptions of tensors are taken from `.metadata`, and other values only if
-`torch.load(weights_only=True)` takes them: numbers, strings, containers and tensors.
+torch's own reader unpickles the file `.metadata` without checks, and its planner unpickles every value that is not a
+tensor; a pickle can call any function. This reader accepts only descriptions of tensors in `.metadata`. Its planner
+loads values with `torch.load(weights_only=True)`, which accepts numbers, strings, containers and tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 # Modules whose classes only hold data.
 _DESCRIPTIONS = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-# Other classes and functions that only make a value, such as a layout or a path.
+# Classes and functions elsewhere that only make a value, such as a layout or a path.
 _PLAIN = {
     ("torch", "Size"),
     ("collections", "OrderedDict"),
@@ -34,13 +34,13 @@ _PLAIN = {
 
 
 class SafeReader(FileSystemReader):
-    """Reads checkpoints from a folder, and unpickles nothing but descriptions of tensors."""
+    """Reads checkpoints from a folder, and unpickles only descriptions of tensors."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the file `.metadata`, as torch's own reader does.
+        """Read the file `.metadata`.
 
         Raises:
-            pickle.UnpicklingError: the file holds anything but descriptions of tensors.
+            pickle.UnpicklingError: the file contains an object that does not describe tensors.
         """
         with (Path(self.path) / ".metadata").open("rb") as file:
             metadata = _Unpickler(file).load()
@@ -52,7 +52,7 @@ class SafeReader(FileSystemReader):
 
 
 def _enum_member(cls: Any, name: str) -> enum.Enum:
-    """Stands for `getattr`, as which some Pythons (3.11.2) pickle a member of an enum."""
+    """Replace `getattr`, by which some Pythons (3.11.2) pickle a member of an enum."""
     if isinstance(cls, type) and issubclass(cls, enum.Enum) and name in cls.__members__:
         return cls[name]
     raise pickle.UnpicklingError(f"expected only descriptions of tensors in .metadata, got builtins.getattr of {name}")
@@ -75,7 +75,7 @@ class SafePlanner(DefaultLoadPlanner):
     """Loads values that are not tensors into a flat state dict, with `torch.load(weights_only=True)`.
 
     Args:
-        allowed: Classes whose objects may be loaded, in addition to those of `torch.serialization.add_safe_globals`.
+        allowed: Classes whose objects may be loaded, in addition to `torch.serialization.add_safe_globals`.
     """
 
     def __init__(self, allowed: Sequence[type]) -> None:
@@ -83,7 +83,7 @@ class SafePlanner(DefaultLoadPlanner):
         self._allowed: list[Any] = list(allowed)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load one value into the state dict.
+        """Load a value into the state dict.
 
         Raises:
             pickle.UnpicklingError: the value contains an object of a class that is not allowed.

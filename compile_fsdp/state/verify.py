@@ -1,4 +1,4 @@
-"""Compare the entries of a state with those that a model and an optimizer expect, before anything is changed."""
+"""Compare a state with the entries that a model and an optimizer expect, before either changes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _KINDS = ("missing", "unexpected", "wrong shape", "wrong dtype", "saved with oth
 
 
 class Differences:
-    """Differences between the entries of a state and the expected ones, by FQN."""
+    """Differences between a state's entries and the expected entries, by FQN."""
 
     def __init__(self, strict: bool) -> None:
         self.strict = strict
@@ -31,9 +31,10 @@ class Differences:
         self._found.append((4, name))
 
     def compare(self, name: str, expected: TensorSpec | None, got: TensorSpec | None) -> None:
-        """Compare the expected and the actual entry of one name; None stands for an entry that is not a tensor.
+        """Compare the expected and the actual entry of a name; None stands for an entry that is not a tensor.
 
-        A number in place of a 0-dim tensor is no difference: older optimizers counted their steps with numbers.
+        A number in place of a 0-dim tensor is not a difference, because older optimizers stored their step counts as
+        numbers.
         """
         if expected == got or (expected is not None and got is None and not expected.shape):
             return
@@ -45,7 +46,7 @@ class Differences:
             self._found.append((3, f"{name} (expected {expected.dtype}, got {got.dtype})"))
 
     def compare_state(self, fqn: str, expected: Expected, got: Mapping[str, TensorSpec | None]) -> None:
-        """Compare one parameter's optimizer state, entry by entry."""
+        """Compare a parameter's optimizer state entry by entry."""
         for name in expected.required - got.keys():
             self.missing(f"{fqn}: {name}")
         for name, spec in got.items():
@@ -55,7 +56,7 @@ class Differences:
                 self.unexpected(f"{fqn}: {name}")
 
     def raise_together(self, what: str) -> None:
-        """Raise one error on all ranks if any rank has found differences. Collective.
+        """Raise on all ranks if any rank has found differences; the error lists all of them. Collective.
 
         Args:
             what: Name of the state in the error message.

@@ -1,4 +1,4 @@
-"""torch.autograd and compiled autograd: what a backward does now, what it will do, version counters, the profiler."""
+"""torch.autograd and compiled autograd: the running backward, version counters, saved-tensor hooks, the profiler."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch._dynamo import compiled_autograd as _compiled_autograd
 
 from compile_fsdp.torch_compat.declarations import needs, needs_attributes
 
-# Hooks, the counter of in-place writes, and the tensor that a view is of. (2.11.0 to 2.15.0)
+# Hooks, the version counter of in-place writes, and a view's base. (2.11.0 to 2.15.0)
 needs_attributes(torch.Tensor, "_backward_hooks", "_base", "_post_accumulate_grad_hooks", "_version")
 
-# The hooks that a graph of AOTAutograd gets for its backward, in its autograd node. (2.11.0, 2.13.0)
+# The BackwardState of an AOTAutograd graph: its autograd node holds the hooks for the backward. (2.11.0, 2.13.0)
 needs_attributes(torch._C._FunctionBase, "_compiled_autograd_backward_state")
 
-# Inside, in-place writes leave the tensors' version counters as they are. (2.13.0)
+# Context manager: in-place writes inside do not bump the tensors' version counters. (2.13.0)
 preserve_version_counter = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
 
-# Inside, operations go past autograd, which for the functional collectives is Python code. (2.11.0, 2.13.0)
+# Context manager: ops inside skip autograd, which for functional collectives is Python code. (2.11.0, 2.13.0)
 BelowAutograd: Callable[[], AbstractContextManager[object]] = torch._C._AutoDispatchBelowAutograd
 
 # Whether a profiler is on in this thread. (2.13.0)
@@ -31,48 +31,48 @@ is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ign
 
 
 def get_versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The version counters by which autograd notices in-place writes. (2.13.0)"""
+    """The tensors' version counters, by which autograd detects in-place writes. (2.13.0)"""
     return [tensor._version for tensor in tensors]
 
 
 @needs("torch._C._autograd._unsafe_set_version_counter")
 def set_versions(tensors: Sequence[torch.Tensor], versions: list[int]) -> None:
-    """Set version counters back. (2.13.0)"""
+    """Reset the tensors' version counters to earlier values. (2.13.0)"""
     if get_versions(tensors) != versions:
         torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
 @needs("torch._C._current_graph_task_id")
 def current_backward() -> int | None:
-    """A number for the backward that this thread runs now, None outside of one. (2.13.0)"""
+    """The number of this thread's running backward; None outside a backward. (2.13.0)"""
     number = torch._C._current_graph_task_id()
     return None if number == -1 else number
 
 
 @needs("torch._C._autograd._get_current_graph_task_keep_graph")
 def keeps_graph() -> bool:
-    """Whether the backward that runs now was called with retain_graph=True. (2.13.0)"""
+    """Whether the running backward was called with retain_graph=True. (2.13.0)"""
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def is_compiled_node(node: Any) -> bool:
-    """Whether an autograd node is that of a graph that AOTAutograd has compiled. (2.13.0)"""
+    """Whether an autograd node belongs to a graph that AOTAutograd compiled. (2.13.0)"""
     return hasattr(node, "maybe_clear_saved_tensors") and hasattr(node, "_compiled_autograd_key")
 
 
 def drop_saved_tensors(node: Any) -> None:
-    """Inside of a backward: let the node of a compiled graph forget what it has saved. (2.13.0)"""
+    """Release the saved tensors of a compiled graph's autograd node; call inside a backward. (2.13.0)"""
     node.maybe_clear_saved_tensors()
 
 
 @contextlib.contextmanager
 def kept_hooks(outputs: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Inside, a captured backward leaves the hooks on a graph's intermediates for the next one. (2.13.0)
+    """Keep the hooks on a graph's intermediates for the next backward. (2.13.0)
 
-    Compiled autograd takes them from the nodes of AOTAutograd's graphs also where the graph is retained.
+    Compiled autograd takes the hooks from the nodes of AOTAutograd's graphs even if the autograd graph is retained.
 
     Args:
-        outputs: Of the graph that the backward runs through.
+        outputs: Outputs of the forward graph that the captured backward runs through.
     """
     nodes: dict[Any, Any] = {}
     found = [output.grad_fn for output in outputs]
@@ -95,22 +95,22 @@ def kept_hooks(outputs: Sequence[torch.Tensor]) -> Iterator[None]:
 
 @needs("torch.autograd.Variable._execution_engine.queue_callback")
 def after_backward(callback: Callable[[], None]) -> None:
-    """Inside a backward: run a function when all of it is over. (2.13.0)"""
+    """Run a function when the running backward ends. (2.13.0)"""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 @needs("torch._C._will_engine_execute_node")
 def will_run(node: Any) -> bool:
-    """Whether the autograd node takes part in the `.backward()` that runs now; False for a dead one. (2.13.0)"""
+    """Whether the running `.backward()` executes an autograd node; False for None, a dead node. (2.13.0)"""
     return node is not None and bool(torch._C._will_engine_execute_node(node))
 
 
 @needs("torch._C._will_engine_execute_node")
 def accumulates_into(leaf: torch.Tensor) -> bool:
-    """Whether the backward that runs now accumulates, or has, a gradient into `leaf`.
+    """Whether the running backward accumulates a gradient into `leaf`, before or after this call. (2.13.0)
 
-    Not if nothing leads there, and not inside of `torch.autograd.grad` and `backward(inputs=...)` with other inputs;
-    the engine refuses the question (RuntimeError) for a leaf that `torch.autograd.grad` captures. (2.13.0)
+    False if no path leads to the leaf, and inside `torch.autograd.grad` and `backward(inputs=...)` without the leaf.
+    The engine raises RuntimeError for a leaf that `torch.autograd.grad` captures; False then, too.
     """
     node = torch.autograd.graph.get_gradient_edge(leaf).node
     try:
@@ -121,9 +121,9 @@ def accumulates_into(leaf: torch.Tensor) -> bool:
 
 @needs("torch._C._will_engine_execute_node")
 def asks_for(node: Any) -> bool:
-    """Whether the backward that runs now wants a gradient for an autograd node; False for None.
+    """Whether the running backward needs a gradient for an autograd node; False for None. (2.13.0)
 
-    To run it, or, inside of `torch.autograd.grad`, to return it. (2.13.0)
+    The backward runs the node with the gradient, or returns the gradient from `torch.autograd.grad`.
     """
     try:
         return node is not None and bool(torch._C._will_engine_execute_node(node))
@@ -138,7 +138,7 @@ def asks_for(node: Any) -> bool:
 )
 @contextlib.contextmanager
 def without_saved_tensor_hooks() -> Iterator[bool]:
-    """Within it, autograd saves tensors as they are; yields whether there were hooks that change that. (2.13.0)"""
+    """Disable saved-tensor hooks; yields whether any were active. (2.13.0)"""
     hooks: list[Any] = []
     while (top := cast(Any, torch._C._autograd._top_saved_tensors_default_hooks(False))) is not None:
         hooks.append(top)
@@ -155,15 +155,15 @@ def without_saved_tensor_hooks() -> Iterator[bool]:
 def compiled_autograd(
     compiler: Callable[[torch.fx.GraphModule], Callable[..., Any]], has_sizes: bool
 ) -> Iterator[None]:
-    """Compile every backward that is started inside, on this thread. (2.13.0)
+    """Compile every backward that this thread starts inside. (2.13.0)
 
     Args:
-        compiler: Of the captured graph.
-        has_sizes: Whether the sizes that the graph is given may change; else they are static until they do.
+        compiler: Compiles the captured graph.
+        has_sizes: Whether sizes in the graph are dynamic from the start. If False, a size is static until it changes.
     """
     with contextlib.ExitStack() as stack:
         if torch._dynamo.eval_frame._stance.stance == "force_eager":
-            # The stance came after the forward was compiled; only a compiled backward fits that one.
+            # The user set the stance after the forward was compiled, and its backward must be compiled, too.
             stack.enter_context(torch.compiler.set_stance("default"))
         stack.enter_context(_compiled_autograd._enable(compiler, dynamic=has_sizes))
         yield
@@ -174,8 +174,8 @@ def prepare_compiled_autograd() -> None:
     """Import, before any backward, the module that compiled autograd imports on CUDA. (2.11.0 on an H200; 2.13.0)
 
     In torch 2.11, no longer in 2.13, that module stores two objects in torch's thread-local state without taking
-    references. Imported inside a backward, it loses that state when the backward ends. This frees the objects while the
-    module still has them, and a later garbage collection ends the process.
+    references. If the import happens inside a backward, the end of the backward drops that state and frees the objects
+    while the module still uses them. A later garbage collection then ends the process.
     """
     if torch.cuda.is_available():
         from torch._inductor import cudagraph_trees  # noqa: F401
@@ -183,19 +183,19 @@ def prepare_compiled_autograd() -> None:
 
 @needs("torch._dynamo.compiled_autograd.compiled_autograd_enabled")
 def get_compiled_autograd_flag() -> bool:
-    """Whether Dynamo traces for a backward under compiled autograd, and leaves hooks' bodies to that. (2.13.0)"""
+    """Whether Dynamo traces for compiled autograd, and so defers the bodies of hooks to the backward. (2.13.0)"""
     return _compiled_autograd.compiled_autograd_enabled
 
 
 @needs("torch._dynamo.compiled_autograd.compiled_autograd_enabled")
 def set_compiled_autograd_flag(value: bool) -> None:
-    """Let Dynamo trace for a backward under compiled autograd, or not. (2.13.0)"""
+    """Set whether Dynamo traces for a backward under compiled autograd. (2.13.0)"""
     _compiled_autograd.compiled_autograd_enabled = value
 
 
 @needs("torch._dynamo.compiled_autograd.ops.get")
 def compiled_autograd_function(name: str) -> Callable[..., Any]:
-    """The function that compiled autograd has bound for a kind of autograd node. (2.13.0)"""
+    """The function that compiled autograd calls for a kind of autograd node. (2.13.0)"""
     bound: Callable[..., Any] = _compiled_autograd.ops.get(name)
     return bound
 
@@ -208,18 +208,18 @@ def is_accumulate_grad(target: object) -> bool:
 
 @needs("torch._dynamo.compiled_autograd.Op")
 def may_hand_on(target: object) -> bool:
-    """Whether a node's target is a function of compiled autograd that often returns its arguments. (2.13.0)"""
+    """Whether a node's target is a compiled autograd function that may return its arguments. (2.13.0)"""
     if isinstance(target, _compiled_autograd.Op):
         return target.__name__ == "validate_outputs"
     return getattr(target, "__name__", "") == "call_aot_bwd_prologue"
 
 
 class AotGradients(NamedTuple):
-    """The gradients in a captured backward that holds one graph of AOTAutograd.
+    """Gradients that enter the AOTAutograd graph of a captured backward.
 
     Attributes:
-        given: By output of the forward graph, those that come in; None for an output that cannot have one.
-        read: What stands for them in AOTAutograd's graph, which leaves out those of outputs without gradient.
+        given: (forward outputs,) incoming gradients; None for an output that cannot have a gradient.
+        read: Nodes that AOTAutograd's graph reads as tangents, without outputs that have no gradient.
     """
 
     given: Sequence[object]
@@ -227,12 +227,12 @@ class AotGradients(NamedTuple):
 
 
 def find_aot_gradients(graph: torch.fx.Graph) -> AotGradients | None:
-    """See `AotGradients`; None if there is not one such graph. (2.11.0, 2.13.0)"""
+    """Find the `AotGradients`; None unless the backward has exactly one AOTAutograd graph. (2.11.0, 2.13.0)"""
     calls = [node for node in graph.nodes if getattr(node.target, "__name__", "") == "call_aot_bwd_prologue"]
     if len(calls) != 1:
         return None
     *_, last = arguments = calls[0].args
-    # Behind sequences of other things; one by one on 2.11, later as a sequence, too.
+    # Sequences of saved values precede the gradients, which are single arguments on 2.11 and a last sequence later.
     is_one = isinstance(last, (tuple, list))
     given: Any = last if is_one else [each for each in arguments if not isinstance(each, (tuple, list))]
     read = [node for node in calls[0].users if re.fullmatch(r"aot\d+_tangents_\d+", node.name)]
@@ -240,24 +240,24 @@ def find_aot_gradients(graph: torch.fx.Graph) -> AotGradients | None:
 
 
 def leaf_of_accumulation(node: torch.fx.Node) -> torch.fx.Node | None:
-    """Into what a node of a captured backward accumulates a gradient; None if it is none of this kind. (2.13.0)"""
+    """The leaf into which a node of a captured backward accumulates a gradient; None for other nodes. (2.13.0)"""
     if getattr(node.target, "__name__", "") not in ("call_accumulate_grad", "accumulate_grad_.default"):
         return None
     return cast(torch.fx.Node, node.args[0])
 
 
 def leaf_of_hook(node: torch.fx.Node) -> torch.fx.Node | None:
-    """Behind whose accumulation a node of a captured backward calls a hook; None if it calls none there. (2.13.0)"""
+    """The leaf whose post-accumulate-grad hook a node of a captured backward calls; None for other nodes. (2.13.0)"""
     return cast(torch.fx.Node, node.args[1]) if node.kwargs.get("hook_type") == "post_acc_grad_hook" else None
 
 
 def is_gradient_hook(node: torch.fx.Node) -> bool:
-    """Whether a node of a captured backward calls a tensor's hook, with the gradient as its last argument. (2.13.0)"""
+    """Whether a node of a captured backward calls a tensor's hook; its last argument is the gradient. (2.13.0)"""
     return node.kwargs.get("hook_type") == "tensor_pre_hook"
 
 
 def allocation_sizes(profile: torch.profiler.profile) -> Iterator[int]:
-    """Bytes of each allocation, and negative ones of each release, in a profile of memory that is over. (2.13.0)"""
+    """Bytes of each allocation, negative for each release, in a finished memory profile. (2.13.0)"""
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
     events: list[Any] = profile.profiler.kineto_results.events()
     return (event.nbytes() for event in events if event.name() == "[memory]")

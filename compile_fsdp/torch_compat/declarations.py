@@ -1,7 +1,7 @@
-"""How the files of this folder declare which private names of torch they need.
+"""Declare the private names of torch that this folder needs.
 
-A name that a file imports, or looks up, at module level is declared by that: the import fails without it. The others
-are declared beside the code that uses them, and `required.py` looks them up.
+If a file imports or reads a name at module level, its import fails when the name is gone. Every other name is declared
+beside the code that uses it, and `required.py` looks it up.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {}
 
 
 def needs(*names: str) -> Callable[[_Function], _Function]:
-    """Declare the names, such as "torch._C._current_graph_task_id", that a function uses when it is called.
+    """Declare the names, such as "torch._C._current_graph_task_id", that a function uses when called.
 
-    The function itself stays as it is: a call costs nothing more, and Dynamo traces it as before.
+    The decorator returns the function itself, so calls cost nothing more and Dynamo traces no wrapper.
     """
     NAMES.extend(names)
     return lambda function: function
 
 
 def needs_attributes(cls: type, *names: str) -> None:
-    """Declare attributes that every object of a class has, by the class or because one of its methods sets them."""
+    """Declare attributes of a class's objects, defined by the class or set by one of its methods."""
     ATTRIBUTES[cls] = (*ATTRIBUTES.get(cls, ()), *names)

@@ -1,4 +1,4 @@
-"""torch.distributed: process groups, their stores, the collectives as ops of a graph, DTensors, the flight recorder."""
+"""torch.distributed: process groups and stores, functional collectives, DTensors, pipelining, the flight recorder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor import _dtensor_spec
 
 from compile_fsdp.torch_compat.declarations import needs, needs_attributes
 
-# The key-value stores that process groups meet at. (2.13.0)
+# The key-value store through which the ranks of a process group rendezvous. (2.13.0)
 Store = torch._C._distributed_c10d.Store
 
 # The collectives as ops of a graph. (2.13.0)
@@ -24,7 +24,7 @@ functional_collectives = torch.ops._c10d_functional
 # How a DTensor is sharded. (2.13.0)
 DTensorSpec = _dtensor_spec.DTensorSpec
 
-# What carries a process group's collectives on a kind of device. (2.13.0)
+# The backend that runs a process group's collectives on a device type. (2.13.0)
 needs_attributes(torch.distributed.ProcessGroup, "_get_backend")
 
 
@@ -38,7 +38,7 @@ def init_fake_process_group(world_size: int) -> None:
 
 @needs("torch.distributed.distributed_c10d._resolve_process_group")
 def resolve_group(name: str) -> torch.distributed.ProcessGroup:
-    """The process group that ops of a graph call by this name. (2.13.0)"""
+    """The process group that ops of a graph refer to by this name. (2.13.0)"""
     group: torch.distributed.ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
     return group
 
@@ -48,9 +48,12 @@ def resolve_group(name: str) -> torch.distributed.ProcessGroup:
     "torch._C._distributed_c10d._unregister_process_group",
 )
 def add_group_name(group: torch.distributed.ProcessGroup, name: str) -> bool:
-    """Let ops of a graph call a process group by one more name; False if the name is another living group's.
+    """Add a name by which ops of a graph refer to a process group. (2.11.0, 2.13.0)
 
-    Names are kept without the groups: one that is gone leaves its name to the next. (2.11.0, 2.13.0)
+    torch's registry does not keep groups alive, so the name of a destroyed group can be registered again.
+
+    Returns:
+        False if a different live group has the name.
     """
     try:
         return resolve_group(name) == group
@@ -62,15 +65,12 @@ def add_group_name(group: torch.distributed.ProcessGroup, name: str) -> bool:
 
 @needs("torch.distributed.distributed_c10d._world.pg_map")
 def group_store(group: torch.distributed.ProcessGroup) -> Store:
-    """The key-value store that the ranks of a process group have met at. (2.13.0)"""
+    """The key-value store of a process group. (2.13.0)"""
     return distributed_c10d._world.pg_map[group][1]
 
 
 def backend_name(group: torch.distributed.ProcessGroup, device_type: str) -> str | None:
-    """What carries a process group's collectives on that kind of device: "gloo", "nccl", "fake"; None for no backend.
-
-    (2.13.0)
-    """
+    """A process group's backend for a device type, such as "gloo", "nccl" or "fake"; None if it has none. (2.13.0)"""
     try:
         return str(group._get_backend(torch.device(device_type)).name())
     except RuntimeError:
@@ -79,12 +79,12 @@ def backend_name(group: torch.distributed.ProcessGroup, device_type: str) -> str
 
 @needs("torch._C._distributed_c10d._register_work")
 def register_work(tensor: torch.Tensor, work: torch.distributed.Work) -> None:
-    """Let `wait_tensor` of the tensor wait for the work. (2.13.0)"""
+    """Make `wait_tensor` of the tensor wait for the work. (2.13.0)"""
     torch._C._distributed_c10d._register_work(tensor, work)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that a DTensor keeps on this rank, itself and not a view; any other tensor as it is. (2.13.0)"""
+    """A DTensor's local tensor itself, not a view of it; a plain tensor itself. (2.13.0)"""
     return getattr(tensor, "_local_tensor", tensor)
 
 
@@ -92,7 +92,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def shard_extent(
     shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sizes and offsets of what the rank at `coordinate` of a mesh holds of a DTensor. (2.13.0)
+    """Sizes and global offsets of the DTensor shard at `coordinate` of a mesh. (2.13.0)
 
     An empty shard has the dim's size as its offset.
     """
@@ -103,10 +103,10 @@ def shard_extent(
 
 @needs("torch._C._distributed_c10d._dump_fr_trace")
 def executed_collectives() -> int:
-    """How many collectives this process has executed, by torch's flight recorder. (2.13.0)
+    """The number of collectives this process has executed, by torch's flight recorder. (2.13.0)
 
-    The recorder keeps the last entries, as many as TORCH_FR_BUFFER_SIZE said in the environment before process groups
-    were created, and with each the code that issued it, what that was compiled to, and its process group with threads.
+    The recorder keeps the last TORCH_FR_BUFFER_SIZE entries; torch reads that variable when it creates process groups.
+    Each entry keeps alive the code that issued the collective, its compiled form, and its process group with threads.
     """
     dump: Callable[[], bytes] = torch._C._distributed_c10d._dump_fr_trace  # type: ignore[attr-defined]
     entries = pickle.loads(dump()).get("entries", [])  # pickled by this process itself
@@ -114,15 +114,15 @@ def executed_collectives() -> int:
 
 
 def split_backward_code() -> CodeType | None:
-    """Of the function that computes a pipeline stage's gradients of inputs, and those of parameters later. (2.13.0)
+    """Code of the function that computes a pipeline stage's input gradients before its parameter gradients. (2.13.0)
 
-    None where nobody has imported it.
+    None if nobody has imported the function.
     """
     pipelining = sys.modules.get("torch.distributed.pipelining._backward")
     return None if pipelining is None else pipelining.stage_backward_input.__code__
 
 
 def stage_forward_code() -> CodeType | None:
-    """Code of the function that calls a pipeline stage's module; None if nobody has imported it. (2.13.0)"""
+    """Code of the function that calls a pipeline stage's module; None if nobody has imported the function. (2.13.0)"""
     pipelining = sys.modules.get("torch.distributed.pipelining.stage")
     return None if pipelining is None else pipelining.PipelineStage.forward_one_chunk.__code__

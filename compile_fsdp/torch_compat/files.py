@@ -1,4 +1,4 @@
-"""Files that torch writes in C++, and checkpoints of a world whose collectives do nothing."""
+"""torch's C++ file writer, and distributed checkpoints under a fake process group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from compile_fsdp.torch_compat.declarations import needs
 
 @needs("torch._C.PyTorchFileWriter")
 def file_writer() -> Callable[..., Any]:
-    """Opens the file of torch.save, by a name or a Python file. (2.13.0)"""
+    """The class that opens torch.save's output, given a path or a Python file. (2.13.0)"""
     writer: Callable[..., Any] = torch._C.PyTorchFileWriter
     return writer
 
@@ -27,10 +27,10 @@ def file_writer() -> Callable[..., Any]:
     "torch.distributed.checkpoint.utils._DistWrapper",
 )
 def checkpoints_of_one_rank() -> Iterator[None]:
-    """Let torch.distributed.checkpoint save and load the shards of this rank alone. (2.13.0)"""
+    """Make torch.distributed.checkpoint save and load only this rank's shards. (2.13.0)"""
     wrapper: Any = utils._DistWrapper
     init, validate = wrapper.__init__, default_planner._validate_global_plan
-    # Later releases return the errors, earlier ones whether there are none. (2.11.0, 2.13.0)
+    # Earlier releases return True for a valid plan, later releases a list of errors. (2.11.0, 2.13.0)
     nothing_wrong: Any = True if inspect.signature(validate).return_annotation in (bool, "bool") else []
     default_planner._validate_global_plan = lambda *args, **kwargs: nothing_wrong
     wrapper.__init__ = lambda self, group, use_dist, coordinator_rank: init(self, None, False, 0)
@@ -43,7 +43,7 @@ def checkpoints_of_one_rank() -> Iterator[None]:
 
 @contextmanager
 def new_groups_are_fake() -> Iterator[None]:
-    """Make further process groups with the backend of the fake one, whatever backend they ask for. (2.13.0)"""
+    """Create new process groups with the fake backend, and ignore the backend they request. (2.13.0)"""
     new_group: Any = distributed_c10d.new_group
 
     def new_fake_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:

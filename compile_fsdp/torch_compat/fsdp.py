@@ -1,7 +1,7 @@
-"""torch's eager FSDP2, `torch.distributed.fsdp._fully_shard`: what its `fully_shard` makes, by release.
+"""torch's eager FSDP2, `torch.distributed.fsdp._fully_shard`: its states, groups and parameters, by release.
 
-The attributes that are declared here are those of 2.11.0 to 2.15.0. What only some of these releases have is behind a
-function.
+Releases 2.11.0 to 2.15.0 have all the attributes declared here. A function wraps each attribute that only some of them
+have.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from compile_fsdp.torch_compat.declarations import needs, needs_attributes
 from compile_fsdp.torch_compat.dynamo import skip_code
 
-# What `fully_shard` keeps for each module that it is applied to. (2.13.0)
+# The state that `fully_shard` attaches to each module it is applied to. (2.13.0)
 FSDPState = _fsdp_state.FSDPState
 needs_attributes(
     FSDPState,
@@ -32,17 +32,17 @@ needs_attributes(
     *("_state_ctx", "_states_to_backward_prefetch", "_states_to_forward_prefetch", "_training_state"),
 )
 
-# What all states of a root share: the first about steps, the second about communication. (2.13.0)
+# Contexts shared by all states of a root: the first tracks steps, the second holds streams and buffers. (2.13.0)
 needs_attributes(_fsdp_state.FSDPStateContext, "all_states", "iter_forward_root", "post_backward_final_callback_queued")
 needs_attributes(
     _fsdp_param_group.FSDPCommContext,
     *("all_gather_copy_in_stream", "all_gather_state", "all_gather_stream", "device_handle", "post_forward_order"),
 )
 
-# In which part of a step a state, or a group, is. (2.13.0)
+# The phase of a step (idle, forward, backward) of a state or a group. (2.13.0)
 TrainingState = _fsdp_common.TrainingState
 
-# Parameters that are gathered and reduced together. (2.13.0)
+# A group of parameters that are all-gathered and reduce-scattered together. (2.13.0)
 FSDPParamGroup = _fsdp_param_group.FSDPParamGroup
 needs_attributes(
     FSDPParamGroup,
@@ -56,7 +56,7 @@ needs_attributes(
     *("unshard", "unshard_in_backward", "wait_for_unshard"),
 )
 
-# One parameter: its shard, its buffers of a gather and its unsharded self. (2.13.0)
+# A managed parameter: its shard, its all-gather buffers and its unsharded parameter. (2.13.0)
 FSDPParam = _fsdp_param.FSDPParam
 needs_attributes(
     FSDPParam,
@@ -72,44 +72,45 @@ needs_attributes(
 )
 needs_attributes(_fsdp_param.ParamModuleInfo, "module", "param_name", "shared_modules", "shared_param_names")
 
-# Whether a parameter, or a group, is sharded now, unsharded, or sharded over fewer ranks after its forward. (2.13.0)
+# The state of a parameter or a group: sharded, unsharded, or sharded over fewer ranks after its forward. (2.13.0)
 ShardedState = _fsdp_param.ShardedState
 
-# Resizes a tensor's storage to nothing. (2.13.0)
+# Resizes a tensor's storage to 0 bytes. (2.13.0)
 free_storage = _fsdp_param.free_storage
 
-# Over which ranks a group is sharded (FSDPMeshInfo), replicated (DDPMeshInfo), or both. (2.13.0)
+# The ranks over which a group is sharded (FSDPMeshInfo), replicated (DDPMeshInfo), or both. (2.13.0)
 FSDPMeshInfo = _fsdp_common.FSDPMeshInfo
 DDPMeshInfo = _fsdp_common.DDPMeshInfo
 needs_attributes(FSDPMeshInfo, "shard_mesh_rank", "shard_mesh_size", "shard_process_group")
 
-# Communicators that do what the functional collectives do; the second of each differs in who allocates. (2.13.0)
+# Communicators that functional collectives can replace. In the second of each pair the process group allocates the
+# buffers. (2.13.0)
 PLAIN_ALL_GATHERS = (_fsdp_collectives.DefaultAllGather, _fsdp_collectives.ProcessGroupAllocAllGather)
 PLAIN_REDUCE_SCATTERS = (_fsdp_collectives.DefaultReduceScatter, _fsdp_collectives.ProcessGroupAllocReduceScatter)
 
-# Communicators over symmetric memory, which a graph cannot allocate; since 2.12. (2.13.0)
+# Communicators over symmetric memory, which a graph cannot allocate. They exist since 2.12. (2.13.0)
 SYMMETRIC_MEMORY_COMMS = tuple(
     getattr(_fsdp_collectives, name)
     for name in ("SymmMemAllGather", "SymmMemReduceScatter")
     if hasattr(_fsdp_collectives, name)
 )
 
-# By what gradients are divided before and after they are reduced, and with which reductions. (2.13.0)
+# The divisors of gradients before and after their reduction, and the reduce ops. (2.13.0)
 gradient_divide_factors = _fsdp_collectives._get_gradient_divide_factors
 
-# Whether FSDP2 holds the input of a group's reduction until that of the next group is over. (2.12.0)
+# Whether FSDP2 keeps a reduce-scatter input until the next group's reduce-scatter ends. (2.12.0)
 HOLDS_REDUCE_INPUT = "2.12" <= torch.__version__ < "2.13"
 
-# Whether gradients of FSDP2 are built around `Tensor.grad_dtype`. (2.13.0, 2.15.0)
+# Whether FSDP2 chooses gradient dtypes by `Tensor.grad_dtype`. (2.13.0, 2.15.0)
 HAS_GRAD_DTYPES = torch.__version__ >= "2.15"
 
-# The attribute for `unsharded_spec`. Dynamo cannot trace a comparison of versions. (2.11.0, 2.13.0)
+# The attribute that `unsharded_spec` reads; chosen here because Dynamo cannot trace a version check. (2.11.0, 2.13.0)
 _UNSHARDED_SPEC = "_unsharded_dtensor_spec" if torch.__version__ >= "2.12" else "_tp_spec"
 
 
 @needs("torch.distributed._composable_state._get_module_state")
 def fsdp_state(module: nn.Module) -> FSDPState | None:
-    """The FSDP2 state of a module that `fully_shard` was applied to, else None. (2.13.0)"""
+    """The FSDP2 state of a module; None if `fully_shard` was not applied to it. (2.13.0)"""
     from torch.distributed._composable_state import _get_module_state
 
     state = _get_module_state(module)
@@ -117,20 +118,20 @@ def fsdp_state(module: nn.Module) -> FSDPState | None:
 
 
 def param_groups(state: FSDPState) -> list[FSDPParamGroup]:
-    """The state's parameter groups: a list since 2.12, one optional group on 2.11. (2.11.0, 2.13.0)"""
+    """A state's parameter groups; on 2.11 at most one. (2.11.0, 2.13.0)"""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     group = state._fsdp_param_group
     return [] if group is None else [group]
 
 
-# Where a model calls them before it is traced, they are no frames to compile: the guards of one may fail to be read.
+# A model may call these before it is traced. Dynamo must not compile their frames, whose guards it may fail to read.
 for _each in (fsdp_state, param_groups):
     skip_code(_each.__code__)
 
 
 def order_gather_streams(state: FSDPState) -> None:
-    """Let eager gathers from now on come behind all that the current stream has been given. (2.11.0, 2.13.0)"""
+    """Make later eager all-gathers wait for the work queued so far on the current stream. (2.11.0, 2.13.0)"""
     context = state._comm_ctx
     current = context.device_handle.current_stream()
     context.all_gather_copy_in_stream.wait_stream(current)
@@ -138,19 +139,19 @@ def order_gather_streams(state: FSDPState) -> None:
 
 
 def reduces_unused(group: FSDPParamGroup) -> bool:
-    """Whether zeros are reduced for parameters without a gradient, see `set_reduce_scatter_unused_params`. (2.13.0)"""
+    """Whether a group reduces zeros for parameters without a gradient (`set_reduce_scatter_unused_params`). (2.13.0)"""
     return bool(getattr(group, "reduce_scatter_unused_params", False))
 
 
 def reduce_dtype(
     group: FSDPParamGroup, parameters: Sequence[FSDPParam], computed: Sequence[torch.dtype]
 ) -> torch.dtype | None:
-    """In which dtype gradients are reduced; None for their own. (2.13.0, 2.15.0)
+    """The dtype in which gradients are reduced; None for each gradient's own dtype. (2.13.0, 2.15.0)
 
     Args:
-        group: Whose policy tells. Without one, since 2.15, the parameters do.
-        parameters: Those that have a gradient.
-        computed: The dtypes of these gradients.
+        group: The group whose policy gives the dtype. Since 2.15, without a policy, the parameters give it.
+        parameters: The group's parameters that have a gradient.
+        computed: (parameters,) dtypes of these gradients.
     """
     if group._reduce_dtype is not None or not HAS_GRAD_DTYPES:
         return group._reduce_dtype
@@ -162,9 +163,9 @@ def reduce_dtype(
 
 
 def accumulation_dtype(parameter: FSDPParam) -> torch.dtype | None:
-    """To which dtype each unsharded gradient is cast before it is added to earlier ones; None for its own. (2.15.0)
+    """The dtype to which autograd casts an unsharded gradient before it accumulates it; None for no cast. (2.15.0)
 
-    Autograd does so since 2.15. A wider dtype than that of the gradient is left to the sum.
+    Autograd casts since 2.15. None also if the accumulation dtype is wider than the gradient, because the sum casts it.
     """
     if not HAS_GRAD_DTYPES:
         return None
@@ -174,51 +175,51 @@ def accumulation_dtype(parameter: FSDPParam) -> torch.dtype | None:
 
 
 def unsharded_dtype(parameter: FSDPParam) -> torch.dtype:
-    """The dtype that a parameter is gathered in; before torch has looked at its policy, that of the shard. (2.13.0)"""
+    """The dtype of the unsharded parameter; the shard's dtype until torch reads the mixed-precision policy. (2.13.0)"""
     return getattr(parameter, "param_dtype", None) or parameter.sharded_param.dtype
 
 
 def gradient_dtype(parameter: FSDPParam) -> torch.dtype | None:
-    """The dtype of a sharded parameter's gradient: its own, or since 2.15 `grad_dtype`; None for any. (2.15.0)"""
+    """The dtype of a sharded parameter's gradient; since 2.15 its `grad_dtype`, where None means any. (2.15.0)"""
     name = "sharded_grad_dtype" if HAS_GRAD_DTYPES else "orig_dtype"
     dtype: torch.dtype | None = getattr(parameter, name)
     return dtype
 
 
 def forget_post_backward(group: FSDPParamGroup) -> None:
-    """Say that the group's gradients are reduced, also those of backwards that did not; since 2.15. (2.15.0)"""
+    """Mark a group's gradients as reduced, even if a backward skipped the reduction; no-op before 2.15. (2.15.0)"""
     if hasattr(group, "_post_backward_pending"):
         group._post_backward_pending = False
 
 
 def await_post_reduce(group: FSDPParamGroup) -> None:
-    """Let the current stream wait for the reduction that eager FSDP2 has launched last for the group. (2.13.0)"""
+    """Make the current stream wait for the last reduction that eager FSDP2 launched for a group. (2.13.0)"""
     if (event := group._post_reduce_event) is not None:
         group.device_handle.current_stream().wait_event(event)
 
 
 def unsharded_spec(parameter: FSDPParam) -> DTensorSpec:
-    """Mesh, placements and shape of the unsharded parameter, which is a DTensor. (2.11.0, 2.13.0)"""
+    """Mesh, placements and shape of an unsharded parameter that is a DTensor. (2.11.0, 2.13.0)"""
     spec = getattr(parameter, _UNSHARDED_SPEC)
     assert isinstance(spec, DTensorSpec)
     return spec
 
 
 def data_parallel_dims(parameter: FSDPParam) -> tuple[int, ...]:
-    """The data-parallel dims of the mesh of a DTensor parameter, if `dp_mesh_dims` has named them; since 2.12. (2.13.0)
+    """The mesh dims of a DTensor parameter that `dp_mesh_dims` names; empty before 2.12. (2.13.0)
 
-    Over these dims the gradient of the unsharded parameter stays as it is.
+    The gradient of the unsharded parameter is not redistributed over these dims.
     """
     return tuple(sorted(getattr(parameter, "_dp_dim_indices", ())))
 
 
 def has_spmd_types(parameter: FSDPParam) -> bool:
-    """Whether the parameter has SPMD types in place of placements; since 2.15. (2.15.0)"""
+    """Whether a parameter has SPMD types instead of placements; False before 2.15. (2.15.0)"""
     return bool(getattr(parameter, "is_spmd_types", False))
 
 
 def parameter_owners(parameter: FSDPParam) -> list[tuple[nn.Module, str]]:
-    """The modules that hold a managed parameter, each with its own name for it; several if it is shared. (2.13.0)"""
+    """(module, parameter name) of each module that holds a managed parameter; several if it is shared. (2.13.0)"""
     info = parameter._module_info
     shared = zip(info.shared_modules, info.shared_param_names, strict=True)
     return [(info.module, info.param_name), *shared]

@@ -1,4 +1,4 @@
-"""torch's global state, as far as a traced graph depends on it, or whether it runs."""
+"""The part of torch's global state that decides whether a traced graph is valid and whether it runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from compile_fsdp.torch_compat.declarations import needs
     "torch.utils._python_dispatch._len_torch_dispatch_stack",
 )
 def _modes() -> tuple[object, ...]:
-    # Modes, the default device's among them, and hooks are code: a graph that is to be kept is traced with as many.
+    # Modes (the default device is one) and hooks are code, so only their count or presence can be compared.
     return (
         torch.is_inference_mode_enabled(),
         torch._C._len_torch_function_stack(),
@@ -27,15 +27,15 @@ def _modes() -> tuple[object, ...]:
 
 @needs("torch._dynamo.eval_frame._stance.stance")
 def is_forced_eager() -> bool:
-    """Whether `torch.compiler.set_stance("force_eager")` holds, under which nothing compiled runs. (2.13.0)"""
+    """Whether `torch.compiler.set_stance("force_eager")` is active, so no compiled code runs. (2.13.0)"""
     return eval_frame._stance.stance == "force_eager"
 
 
 class GlobalState:
-    """The state at one time, to compare with that of other times and processes. (2.13.0)
+    """A snapshot of the global state, to compare with later times and with other processes. (2.13.0)
 
     Attributes:
-        guard: Dynamo's own: gradients, autocasting, deterministic algorithms, threads, how matrices are multiplied.
+        guard: Dynamo's guard on grad mode, autocast, deterministic algorithms, thread count, matmul precision.
         modes: See `_modes`.
     """
 
@@ -44,11 +44,11 @@ class GlobalState:
         self.modes = _modes()
 
     def has_changed(self) -> bool:
-        """Whether the state is now another one."""
+        """Whether the current state differs from the snapshot."""
         return not self.guard.check() or _modes() != self.modes
 
     def difference(self) -> str:
-        """What is different now."""
+        """Describe the change since the snapshot."""
         if not self.guard.check():
             return str(self.guard.reason()).strip()
         return f"modes {_modes()}, and were {self.modes}"

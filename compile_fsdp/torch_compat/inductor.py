@@ -1,4 +1,4 @@
-"""Inductor and AOTAutograd, which makes Inductor's graphs of Dynamo's: lowerings, options, caches, descriptors."""
+"""Inductor and AOTAutograd: options, partitioners, lowerings, caches, descriptors of graph inputs and outputs."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from torch._inductor import custom_graph_pass
 from compile_fsdp.torch_compat.declarations import needs
 from compile_fsdp.torch_compat.dispatch import OpOverload
 
-# The classes that Inductor wants for a pass, and for a partitioner, whose graphs it may cache. (2.13.0)
+# Base classes of a pass and of a partitioner. Inductor caches a graph only if its pass and partitioner derive from
+# them. (2.13.0)
 CustomGraphPass = custom_graph_pass.CustomGraphPass
 CustomPartitionerFn = custom_graph_pass.CustomPartitionerFn
 
 # The settings of AOTAutograd. (2.13.0)
 functorch_config = torch._functorch.config
 
-# Inductor's option with the functions, by full name, that a graph may call and still be cached. (2.13.0)
+# Inductor's option that lists, by full name, the functions that a cached graph may call. (2.13.0)
 CACHEABLE_FUNCTIONS = "unsafe_marked_cacheable_functions"
 
-# Key in node.meta under which Inductor's pattern matcher numbers the stretches between mutations; it numbers
-# the graph again where the first node lacks it. (2.13.0)
+# Key in node.meta under which Inductor's pattern matcher numbers the regions between mutations. It renumbers the graph
+# if the first node lacks the key. (2.13.0)
 MUTATION_REGION_KEY = "mutation_region_id"
 
 
 @needs("torch._inductor.list_options")
 def inductor_option_names() -> frozenset[str]:
-    """Names that `torch.compile(options=...)` accepts for Inductor. (2.13.0)"""
+    """Inductor's option names in `torch.compile(options=...)`. (2.13.0)"""
     from torch._inductor import list_options
 
     return frozenset(list_options())
@@ -39,7 +40,7 @@ def inductor_option_names() -> frozenset[str]:
 
 @needs("torch._inductor.list_mode_options")
 def inductor_mode_options(mode: str) -> dict[str, Any]:
-    """Inductor's options behind a mode of `torch.compile(mode=...)`; RuntimeError if there is none. (2.13.0)"""
+    """Inductor's options for a `torch.compile(mode=...)`; RuntimeError for an unknown mode. (2.13.0)"""
     from torch._inductor import list_mode_options
 
     return dict(list_mode_options(mode))
@@ -47,7 +48,7 @@ def inductor_mode_options(mode: str) -> dict[str, Any]:
 
 @needs("torch._inductor.config.triton.cudagraphs")
 def cuda_graphs_by_default() -> bool:
-    """Whether Inductor captures CUDA graphs unless its options say otherwise. (2.13.0)"""
+    """Whether Inductor's global config captures CUDA graphs. (2.13.0)"""
     from torch._inductor import config
 
     return bool(config.triton.cudagraphs)
@@ -55,7 +56,7 @@ def cuda_graphs_by_default() -> bool:
 
 @needs("torch._inductor.runtime.cache_dir_utils.cache_dir")
 def cache_folder() -> Path:
-    """Inductor's, for this user or as TORCHINDUCTOR_CACHE_DIR has it. (2.13.0)"""
+    """Inductor's cache folder: TORCHINDUCTOR_CACHE_DIR or this user's default. (2.13.0)"""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return Path(cache_dir())
@@ -63,7 +64,7 @@ def cache_folder() -> Path:
 
 @needs("torch._inductor.cpp_builder.get_cpp_compiler")
 def cpp_compiler() -> str:
-    """The command of the C++ compiler that Inductor takes; RuntimeError or OSError if none starts. (2.13.0)"""
+    """The command of Inductor's C++ compiler; RuntimeError or OSError if no compiler starts. (2.13.0)"""
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     return get_cpp_compiler()
@@ -71,7 +72,7 @@ def cpp_compiler() -> str:
 
 @needs("torch._inductor.compile_fx.compile_fx", "torch._inductor.compile_fx.compile_fx_inner")
 def inductor_compilers() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Inductor for a Dynamo graph, and for each of the graphs that AOTAutograd makes of that. (2.13.0)"""
+    """Inductor's compilers of a Dynamo graph and of each graph that AOTAutograd derives from it. (2.13.0)"""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     return compile_fx, compile_fx_inner
@@ -81,7 +82,7 @@ def inductor_compilers() -> tuple[Callable[..., Any], Callable[..., Any]]:
 def min_cut_partition(
     gm: torch.fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-    """Inductor's own choice of what the forward saves for the backward. (2.13.0)"""
+    """Partition a joint graph with Inductor's default choice of saved tensors. (2.13.0)"""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
@@ -91,7 +92,7 @@ def min_cut_partition(
 def compile_op_by_op(
     gm: torch.fx.GraphModule, example_inputs: Sequence[Any], partition: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """torch's backend aot_eager, with a choice of what the forward saves for the backward. (2.11.0, 2.13.0)"""
+    """Compile with torch's backend aot_eager and a given partitioner of the joint graph. (2.11.0, 2.13.0)"""
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 
@@ -102,12 +103,12 @@ def compile_op_by_op(
 
 
 def is_fused(op: OpOverload) -> bool:
-    """Whether AOTAutograd's partitioner takes an op for one that is computed together with what reads it. (2.13.0)"""
+    """Whether AOTAutograd's partitioner assumes that an op fuses with its users. (2.13.0)"""
     return op.overloadpacket in _fusible_packets()
 
 
 def is_decomposed(op: OpOverload) -> bool:
-    """Whether Inductor makes an op of pointwise ops and reductions. (2.13.0)"""
+    """Whether Inductor decomposes an op into pointwise ops and reductions. (2.13.0)"""
     return op in _decomposed() and "scaled_dot_product" not in str(op)
 
 
@@ -128,32 +129,32 @@ def _decomposed() -> Collection[Any]:
 
 
 def graph_input_position(node: torch.fx.Node) -> int | None:
-    """The position, among the inputs of the Dynamo graph, of a placeholder of Inductor's graph. (2.13.0)"""
+    """The Dynamo graph's input position for an Inductor graph's placeholder; None if there is none. (2.13.0)"""
     return getattr(node.meta.get("desc"), "idx", None)
 
 
 def graph_output_positions(output: torch.fx.Node) -> list[int | None]:
-    """By result of Inductor's graph, its position among those of the Dynamo graph. (2.13.0)"""
+    """(outputs of Inductor's graph,) positions among the Dynamo graph's outputs; None for extra outputs. (2.13.0)"""
     return [getattr(each, "idx", None) for each in output.meta.get("desc") or ()]
 
 
 @needs("torch._inductor.output_code.OutputCode")
 def inductor_output_type() -> Any:
-    """The class of what Inductor compiles a graph to, which AOTAutograd's cache stores. (2.13.0)"""
+    """The class of Inductor's compiled graphs, which AOTAutograd's cache stores. (2.13.0)"""
     from torch._inductor.output_code import OutputCode
 
     return OutputCode
 
 
 def copy_cache_key(source: Any, target: Any) -> None:
-    """Let AOTAutograd's cache refer to a compiled graph as if it was another one. (2.13.0)"""
+    """Give `target` the AOTAutograd cache key of the compiled graph `source`. (2.13.0)"""
     for name in ("_fx_graph_cache_key", "_fx_graph_cache_debug_lines", "guards_expr"):
         setattr(target, name, getattr(source, name, None))
 
 
 @needs("torch._inductor.lowering.lowerings")
 def inductor_lowerings() -> Mapping[Any, Callable[..., object]]:
-    """Inductor's table of lowerings, by op. (2.13.0)"""
+    """Inductor's lowerings by op. (2.13.0)"""
     from torch._inductor.lowering import lowerings
 
     return lowerings
@@ -161,7 +162,7 @@ def inductor_lowerings() -> Mapping[Any, Callable[..., object]]:
 
 @needs("torch._inductor.lowering.register_lowering")
 def register_inductor_lowering(op: OpOverload, lowering: Callable[..., object]) -> None:
-    """Add a lowering that gets its arguments as they are, not promoted to one dtype. (2.13.0)"""
+    """Register a lowering without type promotion of its arguments. (2.13.0)"""
     from torch._inductor.lowering import register_lowering
 
     register_lowering(op, type_promotion_kind=None)(lowering)
@@ -176,7 +177,7 @@ def register_inductor_lowering(op: OpOverload, lowering: Callable[..., object]) 
 def register_collective_lowering(op: OpOverload) -> None:
     """Lower an op that starts a collective as Inductor lowers the functional collectives. (2.13.0)
 
-    Inductor then keeps what is sent and what is received as they are until the wait.
+    Inductor then leaves the send and receive buffers unchanged until the wait.
     """
     from torch._inductor import ir
     from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides
@@ -190,9 +191,9 @@ def register_collective_lowering(op: OpOverload) -> None:
 
 
 def stored_graph(compiled: Any) -> Callable[[], Any] | None:
-    """Who makes an object that can be pickled of what `compile_fx` returns; None if nobody does. (2.13.0)
+    """A function that serializes a result of `compile_fx` into a picklable object. (2.13.0)
 
-    Within `bundled_autograd_cache` of AOTAutograd's settings there is someone.
+    None unless the graph was compiled with AOTAutograd's setting `bundled_autograd_cache`.
     """
     store: Callable[[], Any] | None = getattr(compiled, "serialize", None)
     return store
@@ -200,7 +201,7 @@ def stored_graph(compiled: Any) -> Callable[[], Any] | None:
 
 @needs("torch._functorch._aot_autograd.aot_autograd_result.deserialize_bundled_cache_entry")
 def load_graph(stored: Any) -> Callable[[list[Any]], Any]:
-    """The compiled graph, which takes its inputs as a list that it empties. (2.13.0)"""
+    """Load a serialized compiled graph. It takes its inputs as one list, and empties the list. (2.13.0)"""
     from torch._functorch._aot_autograd.aot_autograd_result import deserialize_bundled_cache_entry
 
     compiled: Any = deserialize_bundled_cache_entry(stored)
@@ -212,10 +213,10 @@ def load_graph(stored: Any) -> Callable[[list[Any]], Any]:
 def compile_flat(
     gm: torch.fx.GraphModule, inputs: Sequence[Any], compile_graph: Callable[..., Any]
 ) -> tuple[Callable[..., Any], Any]:
-    """Compile a graph of which an input is a list. (2.13.0)
+    """Compile a graph that has a list among its inputs. (2.13.0)
 
     Returns:
-        What takes the graph's inputs, and what `compile_graph` has made, which takes the items one by one.
+        A callable that takes the graph's inputs, and the result of `compile_graph`, which takes list items as inputs.
     """
     from torch._dynamo.utils import flatten_graph_inputs
 
@@ -230,9 +231,9 @@ def compile_flat(
 
 @needs("torch._inductor.config.get_hash")
 def settings_hash() -> str:
-    """Changes with the settings of AOTAutograd and Inductor that a compiled graph depends on. (2.13.0)
+    """Hash the settings of AOTAutograd and Inductor that a compiled graph depends on. (2.13.0)
 
-    Dynamo's hash is another one in each process, for the order of its sets.
+    Dynamo's settings are left out, because their hash depends on set order and differs in each process.
     """
     from torch._inductor import config
 

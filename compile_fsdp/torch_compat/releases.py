@@ -1,4 +1,4 @@
-"""The releases of torch that this is for, known without torch."""
+"""The supported releases of torch, checked without an import of torch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ OLDEST, NEWEST = (2, 11), (2, 15)
 
 
 def check_version(version: str) -> None:
-    """Refuse a torch that is too old or too new.
+    """Refuse an unsupported version of torch.
 
     Raises:
-        ImportError: it is neither of these releases nor between them.
+        ImportError: the version is older than `OLDEST` or newer than `NEWEST`.
     """
     release = tuple(int(part) for part in version.split(".")[:2])
     if not OLDEST <= release <= NEWEST:

@@ -1,4 +1,4 @@
-"""Which torch this is for: said at import, by name, before anything else fails for it."""
+"""Check torch's version and private names at import, so that an unsupported torch fails with a clear error."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from compile_fsdp.torch_compat.releases import check_version
 
 
 def check_attributes(attributes: Mapping[type, tuple[str, ...]] = declarations.ATTRIBUTES) -> None:
-    """Look for the attributes that objects must have, in their classes.
+    """Check that classes have their declared attributes.
 
     Raises:
-        AttributeError: some class has none of that name, and none of its methods sets it.
+        AttributeError: a class does not define a declared attribute, and none of its methods sets it.
     """
     for cls, names in attributes.items():
         if (left := set(names) - set(dir(cls))) and (gone := left - set(_set_by_methods(cls))):
@@ -28,12 +28,12 @@ def check_attributes(attributes: Mapping[type, tuple[str, ...]] = declarations.A
 
 
 def check_names() -> None:
-    """Look for the names that functions use when they are called.
+    """Check the names that functions use when called.
 
-    That imports the compiler, so it is done before the first graph, and not at import.
+    The check imports the compiler, so it runs before the first graph instead of at import.
 
     Raises:
-        ImportError: one has moved.
+        ImportError: torch does not have a declared name.
     """
     for name in declarations.NAMES:
         try:
@@ -43,7 +43,7 @@ def check_names() -> None:
 
 
 def moved(error: Exception) -> ImportError:
-    """What to raise where a private name of torch is not found."""
+    """Build the error for a missing private name of torch."""
     return ImportError(
         f"compile_fsdp uses a private name of torch that torch {torch.__version__} does not have: {error}; install "
         "torch 2.13.0, which it was checked with, and report it"
@@ -59,7 +59,7 @@ def _set_by_methods(cls: type) -> Iterator[str]:
                 yield from (each.argval for each in dis.get_instructions(function) if each.opname == "STORE_ATTR")
 
 
-# Once for each name: every graph asks for all of them again.
+# Cached because every graph looks up all names again.
 _look_up = cache(resolve_name)
 
 check_version(torch.__version__)

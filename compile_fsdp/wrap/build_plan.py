@@ -1,4 +1,4 @@
-"""`plan`: ask a policy which modules to shard, check its answer, and list the calls of `fully_shard` to make."""
+"""`plan`: select modules by a policy, check the selection, and list the `fully_shard` calls."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ def plan(
 
     Args:
         model: The outermost module, on any device, meta included; it becomes the root.
-        policy: Selects the modules that become groups of their own; `RepeatedBlocksPolicy()` by default.
+        policy: Selects the modules that become separate groups; `RepeatedBlocksPolicy()` by default.
         mesh: The mesh to shard over; by default all ranks, as in `fully_shard`.
         ignored_modules: Modules to leave unsharded, together with all modules below them.
-        mixed_precision_overrides: Classes of modules that compute in float32 even inside a low-precision model: each is
-            a group without `param_dtype`; 16-bit inputs are cast to float32, outputs to the first input's dtype.
+        mixed_precision_overrides: Classes of modules that compute in float32 even inside a low-precision model. Each
+            such module is a group without `param_dtype`, casts 16-bit inputs to float32, and casts outputs to the first
+            input's dtype.
         fix_shared: Whether to merge groups that share parameters, instead of raising an error.
-        **root_kwargs: Arguments of `fully_shard` for the root, and for other groups unless the policy overrides them.
+        **root_kwargs: Arguments of `fully_shard` for the root, and for every group unless the policy overrides them.
     Returns:
-        The plan, which `print` shows as a table and `apply` carries out.
+        The plan. `print` shows it as a table, and `apply` executes it.
     Raises:
         PlanError: the plan cannot be applied; the subclass says why.
         FSDP1Error: the model contains FullyShardedDataParallel modules.
@@ -83,7 +84,7 @@ def _draft(
     drafts = []
     for module in chosen:
         kwargs = {**root_kwargs, **selection.get(module, {})}
-        # fully_shard takes ignored parameters, but no ignored modules.
+        # fully_shard accepts ignored parameters, but not ignored modules.
         if own_ignored := ignored_params | set(kwargs.get("ignored_params") or ()):
             kwargs["ignored_params"] = own_ignored
         if module in in_full_precision:

@@ -1,4 +1,4 @@
-"""Refuse a plan that cannot work before the model is changed; errors name all offending FQNs and the remedy."""
+"""Check a plan before the model changes; errors name all offending FQNs and the remedy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_ignored(root: nn.Module, ignored_modules: Collection[nn.Module]) -> No
 
 
 def check_selection(root: nn.Module, policy: Policy, selection: Selection, ignored: Collection[nn.Module]) -> None:
-    """Check that a policy selected modules of the model: none of them ignored, and at least one below the root."""
+    """Check that a policy selected only unignored modules of the model, at least one of them below the root."""
     names = names_of(root)
     # A policy is user code and may return anything, despite its annotations.
     foreign = [repr(module) for module in selection if module not in names]
@@ -84,7 +84,7 @@ def check_modules(root: nn.Module, modules: Collection[nn.Module]) -> None:
 
 
 def check_arguments(root: nn.Module, drafts: Iterable[Draft]) -> None:
-    """Refuse arguments that `fully_shard` would refuse only after it has sharded a part of the model."""
+    """Refuse arguments that `fully_shard` would refuse only after part of the model is sharded."""
     names = names_of(root)
     known = [name for name in inspect.signature(fully_shard).parameters if name != "module"]
     wrong: dict[str, list[str]] = {}
@@ -107,7 +107,7 @@ def _divides(factor: object, ranks: int) -> bool:
 
 
 def check_shared(root: nn.Module, drafts: Sequence[Draft]) -> None:
-    """Refuse a parameter that two groups share: each group would shard its own copy, and the copies would diverge."""
+    """Refuse a parameter in two groups, because each group would shard a separate copy and the copies would diverge."""
     shared = find_shared(drafts)
     if not shared:
         return

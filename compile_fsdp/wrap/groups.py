@@ -1,9 +1,9 @@
-"""Drafts of `fully_shard` calls: the parameters that each call takes, the order of the calls, and how drafts merge.
+"""Drafts of `fully_shard` calls: their parameters, their order, and their merging.
 
 [Note: Inner groups come first]
-`fully_shard` takes all parameters below its modules, but stops at modules that are sharded already. A group with a
-module inside a module of another group must therefore be sharded before that group. Post-order ensures this for groups
-of one module; a group of several modules is sharded after all groups below any of them.
+`fully_shard` takes all parameters below its modules, but stops at modules that are already sharded. So if a module of
+group A is inside a module of group B, A must be sharded before B. Post-order ensures this for groups of one module. A
+group of several modules is sharded after all groups below any of its modules.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from compile_fsdp.wrap.tree import below, group_name, in_post_order, names_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draft:
-    """One call of `fully_shard`: its modules, none below another, and its arguments."""
+    """A call of `fully_shard`: its arguments and its modules, which do not contain each other."""
 
     modules: tuple[nn.Module, ...]
     kwargs: Mapping[str, Any]
@@ -32,7 +32,7 @@ class Draft:
 
 
 class Held(NamedTuple):
-    """A parameter together with a module that holds it."""
+    """A parameter, a module that holds it, and its name in that module."""
 
     parameter: nn.Parameter
     module: nn.Module
@@ -40,7 +40,7 @@ class Held(NamedTuple):
 
 
 def collect(draft: Draft, borders: Set[nn.Module]) -> list[Held]:
-    """The parameters that `fully_shard` will take for a draft, in torch's order, once for each module that holds them.
+    """The parameters that `fully_shard` takes for a draft, in torch's order, once for each module that holds them.
 
     Args:
         draft: The call of `fully_shard`.
@@ -70,7 +70,7 @@ def collect_all(drafts: Sequence[Draft]) -> list[list[Held]]:
 
 
 def find_shared(drafts: Sequence[Draft]) -> dict[nn.Parameter, dict[Draft, list[nn.Module]]]:
-    """Each parameter that more than one draft would take, with the modules of each draft that hold the parameter."""
+    """Map each parameter that several drafts take to these drafts and the modules that hold the parameter in each."""
     holders: dict[nn.Parameter, dict[Draft, list[nn.Module]]] = {}
     for draft, held in zip(drafts, collect_all(drafts), strict=True):
         for parameter, module, _ in held:
@@ -79,7 +79,7 @@ def find_shared(drafts: Sequence[Draft]) -> dict[nn.Parameter, dict[Draft, list[
 
 
 def in_order(root: nn.Module, drafts: Sequence[Draft]) -> list[Draft]:
-    """Sort drafts into the order to shard them in. See [Note: Inner groups come first]."""
+    """Sort drafts into sharding order. See [Note: Inner groups come first]."""
     position = {module: index for index, module in enumerate(in_post_order(root))}
     drafts = sorted(drafts, key=lambda draft: position[draft.modules[0]])
     ordered: dict[Draft, None] = {}
@@ -98,13 +98,13 @@ def in_order(root: nn.Module, drafts: Sequence[Draft]) -> list[Draft]:
 
 
 def merge_shared(root: nn.Module, drafts: Sequence[Draft]) -> list[Draft]:
-    """Merge drafts that share parameters, until no two drafts do.
+    """Merge drafts until no two drafts share a parameter.
 
-    A merged draft keeps only its outermost modules: a group that shares parameters with a group around it becomes part
-    of the outer group, and groups side by side become one group of several modules.
+    A merged draft keeps only its outermost modules. So a group that shares parameters with an enclosing group becomes
+    part of the enclosing group, and groups side by side become one group of several modules.
 
     Raises:
-        SharedParameterError: drafts that are to be merged differ in their arguments.
+        SharedParameterError: drafts that share parameters differ in their arguments.
     """
     drafts = list(drafts)
     while (pair := _find_pair(drafts)) is not None:
@@ -116,7 +116,7 @@ def _find_pair(drafts: Sequence[Draft]) -> tuple[Draft, Draft] | None:
     for by_draft in find_shared(drafts).values():
         first, second, *_ = by_draft
         return first, second
-    # Two groups of several modules may each have a module inside of the other one: neither could come first.
+    # Two groups of several modules may each contain a module of the other, so neither can be sharded first.
     several = [(draft, below(draft.modules)) for draft in drafts if len(draft.modules) > 1]
     for first, inside_first in several:
         for second, inside_second in several:

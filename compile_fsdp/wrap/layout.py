@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 
 def shard_count(kwargs: Mapping[str, Any]) -> int:
-    """Number of ranks that `fully_shard` shards over with these arguments.
+    """The number of ranks that `fully_shard` shards over with these arguments.
 
-    Without a mesh, it is the size of the process group, or `WORLD_SIZE` of the launcher if there is no group yet.
+    Without a mesh this is the size of the process group, or the launcher's `WORLD_SIZE` if there is no group yet.
     """
     mesh: DeviceMesh | None = kwargs.get("mesh")
     if mesh is None:
@@ -28,7 +28,7 @@ def shard_count(kwargs: Mapping[str, Any]) -> int:
 
 
 def shard_of(parameter: nn.Parameter, kwargs: Mapping[str, Any]) -> tuple[int, int]:
-    """The non-negative dim that `fully_shard` shards a parameter on, and the number of ranks that it shards over."""
+    """The non-negative dim on which `fully_shard` shards a parameter, and the number of ranks it shards over."""
     place = kwargs.get("shard_placement_fn")
     placed = None if place is None else place(parameter)
     # `placed` is a Shard, or torch's ShardPlacementResult, which has a placement and a mesh.
@@ -39,7 +39,7 @@ def shard_of(parameter: nn.Parameter, kwargs: Mapping[str, Any]) -> tuple[int, i
 
 
 def local_shape(parameter: nn.Parameter) -> list[int]:
-    """The shape that `fully_shard` splits: the parameter's, or for a DTensor that of its largest local tensor."""
+    """The shape that `fully_shard` splits: the parameter's shape, or a DTensor's largest local shape."""
     shape = list(parameter.shape)
     if isinstance(parameter, DTensor):
         for mesh_dim, placement in enumerate(parameter.placements):
@@ -49,7 +49,7 @@ def local_shape(parameter: nn.Parameter) -> list[int]:
 
 
 def shard_bytes(parameter: nn.Parameter, kwargs: Mapping[str, Any]) -> int:
-    """Bytes of a parameter's shard on each rank, in the parameter's dtype, with the padding of an uneven split."""
+    """Bytes of a parameter's shard on each rank, in the parameter's dtype, including padding of an uneven split."""
     dim, ranks = shard_of(parameter, kwargs)
     shape = local_shape(parameter)
     shape[dim] = -(-shape[dim] // ranks)
@@ -57,7 +57,7 @@ def shard_bytes(parameter: nn.Parameter, kwargs: Mapping[str, Any]) -> int:
 
 
 def unsharded_bytes(parameter: nn.Parameter, kwargs: Mapping[str, Any]) -> int:
-    """Bytes of an unsharded parameter, in the dtype that it is gathered in."""
+    """Bytes of an unsharded parameter, in the dtype of its all-gather."""
     policy = kwargs.get("mp_policy")
     dtype = None if policy is None or not parameter.is_floating_point() else policy.param_dtype
     return math.prod(local_shape(parameter)) * (dtype or parameter.dtype).itemsize

@@ -1,4 +1,4 @@
-"""A plan: the calls of `fully_shard` to make, with the sizes of their groups, to inspect before making them."""
+"""A plan: the `fully_shard` calls and their group sizes, to inspect before the model is sharded."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from compile_fsdp.wrap.tree import ROOT, group_name, names_of
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One call of `fully_shard`, and the parameters that it will gather and reduce together.
+    """A call of `fully_shard`, and the parameters that are gathered and reduced together.
 
     Attributes:
-        modules: The modules to shard: one, or several that share the group.
-        fqns: FQN of each module, empty for the root.
-        kwargs: Arguments of `fully_shard`: those of the root, overridden by those of the policy.
+        modules: The modules to shard; several modules share one parameter group.
+        fqns: (modules,) FQN of each module, empty for the root.
+        kwargs: Arguments of `fully_shard`: the root's arguments, overridden by the policy's.
         parameters: FQNs of the group's parameters in torch's order, each parameter once.
-        numel: Elements of all parameters of the group, unsharded.
-        bytes_per_rank: Bytes of the parameters' shards on each rank, padding included: equal on all ranks.
+        numel: Number of elements in all parameters of the group, unsharded.
+        bytes_per_rank: Bytes of the parameters' shards on each rank, padding included; equal on all ranks.
     """
 
     modules: tuple[nn.Module, ...]
@@ -43,12 +43,12 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The calls of `fully_shard` that `apply` will make, in order; `print` shows them as a table.
+    """The `fully_shard` calls that `apply` makes, in order; `print` shows them as a table.
 
     Attributes:
         root: The outermost module of the model.
-        groups: The calls of `fully_shard`, children before parents, the root last.
-        full_precision: Modules that will run in full precision even inside a low-precision model.
+        groups: The `fully_shard` calls, children before parents, the root last.
+        full_precision: Modules that run in full precision even inside a low-precision model.
         warnings: Messages about choices that work but may not be intended.
     """
 
@@ -93,9 +93,9 @@ def _show_kwargs(kwargs: Mapping[str, Any], adopted: Mapping[str, Any]) -> str:
 
 
 def show(value: object) -> str:
-    """Short text for an argument, equal on every rank."""
+    """A short text for an argument, equal on every rank."""
     if isinstance(value, DeviceMesh):
-        # The ranks of a mesh are left out: a slice of a mesh has other ranks on each rank.
+        # Leave out the mesh's ranks, because a slice of a mesh contains different ranks on each rank.
         names = value.mesh_dim_names or ("",) * value.ndim
         dims = ", ".join(f"{name}={size}" if name else str(size) for name, size in zip(names, value.shape, strict=True))
         return f"{value.device_type}({dims})"

@@ -1,8 +1,8 @@
-"""Policies: which modules become groups of their own, and with which arguments of `fully_shard`.
+"""Policies: select the modules that become separate groups, and their arguments of `fully_shard`.
 
-`first | second` combines two policies: it selects every module that either policy selects. If both select a module,
-its arguments are the union of both dicts: an argument of either policy overrides the root's, and an argument that
-both policies give is taken from the second.
+`first | second` selects every module that either policy selects. If both select a module, its arguments are the union
+of both dicts: an argument of either policy overrides the root's, and if both policies give an argument, the second
+policy's value counts.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class Policy(Protocol):
 
         Args:
             root: The model, not sharded yet, possibly on the meta device.
-            ignored: The ignored modules and everything below them; none of these may be selected.
+            ignored: The ignored modules and all modules below them, which must not be selected.
             root_kwargs: Arguments of `fully_shard` for the root.
         Returns:
-            Arguments of `fully_shard` for each selected module; arguments that are left out are the root's.
+            Arguments of `fully_shard` for each selected module; omitted arguments default to the root's.
         """
 
 
 class Combinable:
-    """Mixin with which `|` combines a policy with another policy, or with any object that has a `select` method."""
+    """Mixin for `policy | policy`; one operand may be any object with a `select` method."""
 
     __slots__ = ()
 
@@ -49,7 +49,7 @@ class Combinable:
 
 @dataclass(frozen=True, slots=True)
 class Combined(Combinable):
-    """The policy that `first | second` makes."""
+    """The policy `first | second`."""
 
     first: Policy
     second: Policy
@@ -69,7 +69,7 @@ class ModuleWrapPolicy(Combinable):
     """Select every module of the given classes, subclasses included.
 
     Raises:
-        PolicyError: `classes` holds anything but module classes.
+        PolicyError: `classes` contains an object that is not a module class.
     """
 
     classes: Collection[type[nn.Module]]
@@ -100,7 +100,7 @@ class CustomPolicy(Combinable):
         """Choose modules; see `Policy.select`.
 
         Raises:
-            PolicyError: the function returns anything but a bool or a dict.
+            PolicyError: the function returns a value that is neither a bool nor a dict.
         """
         skipped = {root, *ignored}
         answers = {module: self.function(module) for module in root.modules() if module not in skipped}
@@ -127,8 +127,8 @@ class SizePolicy(Combinable):
 
     Args:
         min_params: Smallest number of parameter elements in a group.
-        exclude: Classes of modules that are not selected; modules below them may be.
-        leaves: Classes of modules that read their submodules' parameters, so that nothing below them is selected.
+        exclude: Classes of modules that are not selected. Modules below them may be selected.
+        leaves: Classes of modules that read their submodules' parameters, so no module below them is selected.
     """
 
     min_params: int
@@ -142,7 +142,7 @@ class SizePolicy(Combinable):
         counted.update(root_kwargs.get("ignored_params") or ())
 
         def unwrapped_numel(module: nn.Module, is_open: bool) -> int:
-            """Parameter elements in and below a module that no selected module holds; each parameter counts once."""
+            """Count the parameter elements of a module that no selected module holds, each parameter once."""
             own = [parameter for parameter in module.parameters(recurse=False) if parameter not in counted]
             counted.update(own)
             numel = sum(parameter.numel() for parameter in own)
@@ -162,9 +162,9 @@ class SizePolicy(Combinable):
 
 @dataclass(frozen=True, slots=True)
 class RepeatedBlocksPolicy(Combinable):
-    """Select the outermost modules of the classes that a model repeats: the layers of a transformer, for example.
+    """Select the outermost modules of repeated classes, such as a transformer's layers.
 
-    A class is repeated if at least two modules of it are in `ModuleList`s, `ModuleDict`s or `Sequential`s. If any
+    A class is repeated if `ModuleList`s, `ModuleDict`s or `Sequential`s contain at least two of its modules. If any
     repeated class has submodules with parameters, repeated classes without such submodules do not count.
     """
 
@@ -187,7 +187,7 @@ class RepeatedBlocksPolicy(Combinable):
         return selected
 
     def block_classes(self, root: nn.Module) -> list[type[nn.Module]]:
-        """The classes that the model repeats, in the order of their first modules."""
+        """The repeated classes of a model, in the order of their first modules."""
         containers = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
         in_containers = {
             child: None

@@ -1,4 +1,4 @@
-"""Modules that run in full precision inside a low-precision model."""
+"""Run modules in full precision inside a low-precision model."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from compile_fsdp.torch_compat.dispatch import tree_map_only
 
 
 class FullPrecision:
-    """Mixin before a module's class: casts 16-bit inputs to float32, and outputs to the first input's dtype.
+    """Mixin before a module's class that casts 16-bit inputs to float32 and outputs to the first input's dtype.
 
     [Note: The dtype lives as long as the call]
-    The dtype to cast outputs to is a local variable of one call. A module that is used twice, that calls itself, or
-    whose forward raises cannot get the dtype of another call, and Dynamo has no state to follow.
+    The dtype of the outputs is a local variable of the call. So a module that is used twice, calls itself, or raises in
+    its forward never sees the dtype of an earlier call, and Dynamo has no module state to track.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -41,7 +41,7 @@ def _full_precision_class(cls: type[Any]) -> type[Any]:
 
 
 def run_in_full_precision(module: nn.Module) -> None:
-    """Make a module compute in float32 or wider dtypes; has to be called before the module is sharded."""
+    """Make a module compute in float32 or wider dtypes. Call it before the module is sharded."""
     if not isinstance(module, FullPrecision):
         cls: Any = type(module)
         module.__class__ = _full_precision_class(cls)

@@ -1,4 +1,4 @@
-"""`apply` and `auto_shard`: make the calls of `fully_shard` that a plan lists."""
+"""`apply` and `auto_shard`: make the `fully_shard` calls of a plan."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def apply(plan: Plan) -> nn.Module:
-    """Shard a model as planned: children before parents, the root last, through `compile_fsdp.fully_shard`.
+    """Shard a model as planned with `compile_fsdp.fully_shard`, children before parents, the root last.
 
     Warns:
         MixedFrozenWarning: a group has both trainable and frozen parameters.
     Returns:
         The plan's root.
     Raises:
-        AlreadyShardedError: a module was sharded since the plan was made, by this plan or otherwise.
+        AlreadyShardedError: a module was sharded after the plan was made, by this plan or otherwise.
         ProcessGroupMissingError: a group has no mesh, and there is no process group to build one from.
     """
     check_modules(plan.root, [module for group in plan.groups for module in group.modules])
@@ -52,7 +52,7 @@ def auto_shard(
     fix_shared: bool = False,
     **root_kwargs: Any,
 ) -> Model:
-    """Shard a model by a policy: `apply(plan(...))`, with the arguments of `plan` and the errors of both.
+    """Shard a model by a policy: `apply(plan(...))`, with `plan`'s arguments and the errors of both functions.
 
     Returns:
         `model` itself, sharded and ready to be compiled.

@@ -1,4 +1,4 @@
-"""Modules in the tree of a model: their names, their order, and whether they have a forward."""
+"""The modules of a model: names, orders, and whether they have a forward or parameters."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ ROOT = "the root"
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether calling the module runs a forward, and with it the hooks of FSDP2."""
+    """Whether a call of the module runs a forward, and so FSDP2's hooks."""
     if type(module).forward is not nn.Module.forward:
         return True
-    # torch's fully_shard refuses ModuleList and ModuleDict even if they have a forward.
+    # torch's fully_shard refuses ModuleList and ModuleDict even if an instance has a forward.
     return "forward" in vars(module) and not isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
@@ -22,17 +22,17 @@ def has_parameters(module: nn.Module) -> bool:
 
 
 def names_of(root: nn.Module) -> dict[nn.Module, str]:
-    """FQN of each module by the first path that leads to it, in pre-order; `ROOT` for the root itself."""
+    """The first FQN of each module, in pre-order; `ROOT` for the root itself."""
     return {module: fqn or ROOT for fqn, module in root.named_modules()}
 
 
 def group_name(names: Sequence[str]) -> str:
-    """The name of a group: that of its module, or `[embedding, head]` for several modules."""
+    """The name of a group: its module's name, or `[embedding, head]` for several modules."""
     return names[0] if len(names) == 1 else f"[{', '.join(names)}]"
 
 
 def in_post_order(root: nn.Module) -> list[nn.Module]:
-    """All modules in post-order; a module that several paths lead to has its place by the first path."""
+    """All modules in post-order; a shared module has the position of its first path."""
     modules: dict[nn.Module, None] = {}
     seen = {root}
 
