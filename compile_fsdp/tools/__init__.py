@@ -1,1 +1,1 @@
-"""Tools for users beside the compiler: explain, plan, bench, train."""
+"""Tools for users of the compiler, one module or folder per command."""

@@ -1,4 +1,4 @@
-"""`compile-fsdp calibrate`: measure what the passes decide by, ahead of the first job or to look at it."""
+"""`compile-fsdp calibrate`: measure, store and print the costs that the passes use, before the first job."""
 
 from __future__ import annotations
 
@@ -62,10 +62,11 @@ def _dtypes(text: str) -> tuple[torch.dtype, ...]:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure, and print the numbers on the first rank.
+    """Measure the costs and print them on rank 0.
 
     Raises:
-        TrainError: there is one rank only, the mesh has another number of ranks, or a device is missing.
+        TrainError: if there is only one rank, or the mesh does not have as many places as ranks. Under torchrun, also
+            if `--ranks` is given, or a GPU or a rank is missing.
     """
     if dist.is_torchelastic_launched():
         if args.ranks is not None:
@@ -89,7 +90,7 @@ def _check(ranks: int, mesh: Sequence[int] | None) -> None:
 
 
 def _spawned(rank: int, ranks: int, mesh: Sequence[int], dtypes: Sequence[torch.dtype], path: str) -> None:
-    # As torchrun has it for ranks of one host.
+    # The variables that torchrun sets for ranks of one host.
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)})
     device = pick_device(DeviceChoice.AUTO)
     if device.type == "cpu":

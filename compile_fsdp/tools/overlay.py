@@ -1,9 +1,9 @@
-"""A folder that takes the writes of a script, so that the script reads back its files and the user's files stay.
+"""An overlay folder for a script's writes, which leaves the user's files unchanged.
 
-A table says for every path that the script has changed where its content is now: a file or folder in the overlay's own
-folder, a path of the user's that the script has renamed, or nowhere, because the script has removed it. The nearest
-entry on the way from a path up to the root holds for the path. The table is a file, because forked workers, and the
-ranks of one host, share it.
+The script reads its own files back. A table maps each path that the script has changed to the place of its content: a
+file or folder in the overlay, a path of the user's that the script has renamed, or None if the script has removed the
+path. A path without an entry follows its nearest parent with an entry. The table is a file, because forked workers and
+the ranks of one host share it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Table = dict[str, str | None]
 
 
 def _prefixes(path: str) -> Iterator[str]:
-    """The path, then its parents up to the root."""
+    """Yield the path, then its parents up to the root."""
     while True:
         yield path
         parent = os.path.dirname(path)
@@ -38,15 +38,15 @@ def is_below(path: str, folder: str) -> bool:
 
 
 def system_error(number: int, path: Any) -> OSError:
-    """The error that a call of the system raises; Python makes it a `FileNotFoundError` or another subclass."""
+    """Make the OSError of an error number; Python picks the subclass, such as `FileNotFoundError`."""
     return OSError(number, os.strerror(number), path)
 
 
 class Overlay:
-    """Maps paths of a script to the files that stand in for them. All methods leave the user's files alone.
+    """Map from a script's paths to the places of their content. No method changes the user's files.
 
     Args:
-        folder: Takes the files and the table; processes that name the same folder share the view.
+        folder: Holds the files and the table. Processes that use one folder share the script's view.
     """
 
     def __init__(self, folder: str) -> None:
@@ -57,7 +57,7 @@ class Overlay:
 
     @property
     def table(self) -> Table:
-        """The table as the last process has left it."""
+        """The table as the last writing process left it."""
         try:
             status = os.stat(self._table_file)
         except FileNotFoundError:
@@ -68,23 +68,23 @@ class Overlay:
         return self._table
 
     def key(self, path: str, follow: bool = True) -> str:
-        """The absolute path without symbolic links, by which the table knows a path.
+        """Return the table's key for a path: absolute and without symbolic links.
 
         Args:
-            path: As the script gives it.
-            follow: Whether a link in the last place is followed, too.
+            path: The path that the script passes.
+            follow: Whether to resolve the last component if it is a symbolic link.
         """
         path, table = os.path.abspath(path), self.table
         for prefix in reversed(list(_prefixes(path))):
             if prefix in table:
-                return path  # links below are followed by the system, in the files that stand in
+                return path  # the system follows links below `prefix`, at the place in the table
             if (follow or prefix != path) and os.path.islink(prefix):
                 target = os.path.realpath(prefix)
                 return path if target == prefix else self.key(target + path[len(prefix) :], follow)
         return path
 
     def find(self, key: str, follow: bool = True) -> str:
-        """Where the content of a path is; a path that does not exist if the script has removed it."""
+        """Return the place of a path's content; a missing path if the script has removed the content."""
         table = self.table
         for prefix in _prefixes(key):
             if prefix in table:
@@ -95,7 +95,7 @@ class Overlay:
         return key
 
     def _behind_links(self, place: str, follow: bool) -> str:
-        """The place that a link of the script's leads to, if that is outside of the overlay."""
+        """Return the place, or its target if it leads out of the overlay through a link."""
         folder, name = os.path.split(place)
         real = os.path.realpath(place) if follow else os.path.join(os.path.realpath(folder), name)
         if self.holds(place) and not self.holds(real):
@@ -103,14 +103,14 @@ class Overlay:
         return place
 
     def holds(self, place: str) -> bool:
-        """Whether a place belongs to the overlay, and may be written."""
+        """Whether a place is in the overlay, so that it may be written."""
         return is_below(place, self.folder)
 
     def names(self, key: str) -> list[str]:
-        """What the script sees in a folder.
+        """Return the names that the script sees in a folder.
 
         Raises:
-            OSError: there is none.
+            OSError: if the script sees no folder there.
         """
         children = {os.path.basename(path): place for path, place in self.table.items() if os.path.dirname(path) == key}
         there = dict.fromkeys(os.listdir(self.find(key)))
@@ -118,17 +118,17 @@ class Overlay:
         return [name for name in there if name not in children or children[name] is not None]
 
     def is_changed(self, key: str) -> bool:
-        """Whether the listing of a folder, or the place of what is in it, differs from the user's."""
+        """Whether the listing of a folder, or the place of an entry, differs from the user's folder."""
         return self.find(key) != key or any(os.path.dirname(path) == key for path in self.table)
 
     def own(self, key: str, copy: bool) -> str:
-        """A place that may be written in the stead of a file.
+        """Return a place in the overlay that takes the writes to a file.
 
         Args:
-            key: Of the file, which may exist or not.
-            copy: Whether the place begins with the content of the file, as appending needs it.
+            key: Key of the file, which need not exist.
+            copy: Whether a new place starts with the file's content, for example for appending.
         Raises:
-            OSError: the folder of the file does not exist, or the path is a folder.
+            OSError: if the file's folder does not exist, or the path is a folder.
         """
         place = self.find(key)
         is_removed = self.table.get(key, place) is None
@@ -143,10 +143,10 @@ class Overlay:
         return self._enter(key, new)
 
     def new_place(self, key: str) -> str:
-        """A path in the overlay for something new, with the name that it has for the script.
+        """Make an unused path in the overlay that ends in the name of the key.
 
         Raises:
-            OSError: the folder for it does not exist.
+            OSError: if the script sees no folder at the parent of the key.
         """
         parent = os.path.dirname(key)
         if not os.path.isdir(self.find(parent)):
@@ -159,23 +159,23 @@ class Overlay:
         return place
 
     def make(self, key: str) -> str:
-        """A path in the overlay for a folder, link or pipe that the script makes.
+        """Enter a new path in the overlay for a folder, link or pipe that the script makes.
 
         Raises:
-            OSError: there is something already, or no folder for it.
+            OSError: if the key exists already, or its parent folder does not.
         """
         if os.path.lexists(self.find(key, follow=False)):
             raise system_error(errno.EEXIST, key)
         return self._enter(key, self.new_place(key))
 
     def remove(self, key: str, folder: bool) -> None:
-        """Remove a file, or an empty folder, from the script's view.
+        """Remove a file or an empty folder from the script's view.
 
         Args:
-            key: Of the file.
-            folder: Whether it is to be a folder.
+            key: Key of the file or folder.
+            folder: Whether the key must be a folder; if False, it must not be.
         Raises:
-            OSError: it does not exist, is of the other kind, or the folder is not empty.
+            OSError: if the key does not exist, contradicts `folder`, or is a folder with entries.
         """
         place = self.find(key, follow=False)
         if not os.path.lexists(place):
@@ -190,7 +190,7 @@ class Overlay:
             os.unlink(place)
 
     def forget(self, key: str) -> None:
-        """Take a path, and everything below it, out of the script's view."""
+        """Remove a path and everything below it from the script's view."""
         with self._changing() as table:
             for path in [path for path in table if is_below(path, key)]:
                 del table[path]
@@ -200,7 +200,7 @@ class Overlay:
         """Rename a file or folder in the script's view.
 
         Raises:
-            OSError: it does not exist, or the target cannot be replaced by it.
+            OSError: if the source or the target's folder does not exist, or the source cannot replace the target.
         """
         place, replaced = self.find(source, follow=False), self.find(target, follow=False)
         if not os.path.lexists(place):
@@ -222,10 +222,12 @@ class Overlay:
             table[target], table[source] = place, None
 
     def changes(self, kept: Iterable[str] = ()) -> tuple[list[str], list[str]]:
-        """What the script has written, and what of the user's it has removed; only the topmost path of each folder.
+        """Return the paths that the script has written, and the user's paths that it has removed.
+
+        Paths below a returned path are left out.
 
         Args:
-            kept: Files that are written after all.
+            kept: Files that the command has copied to the user's folders; these and their parents are left out.
         """
         table, kept = self.table, list(kept)
         written = [path for path, place in table.items() if place is not None and os.path.lexists(place)]
@@ -235,7 +237,7 @@ class Overlay:
 
     @contextmanager
     def _changing(self) -> Iterator[Table]:
-        """Change the table, while no other process does."""
+        """Yield a copy of the table under a file lock, then store the copy."""
         with open(os.path.join(self.folder, "lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             table = dict(self.table)

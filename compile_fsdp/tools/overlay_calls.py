@@ -1,6 +1,6 @@
-"""Calls of a script that read or write files, with paths of the overlay in the place of the user's.
+"""Redirect a script's calls that read or write files to paths of the overlay.
 
-Each handle takes the original function and the arguments of a call, and returns what is called in its place.
+Each handle takes the original function and the arguments of a call, and returns the call to make instead.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Place:
     """A protected path.
 
     Attributes:
-        overlay: Says where its content is.
-        key: The path, absolute and without symbolic links.
-        is_bytes: Whether the script has given it as bytes.
+        overlay: Overlay that finds the place of the content.
+        key: Path, absolute and without symbolic links.
+        is_bytes: Whether the script passed the path as bytes.
     """
 
     overlay: Overlay
@@ -38,24 +38,24 @@ class Place:
     is_bytes: bool
 
     def read(self, given: Any, follow: bool = True) -> Any:
-        """The path to read at; as it was given, where nothing has changed it."""
+        """Return the path to read; `given` itself if the script has not changed the path."""
         place = self.overlay.find(self.key, follow)
         return given if place == self.key else self._typed(place)
 
     def write(self, copy: bool) -> Any:
-        """The path to write at, see `Overlay.own`."""
+        """Return the path to write, see `Overlay.own`."""
         return self._typed(self.overlay.own(self.key, copy))
 
     def make(self) -> Any:
-        """The path at which something new is made, see `Overlay.make`."""
+        """Return the path at which to make a folder, link or pipe, see `Overlay.make`."""
         return self._typed(self.overlay.make(self.key))
 
     def exists(self) -> bool:
-        """Whether the script sees something at the path."""
+        """Whether the path exists for the script."""
         return os.path.lexists(self.overlay.find(self.key))
 
     def require(self) -> None:
-        """Raise FileNotFoundError if the script sees nothing at the path."""
+        """Raise FileNotFoundError if the path does not exist for the script."""
         if not self.exists():
             raise system_error(errno.ENOENT, self.key)
 
@@ -64,18 +64,18 @@ class Place:
 
 
 class Places(Protocol):
-    """Finds protected paths."""
+    """Lookup of protected paths."""
 
     overlay: Overlay
 
     def place(self, path: Any, writes: bool = False, follow: bool = True, dir_fd: int | None = None) -> Place | None:
-        """The protected path; None for any other."""
+        """Return a protected path as a `Place`; None if the path is not protected."""
 
 
 def _open(places: Places, original: Original, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Call:
     opener = kwargs.get("opener", args[5] if len(args) > 5 else None)
     writes = not {*"wax+"}.isdisjoint(mode)
-    place = places.place(file, writes) if opener is None else None  # an opener calls os.open itself
+    place = places.place(file, writes) if opener is None else None  # an opener calls os.open, which is redirected
     if place is not None:
         if "x" in mode and place.exists():
             raise system_error(errno.EEXIST, file)
@@ -127,7 +127,7 @@ def _scan(places: Places, original: Original, path: Any = None) -> Call:
 
 
 def _set(places: Places, original: Original, path: Any, *args: Any, **kwargs: Any) -> Call:
-    """Change times or modes: of what the script has made; of the user's files, not at all."""
+    """Change times, modes, owners or attributes in the overlay; ignore the call for a user's file."""
     place = places.place(path, True, kwargs.get("follow_symlinks", True), kwargs.get("dir_fd"))
     if place is not None:
         place.require()
@@ -155,13 +155,13 @@ def _make_link(places: Places, original: Original, src: Any, dst: Any, *args: An
     place = places.place(dst, True, follow=False, dir_fd=kwargs.get("dir_fd"))
     if place is None:
         return partial(original, src, dst, *args, **kwargs)
-    # The link itself is elsewhere, so that it has to name its target in full; the overlay goes on from there.
+    # The target must be absolute, because the link is in the overlay. `Overlay.find` resolves the target further.
     target = places.overlay.key(os.path.join(os.path.dirname(place.key), os.fsdecode(src)))
     return partial(original, os.fsencode(target) if place.is_bytes else target, place.make())
 
 
 def _copy_link(places: Places, original: Original, src: Any, dst: Any, *args: Any, **kwargs: Any) -> Call:
-    """Copy, in the place of a second name for a file: writing by it would change the first one."""
+    """Copy instead of making a hard link, because a write through the link would change the source."""
     place = places.place(dst, True, follow=False, dir_fd=kwargs.get("dst_dir_fd"))
     source = places.place(src, dir_fd=kwargs.get("src_dir_fd"))
     read = src if source is None else source.read(src)
@@ -217,7 +217,7 @@ def _write_torch(places: Places, original: Original, file: Any, *args: Any, **kw
 
 
 def _write_second(places: Places, original: Original, first: Any, filename: Any, *args: Any, **kwargs: Any) -> Call:
-    """Write a file that the second argument names."""
+    """Redirect a function that writes the file named by its second argument."""
     place = places.place(filename, True)
     return partial(original, first, filename if place is None else place.write(copy=False), *args, **kwargs)
 
@@ -238,7 +238,7 @@ def _connect(places: Places, original: Original, database: Any, *args: Any, **kw
 
 
 class _Entry:
-    """An `os.DirEntry` of a folder that the script sees otherwise than the system."""
+    """An `os.DirEntry` of a folder whose entries differ between the script's view and the file system."""
 
     def __init__(self, folder: Any, name: Any) -> None:
         self.name = name

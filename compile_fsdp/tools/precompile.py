@@ -1,4 +1,4 @@
-"""`compile-fsdp precompile`: run a user's script to make its bundles, before the job that uses them starts."""
+"""`compile-fsdp precompile`: run a user's script to make its bundles before the job starts."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the script, and say what has become of each bundle.
+    """Run the script and print the outcome of each bundle.
 
     Raises:
-        ScriptError: see `run_script`; the script makes no bundle, `--steps` or `--world` is less than 1, or torchrun
-            has started ranks.
+        ScriptError: if the script makes no bundle, `--steps` or `--world` is less than 1, or torchrun has started the
+            process; see also `run_script`.
     """
     from compile_fsdp.tools.check.steps import ended_after
     from compile_fsdp.tools.protect_files import protected_files

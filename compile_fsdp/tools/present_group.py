@@ -1,12 +1,13 @@
-"""Lets a script's own `init_process_group()` be content with the process group that a command has made before it.
+"""Let a script's `init_process_group()` keep the process group that a command has already made.
 
-A process group can be made once. Where a command has made a fake one, a script that makes its own, as it does under
-torchrun, would end with an error. torch is left as it is: it is the calls in the user's files that change, in memory,
+A process can make its default process group only once. If a command has made a fake group, a script that calls
+`init_process_group()`, as under torchrun, would end with an error. torch itself stays unchanged; instead, the calls in
+the user's files change in memory,
 
     dist.init_process_group("nccl")    ->    or_present(dist.init_process_group)("nccl")
 
-for the script and for what it imports from its own folder or the current one. Installed packages are left alone: those
-of the field ask `is_initialized()` first.
+in the script and in the modules that it imports from its folder or the current folder. Installed packages stay
+unchanged, because training libraries check `is_initialized()` first.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ _INSTALLED = {"site-packages", "dist-packages"}
 
 
 def or_present(init: Callable[..., Any]) -> Callable[..., Any]:
-    """What to call in the place of `init`: nothing where it would make the default process group beside a fake one."""
+    """Return `init`, or a no-op if `init` is torch's function and a fake default process group exists."""
     is_there = init is dist.init_process_group and dist.is_initialized() and dist.get_backend() == "fake"
     return _keep if is_there else init
 
 
 def _keep(*args: Any, **kwargs: Any) -> None:
-    """Leave the process group as it is, whatever another one was to be."""
+    """Ignore the arguments and keep the present process group."""
 
 
 class _Calls(ast.NodeTransformer):
-    """Puts `or_present` around what is called `init_process_group`, or by the name that it is imported under."""
+    """AST transformer that puts `or_present` around `init_process_group`, or an alias of it, in calls."""
 
     def __init__(self) -> None:
         self.names = {INIT}
@@ -60,7 +61,7 @@ class _Calls(ast.NodeTransformer):
 
 
 class UserFile(SourceFileLoader):
-    """Loads a file of the user's; keeps no bytecode of it, and lines are where they were."""
+    """Loader of a user's file with wrapped calls; it stores no bytecode and keeps the line numbers."""
 
     def get_code(self, fullname: str) -> CodeType:
         tree = _Calls().visit(ast.parse(self.get_data(self.path), filename=self.path))
@@ -69,7 +70,7 @@ class UserFile(SourceFileLoader):
 
 
 class _Finder(MetaPathFinder):
-    """Finds what Python finds, and has it loaded by `UserFile` if the user's own files call `init_process_group`."""
+    """Finder that loads the user's files with `UserFile` if they mention `init_process_group`."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self.folders = folders
@@ -90,7 +91,7 @@ class _Finder(MetaPathFinder):
 
 @contextmanager
 def loading_user_files(script: Path) -> Iterator[None]:
-    """Within it, modules from the folder of a script, and from the current one, are loaded by `UserFile`."""
+    """Load modules from the script's folder and the current folder with `UserFile` inside the block."""
     finder = _Finder((script.resolve().parent, Path.cwd()))
     sys.meta_path.insert(0, finder)
     try:

@@ -1,14 +1,15 @@
-"""Keeps what a script writes away from the user's files, while a command runs it for its compiled steps alone.
+"""Keep a script's writes away from the user's files while a command runs the script.
 
-Writes go to an overlay in a temporary folder, and the script reads them back from there. Temporary files, the caches of
-compilers and devices are written as ever. What reaches a file by a way that is not redirected (`io.FileIO`) and that
-Python tells its audit hooks, is refused. Not seen are files that a library other than torch and safetensors opens in
-C or C++, and other programs that the script starts.
+Writes go to an overlay in a temporary folder, and the script reads them back from there. Temporary files, compiler
+caches and devices are written as usual. A write by a function that is not redirected (`io.FileIO`) is refused if Python
+reports it to audit hooks. The protection does not cover programs that the script starts, and files that a library,
+except torch and safetensors, opens in C or C++.
 
 [Note: Until the process ends]
-A script is ended in the middle: its threads go on, as those of asynchronous saves do, and its atexit functions run when
-the command has done its work. Both stay redirected. atexit functions run in the opposite order of their registration:
-the one registered behind the script's redirects again, the one before the script's removes the overlay.
+A command ends a script before the script's own end. The script's threads go on, for example an asynchronous save, and
+its atexit functions run after the command has finished. Both stay redirected. atexit functions run in reverse order of
+registration: the function registered after the script's functions starts the redirection again, and the function
+registered before them removes the overlay.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from compile_fsdp.tools.overlay_calls import HANDLES, Place
 from compile_fsdp.tools.replaced_functions import Handle, Replaced
 from compile_fsdp.torch_compat.inductor import cache_folder
 
-# Variables that name folders whose files can be made again.
+# Variables that name cache folders, which are not protected.
 _CACHES = (
     *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_HOME", "TORCH_EXTENSIONS_DIR", "CUDA_CACHE_PATH"),
     *("TORCH_HOME", "TORCH_TRACE", "HF_HOME", "XDG_CACHE_HOME"),
@@ -44,7 +45,7 @@ _HOME_CACHES = ("~/.cache", "~/.triton", "~/.nv", "~/Library/Caches")
 _SYSTEM = ("/dev", "/proc", "/sys")
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
-# The paths among the arguments of audit events that change a file.
+# Audit events that change a file: number of leading arguments that are paths.
 _EVENTS = {
     "os.remove": 1, "os.rmdir": 1, "os.mkdir": 1, "os.truncate": 1, "os.chmod": 1, "os.chown": 1, "os.utime": 1,
     "os.setxattr": 1, "os.removexattr": 1, "os.rename": 2,
@@ -52,11 +53,11 @@ _EVENTS = {
 
 
 class ProtectedFiles:
-    """Protects the user's files from one run of a script.
+    """Protection of the user's files during one run of a script.
 
     Args:
-        command: For messages.
-        script: Files beside it are the user's, even in a temporary folder.
+        command: Name of the command, for messages.
+        script: Path of the script. Files in its folder are protected even if it is a temporary folder.
     """
 
     def __init__(self, command: str, script: Path) -> None:
@@ -67,12 +68,12 @@ class ProtectedFiles:
         self._free: tuple[list[str | None], dict[str, bool]] = ([], {})
         self._kept: set[str] = set()
         self._is_running = False
-        self._threads: WeakSet[threading.Thread] = WeakSet()  # of the script, behind its end
-        cache_folder()  # makes it, and sets its variable
+        self._threads: WeakSet[threading.Thread] = WeakSet()  # threads that the script leaves running
+        cache_folder()  # makes the folder and sets TORCHINDUCTOR_CACHE_DIR
 
     @contextmanager
     def running(self) -> Iterator[ProtectedFiles]:
-        """Redirect what this process writes, and say afterwards which files were not written.
+        """Redirect the writes of the block, then print the files that were not written.
 
         See [Note: Until the process ends].
         """
@@ -84,12 +85,12 @@ class ProtectedFiles:
         finally:
             self._threads.update(set(threading.enumerate()) - before)
             self._stop()
-            os.chdir(self._cwd)  # the script may be in a folder of the overlay
+            os.chdir(self._cwd)  # the script may have changed into a folder of the overlay
             atexit.register(self._start)
             self._report()
 
     def keep(self, paths: Iterable[Path]) -> None:
-        """Write files of the command's own, which it has written while the script ran, to where they belong."""
+        """Copy files that the command itself wrote during the script from the overlay to their real paths."""
         with _unprotected():
             for path in paths:
                 key = self.overlay.key(str(path))
@@ -100,11 +101,11 @@ class ProtectedFiles:
                     os.replace(new, path)
 
     def applies(self) -> bool:
-        """Whether the calling thread runs the script."""
+        """Whether the calling thread runs code of the script."""
         return self._is_running or threading.current_thread() in self._threads
 
     def protects(self, key: str) -> bool:
-        """Whether a path, without symbolic links, is a file of the user's: the nearest folder above it decides."""
+        """Whether a path without symbolic links is a user's file; the nearest folder of `_folders` decides."""
         variables = [os.environ.get(name) for name in _CACHES]
         if variables != self._free[0]:
             self._free = (variables, self._folders([each for each in variables if each]))
@@ -114,7 +115,7 @@ class ProtectedFiles:
         return folders[path]
 
     def _folders(self, caches: list[str]) -> dict[str, bool]:
-        """Whether files in folders are protected."""
+        """By folder, whether the files in it are protected."""
         temporary = {tempfile.gettempdir(): False}
         own = {folder: True for folder in self._own}
         debug = os.path.join(self._cwd, "torch_compile_debug")
@@ -123,13 +124,14 @@ class ProtectedFiles:
         return {os.path.realpath(folder): protects for folder, protects in folders.items()}
 
     def place(self, path: Any, writes: bool = False, follow: bool = True, dir_fd: int | None = None) -> Place | None:
-        """The key of a protected path; None for an open file, and for a path that is not protected.
+        """Return a protected path as a `Place`; None for an open file or an unprotected path.
 
         Args:
-            path: As the script gives it.
-            writes: Whether it is to change. What nothing has changed is read where it is.
-            follow: Whether a symbolic link stands for what it leads to.
-            dir_fd: A folder that the path begins in.
+            path: The argument that the script passes.
+            writes: Whether the call changes the path. A call that only reads needs no place until the script changes
+                a file.
+            follow: Whether to resolve the last component if it is a symbolic link.
+            dir_fd: Descriptor of the folder that a relative path starts from; None for the current folder.
         """
         if not isinstance(path, (str, bytes, os.PathLike)) or not (writes or self.overlay.table):
             return None
@@ -140,7 +142,7 @@ class ProtectedFiles:
         return Place(self.overlay, key, isinstance(os.fspath(path), bytes)) if self.protects(key) else None
 
     def handle(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function of the script's with paths of the overlay."""
+        """Call a replaced function for the script, with paths of the overlay."""
         with _unprotected():
             call = HANDLES[name](self, original, *args, **kwargs)
         try:
@@ -151,10 +153,10 @@ class ProtectedFiles:
             raise
 
     def refuse(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Raise if an audit event changes a protected file.
+        """Refuse an audit event that changes a protected file.
 
         Raises:
-            PermissionError: it does.
+            PermissionError: if the event changes a protected file.
         """
         if event == "open":
             paths = arguments[:1] if (arguments[2] or 0) & _WRITE_FLAGS else ()
@@ -176,7 +178,7 @@ class ProtectedFiles:
 
     def _remove(self, process: int) -> None:
         if os.getpid() != process:
-            return  # a fork of it
+            return  # a forked child inherits this atexit function
         self._threads.clear()
         self._stop()
         _leave(self.overlay.folder)
@@ -196,11 +198,11 @@ class ProtectedFiles:
 
 
 def protected_files(command: str, script: Path) -> AbstractContextManager[ProtectedFiles]:
-    """Within it, a script's writes do not reach the user's files; see `ProtectedFiles`.
+    """Keep a script's writes away from the user's files inside the block; see `ProtectedFiles`.
 
     Args:
-        command: The name of the command, for messages.
-        script: The file that it runs.
+        command: Name of the command, for messages.
+        script: Path of the script that the command runs.
     """
     return ProtectedFiles(command, script).running()
 
@@ -211,7 +213,7 @@ _inside = threading.local()
 
 @contextmanager
 def _unprotected() -> Iterator[None]:
-    """Let this thread use files as they are."""
+    """Turn the redirection off for this thread inside the block."""
     outer, _inside.value = getattr(_inside, "value", False), True
     try:
         yield
@@ -241,7 +243,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 def _add(protection: ProtectedFiles) -> None:
     if not _hooks:
-        sys.addaudithook(_audit)  # for good
+        sys.addaudithook(_audit)  # Python cannot remove an audit hook
         _hooks.append(_audit)
     if not _protections:
         _replaced.install()
@@ -250,14 +252,14 @@ def _add(protection: ProtectedFiles) -> None:
 
 
 def _drop_finished() -> None:
-    """Put the functions back once no script, and no thread of one, runs any more."""
+    """Restore the original functions if no script, and no thread of a script, still runs."""
     _protections[:] = [each for each in _protections if each._is_running or any(t.is_alive() for t in each._threads)]
     if not _protections:
         _replaced.undo()
 
 
 def _overlay_folder() -> str:
-    """A new temporary folder; under torchrun, the one that the ranks of this host have together."""
+    """Make a temporary folder and register this process in it; ranks of one host share it under torchrun."""
     if not dist.is_torchelastic_launched():
         folder = tempfile.mkdtemp(prefix="compile_fsdp_")
     else:
@@ -272,7 +274,7 @@ def _overlay_folder() -> str:
 
 
 def _leave(folder: str) -> None:
-    """Remove the folder, if no other rank uses it."""
+    """Unregister this process, and remove the folder if no rank uses it any more."""
     users = Path(folder, "users")
     (users / str(os.getpid())).unlink(missing_ok=True)
     if not users.exists() or not any(users.iterdir()):

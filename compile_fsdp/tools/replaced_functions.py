@@ -1,7 +1,7 @@
-"""The functions that write files, replaced for a while in all modules that hold them.
+"""Replace the functions that read or write files in all loaded modules, and restore them later.
 
-Python's own functions are replaced wherever a module has them by a name, as `bz2` has `open`. Of torch, the writer of
-`torch.save` and the exporter of profiles open files in C++; of safetensors, everything does.
+Python's functions are replaced under every module global that refers to them, such as `open` in `bz2`. The writer of
+`torch.save`, torch's profile exporter and all of safetensors open files in native code, so they are replaced as well.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from compile_fsdp.torch_compat.files import file_writer
 Handle = Callable[..., Any]
 """Is called with the original function, and then with the arguments of the call."""
 
-# Their modules are Python's own, by which its import system reads and caches code.
+# Python's import system reads and caches code with the functions of these modules.
 _LEFT_ALONE = {"posix", "nt", "_io"}
 
 _USE_DESCRIPTORS = "_use_fd_functions"
@@ -32,11 +32,11 @@ _uses_descriptors = getattr(shutil, _USE_DESCRIPTORS, False)
 
 
 class Replacement:
-    """Stands in for a function; no function itself, so that a class that holds it does not make it a method.
+    """Replacement for a function; a plain object, because a class would bind a function as a method.
 
     Args:
-        original: The function.
-        find_handle: Returns the handle for the calling thread; None if the call is to go to the original.
+        original: The replaced function.
+        find_handle: Returns the handle for the calling thread; None to call the original.
     """
 
     def __init__(self, original: Callable[..., Any], find_handle: Callable[[], Handle | None]) -> None:
@@ -50,7 +50,7 @@ class Replacement:
 
 
 def originals() -> dict[str, Callable[..., Any]]:
-    """The functions that are replaced in all modules, by the names that handles have for them."""
+    """Return the functions to replace in all modules, by the names of their handles."""
     names = (
         "open stat lstat access listdir scandir readlink chdir statvfs getxattr listxattr "  # these read
         "chmod lchmod chown lchown utime setxattr removexattr truncate mkdir mkfifo mknod symlink link "
@@ -67,10 +67,10 @@ def originals() -> dict[str, Callable[..., Any]]:
 
 
 class Replaced:
-    """Replaces functions in all modules, and puts them back.
+    """Replacements of functions in all modules.
 
     Args:
-        find_handle: Returns the handle of a name for the calling thread; None if the call is to go to the original.
+        find_handle: Returns the handle of a name for the calling thread; None to call the original.
     """
 
     def __init__(self, find_handle: Callable[[str], Handle | None]) -> None:
@@ -78,12 +78,12 @@ class Replaced:
         self._pairs: list[tuple[Callable[..., Any], Replacement]] = []
 
     def install(self) -> None:
-        """Replace the functions."""
+        """Replace the functions in all modules that are loaded."""
         self._pairs = [(each, self._make(name, each)) for name, each in originals().items()]
         _swap({id(original): new for original, new in self._pairs})
         for supports in _support_sets():
             supports.update(new for original, new in self._pairs if original in supports)
-        # With descriptors of folders, shutil.rmtree would not name the paths that it removes.
+        # With folder descriptors, shutil.rmtree would not pass the paths that it removes.
         setattr(shutil, _USE_DESCRIPTORS, False)
         export = torch.autograd.profiler.profile.export_chrome_trace
         self._export = export
@@ -92,7 +92,7 @@ class Replaced:
         torch.UntypedStorage.from_file = self._make("torch.from_file", torch.UntypedStorage.from_file)  # type: ignore[method-assign]
 
     def undo(self) -> None:
-        """Put the functions back."""
+        """Restore the original functions."""
         _swap({id(new): original for original, new in self._pairs})
         for supports in _support_sets():
             supports.difference_update(new for _, new in self._pairs)
@@ -106,12 +106,12 @@ class Replaced:
 
 
 def _support_sets() -> tuple[set[Any], ...]:
-    """Python's lists of functions that take more kinds of arguments."""
+    """Python's sets of functions that support `dir_fd`, descriptors, `follow_symlinks` or `effective_ids`."""
     return os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks, os.supports_effective_ids
 
 
 def _swap(new_by_id: dict[int, Any]) -> None:
-    """Let every name of a module that means one of the objects mean another one."""
+    """Bind every module global whose value has an id in `new_by_id` to the new object."""
     for names in _namespaces():
         for name, value in list(names.items()):
             if (new := new_by_id.get(id(value))) is not None:

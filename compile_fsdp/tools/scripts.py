@@ -1,4 +1,4 @@
-"""A user's script, as commands run it: alone, as one rank of a world whose collectives do nothing."""
+"""Run a user's script for a command: under torchrun, or in a world whose collectives do nothing."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from compile_fsdp.torch_compat.files import checkpoints_of_one_rank, new_groups_
 
 
 def add_script(parser: argparse.ArgumentParser) -> None:
-    """Add the script and its own arguments, as the last ones of a command."""
+    """Add the script and the script's arguments to the end of a command line."""
     parser.add_argument("script", type=Path, metavar="SCRIPT", help="a Python file")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="what the script gets as its arguments")
 
 
 def add_world(parser: argparse.ArgumentParser) -> None:
-    """Add the number of ranks, which torchrun says if it has started the command."""
+    """Add `--world`, the number of ranks if torchrun has not started the command."""
     parser.add_argument(
         "--world", type=int, default=None, metavar="N", help="ranks of the world, without torchrun (default 8)"
     )
 
 
 def add_steps(parser: argparse.ArgumentParser) -> None:
-    """Add the number of steps after which the script is ended."""
+    """Add `--steps`, the number of steps after which the script is ended."""
     parser.add_argument(
         "--steps", type=int, default=2, metavar="N", help="end the script after so many optimizer steps (default 2)"
     )
 
 
 def check_steps(steps: int) -> None:
-    """Refuse a number of steps that is none.
+    """Check the number of steps.
 
     Raises:
-        ScriptError: it is less than 1.
+        ScriptError: if `steps` is less than 1.
     """
     if steps < 1:
         raise ScriptError(f"expected --steps to be at least 1, got {steps}")
@@ -51,12 +51,14 @@ def check_steps(steps: int) -> None:
 
 @contextmanager
 def world(asked: int | None) -> Iterator[tuple[int, int]]:
-    """Rank and number of ranks: those of torchrun, whose process group the script makes, or of a fake process group.
+    """Yield the rank and the number of ranks for a script.
+
+    Under torchrun, the script makes the process group. Without torchrun, the block runs in a `fake_world`.
 
     Args:
-        asked: What `--world` says, None without it.
+        asked: Value of `--world`; None if the option is not given.
     Raises:
-        ScriptError: it is less than 1, or there are ranks of torchrun.
+        ScriptError: if `asked` is less than 1, or is given under torchrun.
     """
     if dist.is_torchelastic_launched():
         if asked is not None:
@@ -70,19 +72,20 @@ def world(asked: int | None) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def fake_world(size: int) -> Iterator[None]:
-    """Within it, this process is the first rank of a world, for torch and in the variables that torchrun sets.
+    """Make this process rank 0 of a fake world inside the block.
 
-    A checkpoint that the script saves there has the shards of this rank alone.
+    The block has a fake process group and torchrun's variables, except MASTER_PORT. A checkpoint that the script saves
+    has only the shards of this rank.
 
     Args:
         size: Number of ranks.
     Raises:
-        ScriptError: it is less than 1.
+        ScriptError: if `size` is less than 1.
     """
     if size < 1:
         raise ScriptError(f"expected --world to be at least 1, got {size}")
     ours = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": "1"}
-    # Libraries ask for it. Without a MASTER_PORT, nobody who makes a second process group waits for the other ranks.
+    # Libraries read MASTER_ADDR. MASTER_PORT is not set here, so that no second process group waits for missing ranks.
     ours["MASTER_ADDR"] = "127.0.0.1"
     before = {name: os.environ.get(name) for name in ours}
     os.environ.update(ours)
@@ -103,17 +106,19 @@ def fake_world(size: int) -> Iterator[None]:
 
 
 def run_script(script: Path, arguments: list[str]) -> dict[str, Any]:
-    """Run a script as Python would; in a `fake_world`, its own init_process_group() makes no other.
+    """Run a script as Python would.
+
+    In a `fake_world`, the script's `init_process_group()` keeps the fake process group.
 
     Args:
-        script: A file.
-        arguments: Its own, as in `sys.argv[1:]`.
+        script: Path of the script.
+        arguments: Arguments of the script, as in `sys.argv[1:]`.
     Returns:
-        Its global names.
+        The global names of the script.
     Raises:
-        ScriptError: it does not exist, a library that it calls initialises the process group a second time, or it ends
-            with an error status.
-        Exception: whatever else the script raises.
+        ScriptError: if the script does not exist, a library that it calls initialises the process group a second time,
+            or it ends with an error status.
+        Exception: if the script raises an exception.
     """
     if not script.is_file():
         raise ScriptError(f"expected a Python file to run, got {script}, which does not exist")

@@ -1,1 +1,1 @@
-"""`compile-fsdp bench`: compare a training step with other ways to run FSDP2."""
+"""`compile-fsdp bench`: compare the training step of several ways to run FSDP2."""

@@ -82,16 +82,16 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure the workloads, or the script, and report on the first rank; returns the exit status.
+    """Measure the workloads or the script, report on rank 0, and return the exit status.
 
     [Note: A process for each workload]
-    Each workload runs in new processes, without compiled models of other workloads and without profilers that gloo's
-    threads may still report to. The mode whole, together with eager, has further processes of its own: after its graph
-    breaks, Dynamo skips the code of module calls, and a later mode with fullgraph would compile only its blocks.
+    Each workload runs in new processes, because an earlier workload leaves compiled models, and profilers that gloo's
+    threads may still report to. The mode whole runs with eager in separate processes, because after its graph breaks
+    Dynamo skips the code of module calls, and a later mode with fullgraph would compile only its blocks.
 
     Raises:
-        TrainError: the options or the installation do not allow the run.
-        EstimateError: a file is not the configuration of a model.
+        TrainError: if the options or the installation do not allow the run.
+        EstimateError: if a file is not the configuration of a model.
         ScriptError: see `measure_script`.
     """
     if args.script is not None:
@@ -180,7 +180,7 @@ def _workload(name: str, args: argparse.Namespace) -> Workload:
 
 
 def _apart(modes: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Sets of modes, each measured in processes of its own. See [Note: A process for each workload]."""
+    """Split the modes into sets that need separate processes. See [Note: A process for each workload]."""
     others = tuple(mode for mode in modes if mode != "whole")
     return [modes] if others in (modes, ("eager",)) else [others, ("eager", "whole")]
 
@@ -210,7 +210,7 @@ def _on_present_ranks(workload: Workload, args: argparse.Namespace) -> dict[str,
 
 
 def _device() -> torch.device:
-    """The type of accelerator that torch finds; the CPU where it finds none."""
+    """The accelerator that torch finds; the CPU if there is none."""
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
@@ -222,14 +222,14 @@ def _serve(
     rendezvous: Mapping[str, Any],
 ) -> dict[str, Result]:
     device = _device()
-    os.environ["TORCH_FR_BUFFER_SIZE"] = "400"  # number of collectives; each entry keeps alive the code that issued it
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "400"  # collectives; each entry keeps the code that issued it alive
     if device.type == "cpu":
         torch.set_num_threads(1)
     else:
         torch.accelerator.set_device_index(local_rank)
     dist.init_process_group(backends_of(device), **rendezvous)
     try:
-        # All modes compile the model's code, which one recompile limit counts.
+        # All modes compile the model's code objects, whose compilations Dynamo counts together.
         with recompile_limit(1000), device:
             return measure(workload, modes, args.rounds)
     finally:

@@ -27,12 +27,12 @@ class Result:
         ratio: Median over the rounds of the step time divided by the step time of `eager` in that round.
         spread: Lower and upper quartile over the rounds of the step time relative to `eager`.
         step_ms: Median time of a step, forward and backward, on the slowest rank, in milliseconds.
-        peak_mib: Peak memory of one step on this rank in MiB, less the memory allocated before it. On a CPU it is the
-            median of several steps, since gloo's threads may still hold tensors of the last collective. Of a script,
-            on an accelerator: all that is allocated, on the rank that has most.
+        peak_mib: Peak memory of one step on this rank in MiB, less the memory allocated before the step. On a CPU, the
+            median of several steps, because gloo's threads may still hold tensors of the last collective. For a script
+            on an accelerator, all allocated memory, on the rank with the highest peak.
         collectives: Number of collectives that this rank issues in one step.
-        first_step_s: Seconds of the first step, which compiles or takes graphs from the compilers' caches. None where
-            its beginning was not seen.
+        first_step_s: Seconds of the first step, which compiles or takes graphs from the compilers' caches. None if the
+            start of the step was not measured.
     """
 
     ratio: float
@@ -76,7 +76,7 @@ class Run:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until this process's device has done what it was given; nothing on the CPU."""
+    """Wait until this process's device has finished its work; return at once on the CPU."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
 
@@ -84,7 +84,7 @@ def synchronize(device: torch.device) -> None:
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
     """Peak bytes that `run` allocates in the device's memory, less the bytes allocated before it.
 
-    Collective on the CPU, where the events of its allocator are added up: all ranks call it.
+    On the CPU, the sizes come from the allocator's profile events, and the call is collective: all ranks make it.
     """
     return _peak_bytes_of_cpu(run) if device.type == "cpu" else _peak_bytes_of_accelerator(run, device)
 
@@ -107,19 +107,19 @@ def _peak_bytes_of_cpu(run: Callable[[], object]) -> int:
 
 
 def await_frees() -> None:
-    """Wait until what collectives on the CPU have held is freed, while a profile is taken.
+    """Wait inside a profile until collectives on the CPU have freed their tensors.
 
-    gloo's threads free a collective's tensors some time after it has ended, and report that to the profiler under which
-    it was launched, which must still exist then. Collective.
+    gloo's threads free a collective's tensors some time after the collective ends. They report the release to the
+    profiler that was active at the launch, so this profiler must still exist. Collective.
     """
     dist.barrier()
     time.sleep(0.02)
 
 
 def allocated_bytes(profile: torch.profiler.profile) -> list[int]:
-    """The bytes allocated in a profile of memory that is over, less those before it: at its start and after each event.
+    """Bytes allocated at the start of a finished memory profile and after each event.
 
-    Negative where what was allocated before is freed.
+    Bytes allocated before the profile do not count, so a level is negative if the profile frees them.
     """
     return [0, *accumulate(allocation_sizes(profile))]
 
@@ -152,12 +152,12 @@ def make_result(
     collectives: int,
     first_step_s: float | None,
 ) -> Result:
-    """The measurements of one mode, by those of all modes.
+    """Make the result of one mode, relative to eager.
 
     Args:
-        mode: Which one.
-        seconds: By mode, (rounds,) seconds of a step; "eager" among them.
-        peak_bytes: See `Result`, as the others.
+        mode: Name of the mode.
+        seconds: By mode, (rounds,) seconds of a step; must include "eager".
+        peak_bytes: Peak memory of a step in bytes. `Result` describes this argument and the remaining ones.
     """
     ratios = [mine / theirs for mine, theirs in zip(seconds[mode], seconds["eager"], strict=True)]
     lower, _, upper = statistics.quantiles(ratios, n=4)

@@ -1,4 +1,4 @@
-"""The ways to train one model, which differ in how it is sharded and compiled."""
+"""Modes of the benchmark: functions that shard and compile a model in different ways."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The results of a benchmark as tables, as JSON and as a picture."""
+"""Format the results of a benchmark as tables, JSON and a plot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Tables = Mapping[str, Mapping[str, Result]]  # results by workload and mode
 
 
 def format_table(name: str, table: Mapping[str, Result]) -> str:
-    """The results of one workload as a table in Markdown."""
+    """Format the results of one workload as a table in Markdown."""
     lines = [
         f"| {name} | step / eager | quartiles | ms | peak MiB | collectives | first step, s |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
@@ -32,16 +32,16 @@ def format_table(name: str, table: Mapping[str, Result]) -> str:
 
 
 def describe_gain(table: Mapping[str, Result], rounds: int, ranks: int) -> str:
-    """What compiling has gained, in a sentence.
+    """Compare a compiled step with an eager step in one sentence.
 
     Args:
-        table: The results of "eager" and "compile".
-        rounds: Turns of each.
-        ranks: That have measured.
+        table: Results of "eager" and "compile".
+        rounds: Number of turns of each mode.
+        ranks: Number of ranks that measured.
     """
     eager, compiled = table["eager"], table["compile"]
     lower, upper = compiled.spread
-    # What a step allocates by itself can be nothing.
+    # On a CPU, the peak counts only memory that the step allocates, so it can be 0.
     memory = f" and {compiled.peak_mib / eager.peak_mib:.2f} of its peak memory" if eager.peak_mib > 0 else ""
     return (
         f"Measured on {ranks} ranks: a compiled step takes {compiled.ratio:.2f} of an eager step's time (quartiles of "

@@ -1,4 +1,4 @@
-"""`compile-fsdp bench --script`: what compiling gains in a user's script, measured on its own ranks."""
+"""`compile-fsdp bench --script`: compare eager and compiled steps of a user's script."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from compile_fsdp.tools.scripts import run_script
 
 
 def measure_script(script: Path, arguments: Sequence[str], rounds: int) -> dict[str, Result]:
-    """Run a script until enough of its steps are measured, on each of its ranks.
+    """Run a script until enough of its steps are measured. Collective.
 
     Args:
-        script: A file.
-        arguments: Its own, as in `sys.argv[1:]`.
+        script: Path of the script.
+        arguments: Arguments of the script, as in `sys.argv[1:]`.
         rounds: Turns of each mode, at least 2.
     Returns:
         The results of "eager" and "compile".
     Raises:
-        ScriptError: see `run_script`; or the script raises an error, makes too few steps, or compiles nothing.
+        ScriptError: if the script raises an error, makes too few steps, compiles nothing, or recompiles too often; see
+            also `run_script`.
     """
-    os.environ["TORCH_FR_BUFFER_SIZE"] = "400"  # of the collectives that are counted
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "400"  # collectives that the flight recorder keeps
     turns = ScriptTurns(rounds)
     try:
         with turns.begun(), ended_by(turns.count):
@@ -55,11 +56,13 @@ def measure_script(script: Path, arguments: Sequence[str], rounds: int) -> dict[
 
 
 def on_own_ranks(arguments: Sequence[str], ranks: int) -> int:
-    """Run this command again on ranks of its own, with what torchrun tells those of one host; returns its exit status.
+    """Run this command again on new ranks of this host; return the exit status.
+
+    The ranks get the environment variables that torchrun sets for ranks of one host.
 
     Args:
-        arguments: Of the command.
-        ranks: How many.
+        arguments: Arguments of the command.
+        ranks: Number of ranks.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

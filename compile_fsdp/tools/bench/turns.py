@@ -1,12 +1,13 @@
-"""Measure the steps of a running script: eager and compiled ones take turns, by torch's stance of the compiler.
+"""Measure the steps of a running script, which are eager and compiled in turns.
 
-Both kinds of step compute the same, so the script trains on as it would. Each step ends where its optimizers have made
-theirs; what is between two such places is the script's own, its data loading included.
+`torch.compiler.set_stance` switches between the modes. Eager and compiled steps compute equal results, so the training
+goes on unchanged. A step ends when the script's optimizers have made their steps. Everything between two such ends
+counts, such as data loading.
 
 [Note: Profiles in optimizer steps]
-A profile of memory begins and ends in a hook, inside of the event that torch records for the optimizer's step. When
-that event ends, the profile in which it began is over, and no other may have begun: torch would write into an event of
-the old one. So a step without a profile is between two of them.
+A memory profile starts and stops in a hook, inside the event that torch records for the optimizer's step. When that
+event ends, the profile in which it began has stopped. No new profile may be running then, because torch would write
+into an event of the stopped profile. So a step without a profile separates two profiles.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from compile_fsdp.tools.check.steps import Steps
 from compile_fsdp.torch_compat.distributed import executed_collectives
 
 EAGER, COMPILE = MODES = ("eager", "compile")
-WARM_STEPS = 2  # before the turns, of each mode
-MOST_COLD_STEPS = 8  # until a compiled step has to be a warm one
-PROFILED_STEPS = 3  # on a CPU: gloo's threads may still hold tensors of an earlier step
+WARM_STEPS = 2  # of each mode before the turns; compiled steps are warm if they compile nothing
+MOST_COLD_STEPS = 8  # maximum number of compiled steps until WARM_STEPS in a row are warm
+PROFILED_STEPS = 3  # on a CPU, for a median, because gloo's threads may still hold tensors of an earlier step
 
 T = TypeVar("T")
 Turns = Generator[None, None, T]
@@ -46,21 +47,21 @@ Turns = Generator[None, None, T]
 
 
 def steps_needed(rounds: int) -> int:
-    """Most steps of a script that are measured, if it compiles no more than once."""
+    """Maximum number of steps that a measurement needs if the script compiles no more than once."""
     return 2 * WARM_STEPS + 1 + 2 * rounds * (1 + STEPS_PER_TURN) + 2 * (2 + 2 * PROFILED_STEPS)
 
 
 class ScriptTurns:
-    """Takes the steps of a script as they come, and decides how the next one runs.
+    """Measurement of a running script; decides after each step how the next step runs.
 
-    Collective: every rank of the script has one.
+    Collective: every rank of the script has an instance.
 
     Args:
         rounds: Turns of each mode, at least 2.
 
     Attributes:
-        results: By mode, what was measured; None until then.
-        problem: Why nothing can be measured, if so.
+        results: Results by mode; None until everything is measured.
+        problem: Error that ended the measurement; None without an error.
     """
 
     def __init__(self, rounds: int) -> None:
@@ -73,20 +74,20 @@ class ScriptTurns:
 
     @contextmanager
     def begun(self) -> Iterator[None]:
-        """While the block runs, the script's steps are eager or compiled, as they are counted."""
+        """Make the script's steps eager or compiled in turn inside the block."""
         next(self._turns)
         try:
             yield
         finally:
-            self._turns.close()  # with it the stance is the default again
+            self._turns.close()  # restores the stance
 
     @property
     def steps(self) -> int:
-        """Steps that the script has made."""
+        """Number of steps that the script has made."""
         return self._steps.limit - 1
 
     def count(self, optimizer: Optimizer) -> bool:
-        """Count the step of an optimizer, and say whether all is measured."""
+        """Count an optimizer's step; return whether the measurement is over."""
         if self.results is None and self.problem is None and self._steps.count(optimizer):
             self._steps.limit += 1
             self._device = optimizer.param_groups[0]["params"][0].device
@@ -137,7 +138,7 @@ class ScriptTurns:
         }
 
     def _compile(self) -> Turns[float]:
-        """The first compiled steps, until one compiles nothing: seconds of the first."""
+        """Run compiled steps until `WARM_STEPS` in a row are warm; return seconds of the first step."""
         known, captures = len(reports()), count_captures()
         first_s, warm = 0.0, 0
         for step in range(MOST_COLD_STEPS):
@@ -160,10 +161,10 @@ class ScriptTurns:
         )
 
     def _turn(self, mode: str) -> Turns[tuple[float, int, bool]]:
-        """One turn: seconds of a step on the slowest rank, peak bytes of a device, whether a rank has compiled."""
+        """Run one turn; return the ranks' highest step time and peak bytes, and whether a rank compiled."""
         captures = count_captures()
         with _running(mode):
-            yield  # a step behind those of the other mode
+            yield  # not measured, because the step before may have run in a different mode
             synchronize(self._device)
             self._reset_peak()
             dist.barrier()
@@ -180,13 +181,13 @@ class ScriptTurns:
             torch.get_device_module(self._device).reset_peak_memory_stats(self._device)
 
     def _peak(self) -> int:
-        """Most bytes allocated on the device since then; 0 on a CPU."""
+        """Most bytes allocated on the device since `_reset_peak`; 0 on a CPU."""
         if self._device.type == "cpu":
             return 0
         return int(torch.get_device_module(self._device).max_memory_allocated(self._device))
 
     def _look(self, mode: str) -> Turns[tuple[int, list[int]]]:
-        """Collectives of a step and, on a CPU, by step the most bytes allocated above the fewest."""
+        """Return a step's number of collectives and, on a CPU, highest less lowest allocated bytes of several steps."""
         peaks: list[int] = []
         with _running(mode):
             yield
@@ -218,7 +219,7 @@ def _profile() -> torch.profiler.profile:
 
 
 def _exchange(own: T) -> list[T]:
-    """What each rank says."""
+    """Gather a value from each rank."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, own)
     return found

@@ -1,4 +1,4 @@
-"""The models that bench trains, whose forward takes tokens and targets and returns the loss, and their batch sizes."""
+"""Models and batch sizes for bench; each forward maps tokens and targets to the loss."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class CausalLM:
 
     @classmethod
     def read(cls, path: Path, batch: int, seq_len: int) -> CausalLM:
-        """Read a config.json; raises an EstimateError if it is not the configuration of a model."""
+        """Read a config.json; raise EstimateError if it is not the configuration of a model."""
         return cls(read_config(path), batch, seq_len)
 
     @property
@@ -81,7 +81,7 @@ class CausalLM:
         return int(self.config["vocab_size"])
 
     def build(self) -> nn.Module:
-        """Build the model; raises an EstimateError if transformers has no causal language model for `config`."""
+        """Build the model; raise EstimateError if transformers has no causal language model for `config`."""
         from transformers import AutoConfig, AutoModelForCausalLM
 
         try:

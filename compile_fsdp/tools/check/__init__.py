@@ -1,1 +1,1 @@
-"""`compile-fsdp check`: whether a training script compiles whole, and what to change where it does not."""
+"""`compile-fsdp check`: find the causes if a training script does not compile whole."""

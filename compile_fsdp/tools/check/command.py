@@ -1,4 +1,4 @@
-"""`compile-fsdp check`: run a user's script for a few steps, and say whether it compiles whole."""
+"""`compile-fsdp check`: run a user's script for a few steps and report whether it compiles whole."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the script, report on the first rank, and return the exit status.
+    """Run the script, report on rank 0, and return the exit status.
 
     Raises:
-        ScriptError: the script fails by itself, or see `world` and `run_script`; or `--steps` is less than 1.
+        ScriptError: if the script itself fails, or `--steps` is less than 1; see also `world` and `run_script`.
     """
     from compile_fsdp.tools.check.findings import Level
     from compile_fsdp.tools.check.watch import check_script

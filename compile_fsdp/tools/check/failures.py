@@ -1,4 +1,4 @@
-"""What an error of a script says about its compiled step, if it does."""
+"""Turn an error of a script into a finding about its compiled step, or into a ScriptError."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from compile_fsdp.tools.check.rules import break_remedy, describe_reason
 from compile_fsdp.tools.explain.capture import Place, is_library, last_user_place, split_reason
 from compile_fsdp.torch_compat.dynamo import TorchDynamoException, TorchRuntimeError, Unsupported
 
-# Errors of the package before, or beside, a compiled step.
+# Errors that the package raises outside of a compiled step.
 _ELSEWHERE = (EstimateError, ExplainError, PlanError, ProcessGroupMissingError, ScriptError, StateError)
 
 
 def explain_failure(error: Exception, compiled_by: str | None) -> Finding | None:
-    """The finding for an error that has ended a script; None if it is the script's own.
+    """Return the finding for an error that ended a script; None if the script caused it.
 
     Args:
-        error: As the script raised it.
-        compiled_by: The other backend that has compiled the sharded model, if one has. An error of a compiled call is
-            then the backend's.
+        error: Exception that the script raised.
+        compiled_by: Name of the backend that has compiled the sharded model, if not `compile_fsdp`; else None. If it is
+            given, an error of a compiled call counts as an error of this backend.
     """
     if isinstance(error, Unsupported):
         message = str(error)
@@ -48,7 +48,7 @@ def explain_failure(error: Exception, compiled_by: str | None) -> Finding | None
             what, remedy = message, f"see {name} in docs/errors.md"
         return Finding(Level.BREAKS, "refused", f"{name}: {what}.", _sentence(remedy), _raised_at(error))
     if isinstance(error, TorchRuntimeError):
-        return None  # an op of the model's has failed on its inputs
+        return None  # an op of the model failed on its inputs
     is_other_backend = compiled_by is not None and _passed_compiled_call(error)
     if isinstance(error, TorchDynamoException) or is_other_backend or _raised_by_compiler(error):
         remedy = (
@@ -63,14 +63,14 @@ def explain_failure(error: Exception, compiled_by: str | None) -> Finding | None
 
 
 def script_error(error: Exception, script: Path) -> ScriptError:
-    """What the command says of an error of the script's own."""
+    """Make the ScriptError for an error that the script itself caused."""
     place = last_user_place(str(error)) or _raised_at(error)
     where = "" if place is None else f" at {place.filename}:{place.line} ({place.source})"
     return ScriptError(f"expected {script} to make its steps, got {describe(error)}{where}; {_remedy(error)}")
 
 
 def print_traceback(error: Exception) -> None:
-    """Show an error as Python does, without what stands between the command and the script."""
+    """Print an error as Python does, without the frames between the command and the script."""
     trace = error.__traceback__
     while trace is not None and is_library(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
@@ -78,7 +78,7 @@ def print_traceback(error: Exception) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """Class and first line of an error; of an op's, the second line says which."""
+    """Class and first line of an error; for a TorchRuntimeError also the second line, which names the op."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     line = " ".join(lines[: 2 if isinstance(error, TorchRuntimeError) else 1]).rstrip(".:")
     return f"{type(error).__name__}: {line}" if line else type(error).__name__
@@ -95,19 +95,19 @@ def _remedy(error: Exception) -> str:
 
 
 def _passed_compiled_call(error: Exception) -> bool:
-    """Whether an error was raised in the forward or backward of a compiled model, or while that was compiled."""
+    """Whether an error passed through a compiled forward or backward, or through the compiler."""
     modules = (str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__))
     return any(module.startswith(("torch._dynamo.", "torch._functorch.", "torch._inductor.")) for module in modules)
 
 
 def _raised_by_compiler(error: Exception) -> bool:
-    """Whether Dynamo itself has raised an error, as it does with a RuntimeError where it finds nothing to compile."""
+    """Whether Dynamo itself raised an error, such as the RuntimeError if it finds nothing to compile."""
     *_, last = traceback.walk_tb(error.__traceback__)
     return str(last[0].f_globals.get("__name__")).startswith("torch._dynamo.")
 
 
 def _without_module(message: str) -> str:
-    """Dynamo's message without the line that names the module."""
+    """Remove the line that names the module from Dynamo's message."""
     first, _, rest = message.partition("\n")
     return rest if first.startswith("while compiling ") else message
 
@@ -117,7 +117,7 @@ def _sentence(text: str) -> str:
 
 
 def _raised_at(error: BaseException) -> Place | None:
-    """The innermost line of the user's code that an error went through."""
+    """The innermost line of the user's code in an error's traceback; None if there is none."""
     place, trace = None, error.__traceback__
     while trace is not None:
         filename = trace.tb_frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""What `check` finds: one thing about a script, what it costs, and what to change."""
+"""Findings of `check`: a level, a rule, a description and a remedy."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from compile_fsdp.tools.explain.capture import Place
 
 
 class Level(Enum):
-    """How bad a finding is."""
+    """Severity of a finding."""
 
     BREAKS = "breaks"  # the step does not compile whole
-    COSTS = "costs"  # it does, and takes more time or memory than it needs
-    NOTE = "note"  # something to know about what was checked
+    COSTS = "costs"  # the step compiles whole, but takes more time or memory than it needs
+    NOTE = "note"  # a remark about the run
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +21,12 @@ class Finding:
     """One finding.
 
     Attributes:
-        level: How bad it is.
-        rule: A name for what it is, the same in all scripts and versions.
-        what: What was found, in a sentence.
-        remedy: What to change.
-        place: The line of the user's code; None for what no line alone is to blame for.
-        names: FQNs of the modules or parameters that it is about.
+        level: Severity of the finding.
+        rule: Name of the kind of finding; stable across scripts and versions.
+        what: Description of the finding, in a sentence.
+        remedy: Change that the user should make.
+        place: Line of the user's code; None if no single line causes the finding.
+        names: FQNs of the modules or parameters that the finding is about.
     """
 
     level: Level
@@ -41,6 +41,6 @@ MOST_NAMES = 4
 
 
 def list_names(names: tuple[str, ...]) -> str:
-    """The first few names, and how many more there are."""
+    """List the first few names, and the number of further names."""
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return ", ".join(names[:MOST_NAMES]) + more

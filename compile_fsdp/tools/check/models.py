@@ -1,4 +1,4 @@
-"""The sharded models of a script: how they are sharded, how they are compiled, and what of them was captured."""
+"""Describe the sharded models of a script: parameter groups, compile settings and captured graphs."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class ShardedGroup:
     """One parameter group of a model.
 
     Attributes:
-        name: FQNs of its modules.
-        parameters: FQNs of its parameters.
-        unsharded_bytes: Bytes of its parameters, unsharded, in the dtype that the module computes with.
-        reshards: Whether it is resharded after its forward.
-        is_captured: Whether it is in a compiled forward graph.
-        is_last: Whether a forward graph uses it last, so that the backward begins with it.
+        name: FQNs of the group's modules.
+        parameters: FQNs of the group's parameters.
+        unsharded_bytes: Bytes of the unsharded parameters, in the dtype that the modules compute with.
+        reshards: Whether the group is resharded after its forward.
+        is_captured: Whether the group is in a compiled forward graph.
+        is_last: Whether a forward graph uses the group last, so that the backward begins with the group.
     """
 
     name: str
@@ -42,18 +42,18 @@ class ShardedGroup:
 
 @dataclass(frozen=True, slots=True)
 class ShardedModel:
-    """An outermost module that `fully_shard` was applied to, and what is below.
+    """An outermost module with `fully_shard`, and its submodules.
 
     Attributes:
-        name: Name of its class.
-        is_traceable: Whether all of its sharded modules were made traceable.
-        settings: How it, or a module that contains it, is compiled; None if neither is.
-        compiled_parts: FQNs of modules below it that are compiled by themselves.
-        groups: Its parameter groups.
-        forward_graphs: Number of forward graphs with its groups; one that was compiled again counts once.
-        backward_graphs: The same of backward graphs.
-        is_whole: Whether one of its forward graphs has all of its groups.
-        trains: Whether one of its parameters requires a gradient.
+        name: Name of the module's class.
+        is_traceable: Whether all sharded modules in the model are traceable.
+        settings: Compile settings of the model or of a module that contains it; None if neither is compiled.
+        compiled_parts: FQNs of submodules that are compiled separately.
+        groups: Parameter groups of the model.
+        forward_graphs: Number of forward graphs with groups of the model; a recompiled graph counts once.
+        backward_graphs: Number of backward graphs with groups of the model; a recompiled graph counts once.
+        is_whole: Whether a single forward graph has all groups of the model.
+        trains: Whether a parameter of the model requires a gradient.
     """
 
     name: str
@@ -72,16 +72,16 @@ class ShardedModel:
 
 
 class Modules:
-    """The sharded and the compiled modules that are alive, less those that were when this object was made."""
+    """The live modules that were sharded or compiled after this object was made."""
 
     def __init__(self) -> None:
         self._earlier: weakref.WeakSet[nn.Module] = weakref.WeakSet(_relevant_modules())
 
     def find_models(self, traced: Collection[TracedGraph]) -> tuple[ShardedModel, ...]:
-        """The sharded models, in the order in which Python knows their roots.
+        """Describe the sharded models, in the order in which the garbage collector lists their roots.
 
         Args:
-            traced: The graphs that were compiled.
+            traced: Graphs that were compiled.
         """
         modules = [module for module in _relevant_modules() if module not in self._earlier]
         sharded = [module for module in modules if isinstance(module, FSDPModule)]
@@ -91,7 +91,7 @@ class Modules:
 
 
 def _relevant_modules() -> Iterator[nn.Module]:
-    # By type alone: objects may answer isinstance() with code of their own.
+    # By the type, because isinstance() may run code of an object.
     for each in gc.get_objects():
         if issubclass(type(each), nn.Module) and (issubclass(type(each), FSDPModule) or _is_compiled(each)):
             yield each

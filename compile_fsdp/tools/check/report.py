@@ -1,4 +1,4 @@
-"""The result of `check` as text for people and as data for programs."""
+"""Report of `check`, as text for people and as data for programs."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ WIDTH = 110
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """What was found in a script.
+    """Result of checking a script.
 
     Attributes:
-        script: Its path.
-        world_size: Number of ranks of its world.
-        steps: How many steps its optimizers have made.
-        models: Its sharded models.
-        windows_removed: Windows that the passes have removed from its graphs.
-        windows_kept: Windows that they have left.
-        findings: What breaks first, then what costs, then notes.
+        script: Path of the script.
+        world_size: Number of ranks.
+        steps: Number of steps of the optimizer with the most steps.
+        models: Sharded models of the script.
+        windows_removed: Number of windows that the passes removed from the script's graphs.
+        windows_kept: Number of windows that the passes left.
+        findings: Findings by level: breaks first, then costs, then notes.
     """
 
     script: str
@@ -43,7 +43,7 @@ class CheckReport:
         return all(finding.level is not Level.BREAKS for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as dicts, lists, strings and numbers, ready for `json.dumps`."""
+        """Return the report as dicts, lists, strings and numbers, ready for `json.dumps`."""
         plain = dataclasses.asdict(self)
         for finding, own in zip(plain["findings"], self.findings, strict=True):
             finding["level"] = own.level.value

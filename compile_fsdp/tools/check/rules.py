@@ -1,6 +1,6 @@
-"""The rules of `check`: from what was seen of a script to findings, each with its remedy.
+"""Rules of `check`, which turn observations of a script into findings with remedies.
 
-A rule is a function that yields findings; `find` runs all of them in the order in which a reader wants to know.
+A rule is a function that yields findings. `find` runs all rules and puts the most important findings first.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from compile_fsdp.tools.explain.units import format_bytes
 from compile_fsdp.wrap.tree import ROOT
 
 COMPILE = '.compile(backend="compile_fsdp", fullgraph=True)'
-OPEN = ("open at return", "open at start")  # of a parameter that stays unsharded from forward to backward
+OPEN = ("open at return", "open at start")  # reasons if a parameter stays unsharded from forward to backward
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What was seen of a script.
+    """Observations of a script's run.
 
     Attributes:
         captured: Graphs, graph breaks and recompiles.
-        models: The sharded models that are alive.
-        reports: Those of `compile_fsdp`, one for each graph.
-        steps: How many steps its optimizers have made.
-        failure: What an error says about the compiled step, if it has ended the script.
+        models: Sharded models that are alive.
+        reports: Reports of `compile_fsdp`, one for each graph.
+        steps: Number of steps of the optimizer with the most steps.
+        failure: Finding for the error that has ended the script; None without such an error.
     """
 
     captured: Capture
@@ -48,12 +48,12 @@ class Seen:
 
     @property
     def breaks(self) -> list[GraphBreak]:
-        """The graph breaks, without those that torch's own optimizers make where a script compiles their steps."""
+        """Graph breaks outside of torch's optimizers, which break the graph themselves if their steps are compiled."""
         return [each for each in self.captured.breaks if "/torch/optim/" not in each.place.filename.replace("\\", "/")]
 
 
 def find(seen: Seen) -> tuple[Finding, ...]:
-    """All findings: first what breaks, then what costs, then notes."""
+    """Run all rules; return the findings by level: breaks, costs, notes."""
     found = [*_failed(seen), *_breaks(seen), *_not_whole(seen), *_kept(seen), *_recompiles(seen), *_settings(seen)]
     found += _notes(seen)
     return tuple(sorted(found, key=lambda finding: list(Level).index(finding.level)))
@@ -65,14 +65,14 @@ def _failed(seen: Seen) -> Iterator[Finding]:
 
 
 def _breaks(seen: Seen) -> Iterator[Finding]:
-    """Graph breaks of the forward, those of one line together, and backwards that are not compiled."""
+    """Graph breaks of the forward, merged by line, and backwards that are not compiled."""
     by_place: dict[tuple[str, int], list[GraphBreak]] = {}
     for each in seen.breaks:
         by_place.setdefault((each.place.filename, each.place.line), []).append(each)
     failed_at = None if seen.failure is None else seen.failure.place
     for found in by_place.values():
         if found[0].place == failed_at:
-            continue  # under fullgraph=True: it is the error that has ended the script
+            continue  # under fullgraph=True this break has ended the script, and `_failed` reports it
         reasons = dict.fromkeys(describe_reason(each.reason, each.explanation) for each in found)
         hints = tuple(dict.fromkeys(hint for each in found for hint in each.hints))
         yield Finding(Level.BREAKS, "graph-break", " ".join(reasons), break_remedy(hints), found[0].place)
@@ -91,12 +91,12 @@ def _breaks(seen: Seen) -> Iterator[Finding]:
 
 
 def describe_reason(reason: str, explanation: str) -> str:
-    """Dynamo's words about a graph break, as sentences."""
+    """Join Dynamo's reason and explanation of a graph break into sentences."""
     return ". ".join(text.strip().rstrip(".") for text in (reason, explanation) if text) + "."
 
 
 def break_remedy(hints: tuple[str, ...]) -> str:
-    """Dynamo's hints, or ours where it has none that helps."""
+    """Return Dynamo's useful hints, or a general remedy if there are none."""
     return " ".join(_useful(hints)) or "Write this line in tensor operations, or move it out of the model's forward."
 
 
@@ -148,7 +148,7 @@ def _not_whole(seen: Seen) -> Iterator[Finding]:
 def _uncaptured_model(model: ShardedModel, seen: Seen) -> Iterator[Finding]:
     settings = model.settings
     if settings is None and seen.failure is not None:
-        return  # it may have been about to be compiled
+        return  # the error may have come before the compilation
     if settings is None:
         what = f"{model.name} is sharded and was never compiled.{_parts(model)}"
         yield Finding(
@@ -185,7 +185,7 @@ def _parts(model: ShardedModel) -> str:
 
 
 def _kept(seen: Seen) -> Iterator[Finding]:
-    """Parameters that are unsharded for longer than they need to be, or whose copies stay."""
+    """Parameters that stay unsharded for too long, or whose all-gather copies stay."""
     groups = {fqn: group for model in seen.models for group in model.groups for fqn in group.parameters}
     for model in seen.models:
         if model.is_captured:
@@ -226,7 +226,7 @@ def _kept_by_settings(model: ShardedModel) -> Iterator[Finding]:
             "Shard the repeated blocks first and then the model; auto_shard(model) of compile_fsdp.wrap finds them.",
             names=(model.groups[0].name,),
         )
-    # What the forward uses last would be gathered again at once: nothing is lost by keeping it.
+    # The backward would gather the last group of the forward again at once, so keeping this group costs nothing.
     kept = [group for group in model.groups if not (group.reshards or group.is_last or group.name == ROOT)]
     if kept:
         yield Finding(

@@ -1,4 +1,4 @@
-"""Ends a script after its first training steps."""
+"""End a script after its first training steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 class _EnoughSteps(BaseException):
-    """Ends the script. No `Exception`, so that a script's own handlers let it pass."""
+    """Ends the script; not an `Exception`, because the script's handlers may catch those."""
 
 
 @dataclass(slots=True)
@@ -22,8 +22,8 @@ class Ending:
     """How a script was ended.
 
     Attributes:
-        exception: What has ended it; None if it ran to its own end. While it is there, so is all that the script has
-            made.
+        exception: Exception that ended the script; None if it ran to its own end. The exception's traceback keeps the
+            script's objects alive.
     """
 
     exception: BaseException | None = None
@@ -34,10 +34,10 @@ class Steps:
     """The steps that a script's optimizers have made.
 
     Attributes:
-        limit: After how many the script ends.
-        by_optimizer: How many each optimizer has made.
-        made: The most that one has made.
-        end: What has ended the script.
+        limit: Number of steps of each optimizer after which the script ends.
+        by_optimizer: Number of steps by optimizer.
+        made: Number of steps of the optimizer with the most steps.
+        end: How the script was ended.
     """
 
     limit: int
@@ -46,10 +46,11 @@ class Steps:
     end: Ending = field(default_factory=Ending)
 
     def count(self, optimizer: Optimizer) -> bool:
-        """Count one step, and say whether these are enough.
+        """Count one step; return whether the script has made enough steps.
 
-        A script may have several optimizers: one for each parameter, stepped in the backward, or one for each of two
-        models. All are to have made their steps, unless one seems to be stepped rarely.
+        A script may have several optimizers, for example one for each parameter, stepped in the backward, or one for
+        each of two models. All optimizers must reach the limit, except that after `2 * limit + 1` steps of one
+        optimizer, `count` no longer waits for optimizers that step rarely.
         """
         self.by_optimizer[optimizer] = self.by_optimizer.get(optimizer, 0) + 1
         counts = list(self.by_optimizer.values())
@@ -59,10 +60,10 @@ class Steps:
 
 @contextmanager
 def ended_by(count: Callable[[Optimizer], bool]) -> Iterator[Ending]:
-    """End the block, without an error, behind the step of an optimizer that was enough.
+    """End the block without an error as soon as `count` returns True.
 
     Args:
-        count: Is called with the optimizer behind each step of any, and says whether that was enough.
+        count: Called with the optimizer after each step of any optimizer; returns whether to end the block.
     """
 
     def receive(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -70,7 +71,7 @@ def ended_by(count: Callable[[Optimizer], bool]) -> Iterator[Ending]:
             raise _EnoughSteps
 
     ending = Ending()
-    # Disabled, since Dynamo would trace it where a script compiles the step of its optimizer.
+    # Disabled, because Dynamo would trace the hook if a script compiles its optimizer's step.
     handle = register_optimizer_step_post_hook(torch.compiler.disable(receive))
     try:
         yield ending
@@ -82,10 +83,10 @@ def ended_by(count: Callable[[Optimizer], bool]) -> Iterator[Ending]:
 
 @contextmanager
 def ended_after(limit: int) -> Iterator[Steps]:
-    """End the block, without an error, once its optimizers have made so many steps.
+    """End the block without an error after `limit` optimizer steps.
 
     Args:
-        limit: Steps of each optimizer.
+        limit: Number of steps of each optimizer, see `Steps.count`.
     """
     steps = Steps(limit)
     with ended_by(steps.count) as steps.end:

@@ -1,4 +1,4 @@
-"""Runs a script for a few steps and watches what of it is compiled."""
+"""Run a script for a few steps and observe its compilation."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from compile_fsdp.tools.scripts import run_script
 
 
 def check_script(script: Path, arguments: Sequence[str], steps: int, world_size: int) -> CheckReport:
-    """Run a script in the present world until its optimizers have made their steps, and say what was found.
+    """Run a script in the present world for some steps and report the findings.
 
     Args:
-        script: A file.
-        arguments: Its own, as in `sys.argv[1:]`.
-        steps: After how many the script ends.
+        script: Path of the script.
+        arguments: Arguments of the script, as in `sys.argv[1:]`.
+        steps: Number of optimizer steps after which the script ends.
         world_size: Number of ranks of the present world.
     Raises:
-        ScriptError: see `run_script`; or the script raises an error that is not about compiling.
+        ScriptError: if the script raises an error that is not about compiling; see also `run_script`.
     """
     modules, earlier_reports = Modules(), len(reports())
     failed: Exception | None = None
-    names: object = None  # while they, or an exception, are there, so is what the script has made
+    names: object = None  # globals of the script, which keep its models alive
     with capture() as captured:
         with ended_after(steps) as made:
             try:

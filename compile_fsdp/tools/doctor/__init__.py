@@ -1,1 +1,1 @@
-"""`compile-fsdp doctor`: what is wrong with an installation, and what to do about it."""
+"""`compile-fsdp doctor`: find faults of an installation, with a remedy for each."""

@@ -1,9 +1,10 @@
-"""Whether this process is `compile-fsdp doctor`, which runs where the package itself cannot be imported.
+"""Detect `compile-fsdp doctor`, which runs even if the package itself cannot be imported.
 
 [Note: A doctor for what does not import]
-`import compile_fsdp` fails with a torch that does not fit, or where torch cannot make the folder for its caches. The
-command that is to say so would fail with it. For that command the package imports nothing: each check imports what it
-needs, and meets the error first. A second import of torch's modules would end in another one.
+`import compile_fsdp` fails with an unsupported release of torch, or if torch cannot make its cache folder. The doctor,
+which reports these faults, would fail as well. So the package imports nothing for this command, and each check imports
+the modules that it needs. The check must meet the error first, because a second import of torch's modules fails with
+a different error.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ NAME = "doctor"
 
 
 def is_asked_for() -> bool:
-    """By the arguments of the process: `compile-fsdp doctor`, or `python -m compile_fsdp doctor`."""
+    """Whether the process runs `compile-fsdp doctor` or `python -m compile_fsdp doctor`, by its arguments."""
     if sys.argv[1:2] != [NAME]:
         return False
-    if sys.argv[0] == "-m":  # while Python looks for the module, whose name stands in place of it
+    if sys.argv[0] == "-m":  # until Python has found the module, whose path it puts here
         return sys.orig_argv[-len(sys.argv)] == "compile_fsdp"
     return Path(sys.argv[0]).stem == "compile-fsdp"

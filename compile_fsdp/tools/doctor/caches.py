@@ -1,4 +1,4 @@
-"""Checks of what is kept from one process to the next."""
+"""Checks of the data kept between processes: the compiler's cache and measured costs."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import tempfile
 
 from compile_fsdp.tools.doctor.rows import Row, State
 
-# Less is worth a word: a compiler that finds no space stops in the middle of a job.
+# A warning below this, because a compiler without disk space stops a job in the middle.
 LEAST_FREE_BYTES = 2**30
 
 
 def check_cache_folder(least_free_bytes: int = LEAST_FREE_BYTES) -> Row:
-    """Whether Inductor can write what it compiles.
+    """Check that Inductor can write to its cache folder.
 
     Args:
-        least_free_bytes: With less space than that it is a warning.
+        least_free_bytes: Free bytes below which the row is a warning.
     """
     remedy = "name a folder that you may write to in the variable TORCHINDUCTOR_CACHE_DIR"
     try:
@@ -40,7 +40,7 @@ def check_cache_folder(least_free_bytes: int = LEAST_FREE_BYTES) -> Row:
 
 
 def check_costs() -> Row:
-    """Whether measured costs are kept for this torch: with them, the first compile of a job measures nothing."""
+    """Check for stored costs of this torch; with them, the first compile of a job measures nothing."""
     import torch
 
     from compile_fsdp.calibration import store

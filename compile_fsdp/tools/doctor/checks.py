@@ -1,4 +1,4 @@
-"""All checks, in the order of the table, and how they are run."""
+"""All checks in the order of the table, and the function that runs them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from compile_fsdp.tools.doctor.rows import Row, State
 
 Checks = Mapping[str, Callable[[], Row]]
 
-# Without any of these the package cannot be imported: behind a fault nothing else is looked at.
+# A fault in one of these prevents the import of the package, so no further check runs.
 FIRST: Checks = {
     "package": software.check_package,
     "Python": software.check_python,
@@ -29,7 +29,7 @@ THEN: Checks = {
 
 
 def run_checks(first: Checks = FIRST, then: Checks = THEN) -> dict[str, Row]:
-    """The rows by the names of the checks; those behind a fault of a first one are not checked."""
+    """Run the checks, but none after a fault in `first`; return rows by check name."""
     rows: dict[str, Row] = {}
     for name, check in first.items():
         rows[name] = _run(check)
@@ -42,5 +42,5 @@ def run_checks(first: Checks = FIRST, then: Checks = THEN) -> dict[str, Row]:
 def _run(check: Callable[[], Row]) -> Row:
     try:
         return check()
-    except Exception as error:  # whatever it is, it must not hide the other rows
+    except Exception as error:  # an unexpected error must not hide the remaining rows
         return Row(State.FAULT, f"{type(error).__name__}: {error}", "report this")

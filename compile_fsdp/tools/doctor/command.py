@@ -1,4 +1,4 @@
-"""`compile-fsdp doctor`: check an installation, and say what to do where something is wrong."""
+"""`compile-fsdp doctor`: check an installation and print a remedy for each fault."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command without any other one, see [Note: A doctor for what does not import].
+    """Run this command alone, see [Note: A doctor for what does not import].
 
     Args:
-        arguments: Those behind `doctor`.
+        arguments: Arguments after `doctor`.
     Returns:
         The exit status.
     """
@@ -44,7 +44,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print all rows; returns 1 if one is a fault, or else 0."""
+    """Print all rows; return 1 if a row is a fault, else 0."""
     rows = run_checks()
     if args.json:
         print(as_json(rows))
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_json(rows: Mapping[str, Row]) -> str:
-    """The rows as a list of objects with the fields `check`, `state`, `found` and `remedy`."""
+    """Format the rows as a JSON list of objects with the fields `check`, `state`, `found` and `remedy`."""
     fields = [
         {"check": name, "state": row.state.value, "found": row.found, "remedy": row.remedy}
         for name, row in rows.items()
@@ -63,7 +63,7 @@ def as_json(rows: Mapping[str, Row]) -> str:
 
 
 def print_rows(rows: Mapping[str, Row]) -> None:
-    """Print a table, or plain lines where rich is not installed, and how many faults there are."""
+    """Print a table, or plain lines if rich is not installed, and the number of faults."""
     try:
         from rich.console import Console
         from rich.table import Table
@@ -86,7 +86,7 @@ def print_rows(rows: Mapping[str, Row]) -> None:
 
 
 def summary(rows: Mapping[str, Row]) -> str:
-    """As in `1 fault, 2 warnings`."""
+    """Count faults and warnings, as in `1 fault, 2 warnings`."""
     states = [row.state for row in rows.values()]
     faults, warnings = states.count(State.FAULT), states.count(State.WARNING)
     return f"{faults} fault{'s' * (faults != 1)}, {warnings} warning{'s' * (warnings != 1)}"

@@ -1,4 +1,4 @@
-"""Checks of the machine: a compiler, devices, and what carries collectives."""
+"""Checks of the machine: the C++ compiler, devices and backends of collectives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from compile_fsdp.tools.doctor.rows import Row, State
 
 COMPILE_LIMIT_S = 120.0
 
-# What the code of Inductor's CPU kernels needs as well: Python's headers, the standard library and OpenMP.
+# Needs Python's headers, the standard library and OpenMP, as Inductor's CPU kernels do.
 SAMPLE = """\
 #include <Python.h>
 #include <cmath>
@@ -30,7 +30,7 @@ extern "C" double root(double x) { return std::sqrt(x); }
 
 
 def check_compiler() -> Row:
-    """Whether the C++ compiler that Inductor takes makes a library that can be loaded."""
+    """Check that Inductor's C++ compiler makes a library that can be loaded."""
     import torch
 
     from compile_fsdp.torch_compat.inductor import cpp_compiler
@@ -43,7 +43,7 @@ def check_compiler() -> Row:
     if problem is None:
         return Row(State.OK, compiler)
     return Row(
-        # Kernels for accelerators are Triton's, which wants a C compiler alone.
+        # Triton makes the kernels for accelerators and needs only a C compiler.
         State.WARNING if torch.accelerator.is_available() else State.FAULT,
         f"{compiler}: {problem}" if compiler else problem,
         "install g++ or clang++ and the headers of Python (python3-dev), or name a compiler in the variable CXX; "
@@ -52,7 +52,7 @@ def check_compiler() -> Row:
 
 
 def try_compiler(compiler: str) -> str | None:
-    """Compile a few lines, load and call them; what went wrong, None if nothing did."""
+    """Compile, load and call a few lines; return the problem, None if there is none."""
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder, "sample.cpp"), Path(folder, "sample.so")
         source.write_text(SAMPLE)
@@ -72,12 +72,12 @@ def try_compiler(compiler: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Accelerators:
-    """What torch finds beside the CPU.
+    """Accelerators that torch finds.
 
     Attributes:
-        type: Their device type; None if there are none.
-        names: Of each one, its name and its memory.
-        built_for: Which accelerator this torch is built for; None for the CPU alone.
+        type: Device type of the accelerators; None if there are none.
+        names: Name and memory of each accelerator.
+        built_for: Kind and version of accelerator that this torch is built for; None for the CPU alone.
         has_triton: Whether Triton is installed, with which Inductor compiles for CUDA and XPU.
     """
 
@@ -88,7 +88,7 @@ class Accelerators:
 
 
 def find_accelerators() -> Accelerators:
-    """Ask torch for accelerators that can be used."""
+    """Find the accelerators that torch can use."""
     import torch
 
     from compile_fsdp.tools.explain.units import format_bytes
@@ -109,10 +109,10 @@ def find_accelerators() -> Accelerators:
 
 
 def check_devices(found: Accelerators | None = None) -> Row:
-    """Which devices there are, and whether Inductor can compile for them.
+    """List the devices, and check that Inductor can compile for them.
 
     Args:
-        found: What there is beside the CPU; by default, what torch finds.
+        found: Accelerators of the machine; by default, the accelerators that torch finds.
     """
     from compile_fsdp.tools.explain.units import format_bytes
 
@@ -135,10 +135,10 @@ def check_devices(found: Accelerators | None = None) -> Row:
 
 
 def check_process_groups(available: Collection[str] | None = None) -> Row:
-    """Whether the devices have something that carries collectives, and gloo can open a connection.
+    """Check that each device has a backend for collectives, and that gloo can open a connection.
 
     Args:
-        available: Names of backends; by default, what this torch is built with.
+        available: Names of backends; by default, the backends that this torch is built with.
     """
     import torch
     import torch.distributed as dist
@@ -167,7 +167,7 @@ def _try_gloo() -> str | None:
     import torch
     import torch.distributed as dist
 
-    if dist.is_initialized():  # by whoever called this
+    if dist.is_initialized():  # by the caller
         return None
     try:
         store = dist.HashStore()  # type: ignore[attr-defined]
@@ -182,7 +182,7 @@ def _try_gloo() -> str | None:
 
 
 def check_fake_group() -> Row:
-    """Whether this process can be a rank of a world that is not there, as for explain, plan and precompile."""
+    """Check that this process can join a fake process group, which explain, plan and precompile need."""
     import torch
     import torch.distributed as dist
 

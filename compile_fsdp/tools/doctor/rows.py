@@ -1,4 +1,4 @@
-"""What a check has found: a row of the table."""
+"""Result of a check: a row of the table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class State(enum.Enum):
-    """How a check has ended; only faults count for the exit status."""
+    """Outcome of a check; only faults count for the exit status."""
 
     OK = "ok"
     WARNING = "warning"
@@ -21,9 +21,9 @@ class Row:
     """The result of one check.
 
     Attributes:
-        state: How it has ended.
-        found: What was found, in one line.
-        remedy: What to do about it; "" if there is nothing to do.
+        state: Outcome of the check.
+        found: Description of the result, in one line.
+        remedy: Advice to the user; "" if there is nothing to do.
     """
 
     state: State

@@ -1,4 +1,4 @@
-"""Checks of what is installed: this package, Python, torch, and what they find of each other."""
+"""Checks of the installed software: this package, Python, torch, and their interfaces."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from compile_fsdp.tools.doctor.rows import Row, State
 from compile_fsdp.torch_compat.releases import check_version
 
 DISTRIBUTION, PACKAGE = "compile-fsdp", "compile_fsdp"
-# Of work on this project, not of its users.
+# Extras for work on this project, not for its users.
 DEVELOPMENT_EXTRAS = frozenset({"dist", "docs", "examples", "test"})
 
 
 def check_package() -> Row:
-    """Whether the package is installed, and from where it runs."""
+    """Check that the package is installed, and show the folder that it runs from."""
     folder = Path(__file__).parents[2]
     try:
         return Row(State.OK, f"{metadata.version(DISTRIBUTION)} in {folder}")
@@ -25,10 +25,10 @@ def check_package() -> Row:
 
 
 def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Row:
-    """Whether this release of Python is one that the package is for.
+    """Check that the package supports this release of Python.
 
     Args:
-        version: Its major and minor number.
+        version: Major and minor number of the release.
     """
     needed = metadata.metadata(DISTRIBUTION)["Requires-Python"].removeprefix(">=")
     if version < tuple(int(part) for part in needed.split(".")):
@@ -38,19 +38,19 @@ def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Row:
 
 
 def check_torch() -> Row:
-    """Whether torch can be imported, and is of a release that the package is for."""
+    """Check that torch can be imported, and that the package supports its release."""
     try:
         import torch
 
         check_version(torch.__version__)
-    except (ImportError, OSError) as error:  # the latter where a library of torch's is missing
+    except (ImportError, OSError) as error:  # OSError if a shared library of torch is missing
         found, _, remedy = str(error).partition("; ")
         return Row(State.FAULT, found, remedy or "install torch again")
     return Row(State.OK, torch.__version__)
 
 
 def check_private_names() -> Row:
-    """Whether torch has all private names, and attributes of its objects, that the package uses."""
+    """Check that torch has all private names and attributes that the package uses."""
     try:
         from compile_fsdp.torch_compat import declarations, required
 
@@ -63,7 +63,7 @@ def check_private_names() -> Row:
 
 
 def check_dynamo() -> Row:
-    """Whether Dynamo traces with this interpreter, and finds the backend `compile_fsdp` by its entry point."""
+    """Check that Dynamo supports this interpreter and finds the backend `compile_fsdp` by its entry point."""
     from compile_fsdp.torch_compat.dynamo import list_backends, why_dynamo_refuses
 
     if (reason := why_dynamo_refuses()) is not None:
@@ -80,7 +80,7 @@ def check_dynamo() -> Row:
 
 
 def check_extras() -> Row:
-    """Which commands have all that they need; the others say so when they are called."""
+    """List the extras and their missing packages; never a fault, because a command reports its missing packages."""
     needed: dict[str, list[str]] = {}
     for requirement in metadata.requires(DISTRIBUTION) or ():
         if match := re.match(r"""([\w.-]+).*extra == ["']([\w-]+)["']""", requirement):

@@ -1,4 +1,4 @@
-"""How many bytes of anything but unsharded parameters are alive at each node of a graph, and which were made again."""
+"""Live bytes at each node of a graph: activations, gradients, recomputed and offloaded tensors."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from compile_fsdp.torch_compat.inductor import graph_input_position, is_fused
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """Bytes by node.
+    """Live bytes at each node, without unsharded parameters.
 
     Attributes:
-        kept: Of activations, gradients and what is packed for a collective.
-        again: Of what a backward computes of something else than the gradient that it begins with.
-        away: In the host's memory, of what is offloaded until the backward has fetched it.
+        kept: Bytes of activations, gradients and tensors packed for a collective.
+        again: Bytes of recomputed activations: results in a backward that do not depend on its incoming gradient.
+        away: Bytes in host memory of tensors that are offloaded and that the backward has not fetched.
     """
 
     kept: list[int]
@@ -39,11 +39,11 @@ class Alive:
 
 
 def alive_bytes(graph: fx.Graph, names: GraphNames) -> Alive:
-    """What is alive besides gathered parameters, by the reads of the graph.
+    """Estimate live bytes at each node, without gathered parameters, from the graph's reads.
 
-    A result has memory of its own unless it is computed together with what reads it, as Inductor does with pointwise
-    ops. It lives until its last read; a result of the graph lives to the end. What a backward takes in from its forward
-    lives from the beginning, and what a forward takes in is the caller's.
+    A node's result has memory unless Inductor fuses the node with its readers, as it does with pointwise ops. The
+    memory lives until its last read; a result of the graph lives to the end. A backward's input from its forward lives
+    from the beginning. A forward's inputs do not count, because the caller owns them.
     """
     is_backward = bool(names.gradients)
     position = {node: i for i, node in enumerate(graph.nodes)}
@@ -72,7 +72,7 @@ def alive_bytes(graph: fx.Graph, names: GraphNames) -> Alive:
 
 
 def _find_gathered(graph: fx.Graph) -> set[fx.Node]:
-    """All-gathers, and what is only copied out of them."""
+    """All-gathers, and nodes that only wait for, view or rearrange their outputs."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         inputs = node.all_input_nodes
@@ -83,7 +83,7 @@ def _find_gathered(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _find_again(graph: fx.Graph) -> set[fx.Node]:
-    """What does not depend on the first input, the gradient that compiled autograd hands over first."""
+    """Calls in a backward that do not depend on its first input, which is its incoming gradient."""
     first = next(iter(graph.find_nodes(op="placeholder")), None)
     behind = {first}
     for node in graph.nodes:
@@ -93,7 +93,7 @@ def _find_again(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _find_last_reads(graph: fx.Graph, position: dict[fx.Node, int]) -> dict[fx.Node, int]:
-    """Where the memory of each node is read last: through views, and where what is fused with its readers is read."""
+    """Position of the last read of each node's memory, also through views and fused readers."""
     last: dict[fx.Node, int] = {}
     for node in reversed(graph.nodes):
         passed = (last[user] if _is_passed_on(user) else position[user] for user in node.users)
@@ -106,13 +106,13 @@ def _is_passed_on(node: fx.Node) -> bool:
 
 
 def _has_memory(node: fx.Node) -> bool:
-    """Whether what a node computes is written to memory: for a kernel that is not fused, or as a sum of much more."""
+    """Whether a node's result is written to memory: the node is a reduction, or it or a reader is not fused."""
     is_sum = any(size_bytes(each) > size_bytes(node) for each in node.all_input_nodes)
     return is_sum or not _is_fused(node) or any(not _is_fused(reader) for reader in _readers(node))
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """What reads a node's result, or a view of it."""
+    """Yield the nodes that read a node's result, directly or through views."""
     for user in node.users:
         if is_view(user):
             yield from _readers(user)
@@ -121,5 +121,5 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _is_fused(node: fx.Node) -> bool:
-    """Whether a node is computed together with what reads it."""
+    """Whether Inductor computes a node together with its readers."""
     return isinstance(node.target, OpOverload) and is_fused(node.target) and not is_collective(node)

@@ -1,4 +1,4 @@
-"""Collect what is compiled inside a `with` block: graphs before, between and after the passes, breaks, recompiles."""
+"""Collect the graphs, graph breaks and recompiles inside a `with` block, with each graph before and after each pass."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class GraphBreak:
-    """A line at which Dynamo has broken the forward into two graphs.
+    """A line at which Dynamo breaks the forward into two graphs.
 
     Attributes:
         place: The line of the user's code.
         reason: The construct that Dynamo could not trace.
         explanation: Why the construct ends a graph, in Dynamo's words; may be empty.
-        hints: What to do about the graph break, in Dynamo's words.
+        hints: Advice on the graph break, in Dynamo's words.
     """
 
     place: Place
@@ -71,7 +71,7 @@ class Recompile:
     """A graph that was compiled again.
 
     Attributes:
-        place: The line of the user's code that called the function; the function's definition if that is not known.
+        place: The line of the user's code that called the function; the function's definition if the line is not known.
         function: Name of the function that was compiled.
         reason: The guard that failed.
     """
@@ -83,10 +83,10 @@ class Recompile:
 
 @dataclass(frozen=True, slots=True)
 class TracedGraph:
-    """A graph that was handed to an inner backend, whichever that is.
+    """A graph that was passed to an inner backend, Inductor or not.
 
     Attributes:
-        frame: Which frame Dynamo has traced; the same for a graph that was compiled again.
+        frame: Id of the frame that Dynamo traced; a recompiled graph keeps the id.
         groups: The parameter groups whose unsharded parameters are inputs of the graph.
     """
 
@@ -97,11 +97,11 @@ class TracedGraph:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A graph as one pass has left it.
+    """A graph after one pass.
 
     Attributes:
         name: Name of the pass; "traced" for the graph before the first pass.
-        summary: The pass's own report in one line.
+        summary: Report of the pass, in one line.
         lines: The graph as text, one line for each node.
     """
 
@@ -130,7 +130,7 @@ class CapturedGraph:
 
 
 class _Watcher:
-    """Observes one graph; a second graph in the same pipeline is the backward of a graph without sharded modules."""
+    """Observer of one graph. A second graph is the backward of a graph without sharded modules."""
 
     def __init__(
         self,
@@ -184,11 +184,11 @@ class Capture:
     """The graphs, graph breaks and recompiles that `capture` has collected so far.
 
     Attributes:
-        traced: The graphs of all inner backends, in the order of their compilation.
-        graphs: The graphs that Inductor has compiled with the passes, in the same order.
-        breaks: The graph breaks, each place and reason once.
-        recompiles: The recompiles, which are added at the end of the block.
-        decisions: How steps were fitted into their memory budgets, which are added at the end of the block.
+        traced: Graphs of all inner backends, in the order of their compilation.
+        graphs: Graphs that Inductor compiles with the passes, in the order of their compilation.
+        breaks: Graph breaks, each place and reason once.
+        recompiles: Recompiles, added at the end of the block.
+        decisions: Decisions that fit steps into their memory budgets, added at the end of the block.
         notes: Warnings of `compile_fsdp` itself, such as a backward that runs op by op.
     """
 
@@ -233,9 +233,10 @@ class Capture:
 
 
 def _find_place(filename: str, line: int, stack: str) -> Place:
-    """The line of a graph break; of one inside of a library, the user's line that has called it.
+    """Find the line of a graph break.
 
-    torch's optimizers break the graph by themselves; theirs stay where they are.
+    For a break inside a library, this is the user's line that called the library.
+    A break in torch's optimizers keeps its line, because the optimizers cause it themselves.
     """
     if filename.startswith(_LIBRARIES) and not filename.startswith(_OPTIMIZERS):
         return last_user_place(stack) or Place.at(filename, line)
@@ -243,13 +244,13 @@ def _find_place(filename: str, line: int, stack: str) -> Place:
 
 
 def last_user_place(stack: str) -> Place | None:
-    """The innermost line of a traceback's text that is not code of torch, or of compile_fsdp; None if all of it is."""
+    """The innermost line of a traceback's text outside torch and compile_fsdp; None if there is none."""
     frames = re.findall(r'File "(.+?)", line (\d+)', stack)
     return next((Place.at(name, int(line)) for name, line in reversed(frames) if not is_library(name)), None)
 
 
 def is_library(filename: str) -> bool:
-    """Whether a file is torch's or compile_fsdp's, or there is none."""
+    """Whether a file belongs to torch or compile_fsdp, or the code has no file."""
     return filename.startswith((*_LIBRARIES, "<"))
 
 
@@ -257,14 +258,14 @@ def split_reason(text: str) -> tuple[str, str, tuple[str, ...]]:
     """Split Dynamo's message about a graph break into the construct, the explanation and the hints."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].startswith("Encountered graph break"):
-        lines = lines[1:]  # names a bytecode instruction, which differs for every frame around the line
+        lines = lines[1:]  # the first line names a bytecode instruction, which differs in each frame around the break
     explanation = [line.removeprefix("Explanation:").strip() for line in lines if line.startswith("Explanation:")]
     hints = [line.removeprefix("Hint:").strip() for line in lines if line.startswith("Hint:")]
     return lines[0] if lines else "", " ".join(explanation), tuple(hints)
 
 
 def _find_caller() -> Place | None:
-    """The innermost line on the stack that is not code of torch, of compile_fsdp, or generated."""
+    """The innermost stack line outside torch, compile_fsdp and generated code; None if there is none."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         filename = frame.f_code.co_filename
@@ -276,7 +277,7 @@ def _find_caller() -> Place | None:
 
 @contextmanager
 def capture() -> Iterator[Capture]:
-    """Collect what is compiled inside the block, by any thread."""
+    """Collect the compilations of all threads inside the block."""
     captured = Capture()
     breaks, own = graph_break_logger(), logging.getLogger("compile_fsdp")
     with (
@@ -290,7 +291,7 @@ def capture() -> Iterator[Capture]:
 
 @contextmanager
 def _listening(logger: logging.Logger, level: int, receive: Callable[[str], None]) -> Iterator[None]:
-    """Pass a logger's messages to `receive` inside the block, without a change of what the logger prints."""
+    """Pass a logger's messages to `receive` inside the block; the logger's output stays unchanged."""
     handler = logging.Handler(level)
     handler.emit = lambda record: receive(record.getMessage())  # type: ignore[method-assign]
     before = logger.level, logger.propagate

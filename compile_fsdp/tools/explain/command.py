@@ -1,4 +1,4 @@
-"""`compile-fsdp explain`: run a user's script, and report on the graphs that it has compiled."""
+"""`compile-fsdp explain`: run a user's script and report on its compiled graphs."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the script, and write the page on the first rank.
+    """Run the script, write the page and print a summary on rank 0.
 
     Raises:
-        ScriptError: see `world` and `run_script`; or `--steps` is less than 1.
+        ScriptError: if `--steps` is less than 1; see also `world` and `run_script`.
     """
     from compile_fsdp.tools.check.steps import ended_after
     from compile_fsdp.tools.explain.capture import capture

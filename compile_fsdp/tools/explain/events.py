@@ -1,4 +1,4 @@
-"""One graph as a sequence of events: what is launched, waited for and computed, for which module."""
+"""Read a graph as events of modules: launches, waits, copies and computations."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NONE: Names = frozenset()
 
 
 class Kind(str, enum.Enum):
-    """The kind of an event; each kind but waits has a lane of its own in the timeline."""
+    """The kind of an event; each kind except waits is a lane in the timeline."""
 
     GATHER = "gather"
     REDUCE = "reduce"
@@ -45,12 +45,12 @@ class Kind(str, enum.Enum):
     COMPUTE = "compute"
 
 
-# Over the link to the host's memory.
+# Events that use the link to the host's memory.
 TRANSFERS = (Kind.OFFLOAD, Kind.FETCH)
 
 
 def _launched_kind(node: fx.Node) -> Kind | None:
-    """The kind of a node that launches a collective, or a copy from or to the host; None for other nodes."""
+    """The kind of a node that launches a collective, or a copy from or to the host; else None."""
     if is_offload(node):
         return Kind.OFFLOAD
     if is_fetch(node):
@@ -68,18 +68,18 @@ class Event:
 
     Attributes:
         kind: Kind of the event.
-        name: FQN of the event's module; for a collective, that of the modules whose parameters it carries.
+        name: FQN of the event's module; for a collective, FQN of the modules whose parameters it carries.
         parameters: FQNs of the parameters that a collective or a copy carries, or that a computation reads.
         gradients: FQNs of the parameters whose gradients a computation makes.
         operations: Names of the event's ops, in their order.
-        size_bytes: Bytes of an all-gather output, of a reduce-scatter or all-reduce input, or of what is offloaded or
-            fetched; 0 for other events.
+        size_bytes: Bytes of an all-gather output, of a reduce-scatter or all-reduce input, or of an offloaded or
+            fetched tensor; else 0.
         seconds: Estimated seconds, without waiting.
         alive_bytes: Most bytes of unsharded parameters that are alive during the event.
-        activation_bytes: The same of activations, gradients and what is packed for a collective.
-        recomputed_bytes: The same of what the backward computes again.
-        collective: Number that a launch and its wait have in common; -1 for other events.
-        offloaded_bytes: Bytes that wait in the host's memory for the backward.
+        activation_bytes: Most bytes of activations, gradients and tensors packed for a collective.
+        recomputed_bytes: Most bytes of recomputed activations.
+        collective: Number that a launch and its wait have in common; -1 for copies and computations.
+        offloaded_bytes: Most bytes of offloaded activations in the host's memory.
     """
 
     kind: Kind
@@ -97,12 +97,14 @@ class Event:
 
 
 def read_events(graph: fx.Graph, names: GraphNames, costs: Costs | None = None) -> list[Event]:
-    """The events of a post-grad graph, in its order; computations that follow each other in one module are one event.
+    """Read the events of a post-grad graph, in node order.
+
+    Consecutive computations in one module are one event, and so are consecutive copies.
 
     Args:
         graph: The graph after the passes.
         names: FQNs of the parameters behind the graph's inputs and results.
-        costs: Costs of collectives and compute; the costs of the device unless given.
+        costs: Costs of collectives and compute; by default, the costs of the device.
     """
     return _Reader(graph, names, costs).read()
 
@@ -212,7 +214,7 @@ def _join(last: Event, event: Event) -> Event:
 
 
 def _modules(parameters: Names) -> str:
-    """The common prefix of the FQNs of the parameters' modules, or all FQNs if none; "?" without parameters."""
+    """Common prefix of the FQNs of the parameters' modules, or all FQNs without a prefix; "?" without parameters."""
     modules = sorted({module_of_parameter(fqn) for fqn in parameters})
     if len(modules) <= 1:
         return modules[0] if modules else UNKNOWN_NAME
@@ -225,7 +227,7 @@ def _modules(parameters: Names) -> str:
 
 
 def trace_parameters(graph: fx.Graph, names: GraphNames) -> tuple[dict[fx.Node, Names], dict[fx.Node, Names]]:
-    """By node, FQNs of the parameters that it holds unsharded, at least in part, and of those whose shards it holds."""
+    """FQNs of the parameters that each node holds unsharded, at least in part, and that each node holds as shards."""
     found: dict[fx.Node, Names] = {}
     sent: dict[fx.Node, Names] = {}
     apart = {
@@ -254,7 +256,7 @@ def trace_parameters(graph: fx.Graph, names: GraphNames) -> tuple[dict[fx.Node, 
 
 
 def _find_gradients(graph: fx.Graph, names: GraphNames) -> dict[fx.Node, Names]:
-    """By node, FQNs of the parameters whose gradients it computes, packs or reduces, traced back from the results."""
+    """By node, FQNs of the parameters whose gradients it computes, packs or reduces, traced from the results."""
     found: dict[fx.Node, Names] = {}
     output = graph.output_node()
     results = output.args[0] if isinstance(output.args[0], (tuple, list)) else ()

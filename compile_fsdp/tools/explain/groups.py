@@ -1,4 +1,4 @@
-"""The table of parameter groups: their collectives, their uses, and the windows that stay."""
+"""Table of the parameter groups: collectives, uses, and windows that stay."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class GroupRow:
 
     Attributes:
         facts: Names and sizes of the group.
-        gathers: Number of all-gathers in all graphs that carry a parameter of the group; one may carry several groups.
+        gathers: Number of all-gathers in all graphs that carry a parameter of the group, alone or with further groups.
         reductions: Number of reduce-scatters in all graphs that carry a gradient of the group.
         windows: Number of traced windows of the group's parameters.
         windows_removed: Number of the group's windows that the passes have removed.

@@ -1,8 +1,8 @@
 """The HTML page of a report: one file that holds its style, code and data, and loads nothing.
 
 [Note: Text from the model is data]
-Names of modules and lines of code may hold anything. They go into the page as JSON without a `<`, and from there into
-the document as text, never as markup. The page's content security policy forbids loading anything.
+Names of modules and lines of code may contain any characters. The page holds them as JSON without a `<`, and its script
+adds them to the document as text, never as markup. The page's content security policy forbids loading anything.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Edit = tuple[str, list[int]]  # " ", "-" or "+", and positions in the graph's ta
 
 
 def render_page(report: Report) -> str:
-    """The HTML page of a report."""
+    """Render the HTML page of a report."""
     here = files("compile_fsdp.tools.explain")
     page = (here / "page.html").read_text(encoding="utf-8")
     parts = {
@@ -35,7 +35,7 @@ def render_page(report: Report) -> str:
 
 
 def page_data(report: Report) -> dict[str, Any]:
-    """The data of the page: the report, with each line of a graph stored once, and the graphs after passes as edits."""
+    """Make the page's data: the report, with each graph line stored once and each pass as edits."""
     data = report.to_dict()
     for row, group in zip(data["groups"], report.groups, strict=True):
         row["prefetch"] = prefetch_text(report, group)
@@ -54,7 +54,7 @@ def _graph_data(graph: GraphView) -> dict[str, Any]:
 
 
 def compare(before: Sequence[int], after: Sequence[int]) -> list[Edit]:
-    """The edits that turn one text into another, in order; a replacement is a removal and an insertion."""
+    """Return the edits from `before` to `after`, in order; a replacement is a removal and an insertion."""
     edits: list[Edit] = []
     for kind, i, i_end, j, j_end in SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
         if kind == "equal":

@@ -1,4 +1,4 @@
-"""How many bytes of unsharded parameters are alive at each node of a graph."""
+"""Live bytes of unsharded parameters at each node of a graph."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from compile_fsdp.torch_compat.inductor import graph_input_position
 
 
 def unsharded_bytes(graph: fx.Graph, names: GraphNames) -> list[int]:
-    """By node, bytes alive of all-gather outputs, of copies out of them, and of parameters in open windows.
+    """By node, live bytes of all-gather outputs, their copies, and parameters in open windows.
 
     An all-gather output lives from its launch to the last read of the output or of a view of it. A parameter lives from
     the resize that opens its window to the resize that closes it, or to the end of the graph.
@@ -60,7 +60,7 @@ def _windows(graph: fx.Graph, names: GraphNames, position: dict[fx.Node, int]) -
         users = sorted((user for user in leaf.users if user.op != "output"), key=position.__getitem__)
         start = None
         if users and not (is_resize(users[0]) and get_argument(users[0], 1, "new_size") != 0):
-            start = 0  # another graph has filled it
+            start = 0  # an earlier graph has filled it
         for user in users:
             if not is_resize(user):
                 continue
@@ -76,7 +76,7 @@ def _windows(graph: fx.Graph, names: GraphNames, position: dict[fx.Node, int]) -
 
 
 def count_windows(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Number of times that each unsharded parameter is filled, by its placeholder."""
+    """Count the fills of each unsharded parameter, by placeholder."""
     counts: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if is_copy(node):

@@ -1,11 +1,13 @@
-"""Which parameters the inputs and results of a Dynamo graph belong to; graphs made from it no longer tell.
+"""Map inputs and results of a Dynamo graph to parameter FQNs.
+
+Graphs made from the Dynamo graph no longer tell these names.
 
     shard placeholder       a rank's shard of a parameter, known by the tensor behind the placeholder
     unsharded parameter     known by the tensor behind the placeholder
     result of the backward  a parameter's reduced gradient, known by the parameter that the unsharded gradient was
                             accumulated for
 
-A name is found by following the data, never by an order or a size; data that cannot be followed has no name.
+A name comes from following the data, never from an order or a size. Data that cannot be followed has no name.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class GroupFacts:
     """Names and sizes of one parameter group.
 
     Attributes:
-        name: FQN of the group's module, or of its several modules.
+        name: FQN of the group's module, or FQNs of its modules.
         parameters: FQNs of the group's parameters.
         parameter_bytes: Bytes of each parameter, unsharded and padded.
         shard_bytes: Bytes of the group's shards on this rank, padding included.
@@ -81,7 +83,7 @@ def describe_group(group: TraceableGroup) -> GroupFacts:
 
 
 def name_graph(gm: fx.GraphModule, groups: Collection[TraceableGroup]) -> GraphNames:
-    """Find the names for a Dynamo graph that is being compiled."""
+    """Find the names for a Dynamo graph during its compilation."""
     tensors: dict[int, tuple[str, bool]] = {}  # by id of the tensor: FQN, whether the tensor is the shard
     for group in groups:
         for param in group.params:
@@ -109,7 +111,7 @@ def name_graph(gm: fx.GraphModule, groups: Collection[TraceableGroup]) -> GraphN
 
 
 def _find_gradient(node: fx.Node, unsharded: dict[tuple[fx.Node, int], str]) -> str | None:
-    """FQN of the parameter whose reduced gradient a node of a Dynamo graph is; None if it cannot be followed."""
+    """FQN of the parameter whose reduced gradient a node holds; None if the data cannot be followed."""
     item = 0
     reduced = False
     while not (node.target is accumulate_gradient or is_accumulate_grad(node.target)):
@@ -135,7 +137,7 @@ def _find_gradient(node: fx.Node, unsharded: dict[tuple[fx.Node, int], str]) -> 
 
 
 def module_of(node: fx.Node) -> str | None:
-    """FQN of the innermost module that a node comes from; None if the node's metadata does not tell."""
+    """FQN of the innermost module that a node comes from; None if the node's metadata names no module."""
     fqn = module_fqn(node)
     return ROOT if fqn == "" else fqn
 

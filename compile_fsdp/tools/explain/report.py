@@ -1,4 +1,4 @@
-"""The findings of `explain` as data for the terminal, for an HTML page, or for a program."""
+"""Report of `explain`, for the terminal, for an HTML page, or for a program."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from compile_fsdp.tools.explain.timeline import Placed, place
 
 @dataclass(frozen=True, slots=True)
 class GraphView:
-    """A compiled graph: which half of a step it is, and what each pass made of it."""
+    """A compiled graph: its direction, and the graph after each pass."""
 
     direction: Direction
     stages: tuple[Stage, ...]
@@ -43,7 +43,7 @@ class Report:
         breaks: Graph breaks of the forward.
         recompiles: Graphs that were compiled more than once.
         notes: Further remarks, such as warnings.
-        decisions: How steps were fitted into a `memory_budget`, one for each forward graph; empty without one.
+        decisions: Decisions for a `memory_budget`, one for each forward graph; empty without a budget.
     """
 
     model: str
@@ -96,7 +96,7 @@ class Report:
 
     @property
     def budget_bytes(self) -> int | None:
-        """The smallest memory budget of the graphs; None without one."""
+        """The smallest memory budget of the graphs in bytes; None without a budget."""
         return min((decision.budget for decision in self.decisions), default=None)
 
     @property
@@ -105,14 +105,14 @@ class Report:
         return sum(row.facts.shard_bytes for row in self.groups)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as dicts, lists, strings and numbers, ready for `json.dumps`."""
+        """Return the report as dicts, lists, strings and numbers, ready for `json.dumps`."""
         seconds = ("step_s", "exposed_s", "communication_s")
         sizes = ("peak_bytes", "eager_peak_bytes", "allocated_bytes", "budget_bytes", "shard_bytes")
         plain: dict[str, Any] = _plain(dataclasses.asdict(self))
         return {**plain, "figures": {name: getattr(self, name) for name in (*seconds, *sizes)}}
 
     def save_html(self, path: str | Path) -> None:
-        """Write the report as one HTML page that needs no other file and no network."""
+        """Write the report as an HTML page that loads no file and needs no network."""
         from compile_fsdp.tools.explain.html import render_page
 
         Path(path).write_text(render_page(self), encoding="utf-8")
@@ -121,7 +121,7 @@ class Report:
         """Print a summary on the terminal.
 
         Raises:
-            ExplainError: rich is not installed.
+            ExplainError: if rich is not installed.
         """
         from compile_fsdp.tools.explain.summary import print_summary
 

@@ -24,25 +24,27 @@ from compile_fsdp.torch_compat.fsdp import fsdp_state
 def explain(
     model: nn.Module, *example_inputs: Any, world_size: int | None = None, options: Mapping[str, Any] | None = None
 ) -> Report:
-    """Compile and run one step of a model, forward and backward of the sum of its outputs, and report on it.
+    """Compile and run one step of a model, and report on it.
 
-    A sharded model is explained as it is, on its process group; its gradients and buffers are restored afterwards, so
-    that training can go on. Any other model is copied, and the copy is sharded by the default policy of
-    `compile_fsdp.wrap`: over the present process group, or over a fake one of `world_size` ranks, whose collectives do
-    nothing. The copy of a model on the meta device gets zeros as parameters, on the device of the inputs.
+    The step is the forward, and the backward of the sum of the outputs. A sharded model runs as it is, on its process
+    group; `explain` restores its gradients and buffers afterwards, so that training can go on. An unsharded model is
+    copied, and the copy is sharded by the default policy of `compile_fsdp.wrap`: over the present process group, or
+    over a fake group of `world_size` ranks, whose collectives do nothing. The copy of a model on the meta device gets
+    zeros as parameters, on the device of the inputs.
 
     Collective if a process group is initialised: all its ranks call it.
 
     Args:
-        model: The outermost module that is to be compiled.
+        model: The outermost module to compile.
         *example_inputs: Positional arguments of the model's forward on one rank.
         world_size: Number of ranks to shard over if no process group is initialised.
         options: Options of the backend, see `compile_fsdp.Options`.
     Returns:
         The report, with the methods `.print()`, `.save_html(path)` and `.to_dict()`.
     Raises:
-        ExplainError: there is neither a process group nor `world_size`, or the two contradict each other.
-        CompileFSDPError: the model cannot be sharded or compiled; the subclass says why.
+        ExplainError: if `world_size` differs from the size of the process group, or if there is no process group and
+            the model is sharded or `world_size` is missing or less than 1.
+        CompileFSDPError: if the model cannot be sharded or compiled; the subclass names the reason.
     """
     from compile_fsdp.backend.compile import compile_fsdp
 
@@ -61,7 +63,7 @@ def explain(
 
 @contextmanager
 def _world(world_size: int | None, is_sharded: bool) -> Iterator[None]:
-    """Use the present process group, or a fake one inside the block."""
+    """Use the present process group, or a fake process group inside the block."""
     if dist.is_initialized():
         present = dist.get_world_size()
         if world_size not in (None, present):

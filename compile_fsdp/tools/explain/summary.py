@@ -1,4 +1,4 @@
-"""The summary of a report on the terminal."""
+"""Print the summary of a report on the terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from compile_fsdp.tools.explain.groups import GroupRow, Use
 from compile_fsdp.tools.explain.report import Report
 from compile_fsdp.tools.explain.units import format_bytes, format_seconds
 
-MOST_CHOICES = 12  # that the terminal shows; the page has all
+MOST_CHOICES = 12  # number of choices that the terminal shows; the page shows all
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,7 +21,7 @@ def print_summary(report: Report, console: Console | None = None) -> None:
     """Print figures, groups, graph breaks and recompiles.
 
     Raises:
-        ExplainError: rich is not installed.
+        ExplainError: if rich is not installed.
     """
     try:
         from rich.console import Console
@@ -97,7 +97,7 @@ def _groups(report: Report) -> Table:
 
 
 def _choices(decision: BudgetDecision) -> Table:
-    """What was given up for a memory budget: what it costs, and what it saves."""
+    """Make the table of the choices for a memory budget, with costs and savings."""
     from rich.table import Table
 
     table = Table(title=str(decision), title_justify="left")
@@ -112,7 +112,7 @@ def _choices(decision: BudgetDecision) -> Table:
 
 
 def prefetch_text(report: Report, row: GroupRow) -> str:
-    """How long before its use a group is gathered, as in `forward 3.1 ms, backward 0 us`."""
+    """Time from a group's gather to its use in each graph, as in `forward 3.1 ms, backward 0 us`."""
     gathered: list[Use] = [use for use in row.uses if use.prefetch_events is not None]
     times = (f"{report.graphs[use.graph].direction} {format_seconds(use.prefetch_s)}" for use in gathered)
     return ", ".join(times) or "-"

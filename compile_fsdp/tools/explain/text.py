@@ -1,4 +1,4 @@
-"""A graph as lines of text that can be compared: a node's line changes only if what it computes does."""
+"""Format a graph as comparable lines of text: a node's line changes only if its computation changes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from compile_fsdp.torch_compat.dispatch import HigherOrderOperator, OpOverload, 
 
 
 def graph_lines(graph: fx.Graph, labels: Mapping[fx.Node, str]) -> tuple[str, ...]:
-    """The lines of a graph, one for each node.
+    """Format a graph as lines, one for each node.
 
     Args:
         graph: Any FX graph.

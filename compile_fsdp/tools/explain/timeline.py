@@ -1,9 +1,8 @@
 """Estimate when the events of a step happen, by the costs of compute and communication.
 
-Computations run in the order of the graph. Collectives go over one wire, one after the other, each as soon as it is
-launched and the wire is free: an alpha-beta model, see `compile_fsdp.passes.Costs`. What is offloaded and fetched has a
-link of its own. A wait that starts before its
-collective has ended exposes the time in between.
+Computations run in the order of the graph. Collectives share one wire and run in sequence: each starts as soon as it is
+launched and the wire is free. This is an alpha-beta model, see `compile_fsdp.passes.Costs`. Offloads and fetches use a
+separate link. A wait that starts before its collective has ended exposes the time in between.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class Placed:
         graph: Index of the event's graph.
         at_s: Seconds from the start of the step until compute reaches the event.
         start_s: Seconds from the start of the step until the event starts: a collective may have to wait for the wire.
-        exposed_s: Seconds that compute stands still in a wait; 0 for other events.
+        exposed_s: Seconds that compute stands still in a wait; 0 if the event is not a wait.
         eager_bytes: Bytes of unsharded parameters that eager FSDP2 would hold at the event, see `eager_bytes()`.
     """
 
@@ -36,9 +35,9 @@ class Placed:
 
 
 def place(graphs: Sequence[Sequence[Event]], groups: Sequence[GroupFacts]) -> list[Placed]:
-    """Place the events of a step's graphs, one graph after the other."""
+    """Place the events of a step's graphs in time, graph by graph."""
     placed = []
-    now, free = 0.0, {False: 0.0, True: 0.0}  # the wire, and the link to the host
+    now, free = 0.0, {False: 0.0, True: 0.0}  # when the wire (False) and the host link (True) are free
     for number, events in enumerate(graphs):
         eager = eager_bytes(events, groups)
         arrived: dict[int, float] = {}
@@ -60,9 +59,9 @@ def place(graphs: Sequence[Sequence[Event]], groups: Sequence[GroupFacts]) -> li
 def eager_bytes(events: Sequence[Event], groups: Sequence[GroupFacts]) -> list[int]:
     """Bytes of unsharded parameters that eager FSDP2 would hold at each event of a graph.
 
-    A model, not a measurement: a group is gathered at the first use of the group before it, and freed after its last
-    use. The root's group, which eager FSDP2 gathers first and does not free after the forward, lives all through a
-    forward graph, and in a backward graph from the start to its last use.
+    A model, not a measurement: a group is gathered at the first use of the previous group, and freed after its last
+    use. A group that eager FSDP2 does not reshard after the forward, such as the root's group, lives from the start of
+    a graph: to the end of a forward graph, and to its last use in a backward graph.
     """
     is_backward = any(event.kind is Kind.REDUCE for event in events)
     held = [0] * (len(events) + 1)
@@ -83,7 +82,7 @@ def eager_bytes(events: Sequence[Event], groups: Sequence[GroupFacts]) -> list[i
 
 
 def find_uses(events: Sequence[Event], group: GroupFacts) -> tuple[int, int] | None:
-    """Indices of the first and the last event that compute with a parameter of the group or its gradient, if any."""
+    """Indices of the first and last computation with the group's parameters or gradients; None if there are none."""
     own = set(group.parameters)
     found = [
         i
