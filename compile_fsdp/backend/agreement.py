@@ -1,17 +1,17 @@
-"""Ranks agree on the collectives of a graph before it first runs.
+"""Compare the collectives of a graph across ranks before its first run.
 
-A rank whose graph has other collectives than its peers' hangs, and they with it, until a watchdog ends the job. So each
-rank compares what it has compiled with the others, and all of them raise where there is a difference. The comparison
-runs over the process groups' key-value stores, not over collectives: it has a time limit of its own, which covers that
-some ranks find in a cache what others compile for minutes. The ranks of a process group compare what they issue in it,
-and in groups that hold all of them. With Inductor it covers all that the compiled graph issues,
-in the order of the passes; with another inner backend what Dynamo has traced, which lacks the collectives that tensor
+If one rank issues collectives that differ from its peers', all of them hang until a watchdog ends the job. So ranks
+compare their graphs, and each of them raises if there is a difference. The comparison uses the key-value stores of the
+process groups instead of collectives, because it needs a separate time limit: some ranks load a graph from a cache
+while their peers compile it for minutes. The ranks of a process group compare the collectives in this group and in
+groups that contain all of them. With Inductor, these are all collectives of the compiled graph, in the order of the
+passes. With a different inner backend, they are the collectives in Dynamo's graph, without those that tensor
 subclasses issue themselves, as DTensor does for tensor parallelism.
 
 [Note: Agreed once is agreed]
-A rank may compile a graph that the others do not, for a batch of another size for example. Its collectives are those
-that all have agreed on before, and nobody waits for anybody. What is agreed on is remembered by process group, and is
-the same on all of its ranks.
+A rank may compile a graph that its peers do not compile, for a different batch size for example. If all ranks have
+agreed on its collectives before, the rank waits for nobody. Each process group has a set of agreed sequences, which is
+equal on all of its ranks.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from compile_fsdp.torch_compat.distributed import group_store, resolve_group
 
 DEFAULT_LIMIT_S = 1800.0
 
-_FAKE = "fake"  # a backend whose other ranks do not exist
+_FAKE = "fake"  # backend of a process group whose peers do not exist
 
 
 @dataclass(slots=True)
 class _Agreed:
-    """What the ranks of one process group have agreed on.
+    """Sequences that the ranks of one process group have agreed on.
 
     Attributes:
-        rounds: Comparisons until now.
-        digests: Of the sequences.
+        rounds: Number of decisions begun so far.
+        digests: SHA-256 digests of the sequences.
     """
 
     rounds: int = 0
@@ -53,18 +53,18 @@ _agreed: WeakKeyDictionary[dist.ProcessGroup, _Agreed] = WeakKeyDictionary()
 
 
 def agree(sequence: CollectiveSequence, what: str, limit_s: float, shown: bool) -> bool:
-    """Compare the collectives of a graph with those of the other ranks of its process groups.
+    """Compare a graph's collectives with the peers in its process groups.
 
     Args:
         sequence: The collectives.
         what: The graph's name in errors and messages.
-        limit_s: Seconds to wait for the other ranks.
-        shown: Whether rank 0 says that it waits.
+        limit_s: Seconds to wait for the peers.
+        shown: Whether rank 0 prints that it waits.
     Returns:
-        Whether all ranks of all these groups were here. False where they had agreed on the sequence before.
+        Whether all ranks of all these groups met. False if the ranks of a group had agreed on the sequence before.
     Raises:
-        CollectiveMismatchError: on every rank of a group whose ranks differ.
-        RankMissingError: a rank does not come within the limit.
+        CollectiveMismatchError: the ranks of a group differ; raised on each of them.
+        RankMissingError: a rank does not arrive within the limit.
     """
     are_all_here = True
     with _Meeting(what, limit_s, shown) as meeting:
@@ -82,15 +82,17 @@ def agree(sequence: CollectiveSequence, what: str, limit_s: float, shown: bool) 
 
 
 def share_problem(sequence: CollectiveSequence, what: str, problem: str, limit_s: float) -> str:
-    """What is wrong on the first rank that has a problem, on all ranks of the process groups; "" if none has.
+    """Share the first rank's problem with all ranks of the process groups.
 
     Args:
-        sequence: Whose process groups.
-        what: What the ranks look at, in errors.
-        problem: What is wrong on this rank, or "".
-        limit_s: Seconds to wait for the other ranks.
+        sequence: The collectives whose process groups take part.
+        what: Name of the checked graph in errors.
+        problem: The problem on this rank, or "".
+        limit_s: Seconds to wait for the peers.
+    Returns:
+        The problem of the first rank that has one; "" if no rank has one.
     Raises:
-        RankMissingError: a rank does not come within the limit.
+        RankMissingError: a rank does not arrive within the limit.
     """
     return share_by(
         sequence.groups, what, problem, limit_s, lambda problems: next(filter(None, problems), "")
@@ -98,17 +100,16 @@ def share_problem(sequence: CollectiveSequence, what: str, problem: str, limit_s
 
 
 def share_choice(names: Collection[str], what: str, choice: str, limit_s: float) -> str:
-    """Whether all ranks of some process groups have chosen the same; decided for all of them together.
+    """Decide whether all ranks of the process groups have equal choices.
+
+    `names`, `what` and `limit_s` are arguments of `share_by`.
 
     Args:
-        names: What graphs call the process groups.
-        what: What is chosen, in errors.
-        choice: This rank's, as "=" and the choice, or why it has none.
-        limit_s: Seconds to wait for the other ranks.
+        choice: This rank's choice as "=" and a text, or the reason why it has none.
     Returns:
-        "" if all have chosen the same; else why one has not.
+        "" if all choices are equal; else why a rank has none, or that they differ.
     Raises:
-        RankMissingError: a rank does not come within the limit.
+        RankMissingError: a rank does not arrive within the limit.
     """
 
     def judge(choices: Sequence[str]) -> str:
@@ -122,16 +123,16 @@ def share_choice(names: Collection[str], what: str, choice: str, limit_s: float)
 def share_largest(
     names: Collection[str], what: str, own: tuple[int, str], limit_s: float, shown: bool = False
 ) -> str:
-    """What the rank with the largest number says, on all ranks of the process groups; of equals, the first rank.
+    """Share the text of the rank with the largest number.
+
+    `names`, `what`, `limit_s` and `shown` are arguments of `share_by`.
 
     Args:
-        names: What graphs call the process groups.
-        what: What the ranks talk about, in errors.
-        own: This rank's number, and what it says.
-        limit_s: Seconds to wait for the other ranks.
-        shown: Whether rank 0 says that it waits.
+        own: This rank's number and text.
+    Returns:
+        The shared text, on all ranks of the process groups. The first rank wins a tie.
     Raises:
-        RankMissingError: a rank does not come within the limit.
+        RankMissingError: a rank does not arrive within the limit.
     """
 
     def judge(texts: Sequence[str]) -> str:
@@ -148,17 +149,19 @@ def share_by(
     judge: Callable[[Sequence[str]], str],
     shown: bool = False,
 ) -> str:
-    """What becomes of this rank's text when one process group after the other decides, on all of their ranks.
+    """Let each process group in turn decide on a text.
 
     Args:
-        names: What graphs call the process groups.
-        what: What the ranks talk about, in errors.
-        own: What this rank says.
-        limit_s: Seconds to wait for the other ranks.
-        judge: What the first rank of a process group makes of what all of its ranks say, by rank.
-        shown: Whether rank 0 says that it waits.
+        names: Names of the process groups in graphs.
+        what: Subject of the decision in errors.
+        own: This rank's text.
+        limit_s: Seconds to wait for the peers.
+        judge: Makes the new text of a process group from its ranks' texts, in their order; the first rank calls it.
+        shown: Whether rank 0 prints that it waits.
+    Returns:
+        This rank's text after all decisions.
     Raises:
-        RankMissingError: a rank does not come within the limit.
+        RankMissingError: a rank does not arrive within the limit.
     """
     with _Meeting(what, limit_s, shown) as meeting:
         for name, group in real_groups(names):
@@ -167,7 +170,10 @@ def share_by(
 
 
 def real_groups(names: Collection[str]) -> Iterator[tuple[str, dist.ProcessGroup]]:
-    """Of the process groups that graphs call by these names, those with other ranks, in one order on all of them."""
+    """Yield the named process groups that have peers, sorted by name.
+
+    All ranks must visit the groups that they share in one order.
+    """
     for name in sorted(names):
         group = resolve_group(name)
         if group.size() > 1 and dist.get_backend(group) != _FAKE:
@@ -175,14 +181,15 @@ def real_groups(names: Collection[str]) -> Iterator[tuple[str, dist.ProcessGroup
 
 
 def shared_lines(sequence: CollectiveSequence, group: dist.ProcessGroup) -> tuple[str, ...]:
-    """Of a graph's collectives, those that all ranks of a process group must issue alike, as text."""
+    """Return the collectives that a process group's ranks must issue alike."""
     return sequence.lines([each for each in sequence.groups if _holds_all_of(resolve_group(each), group)])
 
 
 def _holds_all_of(other: dist.ProcessGroup, group: dist.ProcessGroup) -> bool:
-    """Whether every rank of `group` is in `other`, too: what it issues there must be equal on all of them.
+    """Return whether every rank of `group` is in `other`.
 
-    Ranks of one data-parallel group may be in different tensor-parallel groups, whose shards differ in size.
+    These ranks must issue equal collectives in `other`. Ranks of one data-parallel group may be in different
+    tensor-parallel groups, whose shards differ in size.
     """
     return set(dist.get_process_group_ranks(group)) <= set(dist.get_process_group_ranks(other))
 
@@ -196,12 +203,12 @@ def _first_other(digests: Sequence[str]) -> str:
 
 
 class _Meeting:
-    """Where ranks wait for each other.
+    """Lets the ranks of process groups wait for each other and decide.
 
     Attributes:
-        what: What they look at, in errors and messages.
-        limit_s: Seconds to wait for the other ranks.
-        prefix: Of the keys of the present decision in the store.
+        what: Subject of the decisions in errors and messages.
+        limit_s: Seconds to wait for the peers.
+        prefix: Prefix of the present decision's keys in the store.
     """
 
     def __init__(self, what: str, limit_s: float, shown: bool) -> None:
@@ -217,11 +224,14 @@ class _Meeting:
         self._phase.end()
 
     def decide(self, group: dist.ProcessGroup, name: str, own: str, judge: Callable[[Sequence[str]], str]) -> str:
-        """What the first rank of a group makes of what all of its ranks say, by rank."""
+        """Return the result of `judge` on the texts of a group's ranks.
+
+        The first rank of the group calls `judge`.
+        """
         agreed, store = _agreed_in(group), group_store(group)
         prefix = f"compile_fsdp/{name}/{agreed.rounds}"
         agreed.rounds += 1
-        # A process group that was destroyed and made again may meet at the same store.
+        # A process group that is destroyed and created again may get its old store.
         self.prefix = f"{prefix}/{(store.add(f'{prefix}/arrivals', 1) - 1) // group.size()}"
         store.set(f"{self.prefix}/{group.rank()}", own)
         if group.rank() == 0:
@@ -230,11 +240,11 @@ class _Meeting:
         return self.get(group, 0, "verdict")
 
     def get(self, group: dist.ProcessGroup, rank: int, key: str) -> str:
-        """What a rank says."""
+        """Wait until a rank has set a key, and return the text."""
         store = group_store(group)
         try:
             store.wait([f"{self.prefix}/{key}"], timedelta(seconds=self.limit_s))
-        except RuntimeError as error:  # a FileStore has no error of its own for it
+        except RuntimeError as error:  # FileStore has no error class for a timeout
             raise RankMissingError(
                 f"expected rank {dist.get_global_rank(group, rank)} to compile its {self.what} within "
                 f"{self.limit_s:g} s, got nothing from it; look for its error, or for a step that it does not compile; "
@@ -256,7 +266,7 @@ def _raise_mismatch(meeting: _Meeting, group: dist.ProcessGroup, other: int, lin
 
 
 def first_difference(ranks: Sequence[int], first: Sequence[str], second: Sequence[str]) -> str:
-    """Where the collectives of two ranks differ, for an error."""
+    """Describe where the collectives of two ranks first differ, for errors."""
     differing = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
     at = next(differing, min(len(first), len(second)))
     own = [lines[at] if at < len(lines) else "no further collective" for lines in (first, second)]

@@ -1,4 +1,4 @@
-"""Compile what compiled autograd captures of a backward, as one graph."""
+"""Compile a backward that compiled autograd has captured, as one graph."""
 
 from __future__ import annotations
 
@@ -48,18 +48,21 @@ from compile_fsdp.torch_compat.dynamo import (
 
 _log = logging.getLogger("compile_fsdp")
 
-# How the warning begins that a backward is not compiled; its reason follows.
+# Begin of the warning that a backward is not compiled; the reason follows.
 FALLS_BACK = "backward falls back to eager, op by op, with all its parameters unsharded: "
 
 
-# By thread, the object that Dynamo has given the hooks of the forward whose backward runs. Compiled autograd calls what
-# it has compiled with tensors and with hooks of autograd's own only.
+# Per thread: the object in which Dynamo keeps the hooks of the forward whose backward runs. It is not an argument,
+# because compiled autograd calls compiled code only with tensors and autograd's hooks.
 _hooks_of_forward = threading.local()
 
 
 @contextmanager
 def hooks_of_forward(state: Any) -> Iterator[None]:
-    """Within it, captured backwards of this thread call the hooks that one forward has put on its intermediates."""
+    """Set the object whose hooks this thread's captured backwards call.
+
+    They are the hooks that one forward has put on its intermediates.
+    """
     outer, _hooks_of_forward.state = getattr(_hooks_of_forward, "state", None), state
     try:
         yield
@@ -72,9 +75,9 @@ class _Ready:
     """A captured backward that can run.
 
     Attributes:
-        function: What Dynamo traces.
-        compiled: The same, compiled when it is first called.
-        undefined: Positions, among its inputs, of the leaves that get no gradient from it.
+        function: The function that Dynamo traces.
+        compiled: `function`, compiled on its first call.
+        undefined: Positions in its inputs of the leaves that get no gradient from it.
     """
 
     function: FunctionType
@@ -83,18 +86,18 @@ class _Ready:
 
 
 class BackwardCompiler:
-    """Compiles a captured backward; where that fails, runs it op by op.
+    """Compiles a captured backward; if that fails, runs it op by op.
 
-    Compiled autograd's cache keeps what it is given as long as the process lives, and so does torch.compile with
-    a backend. Both get functions that only refer to this object: it belongs to the compiled forward graph, which Dynamo
-    drops with the model.
+    Compiled autograd's cache keeps its functions, and torch.compile keeps its backends, as long as the process lives.
+    Both get functions with weak references to this object, because it belongs to the compiled forward graph, which
+    Dynamo drops with the model.
 
     Attributes:
-        record: Takes note of the backward that runs now, if it is traced; None if nobody does.
-        has_gradient: By result of the forward, whether it has a gradient; of the forward whose backward runs now.
-        sizes: That this forward takes as numbers, since they may change.
-        options: The user's, with the costs that the forward was compiled by.
-        decision: How the step is fitted into its memory budget; None without a budget.
+        record: Records the running backward if it is traced; None without a recording.
+        has_gradient: By result of the forward whose backward runs: whether it has a gradient.
+        sizes: Integer inputs of this forward: sizes that may change.
+        options: The user's options, with the costs by which the forward was compiled.
+        decision: How the step fits into its memory budget; None without a budget.
     """
 
     def __init__(
@@ -109,11 +112,11 @@ class BackwardCompiler:
         self.decision = decision
         self._runs: list[Callable[..., Any]] = []
         self._op_runs: set[Callable[..., Any]] = set()
-        self._fake_modes: list[Any] = []  # of graphs that were compiled since the last run
+        self._fake_modes: list[Any] = []  # of graphs compiled since the last run
         self._tracing: Phase | None = None  # from the first run until Dynamo has traced it
 
     def __call__(self, captured: fx.GraphModule) -> Callable[..., Any]:
-        """What compiled autograd is to call in place of the graph that it has captured."""
+        """Return the function that compiled autograd calls for a captured graph."""
         has_gradient, changing = self.has_gradient, self.sizes
         ready: _Ready | None = None
 
@@ -133,27 +136,28 @@ class BackwardCompiler:
                     return ready.compiled(inputs, sizes, scalars, hooks, *rest)
                 except (Unsupported, FailOnRecompileLimitHit) as error:
                     if not inputs:
-                        raise  # The compiled graph has emptied the list: it has run, and failed.
+                        raise  # The compiled graph has run and failed, because it has emptied the list.
                     _log.warning("%s%s", FALLS_BACK, error)
                     unshard_inputs(inputs)
                     return captured(inputs, sizes, scalars, hooks, *rest)
 
         self._runs.append(run)
-        # Where AOTAutograd does not make every graph unique, a model may come upon the graph of one that is gone.
+        # If AOTAutograd does not make every graph unique, a model may hit the cached graph of a deleted model.
         return weak_callable(run, otherwise=captured)
 
     def _prepare(
         self, captured: fx.GraphModule, has_gradient: Sequence[bool], sizes: Sequence[int], inputs: Sequence[Any]
     ) -> _Ready:
-        """Rewrite a captured backward, with the inputs of its first run, and let Dynamo trace what is left."""
+        """Rewrite a captured backward with its first inputs for Dynamo."""
         _mark_changing(inputs, sizes)
         hooks = None if self._hooks is None else self._hooks.names
         passes = pipelines.captured_backward(has_gradient=has_gradient, inputs=inputs, hooks=hooks)
         done = Run(captured.graph, passes)
         self._op_runs |= done.result(join_op_runs)
         captured.recompile()
-        # Not the module itself: its handling of an exception would be compiled too, and fail with another one.
-        # And a copy, since what Dynamo keeps with code and globals would live as long as the captured graph.
+        # Compile the function instead of the module, because Dynamo would also compile the module's exception handler,
+        # which then fails with a different exception. Compile a copy, because the data that Dynamo keeps with code and
+        # globals would live as long as the captured graph.
         function = FunctionType(captured.forward.__code__.replace(), dict(captured.forward.__globals__))
         method, backend = MethodType(function, captured), weak_callable(self._compile_traced)
         compiled = compile_for_many(method, backend, see_guards if self.record is not None else None)
@@ -161,7 +165,7 @@ class BackwardCompiler:
 
     @contextmanager
     def _running(self, is_first: bool) -> Iterator[None]:
-        """Around a run of a captured backward, of which the first one traces it."""
+        """Surround a run of a captured backward; the first run traces it."""
         if is_first:
             self._tracing = Phase("tracing the backward", self.options.progress)
         is_paused = is_first and pause_collection()
@@ -181,7 +185,7 @@ class BackwardCompiler:
             self._tracing = None
 
     def _compile_traced(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The backend of Dynamo's trace of a captured backward."""
+        """Compile Dynamo's trace of a captured backward, as a Dynamo backend."""
         self._end_tracing()
         if (fake_mode := fake_mode_of(gm)) is not None:
             self._fake_modes.append(fake_mode)
@@ -201,11 +205,14 @@ class BackwardCompiler:
 
 
 def _mark_changing(inputs: Sequence[Any], sizes: Sequence[int]) -> None:
-    """Let Dynamo take sizes for changing at once, where it would take them for constants until they have changed.
+    """Let Dynamo treat sizes as changing in the first trace.
+
+    Dynamo would treat them as constants until they change.
 
     Args:
-        inputs: Of a captured backward: activations, gradients, parameters.
-        sizes: Those that its forward takes as numbers. Others may be products of them: a batch of sequences, flattened.
+        inputs: Inputs of a captured backward: activations, gradients, parameters.
+        sizes: Integer inputs of its forward. Products of up to three of them are marked too, because a batch of
+            sequences may be flattened.
     """
     subsets = (itertools.combinations(sizes, count) for count in (1, 2, 3))
     changing = {math.prod(subset) for subset in itertools.chain.from_iterable(subsets)} - {0, 1}

@@ -1,10 +1,10 @@
 """Enter compiled autograd from inside the user's ordinary backward.
 
 [Note: The boundary]
-The compiled forward graph sits inside an autograd function. Its outputs leave detached, so that the outer
-autograd graph, which the user's `loss.backward()` runs, sees one node. The node's backward starts a second
-backward, through the inner graph and under compiled autograd: FSDP2's backward hooks are traced together with
-the gradient computation, and no global setting has to change.
+The compiled forward graph runs inside an autograd function. Its outputs are detached, so the outer autograd graph,
+which the user's `loss.backward()` runs, has one node for it. The node's backward starts a second backward through the
+inner autograd graph, under compiled autograd. FSDP2's backward hooks are traced together with the gradient computation,
+and no global setting changes.
 """
 
 from __future__ import annotations
@@ -32,23 +32,24 @@ GraphFn = Callable[..., Sequence[Any]]
 class ForwardGraph:
     """A compiled forward graph that reads unsharded parameters.
 
-    Which parameter groups it works on is known by its inputs only: Dynamo runs one graph for several modules
-    of the same class where it compiles their forward as a frame of its own.
+    Only its inputs tell its parameter groups, because Dynamo runs one graph for several modules of a class if it
+    compiles their forward as a separate frame.
 
     Attributes:
         run: The graph, compiled by the inner backend.
         managed: Positions of the graph inputs that are unsharded parameters.
         parts: Positions in `managed` of parts of parameters that are tensor subclasses.
-        read: Positions in `managed` that something is computed with; of these parameters alone a gradient may come.
+        read: Positions in `managed` of parameters that the graph computes with; only these may get a gradient.
         whole: Positions in `managed` of parameters whose module runs in this graph from its inputs to its outputs.
-        whole_of: The module that was called, if all of its forward is in the graph; else None.
-        pre_backward_elsewhere: Positions in `managed` of parameters whose pre-backward hook is in another graph, behind
-            a graph break.
+        whole_of: The called module if its whole forward is in the graph; else None.
+        pre_backward_elsewhere: Positions in `managed` of parameters whose pre-backward hook is in a different graph,
+            behind a graph break.
         left_unsharded: Positions in `managed` of parameters that the graph leaves unsharded for its backward.
         backward_prefetch: When the backward gathers the groups that it needs next.
-        hooks: Which of its inputs holds the hooks on its intermediates, if it has any; `run` does not take that one.
+        hooks: The hooks on its intermediates, and the position of the input that holds them; None without hooks. `run`
+            takes the inputs that `hooks.split` returns.
         compile_backward: Compiles the graph that compiled autograd captures.
-        replay: Its backward, as far as it can run without being captured.
+        replay: Its recorded backward, which can run without a capture.
     """
 
     run: GraphFn
@@ -83,7 +84,7 @@ class ForwardGraph:
         if not trainable and not call.differentiable:
             return self._run_plain(args)
         differentiable = [args[i] for i in call.differentiable]
-        # A tensor's own hooks would be called with the gradient that the boundary does not have.
+        # Leave out parameters with hooks, because autograd would call these, and the boundary has no gradient for them.
         anchors = [p for p in trainable if not (p._backward_hooks or p._post_accumulate_grad_hooks)]
         leaf = torch.empty(0, requires_grad=True)
         return tuple(_Boundary.apply(call, *differentiable, *call.leaves, leaf, *anchors))  # type: ignore[no-untyped-call]
@@ -98,9 +99,9 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: GraphCall, *tensors: torch.Tensor) -> tuple[Any, ...]:
-        # `tensors`: the differentiable inputs; the unsharded parameters, by which schedules of pipelines ask for
-        # gradients; a leaf that tells what kind of backward runs; and the sharded parameters. These get no gradient
-        # from here: they make torch.autograd.grad() of a parameter reach `backward`, which refuses it.
+        # `tensors`: the differentiable inputs; the unsharded parameters for which pipeline schedules ask gradients; a
+        # leaf that tells a whole backward from a partial one; and the sharded parameters. The sharded parameters get no
+        # gradient here. They make torch.autograd.grad() of a parameter reach `backward`, which refuses it.
         ctx.set_materialize_grads(False)
         ctx.call = call
         call.node = weakref.ref(ctx)

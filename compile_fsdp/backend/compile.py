@@ -51,11 +51,11 @@ def compile_fsdp(
         gm: The forward graph.
         example_inputs: Its inputs.
         options: See `Options`.
-        mode: One of Inductor's modes, as torch.compile takes them.
+        mode: A mode of Inductor, as for torch.compile.
     Returns:
-        The compiled graph. Its backward runs under compiled autograd, with the same options.
+        The compiled graph. Its backward runs under compiled autograd, with these options.
     Raises:
-        UnknownOptionError: an option does not exist.
+        UnknownOptionError: an option does not exist, or a bundle is asked for outside of model.compile().
         NotShardedError: the graph uses parameters, and none of a traceable model.
     """
     restore_hook_bodies_now()
@@ -93,12 +93,12 @@ def _check_names_and_ops() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _PassResults:
-    """What the passes on Dynamo's forward graph have decided.
+    """Decisions of the passes on Dynamo's forward graph.
 
     Attributes:
-        hooks: The hooks that were taken out of the graph; None if it had none.
+        hooks: The hooks taken out of the graph; None for no hooks.
         left_unsharded: The groups that the forward leaves unsharded for its backward, by the user's memory budget.
-        decision: How the step is fitted into its memory budget, if it has one.
+        decision: How the step fits into its memory budget; None without a budget.
     """
 
     hooks: DeferredHooks | None
@@ -109,11 +109,11 @@ class _PassResults:
 def _run_passes(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
 ) -> tuple[fx.GraphModule, Sequence[Any], _PassResults]:
-    """Rewrite Dynamo's forward graph; the inputs are those of the graph that is left."""
+    """Rewrite Dynamo's forward graph; return it, its remaining inputs, and the decisions."""
     takes_numbers = options.inner_backend in ("inductor", "aot_eager")  # their graphs go through AOTAutograd
     lifts_hooks = takes_numbers and bool(GraphInputs(gm).managed) and has_hooks_input(gm)
     if lifts_hooks:
-        gm = copy_dynamo_graph(gm)  # Dynamo goes on to read the inputs of its own graph
+        gm = copy_dynamo_graph(gm)  # Dynamo still reads the inputs of the original graph
     inputs, has_backward = GraphInputs(gm), torch.is_grad_enabled()
     fitted = budget_pass(inputs, options) if has_backward else None
     done = Run(
@@ -161,7 +161,7 @@ def _behind_boundary(
 
 
 def _whole_module(traced: trace_record.TraceRecord) -> weakref.ref[nn.Module] | None:
-    """The module whose call is compiled, if its forward begins and ends in the graph."""
+    """Return the called module if the graph has its whole forward."""
     call = calls.outermost()
     if call is None or (hooks := module_hooks_of(call.module).hooks) not in traced.entered:
         return None

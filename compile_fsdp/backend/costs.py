@@ -1,11 +1,12 @@
-"""The costs that a graph is compiled by: one set of numbers on all of its ranks.
+"""The costs by which a graph is compiled, on all ranks.
 
 [Note: Costs are measured once]
-The first graph over a process group whose collectives nobody has measured measures them, in a second or two, and keeps
-the numbers for later processes. Whether that is needed says the first rank: hosts may have caches of their own. Ranks
-meet before they measure, also those with costs of their own, so that a rank which never comes, or does not measure, is
-not waited for by a collective. Ranks may have batches of different sizes; the one with the largest decides for all, on
-the numbers as well. A rank that compiles alone later, for another batch, has these costs again and meets nobody.
+The first graph of a process group without stored costs measures its collectives, in a second or two, and stores the
+costs for later processes. The first rank decides whether to measure, because each host may have a separate cache. All
+ranks meet before they measure, including ranks whose user gives costs. So a missing rank, or a rank that does not
+measure, leaves no peer waiting in a collective. Ranks may have batches of different sizes: the rank with the largest
+batch decides the costs for all of them. A rank that compiles alone later, for a different batch, reuses these costs and
+meets nobody.
 """
 
 from __future__ import annotations
@@ -38,35 +39,37 @@ from compile_fsdp.torch_compat.dynamo import graph_input_example
 
 _MEASURE, _REFUSE = "measure", "refuse"
 
-# By first group of a graph: by its groups, what all ranks have settled on.
+# By a graph's first group, then by the texts of all its groups: the costs that all ranks have agreed on.
 _settled: WeakKeyDictionary[TraceableGroup, dict[Hashable, Costs]] = WeakKeyDictionary()
 
 _measured: WeakKeyDictionary[dist.ProcessGroup, dict[torch.dtype, Measurements]] = WeakKeyDictionary()
 
 
 def settle_costs(gm: fx.GraphModule, inputs: GraphInputs, options: Options) -> Costs | None:
-    """The costs for a graph and its backward. It may issue collectives: see [Note: Costs are measured once].
+    """Return the costs for a graph and its backward.
+
+    May issue collectives: see [Note: Costs are measured once].
 
     Args:
         gm: The forward graph, as Dynamo has traced it.
-        inputs: Of the graph.
-        options: The user's.
+        inputs: Inputs of the graph.
+        options: The user's options.
     Returns:
-        None for a graph about which nothing is decided by costs.
+        The costs. If nothing is decided by costs: the user's numbers, or None without them.
     Raises:
-        RankMissingError: a rank does not come within the limit.
+        RankMissingError: a rank does not arrive within the limit.
     """
     groups = inputs.groups
     decides = options.inner_backend == "inductor" or options.memory_budget is not None
     if not (groups and decides):
         return options.known_costs
     known = _settled.setdefault(groups[0], {})
-    key = tuple(group.constants.text for group in groups)  # without options: all ranks meet, or none
+    key = tuple(group.constants.text for group in groups)  # excludes the options, so that all ranks meet, or none
     usual = usual_costs(groups[0].fsdp_group.device)
     if key not in known:
         costs = _measured_costs(inputs, usual, options) if options.inner_backend == "inductor" else usual
         costs = replace(costs, rows=_find_rows(gm, inputs) or usual.rows)
-        # Numbers of the user's on one rank are for this rank: the comparison of collectives tells of what they do.
+        # Costs that the user gives on one rank apply to this rank. If they change its collectives, `agree` raises.
         own = costs.rows if options.known_costs is None else -1, json.dumps(asdict(costs))
         names, limit_s = inputs.process_groups(), options.agreement_timeout_s
         known[key] = Costs(**json.loads(share_largest(names, "forward graph", own, limit_s, options.progress)))
@@ -76,7 +79,7 @@ def settle_costs(gm: fx.GraphModule, inputs: GraphInputs, options: Options) -> C
 
 
 def _measured_costs(inputs: GraphInputs, usual: Costs, options: Options) -> Costs:
-    """Of several process groups that parameters are sharded over, the slowest counts."""
+    """Return the costs of the slowest process group with sharded parameters."""
     device, dtype = inputs.groups[0].fsdp_group.device, _compute_dtype(inputs)
     names = {group.constants.gather_group for group in inputs.groups} - {""}
     measured = (_measurements(name, group, device, dtype, options) for name, group in real_groups(names))
@@ -85,7 +88,7 @@ def _measured_costs(inputs: GraphInputs, usual: Costs, options: Options) -> Cost
 
 
 def _slower(one: Costs, other: Costs) -> Costs:
-    """The slower link of the two; the device is the same."""
+    """Combine the slower latency and the slower bandwidth of two links."""
     latency, bandwidth = max(one.latency, other.latency), min(one.comm_bandwidth, other.comm_bandwidth)
     return replace(one, latency=latency, comm_bandwidth=bandwidth)
 
@@ -93,7 +96,10 @@ def _slower(one: Costs, other: Costs) -> Costs:
 def _measurements(
     name: str, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, options: Options
 ) -> Measurements | None:
-    """None if a rank has costs of its own: then nobody measures."""
+    """Return stored or new measurements of a process group.
+
+    None, without measuring, if the options of any rank ask for no measurement.
+    """
     known = _measured.setdefault(group, {})
     if dtype not in known:
         key, share = store.circumstances(group, device, dtype), partial(_share, name, options)
@@ -112,7 +118,7 @@ def _measurements(
 
 
 def _share(name: str, options: Options, own: str) -> str:
-    """What the first rank says, or that one refuses."""
+    """Share the first rank's text, or `_REFUSE` if any rank refuses."""
 
     def judge(texts: Sequence[str]) -> str:
         return _REFUSE if _REFUSE in texts else texts[0]
@@ -121,7 +127,10 @@ def _share(name: str, options: Options, own: str) -> str:
 
 
 def _compute_dtype(inputs: GraphInputs) -> torch.dtype:
-    """Of most elements of the unsharded parameters, without what is no float."""
+    """Return the dtype of most elements of the unsharded parameters.
+
+    Dtypes that are not floating, or have one byte, do not count.
+    """
     numels: dict[torch.dtype, int] = {}
     for node, _ in inputs.managed_nodes():
         tensor = graph_input_example(node)
@@ -131,9 +140,10 @@ def _compute_dtype(inputs: GraphInputs) -> torch.dtype:
 
 
 def _find_rows(gm: fx.GraphModule, inputs: GraphInputs) -> int:
-    """How many rows this rank's batch has where most elements of parameters are multiplied; a power of two, 0 for none.
+    """Return the rows of this rank's batch; 0 if unknown.
 
-    A product with a matrix has a row of as many elements as the matrix has rows, for each row of its other factor.
+    Returns the median over the parameter matrices, weighted by their elements and rounded up to a power of two. A
+    matrix product has one row for each row of the batch, with as many elements as the parameter has rows.
     """
     counted: list[tuple[int, int]] = []
     for node, _ in inputs.managed_nodes():
@@ -147,7 +157,7 @@ def _find_rows(gm: fx.GraphModule, inputs: GraphInputs) -> int:
 
 
 def _readers(gm: fx.GraphModule, tensor: fx.Node) -> Iterator[fx.Node]:
-    """What computes with a tensor, within the bodies of checkpoints as well."""
+    """Yield the nodes that compute with a tensor, checkpoint bodies included."""
     for user in tensor.users:
         if isinstance(user.target, HigherOrderOperator):
             body, *operands = user.args

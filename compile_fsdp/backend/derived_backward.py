@@ -1,8 +1,9 @@
-"""The backward that AOTAutograd derives of a forward graph, where compiled autograd takes it over as a graph.
+"""The backward that AOTAutograd derives from a forward graph, for compiled autograd.
 
-AOTAutograd's cache stores a forward only together with its compiled backward, although nobody runs this one: here is
-what stands for it. The graph is stored as well, as Python code, which is run on proxies to get the graph back. Ops
-that take no tensor, `full` or `rand`, would be computed while the code runs, once for all steps: see `GraphTracer`.
+Compiled autograd takes this backward over as a graph. AOTAutograd's cache stores a forward only together with its
+compiled backward, although nobody runs the compiled backward: `UnusedBackward` stands for it. The backward graph is
+stored too, as Python code, which is run on proxies to rebuild the graph. `GraphTracer` records ops without tensor
+arguments, such as `full` and `rand`. Otherwise the code would compute them once, for all steps.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _OutputCode: Any = inductor_output_type()
 
 
 class GraphTracer(fx.Tracer):
-    """Gets a graph back from its own code, with one node for each op."""
+    """Rebuilds a graph from its code, with one node for each op."""
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         with _TraceEveryOp(self):
@@ -51,11 +52,11 @@ class _TraceEveryOp(TorchFunctionMode):
 
 
 class Partitioner(CustomPartitionerFn):
-    """Inductor's own partitioner, or the user's, with a backward that can be stored.
+    """Inductor's partitioner, or the user's, with a backward that can be stored.
 
     Args:
-        chosen: The user's.
-        decided: What marks on the graph's nodes stand for. Marks are no part of the key of AOTAutograd's cache.
+        chosen: The user's partitioner; None for Inductor's.
+        decided: Values of the marks on the graph's nodes, for `uuid`, because AOTAutograd's cache key ignores marks.
     """
 
     def __init__(self, chosen: CustomPartitionerFn | None = None, decided: Sequence[object] = ()) -> None:
@@ -77,11 +78,11 @@ class Partitioner(CustomPartitionerFn):
         if self.chosen is None:
             return cache_key(*self.decided)
         chosen = self.chosen.uuid()
-        return None if chosen is None else cache_key(chosen, *self.decided)  # None: graphs are not to be cached
+        return None if chosen is None else cache_key(chosen, *self.decided)  # None turns caching off
 
 
 class UnusedBackward(_OutputCode):  # type: ignore[misc]
-    """A compiled graph that cannot be run."""
+    """A compiled backward that raises if it runs."""
 
     _boxed_call = True
 
@@ -99,11 +100,11 @@ class UnusedBackward(_OutputCode):  # type: ignore[misc]
 
 
 class ForwardCompiler:
-    """Inductor's inner compiler for one forward graph, without work on the backward that is derived of it.
+    """Inductor's inner compiler for one forward graph, without its derived backward.
 
     Attributes:
-        compile_inner: Inductor's own.
-        forward: The compiled forward, once there is one.
+        compile_inner: Inductor's inner compiler.
+        forward: The compiled forward; None until it is compiled.
     """
 
     def __init__(self, compile_inner: Callable[..., Any]) -> None:
@@ -116,8 +117,9 @@ class ForwardCompiler:
             return self.forward
         unused = UnusedBackward()
         if all(map(_is_known, gm.graph.nodes)):
-            # AOTAutograd's cache refers to both halves by their keys in Inductor's cache, and loads both. The forward
-            # is there, and loaded already; without a key nothing is stored.
+            # AOTAutograd's cache refers to both halves by their keys in Inductor's cache, and loads both. The backward
+            # gets the key of the forward, because that entry exists and is loaded already. Without a key nothing is
+            # stored.
             copy_cache_key(self.forward, unused)
         return unused
 
@@ -128,7 +130,7 @@ def _is_known(node: fx.Node) -> bool:
     return node.op in ("placeholder", "get_attr", "output")
 
 
-# Of a graph from its code `GraphTracer` tells apart only ops and what is computed with sizes, which are proxies there.
+# Functions that `GraphTracer` rebuilds beside ops: access to items, and computations with sizes, which are proxies.
 _PLAIN = (
     operator.getitem,
     operator.add,

@@ -1,10 +1,10 @@
 """One run of a compiled forward graph, and its backward.
 
 [Note: Settings on the device's thread]
-Settings of Dynamo, AOTAutograd and Inductor hold for the thread that has made them. On an accelerator the engine calls
-the node on a thread of its own, which knows none of them, and the backward would be compiled with other settings than
-the forward. So it runs in the context of its forward there. On the CPU it is called by `backward()` itself, and sees
-what is set then.
+Settings of Dynamo, AOTAutograd and Inductor hold for the thread that sets them. On an accelerator, the autograd engine
+calls the node on a device thread without these settings, and would compile the backward with different settings than
+the forward. So the backward runs there in the context of its forward. On the CPU, `backward()` itself calls the node,
+and the settings at that time hold.
 """
 
 from __future__ import annotations
@@ -52,17 +52,22 @@ _log = logging.getLogger("compile_fsdp")
 
 
 class GroupUse(NamedTuple):
-    """What a graph has to do with one parameter group: the position of one of its parameters, and those it reads."""
+    """A graph's use of one parameter group.
+
+    Attributes:
+        position: Position of one of the group's parameters in the graph's inputs.
+        read: Parameters of the group that the graph computes with.
+    """
 
     position: int
     read: list[torch.Tensor]
 
 
 class _Place:
-    """Where a forward runs. See [Note: Settings on the device's thread].
+    """Thread and context of a forward. See [Note: Settings on the device's thread].
 
     Attributes:
-        thread: Its thread, by identifier.
+        thread: Identifier of the thread.
     """
 
     def __init__(self) -> None:
@@ -70,7 +75,7 @@ class _Place:
         self._context = contextvars.copy_context()
 
     def run(self, function: Callable[[], None]) -> None:
-        """Call a function with what was set there."""
+        """Call a function, on a different thread in the forward's context."""
         if threading.get_ident() == self.thread:
             function()
         else:
@@ -78,26 +83,26 @@ class _Place:
 
 
 class GraphCall:
-    """One run of a forward graph, and its inner autograd graph until a backward has used that.
+    """One run of a forward graph, with its inner autograd graph.
 
     Attributes:
         graph: The forward graph.
-        args: Its inputs, until it has run.
-        groups: The parameter groups that it works on.
-        forward_id: Which forward of the model the run is a part of.
-        hooks_state: The object that gets the hooks on the graph's intermediates; None if there are none.
-        sizes: Inputs that are numbers: sizes that may change.
-        differentiable: Positions of the inputs that need a gradient and are no parameters.
-        leaves: The unsharded parameters that need a gradient, if the graph is a pipeline stage's whole forward: a
-            schedule may look for them behind the graph's node. Elsewhere empty, because autograd would hold back the
-            gradients of eager code that uses the same parameters until the graph's backward is over.
+        args: Its inputs; empty once it runs.
+        groups: The parameter groups of its inputs.
+        forward_id: Identity of the model's forward that contains the run.
+        hooks_state: The object that gets the hooks on the graph's intermediates; None without hooks.
+        sizes: Integer inputs: sizes that may change.
+        differentiable: Positions of the inputs that need a gradient and are no unsharded parameters.
+        leaves: The unsharded parameters that need a gradient, if the graph is a pipeline stage's whole forward, because
+            a schedule may look for them behind the graph's node. Otherwise empty, because autograd would hold back
+            gradients of these parameters from eager code until the graph's backward is over.
         managed: The inputs that are unsharded parameters.
-        versions: Their version counters when autograd saved them.
+        versions: Version counters of `managed` when autograd saved them.
         inner_inputs: The differentiable inputs, detached; for a tensor subclass, its leaf.
-        inner_outputs: The outputs of the inner autograd graph; None once a backward has used it up.
-        backward_id: Of the last backward that has run through it.
-        node: The node of the outer autograd graph.
-        place: Where the forward has run.
+        inner_outputs: Outputs of the inner autograd graph; None before the forward, and once a backward frees it.
+        backward_id: Number of the last backward through the run; None before.
+        node: Weak reference to the node of the outer autograd graph; None before the forward.
+        place: Thread and context of the forward.
     """
 
     def __init__(
@@ -146,14 +151,15 @@ class GraphCall:
         return tuple(out.detach() if isinstance(out, torch.Tensor) else out for out in self.inner_outputs)
 
     def check(self, leaf: torch.Tensor, edges: Sequence[Any]) -> list[int] | None:
-        """Refuse what a compiled backward cannot do, before anything is computed.
+        """Refuse a backward that cannot be compiled, before anything is computed.
 
         Args:
-            leaf: One that a whole backward accumulates into.
-            edges: The autograd nodes that get what the graph's node returns: those of the differentiable inputs, of
-                `leaves`, of `leaf`, and of the sharded parameters.
+            leaf: A leaf that only a whole backward accumulates into.
+            edges: Autograd nodes behind the graph's node: first of the differentiable inputs, then of `leaves`, of
+                `leaf`, and of the sharded parameters.
         Returns:
-            None for a whole backward. Else which of the differentiable inputs and `leaves` are asked for.
+            None for a whole backward. Otherwise the positions, in the differentiable inputs and `leaves`, whose
+            gradients are asked for.
         """
         if self.inner_outputs is None:
             raise SecondBackwardError(
@@ -184,12 +190,12 @@ class GraphCall:
         return [i for i, node in enumerate(edges[:own]) if asks_for(node)]
 
     def _can_split(self) -> bool:
-        """Whether all parameters that need a gradient are inputs of the node, as the modules hold them."""
+        """Return whether the node's inputs include the modules' trainable parameters themselves."""
         params = [each.fsdp_param for group in self.groups for each in group.params]
         return bool(self.leaves) and not any(each.is_dtensor for each in params)
 
     def backward_to(self, wanted: Sequence[int], grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Gradients by some of the differentiable inputs and `leaves`, which are returned, and by nothing else."""
+        """Compute and return gradients of some differentiable inputs and `leaves` only."""
         every = [*self.inner_inputs, *self.leaves]
         found: list[torch.Tensor | None] = [None] * len(every)
         inputs = [every[i] for i in wanted]
@@ -205,19 +211,19 @@ class GraphCall:
         return found
 
     def backward(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """All gradients; those of the differentiable inputs are returned."""
+        """Compute all gradients; return the gradients of the differentiable inputs."""
         inputs = self.inner_inputs
         outputs, given, is_kept = self._take_outputs(grads)
         self._run_unchanged(partial(self._run_whole, outputs, given, is_kept))
         found = [tensor.grad for tensor in inputs]
         for tensor in inputs:
-            tensor.grad = None  # or the next backward through a graph that is kept would add to it
+            tensor.grad = None  # a later backward through a kept graph would add to it
         return found
 
     def _take_outputs(
         self, grads: Sequence[torch.Tensor | None]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], bool]:
-        """The outputs that have gradients, these, and whether the graph is kept for another backward."""
+        """Return outputs with gradients, their gradients, and whether the graph is kept."""
         assert self.inner_outputs is not None
         has_gradient = [isinstance(out, torch.Tensor) and out.requires_grad for out in self.inner_outputs]
         self.graph.compile_backward.has_gradient = has_gradient
@@ -230,7 +236,7 @@ class GraphCall:
         return [out for out, _ in pairs], [grad for _, grad in pairs], is_kept
 
     def _run_unchanged(self, run: Callable[[], None]) -> None:
-        """Run a backward, as autograd has saved the parameters and where the forward's settings hold."""
+        """Run a backward with the saved version counters, in the forward's context."""
         with unchanged_versions(self.managed):
             set_versions(self.managed, self.versions)
             self.place.run(run)
@@ -251,7 +257,7 @@ class GraphCall:
 
     @contextlib.contextmanager
     def _around_graph(self) -> Iterator[None]:
-        """What the groups do before and after the graph of a backward."""
+        """Prepare the groups for a backward graph; deliver gradients after it."""
         self._begin()
         try:
             yield
@@ -285,7 +291,7 @@ class GraphCall:
             run()
 
     def is_to_come(self) -> bool:
-        """Whether the backward that runs now goes through this call, and has not yet."""
+        """Return whether the running backward will still go through this call."""
         if self.inner_outputs is None or self.node is None or self.backward_id == current_backward():
             return False
         return will_run(self.node())
@@ -306,11 +312,11 @@ class GraphCall:
 
 
 def _runs_below(code: CodeType | None, thread: int) -> bool:
-    """Whether a function's frame is on a thread's stack.
+    """Return whether a function's frame is on a thread's stack.
 
     Args:
-        code: Of the function; None for one that nobody has imported.
-        thread: Identifier of the thread. A backward itself may run on one of the autograd engine.
+        code: Code of the function; None if nobody has imported it.
+        thread: Identifier of the thread. A backward itself may run on a thread of the autograd engine.
     """
     frame = None if code is None else sys._current_frames().get(thread)
     while frame is not None and frame.f_code is not code:
@@ -320,7 +326,7 @@ def _runs_below(code: CodeType | None, thread: int) -> bool:
 
 @cache
 def _warn_of_saved_tensor_hooks() -> None:
-    # A captured backward would call what unpacks them, and could not be compiled.
+    # A captured backward would call the hooks that unpack saved tensors, and could not be compiled.
     _log.warning(
         "a compiled graph keeps what it saves for its backward, though a checkpoint around it, save_on_cpu() or other "
         "hooks on saved tensors would not: put the checkpoint inside of what is compiled"
@@ -329,9 +335,10 @@ def _warn_of_saved_tensor_hooks() -> None:
 
 @contextlib.contextmanager
 def unchanged_versions(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Keeps version counters: autograd would take a fill with the same values for a change of what it has saved.
+    """Restore version counters on exit, as eager FSDP2 does around its fills.
 
-    As eager FSDP2 does around its own fills. What has saved them may be eager code between graphs.
+    Autograd would take a fill with equal values for a change of a saved tensor. Eager code between graphs may have
+    saved the parameters too.
     """
     versions = get_versions(parameters)
     try:
@@ -341,7 +348,10 @@ def unchanged_versions(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def _without_nan_check() -> contextlib.AbstractContextManager[None]:
-    """Keeps anomaly mode from looking for gradients that only the sharded parameters will have."""
+    """Turn off anomaly mode's check for NaN.
+
+    Only the sharded parameters will have the gradients that it looks for.
+    """
     if not (torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()):
         return contextlib.nullcontext()
     return torch.autograd.set_detect_anomaly(True, check_nan=False)

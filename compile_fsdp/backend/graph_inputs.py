@@ -1,4 +1,4 @@
-"""The inputs of a graph that Dynamo has traced: which are unsharded parameters, and what they are called."""
+"""The inputs of a Dynamo graph, with the unsharded parameters and their names."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from compile_fsdp.torch_compat.inductor import graph_input_position
 class GraphInputs:
     """The inputs of one graph, counted as the inner compiler sees them.
 
-    Compiled autograd hands its tensors in as one list, which the inner compiler sees item by item.
+    Compiled autograd passes its tensors as one list, whose items the inner compiler sees as separate inputs.
 
     Attributes:
-        managed: By position, the group of each input that is an unsharded parameter.
+        managed: By position: the group of each input that is an unsharded parameter.
     """
 
     def __init__(self, gm: fx.GraphModule) -> None:
@@ -58,38 +58,44 @@ class GraphInputs:
         return list(dict.fromkeys(self.managed.values()))
 
     def process_groups(self) -> list[str]:
-        """What graphs call the process groups that parameters are gathered, and gradients reduced, over."""
+        """Return the graph names of the process groups for gathers and reductions."""
         found = (each for group in self.groups for each in process_groups(group.fsdp_group) if each is not None)
         return sorted({name_in_graphs(each) for each in found})
 
     def managed_nodes(self) -> list[tuple[fx.Node, TraceableGroup]]:
-        """The placeholders that are unsharded parameters."""
+        """Return the placeholders that are unsharded parameters, with their groups."""
         positions = self._positions.items()
         return [(node, self.managed[position]) for node, position in positions if position in self.managed]
 
     def frozen_nodes(self) -> list[fx.Node]:
-        """The placeholders that are unsharded parameters and need no gradient."""
+        """Return the placeholders of unsharded parameters that need no gradient."""
         examples = ((node, group, graph_input_example(node)) for node, group in self.managed_nodes())
         return [node for node, group, example in examples if not group.param_of(example).unsharded_param.requires_grad]
 
     def part_positions(self) -> tuple[int, ...]:
-        """The positions in `managed` of parts of parameters that are tensor subclasses."""
+        """Return the positions in `managed` of parts of tensor subclasses."""
         return tuple(self._parts)
 
     def read_positions(self) -> frozenset[int]:
-        """The positions in `managed` that something is computed with; the others are only filled and freed."""
+        """Return the positions in `managed` of parameters that the graph computes with.
+
+        The graph only fills and frees the rest of `managed`.
+        """
         nodes = [node for node, _ in self.managed_nodes()]
         read = [node for node in nodes if not all(map(is_upkeep, node.users))]
         return frozenset(self._positions[node] for node in read)
 
     def unfilled_positions(self, graph: fx.Graph) -> list[int]:
-        """The positions in `managed` that a backward graph, as Dynamo has traced it, reads and never fills."""
+        """Return the positions in `managed` that a backward graph never fills.
+
+        Only positions that the graph, as Dynamo has traced it, reads.
+        """
         items = [user for node in self._positions for user in node.users if user.target is operator.getitem]
         managed = [node for node in (*self._positions, *items) if self._position(node) in self.managed]
         return [self._position(node) for node in find_unfilled_reads(graph, managed)]
 
     def gathers(self, positions: Iterable[int]) -> CollectiveSequence:
-        """The all-gathers that fill the parameters at these positions outside of the graph."""
+        """Return the all-gathers outside the graph for parameters at these positions."""
         groups = dict.fromkeys(self.managed[position] for position in positions)
         calls = [
             (f"all-gather of {group.fsdp_group._module_fqn or 'the root'}, unless it is unsharded", name)
@@ -99,7 +105,10 @@ class GraphInputs:
         return CollectiveSequence(tuple(calls))
 
     def name_before(self, node: fx.Node) -> str:
-        """FQN of the parameter behind a placeholder, or an item of one, of the Dynamo graph itself."""
+        """Return the FQN of the parameter behind a node of the Dynamo graph.
+
+        The node is a placeholder or an item of a placeholder. If it is no parameter, returns the node's name.
+        """
         return self._fqns.get(self._position(node), node.name)
 
     def _position(self, node: fx.Node) -> int:
@@ -108,15 +117,20 @@ class GraphInputs:
         return self._positions[source] + item
 
     def name(self, node: fx.Node) -> str:
-        """FQN of the parameter behind a placeholder of the inner compiler's graph, else the node's name."""
+        """Return the FQN of the parameter behind the inner compiler's placeholder.
+
+        If it is no parameter, returns the node's name.
+        """
         position = graph_input_position(node)
         return node.name if position is None else self._fqns.get(position, node.name)
 
     def check_writes(self, graph: fx.Graph) -> None:
-        """Refuse a forward that writes a gathered parameter where the compiled graph would lose the write or crash.
+        """Refuse a forward that writes a gathered parameter.
+
+        Only writes that the compiled graph would lose, or crash on, are refused.
 
         Raises:
-            UnsupportedFeatureError: it does.
+            UnsupportedFeatureError: the forward has such a write.
         """
         written = find_refused_writes(graph, [node for node, _ in self.managed_nodes()])
         if written:
@@ -132,7 +146,7 @@ class GraphInputs:
         """Refuse a graph with parameters of a model that is not sharded.
 
         Raises:
-            NotShardedError: it has some.
+            NotShardedError: the graph has such parameters.
         """
         foreign = [p for p in self._parameters if not belongs_to_traceable(p)]
         if foreign:

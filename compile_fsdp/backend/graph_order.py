@@ -1,14 +1,14 @@
-"""Name the rank that runs another graph than its peers, after all graphs were agreed on.
+"""Name the rank that runs a different graph than its peers.
 
-`agree` compares graphs before they first run. Later a rank may still run one that its peers do not run now, for example
-because it alone validates. Then collectives fail, or wait until a timeout ends the job, and torch's error names neither
-the graph nor the rank. So each rank notes in the process group's store which graph it begins, and an error is explained
-from the notes of all ranks.
+`agree` compares graphs before they first run. Later, a rank may still run a graph that its peers do not run at that
+time, for example because only this rank validates. Its collectives then fail, or wait until a timeout ends the job, and
+torch's error names neither the graph nor the rank. So each rank notes in the process group's store which graph it
+begins, and errors are explained from the notes of all ranks.
 
 [Note: Steady steps note nothing]
-A training loop runs the same graphs in every step. Each rank predicts the next graph from the period of the last ones,
-and writes a note only where it begins another graph than predicted. Who reads the notes predicts in the same way, so
-the notes are enough to know all graphs in their order.
+A training loop repeats its graphs in every step. Each rank predicts its next graph from the period of its last graphs,
+and writes a note only if it begins a different graph. A reader of the notes makes equal predictions, so the notes
+determine all graphs in their order.
 """
 
 from __future__ import annotations
@@ -28,19 +28,21 @@ from compile_fsdp.errors import CompileFSDPError, RanksPartedError
 from compile_fsdp.passes.analysis.sequence import CollectiveSequence
 from compile_fsdp.torch_compat.distributed import group_store
 
-PATIENCE_S = 60.0  # a rank that begins no graph for so long looks whether another one runs other graphs
-_READING_S = 10.0  # what reading the notes of all ranks may take
-_WINDOW = 512  # graphs within which a period is looked for
-_MOST_NOTES = 256  # a program without any period is not followed further
+PATIENCE_S = 60.0  # a rank that begins no graph for so long compares its graphs with its peers'
+_READING_S = 10.0  # time limit for reading the notes of all ranks
+_WINDOW = 512  # number of last graphs that are searched for a period
+_MOST_NOTES = 256  # a rank with so many notes has no period, and is not followed further
 
 _log = logging.getLogger("compile_fsdp")
 
 
 class Prediction:
-    """Predicts the next graph of a rank: the one that followed the longest equal series of graphs before.
+    """Predicts a rank's next graph from its last graphs.
+
+    The predicted graph is the successor of the longest earlier series that equals the last graphs.
 
     Attributes:
-        count: Graphs until now.
+        count: Number of graphs begun so far.
     """
 
     def __init__(self) -> None:
@@ -50,11 +52,11 @@ class Prediction:
 
     @property
     def next(self) -> str | None:
-        """The graph; None if this can be any."""
+        """The predicted graph; None if there is no prediction."""
         return self._begun[-self._period] if self._period else None
 
     def add(self, graph: str) -> bool:
-        """Take note of the next graph; returns whether it was predicted."""
+        """Add the next graph; return whether it was predicted."""
         is_predicted = graph == self.next
         self._begun.append(graph)
         self.count += 1
@@ -65,7 +67,10 @@ class Prediction:
         return is_predicted
 
     def _find_period(self) -> int:
-        """How far back the longest series is that equals the last graphs; of several the first, at a step's begin."""
+        """Return the distance to the longest series equal to the last graphs.
+
+        0 if there is none. Of equally long series the earliest counts, because it is at the begin of a step.
+        """
         window = self._begun[-_WINDOW:]
         longest = best = 0
         for period in range(1, len(window)):
@@ -77,13 +82,16 @@ class Prediction:
 
 
 class GraphOrder:
-    """The graphs that this rank has begun in one process group, and those of its other ranks by their notes."""
+    """Graphs that this rank and, by their notes, its peers have begun.
+
+    The ranks are those of one process group.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rank = group.rank()
         self._ranks = dist.get_process_group_ranks(group)
         self._store = group_store(group)
-        # A process group that was destroyed and made again may meet at the same store.
+        # A process group that is destroyed and created again may get its old store.
         again = (self._store.add("compile_fsdp/order/arrivals", 1) - 1) // group.size()
         self._prefix = f"compile_fsdp/order/{again}"
         self._graphs: dict[str, tuple[str, Sequence[str]]] = {}
@@ -93,13 +101,13 @@ class GraphOrder:
         self._looked_at = 0
 
     def know(self, what: str, lines: Sequence[str]) -> str:
-        """Add a graph, with its name in errors and its collectives; returns what notes call it."""
+        """Add a graph by its name and collectives; return its key in notes."""
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
         self._graphs.setdefault(digest, (what, lines))
         return digest
 
     def begin(self, graph: str) -> None:
-        """This rank begins a graph."""
+        """Begin a graph on this rank; note it if it was not predicted."""
         if not self._is_followed or self._own.add(graph):
             return
         self._notes.append(f"{self._own.count - 1}:{graph}")
@@ -111,10 +119,10 @@ class GraphOrder:
             _log.debug("graphs are not noted any more: %s", error)
 
     def difference(self, only_certain: bool) -> str | None:
-        """Where another rank has begun another graph than this one; None if no notes say so.
+        """Describe where a peer's graphs differ from this rank's; None if nowhere.
 
         Args:
-            only_certain: Leave out a rank that may not have come so far, but would run another graph by its last step.
+            only_certain: Ignore a difference behind a peer's last note, where its graph is only predicted.
         """
         if not self._is_followed:
             return None
@@ -127,10 +135,10 @@ class GraphOrder:
         return None
 
     def look(self) -> None:
-        """Write an error where this rank seems to wait for ranks that run other graphs."""
+        """Log an error if this rank seems to wait for diverging ranks."""
         count = self._own.count
         is_new, self._looked_at = count != self._looked_at, count
-        # Once where it stands still.
+        # Only if no graph has begun since the last look.
         if not is_new and count and (found := self.difference(only_certain=True)) is not None:
             _log.error("no graph has begun for %g s, and %s", PATIENCE_S, found)
 
@@ -143,7 +151,7 @@ class GraphOrder:
         for at in range(self._own.count):
             first, second = own_notes.get(at, own.next), notes.get(at, other.next)
             if second is None:
-                return None  # it has not come so far
+                return None  # nothing is noted or predicted so far ahead
             assert first is not None
             if first != second:
                 is_certain = at <= last
@@ -180,7 +188,7 @@ _watch: threading.Thread | None = None
 
 
 class FollowedGraph:
-    """A compiled graph that is noted as it begins, and whose errors say where ranks run different graphs."""
+    """A compiled graph that notes its runs and explains diverging ranks."""
 
     def __init__(self, compiled: Callable[..., Any], places: Sequence[tuple[GraphOrder, str]]) -> None:
         self._compiled = compiled
@@ -200,11 +208,11 @@ class FollowedGraph:
 
 
 def follow(compiled: Callable[..., Any], collectives: CollectiveSequence, what: str) -> Callable[..., Any]:
-    """Let the errors of a compiled graph name the ranks that run another one.
+    """Let the errors of a compiled graph name diverging ranks.
 
     Args:
         compiled: The graph.
-        collectives: What it issues.
+        collectives: Its collectives.
         what: Its name in errors.
     """
     places = []

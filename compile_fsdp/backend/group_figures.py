@@ -1,4 +1,4 @@
-"""What a graph's parameter groups are, in numbers, for its report."""
+"""Sizes of a graph's parameter groups, for its report."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from compile_fsdp.wrap.tree import ROOT
 
 
 def group_figures(inputs: GraphInputs, left_unsharded: Collection[Hashable]) -> tuple[GroupFigures, ...]:
-    """The groups of a forward graph, in the order of its inputs.
+    """Return the figures of a forward graph's groups, in input order.
 
     Args:
-        inputs: Of the graph.
+        inputs: Inputs of the graph.
         left_unsharded: The groups that the passes leave unsharded for the backward.
     """
     return tuple(_figures(group, group in left_unsharded) for group in inputs.groups)

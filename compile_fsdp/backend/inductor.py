@@ -1,4 +1,4 @@
-"""What Inductor is told about one graph: our passes, what it may cache, and how the graph is partitioned."""
+"""Inductor's options for one graph: passes, caches and the partitioner."""
 
 from __future__ import annotations
 
@@ -25,26 +25,27 @@ def inductor_config(
     backward_is_captured: bool,
     decision: BudgetDecision | None,
 ) -> dict[str, Any]:
-    """Inductor's options for one graph: the user's, and those that make the passes run.
+    """Return Inductor's options: the user's, with additions that run the passes.
 
     Args:
-        options: The user's.
+        options: The user's options.
         direction: Which half of the step the graph is.
-        inputs: The graph's.
-        recorder: Gets what the passes report.
-        observer: Sees the graph between the passes, if anyone looks.
-        backward_is_captured: Whether the graph's backward, if it has one, runs under compiled autograd only.
-        decision: How the step is fitted into its memory budget, if it has one.
+        inputs: The graph's inputs.
+        recorder: Gets the reports of the passes.
+        observer: Sees the graph between the passes; None for no observer.
+        backward_is_captured: Whether the graph's backward, if any, runs under compiled autograd only.
+        decision: How the step fits into its memory budget; None without a budget.
     """
     ensure_lowerings()
     config = dict(options.inductor)
     config.setdefault("reorder_for_peak_memory", False)  # see [Note: Who keeps the order]
     if observer is not None or options.verify:
-        # No pass runs on a graph from a cache; AOTAutograd's follows this one. Compiled C++ and Triton may come from
-        # one: with `force_disable_caches` all of it is made anew, and left in a new folder for each graph.
+        # No pass runs on a graph from Inductor's cache; AOTAutograd's cache follows this setting. Compiled C++ and
+        # Triton may come from a cache, because `force_disable_caches` compiles all of it again, and leaves a new folder
+        # for each graph.
         config |= {"fx_graph_cache": False, "fx_graph_remote_cache": False}
     if options.verify:
-        config["fallback_random"] = True  # the traced graph's random numbers are torch's
+        config["fallback_random"] = True  # the traced graph uses torch's random numbers
     merge = decision is not None and decision.has_large_packs
     passes = pipelines.post_grad(inputs.name, hoist=direction == "forward", merge=merge, costs=options.known_costs)
     config["post_grad_custom_pre_pass"] = Pipeline(

@@ -1,4 +1,4 @@
-"""Compile one traced graph: hand it to the inner backend, agree on its collectives, and verify it if asked to."""
+"""Compile one traced graph, agree on its collectives, and verify it if asked."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ from compile_fsdp.torch_compat.inductor import (
 
 @dataclass(frozen=True, slots=True)
 class TracedGraph:
-    """A graph that Dynamo has traced, behind the passes on that level.
+    """A graph that Dynamo has traced, after the passes on Dynamo's level.
 
     Attributes:
-        gm: The graph; it is the compiler's once `compile_traced` has begun.
+        gm: The graph; `compile_traced` lets the compiler change it.
         example_inputs: Its inputs.
         direction: Which half of the step it is.
         inputs: Which of its inputs are unsharded parameters.
-        options: The user's.
-        decision: How the step is fitted into its memory budget, if it has one.
-        groups: Of a forward graph, its parameter groups in numbers.
+        options: The user's options.
+        decision: How the step fits into its memory budget; None without a budget.
+        groups: Figures of a forward graph's parameter groups; empty for a backward graph.
     """
 
     gm: fx.GraphModule
@@ -62,20 +62,20 @@ class TracedGraph:
 
     @property
     def what(self) -> str:
-        """Its name in errors and messages."""
+        """The graph's name in errors and messages."""
         return f"{self.direction} graph"
 
 
 def compile_traced(graph: TracedGraph, unfilled: Sequence[int] = ()) -> Callable[..., Any]:
-    """Compile a graph; ranks that would issue other collectives than their peers raise before it runs.
+    """Compile a graph and compare its collectives across ranks.
 
     Args:
         graph: The graph.
-        unfilled: Positions of its inputs whose groups are to be gathered before it runs.
+        unfilled: Positions of its inputs whose groups are gathered before it runs.
     Returns:
         The compiled graph.
     Raises:
-        CollectiveMismatchError, RankMissingError: see `agree`.
+        CollectiveMismatchError, RankMissingError: before the graph runs, see `agree`.
     """
     traced = read_collectives(graph.gm.graph)
     original = _copy_to_verify(graph)
@@ -115,18 +115,19 @@ def _partition_op_by_op(*args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.G
 def _call_inner_backend(
     graph: TracedGraph, recorder: Recorder
 ) -> tuple[Callable[..., Any], Callable[[], Any] | None]:
-    """The compiled graph, and who makes an object of it that can be stored."""
+    """Return the compiled graph, and a function that makes it storable or None."""
     gm, options = graph.gm, graph.options
     observer = None
     if (watching := present_observer()) is not None:
         observer = watching.begin(graph.direction, gm, graph.inputs.groups, options.known_costs)
-    # A saved view of an unsharded parameter would keep its storage alive, or read it after it was freed:
-    # views are computed again in the backward from the parameter itself.
+    # The backward computes views of unsharded parameters again from the parameter, because a saved view would keep the
+    # storage alive, or read it after it was freed.
     settings: dict[str, Any] = {"recompute_views": True}
-    # Hooks that stay in the graph keep it out of the caches, and are inputs of a backward that Inductor cannot take.
+    # Hooks that stay in the graph keep it out of the caches, and become inputs of the backward that Inductor cannot
+    # take.
     is_captured = graph.direction == "forward" and bool(graph.inputs.managed) and not has_hooks_input(gm)
     if options.inner_backend == "inductor" and is_captured:
-        # AOTAutograd stores a graph once it has both compiled halves: it is to ask for the second at once.
+        # Compile the backward at once, because AOTAutograd stores a graph only with both compiled halves.
         settings["force_non_lazy_backward_lowering"] = True
     if options.bundle is not None:
         settings["bundled_autograd_cache"] = True

@@ -1,4 +1,4 @@
-"""References to functions, for tables that are never emptied."""
+"""Weak references to functions, for tables that are never emptied."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def weak_callable(function: Callable[..., Any], otherwise: Callable[..., Any] | 
     """Call a function without keeping it alive.
 
     Args:
-        function: A function, or a bound method: what keeps its object alive keeps that.
-        otherwise: Is called when the function is gone.
+        function: A function, or a bound method, which is gone when its object is gone.
+        otherwise: Called if the function is gone.
     """
     reference = weakref.WeakMethod(function) if inspect.ismethod(function) else weakref.ref(function)
 

@@ -1,10 +1,10 @@
-"""The budget of memory of a forward and its backward: how many bytes, and one decision for all ranks.
+"""The memory budget of a step, with one decision for all ranks.
 
 [Note: One decision]
-Ranks may have batches of different sizes. The rank that needs the most memory decides for all, so that what fits there
-fits everywhere. Ranks compare once for the groups of a graph: one that compiles alone later, for a batch of another
-size, keeps the groups and makes the packs that all have agreed on, and decides alone only on what it computes again and
-offloads, which no other rank notices.
+Ranks may have batches of different sizes. The rank that needs the most memory decides for all ranks, so the decision
+fits on each of them. Ranks compare once for the groups of a graph. A rank that compiles alone later, for a different
+batch size, reuses the agreed kept groups and packs. It decides alone only on recomputation and offloading, because
+these do not affect its peers.
 """
 
 from __future__ import annotations
@@ -33,28 +33,31 @@ from compile_fsdp.runtime.parameter import TraceableParam
 from compile_fsdp.torch_compat.dynamo import graph_input_example
 from compile_fsdp.wrap.tree import ROOT
 
-# Of what a device has free, "auto" leaves this much to kernels' workspaces and to the allocator's fragments.
+# Share of a device's free memory that "auto" leaves to kernel workspaces and the allocator's fragmentation.
 RESERVE = 0.05
 
-# Bytes of optimizer state by byte of sharded parameters: a first step is compiled before AdamW has its two moments.
+# Bytes of optimizer state per byte of sharded parameters. "auto" subtracts them, because the first step is compiled
+# before AdamW allocates its two moments.
 STATE_TO_COME = 2
 
 _UNFIT = 2**60  # more than any step needs
 
 
-# By first group of a graph: by budget and groups, what all ranks have decided.
+# By a graph's first group, then by budget and groups: the decision of all ranks.
 _agreed: WeakKeyDictionary[TraceableGroup, dict[Hashable, BudgetDecision]] = WeakKeyDictionary()
 
 
 def budget_pass(inputs: GraphInputs, options: Options) -> Pass | None:
-    """`fit_memory_budget` for a forward graph with sharded parameters; None without any, or without a budget.
+    """Return the pass `fit_memory_budget` for a forward graph.
+
+    None without a budget, and for a graph without sharded parameters.
 
     Args:
-        inputs: Of the graph.
-        options: The user's.
+        inputs: Inputs of the graph.
+        options: The user's options.
     Raises:
-        MemoryBudgetError: when the pass runs, on all ranks, if the step does not fit; or now, if the device does not
-            tell how much memory it has free.
+        MemoryBudgetError: the device does not report its free memory; or, on all ranks when the pass runs, the step
+            does not fit.
     """
     groups = inputs.groups
     if options.memory_budget is None or not groups:
@@ -68,14 +71,14 @@ def budget_pass(inputs: GraphInputs, options: Options) -> Pass | None:
         parameters=shardings(inputs),
         ranks=max(group.constants.shard_count for group in groups),
         budget=budget,
-        costs=costs if fuses else replace(costs, offload_bandwidth=0.0),  # Inductor's partitioner offloads
+        costs=costs if fuses else replace(costs, offload_bandwidth=0.0),  # only Inductor's partitioner offloads
         settle=partial(_settle, inputs=inputs, budget=budget, options=options),
         fuses=fuses,
     )
 
 
 def shardings(inputs: GraphInputs) -> dict[fx.Node, Sharding]:
-    """How the unsharded parameters among a graph's placeholders are sharded."""
+    """Return how the unsharded parameters of a graph are sharded, by placeholder."""
     numbers = {group: number for number, group in enumerate(inputs.groups)}
     return {node: _sharding_of(node, group, numbers[group]) for node, group in inputs.managed_nodes()}
 
@@ -85,7 +88,7 @@ def _sharding_of(node: fx.Node, group: TraceableGroup, number: int) -> Sharding:
     param, unshards = group.param_of(tensor), group.fsdp_group.unshard_in_backward
     name = group.fsdp_group._module_fqn or ROOT
     if param.unsharded_param is not tensor:
-        return Sharding(number, 0, 0, unshards, name)  # a part, which has no gradient of its own
+        return Sharding(number, 0, 0, unshards, name)  # a part of a tensor subclass, without a gradient
     reduced = (group.fsdp_group._reduce_dtype or tensor.dtype).itemsize
     return Sharding(number, _shard_bytes(param), tensor.numel() * reduced, unshards, name)
 
@@ -95,7 +98,7 @@ def _shard_bytes(param: TraceableParam) -> int:
 
 
 def _free_bytes(device: torch.device, groups: Sequence[TraceableGroup]) -> int:
-    """What a step may allocate on the device, with `memory_budget="auto"`."""
+    """Return the bytes that a step may allocate with `memory_budget="auto"`."""
     if device.type == "cpu":
         pages, ranks = os.sysconf("SC_AVPHYS_PAGES"), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         free = pages * os.sysconf("SC_PAGE_SIZE") // ranks
@@ -114,7 +117,7 @@ def _free_bytes(device: torch.device, groups: Sequence[TraceableGroup]) -> int:
 
 
 def _settle(own: BudgetDecision, *, inputs: GraphInputs, budget: int, options: Options) -> BudgetDecision:
-    """See [Note: One decision]."""
+    """Make the decision of all ranks. See [Note: One decision]."""
     groups = inputs.groups
     known = _agreed.setdefault(groups[0], {})
     key = options.memory_budget, tuple(group.constants.text for group in groups)

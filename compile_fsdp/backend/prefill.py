@@ -1,9 +1,9 @@
-"""Unshard, before a backward graph runs, what it reads and does not gather itself.
+"""Unshard parameters that a backward graph reads and does not gather.
 
 [Note: Reads without a gather]
-A pre-backward hook gathers a module before its gradients are computed. A module whose output gets no gradient has
-none, frozen first layers for example; but its forward may still run again in the backward, for an activation checkpoint
-that begins with it. Whether it does is known once the backward graph is there. The pass `save_frozen_outputs` keeps
+A pre-backward hook gathers a module before its gradients are computed. A module whose output gets no gradient has no
+such hook, for example a frozen first layer. Its forward may still run again in the backward, if an activation
+checkpoint begins with it. Only the backward graph shows whether it does. The pass `save_frozen_outputs` keeps
 AOTAutograd's partitioner from computing frozen layers again unasked.
 """
 
@@ -17,11 +17,13 @@ from compile_fsdp.runtime.group import TraceableGroup
 
 
 class UnshardBeforeRun:
-    """A compiled backward graph before which some parameter groups are gathered, unless they are there already.
+    """A compiled backward graph that first gathers some parameter groups.
+
+    Groups that are already gathered stay as they are.
 
     Attributes:
         run: The compiled graph.
-        positions: Of parameters of these groups among the graph's inputs; items of a list count one by one.
+        positions: Positions of these groups' parameters in the graph's inputs; each item of a list counts.
     """
 
     def __init__(self, run: Callable[..., Any], positions: Sequence[int]) -> None:
@@ -31,7 +33,7 @@ class UnshardBeforeRun:
     def __call__(self, *args: Any) -> Any:
         flat = [each for arg in args for each in (arg if isinstance(arg, list) else (arg,))]
         unsharded = _unshard(owner_of(flat[position]) for position in self.positions)
-        del flat  # The graph frees what it takes from the list; these references would keep it.
+        del flat  # These references would keep tensors alive that the graph takes from its list.
         try:
             return self.run(*args)
         finally:
@@ -41,9 +43,10 @@ class UnshardBeforeRun:
 
 
 def unshard_inputs(inputs: Iterable[Any]) -> None:
-    """Gather all that a backward may read that runs op by op: no pass has put its reads behind the hooks that gather.
+    """Gather all parameters that an op-by-op backward may read.
 
-    The hooks free each group as usual; torch frees what has none at the end of the backward.
+    No pass has moved its reads behind the hooks that gather. The hooks free each group as usual; torch frees groups
+    without hooks at the end of the backward.
     """
     _unshard(map(owner_of, inputs))
 

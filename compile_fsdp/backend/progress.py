@@ -1,4 +1,4 @@
-"""Say on the first rank what the compiler is busy with, once it has been for a while."""
+"""Announce long compilation phases on the first rank."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ PATIENCE_S = 2.0
 
 
 class Phase:
-    """A piece of work from its creation to `end()`, announced on stderr if it takes longer than `PATIENCE_S`.
+    """A piece of work from its creation to `end()`.
+
+    It is announced on stderr if it takes longer than `PATIENCE_S` seconds.
 
     Args:
-        text: What is being done, as in "compiling the forward graph".
-        shown: Whether anything is to be written.
+        text: Name of the work, such as "compiling the forward graph".
+        shown: Whether to write anything.
     """
 
     def __init__(self, text: str, shown: bool = True) -> None:
@@ -37,7 +39,7 @@ class Phase:
                 self._write("...")
 
     def end(self) -> None:
-        """Called when the work is over, also if it has failed; a second call does nothing."""
+        """End the phase, also after a failure; a second call does nothing."""
         with self._lock:
             timer, self._timer = self._timer, None
         if timer is None:

@@ -1,4 +1,4 @@
-"""Turns what the passes did to a graph into the user's report, also where the graph comes from Inductor's cache."""
+"""Report to the user on compiled graphs, including cached graphs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from compile_fsdp.reports import Direction, GraphReport, record
 
 
 class Recorder:
-    """Reports one Dynamo graph, which the inner backend may compile as several.
+    """Reports one Dynamo graph from the reports of its passes.
+
+    The inner backend may compile it as several graphs.
 
     Args:
         direction: Which half of the step the graph is.
         inner_backend: The Dynamo backend that compiles it.
-        nodes: Of the Dynamo graph.
-        decision: How the step is fitted into its memory budget, if it has one.
-        costs: By which the passes decide, if it has sharded parameters.
-        groups: Of a forward graph, its parameter groups in numbers.
+        nodes: Number of nodes of the Dynamo graph.
+        decision: How the step fits into its memory budget; None without a budget.
+        costs: Costs by which the passes decide about sharded parameters; None if there are none.
+        groups: Figures of a forward graph's parameter groups; empty for a backward graph.
 
     Attributes:
-        reports: What it has reported.
+        reports: Reports made so far.
     """
 
     def __init__(
@@ -42,17 +44,19 @@ class Recorder:
             direction, inner_backend, 0, 0, 0, (), nodes, nodes, 0.0, False, decision, costs, groups
         )
         self.reports: list[GraphReport] = []
-        take_graph_notes()  # of a backward that Inductor compiled by itself, later than its forward
+        take_graph_notes()  # drops notes of a backward that Inductor compiled by itself, later than its forward
 
     def __call__(self, passes: Sequence[Report]) -> None:
-        """Report the graph that the passes have run on."""
+        """Report a graph on which the passes have run."""
         self._record(passes, cached=False)
 
     def finish(self) -> CollectiveSequence | None:
-        """Report what no pass has seen: graphs of another inner backend, or from Inductor's cache.
+        """Report graphs that no pass has seen.
+
+        They come from Inductor's cache, or from a different inner backend.
 
         Returns:
-            The collectives that the graph issues; None where another inner backend decides on them.
+            The collectives that the graph issues; None if an inner backend without the passes decides on them.
         """
         notes = take_graph_notes()
         if not self.reports:

@@ -1,10 +1,10 @@
-"""`options={"verify": True}`: compare compiled graphs with what they stand for, the first time they run.
+"""Compare compiled graphs with eager references, for `options={"verify": True}`.
 
-Each graph runs twice in its first step, on the same inputs: op by op as Dynamo has traced it, and then compiled.
-Outputs, and inputs that the graph writes, must be equal within a tolerance. After the first backward, torch's own eager
-FSDP2 repeats the step, and the gradients must be equal, too. A difference on one rank is raised on all of them.
+In its first step, each graph runs twice on equal inputs: op by op as Dynamo has traced it, then compiled. Outputs, and
+inputs that the graph writes, must be equal within a tolerance. After the first backward, eager FSDP2 repeats the step,
+and the gradients must be equal too. If one rank finds a difference, all ranks raise.
 
-Both issue collectives, so they happen only where all ranks are known to be at the same place: see `agreement.agree`.
+Both comparisons issue collectives, so they run only if all ranks have just met: see `agreement.agree`.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from compile_fsdp.torch_compat.dispatch import plain_tensors, tree_map_only
 from compile_fsdp.torch_compat.distributed import local_tensor
 from compile_fsdp.torch_compat.fsdp import fsdp_state, param_groups
 
-# The largest difference, relative to the largest value of a tensor, by the coarsest dtype that takes part: some hundred
-# times the dtype's rounding. What is wrong by a missed gather or a lost summand is wrong by its own size.
+# Largest allowed difference relative to a tensor's largest value, by the coarsest dtype of the computation: some
+# hundred times the dtype's rounding error. A missed gather or a lost summand causes an error as large as the values.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 _COARSEST = 5e-1  # dtypes of 8 bits and less
 
 
 def tolerance_of(dtypes: Iterable[torch.dtype]) -> float:
-    """The tolerance for what is computed with these dtypes; 0 without a floating one."""
+    """Return the tolerance for these dtypes; 0 if none is floating."""
     return max((TOLERANCES.get(each, _COARSEST) for each in dtypes if each.is_floating_point), default=0.0)
 
 
 def difference(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> str:
-    """What is wrong with a tensor, in words; "" if nothing is."""
+    """Describe how a tensor differs from its expected value; "" if equal."""
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return f"is {got.dtype} of shape {tuple(got.shape)}, not {expected.dtype} of shape {tuple(expected.shape)}"
     if not (got.is_floating_point() or got.is_complex()):
@@ -52,14 +52,14 @@ def difference(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> s
     got, expected = got.masked_fill(~got.isfinite(), 0), expected.masked_fill(~expected.isfinite(), 0)
     largest = expected.abs().max().item() if expected.numel() else 0.0
     error = (got - expected).abs().max().item() if expected.numel() else 0.0
-    # A tensor that is zero but for rounding may differ by all of it.
+    # A tensor that is zero except for rounding errors may differ by their full size.
     if error <= tolerance * max(largest, tolerance):
         return ""
     return f"differs by {error:.3g} from values of up to {largest:.3g}; allowed is {tolerance:g} of these"
 
 
 class _Random:
-    """The state of the random number generators that tensors on these devices use."""
+    """Saved random number states of the CPU and the tensors' devices."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         devices = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
@@ -77,7 +77,7 @@ class _Random:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Inside, the state is what it was then; outside, what it is now."""
+        """Set the saved states inside, and the present states again on exit."""
         now = self._get()
         self._set(self._states)
         try:
@@ -87,19 +87,22 @@ class _Random:
 
 
 def is_repeatable(graph: fx.Graph) -> bool:
-    """Whether a graph may run twice: it hands no gradients to hooks, an optimizer's for example."""
+    """Return whether a graph may run twice.
+
+    It may not if it hands gradients to hooks, such as an optimizer's.
+    """
     return not any(node.target is torch.ops.compile_fsdp.hand_over.default for node in graph.nodes)
 
 
 class VerifiedGraph:
-    """A compiled graph that is compared in its first run.
+    """A compiled graph whose first run is compared with the traced graph.
 
     Args:
         compiled: The compiled graph.
-        traced: What it was compiled from.
-        what: Its name in errors.
-        collectives: What it issues.
-        limit_s: Seconds to wait for what the other ranks find.
+        traced: Dynamo's graph that it was compiled from.
+        what: The graph's name in errors.
+        collectives: The graph's collectives.
+        limit_s: Seconds to wait for the results of the peers.
     """
 
     def __init__(
@@ -123,7 +126,7 @@ class VerifiedGraph:
         inputs = list(plain_tensors(args))
         before = [_Contents(tensor) for tensor in inputs]
         with preserve_version_counter(tuple(inputs)), _Random(inputs).restored():
-            # The compiled graph empties lists that it gets.
+            # Pass copies of lists, because a run may empty them.
             results = traced(*(list(each) if isinstance(each, list) else each for each in args))
             expected = [tensor.detach().clone() for tensor in plain_tensors(results)]
             after = [_Contents(tensor) for tensor in inputs]
@@ -162,10 +165,10 @@ class VerifiedGraph:
 
 
 class _Contents:
-    """What is in a tensor's storage now.
+    """Copy of the present contents of a tensor's storage.
 
     Attributes:
-        tensor: The tensor's part of it; empty where the storage is freed.
+        tensor: Copy of the tensor; empty if its storage is freed.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -179,12 +182,12 @@ class _Contents:
 
 
 class VerifiedStep:
-    """One call of a model, whose backward is repeated by eager FSDP2.
+    """One call of a model, whose step eager FSDP2 repeats.
 
     Args:
-        call: The call, before anything in it has run.
-        collectives: What its forward issues.
-        limit_s: Seconds to wait for what the other ranks find.
+        call: The call, before any of its forward has run.
+        collectives: Collectives of its forward graph.
+        limit_s: Seconds to wait for the results of the peers.
     """
 
     def __init__(self, call: ModuleCall, collectives: CollectiveSequence, limit_s: float) -> None:
@@ -207,7 +210,7 @@ class VerifiedStep:
         if grad is None:  # an output that the loss does not read, such as logits beside a loss
             return
         if not self._output_grads:
-            after_backward(lambda: after_backward(self._compare))  # behind what FSDP2 itself leaves for the end
+            after_backward(lambda: after_backward(self._compare))  # after FSDP2's own final callback
         self._output_grads[position] = grad.detach().clone()
 
     def _compare(self) -> None:
@@ -255,13 +258,16 @@ class VerifiedStep:
 
 
 def _autocast_dtypes() -> list[torch.dtype]:
-    """The dtypes that autocast casts to here, of all devices for which it is on."""
+    """Return the autocast dtypes of all devices for which autocast is enabled."""
     devices = {"cpu", accelerator.type} if (accelerator := torch.accelerator.current_accelerator()) else {"cpu"}
     return [torch.get_autocast_dtype(device) for device in devices if torch.is_autocast_enabled(device)]
 
 
 def _leaves_gradients(module: nn.Module) -> bool:
-    """Whether a backward ends in the parameters' `.grad`, and nothing else has changed by then."""
+    """Return whether a backward ends with all gradients in `.grad`.
+
+    It does not if gradient hooks may consume them, or if a group skips its reduction.
+    """
     hooked = any(parameter._post_accumulate_grad_hooks for parameter in module.parameters())
     return not hooked and all(group.reduce_grads for group in _groups(module))
 

@@ -1,1 +1,1 @@
-"""Run a step that was traced once again without tracing: in the same process, and from a file in the next one."""
+"""Replay a traced step, in its process or from a file."""

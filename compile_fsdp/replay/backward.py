@@ -1,8 +1,8 @@
-"""The backward of a graph, run again without compiled autograd.
+"""Replay the backward of a graph without compiled autograd.
 
-Compiled autograd walks through the autograd graph in every backward, to hand what it finds there to the compiled code.
-Behind a forward that was run again it would find what it has found before: what the one node of the forward has saved,
-the gradients that come in, and parameters. Where each of these goes is noted when the backward is traced.
+Compiled autograd walks through the autograd graph in every backward, to pass its tensors to the compiled code. After a
+replayed forward, it would find them in known places: saved by the forward's single node, incoming gradients, and
+parameters. The place of each input is recorded when the backward is traced.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from compile_fsdp.runtime.backward import expect_no_gradient, gradient_accumulat
 from compile_fsdp.torch_compat.autograd import drop_saved_tensors, is_compiled_node, keeps_graph
 from compile_fsdp.torch_compat.dynamo import GuardFact
 
-# Which list of the forward a tensor is in, and where in that.
+# Name of a list of the forward's tensors, and an index in it.
 Place = tuple[str, int]
 
 
 class ForwardRun(Protocol):
-    """A forward that has run, as far as its backward reads it.
+    """A forward that has run, as its backward reads it.
 
     Attributes:
         managed: The unsharded parameters.
@@ -39,16 +39,16 @@ class ForwardRun(Protocol):
 
 
 class Tensors:
-    """What a backward reads of its forward, by place."""
+    """Tensors of a forward that its backward reads, by place."""
 
     def __init__(self, forward: ForwardRun, outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
         node: Any = outputs[0].grad_fn
         saved: Sequence[torch.Tensor] = node.saved_tensors
         leaves = [*forward.managed, *forward.inner_inputs]
         self.node = node
-        # Compiled autograd accumulates into what a leaf has already, and traces another graph for it.
+        # Compiled autograd accumulates into the present gradient of a leaf, and traces a separate graph for it.
         self.accumulated = [leaf.grad is not None for leaf in leaves]
-        # A graph with such hooks is traced by itself.
+        # Compiled autograd traces a separate graph for such hooks.
         self.has_hooks = any(leaf._backward_hooks for leaf in leaves)
         self._lists: dict[str, Sequence[torch.Tensor | None]] = {
             "gradient": grads,
@@ -58,14 +58,14 @@ class Tensors:
         }
 
     def find(self, tensor: torch.Tensor) -> Place:
-        """Where a tensor is.
+        """Return the place of a tensor.
 
         Raises:
-            NotPortableError: it is none of the forward's, or may be several.
+            NotPortableError: the tensor is not in any list, or its memory is in several lists.
         """
         places = self._places(lambda each: each is tensor)
         if not places and tensor.untyped_storage().nbytes():
-            # What is saved and is an output, too, is another object each time that it is looked at.
+            # A saved tensor that is also an output is a new object on each access.
             memory = _memory(tensor)
             places = self._places(lambda each: each is not None and _memory(each) == memory)
             if len({name for name, _ in places}) > 1:
@@ -78,7 +78,7 @@ class Tensors:
         return [(name, i) for name, tensors in self._lists.items() for i, each in enumerate(tensors) if is_it(each)]
 
     def get(self, place: Place) -> torch.Tensor:
-        """The tensor in a place."""
+        """Return the tensor at a place."""
         name, position = place
         tensor = self._lists[name][position]
         assert tensor is not None
@@ -90,20 +90,20 @@ def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _is_one_node(outputs: Sequence[torch.Tensor]) -> bool:
-    """Whether these are results of one autograd node, that of a compiled graph."""
+    """Return whether the outputs come from one autograd node, a compiled graph's."""
     return len({output.grad_fn for output in outputs}) == 1 and is_compiled_node(outputs[0].grad_fn)
 
 
 class BackwardFrame:
-    """A traced backward, ready to run again.
+    """A traced backward, ready to be replayed.
 
     Attributes:
         frame: Its code, as a function of the captured graph, inputs, sizes, scalars, hooks, packed data and the object
             with the forward's hooks.
-        places: Where each of its inputs is in the forward.
-        outputs: Which outputs of the forward's node have a gradient.
-        accumulated: Which leaves of the forward's autograd graph have a gradient before.
-        undefined: Places of the leaves that get none.
+        places: Places of its inputs.
+        outputs: Numbers of the outputs of the forward's node that have a gradient.
+        accumulated: By leaf of the forward's autograd graph: whether it has a gradient before.
+        undefined: Places of the leaves that get no gradient.
     """
 
     def __init__(
@@ -124,15 +124,15 @@ class BackwardFrame:
     def run(
         self, forward: ForwardRun, outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], hooks: Any
     ) -> bool:
-        """Run the backward if it is the one that was traced.
+        """Run the traced backward if it is right for this forward.
 
         Args:
             forward: The forward.
-            outputs: Those of its outputs that have a gradient.
-            grads: The gradients.
+            outputs: Its outputs that have a gradient.
+            grads: Their gradients.
             hooks: The object that holds the forward's hooks.
         Returns:
-            Whether it has run.
+            Whether the backward has run.
         """
         if not _is_one_node(outputs) or keeps_graph() or torch.is_anomaly_enabled():
             return False
@@ -142,30 +142,30 @@ class BackwardFrame:
         if tensors.has_hooks or tensors.accumulated != self.accumulated:
             return False
         expect_no_gradient([tensors.get(place) for place in self.undefined])
-        # Each forward has a new object, with the same hooks of the same modules.
+        # Check the first forward's object, because each forward has a new object with equal hooks.
         known = hooks if self._hooks is None else self._hooks
         if not self.frame.fits({"inputs": _not_saved(self.places, tensors), "state": known}):
             return False
         self._hooks = known
         inputs = [tensors.get(place) for place in self.places]
         drop_saved_tensors(tensors.node)
-        del tensors  # the graph frees what it takes from the list
+        del tensors  # the graph frees tensors that it takes from the list
         self.frame.runs += 1
         self.frame.run(None, inputs, [], [], [], (), hooks)
         return True
 
 
 class BackwardRecord:
-    """Takes note of the first backward of a graph.
+    """Records the first backward of a graph.
 
     Attributes:
-        frame: What was seen of its frame; None until it is traced.
-        places: Where each of its inputs is in the forward.
-        outputs: Which outputs of the forward's node have a gradient.
-        accumulated: Which leaves of the forward's autograd graph have a gradient before.
-        undefined: Places of the leaves that get none.
+        frame: Record of its frame; None until it is traced.
+        places: Places of its inputs.
+        outputs: Numbers of the outputs of the forward's node that have a gradient.
+        accumulated: By leaf of the forward's autograd graph: whether it has a gradient before.
+        undefined: Places of the leaves that get no gradient.
         unfilled: Positions of inputs whose groups are gathered before it runs.
-        problem: Why it cannot be run again; None if nothing is against it.
+        problem: Why the backward cannot be replayed; None if it can.
     """
 
     def __init__(self, forward: ForwardRun, outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
@@ -183,12 +183,14 @@ class BackwardRecord:
     def begin(
         self, function: FunctionType, arguments: Sequence[Any], undefined: Sequence[int]
     ) -> FrameRecord | None:
-        """The backward is traced now.
+        """Record the backward before it is traced.
 
         Args:
-            function: What is traced.
-            arguments: Its arguments but the first, see `BackwardFrame`.
-            undefined: Positions among its inputs of the leaves that get no gradient.
+            function: The function that Dynamo traces.
+            arguments: Its arguments except the first, see `BackwardFrame`.
+            undefined: Positions in its inputs of the leaves that get no gradient.
+        Returns:
+            The record of its frame; None if it cannot be replayed.
         """
         tensors, self._tensors = self._tensors, None
         if tensors is None:
@@ -211,24 +213,24 @@ class BackwardRecord:
 
 
 class Recorder(Protocol):
-    """Wants to know of the first backward of a graph."""
+    """Observer of the first backward of a graph."""
 
     def begin_backward(
         self, forward: Any, outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
     ) -> BackwardRecord:
-        """The backward begins."""
+        """Create the record of the backward before it runs."""
 
     def end_backward(self, forward: Any) -> None:
-        """The backward is over."""
+        """Use the record after the backward."""
 
 
 @dataclass(slots=True)
 class GraphReplay:
-    """The backward of one forward graph, as far as it can run again.
+    """The replayable backward of one forward graph.
 
     Attributes:
-        backward: The backward; None until one was traced or read.
-        recorder: Who takes note of the next one; None for nobody.
+        backward: The backward; None until it is traced or read.
+        recorder: Records the next backward; None for no recording.
     """
 
     backward: BackwardFrame | None = None
@@ -240,16 +242,17 @@ def _not_saved(places: Sequence[Place], tensors: Tensors) -> dict[int, torch.Ten
 
 
 def _is_own(hook: Any, node: Any) -> bool:
-    """Whether something in compiled autograd's list of hooks is there behind every forward like this one."""
+    """Return whether every replay has this hook of compiled autograd's list."""
     if isinstance(hook, partial):
         return hook.func is gradient_accumulated
     return hook is node
 
 
 def _follows(gradients: Collection[int]) -> Callable[[GuardFact], bool]:
-    """Which guards hold behind every forward like this one.
+    """Return a test for guards that every replay satisfies by construction.
 
-    All but those of the gradients, of the modules, and of what inputs have, such as a gradient of an earlier backward.
+    A replay may fail guards on the gradients, on the modules, and on attributes of inputs, such as the gradient of an
+    earlier backward.
     """
     given = {f"L['inputs'][{i}]" for i in gradients}
 

@@ -1,9 +1,9 @@
-"""The file that holds a traced step: what it was made with, then the step.
+"""Bundles: files with a traced step and the facts it depends on.
 
 [Note: What a bundle is made of]
-A line of JSON says with what the step was made; it is compared before anything else of the file is read. Then comes a
-pickle: code, conditions, compiled graphs. Unpickling runs what the file says, so a file is read only if none but its
-owner can have written it: see docs/security.md.
+A line of JSON has the facts; they are compared before the rest of the file is unpickled. Then comes a pickle: code,
+conditions, compiled graphs. Unpickling runs code from the file, so a file is read only if it belongs to this user or
+root, and not everybody may write it: see docs/security.md.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MAGIC = b"compile_fsdp bundle 1\n"
 
 
 class Outcomes(dict[Path, str]):
-    """What has become of each bundle in a folder that gets all of them.
+    """Outcomes of the bundles in one folder, by path.
 
     Attributes:
         folder: The folder.
@@ -51,10 +51,12 @@ _outcomes: Outcomes | None = None
 
 @contextmanager
 def kept_in(folder: Path) -> Iterator[Outcomes]:
-    """Within it, the bundle of each model that is compiled is in a folder, with the name that its file was to have.
+    """Keep all models' bundles in one folder, under their file names.
+
+    Inside the context, `locate` ignores the folders that models ask for.
 
     Args:
-        folder: It is made with the first bundle.
+        folder: The folder; created with the first bundle.
     """
     global _outcomes
     outer, _outcomes = _outcomes, Outcomes(folder)
@@ -65,18 +67,18 @@ def kept_in(folder: Path) -> Iterator[Outcomes]:
 
 
 def locate(asked: str) -> Path:
-    """Where the bundle is for which a model asks."""
+    """Return the path of the bundle that a model asks for."""
     return Path(asked) if _outcomes is None else _outcomes.folder / Path(asked).name
 
 
 def note(path: Path, outcome: str) -> None:
-    """Keep what has become of a bundle, if somebody wants to know."""
+    """Keep the outcome of a bundle inside `kept_in`; do nothing outside."""
     if _outcomes is not None:
         _outcomes[path] = outcome
 
 
 def make_facts(model: nn.Module, options: Options) -> dict[str, str]:
-    """What a step depends on beside its conditions, by name."""
+    """Return facts that a step depends on beside its conditions, by name."""
     facts: dict[str, str] = {
         "torch": torch.__version__,
         "python": f"{sys.implementation.cache_tag} {platform.machine()}",
@@ -93,7 +95,7 @@ def make_facts(model: nn.Module, options: Options) -> dict[str, str]:
 
 
 def _processor() -> str:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)  # builds for CUDA run without it, too
+    accelerator = torch.accelerator.current_accelerator(check_available=True)  # CUDA builds may run without a GPU
     if accelerator is None or accelerator.type != "cuda":
         return torch.backends.cpu.get_cpu_capability()
     return f"{torch.cuda.get_device_name()} {torch.cuda.get_device_capability()}"
@@ -116,12 +118,12 @@ def write(path: Path, facts: Mapping[str, Any], step: object) -> None:
     """Write a bundle, whole or not at all.
 
     Raises:
-        NotPortableError: the step has something that cannot be pickled.
+        NotPortableError: the step has an object that cannot be pickled.
         OSError: the file cannot be written.
     """
     try:
         body = pickle.dumps(step)
-    except Exception as error:  # whatever the classes in it raise
+    except Exception as error:  # pickled classes may raise any exception
         raise NotPortableError(f"{type(error).__name__}: {error}") from error
     head = json.dumps({"facts": facts, "sha256": hashlib.sha256(body).hexdigest(), "bytes": len(body)})
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -138,10 +140,11 @@ def write(path: Path, facts: Mapping[str, Any], step: object) -> None:
 
 
 def read(path: Path, facts: Mapping[str, Any]) -> tuple[Any, str]:
-    """The step in a bundle, and the hash of it.
+    """Return the step in a bundle, and the hash of its pickle.
 
     Raises:
-        NotPortableError: there is none, it is damaged, or it was made with something else; says which.
+        NotPortableError: there is no bundle, it is damaged or not safe to read, or a fact differs; the text names the
+            reason.
     """
     try:
         with path.open("rb") as file:
@@ -167,7 +170,7 @@ def read(path: Path, facts: Mapping[str, Any]) -> tuple[Any, str]:
         raise NotPortableError(f"it is damaged: {len(body)} bytes of {head.get('bytes')}, or others")
     try:
         return pickle.loads(body), digest
-    except Exception as error:  # whatever the classes in it raise
+    except Exception as error:  # pickled classes may raise any exception
         raise NotPortableError(f"it cannot be read: {type(error).__name__}: {error}") from error
 
 

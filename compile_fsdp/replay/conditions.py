@@ -1,17 +1,17 @@
-"""What must be as it was when a graph was traced, for the graph to be the right one.
+"""Conditions under which a traced graph is right.
 
-Dynamo's guards say what a graph depends on; they refer to objects of their process. A `Condition` says the same of the
-same object in words that every process can compare. `Conditions.problem` looks at all of them, once, in a process that
-has not traced the graph. From then on a `Watch` sees, for a hundredth of that, whether anything has changed since.
+Dynamo's guards state the dependencies of a graph, but refer to objects of their process. A `Condition` states a guard
+in words that every process can compare. `Conditions.problem` checks all conditions once, in a process that has not
+traced the graph. From then on, a `Watch` checks for changes at a hundredth of the cost.
 
 [Note: Names within a process]
-Two classes of a process may have one name, and what is evaluated at trace time depends on an object, and not on what
-the graph reads of it. So a process in which the conditions have held keeps to its own classes and objects from then on,
-as Dynamo's guards do.
+Two classes of a process may have equal names. A result computed at trace time depends on the whole object, not only on
+the attributes that the graph reads. So once the conditions hold in a process, they require its classes and objects from
+then on, as Dynamo's guards do.
 
 [Note: The same objects]
-Dynamo takes two ways to one object for one variable, and guards this only where the object is an input of the graph. So
-the conditions also have which ways led to the same object when the graph was traced.
+If two paths lead to one object, Dynamo makes one variable of it, and guards this only if the object is an input of the
+graph. So the conditions also store which paths led to one object when the graph was traced.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from compile_fsdp.torch_compat.global_state import GlobalState
 
 
 class Condition(NamedTuple):
-    """One thing that must hold.
+    """A condition on one object.
 
     Attributes:
-        kind: A kind of guard.
-        position: Of the object among the paths.
-        argument: What the guard asks the object for, such as the name of an attribute.
-        expected: What is to be found, in words.
+        kind: Kind of guard, such as "TYPE_MATCH".
+        position: Position of the object in the paths.
+        argument: Argument of the guard, such as the name of an attribute; None for most kinds.
+        expected: Result of the kind's function in `_LOOKS`.
     """
 
     kind: str
@@ -51,7 +51,7 @@ def _variables(value: Any) -> Mapping[str, Any]:
     return getattr(value, "__dict__", {})
 
 
-# By kind of guard: what it looks at, in words.
+# By kind of guard: a function that describes the guarded property in words.
 _LOOKS: dict[str, Callable[[Any, Any], Any]] = {
     **dict.fromkeys(
         (
@@ -61,11 +61,11 @@ _LOOKS: dict[str, Callable[[Any, Any], Any]] = {
         ),
         lambda value, _: describe(value),
     ),
-    # Of a number Dynamo may guard the class alone, and how it compares with others: by SHAPE_ENV.
+    # Include the value of a number, because Dynamo may guard only its class here, and its relations by SHAPE_ENV.
     "TYPE_MATCH": lambda value, _: describe(value) if type(value) in (int, float) else class_name(type(value)),
     "SEQUENCE_LENGTH": lambda value, _: len(value),
     "EMPTY_NN_MODULE_HOOKS_DICT": lambda value, _: len(value),
-    # Hooks are kept by numbers that count up in each process.
+    # Describe keys that are no strings by class, because the keys of hooks are numbers that count up in each process.
     "DICT_KEYS_MATCH": lambda value, _: [key if isinstance(key, str) else class_name(type(key)) for key in value],
     "DICT_CONTAINS": lambda value, key: key in value,
     "DICT_NOT_CONTAINS": lambda value, key: key in value,
@@ -76,15 +76,15 @@ _LOOKS: dict[str, Callable[[Any, Any], Any]] = {
 }
 _LOOKS["MAPPING_KEYS_CHECK"] = _LOOKS["DICT_KEYS_MATCH"]
 
-# A rank's part of a DTensor, which Dynamo guards beside the whole. Its sizes differ between ranks where shards are
-# uneven; graphs are made of the padded shards, and do not depend on them.
+# A rank's local tensor of a DTensor, which Dynamo guards in addition to the DTensor. Its sizes differ between ranks if
+# shards are uneven. Graphs read padded shards, and do not depend on these sizes.
 _LOCAL_TENSOR = "LOCAL_TENSOR"
 _LOOKS[_LOCAL_TENSOR] = lambda value, _: (class_name(type(value)), str(value.dtype), str(value.device))
 
-# Kinds that ask an object for something.
+# Kinds of guards with an argument.
 _ASKS_FOR = {"DICT_CONTAINS", "DICT_NOT_CONTAINS", "HASATTR", "NOT_PRESENT_IN_GENERIC_DICT"}
 
-# Guards of what `GlobalState` and `Conditions.pairs` have; of sizes, conditions have the numbers themselves.
+# Guards that `GlobalState` and `Conditions.pairs` replace. Conditions on the numbers themselves replace SHAPE_ENV.
 _COVERED = {
     *("AUTOGRAD_SAVED_TENSORS_HOOKS", "DEFAULT_DEVICE", "DETERMINISTIC_ALGORITHMS", "GLOBAL_STATE", "GRAD_MODE"),
     *("TORCH_FUNCTION_STATE", "DUPLICATE_INPUT", "SHAPE_ENV"),
@@ -95,22 +95,22 @@ class Conditions:
     """All conditions of one graph.
 
     Attributes:
-        paths: The objects that the graph depends on.
-        conditions: What must hold of them.
-        pairs: Two ways each to one object, also to a constant, that Dynamo guards.
-        same: By object, the first one of `paths` that is the same object; see [Note: The same objects].
-        state: What must hold of torch's global state.
+        paths: Paths to the objects that the graph depends on.
+        conditions: Conditions on these objects.
+        pairs: Pairs of positions that Dynamo guards to be one object, constants included.
+        same: By position: the first position of an identical object; see [Note: The same objects].
+        state: torch's global state before the trace, which must hold again.
     """
 
     def __init__(self, guards: Sequence[GuardFact], scope: Scope, state: GlobalState) -> None:
-        """Put Dynamo's guards into words, while their graph is compiled.
+        """Make conditions of Dynamo's guards, while their graph is compiled.
 
         Args:
             guards: The guards.
-            scope: The variables of the traced frame.
-            state: torch's global state before it was traced.
+            scope: Variables of the traced frame.
+            state: torch's global state before the trace.
         Raises:
-            NotPortableError: a guard is of a kind that is not known here, or does not hold.
+            NotPortableError: a guard has an unknown kind or step, or its object does not exist.
         """
         self.paths = Paths()
         looks = [(guard, self.paths.add(guard.name)) for guard in guards if guard.kind not in _COVERED]
@@ -139,7 +139,7 @@ class Conditions:
         return {**vars(self), "_own": None}
 
     def problem(self, scope: Scope) -> str | None:
-        """The first condition that does not hold; None if all do."""
+        """Describe the first condition that does not hold; None if all hold."""
         if self.state.has_changed():
             return f"torch's global state has changed: {self.state.difference()}"
         try:
@@ -166,7 +166,7 @@ class Conditions:
         return None
 
     def holds(self, condition: Condition, value: Any) -> bool:
-        """Whether one of the conditions holds of its object."""
+        """Return whether a condition holds for an object."""
         if _LOOKS[condition.kind](value, condition.argument) != condition.expected:
             return False
         if self._own is None or condition.kind not in _OWN:
@@ -174,7 +174,10 @@ class Conditions:
         return _OWN[condition.kind](value) is self._own[condition.kind, condition.position]
 
     def _find_own(self, values: Sequence[Any]) -> dict[tuple[str, int], Any]:
-        """By kind and position, what this process keeps to: see [Note: Names within a process]."""
+        """Return this process's classes and objects, by kind and position.
+
+        See [Note: Names within a process].
+        """
         own = [(kind, position) for kind, position, *_ in self.conditions if kind in _OWN]
         return {(kind, position): _OWN[kind](values[position]) for kind, position in own}
 
@@ -187,14 +190,14 @@ def _first_same(values: Sequence[Any]) -> list[int]:
     ]
 
 
-# By kind of condition: what stays the same object while a process lasts.
+# By kind of condition: a function that returns an object that must stay identical within a process.
 _OWN: dict[str, Callable[[Any], Any]] = {
     "TYPE_MATCH": type,
     "CLASS_MATCH": lambda value: value,
     "ID_MATCH": lambda value: None if isinstance(value, _ALWAYS_SAME) else value,
 }
 
-# Nothing depends on whether two of these are one object.
+# Classes whose instances are compared by value: no graph depends on their identity.
 _ALWAYS_SAME: tuple[type, ...] = (
     *(type(None), bool, int, float, complex, str, bytes, tuple, frozenset, type, enum.Enum),
     *(FunctionType, MethodType, BuiltinFunctionType, ModuleType, MappingProxyType),
@@ -203,11 +206,11 @@ _ALWAYS_SAME: tuple[type, ...] = (
 
 
 class Watch:
-    """Whether anything of what a graph depends on has changed since all conditions held.
+    """Detects changes of a graph's dependencies since all conditions held.
 
     Attributes:
         conditions: The conditions.
-        others: Positions of objects that are others in each step: what they are is looked at in each.
+        others: Positions whose object changes every step; their conditions are checked again in each step.
     """
 
     def __init__(self, conditions: Conditions, scope: Scope, inputs: Collection[str], before: Watch | None) -> None:
@@ -215,9 +218,10 @@ class Watch:
 
         Args:
             conditions: The conditions.
-            scope: The variables.
-            inputs: Names of local variables that are others in each step.
-            before: An earlier watch that did not hold, although all conditions did: some objects are others now.
+            scope: Variables of the frame.
+            inputs: Names of local variables whose object changes every step.
+            before: The previous watch, which failed although all conditions held, because some objects were replaced;
+                None for the first watch.
         """
         self.conditions = conditions
         accesses = conditions.paths.accesses
@@ -237,12 +241,12 @@ class Watch:
                 self._steps.append((STEPS[kind], parents, keys, [values[i] for i in chosen]))
         self._contents = _Contents([c for c in conditions.conditions if c.position not in self.others], values)
         for i in self.others:
-            values[i] = None  # it would be kept alive
+            values[i] = None  # do not keep the object alive
         self._pairs = [pair for pair in conditions.pairs if self.others.intersection(pair)]
         self._of_others = [c for c in conditions.conditions if c.position in self.others]
 
     def holds(self, scope: Scope) -> bool:
-        """Whether all conditions hold still."""
+        """Return whether all conditions still hold."""
         try:
             return (
                 not self.conditions.state.has_changed()
@@ -276,10 +280,10 @@ def _is_same(value: Any, other: Any) -> bool:
 
 
 class _Contents:
-    """What of an object may change while it stays the same object: lengths, keys, attributes, sizes of a tensor.
+    """Mutable properties of objects: lengths, keys, attributes, sizes of a tensor.
 
     Attributes:
-        looks: A function, the columns of its arguments, and what it has returned for each row of them.
+        looks: For each property: a function, the columns of its arguments, and its results by row.
     """
 
     def __init__(self, conditions: Sequence[Condition], values: Sequence[Any]) -> None:
@@ -309,5 +313,5 @@ class _Contents:
         self.looks = [(look, given, list(map(look, *given))) for look, given in columns]
 
     def hold(self) -> bool:
-        """Whether all of it is as it was."""
+        """Return whether all properties are unchanged."""
         return all(list(map(look, *given)) == found for look, given, found in self.looks)

@@ -1,4 +1,4 @@
-"""One frame that was traced, ready to run again."""
+"""A traced frame, ready to be replayed."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ _MOST_FAILURES = 8
 
 
 class Frame:
-    """The compiled code of a frame, and when it may run.
+    """The compiled code of a frame, with conditions for running it.
 
     Attributes:
         run: The code, as a function of the frame's arguments.
-        conditions: What must hold.
-        problem: Why it could not run when that was asked last; None if it could.
-        runs: How often it has run.
+        conditions: Conditions that must hold.
+        problem: Why the code could not run at the last check of all conditions; None if it could.
+        runs: Number of runs.
     """
 
     def __init__(
         self, run: Callable[..., Any], conditions: Conditions, variables: Mapping[str, Any], inputs: frozenset[str]
     ) -> None:
-        """Args:
-        run: See above.
-        conditions: See above.
-        variables: The globals of the code.
-        inputs: Names of arguments that are other objects in each step.
+        """Take the code and its conditions.
+
+        Args:
+            run: See above.
+            conditions: See above.
+            variables: Globals of the code.
+            inputs: Names of arguments whose object changes every step.
         """
         self.run = run
         self.conditions = conditions
@@ -40,12 +42,12 @@ class Frame:
         self._failures = 0
 
     def fits(self, arguments: Mapping[str, Any]) -> bool:
-        """Whether the code is right for these arguments, now."""
+        """Return whether the code may run now with these arguments."""
         scope: Scope = {"L": arguments, "G": self._variables}
         if self._watch is not None and self._watch.holds(scope):
             return True
         if self._failures >= _MOST_FAILURES:
-            return False  # until what the watch has seen last is back
+            return False  # until the objects seen last return
         self.problem = self.conditions.problem(scope)
         if self.problem is not None:
             self._failures += 1

@@ -1,15 +1,15 @@
-"""How one model comes from a step that was traced, or from a bundle, to steps that nobody traces.
+"""Replay a model's steps that were traced before or bundled.
 
 [Note: Replayed steps]
-With the option `replay` a step of a model is traced as always, and what Dynamo, compiled autograd and the backend make
-of it is noted: the code that runs in place of the model's frame, and of its backward, with the conditions under which
-they are right. A later step in which all conditions hold runs that code. Any other step goes to Dynamo, as if there was
-no replay. With `bundle` what was noted first is also written to a file. The next process reads the conditions
-from there, finds that they hold, and runs a step that it has never traced.
+With the option `replay`, a step of a model is traced as usual, and recorded: the code that Dynamo, compiled autograd
+and the backend run in place of the model's frame and its backward, with the conditions under which this code is right.
+A later step in which all conditions hold runs this code. Any other step goes to Dynamo, as without replay. With
+`bundle`, the first recorded step is also written to a file. The next process reads the conditions from this file, finds
+that they hold, and runs a step that it has never traced.
 
 [Note: All ranks or none]
-A rank that traces meets its peers to compare collectives, see `backend/agreement.py`; one that replays meets nobody. So
-the ranks decide together whether they take a bundle: each looks whether it fits, and all take it if it fits on all.
+A rank that traces meets its peers to compare collectives, see `backend/agreement.py`; a rank that replays meets nobody.
+So the ranks decide together on a bundle: each rank checks whether it fits, and all ranks use it if it fits on all.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from compile_fsdp.torch_compat.dynamo import CAN_REPLAY
 
 _log = logging.getLogger("compile_fsdp")
 
-# Of one model, for inputs of other sizes for example. Each is compared with what a step has until one fits.
+# Most steps of one model, for inputs of different sizes for example. Each call checks them in turn until one fits.
 _MOST_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A forward and its backward, ready to run again.
+    """A forward and its backward, ready to be replayed.
 
     Attributes:
         forward: The forward of the whole model.
@@ -59,12 +59,12 @@ class Step:
 
 
 class ModelReplay:
-    """The steps of one model. See [Note: Replayed steps].
+    """Replayable steps of one model. See [Note: Replayed steps].
 
     Attributes:
-        options: The user's.
-        path: Of the bundle; None for none.
-        steps: Those that can run again, the one that did last in front.
+        options: The user's options.
+        path: Path of the bundle; None without a bundle, and once a step is written or read.
+        steps: The steps, the last used first.
     """
 
     def __init__(self, options: Options) -> None:
@@ -76,13 +76,13 @@ class ModelReplay:
 
     @at_run_time
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
-        """Call the model.
+        """Call the model, by a replay if a step fits.
 
         Args:
             module: The model, compiled.
             args: Its positional arguments.
             kwargs: Its keyword arguments.
-            run: Calls it as if there was no replay.
+            run: Calls the model without a replay.
         """
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
@@ -102,11 +102,11 @@ class ModelReplay:
         frame = FrameRecord(function.__code__, {"L": arguments, "G": function.__globals__}, lambda fact: False)
         with recording(frame):
             output = run(*args, **kwargs)
-        if frame.graphs > 0:  # else Dynamo had compiled the step before
+        if frame.graphs > 0:  # else Dynamo has compiled the step before
             self._note_backward(frame, closure)
         return output
 
-    # Note
+    # Record
 
     @at_run_time
     def _note_backward(self, frame: FrameRecord, closure: Sequence[CellType]) -> None:
@@ -117,7 +117,7 @@ class ModelReplay:
 
     @at_run_time
     def keep(self, forward: FrameRecord, backward: BackwardRecord, closure: Sequence[CellType]) -> None:
-        """A step was noted whole."""
+        """Add a step whose record is complete."""
         self._can(lambda: self._keep(forward, backward, closure))
 
     @at_run_time
@@ -137,7 +137,7 @@ class ModelReplay:
     def _can(self, finish: Callable[[], object]) -> bool:
         try:
             finish()
-        except Exception as error:  # whatever cannot be noted, the step itself is right
+        except Exception as error:  # the step is right even if its record fails
             if self.options.bundle is not None:
                 _log.warning("no bundle is made, and every process traces this model: %s", error)
             else:
@@ -162,7 +162,7 @@ class ModelReplay:
             self.steps.append(loaded)
 
     def _look(self, arguments: Mapping[str, Any], closure: Sequence[CellType]) -> tuple[Step | None, str]:
-        """The step in the bundle, and what this rank says of it: see `share_choice`."""
+        """Return the bundle's step if it fits, and the choice for `share_choice`."""
         assert self.path is not None
         try:
             step, digest = bundle.read(self.path, self._facts)
@@ -183,7 +183,7 @@ class ModelReplay:
 
 
 class _Recorder:
-    """Takes note of the first backward of one forward graph."""
+    """Records the first backward of one forward graph."""
 
     def __init__(self, replay: ModelReplay, forward: FrameRecord, closure: Sequence[CellType]) -> None:
         self._replay = replay
@@ -194,12 +194,12 @@ class _Recorder:
     def begin_backward(
         self, forward: GraphCall, outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
     ) -> BackwardRecord:
-        """The backward begins."""
+        """Create the record of the backward before it runs."""
         self._backward = BackwardRecord(forward, outputs, grads)
         return self._backward
 
     def end_backward(self, forward: GraphCall) -> None:
-        """The backward is over."""
+        """Keep the step after the backward."""
         assert self._backward is not None
         forward.graph.replay.recorder = None
         self._replay.keep(self._forward, self._backward, self._closure)
@@ -207,12 +207,12 @@ class _Recorder:
 
 @at_run_time
 def start_replay(arguments: Mapping[str, Any]) -> tuple[ModelReplay | None, dict[str, Any]]:
-    """For a model that is compiled.
+    """Set up the replay of a compiled model.
 
     Args:
-        arguments: Those of torch.compile.
+        arguments: Arguments of torch.compile.
     Returns:
-        What runs the model's steps again, if anything is to, and the arguments with which it is traced.
+        The replay, None if the options ask for none or it is not possible; and the arguments for tracing.
     Raises:
         UnknownOptionError: see `Options.parse`.
     """

@@ -1,8 +1,8 @@
-"""What a graph reads beside its inputs, by the way that Dynamo has come to it.
+"""Paths to the objects that a graph depends on, by Dynamo's expressions.
 
-Dynamo calls each object that it guards by a Python expression, such as `L['self']._modules['0'].training`: `L` has the
-local variables of the traced frame, `G` its globals. The expressions of a graph share most of their beginnings, so they
-are kept as one table of steps.
+Dynamo names each guarded object by a Python expression, such as `L['self']._modules['0'].training`: `L` has the local
+variables of the traced frame, `G` its globals. The expressions of a graph share most of their prefixes, so they are
+kept as one table of steps.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Scope = Mapping[str, Mapping[str, Any]]
 
 
 class Access(NamedTuple):
-    """One step to an object.
+    """One step on a path to an object.
 
     Attributes:
         kind: "root" for a variable, "attribute", "item", "key" and "value" (of a dict, by position), "type",
             "variables" (its `__dict__`), "call" (of a weak reference).
-        parent: Position in the table of the object that it is a step from; -1 for a root.
-        key: The name, index or position; None where there is none.
+        parent: Position in the table of the object from which the step starts; -1 for a root.
+        key: Name, index or position; scope and name for a root; None for kinds without a key.
     """
 
     kind: str
@@ -32,7 +32,7 @@ class Access(NamedTuple):
     key: Any
 
 
-# How each kind of step is taken.
+# By kind of step: a function of the parent object and the key.
 STEPS: dict[str, Any] = {
     "attribute": getattr,
     "item": getitem,
@@ -51,7 +51,7 @@ class Paths:
     """A table of steps.
 
     Attributes:
-        accesses: The steps; each comes after the one that it starts from.
+        accesses: The steps, each after its parent.
     """
 
     def __init__(self) -> None:
@@ -66,20 +66,20 @@ class Paths:
         self._positions = {access: position for position, access in enumerate(accesses)}
 
     def add(self, expression: str) -> int:
-        """The position of the object that an expression stands for.
+        """Add an expression; return the position of its object.
 
         Raises:
-            NotPortableError: the expression has a step of a kind that is not known here.
+            NotPortableError: the expression has an unknown kind of step.
         """
         return self._add(ast.parse(expression, mode="eval").body, expression)
 
     def values(self, scope: Scope) -> list[Any]:
-        """All objects of the table.
+        """Return all objects of the table.
 
         Args:
             scope: The local variables as "L", the globals as "G".
         Raises:
-            LookupError, AttributeError, TypeError: there is no such object.
+            LookupError, AttributeError, TypeError: an object does not exist.
         """
         values: list[Any] = []
         for kind, parent, key in self.accesses:
@@ -87,14 +87,14 @@ class Paths:
         return values
 
     def name(self, position: int) -> str:
-        """The expression of an object, for messages."""
+        """Return the expression of an object, for messages."""
         kind, parent, key = self.accesses[position]
         if kind == "root":
             return str(key[1])
         return self.name(parent) + _TEXTS.get(kind, f".{kind}").format(key)
 
     def roots(self) -> list[tuple[str, str]]:
-        """By position, from which variable the object is reached."""
+        """Return, by position, the variable from which the object is reached."""
         roots: list[tuple[str, str]] = []
         for access in self.accesses:
             roots.append(access.key if access.kind == "root" else roots[access.parent])
@@ -116,7 +116,7 @@ class Paths:
                 return self._position(Access("attribute", self._add(value, whole), name))
             case ast.Call(ast.Name("type"), [value]):
                 return self._position(Access("type", self._add(value, whole), None))
-            case ast.Call(ast.Name("dict"), [value]):  # a copy of what is only looked into
+            case ast.Call(ast.Name("dict"), [value]):  # a copy that is only read
                 return self._add(value, whole)
             case ast.Call(value, []):
                 return self._position(Access("call", self._add(value, whole), None))

@@ -1,4 +1,4 @@
-"""The code that Dynamo runs in place of a frame that it has traced, in a form that other processes can run."""
+"""Dynamo's code in place of a traced frame, in a form for all processes."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from typing import Any
 from compile_fsdp.errors import NotPortableError
 from compile_fsdp.replay.words import class_name
 
-# Dynamo's name of the compiled graph in the code begins so.
+# Prefix of the compiled graph's name in Dynamo's code.
 _GRAPH = "__compiled_fn_"
-# And that of the globals of a function that has a copy of its module's, since 2.15.
+# Prefix of the name for a function's globals if they are a copy of its module's globals, since torch 2.15.
 _GLOBALS = "___unnamed_scope"
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Code, and what its globals refer to.
+    """Code, with a description of its globals.
 
     Attributes:
         code: The code object, marshalled.
-        variables: By name, the kind of each global, and what it is: ("graph", None), ("builtins", None), ("module",
+        variables: By name, the kind and description of each global: ("graph", None), ("builtins", None), ("module",
             name), ("globals", name of their module), ("object", (module, qualified name)) or ("value", value).
     """
 
@@ -38,11 +38,11 @@ class Program:
         """Describe the code.
 
         Args:
-            code: What Dynamo has made.
-            variables: The globals of the frame.
+            code: Code that Dynamo has generated.
+            variables: Globals of the frame.
             also: Names of globals that conditions refer to.
         Raises:
-            NotPortableError: a global can be found in this process only.
+            NotPortableError: a global, or a constant of the code, exists in this process only.
         """
         used = {each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"} | set(also)
         described = {name: _describe(name, variables[name]) for name in sorted(used) if name in variables}
@@ -52,14 +52,14 @@ class Program:
             raise NotPortableError(f"the compiled code has a constant that is an object: {error}") from error
 
     def globals(self, graph: Callable[..., Any] | None) -> dict[str, Any]:
-        """The globals, in this process."""
+        """Return the globals in this process, with a compiled graph."""
         found: dict[str, Any] = {"__builtins__": builtins}
         for name, (kind, what) in self.variables.items():
             found[name] = graph if kind == "graph" else _find(kind, what)
         return found
 
     def bind(self, variables: dict[str, Any], closure: tuple[CellType, ...] | None = None) -> Callable[..., Any]:
-        """The code as a function of the traced frame's arguments."""
+        """Return the code as a function of the traced frame's arguments."""
         return FunctionType(marshal.loads(self.code), variables, closure=closure)
 
 
@@ -93,7 +93,7 @@ def _find(kind: str, what: Any) -> Any:
     if kind == "module":
         return importlib.import_module(what)
     if kind == "globals":
-        return dict(vars(importlib.import_module(what)))  # a copy, as the traced function has one
+        return dict(vars(importlib.import_module(what)))  # a copy, as for the traced function
     if kind == "object":
         module, qualname = what
         found: Any = importlib.import_module(module)

@@ -1,4 +1,4 @@
-"""Take note of a frame while Dynamo and the backend compile it."""
+"""Record a frame while Dynamo and the backend compile it."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from compile_fsdp.torch_compat.global_state import GlobalState
 
 
 class FrameRecord:
-    """What was seen of one frame.
+    """Record of one frame.
 
     Attributes:
-        code: The frame's own code.
-        scope: Its variables, until its guards were seen.
-        dropped: Which guards hold by the way in which the frame is run again.
-        graphs: How many graphs were compiled for it.
-        graph: The compiled graph, as the backend has returned it.
-        stored: Returns the compiled graph in a form that can be stored; None if there is none.
-        reports: What the passes have reported of it.
-        collectives: What it issues.
-        problem: Why the frame cannot be run again without tracing; None if it can.
+        code: The frame's original code.
+        scope: Its variables; None once its guards are seen.
+        dropped: Tests for guards that a replay satisfies by construction.
+        graphs: Number of graphs compiled for the frame.
+        graph: The compiled graph that the backend returns to Dynamo.
+        stored: Returns the compiled graph in a storable form; None if there is no such form.
+        reports: Reports of the passes on the graph.
+        collectives: Collectives of the graph.
+        problem: Why the frame cannot be replayed; None if it can.
     """
 
     def __init__(self, code: CodeType, scope: Scope, dropped: Callable[[GuardFact], bool]) -> None:
@@ -45,7 +45,7 @@ class FrameRecord:
         self.collectives = CollectiveSequence(())
         self.problem: str | None = None
         self._variables = scope["G"]
-        self._state = GlobalState()  # now: Dynamo changes it while it traces
+        self._state = GlobalState()  # before the trace, because Dynamo changes it
         self._sources = Sources()
         self._conditions: Conditions | None = None
         self._new_code: CodeType | None = None
@@ -53,36 +53,36 @@ class FrameRecord:
     def see_compiled(
         self, stored: Callable[[], Any] | None, reports: Sequence[GraphReport], collectives: CollectiveSequence
     ) -> None:
-        """The inner backend has compiled a graph."""
+        """Record a graph that the inner backend has compiled."""
         self.stored, self.reports, self.collectives = stored, reports, collectives
 
     def see_graph(self, graph: Any) -> None:
-        """The backend returns a compiled graph to Dynamo."""
+        """Record the compiled graph that the backend returns to Dynamo."""
         self.graphs += 1
         self.graph = graph
         self._sources.add_traced_code()
 
     def see_guards(self, entries: Sequence[Any]) -> None:
-        """Dynamo guards the graph."""
+        """Record Dynamo's guards of the graph."""
         facts = [fact for fact in guard_facts(entries) if not self.dropped(fact)]
         scope, self.scope = self.scope, None
         if scope is None:
-            return  # of another frame: there is more than one graph
+            return  # guards of a second frame: there is more than one graph
         try:
             self._conditions = Conditions(facts, scope, self._state)
-        except Exception as error:  # whatever cannot be noted, the graph itself is right
+        except Exception as error:  # the graph is right even if its record fails
             self.problem = str(error)
 
     def see_code(self, old: CodeType, new: CodeType) -> None:
-        """Dynamo runs other code in place of the frame's."""
+        """Record the code that Dynamo runs in place of the frame's code."""
         if old is self.code:
             self._new_code = new
 
     def finish(self) -> tuple[Conditions, Program, Sources]:
-        """What is needed to run the frame again.
+        """Return the parts that a replay of the frame needs.
 
         Raises:
-            NotPortableError: it cannot be run again without tracing.
+            NotPortableError: the frame cannot be replayed.
         """
         if self.problem is not None:
             raise NotPortableError(self.problem)
@@ -103,7 +103,7 @@ _current = _Current()
 
 @contextmanager
 def recording(frame: FrameRecord | None) -> Iterator[None]:
-    """Within it, this thread takes note of one frame; of none with None."""
+    """Let this thread record a frame; None records no frame."""
     outer, _current.frame = _current.frame, frame
     try:
         if frame is None:
@@ -116,12 +116,12 @@ def recording(frame: FrameRecord | None) -> Iterator[None]:
 
 
 def current() -> FrameRecord | None:
-    """The frame that is taken note of now."""
+    """Return the frame that this thread records now, or None."""
     return _current.frame
 
 
 def see_guards(entries: Sequence[Any]) -> list[bool]:
-    """Dynamo's option `guard_filter_fn`: takes note of all guards, and keeps them."""
+    """Record all guards and keep them all, as Dynamo's option `guard_filter_fn`."""
     if _current.frame is not None:
         _current.frame.see_guards(entries)
     return [True] * len(entries)

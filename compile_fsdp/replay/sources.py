@@ -1,4 +1,4 @@
-"""The files whose code is in a graph."""
+"""Source files whose code is traced into a graph."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import torch
 import compile_fsdp
 from compile_fsdp.torch_compat.dynamo import traced_code
 
-# What the versions of torch and of this project stand for.
+# Folders whose code the versions of torch and of this project identify.
 _KNOWN = tuple(str(Path(file).parent.absolute()) + os.sep for file in (torch.__file__, compile_fsdp.__file__))
 
 
 class Sources:
-    """Hashes of source files, by the name of their module: another machine may keep them elsewhere.
+    """Hashes of source files, by module name because paths differ between machines.
 
     Attributes:
-        hashes: The hashes.
-        problem: Which traced code is in no module's file; None if all is.
+        hashes: By module name: the hash of its file; None if the file cannot be read.
+        problem: Names traced code outside of all modules' files; None if there is none.
     """
 
     def __init__(self) -> None:
@@ -31,9 +31,9 @@ class Sources:
         self.problem: str | None = None
 
     def add_traced_code(self) -> None:
-        """While Dynamo compiles a graph: add the files of the code that it has traced into it."""
+        """Add the files of traced code, while Dynamo compiles the graph."""
         files = {code.co_filename for code in traced_code()}
-        # Generated code, as of a dataclass, follows from a file.
+        # Skip generated code, such as a dataclass's, because it derives from code in a file.
         files = {file for file in files if not file.startswith((*_KNOWN, "<"))}
         modules = {getattr(module, "__file__", None): name for name, module in list(sys.modules.items())}
         for file in files:
@@ -45,7 +45,7 @@ class Sources:
                 self.hashes[name] = _hash_file(file)
 
     def changed(self) -> str | None:
-        """The first module whose file is not what it was."""
+        """Return the first module whose file has changed; None if none has."""
         return next((name for name, was in self.hashes.items() if _hash_file(_file_of(name)) != was), None)
 
 

@@ -1,4 +1,4 @@
-"""A traced step as it is kept: plain data, which is bound to a model's graphs to run again."""
+"""A traced step as plain data, for binding to a model's graphs."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from compile_fsdp.torch_compat.inductor import load_graph
 
 @dataclass(frozen=True, slots=True)
 class StoredFrame:
-    """What both halves of a step have.
+    """Stored form of a frame: of a forward or a backward.
 
     Attributes:
-        conditions: When its code is right.
+        conditions: Conditions under which its code is right.
         program: Its code.
-        sources: The files that its code comes from.
-        graph: The compiled graph, pickled; empty if it is not to leave this process.
-        reports: What the passes have reported of it.
-        collectives: What it issues.
+        sources: Source files of its code.
+        graph: The compiled graph, pickled; empty if the step stays in this process.
+        reports: Reports of the passes on the graph.
+        collectives: Collectives of the graph.
     """
 
     conditions: Conditions
@@ -52,17 +52,17 @@ class StoredFrame:
 
     @classmethod
     def of(cls, frame: FrameRecord, with_graph: bool) -> StoredFrame:
-        """Keep what was noted of a frame.
+        """Store a recorded frame.
 
         Raises:
-            NotPortableError: it cannot be kept.
+            NotPortableError: the frame cannot be stored.
         """
         conditions, program, sources = frame.finish()
         graph = _pickle(frame.stored) if with_graph else b""
         return cls(conditions, program, sources, graph, tuple(frame.reports), frame.collectives)
 
     def load(self) -> Callable[[list[Any]], Any]:
-        """The compiled graph, which takes its inputs as a list that it empties."""
+        """Return the compiled graph, which takes and empties a list of inputs."""
         for report in self.reports:
             record(replace(report, cached=True))
         return load_graph(pickle.loads(self.graph))
@@ -70,12 +70,12 @@ class StoredFrame:
     def bind(
         self, graph: Callable[..., Any], closure: tuple[CellType, ...] | None, inputs: frozenset[str]
     ) -> Frame:
-        """The frame, with a compiled graph.
+        """Return the frame, with a compiled graph.
 
         Args:
             graph: The graph.
-            closure: What the traced frame closes over.
-            inputs: Names of arguments that are other objects in each step.
+            closure: Closure of the traced frame; None without a closure.
+            inputs: Names of arguments whose object changes every step.
         """
         variables = self.program.globals(graph)
         return Frame(self.program.bind(variables, closure), self.conditions, variables, inputs)
@@ -86,11 +86,11 @@ def _pickle(store: Callable[[], Any] | None) -> bytes:
         raise NotPortableError("its graph cannot be stored")
     try:
         return pickle.dumps(stored)
-    except Exception as error:  # whatever the classes in it raise
+    except Exception as error:  # pickled classes may raise any exception
         raise NotPortableError(f"its graph cannot be stored: {type(error).__name__}: {error}") from error
 
 
-# What a forward graph has that is plain data.
+# Attributes of `ForwardGraph` that are plain data.
 _PLAIN = ("managed", "parts", "read", "whole", "pre_backward_elsewhere", "left_unsharded", "backward_prefetch", "hooks")
 assert set(_PLAIN) < {field.name for field in fields(ForwardGraph)}
 
@@ -101,15 +101,15 @@ class StoredStep:
 
     Attributes:
         forward: The forward.
-        graph: What its `ForwardGraph` has, by name.
+        graph: Plain data of its `ForwardGraph`, by attribute name.
         backward: The backward.
-        places: Where each input of the backward is in the forward.
-        outputs: Which outputs of the forward's node have a gradient.
-        accumulated: Which leaves of the forward's autograd graph have a gradient before.
-        undefined: Places of the leaves that get none.
+        places: Places of the backward's inputs, see `replay.backward.Place`.
+        outputs: Numbers of the outputs of the forward's node that have a gradient.
+        accumulated: By leaf of the forward's autograd graph: whether it has a gradient before.
+        undefined: Places of the leaves that get no gradient.
         unfilled: Positions of inputs of the backward whose groups are gathered before it runs.
-        costs: The costs that the forward was compiled by, as in `Options.costs`.
-        decision: How the step is fitted into its memory budget; None without a budget.
+        costs: Costs by which the forward was compiled, as in `Options.costs`.
+        decision: How the step fits into its memory budget; None without a budget.
     """
 
     forward: StoredFrame
@@ -125,14 +125,14 @@ class StoredStep:
 
     @classmethod
     def of(cls, forward: FrameRecord, backward: BackwardRecord, with_graphs: bool) -> StoredStep:
-        """Keep what was noted of a step.
+        """Store a recorded step.
 
         Args:
-            forward: Of its forward.
-            backward: Of its backward.
-            with_graphs: Whether it is to leave this process.
+            forward: Record of its forward.
+            backward: Record of its backward.
+            with_graphs: Whether to pickle the compiled graphs, for a step that leaves this process.
         Raises:
-            NotPortableError: it cannot be kept.
+            NotPortableError: the step cannot be stored.
         """
         if backward.problem is not None or backward.frame is None:
             raise NotPortableError(backward.problem or "its backward was not traced")
@@ -151,9 +151,9 @@ class StoredStep:
         )
 
     def load_forward(self, options: Options, module: nn.Module) -> ForwardGraph:
-        """The forward's graph, which is all of a module's, and the backward behind it.
+        """Return the graph of a module's whole forward, with its stored backward.
 
-        Another backward of the forward is traced, with the decisions that the forward was compiled by.
+        A different backward of this forward is traced, with the decisions by which the forward was compiled.
         """
         run_list = self.forward.load()
         decided = replace(options, costs=self.costs)
@@ -183,10 +183,10 @@ class StoredStep:
         return follow(whole, self.backward.collectives, "backward graph")
 
     def bind_forward(self, graph: ForwardGraph, closure: Sequence[CellType]) -> Frame:
-        """The model's frame."""
+        """Return the model's frame, with a forward graph."""
         return self.forward.bind(graph, tuple(closure), frozenset({"args", "kwargs"}))
 
     def bind_backward(self, graph: Callable[..., Any]) -> BackwardFrame:
-        """The backward's frame."""
+        """Return the backward's frame, with a compiled graph."""
         frame = self.backward.bind(graph, None, frozenset({"inputs"}))
         return BackwardFrame(frame, self.places, self.outputs, self.accumulated, self.undefined)

@@ -1,4 +1,4 @@
-"""Objects in words that are the same in every process, to compare what a graph was traced with across processes."""
+"""Describe a traced graph's objects in words that processes can compare."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _TORCH_CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format
 
 
 def describe(value: Any) -> Any:
-    """Plain data that says what a value is: equal for values that a graph cannot tell apart.
+    """Describe a value by plain data.
 
-    Of an object that is no constant, no code and no tensor it says the class only: what a graph reads of such an object
-    is described by itself.
+    Values that a graph cannot tell apart have equal descriptions. An object that is no constant, no code and no tensor
+    is described by its class only, because its parts that a graph reads have separate descriptions.
     """
     if isinstance(value, enum.Enum):
         return ("enum", class_name(type(value)), value.name)
@@ -50,7 +50,7 @@ def describe(value: Any) -> Any:
 
 
 def describe_tensor(tensor: torch.Tensor) -> Any:
-    """What a graph knows of a tensor: class, dtype, device, sizes, strides, and what autograd does with it."""
+    """Describe a tensor's class, dtype, device, sizes, strides and autograd flags."""
     layout = tuple(tensor.stride()) if tensor.layout is torch.strided else None
     return (
         class_name(type(tensor)),
@@ -60,7 +60,7 @@ def describe_tensor(tensor: torch.Tensor) -> Any:
 
 
 def class_name(cls: type) -> str:
-    """The full name of a class."""
+    """Return the full name of a class."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
@@ -78,7 +78,7 @@ def _describe_code(value: Any) -> Any:
 
 
 def hash_code(code: CodeType) -> str:
-    """Changes with what a function's code does; not with where it stands."""
+    """Hash a function's code without its file and lines."""
     digest = hashlib.sha256()
     for part in _parts_of_code(code):
         digest.update(repr(part).encode() + b"\n")
