@@ -1,4 +1,4 @@
-"""The ops that open, fill and close a window, hand gradients over in a graph, mark where hooks run, and offload."""
+"""Custom ops: windows, collectives, gradient hand-over, hook points, packs and offloading."""
 
 from compile_fsdp.ops.accumulate_gradient import accumulate_gradient
 from compile_fsdp.ops.collectives import all_gather_into_tensor, reduce_scatter_tensor

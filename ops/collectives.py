@@ -1,24 +1,28 @@
-"""All-gather and reduce-scatter of the runtime: torch's functional ones, with a name for profiles, and safe on gloo.
+"""The runtime's all-gather and reduce-scatter: named in profiles, safe on gloo.
 
-Each takes what torch's op takes, and the name of the range that a profile shows around it; empty for none. As with
-torch's, the result is there once `wait_tensor` of it has returned, and what is sent stays as it is until then.
+Each op takes the arguments of torch's functional op, plus the name of the range that a profile shows around it. An
+empty name adds no range. As with torch's ops, the result is ready after `wait_tensor`, and the sent tensor must not
+change before.
 
 [Note: Two gathers at a time end the process]
 torch (2.13.0) runs `_c10d_functional.all_gather_into_tensor` on gloo as ALLGATHER_COALESCED. After each collective, a
-worker thread of `ProcessGroupGloo` assigns the collective's name to a string that all its threads share, unlocked. Up
-to 15 characters lie within the string itself; this name is allocated, and where two gathers end at a time it is freed
-twice: "malloc(): unaligned tcache chunk detected", or a segmentation fault, some steps later. The out variant, which
-the gather below calls, runs as ALLGATHER, which fits. docs/passes.md has a program that shows it.
+worker thread of `ProcessGroupGloo` assigns the collective's name to a string that all its threads share, without a
+lock. A string stores up to 15 characters in place; this name is longer, so the string allocates memory. If two gathers
+end at one moment, this memory is freed twice: "malloc(): unaligned tcache chunk detected", or a segmentation fault,
+some steps later. The gather below calls the out variant, which runs as ALLGATHER, a name that fits in place.
+docs/passes.md has a program that shows the crash.
 
 [Note: What gloo does for two ranks]
-torch (2.13.0) runs a reduce-scatter on gloo as an all-reduce of a copy of its input, and takes a rank's part out of the
-result: between two ranks, twice the bytes that need to travel, and a second buffer as large as the first. An all-gather
-takes gloo longer than its bytes do, too. So two ranks on gloo exchange one message each way, by an all-to-all whose
-splits leave nothing for the rank itself. On two cores, 12.5 MiB are gathered in 4 to 6 ms in place of 8, and reduced in
-4 in place of 11; 207 KiB in 0.23 ms in place of 0.33, and 0.27 in place of 0.5 (2026-11-24).
+torch (2.13.0) runs a reduce-scatter on gloo as an all-reduce of a copy of the input, and takes the rank's part out of
+the result. Between two ranks, this sends twice the necessary bytes and allocates a second buffer as large as the input.
+An all-gather on gloo also takes longer than its bytes need. So two ranks on gloo exchange one message each way, by an
+all-to-all whose splits leave nothing for the rank itself. On two cores, a gather of 12.5 MiB takes 4 to 6 ms instead of
+8, and a reduction 4 instead of 11; a gather of 207 KiB takes 0.23 ms instead of 0.33, and a reduction 0.27 instead of
+0.5 (2026-11-24).
 
-Both ranks decide alike, by the process group, the dtype and the size. Between two ranks a sum has one order only, so
-all bits are equal to gloo's; between more it could have another than gloo's, so there gloo's collectives stay.
+Both ranks decide alike, because they decide by the process group, the dtype and the size. A sum of two ranks has only
+one order, so all bits are equal to gloo's. A sum of more ranks could have a different order than gloo's, so gloo's
+collectives stay there.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ from torch.distributed import ProcessGroup, Work
 from compile_fsdp.torch_compat.autograd import BelowAutograd, is_profiling
 from compile_fsdp.torch_compat.distributed import backend_name, functional_collectives, register_work, resolve_group
 
-# Overloads: to find one of a packet takes as long as the call.
+# Overloads, because finding the overload of a packet takes as long as the call.
 _GATHER_INTO = functional_collectives.all_gather_into_tensor_out.default
 _REDUCE = functional_collectives.reduce_scatter_tensor.default
 
@@ -48,13 +52,13 @@ reduce_scatter_tensor = torch.ops.compile_fsdp.reduce_scatter_tensor.default
 
 
 def _named_range(name: str) -> AbstractContextManager[object]:
-    """A range of this name in a profile, if one is being made."""
+    """Return a profiler range of this name during a profile."""
     return torch.profiler.record_function(name) if name and is_profiling() else nullcontext()
 
 
 @torch.library.impl(_LIBRARY, "all_gather_into_tensor", "Meta")
 def _gathered(input: Tensor, group_size: int, group_name: str, name: str) -> Tensor:
-    """What all ranks' inputs, joined along the first dim, have room in; not filled."""
+    """Allocate the joined inputs of all ranks along dim 0, not filled."""
     return input.new_empty((input.shape[0] * group_size, *input.shape[1:]))
 
 
@@ -74,7 +78,7 @@ def _all_gather(input: Tensor, group_size: int, group_name: str, name: str) -> T
 
 @torch.library.impl(_LIBRARY, "reduce_scatter_tensor", "Meta")
 def _reduced(input: Tensor, reduce_op: str, group_size: int, group_name: str, name: str) -> Tensor:
-    """What this rank's part of `input`, along its first dim, has room in; not filled."""
+    """Allocate this rank's part of `input` along dim 0, not filled."""
     return input.new_empty((input.shape[0] // group_size, *input.shape[1:]))
 
 
@@ -94,7 +98,10 @@ def _reduce_scatter(input: Tensor, reduce_op: str, group_size: int, group_name: 
 
 
 def _find_gloo_pair(input: Tensor, group_size: int, group_name: str) -> ProcessGroup | None:
-    """The process group, if it is two ranks on gloo; see [Note: What gloo does for two ranks]."""
+    """Return the process group if two ranks exchange messages, else None.
+
+    See [Note: What gloo does for two ranks].
+    """
     if group_size != 2 or input.device.type != "cpu" or input.numel() == 0:
         return None
     group = resolve_group(group_name)
@@ -102,13 +109,13 @@ def _find_gloo_pair(input: Tensor, group_size: int, group_name: str) -> ProcessG
 
 
 def _halves(tensor: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Along the first dim, what belongs to this rank and what to the other."""
+    """Split along dim 0 into this rank's half and the peer's half."""
     first, second = tensor.chunk(2)
     return (first, second) if group.rank() == 0 else (second, first)
 
 
 def _send_and_receive(sent: Tensor, received: Tensor, group: ProcessGroup) -> Work:
-    # As bytes, since gloo's all-to-all does not know every dtype.
+    # As bytes, because gloo's all-to-all does not support every dtype.
     source, target = (each.view(-1).view(torch.uint8) for each in (sent, received))
     splits = [0, source.numel()] if group.rank() == 0 else [source.numel(), 0]
     work: Work = group.alltoall_base(target, source, splits, splits)
@@ -116,12 +123,12 @@ def _send_and_receive(sent: Tensor, received: Tensor, group: ProcessGroup) -> Wo
 
 
 class _Addition(Work):
-    """The arrival of the other rank's half, to which this rank's own is then added, once.
+    """Work that receives the peer's half and adds this rank's half.
 
     Args:
-        message: The arrival.
-        received: Where the other's half arrives, and the result is to be.
-        own: This rank's half.
+        message: Work that receives the peer's half.
+        received: Buffer for the peer's half, and then for the result.
+        own: This rank's half, added once.
         is_mean: Whether the result is half the sum.
     """
 

@@ -1,9 +1,9 @@
-"""Compare an op that torch defines with what this project needs of it, and supply what is missing.
+"""Check torch's definition of an op, and add missing parts.
 
 [Note: torch's definitions come first]
-torch 2.11 to 2.15 define both ops, eager FSDP2 runs on the same definitions, and a device plugin may register
-kernels of its own. So nothing that is there is replaced: a missing kernel is added, and a definition that
-differs is refused by name instead of being repaired, because other code in the process may rely on it.
+torch 2.11 to 2.15 define both ops, eager FSDP2 runs on these definitions, and a device plugin may register its own
+kernels. So this module replaces nothing: it adds a missing kernel, and names and refuses a definition that differs. It
+does not repair the definition, because unrelated code in the process may rely on it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from compile_fsdp.torch_compat.dispatch import OpOverload
 
 Kernel = Callable[..., object]
 
-# Every device type that eager FSDP2 runs on; PrivateUse1 is the one that out-of-tree devices use.
+# Every device type that eager FSDP2 runs on. Out-of-tree devices use PrivateUse1.
 DEVICE_KEYS = ("Meta", "CPU", "CUDA", "XPU", "HPU", "MTIA", "PrivateUse1")
 
 _COMPOSITE_KEY = "CompositeExplicitAutograd"  # One kernel for every device key.
@@ -30,13 +30,13 @@ _REMEDY = "install torch>=2.11,<2.16 and import nothing that defines or changes 
 
 @dataclass(frozen=True, slots=True)
 class OpDefinition:
-    """What this project needs of one op.
+    """Schema, kernels and lowering that this project needs of an op.
 
     Attributes:
-        name: `namespace::op`; the overload is always the default one.
+        name: `namespace::op`; the overload is always the default overload.
         signature: Arguments and returns as torch prints them, alias annotations included.
-        kernels: Dispatch key to the kernel to supply where there is none. None: only torch can have it.
-        lowering: Inductor lowering to supply where there is none. None: only torch can have it.
+        kernels: By dispatch key, the kernel to add if the key has none. None: only torch can define the kernel.
+        lowering: Inductor lowering to add if the op has none. None: only torch can define it.
     """
 
     name: str
@@ -52,10 +52,10 @@ def find_op(name: str) -> OpOverload | None:
 
 
 def get_op(definition: OpDefinition) -> OpOverload:
-    """Return the op, whatever its schema.
+    """Return the op without checking its schema.
 
     Raises:
-        OpDefinitionError: torch does not define it.
+        OpDefinitionError: torch does not define the op.
     """
     op = find_op(definition.name)
     if op is None:
@@ -64,14 +64,14 @@ def get_op(definition: OpDefinition) -> OpOverload:
 
 
 def get_or_define_op(definition: OpDefinition, library: torch.library.Library) -> OpOverload:
-    """Return the op, whatever its schema; define it in `library` if there is none."""
+    """Return the op, whatever its schema; define it in `library` if missing."""
     if find_op(definition.name) is None:
         library.define(_op_name(definition) + definition.signature)
     return get_op(definition)
 
 
 def pass_through(name: str) -> Kernel:
-    """A Functionalize kernel that leaves the op `name` in the trace as a write."""
+    """Return a Functionalize kernel that traces the op `name` as a write."""
 
     def kernel(*args: object) -> None:
         op = find_op(name)
@@ -85,15 +85,16 @@ def pass_through(name: str) -> Kernel:
 def ensure_definition(
     definition: OpDefinition, library: torch.library.Library | None = None
 ) -> tuple[str, ...]:
-    """Check the op's schema and kernels, supply the missing kernels, and keep the op from being dead code.
+    """Check the op's schema, add missing kernels, and mark its side effect.
 
     Args:
-        definition: What is needed.
-        library: Owner of the supplied kernels, which vanish when it is collected; None where there are none.
+        definition: The definition that this project needs.
+        library: Owner of the added kernels, which vanish when it is collected. None if the definition has no kernels to
+            add.
     Returns:
-        The dispatch keys supplied by this call: none, the second time.
+        The dispatch keys that this call added; a second call adds none.
     Raises:
-        OpDefinitionError: The schema differs, or a kernel is missing that only torch can have.
+        OpDefinitionError: The schema differs, or a kernel is missing that only torch can define.
     """
     op = get_op(definition)
     found_schema = dispatch.op_schema(op)
@@ -108,18 +109,18 @@ def ensure_definition(
     for key, kernel in missing.items():
         assert library is not None, "a definition with kernels to supply comes with their owner"
         library.impl(_op_name(definition), kernel, key)
-    # Neither op returns anything, and the resize declares no write: unmarked, it would be dead code.
+    # Neither op returns anything, and the resize declares no write: without the mark, it would be dead code.
     torch.fx.has_side_effect(op)
     return tuple(missing)
 
 
 def ensure_lowering(definition: OpDefinition) -> bool:
-    """Check that Inductor has a lowering for the op, and supply it if not. Imports Inductor.
+    """Add an Inductor lowering if the op has none. Imports Inductor.
 
     Returns:
-        Whether this call supplied it.
+        Whether this call added the lowering.
     Raises:
-        OpDefinitionError: The lowering is missing and only torch can have it.
+        OpDefinitionError: The lowering is missing and only torch can define it.
     """
     op = get_op(definition)
     if op in inductor.inductor_lowerings():
@@ -131,7 +132,7 @@ def ensure_lowering(definition: OpDefinition) -> bool:
 
 
 def _has_kernel(definition: OpDefinition, key: str) -> bool:
-    # Fallbacks do not count: what a device plugin's catch-all fallback does with this op is unknown.
+    # Fallbacks do not count, because the effect of a device plugin's catch-all fallback on this op is unknown.
     return dispatch.has_kernel(definition.name, key) or (
         key in DEVICE_KEYS and dispatch.has_kernel(definition.name, _COMPOSITE_KEY)
     )

@@ -1,4 +1,4 @@
-"""The two checks that are made before a model is compiled. Both may be repeated at no cost."""
+"""Checks of the ops before compilation; repeated checks cost nothing."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from compile_fsdp.torch_compat.inductor import inductor_lowerings, register_coll
 
 
 def ensure_ops() -> None:
-    """Make both ops complete: schema, dispatch kernels, functionalization, side-effect mark.
+    """Complete both ops: schema, dispatch kernels, functionalization, side-effect mark.
 
     Raises:
-        OpDefinitionError: torch, or another library, defines one of them otherwise than the runtime needs it.
+        OpDefinitionError: torch, or a library, defines an op differently than the runtime needs it.
     """
     fsdp_copy.ensure()
     resize_storage_bytes.ensure()
 
 
 def ensure_lowerings() -> None:
-    """Make both ops known to Inductor, and those whose results are waited for as such. Imports Inductor.
+    """Make Inductor know both ops, and the ops that `wait_tensor` awaits.
+
+    Imports Inductor.
 
     Raises:
-        OpDefinitionError: A lowering is missing that only torch can have.
+        OpDefinitionError: A lowering is missing that only torch can define.
     """
     ensure_lowering(fsdp_copy.DEFINITION)
     ensure_lowering(resize_storage_bytes.DEFINITION)

@@ -1,13 +1,12 @@
-"""`fsdp.copy_`: fill an unsharded parameter, written into the graph as a write.
+"""`fsdp.copy_`: fill an unsharded parameter, as a write in the graph.
 
-It does what `Tensor.copy_` does. The difference is in tracing: functionalization turns `aten.copy_` into a
-new value, and the storage that the runtime frees and refills in every step would stay without its data.
+It computes `Tensor.copy_`, but traces differently. Functionalization turns `aten.copy_` into a new value, so the
+storage that the runtime frees and refills in every step would stay without data.
 
 [Note: Inductor's fsdp.copy_ wants one dtype]
-torch's own lowering (2.11 to 2.15) first promotes both arguments to a common dtype. Where that is not the
-destination's (a bf16 parameter filled from f32), the promoted copy is written instead, and the parameter
-keeps its old values, without an error. So whoever puts this op into a graph gives it data of the
-destination's dtype.
+torch's own lowering (2.11 to 2.15) first promotes both arguments to a common dtype. If that is not the destination's
+dtype (a bf16 parameter filled from f32), the lowering writes the promoted copy instead of the parameter. The parameter
+keeps its old values, without an error. So code that puts this op into a graph passes data of the destination's dtype.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from compile_fsdp.ops.definition import (
 from compile_fsdp.torch_compat import inductor
 
 if torch.distributed.is_available():
-    import torch.distributed.fsdp  # Defines the op. Imported later, it would collide with our definition.
+    import torch.distributed.fsdp  # Defines the op; a later import would collide with our definition.
 
 
 def _copy(tensor: Tensor, data: Tensor) -> None:
@@ -55,9 +54,9 @@ copy_ = get_or_define_op(DEFINITION, _LIBRARY)
 
 
 def ensure() -> tuple[str, ...]:
-    """Make the op complete and return the dispatch keys that were supplied. See `ensure_definition`.
+    """Complete the op and return the added dispatch keys. See `ensure_definition`.
 
-    On torch 2.11 to 2.15 that is PrivateUse1 alone. It is supplied here, when a model is compiled, and not at
-    import: a device plugin imported until then has registered its own kernel, which is kept.
+    On torch 2.11 to 2.15 the only added key is PrivateUse1. It is added when a model is compiled, not at import, so
+    that a device plugin imported in between keeps its own kernel.
     """
     return ensure_definition(DEFINITION, _LIBRARY)

@@ -1,12 +1,12 @@
-"""`compile_fsdp::hand_over`: give reduced gradients to their owner while the backward graph runs.
+"""`compile_fsdp::hand_over`: give reduced gradients to their owner during the backward graph.
 
-Hooks on sharded parameters, an optimizer in backward for example, run inside of it, in eager mode:
-`torch.optim.Optimizer.step` breaks every graph that it is traced into, by its own decision.
+Hooks on sharded parameters, for example of an optimizer in backward, run inside this op in eager mode, because
+`torch.optim.Optimizer.step` deliberately breaks every graph that traces it.
 
 [Note: The owner's ticket]
-A graph may hold no Python object, and one graph may serve several owners. An owner is therefore named by a ticket,
-a tensor that is an input of the graph: its value survives the copies that functionalization makes. The schema says
-that the ticket is written, which keeps the op in the graph.
+A graph may hold no Python object, and one graph may serve several owners. So a ticket names the owner: a tensor that is
+an input of the graph, whose value survives the copies that functionalization makes. The schema declares a write of the
+ticket, which keeps the op in the graph.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ from compile_fsdp.torch_compat.dispatch import plain_dispatch
 
 
 class Receiver(Protocol):
-    """Who gets gradients."""
+    """Owner of gradients."""
 
     def receive(self, reduced: Sequence[Tensor], params: Sequence[int]) -> None:
-        """Take `reduced`, 1-D and nobody else's: the gradients of the parameters at these positions."""
+        """Take `reduced`, 1-D tensors that nothing else holds.
+
+        They are the gradients of the parameters at the positions `params`.
+        """
 
 
 _receivers: WeakValueDictionary[int, Receiver] = WeakValueDictionary()
@@ -34,7 +37,10 @@ _numbers = itertools.count()
 
 
 def issue_ticket(receiver: Receiver) -> Tensor:
-    """A ticket, (1,) int64 on the CPU, under which `hand_over` finds the receiver for as long as it lives."""
+    """Return a ticket for the receiver: (1,) int64 on the CPU.
+
+    `hand_over` finds the receiver by the ticket as long as the receiver lives.
+    """
     number = next(_numbers)
     _receivers[number] = receiver
     return torch.tensor([number])
@@ -46,8 +52,8 @@ def hand_over(reduced: Sequence[Tensor], ticket: Tensor, params: Sequence[int]) 
     _call(reduced, ticket, params)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # Dynamo compiles what runs inside of a compiled graph.
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # Dynamo also compiles code inside a compiled graph.
 def _call(reduced: Sequence[Tensor], ticket: Tensor, params: Sequence[int]) -> None:
     with plain_dispatch():
-        # The compiler may use the memory of `reduced` again.
+        # Clones, because the compiled graph may reuse the memory of `reduced`.
         _receivers[int(ticket)].receive([each.clone() for each in reduced], params)

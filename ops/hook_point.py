@@ -1,10 +1,10 @@
-"""`compile_fsdp::hook_point`: where a backward graph is to call a hook on a gradient.
+"""`compile_fsdp::hook_point`: the place in a backward graph that calls a hook.
 
 [Note: Hooks by number]
-Dynamo leaves a tensor's hook to the backward by a node that holds Python objects, which no compiler cache can take.
-The forward graph gets `watch` in its place, which names the hook by a number. So the backward that AOTAutograd
-derives contains this op, and the hook of that number is called there once the whole backward is traced. Both stand in
-`ops/`, whose sources are part of every cache key.
+Dynamo defers a tensor's hook to the backward by a node that holds Python objects, which no compiler cache can store.
+The forward graph calls `watch` instead, which names the hook by a number. So the backward that AOTAutograd derives
+contains this op, and when the whole backward is traced, the hook of that number is called there. Both functions stand
+in `ops/`, because the sources of `ops/` are part of every cache key.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 @torch.library.custom_op("compile_fsdp::hook_point", mutates_args=())
 def hook_point(grad: Tensor, number: int) -> Tensor:
-    """The gradient that the hook of this number makes of `grad`. Only a place in a graph: it does not call the hook."""
+    """Mark where hook `number` changes `grad`, without calling the hook."""
     raise NotImplementedError("expected hook_point to be replaced by its hook before the backward runs")
 
 
@@ -28,7 +28,10 @@ def _(grad: Tensor, number: int) -> Tensor:
 
 
 def watch(tensor: Tensor, number: int) -> None:
-    """Mark where the backward of `tensor`, an intermediate of the forward, calls the hook of this number."""
+    """Mark where the backward of `tensor` calls the hook of this number.
+
+    `tensor`: an intermediate of the forward.
+    """
     tensor.register_hook(partial(_mark, number))
 
 

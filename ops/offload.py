@@ -1,10 +1,10 @@
-"""Take a tensor from the device to the host's memory, and fetch it back, beside what the device computes.
+"""Copy tensors to host memory and back while the device computes.
 
 [Note: One stream for both ways]
-All these copies run on one stream of the device. So a fetch begins behind the copy that it reads from, whose end nobody
-else has to wait for. Memory that a compiled graph uses again within itself is another matter: it must not be written
-before it has been copied. So `offload` takes what was offloaded before it: until then this stays allocated, and then
-the computing stream waits for the copies so far. A graph's last one is waited for at once.
+All these copies run on one stream of the device. So a fetch begins behind the offload that it reads, and nothing else
+has to wait for the end of that offload. Memory that a compiled graph reuses must not be overwritten before it is
+copied. So `offload` takes the tensors offloaded before it: they stay allocated until this call, which makes the
+computing stream wait for the copies so far. The last offload of a graph also waits for its own copy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _transfers: dict[torch.device, Any] = {}
 
 
 def _transfer_stream(device: torch.device) -> Any:
-    """See [Note: One stream for both ways]."""
+    """Return the device's copy stream: see [Note: One stream for both ways]."""
     if device not in _transfers:
         _transfers[device] = torch.get_device_module(device).Stream(device=device)
     return _transfers[device]
@@ -44,7 +44,10 @@ def _on_host(input: Tensor, sent: Sequence[Tensor], is_last: bool) -> Tensor:
 
 @torch.library.impl(_LIBRARY, "offload", "CompositeExplicitAutograd")
 def _offload(input: Tensor, sent: Sequence[Tensor], is_last: bool) -> Tensor:
-    """A copy of `input`, of the same strides, in pinned memory; it is there for `fetch`, and for nobody else."""
+    """Return a copy of `input` in pinned host memory, with equal strides.
+
+    Only `fetch` may read the copy, because the copy may still be in flight.
+    """
     device = input.device
     if device.type == "cpu":
         output = _on_host(input, sent, is_last)
@@ -69,7 +72,7 @@ def _on_device(input: Tensor, device: torch.device) -> Tensor:
 
 @torch.library.impl(_LIBRARY, "fetch", "CompositeExplicitAutograd")
 def _fetch(input: Tensor, device: torch.device) -> Tensor:
-    """What `offload` has copied, on the device again; it is there once `wait_tensor` of it has returned."""
+    """Return an offloaded tensor on the device, ready after `wait_tensor`."""
     output = _on_device(input, device)
     if device.type == "cpu":
         output.copy_(input)
@@ -84,11 +87,11 @@ def _fetch(input: Tensor, device: torch.device) -> Tensor:
 
 
 class _Arrival(Work):
-    """The end of a copy, which the computing stream waits for.
+    """Work that makes the computing stream wait for a copy.
 
     Args:
-        device: That the copy is made to.
-        event: Recorded behind it.
+        device: Destination of the copy.
+        event: Recorded behind the copy.
     """
 
     def __init__(self, device: torch.device, event: Any) -> None:

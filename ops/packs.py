@@ -1,7 +1,7 @@
-"""Join tensors into one, and take one apart, by kernels that are compiled already.
+"""Join and split packs by kernels that need no compilation.
 
-They compute what ATen's ops of these names do. Inductor would generate a loop of its own for every tensor, with the
-tensor's place in the pack as a constant: of packs of several parameter groups, no two groups share a kernel then.
+The ops compute ATen's ops of these names. Inductor would generate a separate loop for every tensor, with the tensor's
+place in the pack as a constant. So in packs of several groups, no two groups would share a kernel.
 """
 
 from __future__ import annotations
@@ -24,6 +24,6 @@ def _cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
 
 @torch.library.impl(_LIBRARY, "split_with_sizes_copy", "CompositeExplicitAutograd")
 def _split_with_sizes_copy(input: Tensor, split_sizes: list[int], dim: int) -> list[Tensor]:
-    """Contiguous tensors of their own."""
+    """Return contiguous copies."""
     parts: list[Tensor] = torch.ops.aten.split_with_sizes_copy.default(input, split_sizes, dim)
     return parts

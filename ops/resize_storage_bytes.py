@@ -1,8 +1,7 @@
-"""`inductor.resize_storage_bytes_`: allocate or free the storage behind an unsharded parameter.
+"""`inductor.resize_storage_bytes_`: allocate or free an unsharded parameter's storage.
 
-Dynamo writes it for `tensor.untyped_storage().resize_(n)`, and its functionalization tracks the storage's
-size in C++. Nothing of it can be supplied from Python, so it is only checked. Its schema declares no
-mutation.
+Dynamo emits the op for `tensor.untyped_storage().resize_(n)`, and its functionalization tracks the storage's size in
+C++. Python can supply no part of it, so this module only checks it. Its schema declares no mutation.
 """
 
 from __future__ import annotations
@@ -19,5 +18,5 @@ resize_storage_bytes_ = get_op(DEFINITION)
 
 
 def ensure() -> tuple[str, ...]:
-    """Check the op; there is never a dispatch key to supply. See `ensure_definition`."""
+    """Check the op; there is no dispatch key to add. See `ensure_definition`."""
     return ensure_definition(DEFINITION)

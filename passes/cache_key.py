@@ -1,4 +1,4 @@
-"""The key under which compiled graphs are cached, for all code that decides what a graph becomes."""
+"""Cache keys of compiled graphs, from the code that shapes them."""
 
 from __future__ import annotations
 
@@ -8,29 +8,38 @@ import json
 from importlib.util import find_spec
 from pathlib import Path
 
-# The ops themselves, what rewrites graphs, what it asks torch for, who calls it, and what is traced into the graphs.
+# The ops, the passes, the torch interfaces that they use, their callers, and the code that is traced into graphs.
 _FOLDERS = ("ops", "passes", "torch_compat", "backend", "runtime", "replay")
 
 
 def cache_key(*options: object) -> str:
-    """Changes with any source file of `_FOLDERS` and with what the options print, with nothing else."""
+    """Hash the sources of `_FOLDERS` and the `repr` of the options.
+
+    Nothing else changes the key.
+    """
     return hashlib.sha256(json.dumps([hash_sources(), *map(repr, options)]).encode()).hexdigest()
 
 
 @functools.cache
 def hash_sources() -> str:
-    """The hash of the code that decides on graphs; computed once, since running code does not change with its file."""
+    """Return the hash of the code that shapes graphs.
+
+    Computed once, because running code does not change with its file.
+    """
     return _hash_folders(*(f"compile_fsdp.{name}" for name in _FOLDERS))
 
 
 @functools.cache
 def hash_package() -> str:
-    """The hash of all code of the package: what is traced into a step, and what a stored step has objects of."""
+    """Return the hash of all code of the package.
+
+    A step is traced from this code, and a stored step holds objects of it.
+    """
     return _hash_folders("compile_fsdp", "compile_fsdp.passes", "compile_fsdp.ops")
 
 
 def _hash_folders(*names: str) -> str:
-    files: dict[str, Path] = {}  # by name in the package, which a checkout keeps in other folders
+    files: dict[str, Path] = {}  # by path in the package; a checkout has different folders
     for name in names:
         spec = find_spec(name)
         assert spec is not None and spec.submodule_search_locations is not None

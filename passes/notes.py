@@ -1,24 +1,27 @@
-"""What passes say of a graph, stored with it in Inductor's caches."""
+"""Notes of passes on a graph, stored in Inductor's caches."""
 
 from __future__ import annotations
 
 from compile_fsdp.torch_compat.dynamo import dynamo_counters
 
-# Before each note, among the names of what Inductor counts.
+# Prefix that tells notes from the names of Inductor's counts.
 _NOTE = "compile_fsdp "
 
 
 def leave_note(note: str) -> None:
-    """While Inductor compiles a graph: store a note with it, in its caches.
+    """Store a note with the graph that Inductor is compiling.
 
-    Inductor stores what it has counted during the compilation, and counts it again when the graph comes from a cache:
-    the note is the name of a count. (counters["inductor"], CompiledFxGraph.counter_deltas: checked on 2.13.0)
+    Inductor stores the counts of a compilation, and counts them again if the graph comes from a cache. So a note is the
+    name of a count. (counters["inductor"], CompiledFxGraph.counter_deltas: checked on 2.13.0)
     """
     dynamo_counters()["inductor"][_NOTE + note] += 1
 
 
 def take_notes() -> list[str]:
-    """The notes of graphs that were compiled, or came from a cache, since the last call. Each is listed once."""
+    """Return the notes since the last call, each once.
+
+    They belong to graphs that were compiled or came from a cache.
+    """
     counts = dynamo_counters()["inductor"]
     names = [name for name in counts if name.startswith(_NOTE)]
     for name in names:

@@ -1,4 +1,4 @@
-"""The passes on each level of graph, in the order in which they run; `runner.py` runs them."""
+"""Passes of each graph level, in running order; `runner.py` runs them."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def forward(
     fitted: Pass | None,
     frozen: Collection[fx.Node],
 ) -> tuple[Pass, ...]:
-    """A forward, as Dynamo has traced it.
+    """Return the passes for a forward that Dynamo has traced.
 
-    `lifts_hooks`: whether the inner backend is to get a graph without hooks. `fitted`: `fit_memory_budget` with its
-    arguments, if there is a memory budget.
+    `lifts_hooks`: whether the inner backend needs a graph without hooks. `fitted`: `fit_memory_budget` with its
+    arguments, or None if the step has no budget.
     """
     return (
-        # First: the others know single ops.
+        # First, because later passes match single ops.
         partial(expand_group_calls, functions=functions),
         *((lift_tensor_hooks,) if lifts_hooks else ()),
         *((fitted,) if fitted is not None else ()),
@@ -54,41 +54,44 @@ def forward(
 def captured_backward(
     *, has_gradient: Sequence[bool], inputs: Sequence[Any], hooks: Sequence[str] | None
 ) -> tuple[Pass, ...]:
-    """A backward, as compiled autograd has captured it, before Dynamo traces it. `hooks`: None if none were lifted."""
+    """Return the passes for a captured backward, before Dynamo traces it.
+
+    `hooks`: attributes of the lifted hooks by number, or None if none were lifted.
+    """
     return (
-        # First: hooks that are not to be called are points in the graph still.
+        # First, because hooks that must not be called are still hook points in the graph.
         partial(drop_undefined_gradients, has_gradient=has_gradient, inputs=inputs),
-        # Then: a run of ops ends where a hook is called.
+        # Before runs are joined, because a run of ops ends at a hook call.
         *((partial(call_tensor_hooks, hooks=hooks),) if hooks is not None else ()),
         join_op_runs,
     )
 
 
 def traced_backward(functions: Collection[Function], *, names: Names, fake_mode: Any) -> tuple[Pass, ...]:
-    """The same backward, as Dynamo has traced it."""
+    """Return the passes for a backward that Dynamo has traced."""
     return (
-        # First: the others know single ops.
+        # First, because later passes match single ops.
         partial(expand_group_calls, functions=functions),
         partial(legalize_windows, names=names),
-        # Last: nodes are numbered in their final order.
+        # Last, because it numbers nodes in their final order.
         partial(canonicalize_backward, fake_mode=fake_mode),
     )
 
 
 def post_grad(names: Names, *, hoist: bool, merge: bool, costs: Costs | None) -> tuple[PostGradPass, ...]:
-    """A forward or a backward, as Inductor's post-grad passes get it."""
+    """Return the passes for a forward or backward post-grad graph."""
     return (
-        # First: while parameters are copied into, every read of one depends on a mutation, and no other pass may
-        # move it; afterwards the graph is functional in them.
+        # First, because every read of a parameter depends on a mutation while a window copies into it, and no pass may
+        # move such a read. Afterwards the graph is functional in these parameters.
         partial(remove_unshard_copies, names=names),
-        # What it has left is read at its place.
+        # Next, because it matches the windows that are left.
         read_by_strides,
-        # Then which collectives there are, before they are packed and ordered.
+        # Before packing and ordering, because these settle which collectives there are.
         remove_unread,
         replace_unsafe_gathers,
         partial(pack_gathers, merge=merge, costs=costs),
         partial(pack_reductions, merge=merge, costs=costs),
-        # Last: it places what the others leave.
+        # Last, because it places the collectives that packing leaves.
         partial(schedule_collectives, hoist=hoist, costs=costs),
     )
 

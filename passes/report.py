@@ -1,4 +1,4 @@
-"""What a pass did to a graph, and why it left windows alone."""
+"""Reports of passes: changes to a graph, and reasons for kept windows."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import fx
 
 MIB = 2**20
 
-# Most parameters named per reason in the log line; the report itself has all of them.
+# Most parameter names per reason in the log line; the report has all names.
 _NAMES_PER_REASON = 3
 
 
-# The parameter FQN of a placeholder, for reports.
+# Returns the parameter FQN of a placeholder, for reports.
 Names = Callable[[fx.Node], str]
 
 
@@ -25,7 +25,10 @@ def node_name(node: fx.Node) -> str:
 
 
 class Kept(enum.Enum):
-    """Why a window stays in the graph. A kept window costs its copy and its memory, and is right as it is."""
+    """Why a window stays in the graph.
+
+    A kept window is correct, and costs its copy and its memory.
+    """
 
     OPEN_AT_START = "open at start"
     OPEN_AT_RETURN = "open at return"
@@ -53,7 +56,7 @@ class Kept(enum.Enum):
 
 
 class Unmoved(enum.Enum):
-    """Why `legalize_windows` left a parameter's reads and frees where they were."""
+    """Why `legalize_windows` left a parameter's reads and frees in place."""
 
     NO_COPY = "read, but not filled by a copy"
     MUTATED = "mutated outside its fills"
@@ -63,18 +66,19 @@ class Unmoved(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class WindowReport:
-    """The result of one pass on one graph, the subgraphs of its higher-order ops included.
+    """Result of a pass on one graph, subgraphs of higher-order ops included.
 
     Attributes:
-        name: The pass.
-        windows_removed: Complete windows taken out of the graph.
-        copies_removed: `fsdp.copy_` ops taken out.
-        resizes_removed: `inductor.resize_storage_bytes_` ops taken out.
-        bytes_removed: Bytes those windows allocated. A symbolic size counts with its hint, or 0 without one.
-        kept: (parameter FQN, reason) of each window left alone, parameters in graph order.
-        nodes_before: Nodes of the graph that the pass got.
-        nodes_after: Nodes of the graph it left.
-        seconds: Time in the pass, without linting and logging. The pipeline measures it.
+        name: Name of the pass.
+        windows_removed: Number of complete windows removed from the graph.
+        copies_removed: Number of `fsdp.copy_` ops removed.
+        resizes_removed: Number of `inductor.resize_storage_bytes_` ops removed.
+        bytes_removed: Bytes that the removed windows allocated. A symbolic size counts with its hint, or 0 without a
+            hint.
+        kept: (parameter FQN, reason) of each kept window, parameters in graph order.
+        nodes_before: Number of nodes before the pass.
+        nodes_after: Number of nodes after the pass.
+        seconds: Seconds in the pass, without linting and logging, as the pipeline measures them.
     """
 
     name: str
@@ -95,14 +99,15 @@ class WindowReport:
 
 @dataclass(frozen=True, slots=True)
 class PassCounts:
-    """The result of a pass that only counts what it did.
+    """Result of a pass that only counts its changes.
 
     Attributes:
-        name: The pass.
-        nodes_before: Nodes of the graph that the pass got.
-        nodes_after: Nodes of the graph it left.
-        counts: (what, how often), as the pass's file states it; names that begin with "bytes" count bytes.
-        seconds: Time in the pass, without linting and logging. The pipeline measures it.
+        name: Name of the pass.
+        nodes_before: Number of nodes before the pass.
+        nodes_after: Number of nodes after the pass.
+        counts: (label, count) pairs. The pass's file defines the labels; a label that begins with "bytes_" counts
+            bytes.
+        seconds: Seconds in the pass, without linting and logging, as the pipeline measures them.
     """
 
     name: str
@@ -133,7 +138,7 @@ def to_json(reports: Iterable[Report]) -> str:
 
 
 def from_json(text: str) -> tuple[Report, ...]:
-    """The reports that `to_json` wrote."""
+    """Parse the reports that `to_json` wrote."""
     return tuple(_from_row(row) for row in json.loads(text))
 
 
@@ -147,12 +152,12 @@ def _from_row(row: dict[str, Any]) -> Report:
 
 @dataclass(frozen=True, slots=True)
 class LegalizeReport:
-    """The result of `legalize_windows` on one graph.
+    """Result of `legalize_windows` on one graph.
 
     Attributes:
-        nodes_sunk: Nodes moved behind the fill that they, or what they depend on, read.
-        frees_delayed: `resize(0)` ops moved behind the last read of their parameter.
-        unmoved: (parameter FQN, reason) of each parameter with an illegal read that could not be mended.
+        nodes_sunk: Number of nodes moved behind the fill that they, or their inputs, read.
+        frees_delayed: Number of `resize(0)` ops moved behind the last read of their parameter.
+        unmoved: (parameter FQN, reason) of each parameter with an illegal read that stays.
     """
 
     nodes_sunk: int

@@ -1,7 +1,7 @@
-"""Runs lists of passes, see `pipelines.py`, and keeps what they return.
+"""Run lists of passes from `pipelines.py`, and keep their results.
 
-Passes on post-grad graphs run as the one custom pass that Inductor runs before its own. They do not run on a graph that
-Inductor takes from its cache; what they have to say is stored with it, as a note.
+Passes on post-grad graphs run as the single custom pass that Inductor runs before its own passes. They do not run on a
+graph that Inductor takes from its cache; their reports are stored with the graph as a note.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from compile_fsdp.passes.report import Report, from_json, to_json
 from compile_fsdp.torch_compat.dynamo import trace_artifact
 from compile_fsdp.torch_compat.inductor import CustomGraphPass
 
-# A function of the graph, with its other arguments bound.
+# A function of the graph, with its remaining arguments bound.
 Pass = Callable[[fx.Graph], object]
 PostGradPass = Callable[[fx.Graph], Report]
 OnReport = Callable[[tuple[Report, ...]], None]
@@ -36,42 +36,42 @@ _log = logging.getLogger("compile_fsdp.passes")
 
 
 def function_of(each: Callable[..., _Result]) -> Callable[..., _Result]:
-    """The pass without the arguments that a list has bound."""
+    """Return the function of a pass without its bound arguments."""
     return each.func if isinstance(each, partial) else each
 
 
 class Run:
-    """Runs passes on a graph of Dynamo's, one after the other."""
+    """Run passes on a Dynamo graph, in order."""
 
     def __init__(self, graph: fx.Graph, passes: Iterable[Pass]) -> None:
         self._results: dict[Callable[..., object], Any] = {function_of(each): each(graph) for each in passes}
 
     def result(self, function: Callable[..., _Result]) -> _Result:
-        """What that pass, one of the list, has returned."""
+        """Return the result of a pass of the list."""
         result: _Result = self._results[function]
         return result
 
 
 class GraphObserver(Protocol):
-    """Looks at a graph before, between and after the passes, and leaves it as it is."""
+    """Observer of a graph before, between and after passes; it changes nothing."""
 
     def start(self, graph: fx.Graph) -> None:
-        """No pass has run yet. Called again for another graph that the same pipeline gets."""
+        """Called before the first pass, for every graph of the pipeline."""
 
     def after(self, graph: fx.Graph, report: Report) -> None:
-        """A pass has run."""
+        """Called after each pass."""
 
     def end(self, graph: fx.Graph) -> None:
-        """All passes have run."""
+        """Called after the last pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraphNote:
-    """What is stored with a graph.
+    """Data that is stored with a graph.
 
     Attributes:
-        reports: Of the passes, in their order.
-        collectives: What the graph issues.
+        reports: Reports of the passes, in order.
+        collectives: Collectives that the graph issues.
     """
 
     reports: tuple[Report, ...]
@@ -79,7 +79,10 @@ class GraphNote:
 
 
 def take_graph_notes() -> list[GraphNote]:
-    """The notes of all graphs that were compiled, or came from a cache, since the last call."""
+    """Return the notes of all graphs since the last call.
+
+    The graphs were compiled or came from a cache.
+    """
     return [_parse_note(*json.loads(text)) for text in take_notes()]
 
 
@@ -88,18 +91,18 @@ def _parse_note(reports: str, calls: list[tuple[str, str]]) -> GraphNote:
 
 
 class Pipeline(CustomGraphPass):
-    """Runs passes on a post-grad graph. Set it as Inductor's `post_grad_custom_pre_pass`.
+    """Run passes on a post-grad graph, as Inductor's `post_grad_custom_pre_pass`.
 
     Args:
-        passes: See `pipelines.post_grad`. An argument of theirs that is a function, which names things in reports, is
-            no part of `uuid()`.
+        passes: See `pipelines.post_grad`. A bound argument that is a function names things in reports, and is not part
+            of `uuid()`.
         on_report: Called once per graph, with the reports in the order the passes ran.
         disabled: Names of passes to leave out.
-        observer: Sees each graph. What Inductor takes from its cache passes it by.
-        check: Whether to look for faults after every pass, see `analysis/check.py`.
+        observer: Sees each graph that the passes run on, so no graph from Inductor's cache.
+        check: Whether to look for faults after every pass; see `analysis/check.py`.
     Raises:
         ValueError: `disabled` names a pass that is not in the list.
-        VerificationError: when called, a pass has made a fault.
+        VerificationError: A pass has made a fault. Calling the pipeline raises it.
     """
 
     def __init__(
@@ -134,7 +137,10 @@ class Pipeline(CustomGraphPass):
         self._on_report(reports)
 
     def uuid(self) -> str:
-        """Changes with what `cache_key` says, the passes and their arguments."""
+        """Return a cache key of the passes and their arguments.
+
+        It changes with the sources that `cache_key` hashes, too.
+        """
         return cache_key(*((_name(each), _options(each)) for each in self._passes))
 
     def _run(self, each: PostGradPass, graph: fx.Graph) -> Report:

@@ -1,1 +1,1 @@
-"""What passes ask about a graph. Nothing here changes one."""
+"""Analyses of graphs for passes; nothing here changes a graph."""

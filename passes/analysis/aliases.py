@@ -1,11 +1,11 @@
-"""Which nodes may share a storage.
+"""Alias classes: which nodes may share a storage.
 
 [Note: Fake storages tell the aliases]
-The fake values in a traced graph share a storage exactly where the real ones will, so an alias class is a set
-of storages. Classes are joined where a fake value says too little: at a node without one, at an op that hides
-its aliasing (waiting for a collective returns the collective's own buffer), and at a declared view whose fake
-value lies elsewhere than its input's. The last is what `remove_unshard_copies` leaves behind, since a view
-keeps the metadata it had as a view of the parameter. So ask these classes, and no fake value, what aliases.
+The fake values in a traced graph share a storage exactly where the real values will, so an alias class is a set of
+storages. Classes are joined where a fake value says too little: at a node without a fake value, at an op that hides its
+aliasing (`wait_tensor` returns the buffer of the collective), and at a declared view whose fake value lies in a
+different storage than its input's. `remove_unshard_copies` leaves such views, because a view keeps the metadata that it
+had as a view of the parameter. So find aliases by these classes, never by fake values.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ UNKNOWN = object()
 
 
 def fake_value(node: fx.Node) -> object:
-    """What the node returns, with fake tensors: set by AOTAutograd ("val") or by Dynamo ("example_value").
+    """Return the node's result, with fake tensors in the place of tensors.
 
-    UNKNOWN if neither did; None if the node returns None.
+    AOTAutograd sets it as "val", Dynamo as "example_value". UNKNOWN if neither did; None if the node returns None.
     """
     value = node.meta.get("val", UNKNOWN)
     return node.meta.get("example_value", UNKNOWN) if value is UNKNOWN else value
 
 
 def fake_arguments(arguments: Any) -> Any:
-    """Arguments of a node with values in the place of nodes."""
+    """Replace the nodes in arguments by their fake values."""
     return fx.node.map_arg(arguments, fake_value)  # type: ignore[arg-type]  # It maps to anything.
 
 
@@ -42,13 +42,13 @@ def find_fake_tensor(node: object) -> torch.Tensor | None:
 
 
 def is_declared_view(node: fx.Node) -> bool:
-    """Whether the op's schema says that its result shares memory with what it takes."""
+    """Return whether the op's schema says that its result aliases an input."""
     target = node.target
     return isinstance(target, OpOverload) and any(each.aliased for each in argument_aliasing(target))
 
 
 class Aliases:
-    """Alias classes of the tensors in a graph, found in one pass over its nodes."""
+    """Alias classes of the tensors in a graph, found in one pass."""
 
     def __init__(self, graph: fx.Graph, effects: Effects) -> None:
         self._joined: dict[int, int] = {}
@@ -59,7 +59,7 @@ class Aliases:
             self._keys[node] = tuple(dict.fromkeys(self._root(key) for key in keys))
 
     def classes(self, node: fx.Node) -> tuple[int, ...]:
-        """The classes that the node's results lie in: none, or one per storage."""
+        """Return the classes of the node's results: none, or one per storage."""
         return self._keys.get(node, ())
 
     def _find_keys(self, node: fx.Node, effects: Effects, unknown_key: int) -> tuple[int, ...]:
@@ -95,9 +95,9 @@ class Aliases:
 
 
 def storage_keys(value: object) -> Iterator[int | None]:
-    """Keys of the storages of a node's fake value; None for a tensor without a storage."""
+    """Yield the storage keys of a fake value; None without a storage."""
     if isinstance(value, torch.Tensor):
-        # A wrapper subclass has no data of its own, and lists the attributes that do.
+        # A wrapper subclass has no data; it lists the attributes that have data.
         if (flatten := getattr(value, "__tensor_flatten__", None)) is None:
             yield storage_key(value)
         else:

@@ -1,4 +1,4 @@
-"""Shapes and dtypes in a backward as compiled autograd has captured it, which tells nothing of them itself."""
+"""Shapes and dtypes in a captured backward, which itself records none."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from compile_fsdp.torch_compat.dispatch import FakeTensorMode, OpOverload
 
 
 def captured_values(graph: fx.Graph, inputs: Sequence[Any]) -> dict[fx.Node, Any]:
-    """What the nodes return, as fake tensors, for the inputs of one run.
+    """Return the nodes' fake results for the inputs of one run.
 
     Args:
-        graph: The graph. Its first input is the list of inputs.
+        graph: A backward as compiled autograd has captured it. Its first placeholder is the list of inputs.
         inputs: The inputs.
     Returns:
-        By node; without those of which it is not known, such as what is computed of tensor subclasses.
+        Fake results by node. Nodes with unknown results are missing, for example those that compute with tensor
+        subclasses.
     """
     first, *_ = graph.find_nodes(op="placeholder")
     values: dict[fx.Node, Any] = {}

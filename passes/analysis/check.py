@@ -1,9 +1,9 @@
-"""What must hold of a graph after every pass, looked for with `options={"verify": True}`.
+"""Checks of a graph after every pass, with `options={"verify": True}`.
 
-Windows        no unsharded parameter is read where it is freed or not filled, nor a view of it across windows
-Sizes          every op still gives the shape and dtype that the graph has noted for it: a collective of the wrong
+Windows        no node reads an unsharded parameter while it is freed or not filled, or its view in a different window
+Sizes          every op still gives the shape and dtype that the graph has noted for it, so a collective of the wrong
                length, or a view of the wrong part, shows here
-Order          every node stands behind what it reads
+Order          every node stands behind its inputs
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from compile_fsdp.torch_compat.dispatch import OpOverload, argument_aliasing, tr
 
 @contextmanager
 def checking(graph: fx.Graph, name: str) -> Iterator[None]:
-    """Check what a pass does to a graph inside. Faults that were there before are not the pass's.
+    """Check the pass that runs inside, except for faults that existed before.
 
     Args:
         graph: The graph.
-        name: The pass.
+        name: Name of the pass.
     Raises:
-        VerificationError: it has made a fault.
+        VerificationError: The pass has made a fault.
     """
     before = Counter(_find_faults(graph))
     yield
@@ -73,7 +73,7 @@ def _size_faults(graph: fx.Graph) -> Iterator[str]:
         if any(each is UNKNOWN or _is_symbolic(each) for each in [*leaves, *tree_leaves(noted)]):
             continue
         if not any(isinstance(each, torch.Tensor) for each in leaves):
-            continue  # It would make a real one.
+            continue  # Without a fake argument, the op would make a real tensor.
         try:
             given = node.target(*args, **kwargs)
         except RuntimeError as error:
@@ -84,7 +84,7 @@ def _size_faults(graph: fx.Graph) -> Iterator[str]:
 
 
 def _is_repeatable(node: fx.Node) -> bool:
-    """Whether running the node on fake tensors changes none of them."""
+    """Return whether running the node on fake tensors changes none of them."""
     target = node.target
     return isinstance(target, OpOverload) and not any(each.written for each in argument_aliasing(target))
 

@@ -1,9 +1,9 @@
-"""The collectives of a post-grad graph, and the packed buffers that the runtime sends and receives with them.
+"""Collectives of a post-grad graph, and the runtime's packed buffers.
 
-A collective is the runtime's own, which has a name at the end of its arguments, or torch's, which the model calls.
+A collective is either the runtime's op, whose last argument is a name, or torch's op, which the model calls.
 
-The runtime gathers a parameter group as one buffer, each rank's shards one behind the other, and reduces its gradients
-in the same layout:
+The runtime gathers a parameter group as one buffer, with the shards of each rank one behind the next, and reduces the
+gradients of the group in that layout:
 
     gather                                      reduction
     packed = cat([shard, ...])                  packed = reshape(cat([rows, ...], 1), [-1])
@@ -39,7 +39,7 @@ WAIT = c10d.wait_tensor.default
 RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _SPLIT = aten.split_with_sizes.default
 
-# One tensor in, one of the same numel out, element by element.
+# Ops from one tensor to a tensor of equal numel, element by element.
 _ELEMENTWISE = (
     torch.ops.prims.convert_element_type.default,
     aten.div.Tensor,
@@ -63,11 +63,11 @@ class Packed:
 
     Attributes:
         pack: The `cat`.
-        inputs: What it joins: by parameter, a shard or the rows of a gradient.
+        inputs: Tensors that the `cat` joins, by parameter: a shard, or the rows of a gradient.
         before: Nodes from the `cat` to the collective, both excluded.
         collective: The all-gather or reduce-scatter.
         after: Nodes from the collective to the split, both excluded; the first is the wait.
-        outputs: By parameter, the item of the split, or None where nothing reads it.
+        outputs: By parameter, the item of the split; None if nothing reads the item.
     """
 
     pack: fx.Node
@@ -83,7 +83,7 @@ class Packed:
 
     @property
     def kind(self) -> object:
-        """Equal for collectives that may share a pack."""
+        """Key that is equal for collectives that may share a pack."""
         before, after = (
             [(node.target, node.args[1:], node.kwargs) for node in chain if node.target not in RESHAPES]
             for chain in (self.before, self.after)
@@ -94,7 +94,7 @@ class Packed:
         return str((tensor.dtype, tensor.device, before, collective, after))
 
     def erase(self) -> None:
-        """Take the collective out of the graph, once nothing reads its outputs."""
+        """Erase the collective from the graph, when nothing reads its outputs."""
         split = next(iter(self.after[-1].users))
         chain = (self.pack, *self.before, self.collective, *self.after, split, *split.users)
         for node in reversed(chain):
@@ -102,22 +102,25 @@ class Packed:
 
 
 def is_gather(node: fx.Node) -> bool:
-    """Whether the node launches an all-gather."""
+    """Return whether the node launches an all-gather."""
     return node.target in _GATHERS
 
 
 def is_reduction(node: fx.Node) -> bool:
-    """Whether the node launches a reduce-scatter."""
+    """Return whether the node launches a reduce-scatter."""
     return node.target in _REDUCTIONS
 
 
 def is_offload(node: fx.Node) -> bool:
-    """Whether the node launches the copy of a tensor to the host's memory."""
+    """Return whether the node launches a copy to host memory."""
     return node.target is ops.offload
 
 
 def is_fetch(node: fx.Node) -> bool:
-    """Whether the node launches the copy of an offloaded tensor to the device; it is waited for like a collective."""
+    """Return whether the node launches the copy of an offloaded tensor back.
+
+    `wait_tensor` waits for the copy as for a collective.
+    """
     return node.target is ops.fetch
 
 
@@ -126,36 +129,45 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def _settings(collective: fx.Node) -> tuple[Any, ...]:
-    """What an all-gather or reduce-scatter is called with beside its tensor and its name; ranks and group last."""
+    """Return the arguments of a collective without its tensor and its name.
+
+    The number of ranks and the process group come last.
+    """
     return collective.args[1 : 3 if is_gather(collective) else 4]
 
 
 def ranks_of(collective: fx.Node) -> int:
-    """How many ranks an all-gather or reduce-scatter goes over."""
+    """Return the number of ranks of an all-gather or reduce-scatter."""
     *_, ranks, _ = _settings(collective)
     assert isinstance(ranks, int)
     return ranks
 
 
 def group_of(collective: fx.Node) -> str:
-    """Name of the process group that an all-gather or reduce-scatter goes over."""
+    """Return the process group's name of an all-gather or reduce-scatter."""
     return str(_settings(collective)[-1])
 
 
 def name_of(collective: fx.Node) -> str:
-    """The name that a profile shows of an all-gather or reduce-scatter; empty for none, and for torch's."""
+    """Return the name that a profile shows of an all-gather or reduce-scatter.
+
+    Empty for an unnamed collective, and for torch's.
+    """
     name = collective.args[1 + len(_settings(collective)) :]
     return str(name[0]) if name else ""
 
 
 def find_packed(graph: fx.Graph, is_kind: Callable[[fx.Node], bool]) -> list[Packed]:
-    """The packed collectives of one kind (`is_gather` or `is_reduction`), in graph order."""
+    """Return the packed collectives of one kind, in graph order.
+
+    `is_kind`: `is_gather` or `is_reduction`.
+    """
     found = (_match(node) for node in graph.nodes if is_kind(node))
     return [each for each in found if each is not None]
 
 
 class Places:
-    """Where the nodes of a graph stand, and what is written between them."""
+    """Places of the nodes in a graph, and writes between them."""
 
     def __init__(self, graph: fx.Graph) -> None:
         effects = Effects(graph.owning_module)
@@ -166,16 +178,21 @@ class Places:
         return self._order[node] > self._order[other]
 
     def is_written_between(self, first: fx.Node, last: fx.Node) -> bool:
-        """Whether a node between the two may write anything but the parameters that windows fill."""
+        """Return whether a node between the two may write.
+
+        Writes of the parameters that windows fill do not count.
+        """
         return self._barriers[self._order[first]] != self._barriers[self._order[last]]
 
 
 def joinable(packed: Sequence[Packed], may_join: Callable[[Packed, Packed], bool] | None) -> list[list[Packed]]:
-    """The collectives in order; those of one kind that may share packs in one list, whatever stands between them.
+    """Group the collectives into runs that may share packs.
+
+    The members of a run are of one kind. Any nodes may stand between them.
 
     Args:
         packed: The collectives.
-        may_join: Whether a collective, and one behind it of the same kind, may be issued at one place; None for never.
+        may_join: Whether a collective, and a later collective of its kind, may be issued at one place; None for never.
     """
     if may_join is None:
         return [[each] for each in packed]
@@ -192,7 +209,10 @@ def joinable(packed: Sequence[Packed], may_join: Callable[[Packed, Packed], bool
 
 
 def positions(run: Sequence[Packed]) -> list[list[int]]:
-    """Of what the collectives send, one behind the other, the positions that each sends: what `plan_packs` returns."""
+    """Return each collective's input positions among all inputs of a run.
+
+    The format is the result of `plan_packs`.
+    """
     ends = accumulate((len(each.inputs) for each in run), initial=0)
     return [list(range(start, end)) for start, end in pairwise(ends)]
 
@@ -228,14 +248,20 @@ def _match(collective: fx.Node) -> Packed | None:
 
 
 def _is_link(node: fx.Node) -> bool:
-    """Whether the node is one that stands between a pack, its collective and its split, and nowhere else."""
+    """Return whether the node may link pack, collective and split.
+
+    A link has one input and one user.
+    """
     if len(node.users) != 1 or len(node.all_input_nodes) != 1:
         return False
     return node.target in RESHAPES or node.target in _ELEMENTWISE
 
 
 def is_rearrangement(node: fx.Node) -> bool:
-    """Whether the node only moves elements or changes their dtype: a view, a copy, a pack or an item."""
+    """Return whether the node is a view, copy, pack or item.
+
+    Elementwise ops of `_ELEMENTWISE` count, too.
+    """
     target = node.target
     if target is operator.getitem or target in _ELEMENTWISE or target in _COPIES:
         return True
@@ -244,20 +270,29 @@ def is_rearrangement(node: fx.Node) -> bool:
 
 
 def numel(node: fx.Node) -> int:
-    """Elements of a node's tensor; -1 if there is none, or its size is symbolic."""
+    """Return the numel of a node's tensor.
+
+    -1 if there is no tensor, or its size is symbolic.
+    """
     tensor = find_fake_tensor(node)
     size = -1 if tensor is None else tensor.numel()
     return size if isinstance(size, int) else -1
 
 
 def replace_uses(replaced: Mapping[fx.Node, fx.Node]) -> None:
-    """Replace nodes wherever they are read, all at once: one by one, the graph's output is rewritten for each."""
+    """Replace nodes wherever they are read, all at once.
+
+    Replacing them one by one rewrites the graph's output for each node.
+    """
     for user in dict.fromkeys(user for node in replaced for user in node.users):
         user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), lambda node: replaced.get(node, node))
 
 
 def insert(graph: fx.Graph, target: Callable[..., Any], *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
-    """Add a call at the graph's insertion point, with its fake value; `like` is where it comes from."""
+    """Add a call at the graph's insertion point, with its fake value.
+
+    The call gets the stack trace and the modules of `like`.
+    """
     node = graph.call_function(target, args, kwargs)
     for key in ("stack_trace", "nn_module_stack"):
         if key in like.meta:
@@ -267,7 +302,11 @@ def insert(graph: fx.Graph, target: Callable[..., Any], *args: Any, like: fx.Nod
 
 
 def launch(graph: fx.Graph, sent: fx.Node, sources: Sequence[Packed], like: fx.Node) -> fx.Node:
-    """Add a collective like another one, which sends what `sources` were to send parts of, under all their names."""
+    """Add a collective that sends `sent` and has the settings of `like`.
+
+    `sent` holds tensors that the collectives of `sources` were to send. The name of a runtime's op joins all their
+    names.
+    """
     name: tuple[str, ...] = ()
     if like.target in (ops.all_gather_into_tensor, ops.reduce_scatter_tensor):
         names = dict.fromkeys(name_of(each.collective) for each in sources)
@@ -277,12 +316,18 @@ def launch(graph: fx.Graph, sent: fx.Node, sources: Sequence[Packed], like: fx.N
 
 
 def are_merged(sources: Sequence[Packed]) -> bool:
-    """Whether what is sent of `sources`, in their order, is of several: [Note: Kernels of a merged pack]."""
+    """Return whether a pack holds inputs of several collectives.
+
+    `sources`: the collective that each input is from, in order. See [Note: Kernels of a merged pack].
+    """
     return sources[0] is not sources[-1]
 
 
 def _infer(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The fake value of a call. Collectives are not run for it: that takes ten times as long."""
+    """Return the fake value of a call.
+
+    Collectives are not run, because that takes ten times as long.
+    """
     if target in _GATHERS:
         tensor, ranks, *_ = args
         return tensor.new_empty(tensor.numel() * ranks)
@@ -293,12 +338,15 @@ def _infer(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether a node launches a collective."""
+    """Return whether a node launches a collective."""
     return collective_arguments(node) is not None
 
 
 def collective_arguments(node: fx.Node) -> dict[str, object] | None:
-    """What a node calls a collective with, and its "kind"; None if it is none."""
+    """Return the arguments of a collective by name, and its "kind".
+
+    None if the node calls no collective.
+    """
     target = node.target
     op = target.default if isinstance(target, OpOverloadPacket) and hasattr(target, "default") else target
     if not isinstance(op, OpOverload) or op.namespace not in ("_c10d_functional", "compile_fsdp"):

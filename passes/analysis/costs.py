@@ -1,9 +1,9 @@
-"""What compute, copies and collectives cost: the numbers by which passes decide.
+"""Costs of compute, copies and collectives, by which passes decide.
 
 [Note: Costs are equal on all ranks]
-Ranks that decided differently would issue different collectives, and hang. So costs are constants, or what one rank has
-measured for all (`compile_fsdp/backend/costs.py`), and what is decided by them depends on sizes that all ranks share:
-padded shards and whole parameters.
+Ranks that decided differently would issue different collectives, and hang. So costs are constants, or values that one
+rank has measured for all (`compile_fsdp/backend/costs.py`). Decisions by these costs depend on sizes that all ranks
+share: padded shards and whole parameters.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from compile_fsdp.torch_compat.dispatch import OpOverload, argument_aliasing, fl
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """An alpha-beta model of communication and a roofline of compute.
+    """Alpha-beta model of communication, and roofline model of compute.
 
     Attributes:
         latency: Seconds that a collective takes whatever its size.
         comm_bandwidth: Bytes per second that a rank receives.
         memory_bandwidth: Bytes per second that a kernel reads and writes together.
         flops: Floating-point operations per second.
-        rows: Tokens, or other rows of a batch, that a rank computes with at a time. Nothing is decided by its own
-            number where all ranks have to decide alike.
-        offload_bandwidth: Bytes per second between the device and its host's memory, each way; 0 if nothing is to be
-            offloaded, as on a CPU.
+        rows: Tokens, or batch rows, that a rank computes with at a time. Decisions that all ranks share use this
+            number, not the rank's own number of rows.
+        offload_bandwidth: Bytes per second between device and host memory, each way. 0 if nothing is offloaded, as on a
+            CPU.
     """
 
     latency: float
@@ -43,28 +43,31 @@ class Costs:
     offload_bandwidth: float = 0.0
 
     def collective(self, shard_bytes: int, ranks: int) -> float:
-        """Seconds for an all-gather of shards of this size, or for a reduce-scatter into them."""
+        """Return the seconds of a collective on shards of this size.
+
+        The collective is an all-gather of the shards, or a reduce-scatter into them.
+        """
         return self.latency + shard_bytes * (ranks - 1) / self.comm_bandwidth
 
     def copy(self, size_bytes: int) -> float:
-        """Seconds for reading and writing so many bytes."""
+        """Return the seconds to read and write so many bytes."""
         return 2 * size_bytes / self.memory_bandwidth
 
     def transfer(self, size_bytes: int) -> float:
-        """Seconds between the device and its host's memory; 0 where nothing is offloaded."""
+        """Return the seconds to copy between device and host memory; 0 without offloading."""
         return size_bytes / self.offload_bandwidth if self.offload_bandwidth else 0.0
 
     def pack_bytes(self, ranks: int, *, is_spare: bool = False) -> int:
-        """Most bytes of shards in one collective, as long as several fit.
+        """Return the most shard bytes that share a collective.
 
-        A pack is in memory from its first use to its last, so small packs are better: of those of this size, latency is
-        a third of their time. Where memory is to spare (`is_spare`), a ninth.
+        A pack is in memory from its first use to its last, so small packs are better. Latency is a third of the time of
+        a pack of this size; a ninth if memory is to spare (`is_spare`).
         """
         return int((8 if is_spare else 2) * self.latency * self.comm_bandwidth / max(ranks - 1, 1))
 
 
-# By device type. The CPU's: two gloo ranks on one core each (benchmarks/results/steps_cpu_202611.md). CUDA's: the
-# data sheet of an H100 SXM, 8 of them connected by NVLink and to their hosts by PCIe 5, at about 60 % of its peaks.
+# By device type. CPU: measured with two gloo ranks on one core each (benchmarks/results/steps_cpu_202611.md). CUDA:
+# about 60 % of the peaks in the data sheet of an H100 SXM, 8 of them connected by NVLink and to their hosts by PCIe 5.
 COSTS: Mapping[str, Costs] = MappingProxyType(
     {
         "cpu": Costs(latency=1e-3, comm_bandwidth=0.6e9, memory_bandwidth=6e9, flops=30e9, rows=512),
@@ -81,19 +84,22 @@ COSTS: Mapping[str, Costs] = MappingProxyType(
 
 
 def usual_costs(device: torch.device) -> Costs:
-    """The built-in costs of a device; those of "cuda" for one that we have none of."""
+    """Return the built-in costs of a device; the "cuda" costs if unknown."""
     return COSTS.get(device.type, COSTS["cuda"])
 
 
 def device_costs(collective: fx.Node) -> Costs:
-    """The built-in costs where a collective runs."""
+    """Return the built-in costs of the device that a collective runs on."""
     tensor = find_fake_tensor(collective)
     assert tensor is not None
     return usual_costs(tensor.device)
 
 
 def size_bytes(node: fx.Node) -> int:
-    """Bytes of a node's tensor; 0 if there is none, or they depend on a symbol."""
+    """Return the bytes of a node's tensor.
+
+    0 if there is no tensor, or its size is symbolic.
+    """
     tensor = find_fake_tensor(node)
     if tensor is None or not all(isinstance(size, int) for size in tensor.shape):
         return 0
@@ -106,7 +112,10 @@ def are_contiguous(nodes: Sequence[fx.Node]) -> bool:
 
 
 def compute_seconds(node: fx.Node, costs: Costs) -> float:
-    """What a node computes: its flops where torch counts them, else the bytes of its result; views are free."""
+    """Return the seconds that a node computes; views are free.
+
+    The larger of the seconds for its flops, if torch counts them, and for writing its result.
+    """
     target = node.target
     if not isinstance(target, OpOverload) or any(each.aliased for each in argument_aliasing(target)):
         return 0.0
@@ -119,31 +128,40 @@ def compute_seconds(node: fx.Node, costs: Costs) -> float:
 
 
 def usual_compute_seconds(node: fx.Node, parameter_numel: int, costs: Costs) -> float:
-    """What a product with a parameter, or one that makes its gradient, takes with the usual rows; others are free."""
+    """Return the seconds of a parameter's product for the usual rows.
+
+    A product that makes the parameter's gradient takes equally long. Ops without a flop formula are free.
+    """
     counts = isinstance(node.target, OpOverload) and flop_formula(node.target) is not None
     return 2 * costs.rows * parameter_numel / costs.flops if counts else 0.0
 
 
 def plan_gathers(shards: Sequence[int], ranks: int, limit: int, costs: Costs) -> list[list[int]]:
-    """Which shards are gathered together, by their bytes: alone goes what is longer copied in and out than launched."""
+    """Plan which shards are gathered together, by their bytes.
+
+    A shard whose copies in and out take longer than a launch gets its own all-gather.
+    """
     return plan_packs(shards, [costs.copy(size) + costs.copy(size * ranks) > costs.latency for size in shards], limit)
 
 
 def plan_reductions(gradients: Sequence[int], limit: int, costs: Costs) -> list[list[int]]:
-    """Which gradients are reduced together, by their bytes: alone goes what is longer copied in than launched."""
+    """Plan which gradients are reduced together, by their bytes.
+
+    A gradient whose copy in takes longer than a launch gets its own reduce-scatter.
+    """
     return plan_packs(gradients, [costs.copy(size) > costs.latency for size in gradients], limit)
 
 
 def plan_packs(sizes: Sequence[int], are_alone: Sequence[bool], limit: int) -> list[list[int]]:
-    """Which tensors share a collective.
+    """Plan which tensors share a collective.
 
     Args:
         sizes: (n,) bytes of each tensor.
-        are_alone: (n,) whether it gets a collective of its own.
-        limit: Most bytes in a collective of several.
+        are_alone: (n,) whether the tensor gets a separate collective.
+        limit: Most bytes in a collective of several tensors.
     Returns:
-        Positions by collective, none empty, in the order of their first.
-    Source: next-fit, since tensors that follow each other are used together.
+        Positions by collective, none empty, in the order of their first position.
+    Source: next-fit, because consecutive tensors are used together.
     """
     packs: list[list[int]] = []
     free = -1  # bytes that still fit into the last shared pack

@@ -1,9 +1,9 @@
-"""What a node of a Dynamo-level graph reads and writes, and what else orders it.
+"""Reads, writes and ordering of nodes in a Dynamo-level graph.
 
 [Note: Names tell what torch functions write]
-Before AOTAutograd a graph calls torch functions, operators and tensor methods, which have no schema. Their
-names follow rules, though: what ends in an underscore, and an in-place operator, writes its first argument;
-`out=` and `inplace=` say so. A callable from anywhere else may do anything.
+Before AOTAutograd a graph calls torch functions, operators and tensor methods, which have no schema, but whose names
+follow rules. A function whose name ends in an underscore, and an in-place operator, write their first argument; `out=`
+and `inplace=` declare a write. A callable from outside of torch may do anything.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _RANDOM_NAMES = (
     "geometric", "gumbel", "rrelu", "attention", "seed", "rng",
 )  # fmt: skip
 
-# Torch functions that update statistics, or renormalize a table, among their arguments.
+# Torch functions that write an argument: statistics, or a renormalized table.
 _WRITES_ARGUMENTS = ("batch_norm", "instance_norm", "embedding")
 
-# Dynamo writes `tensor.T` as a getattr, and arithmetic on sizes as calls to the others.
+# Dynamo writes `tensor.T` as a getattr, and arithmetic on sizes as calls to the remaining builtins.
 _PURE_BUILTINS = frozenset({getattr, abs, bool, float, int, len, max, min, pow, round, sum})
 
 _INPLACE_OPERATORS = frozenset(
@@ -40,12 +40,18 @@ _INPLACE_OPERATORS = frozenset(
 
 
 def is_version_op(node: fx.Node) -> bool:
-    """Whether the node reads or sets version counters: it concerns a tensor's history, not its data."""
+    """Return whether the node reads or sets version counters.
+
+    Version counters concern a tensor's history, not its data.
+    """
     return node.target is tensor_version or is_version_setter(node)
 
 
 def is_upkeep(node: fx.Node) -> bool:
-    """Whether a node that takes an unsharded parameter fills or frees it, and computes nothing with it."""
+    """Return whether a node fills or frees a parameter without computing.
+
+    Includes the reads and writes of version counters.
+    """
     return is_resize(node) or is_copy(node) or is_version_op(node)
 
 
@@ -54,10 +60,10 @@ def is_version_setter(node: fx.Node) -> bool:
 
 
 def is_passed_through(node: fx.Node) -> bool:
-    """Whether the node hands its inputs on without reading their data.
+    """Return whether the node hands on its inputs without reading their data.
 
-    Compiled autograd's prologue of an AOTAutograd backward takes all saved tensors and gradients and returns
-    them; the rest are their items.
+    Compiled autograd's prologue of an AOTAutograd backward takes all saved tensors and gradients and returns them.
+    Items of the prologue, placeholders and items of placeholders count, too.
     """
     source = node.args[0] if node.target is operator.getitem else node
     if not isinstance(source, fx.Node) or source.op != "call_function":
@@ -73,7 +79,10 @@ class EagerEffects(Effects):
     """`Effects` that also understands torch functions, operators and tensor methods."""
 
     def written_inputs(self, node: fx.Node) -> Sequence[fx.Node]:
-        """See [Note: Names tell what torch functions write]."""
+        """Return the inputs that the node may write.
+
+        See [Note: Names tell what torch functions write].
+        """
         if not is_torch_function(node):
             return super().written_inputs(node)
         name = _name(node)
@@ -83,7 +92,10 @@ class EagerEffects(Effects):
         return tuple(nodes_in((first, node.kwargs.get("out"))))
 
     def is_ordered(self, node: fx.Node) -> bool:
-        """Whether the node must keep its place among its like: random ops, and what may run some."""
+        """Return whether the node must keep its order among random ops.
+
+        True for random ops, and for callables that may run random ops.
+        """
         if node.op not in ("call_function", "call_method", "call_module"):
             return False
         if isinstance(node.target, OpOverload):
@@ -98,14 +110,14 @@ def _is_seeded(op: OpOverload) -> bool:
 
 
 def is_torch_function(node: fx.Node) -> bool:
-    """Whether the node calls a tensor method, or a function of torch or of `operator`."""
+    """Return whether the node calls a tensor method, torch or `operator`."""
     if node.op != "call_function":
         return node.op == "call_method"
     if isinstance(node.target, (OpOverload, OpOverloadPacket, HigherOrderOperator)):
         return False
     if node.target in _PURE_BUILTINS:
         return True
-    # A method of torch's C++ classes has no module of its own.
+    # A method of torch's C++ classes has no module; its class has.
     owner = getattr(node.target, "__objclass__", None)
     module = str(getattr(node.target, "__module__", None) or getattr(owner, "__module__", ""))
     return module.split(".")[0] in ("torch", "_operator") and not module.startswith("torch.distributed")
@@ -116,7 +128,7 @@ def _writes_first_argument(node: fx.Node, name: str) -> bool:
         return True
     if name == "__setitem__" or node.kwargs.get("inplace"):
         return True
-    # `inplace` of a function in torch.nn.functional may come by position, as one of several booleans.
+    # `inplace` of a function in torch.nn.functional may come by position, among several booleans.
     return "functional" in str(getattr(node.target, "__module__", "")) and any(a is True for a in node.args)
 
 

@@ -1,8 +1,8 @@
-"""What a node of a functionalized graph writes, and which inputs its results may alias.
+"""Writes and aliasing of nodes in a functionalized graph.
 
 [Note: A node is guilty until its schema acquits it]
-Only an operator's schema, or the schemas of everything a higher-order op runs, prove that a node leaves its
-inputs alone. Any other callable counts as writing every tensor it takes.
+Only an operator's schema, or the schemas of everything that a higher-order op runs, prove that a node does not write
+its inputs. A callable without such a proof counts as writing every tensor that it takes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from compile_fsdp.torch_compat.dispatch import (
 
 _aten = torch.ops.aten
 
-# They take a mutable op, and by definition return what it would have written.
+# They take a mutable op, and by definition return the tensors that it would have written.
 _FUNCTIONAL_HIGHER_ORDER_OPS = frozenset(
     {"auto_functionalized", "auto_functionalized_v2", "triton_kernel_wrapper_functional"}
 )
@@ -35,7 +35,7 @@ _FUNCTIONAL_HIGHER_ORDER_OPS = frozenset(
 # Views that their schemas do not declare.
 _UNDECLARED_VIEWS = frozenset({"_c10d_functional::wait_tensor", "aten::_unsafe_view"})
 
-# Ops whose result depends on where in the storage, or in how large a storage, a tensor lies.
+# Ops whose result depends on the place of a tensor in its storage, or on the size of the storage.
 _STORAGE_OPS = frozenset(
     {
         _aten.as_strided.default,
@@ -52,7 +52,10 @@ _STORAGE_HIGHER_ORDER_OPS = frozenset({"auto_functionalized_v2"})
 
 
 def is_call_to(node: fx.Node, op: OpOverload) -> bool:
-    """Whether the node calls this op: the overload after AOTAutograd, its packet before."""
+    """Return whether the node calls this op.
+
+    A graph calls the overload after AOTAutograd, and its packet before.
+    """
     return node.target is op or node.target is op.overloadpacket
 
 
@@ -61,7 +64,7 @@ def is_resize(node: fx.Node) -> bool:
 
 
 def find_resizes(graph: fx.Graph) -> list[fx.Node]:
-    """The graph's resizes in no particular order, without a look at its other nodes."""
+    """Return the graph's resizes, unordered, without visiting all nodes."""
     targets = (resize_storage_bytes_, resize_storage_bytes_.overloadpacket)
     return [n for t in targets for n in graph.find_nodes(op="call_function", target=t, sort=False)]
 
@@ -71,12 +74,12 @@ def is_copy(node: fx.Node) -> bool:
 
 
 def get_argument(node: fx.Node, position: int, name: str) -> object:
-    """One argument of a call, however it was passed."""
+    """Return an argument of a call, passed by position or by name."""
     return node.args[position] if position < len(node.args) else node.kwargs[name]
 
 
 def nodes_in(argument: object) -> Iterator[fx.Node]:
-    """The nodes nested in an argument."""
+    """Yield the nodes nested in an argument."""
     if isinstance(argument, fx.Node):
         yield argument
     elif isinstance(argument, (tuple, list)):
@@ -88,13 +91,13 @@ def nodes_in(argument: object) -> Iterator[fx.Node]:
 
 
 def is_barrier(node: fx.Node, effects: Effects) -> bool:
-    """Whether the node may write something beyond the parameter that it resizes or fills."""
+    """Return whether the node may write, and is no resize or fill."""
     return not (is_resize(node) or is_copy(node)) and bool(effects.written_inputs(node))
 
 
 @dataclass(frozen=True, slots=True)
 class _Selection:
-    """Some arguments of an op: by position, and by name for those passed by keyword."""
+    """Arguments of an op, by position, or by name for keywords."""
 
     positions: tuple[int, ...]
     names: tuple[str, ...]
@@ -113,42 +116,42 @@ class _Schema:
 
 @dataclass(frozen=True, slots=True)
 class _Summary:
-    """What running a subgraph may do to the inputs of the higher-order op that runs it."""
+    """Possible effects of a subgraph on its higher-order op's inputs."""
 
     writes: bool
     reads_storage: bool
 
 
 class Effects:
-    """Effects of the nodes of one graph; each operator and each subgraph is analysed once.
+    """Effects of a graph's nodes; analyses each operator and subgraph once.
 
     Args:
-        module: Owner of the graph, where the subgraphs of its higher-order ops live.
+        module: Owner of the graph, and of the subgraphs of its higher-order ops.
     """
 
     def __init__(self, module: fx.GraphModule | None) -> None:
         self._module = module
-        self._schemas: dict[int, _Schema] = {}  # by id: an op outlives the graph, and is slow to hash
+        self._schemas: dict[int, _Schema] = {}  # by id, because an op outlives the graph, and is slow to hash
         self._summaries: dict[int, _Summary] = {}
 
     def find_written(self, graph: fx.Graph) -> set[fx.Node]:
-        """Every node whose data or storage some node of the graph may change."""
+        """Return every node whose data or storage the graph may change."""
         return {written for node in graph.nodes for written in self.written_inputs(node)}
 
     def only_computes(self, node: fx.Node) -> bool:
-        """Whether a node is an aten op that writes nothing."""
+        """Return whether a node is an aten op that writes nothing."""
         op = node.target
         return isinstance(op, OpOverload) and op.namespace == "aten" and not self.written_inputs(node)
 
     def written_inputs(self, node: fx.Node) -> Sequence[fx.Node]:
-        """Inputs whose data or storage the node may change."""
+        """Return the inputs whose data or storage the node may change."""
         if node.op in ("placeholder", "get_attr", "output"):
             return ()
         target = node.target
         if isinstance(target, OpOverload):
             written = self._schema(target).written
             return () if written is None else written.nodes(node)
-        if isinstance(target, OpOverloadPacket):  # In a graph that AOTAutograd has not seen.
+        if isinstance(target, OpOverloadPacket):  # Only before AOTAutograd.
             chosen = (self._schema(op).written for op in packet_overloads(target))
             return tuple(n for written in chosen if written is not None for n in written.nodes(node))
         if target is operator.getitem:
@@ -158,7 +161,7 @@ class Effects:
         return node.all_input_nodes
 
     def view_inputs(self, node: fx.Node) -> Sequence[fx.Node]:
-        """Inputs that the node's results alias, as far as its schema tells."""
+        """Return the inputs that the node's results alias, by its schema."""
         if not isinstance(node.target, OpOverload):
             return ()
         aliased = self._schema(node.target).aliased
@@ -172,13 +175,13 @@ class Effects:
         return node.op != "output"
 
     def reads_storage(self, node: fx.Node) -> bool:
-        """Whether the node may see more of an input than the elements of the tensor."""
+        """Return whether the node may see more than its inputs' elements."""
         if isinstance(node.target, HigherOrderOperator):
             return self._summary_of_call(node).reads_storage
         return node.target in _STORAGE_OPS
 
     def subgraph(self, node: fx.Node) -> fx.GraphModule | None:
-        """The graph module that a get_attr node stands for, if it does."""
+        """Return the graph module behind a get_attr node, or None."""
         if node.op != "get_attr":
             return None
         found: object = self._module
@@ -198,7 +201,7 @@ class Effects:
             return _Summary(writes=False, reads_storage=name in _STORAGE_HIGHER_ORDER_OPS)
         runs = [self._summary_of_callable(item) for item in _leaves((node.args, node.kwargs))]
         found = [summary for summary in runs if summary is not None]
-        # An op that names nothing it runs says nothing about what it does.
+        # Nothing tells the effects of a higher-order op that names neither an op nor a subgraph.
         return _merge(found) if found else _Summary(writes=True, reads_storage=True)
 
     def _summary_of_callable(self, item: object) -> _Summary | None:
@@ -226,7 +229,7 @@ def _read_schema(op: OpOverload) -> _Schema:
     aliased = {a.name for a in arguments if a.aliased}
     if op is resize_storage_bytes_:  # Its schema declares no mutation.
         written = {arguments[0].name}
-    if op_name(op).startswith("aten::set_."):  # From then on, a write to either tensor writes both.
+    if op_name(op).startswith("aten::set_."):  # Afterwards, a write to either tensor writes both.
         written = {a.name for a in arguments}
     if op_name(op) in _UNDECLARED_VIEWS:
         aliased = {arguments[0].name}

@@ -1,10 +1,10 @@
 """Sizes and layouts of fake tensors, compared without a guard.
 
 [Note: Full size]
-A window is full if its resize asks for at least the bytes that the parameter's view of the storage reaches.
-It may ask for more: where dim 0 does not divide by the number of ranks, the storage is the all-gather output,
-padding included, and the parameter is a view of its front. Asking for less leaves part of the parameter
-without memory, so it is not a window we understand.
+A window is full if its resize asks for at least the bytes that the parameter's view of the storage reaches. The resize
+may ask for more: if dim 0 does not divide by the number of ranks, the storage is the all-gather output, padding
+included, and the parameter is a view of its front. A smaller resize leaves part of the parameter without memory, so its
+window stays.
 """
 
 from __future__ import annotations
@@ -18,20 +18,23 @@ from compile_fsdp.passes.report import Kept
 
 
 def get_size(argument: object) -> int | SymInt | None:
-    """The value of a size argument, None if the graph does not tell it."""
+    """Return the value of a size argument, or None if unknown."""
     value = fake_value(argument) if isinstance(argument, fx.Node) else argument
     return value if isinstance(value, (int, SymInt)) else None
 
 
 def size_hint(size: int | SymInt | None) -> int:
-    """The size, or for a symbolic one its hint, or 0 without a hint."""
+    """Return the size or its symbolic hint; 0 without a hint."""
     if isinstance(size, SymInt):
         return int(size.node.hint) if size.node.has_hint() else 0
     return size or 0
 
 
 def needed_bytes(tensor: torch.Tensor) -> int | SymInt:
-    """Bytes from the start of the storage to the end of the last element of a strided tensor."""
+    """Return the bytes from the storage's start to the tensor's last element.
+
+    The tensor must be strided.
+    """
     if _is_known(tensor.numel() == 0):
         return 0
     last: int | SymInt = tensor.storage_offset()
@@ -45,14 +48,17 @@ def is_zero(size: int | SymInt | None) -> bool:
 
 
 def is_full(size: int | SymInt | None, tensor: torch.Tensor | None) -> bool:
-    """Whether a storage of `size` bytes surely holds the tensor. See [Note: Full size]."""
+    """Return whether `size` bytes surely hold the tensor. See [Note: Full size]."""
     if size is None or tensor is None or tensor.layout is not torch.strided:
         return False
     return _is_known(size >= needed_bytes(tensor))
 
 
 def find_copy_fault(param: torch.Tensor | None, value: torch.Tensor | None) -> Kept | None:
-    """Why copying `value` into `param` does more than move bytes: readers could tell the two apart."""
+    """Return why copying `value` into `param` is visible to readers.
+
+    None if the copy only moves bytes.
+    """
     if param is None or value is None or not (param.layout is value.layout is torch.strided):
         return Kept.UNKNOWN_LAYOUT
     if param.dtype != value.dtype or param.device != value.device or _bits(param) != _bits(value):

@@ -1,4 +1,4 @@
-"""Which module of the user's model a node of a Dynamo graph comes from."""
+"""Module of the user's model that a Dynamo node comes from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _CHILD = re.compile(r"""\._modules\[['"](.*?)['"]\]""")
 
 
 def module_fqn(node: fx.Node) -> str | None:
-    """FQN of the innermost module, "" for the outermost one; None if the node's metadata does not tell."""
+    """Return the FQN of the innermost module, "" for the outermost module.
+
+    None if the node's metadata does not tell it.
+    """
     name = innermost_module(node)
     if name is None:
         return None

@@ -1,4 +1,4 @@
-"""Which unsharded parameters a forward writes while they are gathered."""
+"""Unsharded parameters that a forward writes while they are gathered."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from compile_fsdp.torch_compat.dispatch import OpOverload, OpOverloadPacket
 
 
 def find_refused_writes(graph: fx.Graph, parameters: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Find parameters that the graph writes and frees again, or renormalizes as a table.
+    """Find parameters that the graph writes and frees, or renormalizes.
 
-    AOTAutograd moves a write of an input to the end of the graph, which is behind the resize(0) that frees it. It makes
-    the renormalization of a table that the graph fills a copy into a copy, which it then refuses (torch 2.13.0).
+    AOTAutograd moves a write of an input to the end of the graph, behind the resize(0) that frees it. If the graph
+    fills an embedding table and renormalizes it, AOTAutograd makes the renormalization a copy into a copy, which it
+    then refuses (torch 2.13.0).
 
     Args:
         graph: A forward, as Dynamo has traced it, with fake tensors under meta["example_value"].
         parameters: Placeholders of unsharded parameters.
     Returns:
-        The first node that writes each of them. Only proven writes count: not what a function outside of torch may do.
+        The first node that writes each of them. Only proven writes count; functions outside of torch may write more.
     """
     freed = {
         get_argument(node, 0, "variable")
@@ -42,7 +43,10 @@ def find_refused_writes(graph: fx.Graph, parameters: Iterable[fx.Node]) -> dict[
 
 
 def _writers(graph: fx.Graph, by_storage: Mapping[int, fx.Node]) -> Iterator[fx.Node]:
-    """The nodes of the graph and of the bodies of its higher-order ops, which share the graph's fake tensors."""
+    """Yield the nodes that compute, also in the bodies of higher-order ops.
+
+    The bodies share the graph's fake tensors.
+    """
     effects = EagerEffects(graph.owning_module)
     for node in graph.nodes if by_storage else ():
         if (body := effects.subgraph(node)) is not None:
@@ -60,7 +64,7 @@ def _written(node: fx.Node, effects: EagerEffects) -> Sequence[fx.Node]:
         max_norm = node.args[3] if len(node.args) > 3 else node.kwargs.get("max_norm")
         return () if max_norm is None else tuple(nodes_in(get_argument(node, 1, "weight")))
     if _name(node).endswith(("batch_norm", "instance_norm")):
-        return ()  # they write statistics alone
+        return ()  # they write only statistics
     return effects.written_inputs(node)
 
 

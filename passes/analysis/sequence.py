@@ -1,4 +1,4 @@
-"""The collectives of a graph, in the order in which they are issued, as text that ranks can compare."""
+"""Collectives of a graph in issue order, as comparable text."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _GROUP = "{group}"  # stands for a process group's number
 
 @dataclass(frozen=True, slots=True)
 class CollectiveSequence:
-    """The collectives of a graph.
+    """Collectives of a graph, in issue order.
 
     Attributes:
-        calls: By collective, what it does, and the name of its process group.
+        calls: (description, name of the process group) of each collective.
     """
 
     calls: tuple[tuple[str, str], ...]
@@ -29,21 +29,22 @@ class CollectiveSequence:
         return tuple(dict.fromkeys(group for _, group in self.calls))
 
     def lines(self, groups: Collection[str]) -> tuple[str, ...]:
-        """The collectives in some process groups, equal on all ranks that issue the same ones there.
+        """Return the collectives in some process groups, as lines of text.
 
-        Names of process groups differ from rank to rank, so a group is shown by its number in the order of first use.
+        Lines are equal on all ranks that issue equal collectives in these groups. Names of process groups differ from
+        rank to rank, so a line shows a group by its number in the order of first use.
         """
         numbers: dict[str, int] = {}
         shown = [(text, numbers.setdefault(name, len(numbers))) for text, name in self.calls if name in groups]
         return tuple(text.replace(_GROUP, f"group {number}") for text, number in shown)
 
     def after(self, earlier: CollectiveSequence) -> CollectiveSequence:
-        """Together with collectives that are issued before these."""
+        """Return the sequence of `earlier`, followed by this sequence."""
         return CollectiveSequence((*earlier.calls, *self.calls))
 
 
 def read_collectives(graph: fx.Graph) -> CollectiveSequence:
-    """The collectives of a graph of Dynamo's, with calls expanded, or of a post-grad graph."""
+    """Read the collectives of an expanded Dynamo graph, or a post-grad graph."""
     calls = []
     for node in graph.nodes:
         arguments = collective_arguments(node)
@@ -61,6 +62,9 @@ def _describe(node: fx.Node, kind: str) -> str:
 
 
 def _numel(tensor: torch.Tensor, kind: str) -> object:
-    """What ranks must agree on: neither a size that is known in each step only, nor one that may differ by rank."""
+    """Return the size that ranks must agree on.
+
+    "any" for a symbolic size, and for an all-to-all, whose size may differ by rank.
+    """
     size = tensor.numel()
     return "any" if not isinstance(size, int) or kind.startswith("all_to_all") else size

@@ -1,12 +1,12 @@
-"""Which nodes of a Dynamo-level graph have to sink behind the first fill of a parameter they read.
+"""Plan which nodes sink behind the first fill of a parameter.
 
 [Note: Reads float over their parameter's events]
-A parameter that only its fills write has one value in a backward graph, so a read may pass any resize or fill
-of it without changing what it reads, as long as it ends up where the parameter is filled. Everything else
-keeps its order with the nodes that sink: what uses their results, what writes what they read, what reads or
-writes what they write, and among random ops, each other.
+A parameter that only its fills write has one value in a backward graph. So a read may pass any resize or fill of that
+parameter without changing its result, as long as it ends up where the parameter is filled. All remaining dependencies
+keep their order. So if a node sinks, these later nodes sink, too: nodes that use its results, nodes that write its
+inputs, and nodes that read or write a tensor that it writes. Random ops keep their order among random ops.
 
-All reads sink, or none: two parameters' reads are often the same node.
+Either all reads sink or none, because a read of two parameters is often one node.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """The first fill of a parameter that arrives freed.
+    """First fill of a parameter that arrives freed.
 
     Attributes:
-        position: Position of `behind` in the graph; where there is none, of the resize.
-        behind: The node to sink reads behind: the last of the copies and version-counter ops that follow each
-            other there. None if the resize is not followed by a copy.
+        position: Position of `behind` in the graph; position of the resize if `behind` is None.
+        behind: Node behind which reads sink: the last of the consecutive copies and version-counter ops at the fill.
+            None if no copy follows the resize.
     """
 
     position: int
@@ -51,13 +51,13 @@ class Fill:
 
 @dataclass(slots=True)
 class Scan:
-    """What one look over the graph tells about its parameters.
+    """Facts about the parameters of a graph, from one scan.
 
     Attributes:
-        parameters: The placeholders that the graph resizes.
-        by_class: Alias class to the parameters in it.
+        parameters: Inputs that the graph resizes.
+        by_class: Parameters in each alias class.
         fills: First fill of each parameter that arrives freed.
-        mutated: Parameters that something other than a fill of theirs may write.
+        mutated: Parameters that a node may write without filling or resizing them.
         autocast_switches: (n,) number of autocast switches before each node.
     """
 
@@ -68,14 +68,14 @@ class Scan:
     autocast_switches: list[int] = field(default_factory=list)
 
     def find_event(self, node: fx.Node) -> fx.Node | None:
-        """The parameter that the node resizes or fills."""
+        """Return the parameter that the node resizes or fills."""
         if not (is_resize(node) or is_copy(node)):
             return None
         target = get_argument(node, 0, "variable" if is_resize(node) else "tensor")
         return target if isinstance(target, fx.Node) and target in self.parameters else None
 
     def aliased_by(self, nodes: Iterable[fx.Node], aliases: Aliases) -> Iterable[fx.Node]:
-        """The parameters that some of the nodes are or alias."""
+        """Return the parameters that alias some of the nodes."""
         keys = (key for node in nodes for key in aliases.classes(node))
         return dict.fromkeys(p for key in keys for p in self.by_class.get(key, ()))
 
@@ -104,8 +104,8 @@ class _FirstFills:
     def __init__(self, fills: dict[fx.Node, Fill]) -> None:
         self._fills = fills
         self._seen: set[fx.Node] = set()
-        self._opened: dict[fx.Node, int] = {}  # resized first thing, not yet filled: position of the resize
-        self._filled: list[fx.Node] = []  # filled, and nothing but copies and version ops since
+        self._opened: dict[fx.Node, int] = {}  # first event was a resize, not yet filled: position of the resize
+        self._filled: list[fx.Node] = []  # filled, and only copies and version ops since
 
     def visit(self, position: int, node: fx.Node, parameter: fx.Node | None) -> None:
         if not (is_copy(node) or is_version_setter(node)):
@@ -129,11 +129,11 @@ class _FirstFills:
 
 
 class Sinking:
-    """The plan, made by visiting every node in order.
+    """Plan of moves, made by visiting every node in order.
 
     Attributes:
-        moves: What sinks, in graph order.
-        faults: Parameters that cannot be mended. With any, the moves must not be made.
+        moves: Nodes that sink, in graph order.
+        faults: Parameters that the moves cannot repair. If there are any, no move may be made.
     """
 
     def __init__(self, scan: Scan, effects: EagerEffects, aliases: Aliases) -> None:
@@ -143,7 +143,7 @@ class Sinking:
         self._effects = effects
         self._aliases = aliases
         self._behind: dict[int, tuple[fx.Node, fx.Node]] = {}  # position to (parameter, node to sink behind)
-        # Positions that nodes sink behind: by node, by alias class read or written, and of ordered nodes.
+        # Position that a node sinks behind: by node, by alias class read or written, and of ordered nodes.
         self._sunk: dict[fx.Node, int] = {}
         self._readers: dict[int, int] = {}
         self._writers: dict[int, int] = {}
@@ -163,7 +163,7 @@ class Sinking:
             max((self._readers.get(key, -1) for key in written), default=-1),
             self._ordered if is_ordered else -1,
         )
-        if depth < position:  # Equal: the fill itself depends on what is to sink behind it.
+        if depth < position:  # Equal: the fill itself depends on a node that sinks behind it.
             return
         cause, behind = self._behind[depth]
         if event is not None:
@@ -177,7 +177,10 @@ class Sinking:
         self._ordered = max(depth, self._ordered) if is_ordered else self._ordered
 
     def _depth_of_reads(self, position: int, node: fx.Node, event: fx.Node | None) -> int:
-        """Position to sink behind because of what the node itself reads, -1 for nowhere."""
+        """Return the position to sink behind because of the node's own reads.
+
+        -1 if the node's reads need no sinking.
+        """
         depth = -1
         for parameter in self._scan.aliased_by(node.all_input_nodes, self._aliases):
             fill = self._scan.fills.get(parameter)
@@ -193,7 +196,10 @@ class Sinking:
         return depth
 
     def _shared_classes(self, nodes: Iterable[fx.Node]) -> list[int]:
-        """The nodes' alias classes, without those of [Note: Reads float over their parameter's events]."""
+        """Return the nodes' alias classes whose reads do not float.
+
+        See [Note: Reads float over their parameter's events].
+        """
         keys = (key for node in nodes for key in self._aliases.classes(node))
         return [
             key

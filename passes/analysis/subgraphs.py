@@ -1,9 +1,9 @@
-"""Subgraphs that a pass may rewrite as graphs of their own.
+"""Subgraphs that a pass may rewrite by themselves.
 
 [Note: A subgraph is rewritten if no call aliases its inputs]
-A higher-order op's subgraph sees its operands as placeholders, and may be run by several calls. What its fake
-values say about aliases only holds if no call passes one storage twice, so each call is looked at, in the
-graph it stands in. A subgraph used in any other way than as operand of a higher-order op is left alone.
+A higher-order op's subgraph sees its operands as placeholders, and several calls may run it. The fake values in it
+describe the aliases only if no call passes one storage twice, so each call is checked in the graph that contains it. A
+subgraph stays as it is if any node but a higher-order op uses it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from compile_fsdp.torch_compat.dispatch import HigherOrderOperator
 
 
 def find_window_subgraphs(graph: fx.Graph) -> list[tuple[str, fx.GraphModule]]:
-    """Attribute path and module of each subgraph with resizes and private inputs, inner ones first.
+    """Return (attribute path, module) of subgraphs with resizes and private inputs.
 
-    See [Note: A subgraph is rewritten if no call aliases its inputs].
+    Inner subgraphs come first. See [Note: A subgraph is rewritten if no call aliases its inputs].
     """
     search = _Search()
     search.visit(graph, path="")

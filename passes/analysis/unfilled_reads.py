@@ -1,4 +1,4 @@
-"""Which parameters a backward graph reads although nothing in it fills them."""
+"""Parameters that a backward graph reads but does not fill."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from compile_fsdp.passes.analysis.effects import get_argument, is_copy
 
 
 def find_unfilled_reads(graph: fx.Graph, parameters: Iterable[fx.Node]) -> list[fx.Node]:
-    """Those of some inputs of a Dynamo-level graph that are read, and that the graph never fills.
+    """Return the parameters that a Dynamo-level graph reads and never fills.
 
     Args:
         graph: A backward graph, with fake values under meta["example_value"].
-        parameters: Unsharded parameters: placeholders, or items of one.
+        parameters: Unsharded parameters: placeholders, or items of a placeholder.
     """
     filled = {get_argument(node, 0, "tensor") for node in graph.nodes if is_copy(node)}
     unfilled = [parameter for parameter in parameters if parameter not in filled]
@@ -35,6 +35,6 @@ def find_unfilled_reads(graph: fx.Graph, parameters: Iterable[fx.Node]) -> list[
 
 
 def _is_no_read(node: fx.Node) -> bool:
-    # What accumulates a gradient asks for the parameter's layout alone.
+    # Gradient accumulation reads only the layout of the parameter.
     accumulates = node.target is accumulate_gradient
     return node.op == "output" or accumulates or is_upkeep(node) or is_passed_through(node)

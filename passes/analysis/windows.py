@@ -1,15 +1,15 @@
-"""Find the windows of a graph: the stretches from resize(full) over copy_ and readers to resize(0).
+"""Find a graph's windows: from resize(full) over copy_ and readers to resize(0).
 
 [Note: A window starts freed]
-The runtime frees an unsharded parameter before it opens a window, so a parameter whose first use is a
-resize(full) arrives without memory, and taking out the whole window leaves it so. One that arrives filled
-shows it: it is read before any resize, or its first resize is to 0.
+The runtime frees an unsharded parameter before it opens a window. So a parameter whose first use is a resize(full)
+arrives without memory, and removing the whole window leaves it without memory. If a parameter arrives filled, a node
+reads it before any resize, or its first resize is to 0.
 
 [Note: Windows do not cross graphs]
-A graph break, or a parameter kept from forward to backward, leaves resize(full) in one graph and resize(0) in
-the next. Neither graph alone proves the parameter dead in between, so a window that is open at the start or
-at the return counts as live up to there, and its ops stay. The parameter's other windows are not concerned.
-The parameter itself in the graph's output is no read: it says which input is saved, not what it holds.
+A graph break, or a parameter kept from forward to backward, leaves resize(full) in one graph and resize(0) in the next.
+Neither graph alone proves the parameter dead in between. So a window that is open at the start or at the return counts
+as live up to there, and its ops stay. The parameter's remaining windows are not concerned. The parameter itself in the
+graph's output is no read, because the output saves the input and not its data.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from compile_fsdp.passes.analysis.layout import get_size, is_full, is_zero
 
 @dataclass(slots=True, eq=False)
 class Span:
-    """What happens to one parameter from one of its resizes to the next; the first span has no resize.
+    """One parameter from one of its resizes to the next.
 
     Attributes:
-        resize: The op that starts the span, None at the start of the graph.
-        filled_at: Position of the copy in the graph, the last one if there are several.
+        resize: Op that starts the span. None for the first span, which starts with the graph.
+        filled_at: Position of the copy in the graph; of the last copy if there are several.
         end: Position of the next span's resize, or the number of nodes.
-        size_bytes: What `resize` asks for, None if unknown.
-        frees: Whether it asks for 0 bytes.
-        full: Whether it surely makes room for the whole parameter.
-        copies: The fills, `fsdp.copy_` into the parameter itself.
-        readers: Nodes that take the parameter or a view of it, and are no fill of it.
-        uses: Number of nodes other than `resize` and the output that take the parameter or a view of it.
-        has_stale_view: A view made in this span is used in another one, or the other way round.
-        view_escapes: A view made in this span is returned.
+        size_bytes: Bytes that `resize` asks for; None if unknown.
+        frees: Whether `resize` asks for 0 bytes.
+        full: Whether `resize` surely makes room for the whole parameter.
+        copies: Fills: `fsdp.copy_` into the parameter itself.
+        readers: Nodes that take the parameter or a view of it, and do not fill it.
+        uses: Number of nodes, without `resize` and the output, that take the parameter or a view of it.
+        has_stale_view: Whether a view made in this span is used in a different span, or the reverse.
+        view_escapes: Whether the graph returns a view made in this span.
     """
 
     resize: fx.Node | None
@@ -65,8 +65,8 @@ class Parameter:
 
     Attributes:
         node: The placeholder.
-        spans: Its life in graph order, tiling the graph.
-        shares_storage: Whether another input or attribute may lie in the same storage.
+        spans: Spans in graph order, which tile the graph.
+        shares_storage: Whether a second input or attribute may lie in its storage.
     """
 
     node: fx.Node
@@ -76,11 +76,11 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Lifetimes:
-    """Every resized parameter of a graph, and what else a rewrite has to know about storages.
+    """Resized parameters of a graph, and facts about storages for a rewrite.
 
     Attributes:
-        parameters: In graph order.
-        writes: Alias class to the ascending positions of the nodes that may write or resize it.
+        parameters: Resized parameters in graph order.
+        writes: By alias class, ascending positions of the nodes that may write or resize it.
         resized: Alias classes that some node resizes.
     """
 
@@ -90,7 +90,7 @@ class Lifetimes:
 
 
 def match_lifetimes(graph: fx.Graph, effects: Effects, aliases: Aliases) -> Lifetimes:
-    """Read the graph once, in order."""
+    """Match the lifetimes of parameters in one pass over the graph."""
     matcher = _Matcher(resized_placeholders(graph), effects, aliases)
     position = -1
     for position, node in enumerate(graph.nodes):
@@ -113,8 +113,8 @@ class _Matcher:
         self._aliases = aliases
         self._parameters: list[Parameter] = []
         self._by_class: dict[int, list[Parameter]] = {}
-        self._inputs_by_class: dict[int, int] = {}  # number of inputs and attributes in an alias class
-        self._home: dict[fx.Node, Span] = {}  # the span that made a view
+        self._inputs_by_class: dict[int, int] = {}  # number of inputs and attributes, by alias class
+        self._home: dict[fx.Node, Span] = {}  # by view, the span that made it
         self._writes: dict[int, list[int]] = {}
         self._resized: set[int] = set()
 
@@ -153,7 +153,7 @@ class _Matcher:
                 self._resized.add(key)
 
     def _touched(self, node: fx.Node) -> list[tuple[Parameter, list[fx.Node]]]:
-        """The parameters that the node takes, each with the inputs that are it or views of it."""
+        """Return the parameters that the node takes, with their aliasing inputs."""
         found: dict[int, tuple[Parameter, list[fx.Node]]] = {}
         for source in node.all_input_nodes:
             for key in self._aliases.classes(source):

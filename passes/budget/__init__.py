@@ -1,1 +1,1 @@
-"""How a budget of memory is spent: what a step needs over time, and what is kept, gathered again or recomputed."""
+"""Memory budget: a step's bytes over time, and choices that free bytes."""

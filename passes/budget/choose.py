@@ -1,10 +1,10 @@
-"""Which groups stay unsharded, which ops the backward runs again and whose results leave the device, within a budget.
+"""Choose kept groups, recomputed ops and offloaded results within a budget.
 
-Every choice takes some seconds and frees some bytes. Beginning with the fastest step, which keeps and saves everything,
-choices are made in one order, those with the fewest seconds per byte first, until the step fits. The order does not
-depend on the budget: a step with more memory makes the first of these choices, and is never slower by the estimate.
+Every choice costs seconds and frees bytes. The fastest step keeps and saves everything. From there, choices are made in
+the order of their seconds per byte, lowest first, until the step fits. The order does not depend on the budget, so a
+step with more memory makes the first of these choices, and by the estimate it is never slower.
 
-Source: the ratio is that of DeepCompile's selective unsharding (arXiv 2504.09983), here for recomputation as well.
+Source: the ratio is from DeepCompile's selective unsharding (arXiv 2504.09983), applied to recomputation as well.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from compile_fsdp.passes.budget.step_memory import Group
 from compile_fsdp.passes.budget.timeline import Choices, Timeline
 from compile_fsdp.torch_compat.dynamo import is_recomputation_settled
 
-# Of the latencies of all packs, what larger ones save.
+# Share of all packs' latencies that larger packs save.
 SAVED_LATENCIES = 3 / 4
 
 
@@ -31,12 +31,12 @@ class Choice:
     """One way to save memory.
 
     Attributes:
-        seconds: What it adds to the step, by the estimate.
+        seconds: Seconds that it adds to the step, by the estimate.
         size: Bytes that are not held between forward and backward.
-        group: What is gathered again, or -1.
-        op: Position of the op that the backward runs again, or -1. Neither: packs stay small.
-        name: What is gathered, run again or offloaded, and in which module.
-        is_offload: Whether the op is not run again: its results are in the host's memory meanwhile.
+        group: Number of the group that is gathered again, or -1.
+        op: Position of the op that is run again or offloaded, or -1. If `group` is -1 as well, packs stay small.
+        name: Description with the op or group and its module, for reports.
+        is_offload: Whether the op's results wait in host memory. If False, the op is run again.
     """
 
     seconds: float
@@ -52,11 +52,11 @@ class Fit:
     """How a step fits into its budget.
 
     Attributes:
-        choices: What it does; all that saves memory if it does not fit.
-        fits: Whether it does.
-        peak: Most bytes that it allocates, by the estimate.
+        choices: Choices of the step; all choices that save memory if the step does not fit.
+        fits: Whether the step fits.
+        peak: Most bytes that the step allocates, by the estimate.
         fastest: Most bytes of the step that keeps and saves everything.
-        made: The choices that were made, in their order.
+        made: The choices that were made, in order.
     """
 
     choices: Choices
@@ -67,7 +67,7 @@ class Fit:
 
 
 def fit(timeline: Timeline, budget: int) -> Fit:
-    """Make as few choices as a budget allows.
+    """Make as few choices as the budget allows.
 
     Args:
         timeline: The step.
@@ -99,7 +99,7 @@ def fit(timeline: Timeline, budget: int) -> Fit:
 
 
 def find_choices(timeline: Timeline) -> Iterator[Choice]:
-    """All that a step may do to save memory."""
+    """Yield all choices of a step that save memory."""
     step, costs = timeline.step, timeline.costs
     if timeline.large_pack_bytes:
         yield Choice(SAVED_LATENCIES * timeline.packs * costs.latency, timeline.large_pack_bytes, name="smaller packs")
@@ -112,7 +112,7 @@ def find_choices(timeline: Timeline) -> Iterator[Choice]:
     offloads = find_offloads(timeline, recomputation)
     for at in sorted(recomputation.keys() | offloads.keys()):
         again, away, name = recomputation.get(at, math.inf), offloads.get(at, math.inf), _name_of(step.ops[at])
-        # What an op saves besides its results stays where it is when these leave.
+        # Only the results of an op leave the device; its internal saved bytes stay.
         again_size = saved[at] + step.internal[at]
         if again / again_size <= away / max(saved[at], 1):
             yield Choice(again, again_size, op=at, name=f"run {name} again")
@@ -126,7 +126,10 @@ def _name_of(op: fx.Node) -> str:
 
 
 def _find_recomputation(timeline: Timeline, sizes: Sequence[int]) -> dict[int, float]:
-    """By op that may run again in the backward, and saves so many bytes, the seconds that it takes."""
+    """Map each op that may run again to its recomputation seconds.
+
+    `sizes`: (n,) bytes that each op saves; ops without saved bytes are left out.
+    """
     found = ((at, _recomputation(timeline, at)) for at, size in enumerate(sizes) if size)
     return {at: seconds for at, seconds in found if seconds is not None}
 
@@ -137,22 +140,23 @@ def _is_keepable(group: Group) -> bool:
 
 
 def _recomputation(timeline: Timeline, at: int) -> float | None:
-    """Seconds that it takes to run an op again in the backward; None if that is not possible.
+    """Return the seconds to run an op again; None if impossible.
 
-    What it computes with is saved, or computed again by cheap ops, while the parameters of the same module are there.
+    Inputs that the backward does not have are computed again, too. All these ops must lie in one window, and may read
+    only parameters that are gathered there or that the forward does not free.
     """
     step, windows = timeline.step, timeline.step.windows
     window = windows[at]
     if not step.facts[at].is_repeatable or is_recomputation_settled(step.ops[at]):
         return None
     for value in step.made[at]:
-        # What another module reads is where its own recomputation begins.
+        # Recomputation in a different window begins with its inputs, so a value read there stays.
         if any(windows[each] is not window for each in (*value.uses, *value.saved_by)) or value.is_result:
             return None
     seconds, stack, seen = 0.0, [at], {at}
     while stack:
         op = stack.pop()
-        if op == at or step.facts[op].kind is Kind.HEAVY:  # else it is computed together with what reads it
+        if op == at or step.facts[op].kind is Kind.HEAVY:  # else it is fused with its reader
             seconds += timeline.seconds[op]
         if any(group.frees and not (group is window and group.unshards_in_backward) for group in step.read[op]):
             return None

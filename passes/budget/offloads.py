@@ -1,4 +1,4 @@
-"""Which saved activations the link to the host's memory has time for, while the device computes."""
+"""Choose activations that the link to host memory carries during compute."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from compile_fsdp.passes.budget.timeline import Timeline
 
 
 def find_offloads(timeline: Timeline, recomputation: Mapping[int, float]) -> dict[int, float]:
-    """By op whose results may be offloaded, the seconds that this adds to the step.
+    """Map each op with offloaded results to the seconds that this adds.
 
-    A result leaves behind its last use in the forward, and the link carries one at a time. It is offered if no other is
-    on its way meanwhile, and it has arrived by the end of the forward, which what the graph returns has not. Then the
-    backward, which takes longer, has time to fetch it as well. What takes longest to compute again, byte by byte, comes
-    first.
+    A result leaves behind its last use in the forward, and the link carries one result at a time. A result is chosen if
+    the link is free meanwhile, and if the copy arrives by the end of the forward. A result that the graph returns
+    leaves too late. The backward takes longer than the forward, so it has time for the fetch. Results that take longest
+    to recompute per byte come first.
 
     Args:
         timeline: The step.
-        recomputation: By op that the backward could run again, what that takes; others cannot be.
+        recomputation: Seconds to run an op again, by op that the backward could run again.
     """
     step, costs = timeline.step, timeline.costs
     if not costs.offload_bandwidth:
@@ -29,7 +29,7 @@ def find_offloads(timeline: Timeline, recomputation: Mapping[int, float]) -> dic
     worth_it = [at for at, size in sizes.items() if size >= least]
     worth_it.sort(key=lambda at: (-recomputation.get(at, math.inf) / sizes[at], at))
     found: dict[int, float] = {}
-    taken: list[tuple[float, float]] = []  # when the link is busy: disjoint, in order
+    taken: list[tuple[float, float]] = []  # (start, end) seconds in which the link is busy: disjoint, in order
     for at in worth_it:
         start = timeline.leaves_at(at)
         end = start + costs.transfer(sizes[at])
@@ -37,6 +37,6 @@ def find_offloads(timeline: Timeline, recomputation: Mapping[int, float]) -> dic
         is_free = (i == 0 or taken[i - 1][1] <= start) and (i == len(taken) or end <= taken[i][0])
         if is_free and end <= timeline.forward_seconds:
             insort(taken, (start, end))
-            # Two copies are launched, and take the bandwidth of the device's own memory.
+            # Two copies are launched, and take bandwidth of the device's memory.
             found[at] = 2 * costs.latency + costs.copy(sizes[at])
     return found

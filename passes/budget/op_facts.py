@@ -1,7 +1,7 @@
-"""What one op of a Dynamo graph costs, and what autograd saves of it for the backward.
+"""Costs and saved tensors of one op of a Dynamo graph.
 
-An op is run by itself, on fake tensors: what its kernels would read and write, and what its backward asks to be saved,
-follow from sizes and dtypes alone. Ops that are called alike are run once, so that repeated blocks cost one.
+An op runs alone, on fake tensors: the bytes that its kernels read and write, and the tensors that its backward saves,
+follow from sizes and dtypes. Ops with equal calls run once, so repeated blocks cost as much time as one block.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from compile_fsdp.torch_compat.inductor import is_decomposed, is_fused
 
 
 class Kind(enum.Enum):
-    """What an op is to the compiler."""
+    """How the compiler treats an op."""
 
     VIEW = enum.auto()
     """Only another view of its inputs."""
@@ -46,16 +46,16 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class OpFacts:
-    """What is known of one op.
+    """Costs and saved tensors of one op.
 
     Attributes:
-        kind: What it is to the compiler.
+        kind: How the compiler treats the op.
         saved_inputs: Positions, in `tensor_arguments`, of the inputs that autograd saves.
         saves_result: Whether autograd saves a result.
-        internal_bytes: Of what autograd saves besides these.
+        internal_bytes: Bytes that autograd saves besides inputs and results.
         flops: Floating-point operations of the forward.
-        moved_bytes: What the forward reads and writes.
-        is_repeatable: Whether it computes the same when it is run again.
+        moved_bytes: Bytes that the forward reads and writes.
+        is_repeatable: Whether a second run computes equal results.
     """
 
     kind: Kind
@@ -68,13 +68,13 @@ class OpFacts:
 
 
 def tensor_arguments(node: fx.Node) -> list[torch.Tensor]:
-    """The fake tensors that a node takes, each once."""
+    """Return the fake tensors that a node takes, each once."""
     found = {id(each): each for each in _tensors(fake_arguments((node.args, node.kwargs)))}
     return list(found.values())
 
 
 def result_tensors(node: fx.Node) -> list[torch.Tensor]:
-    """The fake tensors that a node returns."""
+    """Return the fake tensors that a node returns."""
     return list(_tensors(fake_value(node)))
 
 
@@ -83,10 +83,11 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 class OpMeasure:
-    """Measures ops, those that are called alike once.
+    """Measure ops; ops with equal calls are measured once.
 
     Args:
-        fuses: Whether Inductor makes pointwise ops and reductions of what it can; else an op is what it is.
+        fuses: Whether ops that Inductor decomposes into pointwise ops and reductions count as fused. If False, only the
+            partitioner's fusible ops do.
     """
 
     def __init__(self, *, fuses: bool = True) -> None:
@@ -95,7 +96,10 @@ class OpMeasure:
         self._mode = FakeTensorMode()
 
     def facts(self, node: fx.Node) -> OpFacts:
-        """What one op of a Dynamo graph costs and saves. What cannot be run by itself is taken to save its inputs."""
+        """Return the costs and saved tensors of one op.
+
+        An op that cannot run alone is assumed to save its inputs.
+        """
         arguments = fake_arguments((node.args, node.kwargs))
         if not _can_run(node, arguments):
             return _unknown(node)
@@ -105,7 +109,7 @@ class OpMeasure:
         if (facts := self._known.get(key)) is None:
             try:
                 facts = self._run(node, arguments)
-            except Exception:  # an op may refuse fake tensors in any way
+            except Exception:  # ops reject fake tensors by arbitrary exceptions
                 facts = _unknown(node)
             self._known[key] = facts
         return facts
@@ -143,7 +147,7 @@ class OpMeasure:
 
 
 class _SeenOps(TorchDispatchMode):
-    """Looks at the ops that run below one op of a Dynamo graph."""
+    """Record the ops that run below one op of a Dynamo graph."""
 
     def __init__(self, fuses: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -172,7 +176,10 @@ def _is_view(op: OpOverload) -> bool:
 
 
 def _can_run(node: fx.Node, arguments: Any) -> bool:
-    """Whether the node calls torch, and with plain tensors alone: what else it may do is not known."""
+    """Return whether the node calls torch on plain tensors, and no collective.
+
+    The effects of any further call are unknown.
+    """
     is_torch = isinstance(node.target, OpOverload) or is_torch_function(node)
     return is_torch and not is_collective(node) and all(not _is_subclass(each) for each in _tensors(arguments))
 
@@ -194,7 +201,7 @@ def _call(target: Any, args: Any, kwargs: Any) -> Any:
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
     size, stride = map(size_hint, tensor.shape), map(size_hint, tensor.stride())
     made = torch.empty_strided(tuple(size), tuple(stride), dtype=tensor.dtype, device=tensor.device)
-    # Of a leaf that needs a gradient nothing may be written in place.
+    # A non-leaf, like an activation.
     return made.requires_grad_().view_as(made) if tensor.requires_grad else made
 
 

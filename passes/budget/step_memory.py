@@ -1,19 +1,20 @@
-"""How many bytes a step allocates over time, from the forward graph that Dynamo has traced.
+"""Bytes that a step allocates over time, from Dynamo's forward graph.
 
 [Note: A timeline of both halves]
-The ops of the forward, in their order, are followed by as many places of the backward: the backward of an op stands at
-the mirrored place. A value that the forward holds from one op to another has a gradient that the backward holds between
-the same two places. What is saved for the backward is held from its op to the backward of the first op that needs it.
+The timeline lists the ops of the forward in order, followed by as many places of the backward in mirrored order: the
+backward of an op stands at the op's mirrored place. If the forward holds a value from one op to a later op, the
+backward holds the value's gradient between the two mirrored places. A value saved for the backward is held from its op
+to the backward of the first op that needs it.
 
 [Note: What the partitioner saves]
-AOTAutograd's partitioner saves what autograd would, less what pointwise ops and reductions make of other saved values,
-and what only such ops need: those are computed again together with what reads them. What a kernel of its own reads in
-the backward it saves, however cheaply it was made.
+AOTAutograd's partitioner saves the values that autograd would save, with two exceptions: results that pointwise ops and
+reductions compute from saved values, and values that only such ops need. The backward computes these again together
+with their readers. A value that a separate kernel reads in the backward is saved, however cheap it is.
 
 [Note: Bodies of checkpoints]
-A checkpoint of the user's is one op with a body: a graph that runs in the forward and once more in the backward, before
-its own backward. So a body is a step of its own. Between forward and backward only what the op takes is held; at both
-places there is room for the most that the body holds at a time, with the parameters that are gathered inside.
+A user's checkpoint is one op with a body: a graph that runs in the forward, and again in the backward just before the
+backward of the body. So a body has its own `Step`. Between forward and backward only the inputs of the op are held. At
+both places there is room for the most bytes that the body holds at a time, including the parameters that it gathers.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ class Value:
     """Memory that an op of the forward allocates.
 
     Attributes:
-        made_at: The op's position.
-        size: In bytes.
-        kind: The op's.
-        sources: The values that the op takes.
-        uses: Positions of the ops that take it.
-        saved_by: Positions of the ops whose backward needs it.
+        made_at: Position of the op.
+        size: Bytes.
+        kind: Kind of the op.
+        sources: Values that the op takes.
+        uses: Positions of the ops that take the value.
+        saved_by: Positions of the ops whose backward needs the value.
         needs_grad: Whether the backward computes its gradient.
         is_result: Whether the graph returns it.
         is_saved: Whether it is kept for the backward.
@@ -62,7 +63,7 @@ class Value:
 
     @property
     def is_at_hand(self) -> bool:
-        """Whether the backward has it, and need not compute it from other values."""
+        """Whether the backward has the value without computing it from its sources."""
         return self.is_saved or self.is_from_checkpoint
 
 
@@ -71,10 +72,10 @@ class Sharding:
     """How an unsharded parameter is sharded.
 
     Attributes:
-        group: The number of the group that is gathered with it.
-        shard_bytes: Of its sharded gradient, with padding.
-        reduced_bytes: Of its whole gradient in the dtype of the reduction.
-        unshards_in_backward: Whether the backward gathers its group, if the forward has freed it.
+        group: Number of the group that is gathered with it.
+        shard_bytes: Bytes of its sharded gradient, padding included.
+        reduced_bytes: Bytes of its whole gradient in the dtype of the reduction.
+        unshards_in_backward: Whether the backward gathers its group if the forward has freed it.
         group_name: FQN of the group's module, for reports.
     """
 
@@ -92,9 +93,9 @@ class Parameter:
     Attributes:
         sharding: How it is sharded.
         needs_grad: Whether it gets a gradient.
-        size: Of its storage, in bytes.
+        size: Bytes of its storage.
         uses: Positions of the ops that compute with it.
-        fills: How often it is filled.
+        fills: Number of fills.
     """
 
     sharding: Sharding
@@ -106,12 +107,12 @@ class Parameter:
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """The parameters that are gathered together.
+    """Parameters that are gathered together.
 
     Attributes:
-        number: Which one it is.
-        parameters: Those of the graph.
-        frees: The ops that free them in the forward; none for a group that the forward leaves unsharded.
+        number: Number of the group.
+        parameters: Parameters of the group in the graph.
+        frees: Ops that free them in the forward; empty if the forward leaves the group unsharded.
         filled_at: Position of the first op behind the fills.
         freed_at: Position of the first op behind the frees.
     """
@@ -124,12 +125,12 @@ class Group:
 
     @property
     def name(self) -> str:
-        """FQN of its module."""
+        """FQN of the group's module."""
         return self.parameters[0].sharding.group_name
 
     @property
     def size(self) -> int:
-        """Bytes of all its parameters."""
+        """Bytes of all parameters of the group."""
         return sum(parameter.size for parameter in self.parameters)
 
     @property
@@ -142,20 +143,20 @@ class Group:
 
 
 class Step:
-    """The forward, and what its backward will need.
+    """A forward, and the values that its backward needs.
 
     Attributes:
-        ops: What computes, in graph order.
-        facts: By op.
-        made: By op, the memory that it allocates.
-        read: By op, the groups whose parameters it computes with.
-        internal: By op, the bytes that it saves besides inputs and results.
-        groups: In the order of their first use.
-        windows: By op, the group that is gathered for it and freed behind it: the innermost; None for what stays
-            unsharded.
-        bodies: By position of an op that runs a graph of its own, that graph's step: see [Note: Bodies of checkpoints].
-        fuses: Whether what is computed together with its reader is in no memory; False for graphs run op by op.
-        is_body: Whether it is one itself.
+        ops: Nodes that compute, in graph order.
+        facts: Facts per op.
+        made: Memory that each op allocates, per op.
+        read: Groups whose parameters an op computes with, per op.
+        internal: Bytes that an op saves besides inputs and results, per op.
+        groups: Groups that are read, in the order of their first use.
+        windows: Innermost group that is gathered for an op and freed behind it, per op; None outside of all such
+            windows.
+        bodies: By position of an op that runs a graph, the step of that graph: see [Note: Bodies of checkpoints].
+        fuses: Whether values that are fused with their reader take no memory; False for graphs run op by op.
+        is_body: Whether the step is a body.
     """
 
     def __init__(
@@ -244,7 +245,7 @@ class Step:
         made = []
         for tensor in result_tensors(node):
             key = storage_key(tensor)
-            if key not in self._values and key not in self._inputs:  # which parameters are, too
+            if key not in self._values and key not in self._inputs:  # parameters are inputs, too
                 size = size_hint(tensor.untyped_storage().nbytes())
                 self._values[key] = Value(position, size, facts.kind, sources)
                 made.append(self._values[key])
@@ -262,7 +263,7 @@ class Step:
         self.read.append(list(dict.fromkeys(read)))
         self.internal.append(facts.internal_bytes)
         if facts.internal_bytes and facts.kind is Kind.FUSED and facts.is_repeatable:
-            # Computed again from the inputs, if these are no larger.
+            # The backward computes the op again if its inputs are no larger than its internal bytes.
             missing = [value for value in sources if not value.saved_by]
             if sum(value.size for value in missing) <= facts.internal_bytes:
                 for value in sources:
@@ -270,7 +271,7 @@ class Step:
                 self.internal[-1] = 0
 
     def _find_saved(self) -> None:
-        """See [Note: What the partitioner saves]."""
+        """Set `is_saved` of each value: see [Note: What the partitioner saves]."""
         for value in self.values:
             value.is_from_checkpoint = self._is_from_checkpoint(value)
             value.is_saved = bool(value.saved_by) and not value.is_from_checkpoint
@@ -284,16 +285,22 @@ class Step:
                     origin.saved_by += value.saved_by
 
     def _is_from_checkpoint(self, value: Value) -> bool:
-        """Whether a checkpoint returns the value, and no other takes it. Within a body nothing runs again."""
+        """Return whether a checkpoint returns the value, and no checkpoint takes it.
+
+        False within a body, because nothing runs again there.
+        """
         is_result = not self.is_body and is_checkpoint(self.ops[value.made_at])
         return is_result and not any(is_checkpoint(self.ops[each]) for each in value.uses)
 
     def is_cheap(self, value: Value) -> bool:
-        """Whether the value is computed again together with what reads it."""
+        """Return whether the value is computed again together with its readers."""
         return value.kind is not Kind.HEAVY and self.facts[value.made_at].is_repeatable
 
     def origins(self, value: Value) -> list[Value] | None:
-        """What the backward has that a value is computed from by cheap ops alone; None if more is needed."""
+        """Return the values at hand from which cheap ops compute the value.
+
+        None if the computation needs a value that is neither at hand nor cheap.
+        """
         found: dict[Value, None] = {}
         seen = {value}
         stack = list(value.sources)
@@ -312,16 +319,23 @@ class Step:
 
 
 def _find_body(node: fx.Node, effects: Effects) -> tuple[fx.Graph, list[tuple[fx.Node, Any]]] | None:
-    """The graph that an op runs and, of its placeholders, what the op hands in; None for an op that runs none."""
+    """Return the graph that an op runs, and (placeholder, operand) pairs.
+
+    None if the op runs no graph.
+    """
     for attribute in node.args[:1]:
         if isinstance(attribute, fx.Node) and (body := effects.subgraph(attribute)) is not None:
             placeholders = body.graph.find_nodes(op="placeholder")
-            return body.graph, list(zip(placeholders, node.args[-len(placeholders) :], strict=False))  # a loop has two
+            # Not strict, because a loop has two graphs.
+            return body.graph, list(zip(placeholders, node.args[-len(placeholders) :], strict=False))
     return None
 
 
 def _find_upkeep(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that fill and free unsharded parameters, and what only prepares that: the gathers and their views."""
+    """Return the nodes that only fill and free parameters.
+
+    Includes the nodes that only they need: the gathers and their views.
+    """
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node.op not in ("call_function", "call_method"):

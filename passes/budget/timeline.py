@@ -1,4 +1,4 @@
-"""The bytes that a step holds at each of its places, for what it keeps, gathers again and computes again.
+"""Bytes that a step holds at each place, for given choices.
 
 See [Note: A timeline of both halves] in `step_memory.py`.
 """
@@ -18,13 +18,13 @@ from compile_fsdp.passes.budget.step_memory import Group, Parameter, Step, Value
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What a step does to save memory.
+    """Choices of a step that save memory.
 
     Attributes:
-        kept: The groups that stay unsharded from the forward to the backward.
+        kept: Numbers of the groups that stay unsharded from the forward to the backward.
         recomputed: Positions of the ops that the backward runs again.
         has_large_packs: Whether packs of several groups are gathered, and reduced, together.
-        offloaded: Positions of the ops whose results wait for the backward in the host's memory.
+        offloaded: Positions of the ops whose results wait for the backward in host memory.
     """
 
     kept: Collection[int] = frozenset()
@@ -34,16 +34,16 @@ class Choices:
 
 
 class Timeline:
-    """The places of a step, in time and in memory.
+    """Places of a step, in time and in memory.
 
     Args:
-        step: The forward and what its backward needs.
-        ranks: That the parameters are sharded over.
-        costs: Of the device.
+        step: The forward, and the values that its backward needs.
+        ranks: Number of ranks that share the parameters.
+        costs: Costs of the device.
 
     Attributes:
-        seconds: By op, what it takes.
-        backward_seconds: By op, what its backward takes.
+        seconds: Seconds of the forward, per op.
+        backward_seconds: Seconds of the backward, per op.
     """
 
     def __init__(self, step: Step, ranks: int, costs: Costs) -> None:
@@ -52,7 +52,7 @@ class Timeline:
             max(each.moved_bytes / costs.memory_bandwidth, each.flops / costs.flops) * (each.kind is not Kind.VIEW)
             for each in step.facts
         ]
-        # The backward of an op with a product of matrices has two.
+        # The backward of a matrix product has two products.
         self.backward_seconds = [
             seconds * (2 if each.flops else 1) for seconds, each in zip(self.seconds, step.facts, strict=True)
         ]
@@ -69,14 +69,17 @@ class Timeline:
         reduced = [pack for group in step.groups for pack in _reduced_together(group, ranks, costs)]
         self._reductions = sorted(reduced, key=lambda pack: -pack.first)
         parameters = sum(group.size for group in step.groups)
-        # What a gather brings too early, or a reduction holds too long.
+        # Bytes that are gathered too early, or held too long for a reduction.
         self.large_pack_bytes = min(2 * costs.pack_bytes(ranks, is_spare=True) * ranks, parameters)
-        # A body's own choices are the user's.
+        # No choices within a body, because the user has placed its checkpoint.
         self._bodies = {at: _Body(Timeline(body, ranks, costs)) for at, body in step.bodies.items()}
         self._changes: list[int] = []
 
     def held(self, choices: Choices) -> list[int]:
-        """By place, 2 n for n ops, the bytes that are allocated above the sharded state."""
+        """Return the bytes above the sharded state at each place.
+
+        n ops have 2 n places.
+        """
         self._changes = [0] * (2 * len(self.step.ops) + 1)
         begins = self._find_recomputations(frozenset(choices.recomputed))
         self._hold_offloaded([each for at in choices.offloaded for each in self.step.made[at] if each.is_saved], begins)
@@ -87,7 +90,7 @@ class Timeline:
         for at, body in self._bodies.items():
             backward = self._mirrored(at)
             again = at if self.step.is_body else begins.get(at, backward)
-            # Two of these may be one place; what stands last counts there.
+            # Two of these may be one place; the last entry counts there.
             for place, size in {at: body.peak, again: body.forward_peak, backward: body.peak}.items():
                 self._hold(place, place, size)
             self._hold(again + 1, backward - 1, body.saved_bytes)
@@ -101,18 +104,18 @@ class Timeline:
         return list(accumulate(self._changes[:-1]))
 
     def peak(self, choices: Choices) -> int:
-        """Most bytes at a time."""
+        """Return the most bytes at a time."""
         return max(self.held(choices), default=0)
 
     @property
     def saved_bytes(self) -> int:
-        """Of all that is saved, also in bodies, if nothing is recomputed."""
+        """Bytes of all saved values, bodies included, if nothing is recomputed."""
         own = sum(value.size for value in self.step.values if value.is_saved) + sum(self.step.internal)
         return own + sum(body.saved_bytes for body in self._bodies.values())
 
     @property
     def packs(self) -> int:
-        """Packs that are gathered in the forward and reduced in the backward."""
+        """Number of packs gathered in the forward and reduced in the backward."""
         return sum(map(len, self._gathers.values())) + len(self._reductions)
 
     @property
@@ -121,15 +124,18 @@ class Timeline:
 
     @property
     def least_offloaded_bytes(self) -> int:
-        """What is smaller takes the link longer to begin with than to carry."""
+        """Bytes that the link carries within one latency; smaller tensors stay."""
         return int(self.costs.latency * self.costs.offload_bandwidth)
 
     def leaves_at(self, op: int) -> float:
-        """The second, from the beginning of the step, at which the forward has used the results of an op last."""
+        """Return when the forward last uses the results of an op.
+
+        The time is in seconds from the beginning of the step.
+        """
         return self._starts[max(self._last[value] for value in self.step.made[op]) + 1]
 
     def _mirrored(self, position: int) -> int:
-        """The place of an op's backward."""
+        """Return the place of an op's backward."""
         return 2 * len(self.step.ops) - 1 - position
 
     def _hold(self, first: int, last: int, size: int) -> None:
@@ -148,7 +154,10 @@ class Timeline:
         )
 
     def _find_last(self, value: Value) -> int:
-        """The last op that reads the value. An op whose result is in no memory runs where that is read."""
+        """Return the last op that reads the value.
+
+        An op whose result takes no memory runs where its readers run.
+        """
         if value.is_result:
             return len(self.step.ops) - 1
         last = value.made_at
@@ -159,9 +168,10 @@ class Timeline:
         return last
 
     def _find_recomputations(self, chosen: Collection[int]) -> dict[int, int]:
-        """By op that the backward runs again, where: for its own sake, or for another that is run again.
+        """Map each op that the backward runs again to its place.
 
-        Ops that are chosen, checkpoints, and cheap ops that run by themselves: in no kernel with what reads them.
+        These are chosen ops, checkpoints, cheap ops that are not fused with their readers, and unsaved or chosen
+        sources of all these. The place is the earliest at which an op itself, or an op that needs it, runs again.
         """
         step, begins = self.step, dict[int, int]()
         unsaved = (value for value in step.values if value.saved_by and not value.is_saved)
@@ -180,7 +190,10 @@ class Timeline:
         return begins
 
     def _hold_offloaded(self, values: Sequence[Value], begins: Mapping[int, int]) -> None:
-        """See [Note: One stream for both ways]: each until the next one leaves, and again from when it is fetched."""
+        """Hold each value until the next offload, and again from its fetch.
+
+        See [Note: One stream for both ways].
+        """
         leaving = sorted(values, key=lambda value: (self._last[value], value.made_at))
         for value, following in zip(leaving, [*leaving[1:], *leaving[-1:]], strict=True):
             self._hold(value.made_at, self._last[following], value.size)
@@ -195,10 +208,10 @@ class Timeline:
             self._hold(min(place, needed[value]), self._last_read(value), value.size)
 
     def _is_joined(self, value: Value, choices: Choices) -> bool:
-        """Whether a cheap op runs again together with its own backward, which then holds all that both compute.
+        """Return whether a cheap op and its backward run in one kernel.
 
-        Inductor does so where no gather stands between the two. While activations are saved, they are the peak, and
-        this has gone unnoticed.
+        The kernel holds all values that both compute. Inductor joins them if no gather stands between the two. Without
+        offloading this does not count, because saved activations are the peak then.
         """
         window = self.step.windows[value.made_at]
         is_kept = window is None or window.number in choices.kept
@@ -207,7 +220,7 @@ class Timeline:
     def _hold_value(self, value: Value, choices: Choices, begins: int | None) -> None:
         last, is_recomputed = self._last[value], value.made_at in choices.recomputed
         if value.is_saved and value.made_at in choices.offloaded:
-            pass  # counted with the others that are offloaded
+            pass  # `_hold_offloaded` counts it
         elif value.is_saved and not is_recomputed:
             self._hold(value.made_at, max(self._last_read(value), last), value.size)
         elif self._in_memory[value]:
@@ -223,17 +236,21 @@ class Timeline:
             self._hold(self._mirrored(last), self._mirrored(self._joined[value.made_at]), value.size)
 
     def _first_read(self, value: Value) -> int:
-        """Where the backward reads a saved value first."""
+        """Return where the backward first reads a saved value."""
         return self._mirrored(max(value.saved_by))
 
     def _last_read(self, value: Value) -> int:
-        """Where the backward reads a saved value last. Of ops that are computed together, the backwards are, too."""
+        """Return where the backward last reads a saved value.
+
+        If ops are fused, their backwards are fused, too.
+        """
         return self._mirrored(min(self._joined[each] for each in value.saved_by))
 
     def _hold_what_waits_for_checkpoints(self) -> None:
-        """A checkpoint runs again once its parameters are gathered: when the gradient of its result is there.
+        """Hold the values whose gradients come after a checkpoint runs again.
 
-        Gradients of parameters that are computed from its result, or from what cheap ops make of it, come after that.
+        A checkpoint runs again after its parameters are gathered, which happens when the gradient of its result exists.
+        Gradients of parameters that need its result, directly or through cheap ops, are computed after that.
         """
         for value in (value for value in self.step.values if value.is_from_checkpoint):
             until = self._mirrored(value.made_at)
@@ -252,7 +269,7 @@ class Timeline:
             launched = max(self._sent_before(pack.first, pack), before)
             if is_kept:
                 self._hold(launched, last, pack.size)
-                if not has_large_packs:  # which have been counted
+                if not has_large_packs:  # large packs are counted in `held`
                     self._hold(launched, pack.last, pack.held_bytes - pack.size)
             else:
                 self._hold(launched, pack.last, pack.held_bytes)
@@ -267,17 +284,17 @@ class Timeline:
             for parameter in pack.parameters:
                 self._hold(self._mirrored(max(parameter.uses)), launched, parameter.size)
                 self._hold(launched, end, parameter.sharding.shard_bytes)
-            # No more than one reduction is on its way.
+            # At most one reduction is in flight.
             arrived = min(self._arrived(launched, pack), following)
             sent = sum(parameter.sharding.reduced_bytes for parameter in pack.parameters)
             self._hold(launched + (len(pack.parameters) == 1), arrived, sent)
 
     def _sent_before(self, place: int, pack: _Pack) -> int:
-        """Where a gather is launched that is to arrive before a place."""
+        """Return where a gather is launched to arrive before a place."""
         return max(bisect_right(self._starts, self._starts[place] - self._collective(pack)) - 1, 0)
 
     def _arrived(self, place: int, pack: _Pack) -> int:
-        """Where a reduction that is launched at a place is over."""
+        """Return where a reduction launched at a place has arrived."""
         return min(bisect_left(self._starts, self._starts[place] + self._collective(pack)), len(self._starts) - 1)
 
     def _collective(self, pack: _Pack) -> float:
@@ -285,12 +302,12 @@ class Timeline:
 
 
 class _Body:
-    """What the body of a checkpoint holds, in bytes.
+    """Bytes that the body of a checkpoint holds.
 
     Attributes:
-        peak: At most, in its forward and backward.
-        forward_peak: At most, in its forward.
-        saved_bytes: Between the two.
+        peak: Most bytes in its forward and backward.
+        forward_peak: Most bytes in its forward.
+        saved_bytes: Bytes that its forward saves for its backward.
     """
 
     def __init__(self, timeline: Timeline) -> None:
@@ -302,7 +319,7 @@ class _Body:
 
 @dataclass(frozen=True, slots=True)
 class _Pack:
-    """Parameters that travel together: a large one alone."""
+    """Parameters that travel together; a large parameter travels alone."""
 
     parameters: tuple[Parameter, ...]
 
@@ -312,7 +329,7 @@ class _Pack:
 
     @property
     def held_bytes(self) -> int:
-        """What is gathered and, of several, what is copied out of it."""
+        """Bytes of the gathered pack, plus copies out of a shared pack."""
         return self.size * (2 if len(self.parameters) > 1 else 1)
 
     @property
@@ -325,7 +342,7 @@ class _Pack:
 
 
 def _gathered_together(group: Group, ranks: int, costs: Costs) -> list[_Pack]:
-    """As `pack_gathers` has it."""
+    """Return the packs that `pack_gathers` makes."""
     used = [parameter for parameter in group.parameters if parameter.uses]
     shards = [parameter.size // ranks for parameter in used]
     packs = plan_gathers(shards, ranks, costs.pack_bytes(ranks), costs)
@@ -333,7 +350,7 @@ def _gathered_together(group: Group, ranks: int, costs: Costs) -> list[_Pack]:
 
 
 def _reduced_together(group: Group, ranks: int, costs: Costs) -> list[_Pack]:
-    """As `pack_reductions` has it."""
+    """Return the packs that `pack_reductions` makes."""
     trained = [parameter for parameter in group.parameters if parameter.uses and parameter.needs_grad]
     sizes = [parameter.sharding.reduced_bytes for parameter in trained]
     packs = plan_reductions(sizes, costs.pack_bytes(ranks) * ranks, costs)

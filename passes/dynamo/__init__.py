@@ -1,1 +1,1 @@
-"""Passes over graphs as Dynamo has traced them, or compiled autograd captured them, before AOTAutograd."""
+"""Passes before AOTAutograd, over graphs from Dynamo or compiled autograd."""

@@ -1,9 +1,9 @@
-"""Let a captured backward call the hooks that `lift_tensor_hooks` has taken out of its forward.
+"""Call the hooks that `lift_tensor_hooks` has taken out of the forward.
 
 Precondition  a graph as compiled autograd has captured it
 Match         `hook_point`, with the number of its hook
 Rewrite       a call of the hook; the object that holds the hooks becomes the graph's last input
-Report        nothing: every number has a hook
+Report        nothing, because every number has a hook
 
     before                                    after
     marked = hook_point(grad, 0)              called = _call_hook(grad, state, "hook0")
@@ -19,11 +19,11 @@ from torch import fx
 
 
 def call_tensor_hooks(graph: fx.Graph, hooks: Sequence[str]) -> None:
-    """Call the hooks.
+    """Replace each hook point by a call of its hook.
 
     Args:
-        graph: The graph.
-        hooks: By number, the hook's attribute of the object.
+        graph: The captured backward.
+        hooks: By number, the name of the hook's attribute on the object.
     """
     last = graph.find_nodes(op="placeholder")[-1]
     with graph.inserting_after(last):

@@ -1,10 +1,10 @@
-"""Calls of a captured backward that differ from process to process, as calls that do not.
+"""Make the calls of a captured backward equal in every process.
 
 Precondition  a graph as Dynamo has traced it
-Match         calls of what compiled autograd has made for this backward, or bound when it first met it
-Rewrite       a call that checks gradients is taken out, but for the ops that it ends in; gradient accumulation is
-              called by a name of ours; nodes are numbered
-Report        nothing: what is left alone only keeps the graph out of AOTAutograd's cache
+Match         calls of functions that compiled autograd has made for this backward, or bound when it first met them
+Rewrite       a call that checks gradients is replaced by the ops that it ends in; gradient accumulation is called by
+              our name; nodes are numbered
+Report        nothing, because a call that stays only keeps the graph out of AOTAutograd's cache
 
     before                                                     after
     call_aot_bwd_prologue = call_aot_bwd_prologue((saved,), ..., (grad,))
@@ -29,11 +29,11 @@ from compile_fsdp.torch_compat.dynamo import rename
 
 
 def canonicalize_backward(graph: fx.Graph, fake_mode: Any) -> None:
-    """Rewrite a backward graph; its values stay the same.
+    """Rewrite a backward graph; its values stay equal.
 
     Args:
-        graph: With fake values under meta["example_value"], which new nodes get, too.
-        fake_mode: The mode that made them.
+        graph: A graph with fake values under meta["example_value"]; new nodes get fake values, too.
+        fake_mode: The mode that made the fake values.
     """
     for node in list(graph.nodes):
         if node.op != "call_function":
@@ -44,7 +44,7 @@ def canonicalize_backward(graph: fx.Graph, fake_mode: Any) -> None:
             _inline(graph, node, fake_mode)
     for number, node in enumerate(graph.nodes):
         if node.op != "placeholder":
-            rename(node, f"node_{number}")  # part of the cache key, and others where the forward came from a cache
+            rename(node, f"node_{number}")  # part of the cache key; names differ if the forward came from a cache
 
 
 def _is_plain_tensor(value: object) -> bool:
@@ -54,7 +54,7 @@ def _is_plain_tensor(value: object) -> bool:
 def _inline(graph: fx.Graph, node: fx.Node, fake_mode: Any) -> None:
     inputs = [each for each in node.all_input_nodes if _is_plain_tensor(fake_value(each))]
     if len(inputs) < len(node.all_input_nodes):
-        return  # sizes that are symbols, or subclasses, which the call takes apart
+        return  # symbolic sizes, or subclasses, which the call takes apart
     used = [user.args[1] for user in node.users]
 
     def call(*values: torch.Tensor) -> list[Any]:

@@ -1,9 +1,9 @@
-"""Take out of a captured backward what only the gradients of outputs that the loss does not use lead to.
+"""Drop computations of a captured backward that only undefined gradients need.
 
 Precondition  a graph as compiled autograd has captured it, before its runs of ops are joined
-Match         zeros in the place of an undefined gradient, and all that is computed of nothing but such zeros
-Rewrite       those computations are removed, with their hooks and with what they accumulate; where one is added to
-              something else, that stays
+Match         zeros in the place of an undefined gradient, and values computed from such zeros alone
+Rewrite       those computations are removed, with their hooks and the gradients that they accumulate; a sum of such a
+              value and a defined value becomes the defined value
 Report        positions, among the inputs, of the leaves that get no gradient
 
     zeros = aten.zeros([3, 2])
@@ -15,9 +15,10 @@ Report        positions, among the inputs, of the leaves that get no gradient
     call_accumulate_grad(bias, aten.sum(add))                   call_accumulate_grad(bias, aten.sum(mm_1))
 
 [Note: Undefined gradients]
-AOTAutograd derives one backward for all outputs of a forward, and computes it with zeros for those that the loss does
-not use. Autograd does not run the nodes behind them: gradients stay None, hooks are not called, and an optimizer leaves
-such parameters alone. A backward is linear in the gradients that it gets, so what depends on zeros alone is zero.
+AOTAutograd derives one backward for all outputs of a forward, and computes it with zeros for outputs that the loss does
+not use. Autograd does not run the nodes behind such outputs: gradients stay None, hooks are not called, and an
+optimizer leaves the parameters alone. A backward is linear in its incoming gradients, so a value that depends on zeros
+alone is zero.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ _aten = torch.ops.aten
 
 
 def drop_undefined_gradients(graph: fx.Graph, has_gradient: Sequence[bool], inputs: Sequence[Any]) -> list[int]:
-    """Remove what an ordinary backward would not run.
+    """Remove the computations that an ordinary backward would not run.
 
     Args:
         graph: The graph.
         has_gradient: By result of the forward graph, whether it has a gradient at all.
-        inputs: The graph's, in the backward that runs.
+        inputs: Inputs of the graph in the backward that runs.
     Returns:
-        Positions in the list of inputs of the leaves that get no gradient. Empty also where a forward changes its
-        inputs or returns views of each other, whose gradients stand elsewhere: there zeros stay zeros.
+        Positions, in the list of inputs, of the leaves that get no gradient. Also empty if a forward changes its inputs
+        or returns views that share a storage, because their gradients stand elsewhere: the zeros stay.
     """
     defined, undefined = _find_gradients(graph, has_gradient)
     if not undefined:
@@ -59,7 +60,7 @@ def drop_undefined_gradients(graph: fx.Graph, has_gradient: Sequence[bool], inpu
     hooks = {node for node in graph.nodes if leaf_of_hook(node) in leaves}
     effects = Effects(graph.owning_module)
     for node in reversed(list(graph.nodes)):
-        # With what was computed for it, a parameter's view for example: it would be gathered to be read.
+        # Also erases the inputs computed for a dropped node, for example a parameter's view, whose read needs a gather.
         is_item = node.target is operator.getitem
         if node in hooks or (not node.users and (node in dropped or is_item or effects.only_computes(node))):
             graph.erase_node(node)
@@ -67,7 +68,7 @@ def drop_undefined_gradients(graph: fx.Graph, has_gradient: Sequence[bool], inpu
 
 
 def _find_gradients(graph: fx.Graph, has_gradient: Sequence[bool]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The gradients as AOTAutograd's part of the graph reads them: the defined ones, and those that are zeros."""
+    """Return the defined gradients and the zeros that AOTAutograd's ops read."""
     if (found := find_aot_gradients(graph)) is None or len(found.given) != len(has_gradient):
         return [], []
     given = [each for each, has in zip(found.given, has_gradient, strict=True) if has]
@@ -84,7 +85,7 @@ def _find_gradients(graph: fx.Graph, has_gradient: Sequence[bool]) -> tuple[list
 def _only_behind(
     graph: fx.Graph, defined: Collection[fx.Node], undefined: Collection[fx.Node]
 ) -> dict[fx.Node, None]:
-    """What depends on some of the undefined gradients, and on no other one."""
+    """Return the nodes that depend on undefined but no defined gradients."""
     behind_defined, only = set(defined), dict.fromkeys(undefined)
     for node in graph.nodes:
         if node in only or any(each in behind_defined for each in (node, *node.all_input_nodes)):
@@ -95,7 +96,10 @@ def _only_behind(
 
 
 def _do_without(node: fx.Node, dropped: Collection[fx.Node], values: Mapping[fx.Node, Any]) -> None:
-    """Let a node not read what is dropped, if that is known well enough."""
+    """Free a node from dropped inputs whose shapes are known.
+
+    A sum becomes its remaining input, if shape and dtype are equal. In all remaining cases the node reads new zeros.
+    """
     for each in node.all_input_nodes:
         if each not in dropped or not isinstance(zero := values.get(each), torch.Tensor):
             continue

@@ -1,9 +1,9 @@
-"""Put the ops of a call in the place of the call.
+"""Replace each group call by the ops that it calls.
 
 Precondition  a graph as Dynamo has traced it; the function decides on constants alone
 Match         calls of the given functions
 Rewrite       the ops that the function calls on its arguments, in its order
-Report        nothing: no later pass, and no user, sees such a call
+Report        nothing, because no later pass, and no user, sees such a call
 
     before                                    after
     fill([weight], [value], [16])             resize_storage_bytes_(weight, 16)
@@ -24,10 +24,10 @@ from compile_fsdp.passes.analysis.eager_effects import is_upkeep
 
 
 def expand_group_calls(graph: fx.Graph, functions: Container[Callable[..., Any]]) -> None:
-    """Expand each call of one of `functions`.
+    """Expand each call of a function in `functions`.
 
     Args:
-        graph: A graph with fake values under meta["example_value"], which the new nodes get, too.
+        graph: A graph with fake values under meta["example_value"]; new nodes get fake values, too.
         functions: They take tensors, constants, and lists and tuples of both, and return a tensor, a tuple of tensors
             or nothing.
     """
@@ -60,7 +60,10 @@ def _expand(node: fx.Node) -> None:
 
 
 def _evaluate(node: fx.Node) -> None:
-    """Give a node its fake value; what only writes has none, and wrote when Dynamo ran the call."""
+    """Set the node's fake value.
+
+    A fill or free gets None and does not run, because it wrote when Dynamo ran the call.
+    """
     if is_upkeep(node):
         node.meta["example_value"] = None
         return

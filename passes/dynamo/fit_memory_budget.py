@@ -1,10 +1,10 @@
-"""Fit a step into a budget of memory: keep, gather again, save, recompute and offload what takes the least time.
+"""Fit a step into a memory budget with the least time.
 
 Precondition  a forward graph, as Dynamo has traced it, that a backward may follow
 Match         groups whose parameters are each filled once and freed once; ops whose results autograd saves
-Rewrite       the resize(0) of kept groups' parameters go; ops that the backward is to run again are
-              marked, and those whose results are to be offloaded
-Report        what was decided, and the estimated peak
+Rewrite       the resize(0) of kept groups' parameters go; ops that the backward runs again, and ops whose results are
+              offloaded, are marked
+Report        the decision, and the estimated peak
 
     before                                    after
     resize_storage_bytes_(weight, 16)         resize_storage_bytes_(weight, 16)
@@ -40,16 +40,16 @@ class BudgetDecision:
 
     Attributes:
         kept: Numbers of the groups that stay unsharded from the forward to the backward.
-        recomputed: Positions, among the ops that compute, of those that the backward runs again.
+        recomputed: Positions, in `Step.ops`, of the ops that the backward runs again.
         has_large_packs: Whether packs of several groups are gathered, and reduced, together.
-        ops: How many ops there are.
+        ops: Number of ops.
         fastest_bytes: Most bytes at a time if everything is kept and saved, by the estimate.
         peak_bytes: Most bytes at a time as decided, by the estimate. If the step does not fit: the fewest possible.
-        seconds: What the decision adds to the fastest step, by the estimate.
+        seconds: Seconds that the decision adds to the fastest step, by the estimate.
         fits: Whether the step fits into the budget.
-        choices: What was given up for it, with its cost and what it saves: the cheapest first.
-        budget: Most bytes that a step may allocate, as the user or the device has it.
-        offloaded: Positions of the ops whose results wait for the backward in the host's memory.
+        choices: Choices that were made, with their seconds and bytes, cheapest first.
+        budget: Most bytes that a step may allocate, by the user or the device.
+        offloaded: Positions, in `Step.ops`, of the ops whose results wait for the backward in host memory.
     """
 
     kept: tuple[int, ...]
@@ -91,12 +91,12 @@ def fit_memory_budget(
 
     Args:
         graph: The graph, with fake values under meta["example_value"].
-        parameters: The unsharded parameters among its placeholders.
-        ranks: That these are sharded over.
+        parameters: Shardings of the unsharded parameters among its placeholders.
+        ranks: Number of ranks that share the parameters.
         budget: Most bytes that a step may allocate above the sharded state.
-        costs: Of the device.
-        settle: Makes this rank's decision that of all ranks, and raises if the step does not fit.
-        fuses: Whether pointwise ops are compiled together with what reads them.
+        costs: Costs of the device.
+        settle: Returns the decision of all ranks for this rank's decision. Raises if the step does not fit.
+        fuses: Whether pointwise ops are compiled together with their readers.
     """
     step = Step(graph, parameters, fuses=fuses)
     timeline = Timeline(step, ranks, costs)
@@ -120,7 +120,7 @@ def _with_items(node: fx.Node) -> list[fx.Node]:
 
 
 def decide(timeline: Timeline, budget: int) -> BudgetDecision:
-    """What to do for a step that fits into so many bytes, margin included; this rank's own decision."""
+    """Return this rank's decision for a budget, margin included."""
     fitted = fit(timeline, math.ceil(budget / MARGIN))
     choices = fitted.choices
     return BudgetDecision(

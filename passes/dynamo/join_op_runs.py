@@ -1,16 +1,16 @@
-"""Plain ops of a captured backward, run after run as one call each, which Dynamo does not look into.
+"""Join runs of plain ops into calls that Dynamo does not trace.
 
-Precondition  a graph as compiled autograd has captured it, without sizes that are symbols
-Match         neighbouring aten ops that write nothing and whose results have sizes known beforehand
-Rewrite       each run of them becomes a call of a function that calls them
-Report        the functions that are called, for `expand_group_calls`
+Precondition  a graph as compiled autograd has captured it, without symbolic sizes
+Match         neighbouring aten ops that write nothing, and whose result sizes do not depend on data
+Rewrite       each run of such ops becomes a call of a function that calls them
+Report        the functions, for `expand_group_calls`
 
     mm = aten.mm(tangent, saved)
     permute = aten.permute(mm, [1, 0])            run = run_of_ops(tangent, saved)
     hooked = call_hook(hooks[0], permute)         hooked = call_hook(hooks[0], run)
 
-See [Note: One call for a whole group]: most of what Dynamo would interpret in a backward are ops that AOTAutograd has
-traced already.
+See [Note: One call for a whole group]. Most nodes that Dynamo would interpret in a backward are ops that AOTAutograd
+has traced already.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torch import fx
 from compile_fsdp.passes.analysis.effects import Effects
 from compile_fsdp.torch_compat.dispatch import OpOverload
 
-_FEWEST = 3  # ops that are worth a call
+_FEWEST = 3  # fewest ops that are worth a call
 
 
 def join_op_runs(graph: fx.Graph) -> set[Callable[..., Any]]:
-    """Join what stands side by side; the graph computes the same.
+    """Join neighbouring ops; the graph computes equal values.
 
     Returns:
         The functions that the graph calls now.
@@ -42,7 +42,7 @@ def join_op_runs(graph: fx.Graph) -> set[Callable[..., Any]]:
     run: dict[fx.Node, None] = {}
     for node in list(graph.nodes):
         if node.target is operator.getitem or _is_plain(node, effects):
-            # Items of the graph's inputs, and tensors that an op makes of none, stay where they are, before the call.
+            # Items of the graph's inputs, and ops without inputs, stay where they are, before the call.
             if node.all_input_nodes and (node.target is not operator.getitem or node.args[0] in run):
                 run[node] = None
             continue
@@ -63,7 +63,7 @@ def _join(run: Collection[fx.Node], before: fx.Node) -> Callable[..., Any] | Non
     outputs = [node for node in run if any(user not in run for user in node.users)]
     inputs = list(dict.fromkeys(each for node in run for each in node.all_input_nodes if each not in run))
     if any(user.target is operator.getitem for node in outputs for user in node.users):
-        return None  # a tuple, of which something else takes a part
+        return None  # a tuple result, whose items are outside the run
     function = _function(run, inputs, outputs)
     graph = before.graph
     with graph.inserting_before(before):
@@ -77,7 +77,7 @@ def _join(run: Collection[fx.Node], before: fx.Node) -> Callable[..., Any] | Non
 
 
 def _function(run: Collection[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> Callable[..., Any]:
-    # A graph of its own: the nodes would keep the captured one, and with it the model, alive.
+    # Copies to a new graph, because the nodes would keep the captured graph, and so the model, alive.
     ops = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     starts = [copies.setdefault(node, ops.placeholder(f"input_{i}")) for i, node in enumerate(inputs)]

@@ -1,9 +1,9 @@
-"""Make every read of an unsharded parameter stand where the parameter is filled.
+"""Move every read of an unsharded parameter into a filled window.
 
 Precondition  a backward graph, as Dynamo traces it from compiled autograd: the parameter has one value in it
 Match         reads before the first fill of a parameter that arrives freed; reads after a resize(0)
-Rewrite       those reads, and what depends on them, sink behind the fill; resize(0) is delayed behind them
-Report        nodes sunk and frees delayed; FQN and reason of every parameter that could not be mended
+Rewrite       those reads, and nodes that depend on them, sink behind the fill; resize(0) is delayed behind them
+Report        nodes sunk and frees delayed; FQN and reason of every parameter with reads that stay
 
     before                                    after
     h = linear(x, weight)                     resize_storage_bytes_(weight, 16)
@@ -13,9 +13,9 @@ Report        nodes sunk and frees delayed; FQN and reason of every parameter th
     g = mm(grad, weight)                      resize_storage_bytes_(weight, 0)
 
 [Note: Recomputed reads do not wait for the fill]
-An activation checkpoint's forward ops, recomputed in the backward, read the parameter that the backward's
-hook fills. Nothing but the storage ties the two together, so a trace may have them in either order. This pass
-runs before AOTAutograd, which keeps the order of reads and writes of an input from then on.
+An activation checkpoint recomputes forward ops in the backward. These ops read the parameter that a hook of the
+backward fills. Nothing but the storage ties the read and the fill together, so a trace may have them in either order.
+This pass runs before AOTAutograd, which keeps the order of reads and writes of an input from then on.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from compile_fsdp.passes.report import LegalizeReport, Names, Unmoved, node_name
 
 
 def legalize_windows(graph: fx.Graph, names: Names = node_name) -> LegalizeReport:
-    """Reorder a Dynamo-level backward graph so that each read of a parameter stands in one of its windows.
+    """Reorder a Dynamo-level backward so that all parameter reads lie in windows.
 
     Args:
         graph: The graph, with fake values under meta["example_value"] (or "val"); only its order changes.
         names: Parameter FQN of a placeholder.
     Returns:
-        What was moved, and what could not be.
+        Counts of the moves, and parameters whose reads or frees stay.
     """
     nodes = _resized_inputs(graph)
     if not nodes:
@@ -53,7 +53,7 @@ def legalize_windows(graph: fx.Graph, names: Names = node_name) -> LegalizeRepor
         sinking.visit(position, node)
     sunk = [] if sinking.faults else sinking.moves
     _move(sunk)
-    delays = _find_delays(graph, scan, aliases)  # After the sinking, which may have put reads behind a free.
+    delays = _find_delays(graph, scan, aliases)  # After the sinking, which may put reads behind a free.
     faults = sinking.faults | {node: Unmoved.MUTATED for node in delays if node in scan.mutated}
     delayed = [move for node, moves in delays.items() if node not in faults for move in moves]
     _move(delayed)
@@ -65,7 +65,10 @@ def legalize_windows(graph: fx.Graph, names: Names = node_name) -> LegalizeRepor
 
 
 def _resized_inputs(graph: fx.Graph) -> set[fx.Node]:
-    """The inputs that the graph resizes: placeholders, or items of one, as compiled autograd hands them in."""
+    """Return the inputs that the graph resizes.
+
+    These are placeholders, or items of a placeholder, as compiled autograd passes inputs.
+    """
     resized = (get_argument(node, 0, "variable") for node in graph.nodes if is_resize(node))
     return {node for node in resized if isinstance(node, fx.Node) and _is_input(node)}
 
@@ -76,7 +79,10 @@ def _is_input(node: fx.Node) -> bool:
 
 
 def _find_delays(graph: fx.Graph, scan: Scan, aliases: Aliases) -> dict[fx.Node, list[Move]]:
-    """By parameter: each resize(0) that reads follow, and the last read before the next resize or fill."""
+    """Return, by parameter, the moves of frees behind later reads.
+
+    A resize(0) moves behind the last read before the next resize or fill.
+    """
     freed: dict[fx.Node, fx.Node] = {}
     last_read: dict[fx.Node, fx.Node] = {}
     delays: dict[fx.Node, list[Move]] = {}
@@ -103,7 +109,7 @@ def _find_delays(graph: fx.Graph, scan: Scan, aliases: Aliases) -> dict[fx.Node,
 
 
 def _move(moves: Iterable[Move]) -> None:
-    """Make the moves; nodes that go behind the same one keep their order."""
+    """Make the moves; nodes with one target keep their order."""
     last: dict[fx.Node, fx.Node] = {}
     for move in moves:
         last.get(move.behind, move.behind).append(move.node)

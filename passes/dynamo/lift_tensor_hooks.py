@@ -1,9 +1,9 @@
-"""Take the hooks on tensors out of a forward graph, and leave a number for each.
+"""Replace the tensor hooks in a forward graph by numbers.
 
-Precondition  a forward graph, as Dynamo has traced it: a copy, since Dynamo goes on to read the inputs of its own
+Precondition  a copy of a forward graph that Dynamo has traced, because Dynamo still reads the inputs of its graph
 Match         the input that holds the hooks once the forward has run, and calls that put hooks on their tensors
-Rewrite       each call becomes one of `watch`, with the hook's number; the input goes
-Report        where the input was, and the hooks by number; None where nothing changed
+Rewrite       each call becomes a call of `watch` with the hook's number; the input is erased
+Report        position of the input, and the hooks by number; None if nothing changed
 
     before                                    after
     register_hook(tensor, hooks.hook0)        watch(tensor, 0)
@@ -11,8 +11,9 @@ Report        where the input was, and the hooks by number; None where nothing c
 See [Note: Hooks by number]. `call_tensor_hooks` lets the backward call them.
 
 [Note: Hooks within a checkpoint]
-What a checkpoint's body does with hooks no number can stand for. Then the input stays, and so do the hooks on plain
-tensors, which AOTAutograd traces itself. It has no rule for those on tensor subclasses: these are taken out.
+No number can stand for hooks in the body of a checkpoint. If there are any, the input stays, and so do all hooks on
+plain tensors, which AOTAutograd traces itself. AOTAutograd has no rule for hooks on tensor subclasses, so these are
+taken out.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from compile_fsdp.torch_compat.dynamo import deferred_hook, is_hooks_input, trac
 
 @dataclass(frozen=True, slots=True)
 class DeferredHooks:
-    """The hooks of one forward graph.
+    """Hooks of one forward graph.
 
     Attributes:
-        position: Of the object that holds them, among the inputs of the graph.
-        names: Their attributes of that object, by number.
-        is_whole: Whether they are all that the graph does with the object.
+        position: Position, among the graph's inputs, of the object that holds the hooks.
+        names: By number, the name of the hook's attribute on that object.
+        is_whole: Whether the graph does nothing else with the object.
     """
 
     position: int
@@ -45,17 +46,19 @@ class DeferredHooks:
     is_whole: bool = True
 
     def split(self, args: Sequence[Any]) -> tuple[list[Any], Any]:
-        """What is left of the graph's inputs, and the object."""
+        """Return the inputs of the rewritten graph, and the object."""
         others = [*args[: self.position], *args[self.position + self.is_whole :]]
         return others, args[self.position]
 
 
 def lift_tensor_hooks(graph: fx.Graph) -> DeferredHooks | None:
-    """Take the hooks out; None if there are none, or none that can be: see [Note: Hooks within a checkpoint].
+    """Take the hooks out; None if none can be taken out.
+
+    See [Note: Hooks within a checkpoint].
 
     Raises:
-        UnsupportedFeatureError: a hook of the user's is on a tensor subclass, as a DTensor. It would get the gradient's
-            local tensor.
+        UnsupportedFeatureError: A hook of the user is on a tensor subclass, such as a DTensor. The hook would get the
+            local tensor of the gradient.
     """
     placeholders = graph.find_nodes(op="placeholder")
     position = next((i for i, node in enumerate(placeholders) if is_hooks_input(node)), None)

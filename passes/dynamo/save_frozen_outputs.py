@@ -1,12 +1,13 @@
-"""Save for the backward what frozen layers compute, as eager code does, rather than compute it again.
+"""Save outputs of frozen layers for the backward instead of recomputing them.
 
 Precondition  a forward graph, as Dynamo has traced it
 Match         ops on frozen parameters, whose results need no gradient
 Rewrite       AOTAutograd's partitioner may not compute them again in the backward
 
-No hook gathers the parameters of such layers in the backward, since no gradient passes through: computing them again
-would need an all-gather that eager FSDP2 does without. And the partitioner weighs activations, so ranks whose batches
-differ in size would not agree on it. The body of a checkpoint is another graph, and computed again as the user asks.
+Eager code saves them, too. No hook gathers the parameters of such layers in the backward, because no gradient passes
+through: recomputing would need an all-gather that eager FSDP2 does without. And the partitioner weighs activations, so
+ranks whose batches differ in size would not agree on the ops. The body of a checkpoint is a separate graph, and is
+recomputed as the user asks.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from compile_fsdp.torch_compat.dynamo import ban_recomputation
 
 
 def save_frozen_outputs(graph: fx.Graph, frozen: Iterable[fx.Node]) -> int:
-    """Mark what is computed of frozen parameters, and needs no gradient, to be saved if the backward needs it.
+    """Mark gradient-free results of frozen parameters to be saved if needed.
 
     Args:
         graph: The graph, with fake values under meta["example_value"].
-        frozen: Placeholders: unsharded parameters that need no gradient.
+        frozen: Placeholders of unsharded parameters that need no gradient.
     Returns:
-        How many ops were marked.
+        The number of marked ops.
     """
     frozen = list(frozen)
     if not frozen:
@@ -40,7 +41,7 @@ def save_frozen_outputs(graph: fx.Graph, frozen: Iterable[fx.Node]) -> int:
     for node in graph.nodes:
         if isinstance(node.target, HigherOrderOperator) or not _is_without_gradient(node):
             continue
-        # A view of a parameter is the parameter itself; what computes with the view is marked.
+        # A view of a parameter is the parameter itself; only ops that compute with the view are marked.
         if parameters.isdisjoint(aliases.classes(node)) and _reads(node, parameters, aliases):
             ban_recomputation(node)
             count += 1

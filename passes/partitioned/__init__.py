@@ -1,1 +1,1 @@
-"""Passes on the two halves that AOTAutograd's partitioner makes of a joint graph."""
+"""Passes on the forward and backward graphs of AOTAutograd's partitioner."""

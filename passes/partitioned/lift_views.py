@@ -1,9 +1,9 @@
-"""Compute a view of a parameter before the parameter is freed, although only the backward reads the view.
+"""Compute views for the backward before their parameter is freed.
 
-Precondition  a forward, as AOTAutograd has partitioned it, whose partitioner saves views of inputs
-Match         declared views of an input behind a resize(0) of the input, that the forward only returns
+Precondition  a forward from AOTAutograd's partitioner, which saves views of inputs
+Match         declared views of an input, behind a resize(0) of the input, that the forward only returns
 Rewrite       the view moves before that resize; nothing else reads the input there
-Report        how many views were moved
+Report        number of moved views
 
     before                                    after
     y = mm(x, weight)                         y = mm(x, weight)
@@ -11,7 +11,7 @@ Report        how many views were moved
     saved = transpose(weight, 1, 2)           resize_storage_bytes_(weight, 0)
     return y, saved                           return y, saved
 
-A view of a freed storage cannot be made. One that was made before is valid again when the backward refills the storage.
+A view of a freed storage cannot be made. A view made earlier is valid again when the backward refills the storage.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from compile_fsdp.passes.analysis.layout import get_size, is_zero
 
 
 def lift_views(graph: fx.Graph) -> int:
-    """Move the views, and say how many."""
-    inputs: dict[fx.Node, fx.Node] = {}  # by view, the input that it is a view of
-    freed: dict[fx.Node, fx.Node] = {}  # by input, the resize(0) behind which the graph is
+    """Move the views and return their number."""
+    inputs: dict[fx.Node, fx.Node] = {}  # by view, the input under it
+    freed: dict[fx.Node, fx.Node] = {}  # by input, the resize(0) that has freed it
     lifted = 0
     for node in list(graph.nodes):
         if node.op == "placeholder":
@@ -46,5 +46,8 @@ def lift_views(graph: fx.Graph) -> int:
 
 
 def _is_only_returned(node: fx.Node) -> bool:
-    """Whether nothing in the graph reads a view; what does so reads freed memory, and is to fail."""
+    """Return whether the graph returns a view without reading its data.
+
+    A reader would read freed memory, and must fail.
+    """
     return all(user.op == "output" or (is_declared_view(user) and _is_only_returned(user)) for user in node.users)

@@ -1,9 +1,10 @@
-"""Take what a forward saves for its backward to the host's memory meanwhile, where `fit_memory_budget` has marked it.
+"""Keep saved activations in host memory between forward and backward.
 
-Precondition  both halves of a joint graph, as AOTAutograd has partitioned it
+Precondition  both halves of a joint graph from AOTAutograd's partitioner, with the marks of `fit_memory_budget`
 Match         results of marked ops that the forward returns for the backward alone, and that are no views
-Rewrite       each is offloaded behind its last use, the copy is returned in its place, and fetched before its first use
-Report        how many are offloaded
+Rewrite       each result is offloaded behind its last use, the forward returns the host copy instead, and the backward
+              fetches it before its first use
+Report        number of offloaded tensors
 
     before                                    after
     forward   h = mm(x, w)                    h = mm(x, w)
@@ -26,12 +27,12 @@ from compile_fsdp.torch_compat.dynamo import least_offloaded_bytes
 
 
 def offload_saved(forward: fx.Graph, backward: fx.Graph, results: int) -> int:
-    """Offload, and say how much: a number of tensors.
+    """Offload the marked tensors and return their number.
 
     Args:
-        forward: Returns what the user gets, then what is saved.
-        backward: Takes what is saved, by the same names.
-        results: How many results are the user's.
+        forward: Returns the user's results, then the saved tensors.
+        backward: Takes the saved tensors under equal names.
+        results: Number of the user's results.
     """
     output = forward.output_node()
     returned = output.args[0]
@@ -65,7 +66,10 @@ def _leaves(node: fx.Node) -> bool:
 
 
 def _find_last_uses(graph: fx.Graph, order: dict[fx.Node, int]) -> dict[fx.Node, fx.Node]:
-    """By node, itself or the last node that reads it, or a view of it; the return does not count."""
+    """Map each node to the last reader of it or its views.
+
+    The return does not count. A node without readers maps to itself.
+    """
     last: dict[fx.Node, fx.Node] = {}
     for node in reversed(graph.nodes):
         read = [last[user] if is_declared_view(user) else user for user in node.users if user.op != "output"]
@@ -74,7 +78,10 @@ def _find_last_uses(graph: fx.Graph, order: dict[fx.Node, int]) -> dict[fx.Node,
 
 
 def _fetch(saved: fx.Node, away: fx.Node) -> None:
-    """Have a backward, which takes in what is in the host's memory now, fetch it before its first use."""
+    """Fetch a saved tensor before its first use in the backward.
+
+    The backward takes the host copy as its input.
+    """
     tensor = find_fake_tensor(saved)
     assert tensor is not None
     users = set(saved.users)

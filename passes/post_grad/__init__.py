@@ -1,1 +1,1 @@
-"""Passes over functional graphs, where Inductor runs its post-grad passes."""
+"""Passes over functional graphs, at the stage of Inductor's post-grad passes."""

@@ -1,10 +1,10 @@
 """Decide which parameters share an all-gather.
 
 Precondition  packed all-gathers, see `collectives.py`
-Match         shards whose copies into the pack and out of it cost more than a collective of their own; packs of more
-              bytes than `Costs.pack_bytes`; with `merge`, packs whose parameters stay unsharded
-Rewrite       such a shard gets an all-gather of its own, straight from the shard and into the parameter's own buffer;
-              the others are packed by `plan_packs`
+Match         shards whose copies into and out of the pack cost more than a separate collective; packs of more bytes
+              than `Costs.pack_bytes`; with `merge`, packs whose parameters stay unsharded
+Rewrite       such a shard gets its own all-gather, straight from the shard and into the parameter's own buffer;
+              `plan_packs` packs the remaining shards
 Report        gathers before and after; parameters that are gathered by themselves; bytes no longer copied
 
     before                                    after
@@ -16,12 +16,14 @@ Report        gathers before and after; parameters that are gathered by themselv
     n = reshape(clone(parts[1]), [4])
 
 [Note: Who pays for a merged pack]
-What is gathered early lies in memory until it is used. Parameters that stay unsharded to the end of the graph are all
-there in the end, so gathering them together does not raise the peak by more than the pack; others are never merged.
+An early gather holds memory until its value is used. Parameters that stay unsharded to the end of the graph all exist
+in the end, so gathering them together raises the peak by at most the pack. Packs of parameters that the graph frees are
+never merged.
 
 [Note: Kernels of a merged pack]
 Packs of one group are alike in all blocks of a model, and Inductor compiles their copies once. In a pack of several
-groups each parameter has another place; such packs are filled and read by ops that need no compiling (`ops/packs.py`).
+groups each parameter has a different place, so such packs are filled and read by ops that need no compiling
+(`ops/packs.py`).
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ def pack_gathers(graph: fx.Graph, *, merge: bool = False, costs: Costs | None = 
     Args:
         graph: A post-grad graph.
         merge: Whether packs may be joined. See [Note: Who pays for a merged pack].
-        costs: Those of the device the graph runs on, unless given.
+        costs: Costs to decide by. None: the built-in costs of the graph's device.
     """
     nodes_before = len(graph.nodes)
     before = after = alone = copied = 0
@@ -86,9 +88,9 @@ def _plan(shards: list[fx.Node], sizes: list[int], ranks: int, costs: Costs, lim
 
 
 class _Joining:
-    """Tells of two packed gathers whether the later one may be issued with the earlier one.
+    """Whether a packed gather may be issued with an earlier gather.
 
-    See [Note: Who pays for a merged pack]. What is gathered must be there then, and the same.
+    See [Note: Who pays for a merged pack]. The shards of the later gather must exist, unchanged, at the earlier gather.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -109,8 +111,11 @@ class _Joining:
 
 
 def _stays_unsharded(packed: Packed, freed: set[object]) -> bool:
-    """Whether all that is gathered, of what the graph takes in, goes into parameters that the graph does not free."""
-    # A shard itself, or its cast.
+    """Return whether the pack fills only parameters that are never freed.
+
+    False as well if it gathers anything but inputs of the graph.
+    """
+    # The shard is an input, or the cast of an input.
     sources = [shard.all_input_nodes or [shard] for shard in packed.inputs]
     if any(node.op != "placeholder" for nodes in sources for node in nodes):
         return False
@@ -150,7 +155,10 @@ def _pack(graph: fx.Graph, run: list[Packed], packs: list[list[int]]) -> None:
 
 
 def _gather(graph: fx.Graph, sources: list[Packed], sent: fx.Node) -> fx.Node:
-    """What all ranks send, as [ranks, numel], of which `sources` were to send parts."""
+    """Gather `sent` from all ranks, as [ranks, numel].
+
+    `sources`: the collectives that were to send the parts of `sent`.
+    """
     packed = sources[0]
     launched = launch(graph, sent, sources, like=packed.collective)
     waited = insert(graph, WAIT, launched, like=packed.after[0])
@@ -158,12 +166,15 @@ def _gather(graph: fx.Graph, sources: list[Packed], sent: fx.Node) -> fx.Node:
 
 
 def _replace(item: fx.Node | None, rows: fx.Node, *, is_own: bool) -> None:
-    """Put what was gathered of a parameter in the place of an old pack's item; `is_own` if it is no part of a pack."""
+    """Replace the item of an old pack by the parameter's gathered rows.
+
+    `is_own`: whether the rows are a contiguous tensor, and no part of a pack.
+    """
     if item is None:
         return
     users = list(item.users)
     item.replace_all_uses_with(rows)
     if is_own and len(users) == 1 and users[0].target is aten.clone.default:
-        # The rows lay apart in the pack; now they are contiguous, and nobody else reads them.
+        # The clone joined rows that lay apart in the pack. The new rows are contiguous, and nothing else reads them.
         users[0].replace_all_uses_with(rows)
         rows.graph.erase_node(users[0])

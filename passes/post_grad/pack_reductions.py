@@ -1,9 +1,10 @@
 """Decide which gradients share a reduce-scatter.
 
 Precondition  packed reduce-scatters, see `collectives.py`; their results are returned parameter by parameter
-Match         gradients whose copy into the pack costs more than a collective of their own; packs of more bytes than
+Match         gradients whose copy into the pack costs more than a separate collective; packs of more bytes than
               `Costs.pack_bytes`; with `merge`, packs of several groups
-Rewrite       such a gradient gets a reduce-scatter of its own, from where it lies; `plan_reductions` packs the others
+Rewrite       such a gradient gets its own reduce-scatter, from where it lies; `plan_reductions` packs the remaining
+              gradients
 Report        reductions before and after; gradients that are reduced by themselves; bytes no longer copied
 
     before                                                  after
@@ -12,7 +13,7 @@ Report        reductions before and after; gradients that are reduced by themsel
     parts = split_with_sizes(wait_tensor(%0), ...)
     return parts[0], ...
 
-A gradient that waits for others in its pack takes its unsharded memory: at most `Costs.pack_bytes` per rank.
+A gradient that waits for its pack to fill keeps its unsharded memory: at most `Costs.pack_bytes` per rank.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def pack_reductions(graph: fx.Graph, *, merge: bool = False, costs: Costs | None
     Args:
         graph: A post-grad graph.
         merge: Whether packs of several groups may be joined.
-        costs: Those of the device the graph runs on, unless given.
+        costs: Costs to decide by. None: the built-in costs of the graph's device.
     """
     nodes_before = len(graph.nodes)
     before = after = alone = copied = 0
@@ -83,7 +84,10 @@ def pack_reductions(graph: fx.Graph, *, merge: bool = False, costs: Costs | None
 
 
 def _may_join(places: Places, earlier: Packed, later: Packed) -> bool:
-    """Whether the earlier gradients may be reduced where the later ones are: unchanged till then, and not yet read."""
+    """Return whether the earlier gradients may be reduced with the later gradients.
+
+    They must be unchanged until then, and no node before may read their results.
+    """
     readers = (user for item in earlier.outputs if item is not None for user in item.users)
     if not all(places.is_behind(reader, later.pack) for reader in readers):
         return False
@@ -97,7 +101,7 @@ def _plan(gradients: list[fx.Node], sizes: list[int], costs: Costs, limit: int) 
 
 
 def _pack(graph: fx.Graph, run: list[Packed], packs: list[list[int]]) -> dict[fx.Node, fx.Node]:
-    """By item of the old packs, what is to be read instead."""
+    """Return the replacement of each item of the old packs."""
     last = run[-1]
     gradients = [rows for packed in run for rows in packed.inputs]
     outputs = [output for packed in run for output in packed.outputs]
@@ -122,7 +126,10 @@ def _pack(graph: fx.Graph, run: list[Packed], packs: list[list[int]]) -> dict[fx
 
 
 def _reduce(graph: fx.Graph, packed: Packed, flat: fx.Node, sources: list[Packed]) -> fx.Node:
-    """What the pack's nodes make of its flat buffer, done with another one, of which `sources` were to reduce parts."""
+    """Reduce `flat` by the ops of `packed` from pack to split.
+
+    `sources`: the collectives that were to reduce the parts of `flat`.
+    """
     result = flat
     for node in (*packed.before, packed.collective, *packed.after):
         if node is packed.collective:

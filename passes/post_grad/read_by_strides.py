@@ -1,8 +1,8 @@
-"""Read weights of convolutions, where the graph fills or frees them, in a layout that Inductor leaves alone.
+"""Read convolution weights of windows in a layout that Inductor leaves alone.
 
 Precondition  a post-grad graph, with the windows that `remove_unshard_copies` has left
 Match         four-dimensional inputs that the graph resizes
-Rewrite       what computes with one reads it by `as_strided`
+Rewrite       nodes that compute with such an input read it by `as_strided`
 Report        reads rewritten
 
     before                                    after
@@ -11,9 +11,9 @@ Report        reads rewritten
                                               w = as_strided(weight, [1, 1, 4, 4], [16, 16, 4, 1], 0)
     y = convolution(x, weight)                y = convolution(x, w)
 
-Inductor prefers convolutions with channels last. It copies a weight that the graph takes in to that layout where the
-graph begins, before it is filled, and takes the copy for the weight from then on: the program ends with a segmentation
-fault. What is read by `as_strided` is copied where it is read. (2.13.0)
+Inductor prefers convolutions with channels last. It copies a weight among the graph's inputs to that layout where the
+graph begins, before the weight is filled. From then on it takes the copy for the weight, and the program ends with a
+segmentation fault. A weight read by `as_strided` is copied where it is read. (2.13.0)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from compile_fsdp.passes.report import PassCounts
 
 
 def read_by_strides(graph: fx.Graph) -> PassCounts:
-    """Let what computes with a convolution's weight read it by `as_strided`, if the graph fills or frees it."""
+    """Let nodes read a resized convolution weight by `as_strided`."""
     nodes, reads = len(graph.nodes), 0
     for weight in graph.find_nodes(op="placeholder"):
         tensor = find_fake_tensor(weight)

@@ -1,11 +1,11 @@
-"""Gather nothing that is not read, and nothing twice at a time.
+"""Remove all-gathers that nothing reads, and repeated all-gathers.
 
 Precondition  a post-grad graph
-Match         all-gathers of the graph's inputs, and what is made of them, that no node reads: of a frozen input's or an
-              unused parameter, of a first layer whose input needs no gradient; the same shards gathered again while
-              their gathered value is still to be read; empty buffers of gradients that were never copied
-Rewrite       what is unread goes; readers of the second gather take the first one's value
-Report        gathers that nobody read, gathers that were repeated, and other nodes without a reader
+Match         unread all-gathers and unread values made of them, for example of an unused parameter, or of a first layer
+              whose input needs no gradient; all-gathers of shards whose earlier gathered value is still to be read;
+              empty buffers of gradients that were never copied
+Rewrite       unread nodes are erased; readers of a repeated gather take the value of the first gather
+Report        gathers that nothing read, repeated gathers, and remaining nodes without a reader
 
     before                                    after
     a = wait_tensor(all_gather(shard))        a = wait_tensor(all_gather(shard))
@@ -15,7 +15,7 @@ Report        gathers that nobody read, gathers that were repeated, and other no
     x = mm(x, a)
     c = wait_tensor(all_gather(other))
 
-A gather is a collective: all ranks leave it out, or none. What is read is the same in all their graphs.
+A gather is a collective, so all ranks remove it, or none. The graphs of all ranks read equal parameters.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _EMPTY = (aten.new_empty_strided.default, aten.empty_strided.default, aten.new_e
 
 
 def remove_unread(graph: fx.Graph) -> PassCounts:
-    """Remove gathers that are not read, or are there already."""
+    """Remove gathers whose value is not read, or exists already."""
     nodes_before = len(graph.nodes)
     repeated = _join_repeated(graph)
     unread = others = 0
@@ -64,7 +64,7 @@ def _join_repeated(graph: fx.Graph) -> int:
             continue
         waited = next(iter(node.users))
         if any(each in written for source in (*key[0], waited) for each in aliases.classes(source)):
-            continue  # The two need not gather the same, or the first value may no longer be what it was.
+            continue  # The two may gather different values, or the first value may have changed.
         earlier = first.get(key)
         if earlier is not None and _last_read(earlier, order) > order[waited]:
             waited.replace_all_uses_with(earlier)
@@ -75,7 +75,10 @@ def _join_repeated(graph: fx.Graph) -> int:
 
 
 def _sent(gather: fx.Node) -> tuple[tuple[fx.Node, ...], int, str] | None:
-    """What tells apart what two gathers send: inputs of the graph, and how; None where it is something else."""
+    """Return the inputs, ranks and group that identify a gather's value.
+
+    None if the gather sends anything but inputs of the graph.
+    """
     source = gather.args[0]
     assert isinstance(source, fx.Node)
     shards = tuple(source.args[0]) if source.target is aten.cat.default else (source,)  # type: ignore[arg-type]
@@ -85,7 +88,10 @@ def _sent(gather: fx.Node) -> tuple[tuple[fx.Node, ...], int, str] | None:
 
 
 def _last_read(waited: fx.Node, order: dict[fx.Node, int]) -> int:
-    """Where the last node stands that reads the value or a view or copy of it."""
+    """Return the position of the last reader of the value.
+
+    Readers of its views and copies count, too.
+    """
     found, last = {waited}, order[waited]
     stack = [waited]
     while stack:

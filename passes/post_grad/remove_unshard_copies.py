@@ -1,7 +1,7 @@
-"""Read the gathered value directly instead of copying it into the unsharded parameter.
+"""Read the gathered value instead of copying it into the unsharded parameter.
 
-Precondition  the window closes in this graph, makes room for the whole parameter, fills it once, before any
-              read, with a value of the same layout; nothing else writes either; no view of either leaves it
+Precondition  the window closes in this graph, makes room for the whole parameter, and fills it once, before any
+              read, with a value of equal layout; nothing else writes parameter or value; no view of either leaves it
 Match         resize(full) -> copy_ -> readers -> resize(0), any number of times per parameter
 Rewrite       readers take the copy's source; the two resizes and the copy are erased
 Report        windows, copies and resizes removed; FQN and Kept reason of every window left alone
@@ -30,13 +30,13 @@ from compile_fsdp.torch_compat.inductor import MUTATION_REGION_KEY
 
 
 def remove_unshard_copies(graph: fx.Graph, names: Names = node_name) -> WindowReport:
-    """Take the complete windows out of a functionalized graph, and of the subgraphs that it runs.
+    """Remove complete windows from a functionalized graph and its subgraphs.
 
     Args:
         graph: A graph as Inductor's post-grad passes get it, with fake values under meta["val"].
         names: Parameter FQN of a placeholder of `graph`; a placeholder of a subgraph goes by its node's name.
     Returns:
-        What was removed, and what was kept.
+        Windows removed, and windows kept with their reasons.
     """
     removal = _Removal()
     removal.run(graph, names)
@@ -45,7 +45,7 @@ def remove_unshard_copies(graph: fx.Graph, names: Names = node_name) -> WindowRe
 
 @dataclass(slots=True)
 class _Window:
-    """A complete window that nothing speaks against."""
+    """A complete window that the pass removes."""
 
     parameter: fx.Node
     span: Span
@@ -60,7 +60,7 @@ class _Removal:
         self._nodes_after = 0
 
     def run(self, graph: fx.Graph, names: Names) -> None:
-        # Subgraphs first: without its windows, a higher-order op no longer writes its operands.
+        # Subgraphs first, because a higher-order op without windows no longer writes its operands.
         for path, module in find_window_subgraphs(graph):
             if self._run_one(module.graph, _below(path)):
                 module.recompile()
@@ -114,7 +114,10 @@ def _below(path: str) -> Names:
 
 
 def _find_free(parameter: Parameter, index: int) -> fx.Node | None:
-    """The resize(0) that completes the window which the span begins, if the two are one."""
+    """Return the resize behind a span that begins a window.
+
+    None if the span begins no window, or no resize follows it.
+    """
     span, following = parameter.spans[index], parameter.spans[index + 1 : index + 2]
     if span.resize is None or span.frees or not following:
         return None
@@ -122,7 +125,10 @@ def _find_free(parameter: Parameter, index: int) -> fx.Node | None:
 
 
 def _find_open_end(parameter: Parameter, index: int) -> Kept | None:
-    """What to report for a span that no other resize follows, or that begins no window."""
+    """Return the reason to report a span without a closed window.
+
+    None if the span needs no report.
+    """
     span = parameter.spans[index]
     if span.resize is None:
         return Kept.OPEN_AT_START if parameter.spans[index + 1].frees else None
@@ -133,7 +139,7 @@ def _find_open_end(parameter: Parameter, index: int) -> Kept | None:
 
 
 def _find_parameter_fault(parameter: Parameter) -> Kept | None:
-    """Why none of the parameter's windows can be taken out."""
+    """Return why none of the parameter's windows can be removed."""
     if parameter.shares_storage:
         return Kept.SHARED_STORAGE
     arrives_filled = parameter.spans[1].frees
@@ -169,7 +175,10 @@ def _find_window_fault(
 
 
 def _is_free_before(parameter: Parameter, index: int) -> bool:
-    """See [Note: A window starts freed]."""
+    """Return whether the parameter is freed before the span.
+
+    See [Note: A window starts freed].
+    """
     previous = parameter.spans[index - 1]
     return previous.resize is None or previous.frees
 
@@ -190,7 +199,10 @@ def _find_value_fault(
 
 
 def _is_written(positions: list[int], span: Span) -> bool:
-    """Whether any of the ascending positions lies between the span's fill and its end."""
+    """Return whether a position lies between the span's fill and its end.
+
+    `positions` ascend.
+    """
     first = bisect_right(positions, span.filled_at)
     return first < len(positions) and positions[first] < span.end
 
@@ -206,6 +218,6 @@ def _rewrite(graph: fx.Graph, window: _Window) -> None:
 
 
 def _forget_mutation_regions(graph: fx.Graph) -> None:
-    # Inductor matches no pattern across a mutation. With the windows' mutations gone, it has to count again.
+    # Inductor matches no pattern across a mutation, so it must count the mutations again without the windows.
     for node in graph.nodes:
         node.meta.pop(MUTATION_REGION_KEY, None)

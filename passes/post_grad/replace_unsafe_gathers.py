@@ -1,4 +1,4 @@
-"""All-gathers of the model's own code by the runtime's op, which gloo can run several of at a time.
+"""Replace the model's own all-gathers by the runtime's op.
 
 Precondition  a post-grad graph
 Match         torch's functional all-gather of a tensor on the CPU
@@ -8,7 +8,7 @@ Report        gathers replaced
     before                                          after
     %0 = c10d.all_gather_into_tensor(x, 2, 'tp')    %0 = compile_fsdp.all_gather_into_tensor(x, 2, 'tp', '')
 
-See [Note: Two gathers at a time end the process].
+gloo can run several of the runtime's gathers at a time. See [Note: Two gathers at a time end the process].
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from compile_fsdp.passes.report import PassCounts
 
 
 def replace_unsafe_gathers(graph: fx.Graph) -> PassCounts:
-    """Replace torch's all-gathers on the CPU. One of an unknown device stays."""
+    """Replace torch's all-gathers on the CPU.
+
+    A gather on an unknown device stays.
+    """
     unsafe = [node for node in graph.nodes if is_gather(node) and _is_torchs(node) and _is_on_cpu(node)]
     for node in unsafe:
         node.target, node.args = all_gather_into_tensor, (*node.args, "")

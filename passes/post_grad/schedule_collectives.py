@@ -1,12 +1,11 @@
-"""Place every all-gather, reduce-scatter and wait of a step, and every fetch of what was offloaded.
+"""Schedule collectives, their waits, and fetches of offloaded tensors.
 
-Precondition  a post-grad graph; collectives whose inputs and results nobody writes
-Match         all-gathers and fetches of what the graph takes in, reduce-scatters, and what belongs to them: packs,
-              waits, views
-Rewrite       a gather is launched just early enough to arrive in time, within its bounds; it is waited for at its first
-              use; a fetch likewise, over a link of its own; a gradient is reduced as soon as it exists, and waited for
+Precondition  a post-grad graph; collectives whose inputs and results nothing writes
+Match         all-gathers and fetches of the graph's inputs, reduce-scatters, and their packs, waits and views
+Rewrite       a gather is launched just early enough to arrive in time, within its bounds, and waited for at its first
+              use; a fetch likewise, over a separate link; a gradient is reduced as soon as it exists, and waited for
               once it should have arrived
-Report        collectives moved, and those left where they were
+Report        collectives moved, and collectives left in place
 
     before                                    after
     a = wait_tensor(all_gather(shard_a))      a_ = all_gather(shard_a)
@@ -17,21 +16,21 @@ Report        collectives moved, and those left where they were
                                               x = mm(x, b)
 
 [Note: Bounds of a prefetch]
-A forward gathers no group before the group that comes before it is used: one group ahead, as eager FSDP2's prefetch.
-A backward launches no gather before the place at which the runtime has traced it, which is where `backward_prefetch`
-and the modules' prefetch lists have it. Within these bounds a gather goes as late as the costs allow, since what is
-gathered takes memory. A gradient in flight keeps its unsharded memory: never more than the largest reduction's.
+A forward gathers no group before the preceding group is used: one group ahead, as eager FSDP2's prefetch. A backward
+launches no gather before the place at which the runtime has traced it, which `backward_prefetch` and the modules'
+prefetch lists decide. Within these bounds a gather goes as late as the costs allow, because gathered parameters take
+memory. A gradient in flight keeps its unsharded memory; all gradients in flight take at most the memory of the largest
+reduction.
 
 [Note: One order on all ranks]
-Ranks may differ in what they compute with, batches of several lengths for example, and hence in how long they compute.
-Their collectives must be issued in one order all the same. So the order is that of a schedule for the batch that all
-have agreed on (`Costs.rows`), in which only products with parameters take time; what this rank computes decides on the
-places between.
+Ranks may compute with different batches, of several lengths for example, and so take different times. Their collectives
+must still be issued in one order. So the order is from a schedule for the batch that all have agreed on (`Costs.rows`),
+in which only products with parameters take time. The compute of this rank decides only on the places within that order.
 
 [Note: Who keeps the order]
 Inductor lowers the nodes in graph order, and moves kernels afterwards only to save memory. That pass knows nothing of
-communication and is switched off for our graphs (`backend/compile.py`); everything else keeps the order of
-collectives, which are calls that nothing is fused with.
+communication, and is switched off for our graphs (`backend/compile.py`). The remaining passes keep the order of
+collectives, because collectives are calls that Inductor fuses with nothing.
 """
 
 from __future__ import annotations
@@ -63,9 +62,8 @@ def schedule_collectives(graph: fx.Graph, *, hoist: bool = True, costs: Costs | 
 
     Args:
         graph: A post-grad graph.
-        hoist: Whether a gather may be launched before the place where it was traced: True in forwards. See
-            [Note: Bounds of a prefetch].
-        costs: Those of the device the graph runs on, unless given.
+        hoist: Whether a gather may move before its traced place, as in forwards. See [Note: Bounds of a prefetch].
+        costs: Costs to decide by. None: the built-in costs of the graph's device.
     """
     nodes = len(graph.nodes)
     moves = _Moves(graph)
@@ -86,13 +84,15 @@ class _Collective:
     """One collective and the nodes that move with it.
 
     Attributes:
-        launch: What prepares it, and itself last; nothing else reads the preparations.
+        launch: Nodes that prepare the collective, and the collective last; nothing else reads the preparations.
         results: The wait, and views and copies of its result, in graph order.
-        traced: Where it stood: a position among the fixed nodes, before which it stands.
+        traced: Place of the collective in the traced graph: position of the fixed node behind it.
         ready: The first position at which its inputs exist.
         due: Position of its first use.
-        slot: Where it is launched.
-        wait_slot: Where it is waited for; each result stands there or later, before its own first use.
+        slot: Position at which it is launched.
+        wait_slot: Position of the wait; each result stands there or later, before the first use of that result.
+        seconds: Seconds of the collective.
+        size: Bytes of the gathered, unreduced or fetched tensor.
     """
 
     collective: fx.Node
@@ -108,14 +108,14 @@ class _Collective:
 
 
 class _Moves:
-    """What moves, and what stays.
+    """Nodes that move, and nodes that stay.
 
     Attributes:
-        fixed: The nodes that keep their order.
-        gathers: In the order in which they were traced.
-        reductions: The same.
-        fetches: What is fetched from the host, in the order in which it is used.
-        left: Collectives of both kinds that stay where they are.
+        fixed: Nodes that keep their order.
+        gathers: All-gathers that move, in the order in which they were traced.
+        reductions: Reduce-scatters that move, in the order in which they were traced.
+        fetches: Fetches from host memory that move, in graph order, which is the order of their uses.
+        left: Number of collectives and fetches that stay where they are.
         collectives: Positions of all collectives among the fixed nodes.
     """
 
@@ -156,14 +156,14 @@ class _Moves:
             each.ready = max((position[node] + 1 for node in inputs), default=0)
             users = [position[user] for node in each.results for user in node.users if user in position]
             each.due = min(users, default=len(self.fixed) - 1)
-            # A collective does not change places with an op that may write what it reads.
+            # A collective does not change places with an op that may write its inputs.
             stop = bisect_left(stops, each.traced)
             each.ready = max([each.ready, *(i + 1 for i in stops[:stop][-1:])])
             each.due = min([each.due, *stops[stop : stop + 1]])
 
 
 def _preparations(collective: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
-    """The collective, and the packs, casts and views before it that nothing else reads."""
+    """Return the collective, and packs, casts and views for it alone."""
     found = {collective}
     stack = [collective]
     while stack:
@@ -175,7 +175,7 @@ def _preparations(collective: fx.Node, order: dict[fx.Node, int]) -> list[fx.Nod
 
 
 def _results(collective: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
-    """The wait for the collective, and the views and copies that depend on it alone."""
+    """Return the wait, and views and copies that need nothing else."""
     found: set[fx.Node] = set()
     stack = [collective]
     while stack:
@@ -188,7 +188,7 @@ def _results(collective: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
 
 
 def _neighbours(each: _Collective) -> set[fx.Node]:
-    """The collective's nodes, and all that these read or are read by."""
+    """Return the collective's nodes, their inputs and their readers."""
     own = {*each.launch, *each.results}
     return own.union(*(node.all_input_nodes for node in own), *(node.users for node in own))
 
@@ -198,17 +198,17 @@ def _is_movable(each: _Collective, written: set[fx.Node]) -> bool:
         return False
     inputs = {node for launched in each.launch for node in launched.all_input_nodes} - set(each.launch)
     if not is_reduction(each.collective) and any(node.op != "placeholder" for node in inputs):
-        return False  # It gathers activations, and is not ours.
+        return False  # It gathers activations, so it is not the runtime's.
     touched = inputs | set(each.launch) | set(each.results) - {each.results[0]}
     return not touched & written
 
 
 class _Timeline:
-    """When each fixed node starts, if nothing has to wait.
+    """Start seconds of each fixed node, if no node has to wait.
 
     Args:
-        seconds: Of each fixed node.
-        costs: For the collectives.
+        seconds: Seconds of each fixed node.
+        costs: Costs of the collectives.
     """
 
     def __init__(self, seconds: Iterable[float], costs: Costs) -> None:
@@ -226,16 +226,19 @@ class _Timeline:
         each.seconds = self.costs.collective(each.size // ranks, ranks)
 
     def last_before(self, second: float) -> int:
-        """The last position that is reached by then; the first, if none is."""
+        """Return the last position reached by then; the first, if none is."""
         return max(bisect_right(self.starts, second) - 1, 0)
 
     def first_after(self, second: float) -> int:
-        """The first position that is reached no earlier; the last, if none is."""
+        """Return the first position reached no earlier; the last, if none is."""
         return min(bisect_left(self.starts, second), len(self.starts) - 1)
 
 
 def _usual_seconds(moves: _Moves, costs: Costs) -> Iterator[float]:
-    """What each fixed node takes with the usual batch. See [Note: One order on all ranks]."""
+    """Yield the seconds of each fixed node for the usual batch.
+
+    See [Note: One order on all ranks].
+    """
     parameters = {node for each in moves.gathers for node in each.results}
     gradients = {node for each in moves.reductions for launched in each.launch for node in launched.all_input_nodes}
     for node in moves.fixed:
@@ -245,13 +248,13 @@ def _usual_seconds(moves: _Moves, costs: Costs) -> Iterator[float]:
 
 def _place_gathers(moves: _Moves, timeline: _Timeline, hoist: bool) -> None:
     traced = sorted({each.traced for each in moves.gathers})
-    before = dict(zip(traced, traced[:1] + traced, strict=False))  # where the group before was traced
+    before = dict(zip(traced, traced[:1] + traced, strict=False))  # where the preceding group was traced
     # See [Note: Bounds of a prefetch].
     own = (max(each.ready, before[each.traced] if hoist else each.traced) for each in moves.gathers)
     earliest = list(accumulate(own, max))  # gathers keep the order in which they were traced
     usual = _Timeline(_usual_seconds(moves, timeline.costs), timeline.costs)
     _place_late(moves.gathers, earliest, [each.due for each in moves.gathers], usual)
-    # Positions from which on a gather is launched behind some other collective.
+    # Positions from which on a gather is launched behind one more collective.
     others = sorted([each.slot for each in moves.reductions] + [i + 1 for i in moves.collectives])
     latest = []
     for i, each in enumerate(moves.gathers):
@@ -262,14 +265,20 @@ def _place_gathers(moves: _Moves, timeline: _Timeline, hoist: bool) -> None:
 
 
 def _place_fetches(moves: _Moves, timeline: _Timeline) -> None:
-    """Each when the link, which is no other rank's concern, has time for it before its first use."""
+    """Place each fetch when the link is free before its first use.
+
+    The link belongs to this rank alone, so ranks may place fetches differently.
+    """
     begin = next(i for i, node in enumerate(moves.fixed) if node.op != "placeholder")
     earliest = list(accumulate((max(each.ready, begin) for each in moves.fetches), max))
     _place_late(moves.fetches, earliest, [each.due for each in moves.fetches], timeline)
 
 
 def _place_late(gathers: list[_Collective], earliest: list[int], latest: list[int], timeline: _Timeline) -> None:
-    """Each as late as it can be within its bounds, from the last one back, one collective at a time."""
+    """Place each gather as late as its bounds allow.
+
+    The link carries one collective at a time.
+    """
     following = max(latest, default=0)
     free_until = float("inf")
     for each, first, last in reversed(list(zip(gathers, earliest, latest, strict=True))):
@@ -281,7 +290,11 @@ def _place_late(gathers: list[_Collective], earliest: list[int], latest: list[in
 
 
 def _place_reductions(reductions: list[_Collective], timeline: _Timeline) -> None:
-    """Each as soon as it can be; the waits in the same order, and early enough for the bound on what is in flight."""
+    """Place each reduction as early as possible.
+
+    Waits keep the order of the reductions. A wait stands where its reduction should have arrived, or earlier to bound
+    the gradients in flight.
+    """
     for each in reductions:
         timeline.measure(each)
         each.slot = each.ready
@@ -298,7 +311,7 @@ def _place_reductions(reductions: list[_Collective], timeline: _Timeline) -> Non
 
 
 def _reorder(graph: fx.Graph, moves: _Moves) -> None:
-    """Put what moves before the fixed nodes that it stands at."""
+    """Put the nodes that move before the fixed nodes at their positions."""
     position = {node: i for i, node in enumerate(moves.fixed)}
     placed: list[tuple[int, int, fx.Node]] = []  # (position, order within it, node)
     for each in moves.reductions:
@@ -311,7 +324,7 @@ def _reorder(graph: fx.Graph, moves: _Moves) -> None:
     placed.sort(key=lambda item: item[:2])
     placed.reverse()
     end = moves.fixed[-1]
-    # All nodes one by one before the last: moving some to where they belong makes fx's own order keys ever longer.
+    # Puts all nodes one by one before the last, because fx's order keys grow longer with each node moved between two.
     for slot, fixed in enumerate(moves.fixed):
         while placed and placed[-1][0] == slot:
             end.prepend(placed.pop()[2])
@@ -320,7 +333,10 @@ def _reorder(graph: fx.Graph, moves: _Moves) -> None:
 
 
 def _first_uses(gather: _Collective, position: dict[fx.Node, int]) -> list[tuple[fx.Node, int]]:
-    """Each result of a gather, and the position of the first fixed node that needs it."""
+    """Return each result with the position of its first use.
+
+    No position lies before the wait.
+    """
     first: dict[fx.Node, int] = {}
     for node in reversed(gather.results):
         uses = [position[user] if user in position else first[user] for user in node.users]
