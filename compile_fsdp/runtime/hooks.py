@@ -374,11 +374,7 @@ def _prepare_groups(modules: Iterable[StateHooks]) -> None:
 
 @at_run_time
 def prepare_model(root: StateHooks) -> frozenset[str]:
-    """Initialise and prepare a model as the trace of a first forward does.
-
-    Returns:
-        The names in graphs of the process groups that gather its parameters.
-    """
+    """Prepare a model as its first trace does; returns the names of the process groups that gather parameters."""
     _initialise(root)
     _prepare_groups(root.root.all_hooks)
     groups = (group for hooks in root.root.all_hooks for group in hooks.groups)
@@ -393,11 +389,9 @@ def _prefetches(hooks: StateHooks) -> bool:
 
 @eval_at_trace_time_guarded
 def _leave(hooks: StateHooks, has_backward: bool) -> tuple[int, bool]:
-    """Return which module ended its forward before, and whether this forward began in this trace.
+    """Return the module that ended its forward before, and whether this forward began in this trace.
 
-    The module is the last with a backward in this trace, as its position in `Root.all_hooks`. The position is -1 if
-    there is no such module, or if it belongs to a different root. It is not an object, because Dynamo never forgets a
-    result: the model would live as long as the process.
+    The module is a position in `Root.all_hooks`, -1 for none: Dynamo would keep an object alive with its guards.
     """
     previous, is_whole = trace_record.leave(hooks, has_backward)
     all_hooks = hooks.root.all_hooks
