@@ -26,7 +26,6 @@ from compile_fsdp.torch_compat.dispatch import OpOverload
 ShortenTraceback = exc.ShortenTraceback
 
 
-
 def passing_dynamo(error: Exception) -> Exception:
     """Derive an error, equal in type name and message, that Dynamo re-raises unchanged in a trace. (2.13.0)"""
     if isinstance(error, ShortenTraceback):
