@@ -137,7 +137,7 @@ def run_script(script: Path, arguments: list[str]) -> dict[str, Any]:
         if "process group twice" not in str(error):
             raise
         raise ScriptError(
-            f"expected {script} to use the process group that is there, got another init_process_group(); write "
+            f"expected {script} to use the existing process group, got a second init_process_group(); write "
             "`if not dist.is_initialized():` before it"
         ) from error
     finally:

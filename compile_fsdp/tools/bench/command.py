@@ -143,7 +143,8 @@ def _check(args: argparse.Namespace) -> dict[str, Workload]:
     if unknown := sorted(set(args.modes).difference(MODES)):
         raise TrainError(f"expected --modes among {', '.join(MODES)}, got {', '.join(unknown)}")
     if "eager" not in args.modes:
-        raise TrainError(f"expected eager among --modes, which the others are measured by, got {','.join(args.modes)}")
+        got = ",".join(args.modes)
+        raise TrainError(f"expected eager among --modes, because each mode is compared with it, got {got}; add eager")
     if dist.is_torchelastic_launched() and len(args.model) > 1:
         raise TrainError(f"expected one --model under torchrun, got {', '.join(args.model)}; start it for each")
     if dist.is_torchelastic_launched() and len(_apart(args.modes)) > 1:

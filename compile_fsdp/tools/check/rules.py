@@ -80,7 +80,7 @@ def _breaks(seen: Seen) -> Iterator[Finding]:
         if note.startswith(FALLS_BACK):
             reason, explanation, hints = split_reason(note.removeprefix(FALLS_BACK).partition("\n\n")[0])
             what = "The backward is not compiled but runs op by op, with all its parameters unsharded: "
-            remedy = "Take what is named out of the hooks and autograd functions that the backward runs. "
+            remedy = "Remove this construct from the hooks and autograd functions that the backward runs. "
             yield Finding(
                 Level.BREAKS,
                 "eager-backward",
@@ -205,13 +205,13 @@ def _kept(seen: Seen) -> Iterator[Finding]:
             remedy = "Nothing is wrong with it." if has_budget else "Remove the graph break."
             yield Finding(Level.NOTE if has_budget else Level.COSTS, "kept-unsharded", what, remedy, names=names)
         else:
-            what = f"{list_names(names)} keep the copy of each gather, and its memory: {reason}."
+            what = f"{list_names(names)} keep the copy of each all-gather in memory, because: {reason}."
             yield Finding(
                 Level.COSTS,
                 "kept-window",
                 what,
-                "See what the forward does with these parameters: reads alone, inside of the module that owns them, "
-                "let the copy go (docs/passes.md, what is kept, and why).",
+                "Check how the forward uses these parameters. The copy is removed only if the owning module reads them "
+                "and does nothing else with them (docs/passes.md).",
                 names=names,
             )
 
@@ -263,10 +263,10 @@ def _guard_remedy(recompile: Recompile) -> str:
             "torch._dynamo.mark_dynamic(batch, dim) before the first step."
         )
     if "grad_mode" in reason.lower() or "requires_grad mismatch" in reason:
-        return "Nothing, if this is evaluation beside training: each has a graph of its own."
+        return "No change is needed if this is evaluation: training and evaluation have separate graphs."
     if "==" in reason:
         return "Pass a value that changes from step to step as a tensor, or keep it out of the forward."
-    return "Keep what the guard names the same in all steps."
+    return "Keep the object that the guard names unchanged in all steps."
 
 
 def _settings(seen: Seen) -> Iterator[Finding]:

@@ -67,7 +67,7 @@ def try_compiler(compiler: str) -> str | None:
         except (OSError, subprocess.TimeoutExpired) as error:
             return str(error)
         root.restype, root.argtypes = ctypes.c_double, [ctypes.c_double]
-        return None if root(4.0) == 2.0 else "what it compiles computes something else"
+        return None if root(4.0) == 2.0 else "its compiled code returns wrong results"
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ def check_process_groups(available: Collection[str] | None = None) -> Row:
         return Row(
             State.FAULT,
             f"{text}; gloo does not start: {problem}",
-            "name an interface by which the others are reached in GLOO_SOCKET_IFNAME",
+            "set GLOO_SOCKET_IFNAME to a network interface that reaches the other ranks",
         )
     return Row(State.OK, text)
 
