@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from compile_fsdp.backend.agreement import first_difference, real_groups, shared_lines
-from compile_fsdp.errors import CompileFSDPError, RanksPartedError
+from compile_fsdp.errors import RanksPartedError
 from compile_fsdp.passes.analysis.sequence import CollectiveSequence
 from compile_fsdp.torch_compat.distributed import group_store
 
@@ -199,12 +199,17 @@ class FollowedGraph:
             order.begin(graph)
         try:
             return self._compiled(*args)
-        except CompileFSDPError:
-            raise
         except RuntimeError as error:
+            if not _is_of_collective(error):
+                raise
             if (found := _first_difference_of(order for order, _ in self._places)) is None:
                 raise
             raise RanksPartedError(f"{found} (the failed collective: {error})") from error
+
+
+def _is_of_collective(error: RuntimeError) -> bool:
+    """Return whether a collective has failed, by type, or for gloo's errors by their text."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def follow(compiled: Callable[..., Any], collectives: CollectiveSequence, what: str) -> Callable[..., Any]:

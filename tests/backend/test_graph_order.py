@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compile_fsdp.backend import graph_order
-from compile_fsdp.backend.graph_order import GraphOrder, Prediction
+from compile_fsdp.backend.graph_order import FollowedGraph, GraphOrder, Prediction
 from helpers.ranks.forked import TESTS, start_ranks
 from helpers.ranks.pools import run_ranks
 
@@ -106,6 +106,27 @@ def _run_any(rank: int) -> tuple[int, str | None]:
 
 def test_a_program_without_a_period_is_not_followed_for_ever() -> None:
     assert run_ranks(2, _run_any) == [(256, None)] * 2
+
+
+def _fail_in_graph(rank: int) -> tuple[str, str]:
+    """Rank 1 runs another graph, in which an op fails."""
+    order = GraphOrder(dist.new_group())
+    graphs = [order.know("forward graph", [name]) for name in "ab"]
+    for graph in graphs * 3:
+        order.begin(graph)
+
+    def fail() -> None:
+        raise RuntimeError("out of range")
+
+    try:
+        FollowedGraph(fail, [(order, graphs[rank])])()
+    except RuntimeError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_an_error_of_an_op_stays_as_it_is() -> None:
+    assert run_ranks(2, _fail_in_graph) == [("RuntimeError", "out of range")] * 2
 
 
 def test_a_failed_collective_names_ranks_and_graphs(tmp_path: Path) -> None:

@@ -247,7 +247,7 @@ KNOWN: dict[str, tuple[Callable[[Way], None], str | type[Exception] | None]] = {
     "Hard failure": (_recompiles, SAME),
 }
 
-# Since torch 2.15, by its earlier text; the page names both.
+# Since torch 2.14.1, by its earlier text; the page names both.
 NEW_TEXTS = {"Attempted to call function marked as skipped": "Call to `torch._dynamo.disable()`"}
 
 # What torch says only when it compiles; and what no CPU can be made to say in a short test.
@@ -333,7 +333,7 @@ def test_texts_are_torchs_and_outcomes_are_ours() -> None:
             if outcome == SAME:
                 assert _matches(_heading(start), text), (start, kind, text)
             else:
-                heading = NEW_TEXTS.get(start) if torch.__version__ >= "2.15" else None
+                heading = NEW_TEXTS.get(start) if torch.__version__ >= "2.14.1" else None
                 assert _matches(heading or _heading(start), torchs[start][1]), (start, torchs[start])
                 assert kind == expected, (start, kind, text)
         for claim, (_, expected_text) in CLAIMS.items():
