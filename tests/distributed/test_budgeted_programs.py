@@ -1,6 +1,6 @@
-"""Random programs with random budgets: the gradients of a step without a budget, and no more memory than the budget.
+"""Random programs train correctly within random memory budgets.
 
-Another seed, for more than the same programs:
+Gradients match a step without a budget, and peak memory stays within the budget. To draw new programs, change the seed:
 `pytest -m slow --hypothesis-seed=N distributed/test_budgeted_programs.py`.
 """
 
@@ -25,7 +25,7 @@ from helpers.ranks.pools import run_ranks
 
 
 class _WithLoss(nn.Module):
-    """A program's model with its loss, so that one graph computes all of the forward."""
+    """A program's model with its loss, so that one graph computes the whole forward."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -33,12 +33,12 @@ class _WithLoss(nn.Module):
 
     def forward(self, x: torch.Tensor, flag: torch.Tensor) -> torch.Tensor:
         output = tensor_of(self.model(x, flag)).to(x.dtype)
-        # Run op by op, the backward of a square would hold two more of this size, which are not counted.
+        # No square: run op by op, its backward holds two more tensors of this size, which the budget does not count.
         return (output * torch.linspace(-1, 1, x.shape[1], dtype=x.dtype)).mean()
 
 
 class _Step:
-    """A program's step, with a budget in bytes, or without."""
+    """A program's training step; `budget` is in bytes, or None for no budget."""
 
     def __init__(self, program: Program, rank: int, budget: int | None) -> None:
         torch._dynamo.reset()
@@ -57,7 +57,7 @@ class _Step:
         return grads
 
     def peak(self) -> int:
-        """Most bytes that a step allocates. gloo's threads may keep what they have sent for a while."""
+        """Peak bytes of a step: the least of three runs, because gloo's threads may free sent buffers late."""
 
         def step() -> None:
             self.model(self._batch, self._flag).backward()
@@ -69,9 +69,9 @@ class _Step:
 
 
 def _train(rank: int, program: Program, percent: int) -> tuple[float, int, int] | None:
-    """The largest relative difference of a gradient to training without a budget; the budget, and the peak, in bytes.
+    """Return the largest relative gradient error, and the budget and the peak in bytes.
 
-    The budget is this share of what the step needs at least. None if nothing is trained.
+    The budget is `percent` of the smallest feasible budget. Returns None if no parameter requires a gradient.
     """
     free = _Step(program, rank, None)
     if not any(parameter.requires_grad for parameter in free.model.parameters()):
@@ -90,7 +90,7 @@ def _train(rank: int, program: Program, percent: int) -> tuple[float, int, int] 
     return worst, budget, step.peak()
 
 
-# What an op holds inside is counted for torch's own ops alone: a subclass's may make any number of tensors.
+# Plain parts replace tensor subclasses, because the budget counts temporaries of torch's own ops only.
 _PLAIN = {"int8": "linear", "dtensor": "again"}
 
 
@@ -99,12 +99,12 @@ def _plain(part: Part) -> Part:
 
 
 def _wide(program: Program, size: tuple[int, int]) -> Program:
-    """A program like it whose activations and parameters take so much that nothing else counts."""
+    """A variant whose activations and parameters are so large that other memory is negligible."""
     rows, features = size
     return comparable(replace(program, root=_plain(in_one_graph(program.root)), rows=rows, features=features))
 
 
-# Activations of 256 KiB with matrices of 4, of 64 with 256, of 320 with 100.
+# (rows, features). KiB of an activation and of a matrix: 256 and 4, 64 and 256, 320 and 100.
 SIZES = ((2048, 32), (64, 256), (512, 160))
 WIDE = st.builds(_wide, PROGRAMS, st.sampled_from(SIZES))
 PERCENT = st.integers(100, 170)
@@ -133,7 +133,7 @@ NAMED = {
         pytest.param("checkpoints in a checkpoint", marks=pytest.mark.slow),
     ],
 )
-def test_named_programs(name: str) -> None:
+def test_named_program_trains_within_its_smallest_budget(name: str) -> None:
     assert _check(comparable(NAMED[name]), percent=100)
 
 
@@ -141,7 +141,7 @@ def test_named_programs(name: str) -> None:
 @pytest.mark.timeout(0)
 @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(WIDE, PERCENT)
-def test_random_programs(program: Program, percent: int) -> None:
+def test_random_programs_train_within_their_budget(program: Program, percent: int) -> None:
     assume(_check(program, percent))
 
 
@@ -149,12 +149,12 @@ def test_random_programs(program: Program, percent: int) -> None:
 @pytest.mark.timeout(0)
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(WIDE, PERCENT)
-def test_random_programs_with_the_passes(program: Program, percent: int) -> None:
+def test_random_programs_train_within_their_budget_with_inductor(program: Program, percent: int) -> None:
     assume(_check(comparable(replace(program, inner_backend="inductor")), percent))
 
 
 def _check(program: Program, percent: int) -> bool:
-    """Whether anything is trained; then within its budget, and equally."""
+    """Return whether the program trains any parameter; assert its gradients and peak memory."""
     for result in run_ranks(2, _train, program, percent, timeout_s=600.0):
         if result is None:
             return False

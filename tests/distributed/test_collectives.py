@@ -1,4 +1,4 @@
-"""What a profile shows of a compiled step's collectives."""
+"""Collectives of a compiled step, as the profiler records them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _profile(run: Callable[[], object]) -> Counter[str]:
 
 
 def _steps(rank: int, options: dict[str, object]) -> tuple[Counter[str], Counter[str]]:
-    """What an eager and a compiled step call, and how often."""
+    """Call counts by event name of an eager and a compiled step."""
     twins = Twins(rank, options=options)
     twins.train()
     batch = twins.batch()
@@ -32,10 +32,10 @@ def _steps(rank: int, options: dict[str, object]) -> tuple[Counter[str], Counter
     return eager, ours
 
 
-# Tests ask different things of the same steps.
+# Cached, because several tests read these profiles.
 @functools.cache
 def _profiles(inner_backend: str, ranks: int = 2, budget: int | None = None) -> list[Any]:
-    """What `_steps` returns on each rank."""
+    """Results of `_steps` by rank."""
     return run_ranks(ranks, _steps, {"inner_backend": inner_backend, "memory_budget": budget})
 
 
@@ -48,14 +48,14 @@ def _ranges(profiled: Counter[str]) -> Counter[str]:
     return found
 
 
-# `make test` has of Inductor's graphs those whose gathers are joined.
+# With Inductor, `make test` runs only the case with packed gathers.
 @pytest.mark.parametrize(
     ("inner_backend", "ranks", "budget"),
     [("aot_eager", 2, None), ("aot_eager", 2, 10**9), ("aot_eager", 3, None), ("inductor", 2, 10**9)]
     + [pytest.param("inductor", ranks, None, marks=pytest.mark.slow) for ranks in (2, 3)],
 )
 def test_gathers_are_not_coalesced(inner_backend: str, ranks: int, budget: int | None) -> None:
-    """See [Note: Two gathers at a time end the process]. Between two ranks, collectives are exchanges."""
+    """See [Note: Two gathers at a time end the process]. With two ranks, each gather is an all-to-all."""
     if device_type() != "cpu":
         pytest.skip("gloo only")
     for _, ours in _profiles(inner_backend, ranks, budget):
@@ -64,12 +64,12 @@ def test_gathers_are_not_coalesced(inner_backend: str, ranks: int, budget: int |
 
 
 @pytest.mark.parametrize("inner_backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_ranges_are_named_as_in_eager_fsdp2(inner_backend: str) -> None:
+def test_profiler_ranges_match_eager_fsdp2(inner_backend: str) -> None:
     for eager, ours in _profiles(inner_backend):
         assert _ranges(ours) == _ranges(eager)
 
 
-def test_a_gather_of_several_modules_names_them_all() -> None:
+def test_packed_gather_range_names_all_its_modules() -> None:
     for eager, ours in _profiles("inductor", budget=10**9):
         assert set(_ranges(ours)) == set(_ranges(eager))
         assert any(", FSDP::" in name for name in ours)
@@ -82,8 +82,8 @@ def _gathers(rank: int, inner_backend: str) -> int:
     return gathers_of(lambda: loss_of(twins.ours.model, batch).backward())
 
 
-# The backward's hook gathers the trained layer, though no gradient needs it; a pass takes the gather out.
+# The backward hook gathers the trained layer, though no gradient needs it; an Inductor pass removes that gather.
 @pytest.mark.parametrize(("inner_backend", "of_backward"), [("aot_eager", 1), ("inductor", 0)])
-def test_a_backward_gathers_no_frozen_layer_that_it_does_not_pass(inner_backend: str, of_backward: int) -> None:
+def test_backward_does_not_gather_frozen_layer_it_never_reaches(inner_backend: str, of_backward: int) -> None:
     for gathers in run_ranks(2, _gathers, inner_backend):
-        assert gathers == 3 + of_backward  # of the forward: the root, the frozen and the trained layer
+        assert gathers == 3 + of_backward  # forward gathers: root, frozen layer, trained layer

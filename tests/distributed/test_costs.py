@@ -1,4 +1,4 @@
-"""Ranks measure what their collectives take once, and all of them decide by the same numbers."""
+"""Collective costs are measured once, and all ranks use equal costs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DIM = 16
 
 
 def _costs(batch: torch.Tensor, costs: str) -> list[Costs | None]:
-    """Of the graphs of a step on a process group that nobody has measured."""
+    """Train a step on a new process group without measured costs; return each graph's costs."""
     group = dist.new_group(list(range(dist.get_world_size())))
     mesh = DeviceMesh.from_group(group, device_type())
     torch.manual_seed(0)
@@ -33,7 +33,7 @@ def _costs(batch: torch.Tensor, costs: str) -> list[Costs | None]:
 
 
 def _train(rank: int, folder: str, costs: str) -> tuple[list[Costs | None], list[Costs | None]]:
-    """Twice on ranks with caches of their own, and before the second time with other numbers in the first one's."""
+    """Return the costs of two steps. Each rank has its own cache; its latencies are raised between the steps."""
     own = Path(folder) / str(rank)
     before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(own)
@@ -52,23 +52,23 @@ def _train(rank: int, folder: str, costs: str) -> tuple[list[Costs | None], list
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
 
 
-def test_the_first_rank_measures_and_keeps_what_all_decide_by(tmp_path: Path) -> None:
+def test_rank_0_measures_and_caches_the_costs_of_all_ranks(tmp_path: Path) -> None:
     found = run_ranks(2, _train, str(tmp_path), "measured")
     (first, second), other = found
     assert other == (first, second)
     forward, backward = first
     assert forward is not None
     assert backward == forward
-    assert forward.rows == 256  # of the larger batch, as a power of two
+    assert forward.rows == 256  # 200 rows of the larger batch, as a power of two
     assert forward.latency < 0.7
-    # The kept numbers count, and nothing is measured.
+    # The second step reads the cached costs and measures nothing.
     assert second[0] is not None
     assert second[0].latency > 0.7
     assert len(list(tmp_path.glob("0/compile_fsdp/costs/*.json"))) == 1
     assert not list(tmp_path.glob("1/compile_fsdp/costs/*.json"))
 
 
-def test_constants_are_not_measured(tmp_path: Path) -> None:
+def test_constant_costs_are_used_without_measuring(tmp_path: Path) -> None:
     usual = COSTS.get(device_type(), COSTS["cuda"])
     for found in run_ranks(2, _train, str(tmp_path), "constants"):
         for costs in (*found[0], *found[1]):
@@ -86,7 +86,7 @@ def _alone(rank: int) -> list[Costs | None]:
     return [report.costs for report in reports()]
 
 
-def test_a_rank_that_compiles_alone_decides_by_the_costs_of_all() -> None:
+def test_rank_that_recompiles_alone_uses_the_shared_costs() -> None:
     one, other = run_ranks(2, _alone)
     assert len(one) > len(other)
     assert set(one) == set(other)
@@ -94,11 +94,11 @@ def test_a_rank_that_compiles_alone_decides_by_the_costs_of_all() -> None:
 
 
 def _other_choices(rank: int) -> list[Costs | None]:
-    """One rank measures, the other one does not want to."""
+    """Rank 0 asks for measured costs, rank 1 for constants."""
     return _costs(torch.randn(64, DIM, device=device_type()), "constants" if rank else "measured")
 
 
-def test_nobody_measures_if_one_rank_does_not() -> None:
+def test_all_ranks_use_constants_if_one_rank_does() -> None:
     first, second = run_ranks(2, _other_choices)
     assert first == second
     usual = COSTS.get(device_type(), COSTS["cuda"])

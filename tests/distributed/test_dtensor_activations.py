@@ -83,12 +83,12 @@ def _loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def _take_steps(
     model: Any, fully_shard: Any, options: Any, backward: Callable[[int], torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Compile a model that is ours, and take three steps; their losses.
+    """Train for three steps and return the losses; compile first if compile_fsdp sharded the model.
 
     Args:
         model: The model.
-        fully_shard: What has sharded it.
-        options: The backend's.
+        fully_shard: The function that sharded the model.
+        options: Options of the compile_fsdp backend.
         backward: Runs the forward and the backward of a step, and returns its loss.
     """
     if fully_shard is compile_fsdp.fully_shard:
@@ -143,7 +143,7 @@ class _Mixture(nn.Module):
 
 
 def _train_experts(fully_shard: Any, options: Any) -> list[torch.Tensor]:
-    """Experts are spread over two ranks, and sharded over the other two; everything else over all four."""
+    """Train with experts sharded over a 2x2 mesh (efsdp, ep) and other parameters over all four ranks."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
 
     device = device_type()
@@ -174,7 +174,7 @@ def _train_experts(fully_shard: Any, options: Any) -> list[torch.Tensor]:
 
 
 def _train_on_full_mesh(fully_shard: Any, options: Any) -> list[torch.Tensor]:
-    """Parameters and activations are DTensors over all dims of the mesh, data parallelism's among them."""
+    """Train with parameters and activations as DTensors over all mesh dims, data parallel included."""
     from torch.distributed.fsdp import DataParallelMeshDims
 
     device = device_type()
@@ -214,7 +214,7 @@ def _as_eager(rank: int, name: str, inner_backend: str) -> list[float]:
 
 
 @pytest.mark.parametrize("name", _MODELS)
-def test_as_eager(name: str) -> None:
+def test_aot_eager_is_bitwise_equal_to_eager(name: str) -> None:
     if name != "sequence parallel":
         skip_before("2.12")
     for differences in run_ranks(4, _as_eager, name, "aot_eager"):
@@ -223,7 +223,7 @@ def test_as_eager(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", _MODELS)
-def test_with_the_passes(name: str) -> None:
+def test_inductor_is_equal_to_eager_within_1e_5(name: str) -> None:
     if name != "sequence parallel":
         skip_before("2.12")
     for differences in run_ranks(4, _as_eager, name, "inductor"):
@@ -249,6 +249,6 @@ def _hooked(rank: int) -> str:
     return ""
 
 
-def test_a_users_hook_on_a_dtensor_is_refused() -> None:
+def test_gradient_hook_on_a_dtensor_raises() -> None:
     for message in run_ranks(4, _hooked):
         assert "expected hooks on plain tensors, got one on a DTensor" in message

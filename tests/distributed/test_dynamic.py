@@ -1,4 +1,4 @@
-"""Changing sizes and modes: right at every step, and compiled once for all sizes."""
+"""Correct steps and few recompilations if sizes or train/eval modes change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _train_on(
     dynamic: bool | None,
     inner_backend: str = "aot_eager",
 ) -> tuple[Parity, list[str]]:
-    """Train a language model on token batches of several shapes; the graphs compiled for each."""
+    """Train on token batches of several shapes; return the parity and the graphs compiled in each step."""
     eager, ours = build(case, torch_fully_shard), build(case, compile_fsdp.fully_shard)
     ours.model.compile(
         backend="compile_fsdp", fullgraph=True, dynamic=dynamic, options={"inner_backend": inner_backend}
@@ -52,27 +52,27 @@ SHAPES = [(4, 6), (5, 6), (7, 9), (3, 11), (4, 6), (9, 4)]
 
 
 @pytest.mark.slow
-def test_marked_sizes_are_compiled_once() -> None:
+def test_sizes_marked_dynamic_compile_once() -> None:
     for result, compiled in run_ranks(2, _train_on, "embedded", SHAPES, True, None):
         assert result.differing == []
         assert compiled == ["forward backward", "", "", "", "", ""]
 
 
-def test_dynamic_compiles_once() -> None:
+def test_dynamic_true_compiles_once() -> None:
     for result, compiled in run_ranks(2, _train_on, "embedded", SHAPES, False, True):
         assert result.differing == []
         assert compiled == ["forward backward", "", "", "", "", ""]
 
 
 @pytest.mark.slow
-def test_unmarked_sizes_are_compiled_when_they_change() -> None:
+def test_unmarked_size_recompiles_at_its_first_change() -> None:
     for result, compiled in run_ranks(2, _train_on, "embedded", SHAPES, False, None):
         assert result.differing == []
-        # Dynamo takes a size for a constant until it changes: the batch in step 1, the sequence in step 2.
+        # Dynamo assumes a constant size until it changes: the batch size in step 1, the length in step 2.
         assert compiled == ["forward backward", "forward backward", "forward backward", "", "", ""]
 
 
-# Both sizes change, and those of rank 1 are others.
+# (batch size, length) of rank 0; rank 1 adds (1, 2).
 LENGTHS = [(4, 6), (5, 7), (7, 9), (3, 11), (4, 6), (9, 4), (2, 5), (6, 8)]
 
 
@@ -81,21 +81,21 @@ def _train_on_own_lengths(rank: int, inner_backend: str) -> tuple[Parity, list[s
     return _train_on(rank, "embedded", shapes, False, None, inner_backend)
 
 
-def test_eight_lengths_are_compiled_twice() -> None:
+def test_eight_shapes_compile_twice() -> None:
     for result, compiled in run_ranks(2, _train_on_own_lengths, "aot_eager"):
         assert result.differing == []
         assert compiled == ["forward backward", "forward backward"] + [""] * 6
 
 
 @pytest.mark.slow
-def test_eight_lengths_with_the_passes() -> None:
+def test_eight_shapes_match_eager_with_inductor() -> None:
     for result, compiled in run_ranks(2, _train_on_own_lengths, "inductor", timeout_s=280.0):
         assert result.worst <= 1e-5
         assert sum(len(each.split()) for each in compiled) <= 5
 
 
 def _switch(rank: int) -> tuple[Parity, list[str]]:
-    """Train and evaluate in turn a model whose batch norm behaves differently in each mode."""
+    """Alternate training and evaluation of a model with batch norm, which differs between the modes."""
     eager, ours = build("batch_norm", torch_fully_shard), build("batch_norm", compile_fsdp.fully_shard)
     ours.model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
     result, compiled = Parity(), []
@@ -119,8 +119,8 @@ def _switch(rank: int) -> tuple[Parity, list[str]]:
     return result, compiled
 
 
-def test_train_and_eval_in_turn() -> None:
+def test_alternating_train_and_eval_stops_compiling_after_three_steps() -> None:
     for result, compiled in run_ranks(2, _switch):
         assert result.differing == []
-        # The third finds the root unsharded, as an evaluation leaves it, and gathers it no more.
+        # Step 2 recompiles, because evaluation leaves the root unsharded and its gather is not needed.
         assert compiled == ["forward backward", "forward", "forward backward", "", "", ""]

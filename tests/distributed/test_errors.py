@@ -1,4 +1,4 @@
-"""Bad input gets its own error before any collective, and leaves the model usable."""
+"""Invalid use raises a specific error before any collective and leaves the model usable."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _sharded(**kwargs: Any) -> nn.Module:
 
 
 class _Collectives:
-    """Counts the collectives of the default group between `start` and the error."""
+    """Counts the collectives of the default group since `start`."""
 
     def __init__(self) -> None:
         self.start_number = 0
@@ -193,13 +193,13 @@ def _symmetric_memory() -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import SymmMemAllGather
 
     model = _sharded()
-    # Made without its __init__, which wants NCCL.
+    # Skip __init__, because it requires NCCL.
     model.layers[0].set_custom_all_gather(SymmMemAllGather.__new__(SymmMemAllGather))
     _compile(model)(**_batch())
 
 
 class _StaysSubclass(Float8Weight):
-    """Unsharded, a subclass whose one part is another."""
+    """A parameter whose unsharded value nests two tensor subclasses."""
 
     def fsdp_post_all_gather(self, gathered: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
         value, inner = super().fsdp_post_all_gather(gathered, metadata, dtype)
@@ -271,7 +271,7 @@ _SINCE = {_symmetric_memory: "2.12", _shared_between_groups: "2.13"}
 
 
 def _raises(rank: int, name: str) -> tuple[str, str, int]:
-    """The error's type and message, and the collectives issued before it."""
+    """Return the error's type and message, and the number of collectives before it."""
     program = next(program for program, _, _ in CASES if program.__name__ == name)
     _collectives.start()
     try:
@@ -282,7 +282,7 @@ def _raises(rank: int, name: str) -> tuple[str, str, int]:
 
 
 @pytest.mark.parametrize(("program", "expected", "message"), CASES, ids=lambda v: getattr(v, "__name__", ""))
-def test_raises(program: Callable[[], None], expected: type[Exception], message: str) -> None:
+def test_misuse_raises_before_collectives(program: Callable[[], None], expected: type[Exception], message: str) -> None:
     if program in _SINCE:
         skip_before(_SINCE[program])
     for name, text, collectives in run_ranks(2, _raises, program.__name__):
@@ -291,7 +291,7 @@ def test_raises(program: Callable[[], None], expected: type[Exception], message:
 
 
 def _optimizer_warnings(rank: int) -> list[list[str]]:
-    """What first forwards warn of, with optimizers made at several times."""
+    """Return the warnings of first forwards, with optimizers built before and after sharding."""
 
     def warned(is_early: bool = True, is_updated: bool = False, with_gradients: bool = True) -> list[str]:
         model = nn.Linear(8, 8)
@@ -299,19 +299,19 @@ def _optimizer_warnings(rank: int) -> list[list[str]]:
         compile_fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
         if optimizer is None:
             optimizer = torch.optim.AdamW(model.parameters())
-        elif is_updated:  # by a trainer that gets the two together
+        elif is_updated:  # as by a trainer that prepares model and optimizer together
             optimizer.param_groups[0]["params"] = list(model.parameters())
         _compile(model)
         with warnings.catch_warnings(record=True) as caught, torch.set_grad_enabled(with_gradients):
             warnings.simplefilter("always")
-            for rows in (4, 3):  # a second shape, so that it is traced again
+            for rows in (4, 3):  # the second shape traces the model again
                 model(torch.ones(rows, 8))
         return [str(each.message) for each in caught if each.category is errors.StaleOptimizerWarning]
 
     return [warned(), warned(with_gradients=False), warned(is_updated=True), warned(is_early=False)]
 
 
-def test_an_optimizer_from_before_sharding_is_told_once() -> None:
+def test_optimizer_built_before_sharding_warns_once() -> None:
     for (once,), *others in run_ranks(2, _optimizer_warnings):
         assert once.startswith("AdamW holds ['weight', 'bias'] (2 in all) as they were before fully_shard() replaced")
         assert others == [[], [], []]
@@ -347,7 +347,7 @@ def _backward_errors(rank: int) -> list[str]:
     return seen
 
 
-def test_what_a_compiled_backward_cannot_do() -> None:
+def test_unsupported_backwards_raise_and_model_still_trains() -> None:
     for seen in run_ranks(2, _backward_errors):
         assert seen == [
             "second backward: SecondBackwardError",
@@ -376,7 +376,7 @@ def _genuine_break(rank: int, way: str) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("way", ["torch.compile", "model.compile"])
-def test_genuine_graph_break_names_the_module(way: str) -> None:
+def test_graph_break_error_names_the_module(way: str) -> None:
     for first_line, usable in run_ranks(2, _genuine_break, way):
         assert first_line == "while compiling layers.0 (Block):"
         assert usable
@@ -389,7 +389,7 @@ class _Scalar(nn.Module):
 
 
 def _refusals_of_sharding(rank: int) -> list[tuple[str, str]]:
-    """What torch's fully_shard refuses, and what ours says to the same."""
+    """Return the errors of torch's fully_shard and of compile_fsdp's for equal arguments."""
     mesh = init_device_mesh("cpu", (2,))
     seen = []
     for make, arguments in (
@@ -407,7 +407,7 @@ def _refusals_of_sharding(rank: int) -> list[tuple[str, str]]:
     return seen
 
 
-def test_sharding_is_refused_as_torch_refuses_it() -> None:
+def test_fully_shard_raises_the_errors_of_torch() -> None:
     for seen in run_ranks(2, _refusals_of_sharding):
         assert [theirs.split(":")[0] for theirs, _ in seen] == ["ValueError", "NotImplementedError", "ValueError"]
         assert all(ours == theirs for theirs, ours in seen)

@@ -1,4 +1,4 @@
-"""An exception anywhere in a step leaves a model that trains on as if the step had not been."""
+"""After an exception anywhere in a step and `reset_iter_state()`, the next step is correct."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS = (_Injected, KeyboardInterrupt, torch.OutOfMemoryError)
 
 
 class _Points:
-    """Counts the points that a step passes, and raises at one of them."""
+    """Counts the failure points of a step, and raises at the armed point."""
 
     def __init__(self) -> None:
         self.passed = 0
@@ -51,7 +51,7 @@ _points = _Points()
 
 
 def _failing(issue: Callable[..., object]) -> Callable[..., object]:
-    """A collective of a compiled step that may fail when it is issued."""
+    """Wrap a compiled step's collective so that issuing it is a failure point."""
 
     def visit_and_issue(*args: Any, **kwargs: Any) -> object:
         _points.visit()
@@ -62,7 +62,7 @@ def _failing(issue: Callable[..., object]) -> Callable[..., object]:
 
 @torch.library.custom_op("compile_fsdp_tests::point", mutates_args=())
 def _point(x: torch.Tensor) -> torch.Tensor:
-    """A point of a graph, in its forward and in its backward."""
+    """Identity op that is a failure point in the forward and in the backward."""
     _points.visit()
     return x.clone()
 
@@ -92,7 +92,7 @@ def _build(checkpointed: bool, reshard: bool) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(*(_Block(checkpointed) for _ in range(4)), nn.Linear(6, 1))
     for block in model[:4]:
-        # The user's hooks, on a module's input, output and gradient.
+        # User hooks: failure points at the block's input and output and at their gradients.
         block.register_forward_pre_hook(lambda module, args: (_point(args[0]),))
         block.register_forward_hook(lambda module, args, output: _point(output))
         compile_fsdp.fully_shard(block, reshard_after_forward=reshard)
@@ -101,7 +101,7 @@ def _build(checkpointed: bool, reshard: bool) -> nn.Module:
 
 
 def _inject(rank: int, *case: Any) -> list[str]:
-    """What is wrong, by point; an exception is raised at each of them in turn."""
+    """Raise an exception at each failure point in turn; return the point count and the problems."""
     names = ("_GATHER_INTO", "_REDUCE", "_send_and_receive")
     failing = {name: _failing(getattr(collectives, name)) for name in names}
     with mock.patch.multiple(collectives, **failing):
@@ -176,6 +176,6 @@ AOT_EAGER = {"inner_backend": "aot_eager"}
     ],
     ids=["eager", "aot_eager", "checkpointed", "not resharded", "inductor", "kept"],
 )
-def test_every_point(options: dict[str, Any] | None, checkpointed: bool, reshard: bool) -> None:
+def test_model_recovers_from_every_exception(options: dict[str, Any] | None, checkpointed: bool, reshard: bool) -> None:
     for points, *wrong in run_ranks(2, _inject, options, checkpointed, reshard):
         assert wrong == [], points

@@ -1,4 +1,4 @@
-"""The parity table: each feature of FSDP2, and each pair of them, trains compiled as it does eagerly."""
+"""The parity table: each FSDP2 feature and each pair of features trains as in eager FSDP2."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from helpers.releases.differences import KEEPS_GROUPS_IN_PART, SUMS_USES_IN_FULL
 from helpers.releases.skip import skip_before
 
 QUICK_WITH_INDUCTOR = {"bf16, reduced in fp32"}
-# What other tests of `make test` cover: the same row with Inductor, a row that does this and more, one that does this
-# and something else, the case of another file, or an example.
+# Rows that `make test` covers elsewhere: with Inductor, in a row that combines features, in another test file or in an
+# example.
 COVERED = QUICK_WITH_INDUCTOR | IN_TOGETHER | {
     "accumulate",
     "accumulate in fp32",
@@ -44,8 +44,8 @@ COVERED = QUICK_WITH_INDUCTOR | IN_TOGETHER | {
     "used three times",
 }
 
-# Eager FSDP2 alone has a race here: what an all-reduce hook has reduced is added to the accumulated gradient on the
-# all-reduces' stream, and freed. The next reduce-scatter takes its memory and has not waited. (2.13.0)
+# Only eager FSDP2 has this race (2.13.0). The all-reduce stream adds an all-reduce hook's output to the accumulated
+# gradient and frees it. The next reduce-scatter reuses that memory without waiting for the all-reduce stream.
 RACES_IN_EAGER = {"all-reduce hook + buffers + accumulate sharded"}
 
 ROWS = {**FEATURES, **PAIRS, **TOGETHER}
@@ -70,7 +70,7 @@ def _check(row: str, inner_backend: str, tolerance: float, table: ParityTable | 
     for outcome in outcomes:
         compiled, eager = outcome.unsharded
         if feature.low_precision and inner_backend == "inductor":
-            # Inductor fuses in float32 what eager rounds to 16 bits after every op: different, but not for the worse.
+            # Inductor rounds to 16 bits less often than eager, so only compare the errors to unsharded training.
             assert compiled <= 2 * eager
         else:
             assert outcome.worst <= tolerance, outcome.differing
@@ -80,7 +80,7 @@ def _check(row: str, inner_backend: str, tolerance: float, table: ParityTable | 
         assert len(more) == (1 if KEEPS_GROUPS_IN_PART and row == "group of modules, in part" else 0), more
         assert compiled <= 1e-5 or feature.low_precision
     sequences = [[(each.kind, each.dtype, each.numel) for each in outcome.collectives[0]] for outcome in outcomes]
-    peers = 2 if row == "tensor parallel, uneven" else 1  # ranks of one data-parallel group hold shards of one size
+    peers = 2 if row == "tensor parallel, uneven" else 1  # only ranks of one data-parallel group have equal shard sizes
     assert all(sequence == sequences[i % peers] for i, sequence in enumerate(sequences))
 
 
@@ -105,12 +105,12 @@ def test_pairs_of_features(row: str, parity_table: ParityTable) -> None:
 
 
 @pytest.mark.parametrize("row", TOGETHER)
-def test_features_together(row: str) -> None:
+def test_combined_features_match_eager(row: str) -> None:
     _check(row, "aot_eager", TOGETHER[row].tolerance, None)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 3, 4), (5, 5, 5, 5)])
-def test_every_two_values_meet_in_some_pair_row(sizes: tuple[int, ...]) -> None:
+def test_cover_pairs_contains_every_pair_of_values(sizes: tuple[int, ...]) -> None:
     rows = cover_pairs(sizes)
     for i, j in itertools.combinations(range(len(sizes)), 2):
         assert {(row[i], row[j]) for row in rows} == set(itertools.product(range(sizes[i]), range(sizes[j])))

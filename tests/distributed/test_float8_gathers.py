@@ -1,4 +1,4 @@
-"""torchao's float8 all-gather: unsharded weights are tensor subclasses in float8, and train as with eager FSDP2."""
+"""torchao's float8 all-gather, whose unsharded weights are tensor subclasses, trains as with eager FSDP2."""
 
 from __future__ import annotations
 
@@ -137,23 +137,23 @@ def _check(way: str, inner_backend: str, tolerance: float, eager_step: int | Non
         assert more_collectives(ours, eager) == []
 
 
-# The others' mechanisms have rows of the parity table; "kept" trains below, with an eager step between.
+# The parity table covers the slow variants, except "kept", which the next test covers.
 _QUICK = ("cut", "tensor_parallel")
 
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=() if way in _QUICK else pytest.mark.slow) for way in _WAYS])
-def test_as_eager(way: str) -> None:
+def test_aot_eager_is_bitwise_equal_to_eager(way: str) -> None:
     _check(way, "aot_eager", tolerance=0)
 
 
 @pytest.mark.parametrize("way", [pytest.param("plain", marks=pytest.mark.slow), "kept"])
-def test_an_eager_step_between(way: str) -> None:
+def test_eager_step_between_compiled_steps_is_bitwise_equal(way: str) -> None:
     _check(way, "aot_eager", tolerance=0, eager_step=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", _WAYS)
-def test_with_the_passes(way: str) -> None:
+def test_inductor_is_equal_to_eager_within_1e_5(way: str) -> None:
     _check(way, "inductor", tolerance=1e-5)
 
 
@@ -173,7 +173,7 @@ def _precompute(rank: int) -> tuple[str, float]:
     return str(refused.value), model(x).square().mean().item()
 
 
-def test_scales_that_are_computed_ahead_are_refused_by_name() -> None:
+def test_precomputed_scales_raise_and_name_the_parameter() -> None:
     for message, loss in run_ranks(2, _precompute):
         assert message.startswith("0.up.weight cannot be compiled with ")
         assert "_precomputed_scale" in message

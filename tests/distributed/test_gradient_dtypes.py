@@ -1,4 +1,4 @@
-"""Gradients in a dtype of their own, and backwards that end by hand: both since torch 2.15, compiled as run eagerly."""
+"""`grad_dtype` and manual backward finalization (both since torch 2.15) match eager FSDP2."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _with_dtypes(rank: int, dtypes: str, policy: str) -> list[str]:
 
 @pytest.mark.parametrize("policy", _POLICIES)
 @pytest.mark.parametrize("dtypes", _DTYPES)
-def test_gradients_have_the_dtype_that_the_user_has_set(dtypes: str, policy: str) -> None:
+def test_gradients_match_eager_if_grad_dtype_is_set(dtypes: str, policy: str) -> None:
     skip_before("2.15")
     assert run_ranks(2, _with_dtypes, dtypes, policy) == [[], []]
 
@@ -117,6 +117,6 @@ def _by_hand(rank: int) -> list[str]:
     return wrong
 
 
-def test_backwards_that_end_by_hand() -> None:
+def test_manual_backward_finalization_matches_eager() -> None:
     skip_before("2.15")
     assert run_ranks(2, _by_hand) == [[], []]

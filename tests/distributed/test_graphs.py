@@ -1,4 +1,4 @@
-"""The real graphs of a two-layer model, before and after the passes, and what may be an input of them."""
+"""Graphs of a two-layer model before and after the passes, and their allowed inputs."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class TestTwoLayers(expecttest.TestCase):
     def setUpClass(cls) -> None:
         cls.ranks = run_ranks(2, _render_step)
 
-    def test_equal_on_all_ranks(self) -> None:
+    def test_graphs_are_equal_on_all_ranks(self) -> None:
         assert self.ranks[0] == self.ranks[1]
 
-    def test_forward_before(self) -> None:
+    def test_forward_graph_before_passes(self) -> None:
         self.assertExpectedInline(self.ranks[0][0], """\
 primals_1: f32[2, 4]
 primals_2: f32[8]
@@ -81,7 +81,7 @@ resize_storage_bytes_(primals_5, 0)
 return (%15, primals_1, primals_5, %7, %15)
 """)
 
-    def test_forward_after(self) -> None:
+    def test_forward_graph_after_passes(self) -> None:
         self.assertExpectedInline(self.ranks[0][1], """\
 primals_1: f32[2, 4]
 primals_2: f32[8]
@@ -107,7 +107,7 @@ primals_5: f32[4, 4]
 return (%15, primals_1, primals_5, %8, %15)
 """)
 
-    def test_backward_before(self) -> None:
+    def test_backward_graph_before_passes(self) -> None:
         self.assertExpectedInline(self.ranks[0][2], """\
 arg0_1: f32[2, 4]
 arg1_1: f32[2, 4]
@@ -161,7 +161,7 @@ resize_storage_bytes_(arg5_1, 0)
 return (%17, %34)
 """)
 
-    def test_backward_after(self) -> None:
+    def test_backward_graph_after_passes(self) -> None:
         self.assertExpectedInline(self.ranks[0][3], """\
 arg0_1: f32[2, 4]
 arg1_1: f32[2, 4]
@@ -203,7 +203,7 @@ return (%22, %26)
 
 
 def _invariants(rank: int) -> list[str]:
-    """Everything that breaks one of the runtime's invariants over a few steps."""
+    """Run three steps and return each violated invariant of the runtime."""
     broken: list[str] = []
     model = _two_layers()
     captured: list[list[Any]] = []
@@ -235,5 +235,5 @@ def _invariants(rank: int) -> list[str]:
     return broken
 
 
-def test_invariants() -> None:
+def test_runtime_invariants_hold_over_three_steps() -> None:
     assert run_ranks(2, _invariants) == [[], []]

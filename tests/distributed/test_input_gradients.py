@@ -1,4 +1,4 @@
-"""Gradients by a model's inputs alone, and several backwards of one forward."""
+"""Gradients with respect to inputs only, and several backwards per forward."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ _WAYS = {each.__name__: each for each in (_grad, _backward_with_inputs, _grad_an
 
 
 def _steps(model: Any, ask: Ask) -> tuple[list[torch.Tensor], list[list[bool]], list[int]]:
-    """Gradients by the input, which parameters have one, and the collectives; in turn with ordinary steps."""
+    """Alternate `ask` with training steps; return tensors, parameters with gradients, collective counts."""
     grads, have, collectives = [], [], []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
@@ -98,7 +98,7 @@ def _as_eager(rank: int, way: str) -> tuple[bool, bool, list[int], list[int]]:
 
 
 @pytest.mark.parametrize("way", _WAYS)
-def test_gradients_by_inputs_are_those_of_eager(way: str) -> None:
+def test_input_gradients_match_eager(way: str) -> None:
     for equal, have_equal, ours, eager in run_ranks(2, _as_eager, way):
         assert equal and have_equal
         assert all(own <= other for own, other in zip(ours, eager, strict=True))

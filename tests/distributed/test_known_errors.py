@@ -1,4 +1,4 @@
-"""Every text in docs/known_errors.md is what torch says, and compile_fsdp does to each what the page says."""
+"""docs/known_errors.md quotes torch's messages and states compile_fsdp's outcomes correctly."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class _Checkpointed(Model):
 
 
 class Way:
-    """How a program shards and compiles: by compile_fsdp, or by torch alone, where `backend` says how to compile."""
+    """Shards and compiles with compile_fsdp, or with torch alone and `backend` (None: do not compile)."""
 
     def __init__(self, ours: bool, backend: str | None = None) -> None:
         self.fully_shard = compile_fsdp.fully_shard if ours else torch_fully_shard
@@ -222,7 +222,7 @@ def _checkpoints(way: Way) -> None:
 SAME = "same"
 NOTHING = None
 
-# By the text: what makes torch say it, and what compile_fsdp makes of that: the same, an error of its own, or nothing.
+# By message: a program that makes torch raise it, and compile_fsdp's outcome: SAME message, own error type or NOTHING.
 KNOWN: dict[str, tuple[Callable[[Way], None], str | type[Exception] | None]] = {
     "got mixed torch.Tensor and DTensor": (_method, SAME),
     "setStorage": (_uses_freed_weight, SAME),
@@ -247,14 +247,14 @@ KNOWN: dict[str, tuple[Callable[[Way], None], str | type[Exception] | None]] = {
     "Hard failure": (_recompiles, SAME),
 }
 
-# Since torch 2.14.1, by its earlier text; the page names both.
+# Messages since torch 2.14.1, by earlier message; the page quotes both.
 NEW_TEXTS = {"Attempted to call function marked as skipped": "Call to `torch._dynamo.disable()`"}
 
-# What torch says only when it compiles; and what no CPU can be made to say in a short test.
+# Messages that torch raises only if it compiles, and messages that no short CPU test can provoke.
 COMPILED = {"Attempted to call function marked as skipped", "Hard failure"}
 NOT_MADE = {"Watchdog caught", "Recomputed values"}
 
-# What else the page says of compile_fsdp, and whether that is an error.
+# Further claims of the page about compile_fsdp: a program, and its error message (None: no error).
 CLAIMS: dict[str, tuple[Callable[[Way], None], str | None]] = {
     "a parameter of another module": (_reads_another, "while compiling the root (_ReadsAnother):\nthe root"),
     "assign=True": (_assigns_unsharded, "'Parameter' object has no attribute '_local_tensor'"),
@@ -270,7 +270,7 @@ ENTRIES = {
 
 
 def _said(program: Callable[[Way], None], way: Way) -> tuple[str, str]:
-    """Type and text of the error, both empty if there is none."""
+    """Return the error's type and message, both empty if there is no error."""
     torch._dynamo.reset()
     try:
         program(way)
@@ -280,7 +280,7 @@ def _said(program: Callable[[Way], None], way: Way) -> tuple[str, str]:
 
 
 def _say_all(rank: int) -> tuple[dict[str, tuple[str, str]], dict[str, tuple[str, str]], dict[str, tuple[str, str]]]:
-    """What torch says, and what compile_fsdp says, to all known errors; and to the other claims."""
+    """Return the errors of torch and of compile_fsdp for KNOWN, and of compile_fsdp for CLAIMS."""
     torchs, ours = {}, {}
     for start, (program, outcome) in KNOWN.items():
         if outcome != SAME:
@@ -298,19 +298,19 @@ def _heading(start: str) -> str:
     return heading
 
 
-def test_every_entry_is_made_or_said_not_to_be() -> None:
+def test_every_entry_is_reproduced_or_listed_in_not_made() -> None:
     assert sorted(map(_heading, {*KNOWN, *NOT_MADE})) == sorted(ENTRIES)
 
 
 @pytest.mark.parametrize("heading", ENTRIES)
-def test_an_entry_says_what_to_do_and_where_it_was_reported(heading: str) -> None:
+def test_entry_has_a_compile_fsdp_paragraph_and_an_issue_link(heading: str) -> None:
     text = ENTRIES[heading]
     assert "**With compile_fsdp.** " in text
     assert re.search(r"\[[\w-]+#\d+\]\(https://github\.com/[\w-]+/[\w-]+/(issues|pull)/\d+\)", text)
 
 
 @pytest.mark.parametrize("start", KNOWN)
-def test_an_entry_says_what_becomes_of_it(start: str) -> None:
+def test_entry_states_the_outcome_with_compile_fsdp(start: str) -> None:
     outcome, text = KNOWN[start][1], ENTRIES[_heading(start)].partition("**With compile_fsdp.** ")[2]
     if isinstance(outcome, type):
         assert text.startswith(f"[`{outcome.__name__}`](errors.md#{outcome.__name__.lower()})")
@@ -318,14 +318,14 @@ def test_an_entry_says_what_becomes_of_it(start: str) -> None:
         assert text.startswith("Does not come up") == (outcome is NOTHING)
 
 
-def test_errors_page_lists_every_text() -> None:
+def test_errors_page_lists_every_known_error() -> None:
     row = re.compile(r"^\| `(.+)` \| \[.+\]\(known_errors\.md#[\w-]+\) \|$", flags=re.MULTILINE)
     listed = row.findall((DOCS / "errors.md").read_text())
     assert listed == list(ENTRIES)
 
 
-def test_texts_are_torchs_and_outcomes_are_ours() -> None:
-    skip_before("2.13")  # whose words the page has
+def test_messages_match_torch_and_outcomes_match_compile_fsdp() -> None:
+    skip_before("2.13")  # the page quotes the messages of 2.13
     for torchs, ours, claims in run_ranks(2, _say_all):
         for start, (_, outcome) in KNOWN.items():
             kind, text = ours[start]

@@ -1,4 +1,4 @@
-"""Graphs of worlds that are larger than any test machine, traced in one process on the fake process group."""
+"""Graphs of large worlds, traced in one process on the fake process group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from helpers.ranks.fake_world import fake_world
 
 
 def _graphs(world_size: int, rank: int) -> list[str]:
-    """Of one rank, whose shards are padded, and empty on the last ranks of a large world."""
+    """Render one rank's graphs; shards are padded, and empty on the last ranks of a large world."""
     with fake_world(world_size, rank):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 12, bias=False), nn.Tanh(), nn.Linear(12, 2, bias=False))
@@ -23,14 +23,14 @@ def _graphs(world_size: int, rank: int) -> list[str]:
         return render_step(model, lambda: model(torch.ones(3, 4)).sum())
 
 
-def test_all_ranks_of_a_large_world_have_one_graph() -> None:
+def test_first_and_last_rank_of_a_large_world_have_equal_graphs() -> None:
     first, last = _graphs(1024, 0), _graphs(1024, 1023)
     assert first == last
     assert events(first[1]) == ["gather[4096]", "gather[12288]", "mm[3, 12]", "mm[3, 2]"]
     assert "reduce[4]" in events(first[3]) and "reduce[12]" in events(first[3])
 
 
-def test_shards_of_one_row_leave_no_windows() -> None:
+def test_all_windows_are_removed_if_each_shard_is_one_row() -> None:
     compile_fsdp.reset_reports()
     with fake_world(64):
         torch.manual_seed(0)
@@ -46,12 +46,12 @@ def test_shards_of_one_row_leave_no_windows() -> None:
 
 
 FEATURES, ROWS = 100, 64
-# Between the least and the most that a step needs: padding makes what is gathered larger in a larger world.
+# Between a step's smallest and fastest plan. Larger worlds need larger budgets, because padding enlarges the gathers.
 BUDGETS = {8: 2_200_000, 64: 2_400_000, 512: 5_500_000, 4096: 25_000_000}
 
 
 class _Wide(nn.Module):
-    """Blocks whose shards are padded in every world, and of the vectors empty on the last ranks of larger ones."""
+    """Blocks whose shards are padded in every world, and empty on the last ranks of large worlds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class _Wide(nn.Module):
 
 
 def _decided(world_size: int, rank: int, budget: int) -> BudgetDecision:
-    """What one rank decides by itself: on a fake process group, ranks cannot ask each other."""
+    """One rank's budget decision, made alone because ranks of a fake process group cannot communicate."""
     compile_fsdp.reset_reports()
     with fake_world(world_size, rank):
         torch.manual_seed(0)
@@ -86,7 +86,7 @@ def _decided(world_size: int, rank: int, budget: int) -> BudgetDecision:
 @pytest.mark.parametrize(
     "world_size", [8, *(pytest.param(size, marks=pytest.mark.slow) for size in (64, 512, 4096))]
 )
-def test_first_and_last_rank_of_a_large_world_fit_a_step_into_a_budget_alike(world_size: int) -> None:
+def test_first_and_last_rank_of_a_large_world_make_equal_budget_decisions(world_size: int) -> None:
     budget = BUDGETS[world_size]
     first, last = (_decided(world_size, rank, budget) for rank in (0, world_size - 1))
     assert first == last

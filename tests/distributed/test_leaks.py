@@ -1,4 +1,4 @@
-"""Thousands of steps, and dozens of models, leave nothing behind."""
+"""Thousands of steps and dozens of deleted models do not leak."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from helpers.releases.differences import CACHES_NUMBERS, KEEPS_TRACE_CONSTANTS
 
 
 def _held() -> dict[str, int]:
-    """What this process holds; `ours`: objects of this project."""
+    """Count this process's tensors, their bytes, open files, and objects of compile_fsdp (`ours`)."""
     for _ in range(2):
-        gc.collect()  # what the first time ends, code of Dynamo's for example, holds more
+        gc.collect()  # objects that the first collection finalizes, such as Dynamo's code, release more objects
     objects = gc.get_objects()
     tensors = [each for each in objects if type(each) in (torch.Tensor, torch.nn.Parameter)]
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
@@ -37,7 +37,7 @@ def _held() -> dict[str, int]:
 
 
 def _kinds() -> Counter[str]:
-    """How many objects of which type this process holds."""
+    """Count this process's objects by type."""
     gc.collect()
     return Counter(f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.get_objects())
 
@@ -78,12 +78,12 @@ AOT_EAGER = {"inner_backend": "aot_eager"}
     ],
 )
 @pytest.mark.parametrize("steps", [120, pytest.param(5000, marks=pytest.mark.slow)])
-def test_steps_leave_nothing_behind(steps: int, options: dict[str, Any]) -> None:
+def test_repeated_steps_do_not_leak(steps: int, options: dict[str, Any]) -> None:
     for before, after, grown, graphs in run_ranks(2, _many_steps, steps, options, timeout_s=600.0):
         assert graphs == 2
         assert after["bytes"] <= before["bytes"] and after["tensors"] <= before["tensors"]
         assert after["files"] == before["files"]
-        # What happens once in the background, logging for example, is not a matter of steps.
+        # The minimum ignores a single background event, such as logging, which is not caused by steps.
         assert min(each.total() for each in grown) < 50, grown
 
 
@@ -98,7 +98,7 @@ def _many_models(rank: int, count: int) -> tuple[dict[str, int], dict[str, int],
             alive.extend(weakref.ref(each) for each in (case.model, *case.model.parameters()))
             compile_fsdp.reset_reports()
         del case
-        # torch's flight recorder keeps the code that has issued its last collectives, and so what Dynamo made of it.
+        # Flush torch's flight recorder, because its last entries keep the issuing code and Dynamo's cache for it.
         for _ in range(int(TRACE_BUFFER_SIZE)):
             dist.all_reduce(torch.ones(1))
 
@@ -113,6 +113,6 @@ def _many_models(rank: int, count: int) -> tuple[dict[str, int], dict[str, int],
 def test_deleted_models_leave_nothing_behind(count: int) -> None:
     for before, after, alive in run_ranks(2, _many_models, count, timeout_s=600.0):
         assert alive == 0
-        # Objects of torch's stay: the cache of compiled autograd keeps all that it has captured.
+        # Do not compare tensors: the cache of compiled autograd keeps everything that it captured.
         for name in ("bytes", "ours", "files"):
             assert after[name] <= before[name], name

@@ -1,6 +1,6 @@
-"""Random training loops: eager and compiled, everything that a loop sees is the same.
+"""Random training loops observe equal values in eager and compiled runs.
 
-Loops are drawn from consecutive seeds. For more of them, or others:
+Loops are drawn from consecutive seeds. To run more or different loops:
 `COMPILE_FSDP_TEST_LOOPS=500 COMPILE_FSDP_TEST_FIRST_LOOP=1000 pytest -m slow distributed/test_loops.py`.
 """
 
@@ -23,16 +23,16 @@ TRAINED, REFUSED_BY_EAGER, REFUSED_BY_NAME, FAILED = "trained", "refused by eage
 
 UNSHARDED = 1e-5  # largest relative difference of eager FSDP2 to training without sharding
 _PRINTED = {REFUSED_BY_NAME, FAILED} | ({REFUSED_BY_EAGER} if os.environ.get("COMPILE_FSDP_TEST_VERBOSE") else set())
-LEAST_TRAINED = 0.6  # of the loops that are drawn
+LEAST_TRAINED = 0.6  # share of the drawn loops
 FIRST = int(os.environ.get("COMPILE_FSDP_TEST_FIRST_LOOP", "0"))
-# How many loops. With Inductor each takes several times as long, and so does an op on the emulated device.
+# Numbers of loops. Inductor and the emulated device run fewer, because both are several times slower.
 OP_BY_OP, WITH_PASSES = (500, 50) if device_type() == "cpu" else (100, 10)
 OP_BY_OP = int(os.environ.get("COMPILE_FSDP_TEST_LOOPS", OP_BY_OP))
 WITH_PASSES = int(os.environ.get("COMPILE_FSDP_TEST_LOOPS_WITH_PASSES", WITH_PASSES))
 
 
 def _train(rank: int, loop: Loop) -> Verdict:
-    """Train by torch's eager FSDP2, then compiled, and without sharding where that computes the same."""
+    """Compare compiled training with eager FSDP2, and eager FSDP2 with unsharded training if possible."""
     eager = Training(loop, torch_fully_shard, rank)
     if (verdict := _train_eagerly(eager)).outcome != TRAINED:
         return verdict
@@ -68,7 +68,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _first_difference(ours: list[Seen], eager: list[Seen], tolerance: float) -> str | None:
-    """The first value that differs, of those that both have seen."""
+    """Describe the first value that differs; None if all values are equal."""
     for mine, theirs in zip(ours, eager, strict=False):
         if mine.where != theirs.where:
             return f"{mine.where} where eager FSDP2 has {theirs.where}"
@@ -83,12 +83,12 @@ def _first_difference(ours: list[Seen], eager: list[Seen], tolerance: float) -> 
 
 
 def _difference_to_unsharded(loop: Loop, eager: Training, rank: int) -> str | None:
-    """The first loss, or else the first parameter in the end, that training without sharding has otherwise."""
+    """Describe the first loss or final parameter that differs from unsharded training; None if all agree."""
     reference = Training(loop, None, rank)
     try:
         reference.run()
     except RuntimeError:
-        return None  # a penalty saved a parameter that an optimizer has updated; FSDP2 saves gathered copies
+        return None  # a penalty saved a parameter that an optimizer updated in place; FSDP2 saves gathered copies
     pairs = [
         (mine.where, mine.value, theirs.value)
         for mine, theirs in zip(eager.seen, reference.seen, strict=True)
@@ -103,13 +103,13 @@ def _difference_to_unsharded(loop: Loop, eager: Training, rank: int) -> str | No
 
 
 def _check(loop: Loop) -> Verdict:
-    """The verdict of all ranks on one loop."""
+    """Return the worst verdict of all ranks on a loop."""
     try:
         verdicts = run_ranks(2, _train, loop, timeout_s=120.0)
-    except AssertionError as error:  # a rank hangs or has died, or has raised around the loop
+    except AssertionError as error:  # a rank hung, died or raised outside of the loop
         try:
             run_ranks(2, _train_eager_alone, loop, timeout_s=30.0)
-        except AssertionError as of_eager:  # it has read a parameter that FSDP2 has freed
+        except AssertionError as of_eager:  # it read a parameter that FSDP2 had freed
             return Verdict(REFUSED_BY_EAGER, str(of_eager).splitlines()[0])
         return Verdict(FAILED, str(error))
     for outcome in (FAILED, REFUSED_BY_NAME, REFUSED_BY_EAGER):
@@ -138,7 +138,7 @@ def _check_many(count: int, inner_backend: str) -> None:
 FORWARD, BACKWARD, STEP = Action("forward"), Action("backward"), Action("step")
 # Shrunk from loops that once failed.
 KEPT = {
-    # On the emulated device the compiled backward has to wait for the reduction of the eager one.
+    # On the emulated device, the compiled backward has to wait for the eager backward's reduction.
     "eager code reduces before a compiled backward adds": Loop(
         "mlp", ((FORWARD, BACKWARD), (FORWARD, Action("stance", value="force_eager"), FORWARD, BACKWARD))
     ),
@@ -160,23 +160,23 @@ KEPT = {
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_kept_loops(name: str) -> None:
+def test_regression_loop_matches_eager(name: str) -> None:
     assert _check(KEPT[name]) == Verdict(TRAINED)
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_loop(seed: int) -> None:
+def test_random_loop_matches_eager_or_is_refused(seed: int) -> None:
     verdict = _check(loop := random_loop(seed))
     assert verdict.outcome != FAILED, f"{loop}\n  {verdict.reason}"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-def test_random_loops() -> None:
+def test_many_random_loops_match_eager() -> None:
     _check_many(OP_BY_OP, "aot_eager")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-def test_random_loops_with_the_passes() -> None:
+def test_many_random_loops_match_eager_with_inductor() -> None:
     _check_many(WITH_PASSES, "inductor")

@@ -1,4 +1,4 @@
-"""With memory to spare, the backward gathers less, and trains the same; with little, it computes more."""
+"""A large memory budget saves gathers, a small budget recomputes, and gradients stay equal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TIGHT = 13_500
 
 
 def _gathers(twins: Twins) -> int:
-    """All-gathers of one compiled step; gradients are dropped."""
+    """Count the all-gathers of a compiled step, then clear the gradients."""
 
     def step() -> None:
         loss_of(twins.ours.model, twins.batch()).backward()
@@ -40,7 +40,7 @@ def _train(rank: int, budget: tuple[str, int], inner_backend: str) -> tuple[Pari
     twins.train()
     twins.train()
     gathers = _gathers(twins)
-    twins.evaluate(torch.no_grad)  # gathers, and frees, what a forward has kept
+    twins.evaluate(torch.no_grad)  # gathers and frees the parameters that a forward keeps
     loss_of(twins.ours.model, twins.batch())  # without a backward
     twins.train()
     with torch.compiler.set_stance("force_eager"):
@@ -49,8 +49,8 @@ def _train(rank: int, budget: tuple[str, int], inner_backend: str) -> tuple[Pari
     return twins.result, gathers
 
 
-# Two blocks and the root, with Inductor joined by `pack_gathers`; without the budget the blocks are gathered again.
-# What is joined is in test_collectives.py, too.
+# Two blocks and the root, which `pack_gathers` packs with Inductor. A tight budget gathers the blocks twice.
+# test_collectives.py also tests packed gathers.
 @pytest.mark.parametrize(
     ("inner_backend", "budget", "expected_gathers"),
     [
@@ -60,14 +60,14 @@ def _train(rank: int, budget: tuple[str, int], inner_backend: str) -> tuple[Pari
         pytest.param("inductor", ("memory_budget", TIGHT), 5, marks=pytest.mark.slow),
     ],
 )
-def test_what_fits_is_gathered_once(inner_backend: str, budget: tuple[str, int], expected_gathers: int) -> None:
+def test_budget_sets_the_number_of_gathers(inner_backend: str, budget: tuple[str, int], expected_gathers: int) -> None:
     for result, gathers in run_ranks(2, _train, budget, inner_backend):
         assert result.differing == [] if inner_backend == "aot_eager" else result.worst < 2e-6
         assert gathers == expected_gathers
 
 
 class _Wide(nn.Module):
-    """Blocks whose activations take more than their parameters."""
+    """Blocks whose activations are larger than their parameters."""
 
     def __init__(self, blocks: int = 3) -> None:
         super().__init__()
@@ -94,20 +94,20 @@ def _build(budget: int | str | None, inner_backend: str) -> nn.Module:
 
 
 def _smallest(batch: torch.Tensor, inner_backend: str) -> int:
-    """The least budget, as the error says it."""
+    """Return the smallest feasible budget, read from the error message."""
     model = _build(0, inner_backend)
     with pytest.raises(MemoryBudgetError, match=r"expected a memory_budget of at least \d+ bytes") as error:
         model(batch)
     assert all(parameter.grad is None for parameter in model.parameters())
     model.compile(backend="compile_fsdp", options={"inner_backend": "aot_eager", "progress": False})
-    model(batch).backward()  # it stays usable
+    model(batch).backward()  # the model stays usable
     found = re.search(r"at least (\d+) bytes", str(error.value))
     assert found is not None
     return int(found[1])
 
 
 def _by_budget(_: int, rows: int, inner_backend: str) -> list[tuple[int, int, list[torch.Tensor]]]:
-    """Budgets from the smallest on, with the peak of a step and its gradients; the last has no budget."""
+    """Return budget, peak bytes and gradients of steps with increasing budgets, then without a budget."""
     torch.manual_seed(1)
     batch = torch.randn(rows, 32)
     smallest = _smallest(batch, inner_backend)
@@ -135,7 +135,7 @@ def _by_budget(_: int, rows: int, inner_backend: str) -> list[tuple[int, int, li
 @pytest.mark.parametrize(
     "inner_backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 )
-def test_a_step_stays_within_its_budget(inner_backend: str) -> None:
+def test_step_stays_within_its_budget_with_equal_gradients(inner_backend: str) -> None:
     for found in run_ranks(2, _by_budget, 512, inner_backend):
         *_, (_, _, expected) = found
         for budget, peak, grads in found[:-1]:
@@ -148,7 +148,7 @@ def test_a_step_stays_within_its_budget(inner_backend: str) -> None:
 
 
 def _with_other_batches(rank: int) -> list[BudgetDecision]:
-    """The decisions of a rank with a smaller or a larger batch than the other one's; one compiles once more, alone."""
+    """Return a rank's budget decisions. Batch sizes differ by rank, and only rank 0 recompiles."""
     torch.manual_seed(1)
     batch = torch.randn(512 if rank else 128, 32)
     model = _build(1_200_000, "aot_eager")
@@ -158,7 +158,7 @@ def _with_other_batches(rank: int) -> list[BudgetDecision]:
     return [report.decision for report in reports() if report.decision is not None]
 
 
-def test_ranks_with_other_batches_decide_alike() -> None:
+def test_ranks_with_different_batch_sizes_make_equal_budget_decisions() -> None:
     (first, alone), (second,) = run_ranks(2, _with_other_batches)
     assert first == second
     assert first.recomputed

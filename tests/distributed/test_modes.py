@@ -1,4 +1,4 @@
-"""Compiled and eager steps share one state: any order of them trains as eager FSDP2 does."""
+"""Compiled and eager steps in any order train as eager FSDP2, because they share state."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _evaluation_between(rank: int) -> Parity:
 
 
 def _inference_before_training(rank: int) -> Parity:
-    # torch's eager FSDP2 cannot train after a first forward in inference mode (2.13): only ours does that one.
+    # Only compile_fsdp's model runs inference first, because eager FSDP2 cannot train after it (2.13).
     twins = Twins(rank)
     with torch.inference_mode():
         loss_of(twins.ours.model, twins.batch())
@@ -110,7 +110,7 @@ def _changing_batch_sizes(rank: int) -> Parity:
     for rows in (4, 6, 5, 9, 4):
         twins.eager.batch = lambda rows=rows: {"x": torch.randn(rows, 8)}  # type: ignore[method-assign, misc]
         twins.train()
-    # Once for the first size and once for any size; compiled autograd sees the second size as a first one again.
+    # Once for the first size and once for any size. Compiled autograd compiles the second size as static once more.
     directions = [report.direction for report in compile_fsdp.reports()]
     assert directions == ["forward", "backward"] * 2 + ["backward"], directions
     return twins.result
@@ -135,7 +135,7 @@ def _frozen_values_change_between(rank: int, is_listed: bool) -> Parity:
             trained.set_modules_to_backward_prefetch([frozen])
     twins.train()
     for _ in range(2):
-        # No backward uses what one may have gathered of the frozen block.
+        # The next step must not use a copy of the frozen block that a backward gathered before this change.
         for case in (twins.eager, twins.ours):
             with torch.no_grad():
                 for parameter in case.blocks[0].parameters():
@@ -165,8 +165,8 @@ def _backward_in_force_eager(rank: int) -> Parity:
     return twins.result
 
 
-# test_memory_budget.py and test_settings.py evaluate between steps, too, sizes change in test_dynamic.py, and rows of
-# test_features.py freeze and load state dicts between steps.
+# `make test` covers the slow programs elsewhere: test_memory_budget.py and test_settings.py evaluate between steps,
+# test_dynamic.py changes sizes, and test_features.py freezes and loads state dicts between steps.
 @pytest.mark.parametrize(
     "program",
     [
@@ -229,7 +229,7 @@ class _Outer(_Called):
 
 
 @pytest.mark.parametrize("way", ["torch.compile", "outer function"])
-def test_one_graph_each_way(way: str) -> None:
+def test_each_way_to_compile_makes_one_forward_and_one_backward_graph(way: str) -> None:
     for result in run_ranks(2, _ways_to_compile, way):
         assert result.differing == []
         assert result.directions == ["forward", "backward"]
@@ -248,7 +248,7 @@ def _made_traceable(rank: int) -> Parity:
     return twins.result
 
 
-def test_make_traceable() -> None:
+def test_make_traceable_model_is_bitwise_equal_to_eager() -> None:
     for result in run_ranks(2, _made_traceable):
         assert result.differing == []
         assert result.directions == ["forward", "backward"]
@@ -268,7 +268,7 @@ def _input_gradients(rank: int) -> tuple[bool, bool]:
     return torch.equal(grads[0], grads[1]), bool(grads[0].abs().sum() > 0)
 
 
-def test_inputs_that_need_gradients_get_them() -> None:
+def test_input_gradients_are_bitwise_equal_to_eager() -> None:
     assert run_ranks(2, _input_gradients) == [(True, True)] * 2
 
 
@@ -279,7 +279,7 @@ def _world_of_one(rank: int) -> Parity:
     return twins.result
 
 
-def test_single_rank() -> None:
+def test_single_rank_is_bitwise_equal_to_eager() -> None:
     assert run_ranks(1, _world_of_one)[0].differing == []
 
 
@@ -298,7 +298,7 @@ def _eager(rank: int, case_name: str) -> list[str]:
     torch_case, ours = cases
     result = Parity()
     for case in cases:
-        for _ in range(2):  # the second adds to the first's gradients
+        for _ in range(2):  # the second backward accumulates
             (loss_of(case.model, batch) * (rank + 1)).backward()
     compare_grads(result, "gradients", ours.model, torch_case.model)
     assert all(parameter.grad is not None for parameter in ours.model.parameters() if parameter.requires_grad)
@@ -306,5 +306,5 @@ def _eager(rank: int, case_name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("case", ["mlp", "nested", "uneven", "frozen", "transformer_tied", "batch_norm"])
-def test_eager_runs_are_those_of_torch(case: str) -> None:
+def test_uncompiled_model_has_the_gradients_of_torch_fsdp2(case: str) -> None:
     assert run_threads(3, _eager, case) == [[]] * 3

@@ -1,4 +1,4 @@
-"""Compiled training equals torch's eager FSDP2, step by step, and is one forward and one backward graph."""
+"""Compiled training equals eager FSDP2 in each step, with one forward and one backward graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from helpers.ranks.pools import run_ranks
 from helpers.releases.differences import AOT_ROUNDS_OTHERWISE, CUTS_FEWER_PIECES
 
 STEPS = 20
-# What long training is compared on; test_features.py has the others, for a few steps each.
+# Cases that train for long. test_features.py trains the remaining cases for a few steps.
 FULLGRAPH = [
     "mlp",
     "nested",
@@ -35,8 +35,8 @@ def _train(rank: int, case: str, inner_backend: str, steps: int, fullgraph: bool
         return train_both(rank, case, inner_backend, steps, fullgraph)
 
 
-# `make test` leaves to `make test-all` the rows that another row covers, most of all on four ranks, which two cores
-# have to share. Transformers train with Inductor in tests/tools/train/test_command.py.
+# Only `make test-all` runs rows that another row covers, above all rows on four ranks, which two cores have to share.
+# tests/tools/train/test_command.py trains transformers with Inductor.
 AOT_EAGER_ON_TWO = {"nested", "llama"}
 INDUCTOR_ON_TWO = {"uneven"}
 
@@ -67,7 +67,7 @@ def test_inductor_is_equal_within_1e_5(case: str, world_size: int) -> None:
         assert result.windows_removed > 0
 
 
-# Rows of test_programs.py break the graph, too.
+# Slow, because test_programs.py also covers graph breaks.
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_graph_break_is_bitwise_equal(world_size: int) -> None:
@@ -78,7 +78,7 @@ def test_graph_break_is_bitwise_equal(world_size: int) -> None:
 
 
 @pytest.mark.slow
-def test_graph_breaks_in_more_modules_than_dynamo_recompiles_a_function() -> None:
+def test_graph_breaks_in_more_modules_than_dynamos_recompile_limit() -> None:
     for result in run_ranks(2, _train, "graph_breaks", "aot_eager", 3, False, timeout_s=280.0):
         assert result.differing == []
         assert result.directions.count("backward") >= (9 if CUTS_FEWER_PIECES else 10)
@@ -86,6 +86,6 @@ def test_graph_breaks_in_more_modules_than_dynamo_recompiles_a_function() -> Non
 
 
 @pytest.mark.slow
-def test_graph_break_with_inductor() -> None:
+def test_graph_break_with_inductor_is_equal_within_1e_5() -> None:
     for result in run_ranks(2, _train, "graph_break", "inductor", STEPS, False, timeout_s=280.0):
         assert result.worst <= 1e-5, result.differing

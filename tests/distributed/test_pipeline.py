@@ -1,4 +1,4 @@
-"""Pipeline stages that are sharded and compiled train as those of eager FSDP2, by torch's own schedules."""
+"""Sharded and compiled pipeline stages train as in eager FSDP2 under torch's schedules."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def _train(fully_shard: Any, mesh: DeviceMesh, schedule_class: Any, reshards: bool) -> list[torch.Tensor]:
-    """Losses and parameters of three steps on this rank."""
+    """Train for three steps; return this rank's losses and final parameters."""
     pipeline, data = mesh["pp"], mesh["dp"]
     place, size = pipeline.get_local_rank(), pipeline.size()
     count = 2 if issubclass(schedule_class, schedules.PipelineScheduleMulti) else 1
@@ -85,7 +85,7 @@ def _as_eager(rank: int, name: str, reshards: bool) -> bool:
     ("name", "reshards"),
     [
         ("Schedule1F1B", False),
-        # It asks for the gradients of inputs and of parameters apart.
+        # This schedule computes input gradients and parameter gradients separately.
         ("ScheduleInterleavedZeroBubble", False),
         *(
             pytest.param(name, reshards, marks=pytest.mark.slow)
@@ -100,9 +100,9 @@ def _as_eager(rank: int, name: str, reshards: bool) -> bool:
         ),
     ],
 )
-def test_schedules(name: str, reshards: bool) -> None:
+def test_pipeline_schedules_are_bitwise_equal_to_eager(name: str, reshards: bool) -> None:
     if "ZeroBubble" in name or name == "ScheduleDualPipeV":
-        skip_before("2.13")  # its autograd asks a node of Python's for what that does not have
+        skip_before("2.13")  # before, it reads attributes that Python autograd nodes lack
     assert all(run_ranks(4, _as_eager, name, reshards))
 
 
@@ -115,7 +115,7 @@ def _with_tensor_parallelism(rank: int) -> bool:
 
 
 @pytest.mark.slow
-def test_stages_with_tensor_parallelism() -> None:
+def test_stages_with_tensor_parallelism_are_bitwise_equal_to_eager() -> None:
     assert all(run_ranks(8, _with_tensor_parallelism))
 
 
@@ -134,7 +134,7 @@ def _refused(rank: int) -> str:
     return ""
 
 
-def test_a_split_backward_of_layers_compiled_one_by_one_is_refused() -> None:
+def test_split_backward_of_separately_compiled_layers_raises() -> None:
     skip_before("2.13")
     for message in run_ranks(1, _refused):
         assert "take another schedule, such as 1F1B" in message

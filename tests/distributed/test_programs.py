@@ -1,7 +1,7 @@
-"""Random programs: three steps, eager and compiled, are the same in everything.
+"""Random programs give equal results in three eager and three compiled steps.
 
-Op by op, where most must be equal bit by bit, and with Inductor, where the passes run and roundings differ.
-Another seed, for more than the same programs: `pytest -m slow --hypothesis-seed=N distributed/test_programs.py`.
+Op by op, most programs must be bitwise equal. With Inductor, the passes run and rounding differs.
+Pass another seed to draw new programs: `pytest -m slow --hypothesis-seed=N distributed/test_programs.py`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from helpers.ranks.pools import device_type, run_ranks
 
 
 def _train(rank: int, program: Program) -> Parity | None:
-    """What differs; None for what torch's eager FSDP2 cannot train, and for what does not fit into its budget."""
+    """Return the differences; None if eager FSDP2 cannot train the program or its budget is too small."""
     result = Parity()
     try:
         eager = Training(program, torch_fully_shard)
         expected = []
         for number in range(len(program.steps)):
             eager.step(number, rank)
-            assert all(loss < 1e6 for loss in eager.losses)  # or it diverges, and the order of additions is everything
+            assert all(loss < 1e6 for loss in eager.losses)  # else it diverges, and addition order dominates
             expected.append((eager.losses, {n: _gradient(p) for n, p in eager.model.named_parameters()}))
-            reshard(eager.model)  # A frozen one that the backward's checkpoint ran again would lose its change.
+            reshard(eager.model)  # else a frozen module recomputed in the backward loses its update
             drop_gathered_ahead(eager.model)
             eager.update()
     except Exception:
@@ -52,7 +52,7 @@ def _train(rank: int, program: Program) -> Parity | None:
             return None
         for mine, theirs in zip(ours.losses, losses, strict=True):
             compare(result, f"step {number}: loss", mine, theirs)
-        # What cancels leaves any gradient of the size of roundings: that of a layer before a norm, for example.
+        # Gradients that cancel, for example of a layer before a norm, are rounding errors and need a lower bound.
         least = 1e-6 * max((each.abs().max().item() for each in grads.values() if each is not None), default=0.0)
         for name, parameter in ours.model.named_parameters():
             mine, theirs = _gradient(parameter), grads[name]
@@ -88,7 +88,7 @@ KEPT = {
     "a break in a frozen checkpoint": Program(
         Part("chain", (LINEAR, Part("gate", (replace(LINEAR, frozen="all"),), is_checkpointed=True, is_sharded=True)))
     ),
-    # What follows the optimizer's step on the emulated device has to come behind it.
+    # On the emulated device, ops after the optimizer's step have to wait for it.
     "a sharded layer in a checkpoint that breaks": Program(
         Part("chain", (SHARDED, Part("break", (LINEAR,))), is_checkpointed=True)
     ),
@@ -105,7 +105,7 @@ KEPT = {
     "eager code saves what a second forward fills": Program(
         Part("chain", (Part("break", (Part("scale"),), times=2),), keeps=False), APART
     ),
-    # Dynamo gives up on the second of two blocks, which run twice, at its recompile limit.
+    # Both blocks run twice, and Dynamo reaches its recompile limit at the second block.
     "frozen layers run in a graph, and before by eager code": Program(
         Part(
             "break",
@@ -294,40 +294,40 @@ KEPT = {
 }
 
 
-# Eager FSDP2 alone has a race here: a checkpoint runs a module again, torch gathers for it in vain, and its callback at
-# the end of the backward waits for that with the current stream only. The next backward takes the memory. (2.13.0)
+# Only eager FSDP2 has this race (2.13.0). A checkpoint recomputes a module, and torch issues an unused gather.
+# At the end of the backward only the current stream waits for the gather. The next backward reuses its memory.
 RACES_IN_EAGER = {"frozen layers that the partitioner computes again"}
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_kept_programs(name: str) -> None:
+def test_regression_program_matches_eager(name: str) -> None:
     can_train = device_type() != "emulated" or name not in RACES_IN_EAGER
     assert _check(KEPT[name]) is can_train
 
 
-def test_gradients_that_are_added_in_another_order() -> None:
+def test_gradients_added_in_a_different_order_match_within_tolerance() -> None:
     assert _check(Program(Part("chain", (Part("mlp", is_sharded=True, times=2),)), ("sum", "sum", "plain")))
 
 
-# How many programs. On the emulated device an op takes several times as long.
+# Numbers of programs. The emulated device runs fewer, because its ops are several times slower.
 OP_BY_OP, WITH_PASSES = (500, 100) if device_type() == "cpu" else (100, 20)
-LEAST_TRAINED = 0.6  # of the programs that are drawn; the others are refused by eager FSDP2 or by their budget
+LEAST_TRAINED = 0.6  # share of the drawn programs; eager FSDP2 or the budget refuses the rest
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-def test_random_programs() -> None:
+def test_random_programs_match_eager() -> None:
     _check_many(OP_BY_OP, lambda program: program)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-def test_random_programs_with_the_passes() -> None:
+def test_random_programs_match_eager_with_inductor() -> None:
     _check_many(WITH_PASSES, lambda program: comparable(replace(program, inner_backend="inductor")))
 
 
 def _check_many(count: int, change: Callable[[Program], Program]) -> None:
-    """Train `count` random programs, each changed first; fails if one differs, or if too few train."""
+    """Train `count` random programs after `change`; fail if a program differs or if too few train."""
     outcomes: Counter[bool] = Counter()
 
     @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
@@ -343,8 +343,8 @@ def _check_many(count: int, change: Callable[[Program], Program]) -> None:
 
 
 def _check(program: Program) -> bool:
-    """Whether torch's eager FSDP2 can train the program; then it has trained equally."""
-    results = run_ranks(2, _train, program, timeout_s=600.0)  # C++ of the largest takes minutes
+    """Return whether the program can be trained; assert that compiled training matches eager FSDP2."""
+    results = run_ranks(2, _train, program, timeout_s=600.0)  # the largest C++ compiles for minutes
     for result in results:
         assert result is None or result.worst <= program.tolerance, result.differing
     return None not in results

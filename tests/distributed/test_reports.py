@@ -1,4 +1,4 @@
-"""What `compile_fsdp.reports()` and the log say of a compiled step, of one rank whose collectives do nothing."""
+"""`compile_fsdp.reports()` and log lines of a compiled step on one rank of a fake world."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _step(options: dict[str, Any], backward: bool = True) -> tuple[list[compile_
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    compile_fsdp.reset_reports()  # of other tests of this process
+    compile_fsdp.reset_reports()  # drop reports of earlier tests
     try:
         with fake_world(2), without_graph_caches():
             case = build("mlp", compile_fsdp.fully_shard)
@@ -36,9 +36,9 @@ def _step(options: dict[str, Any], backward: bool = True) -> tuple[list[compile_
     return reports, lines
 
 
-def test_windows_of_the_blocks_go_and_those_of_the_root_stay() -> None:
+def test_windows_are_removed_for_blocks_and_kept_for_the_root() -> None:
     (forward, backward), lines = _step({})
-    # Two blocks of seven parameters; the root's four are kept from forward to backward.
+    # Two blocks have seven parameters each; the root's four stay unsharded from forward to backward.
     root = {"inp.weight", "inp.bias", "out.weight", "out.bias"}
     for report, direction, reason in (
         (forward, "forward", "open at return"),
@@ -46,7 +46,7 @@ def test_windows_of_the_blocks_go_and_those_of_the_root_stay() -> None:
     ):
         assert (report.direction, report.inner_backend, report.cached) == (direction, "inductor", False)
         assert (report.windows_removed, report.copies_removed, report.resizes_removed) == (14, 14, 28)
-        # In the backward another pass takes out the buffers of gradients that were never copied.
+        # In the backward, a second pass removes gradient buffers that no copy fills.
         assert report.nodes_before - report.nodes_after == (42 if direction == "forward" else 78)
         assert {fqn for fqn, _ in report.kept} == root
         assert {why for _, why in report.kept} == {reason}
@@ -54,13 +54,13 @@ def test_windows_of_the_blocks_go_and_those_of_the_root_stay() -> None:
     assert sum("14 windows removed" in line for line in lines) == 2, lines
 
 
-def test_a_disabled_pass_does_not_run() -> None:
+def test_disabled_pass_does_not_run() -> None:
     (forward,), _ = _step({"disabled_passes": {"remove_unshard_copies"}}, backward=False)
     assert forward.windows_removed == 0
     assert forward.nodes_before == forward.nodes_after
 
 
-def test_other_inner_backends_are_reported_without_passes() -> None:
+def test_aot_eager_reports_contain_no_pass_results() -> None:
     (forward, backward), _ = _step({"inner_backend": "aot_eager"})
     assert (forward.direction, backward.direction) == ("forward", "backward")
     assert forward.inner_backend == "aot_eager"

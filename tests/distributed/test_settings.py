@@ -1,4 +1,4 @@
-"""Global settings of torch, set before or between steps: compiled steps still do what eager FSDP2 does."""
+"""Compiled steps match eager FSDP2 if torch's global settings change before or between steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SETTINGS = {each.__name__: each for each in (deterministic, default_dtype, anoma
 
 def _train_under(rank: int, name: str, inner_backend: str) -> tuple[list[str], float, int]:
     setting: Callable[[], contextmanager[None]] = SETTINGS[name]
-    # Of an embedding's gradient torch has a deterministic kernel and another; and tokens have no floating-point dtype.
+    # "embedded", because embedding gradients have a separate deterministic kernel and tokens are integers.
     case = "mlp" if name == "anomaly" else "embedded"
     with setting():
         twins = Twins(rank, case, options={"inner_backend": inner_backend})
@@ -43,13 +43,13 @@ def _train_under(rank: int, name: str, inner_backend: str) -> tuple[list[str], f
     return twins.result.differing, twins.result.worst, graphs
 
 
-# A setting changes what is traced, which op by op and with Inductor is the same.
+# Inductor is slow to test and adds little, because settings change only tracing, which both inner backends share.
 INNER_BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("inner_backend", INNER_BACKENDS)
 @pytest.mark.parametrize("name", list(SETTINGS))
-def test_setting(name: str, inner_backend: str) -> None:
+def test_steps_match_eager_under_a_global_setting(name: str, inner_backend: str) -> None:
     for differing, worst, graphs in run_ranks(2, _train_under, name, inner_backend):
         assert worst < 1e-5
         assert differing == [] or inner_backend == "inductor"
@@ -66,7 +66,7 @@ def _infer(rank: int) -> tuple[list[str], bool]:
     return twins.result.differing, torch.equal(*losses)
 
 
-def test_inference_mode_between_steps() -> None:
+def test_inference_mode_between_steps_matches_eager() -> None:
     assert run_ranks(2, _infer) == [([], True)] * 2
 
 
@@ -83,6 +83,6 @@ def _train_on_nan(rank: int, inner_backend: str) -> str:
 
 
 @pytest.mark.parametrize("inner_backend", INNER_BACKENDS)
-def test_anomaly_mode_names_a_gradient_that_is_nan(inner_backend: str) -> None:
+def test_anomaly_mode_error_names_the_nan_gradient(inner_backend: str) -> None:
     for message in run_ranks(2, _train_on_nan, inner_backend):
         assert "expected no nan in the gradient of " in message

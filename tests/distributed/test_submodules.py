@@ -1,4 +1,4 @@
-"""Modules that are not the root, called and compiled by themselves, train as with eager FSDP2."""
+"""Submodules that are called or compiled separately train as with eager FSDP2."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _train(model: Any, program: Any) -> list[torch.Tensor]:
 
 
 def _as_eager(rank: int, name: str, way: str, together: bool) -> list[int]:
-    """Positions of what differs."""
+    """Return the positions of results that differ between eager and compiled training."""
     program = _PROGRAMS[name]
     eager, ours = (_build(shard, together) for shard in (torch_fully_shard, compile_fsdp.fully_shard))
     expected, found = _train(eager, program), _train(ours, _WAYS[way](ours, program))
@@ -154,7 +154,7 @@ def test_programs(name: str, way: str, together: bool) -> None:
 
 
 def _without_a_root(rank: int, inner_backend: str) -> tuple[float, list[int], list[int]]:
-    """Two layers of a model are sharded, and nothing that contains them."""
+    """Train a model with two sharded layers and no sharded parent."""
     results: list[list[torch.Tensor]] = []
     issued: list[list[int]] = []
     for fully_shard in (torch_fully_shard, compile_fsdp.fully_shard):
@@ -182,7 +182,7 @@ def _without_a_root(rank: int, inner_backend: str) -> tuple[float, list[int], li
 
 
 @pytest.mark.parametrize("inner_backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_several_roots_in_one_graph(inner_backend: str) -> None:
+def test_several_fsdp_roots_in_one_graph_match_eager(inner_backend: str) -> None:
     for difference, ours, eager in run_ranks(2, _without_a_root, inner_backend):
         assert difference <= (0 if inner_backend == "aot_eager" else 1e-6)
         assert ours == eager

@@ -1,4 +1,4 @@
-"""Ways of training that users have beside a plain loop, compiled as with eager FSDP2."""
+"""Training styles beyond a plain loop, compared with eager FSDP2."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Block(nn.Module):
 
 
 class _Experts(nn.Module):
-    """Tokens go to the two best of four experts, each as many as come."""
+    """Mixture of four experts: top-2 routing without a capacity limit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class _Experts(nn.Module):
 
 
 class _GroupedExperts(nn.Module):
-    """As `_Experts`, with one matrix product for all of them, whatever the number of tokens that each gets."""
+    """`_Experts` with one grouped matrix product for any number of tokens per expert."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class _GroupedExperts(nn.Module):
 
 
 class _SplitAttention(nn.Module):
-    """Ranks hold parts of one sequence: heads are exchanged for positions before the attention, and back behind it."""
+    """Attention over a sequence split across ranks: all-to-alls swap positions and heads before and after."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def _context_parallel(fully_shard: Any, compiles: Any, rank: int) -> list[torch.
 
 
 def _lengths(fully_shard: Any, compiles: Any, rank: int) -> list[torch.Tensor]:
-    """Batches of another size in each step, and on each rank."""
+    """Batch sizes that differ by step and by rank."""
     model = _build(fully_shard, compiles)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(8):
@@ -165,7 +165,7 @@ def _functional(fully_shard: Any, compiles: Any, rank: int) -> list[torch.Tensor
 
 
 def _muon(fully_shard: Any, compiles: Any, rank: int) -> list[torch.Tensor]:
-    """An optimizer that needs whole matrices: it gathers each, and every rank keeps its part of the update."""
+    """An optimizer that gathers whole matrices; each rank keeps its shard of the update."""
     model = _build(fully_shard, compiles)
     momenta: dict[nn.Parameter, torch.Tensor] = {}
     for step in range(3):
@@ -204,7 +204,7 @@ def _averaged(fully_shard: Any, compiles: Any, rank: int) -> list[torch.Tensor]:
 
 
 def _adapters(fully_shard: Any, compiles: Any, rank: int) -> list[torch.Tensor]:
-    """A frozen base; every other step trains with adapters, of which there are two sets in turn."""
+    """A frozen base with two alternating sets of adapters; step 2 runs without adapters."""
     torch.manual_seed(0)
     model: Any = _Model(_Block)
     sets = [[nn.Linear(_WIDTH, 2 * _WIDTH) for _ in model.blocks] for _ in range(2)]
@@ -229,7 +229,7 @@ def _adapters(fully_shard: Any, compiles: Any, rank: int) -> list[torch.Tensor]:
 
 
 def _parameter_hooks(fully_shard: Any, compiles: Any, rank: int) -> list[torch.Tensor]:
-    """Hooks on sharded parameters, of both kinds."""
+    """Hooks on sharded parameters, registered before the first step and between steps."""
     model = _build(fully_shard, compiles)
     seen: list[torch.Tensor] = []
     first, second, *_ = model.parameters()
@@ -264,17 +264,17 @@ def _as_eager(rank: int, name: str, inner_backend: str) -> list[float]:
     return [(one - other).abs().max().item() for one, other in zip(ours, eager, strict=True)]
 
 
-# test_dynamic.py trains on changing lengths, too.
+# "lengths" is slow, because test_dynamic.py also covers changing sizes.
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name == "lengths" else ()) for name in _STYLES]
 )
-def test_as_eager(name: str) -> None:
+def test_aot_eager_is_bitwise_equal_to_eager(name: str) -> None:
     for differences in run_ranks(2, _as_eager, name, "aot_eager"):
         assert max(differences) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", _STYLES)
-def test_with_the_passes(name: str) -> None:
+def test_inductor_is_equal_to_eager_within_1e_5(name: str) -> None:
     for differences in run_ranks(2, _as_eager, name, "inductor"):
         assert max(differences) < 1e-5

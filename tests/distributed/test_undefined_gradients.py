@@ -1,4 +1,4 @@
-"""What a loss does not use of a model's outputs leaves gradients None, as without torch.compile."""
+"""Model outputs that the loss does not use leave gradients None, as in eager FSDP2."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Loss = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 
 class _Heads(nn.Module):
-    """A trunk, and three heads: the last one is on top of the second, and shares a layer with it."""
+    """A trunk and three heads; the third head takes the second head's output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class _Heads(nn.Module):
 
 
 class _Cut(_Heads):
-    """The same, with a graph break behind the trunk."""
+    """`_Heads` with a graph break after the trunk."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         x = self.trunk(x)
@@ -73,7 +73,7 @@ def _build(fully_shard: Any, model_class: type[nn.Module] = _Heads) -> Any:
 def _train(
     model: Any, losses: Sequence[Loss], seen: list[int] | None = None
 ) -> tuple[list[list[bool]], list[torch.Tensor]]:
-    """Which parameters had a gradient in each step, and what they are at the end; `seen` gets counts of collectives."""
+    """Return parameters with gradients by step, and final parameters; append collective counts to `seen`."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.5)
     have = []
     for step, loss in enumerate(losses):
@@ -95,8 +95,10 @@ _Found = tuple[list[bool], bool, tuple[list[int], list[int]], dict[str, int]]
 
 
 def _as_eager(rank: int, options: dict[str, Any], is_cut: bool) -> _Found:
-    """Whether each parameter ends equal to the eager one, and whether the same ones had gradients in each step;
-    how many collectives each backward issued, eager and compiled; how many graphs were compiled in each direction.
+    """Compare compiled training with eager FSDP2.
+
+    Returns whether each final parameter is equal, whether equal parameters had gradients in each step, collective
+    counts of the backwards (eager, compiled) and the number of compiled graphs by direction.
     """
     eager, ours = (_build(shard, _Cut if is_cut else _Heads) for shard in (torch_fully_shard, compile_fsdp.fully_shard))
     ours.compile(backend="compile_fsdp", fullgraph=not is_cut, options=options)
@@ -113,14 +115,14 @@ def _as_eager(rank: int, options: dict[str, Any], is_cut: bool) -> _Found:
 
 
 @pytest.mark.parametrize("inner_backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_gradients_are_none_as_in_eager(inner_backend: str) -> None:
+def test_unused_outputs_leave_gradients_none_as_in_eager(inner_backend: str) -> None:
     for equal, have_equal, (eager, ours), graphs in run_ranks(2, _as_eager, {"inner_backend": inner_backend}, False):
         assert have_equal and all(equal)
         assert graphs == {"forward": 1, "backward": 4}
-        assert ours == eager  # nothing is gathered for what the loss does not use
+        assert ours == eager  # no gathers for outputs that the loss does not use
 
 
-def test_gradients_are_none_where_a_graph_is_cut() -> None:
+def test_unused_outputs_leave_gradients_none_with_a_graph_break() -> None:
     for equal, have_equal, _, graphs in run_ranks(2, _as_eager, {"inner_backend": "aot_eager"}, True):
         assert have_equal and all(equal)
         assert graphs == {"forward": 3, "backward": 5}
@@ -131,12 +133,12 @@ def _replayed(rank: int) -> tuple[tuple[int, int], bool, bool]:
     replaying.compile(
         backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager", "replay": True}
     )
-    losses = (_second, _main, _second, _third, _second)  # the first two are of outputs of one shape
+    losses = (_second, _main, _second, _third, _second)  # the first two use outputs of equal shape
     (expected_have, expected), (have, found) = (_train(model, losses) for model in (eager, replaying))
     return count_replays(replaying), have == expected_have, all(map(torch.equal, found, expected))
 
 
-def test_a_backward_is_run_again_for_the_same_outputs_only() -> None:
+def test_backward_is_replayed_only_if_the_loss_uses_the_recorded_outputs() -> None:
     skip_before("2.13")
     for replays, have_equal, equal in run_ranks(2, _replayed):
         assert replays == (4, 2)
@@ -164,8 +166,8 @@ def _hooks(rank: int) -> tuple[list[str], list[str]]:
     return records[0], records[1]
 
 
-def test_hooks_are_called_as_in_eager() -> None:
-    skip_before("2.13")  # 2.11 forgets what a hook appends to a list
+def test_gradient_hooks_run_as_in_eager() -> None:
+    skip_before("2.13")  # 2.11 loses items that a hook appends to a list
     for eager, ours in run_ranks(2, _hooks):
         assert len(eager) == 4
         assert ours == eager

@@ -1,4 +1,4 @@
-"""What a user does to gathers of a compiled model: unshards pending, and roots that share their streams."""
+"""User control over gathers of a compiled model: pending unshards and shared streams."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _pending(rank: int, name: str) -> tuple[bool, list[int], list[int]]:
 
 
 @pytest.mark.parametrize("name", _BEFORE)
-def test_pending_unshards_are_completed(name: str) -> None:
+def test_pending_unshards_are_completed_as_in_eager(name: str) -> None:
     for equal, ours, eager in run_ranks(2, _pending, name):
         assert equal
         assert ours == eager
@@ -101,8 +101,8 @@ def _shared(rank: int) -> tuple[bool, list[int], list[int]]:
     return all(map(torch.equal, *results)), issued[1], issued[0]
 
 
-def test_roots_that_share_their_streams() -> None:
+def test_roots_with_a_shared_comm_context_match_eager() -> None:
     for equal, ours, eager in run_ranks(2, _shared):
         assert equal
         assert ours[1:] == eager[1:]
-        assert ours[0] <= eager[0]  # where the first root's backward gathers ahead for the second one once more
+        assert ours[0] <= eager[0]  # here eager's first root prefetches the second root in its backward

@@ -1,4 +1,4 @@
-"""The user's own hooks on sharded modules run in the order, and see the parameters, that eager FSDP2 shows them."""
+"""User hooks on sharded modules run in eager FSDP2's order and see equal parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from helpers.ranks.pools import run_ranks
 
 
 def _watch(case: Case, seen: list[str]) -> None:
-    """Register hooks on both sides of a block's and the root's forward, some before the others."""
+    """Register appended and prepended forward hooks and pre-hooks on a block and on the root."""
 
     def note(module: nn.Module, what: str) -> None:
         parameter = next(module.parameters())
@@ -61,7 +61,7 @@ def test_forward_hooks_run_as_in_eager() -> None:
 
 
 def _gradients_equal(rank: int, case_name: str, configure: Callable[[Case], None]) -> list[bool]:
-    """By parameter, whether two steps, eager and compiled, of a model with hooks gave the same gradients."""
+    """Return for each parameter whether eager and compiled steps with hooks give equal gradients."""
     results = []
     for fully_shard in (torch_fully_shard, compile_fsdp.fully_shard):
         case = build(case_name, fully_shard)
@@ -88,13 +88,13 @@ def _output_hooks(rank: int, name: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("case", ["mlp", "nested"])
-def test_hooks_that_change_outputs_and_gradients(case: str) -> None:
+def test_hooks_that_change_outputs_and_gradients_match_eager(case: str) -> None:
     for equal in run_ranks(2, _output_hooks, case):
         assert all(equal)
 
 
 def _module_backward_hooks(rank: int) -> list[bool]:
-    """Hooks on a block's backward, one that changes the gradient of its input."""
+    """A full backward hook on a block that halves its input's gradient."""
 
     def halve(module: nn.Module, inputs: Any, outputs: Any) -> Any:
         return (inputs[0] * 0.5,)
@@ -102,13 +102,13 @@ def _module_backward_hooks(rank: int) -> list[bool]:
     return _gradients_equal(rank, "mlp", lambda case: case.blocks[1].register_full_backward_hook(halve))
 
 
-def test_module_backward_hooks() -> None:
+def test_full_backward_hook_that_changes_gradients_matches_eager() -> None:
     for equal in run_ranks(2, _module_backward_hooks):
         assert all(equal)
 
 
 class _Recomputed(nn.Module):
-    """A checkpoint that begins with a frozen layer, whose backward runs through a hook that cannot be traced."""
+    """A checkpoint that begins with a frozen layer, with an untraceable gradient hook on its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class _Messages(logging.Handler):
 
 
 def _backward_op_by_op(rank: int) -> tuple[bool, list[str], int]:
-    """Whether two steps gave eager's gradients, what was logged, and the bytes that stayed unsharded."""
+    """Return whether gradients equal eager's, the log messages and the bytes that stay unsharded."""
     results = []
     messages, logger = _Messages(), logging.getLogger("compile_fsdp")
     logger.addHandler(messages)
@@ -157,7 +157,7 @@ def _backward_op_by_op(rank: int) -> tuple[bool, list[str], int]:
     return all(map(torch.equal, *results)), messages.texts, unsharded_bytes(model)
 
 
-def test_a_backward_that_runs_op_by_op_gathers_what_a_checkpoint_computes_again() -> None:
+def test_backward_run_op_by_op_gathers_parameters_for_recomputation() -> None:
     for equal, messages, unsharded in run_ranks(2, _backward_op_by_op):
         assert equal
         assert unsharded == 0
@@ -169,7 +169,7 @@ class _Undo(RuntimeError):
 
 
 def _optimizer_in_backward(rank: int) -> tuple[list[tuple[str, int]], bool, bool, str, bool]:
-    """Hooks on sharded parameters: by call, whose it was and how many collectives there had been; what they see."""
+    """Run post-accumulate-grad hooks; return calls (parameter, collectives so far) and check results."""
     case = build("mlp", compile_fsdp.fully_shard)
     case.model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
     names = {parameter: name for name, parameter in case.model.named_parameters()}
@@ -220,7 +220,7 @@ def _by_call(names: dict[Any, str], calls: list[tuple[str, int]]) -> list[Any]:
     return [parameters[name] for name, _ in calls]
 
 
-def test_hooks_of_sharded_parameters_run_between_the_collectives_of_the_backward() -> None:
+def test_parameter_hooks_run_between_the_collectives_of_the_backward() -> None:
     for calls, same, differentiable, raised, recovered in run_ranks(2, _optimizer_in_backward):
         counts: dict[str, set[int]] = {}
         for name, count in calls:
