@@ -17,7 +17,7 @@ def namespace() -> str:
 
 @pytest.fixture
 def library(namespace: str) -> Iterator[torch.library.Library]:
-    """The owner of everything a test defines in its namespace."""
+    """Owner of the ops and kernels that a test defines in its namespace."""
     library = torch.library.Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
     yield library
     library._destroy()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Checking and supplying, in namespaces of their own: all missing, some missing, something different."""
+"""Checked and supplied ops, in test namespaces: all missing, some missing, or different."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def some_kernel(tensor: Tensor, data: Tensor) -> None:
     tensor.fill_(7)
 
 
-def test_everything_missing_is_supplied(namespace: str, library: Library) -> None:
+def test_missing_kernels_are_supplied(namespace: str, library: Library) -> None:
     definition = define_copy(f"{namespace}::copy_")
     op = get_or_define_op(definition, library)
     assert ensure_definition(definition, library) == ALL_KEYS
@@ -39,7 +39,7 @@ def test_everything_missing_is_supplied(namespace: str, library: Library) -> Non
     assert tensor.tolist() == [[0.0, 1.0, 2.0]] * 2
 
 
-def test_a_second_time_supplies_nothing(namespace: str, library: Library) -> None:
+def test_second_call_supplies_nothing(namespace: str, library: Library) -> None:
     definition = define_copy(f"{namespace}::copy_")
     op = get_or_define_op(definition, library)
     ensure_definition(definition, library)
@@ -47,7 +47,7 @@ def test_a_second_time_supplies_nothing(namespace: str, library: Library) -> Non
     assert get_or_define_op(definition, library) is op
 
 
-def test_a_kernel_that_is_there_is_kept(namespace: str, library: Library) -> None:
+def test_existing_kernel_is_kept(namespace: str, library: Library) -> None:
     definition = define_copy(f"{namespace}::copy_")
     op = get_or_define_op(definition, library)
     library.impl("copy_", some_kernel, "CPU")  # type: ignore[no-untyped-call]
@@ -89,7 +89,7 @@ def test_supplied_kernels_live_as_long_as_their_library(namespace: str) -> None:
         pytest.param("copy_(Tensor data, Tensor(a!) tensor) -> ()", id="other order"),
     ],
 )
-def test_another_schema_is_refused(namespace: str, library: Library, schema: str) -> None:
+def test_different_schema_is_refused(namespace: str, library: Library, schema: str) -> None:
     library.define(schema)  # type: ignore[no-untyped-call]
     definition = define_copy(f"{namespace}::copy_")
     with pytest.raises(OpDefinitionError) as error:
@@ -97,11 +97,11 @@ def test_another_schema_is_refused(namespace: str, library: Library, schema: str
     assert f"expected the op {namespace}::copy_(Tensor(a!) tensor, Tensor data) -> ()" in str(error.value)
     assert f"found {namespace}::{schema}" in str(error.value)
     assert "install torch" in str(error.value)
-    # A refused op is left as it was found.
+    # A refused op gets no kernel.
     assert not any(dispatch.has_kernel(definition.name, key) for key in ALL_KEYS)
 
 
-def test_a_kernel_that_only_torch_can_have_is_named(namespace: str, library: Library) -> None:
+def test_error_names_a_missing_kernel_that_only_torch_has(namespace: str, library: Library) -> None:
     definition = replace(
         define_copy(f"{namespace}::copy_"), kernels={"CPU": some_kernel, "Functionalize": None}
     )
@@ -113,7 +113,7 @@ def test_a_kernel_that_only_torch_can_have_is_named(namespace: str, library: Lib
     assert not dispatch.has_kernel(definition.name, "CPU")
 
 
-def test_an_op_that_only_torch_can_define_is_named(namespace: str) -> None:
+def test_error_names_a_missing_op_that_only_torch_defines(namespace: str) -> None:
     definition = OpDefinition(name=f"{namespace}::absent", signature="() -> ()", kernels={})
     assert find_op(definition.name) is None
     with pytest.raises(
@@ -123,7 +123,7 @@ def test_an_op_that_only_torch_can_define_is_named(namespace: str) -> None:
 
 
 def test_a_supplied_op_is_not_dead_code(namespace: str, library: Library) -> None:
-    # Not the copy: fx keeps whatever declares a write. This one declares nothing, as the resize does.
+    # Not the copy, because fx keeps ops that declare a write. This op declares none, like the resize.
     definition = OpDefinition(f"{namespace}::note", "(Tensor data) -> ()", {"CPU": lambda data: None})
     op = get_or_define_op(definition, library)
     graph = fx.Graph()
@@ -140,7 +140,7 @@ def test_a_supplied_op_passes_through_functionalization(namespace: str, library:
     ensure_definition(definition, library)
 
     def fill(tensor: Tensor, data: Tensor) -> Tensor:
-        data.view(-1).mul_(2)  # A write through an alias: pending until the op asks for it.
+        data.view(-1).mul_(2)  # A write through an alias, pending until the op reads `data`.
         op(tensor, data)
         return tensor + 1
 
@@ -154,7 +154,7 @@ def test_a_supplied_op_passes_through_functionalization(namespace: str, library:
     assert tensor.tolist() == [2.0, 2.0]
 
 
-def test_a_constant_passes_through_functionalization(namespace: str, library: Library) -> None:
+def test_supplied_op_takes_a_constant_in_functionalization(namespace: str, library: Library) -> None:
     definition = define_copy(f"{namespace}::copy_")
     op = get_or_define_op(definition, library)
     ensure_definition(definition, library)

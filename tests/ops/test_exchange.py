@@ -1,4 +1,4 @@
-"""Between two gloo ranks, collectives exchange one message each way, to the bit what gloo's own make."""
+"""Two gloo ranks exchange one message each way; results are bitwise equal to gloo's collectives."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _world() -> str:
 
 
 def _calls(run: Iterator[torch.Tensor]) -> list[tuple[torch.Tensor, str]]:
-    """Each result, and the collectives by which it was made."""
+    """Each result, and the collectives that made it."""
     found = []
     while True:
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
@@ -58,14 +58,14 @@ def _exchanges(rank: int, dtype: torch.dtype) -> list[bool]:
             expected = wait(torchs.reduce_scatter_tensor(x, reduce_op, 2, world))
             launched = reduce_scatter_tensor(x, reduce_op, 2, world, "")
             received = wait(launched)
-            wait(received)  # nothing is added twice
+            wait(received)  # a second wait adds nothing
             equal.append(torch.equal(received, expected))
         equal.append(torch.equal(x, kept))
     return equal
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_bits_are_those_of_gloos_collectives(dtype: torch.dtype) -> None:
+def test_results_are_bitwise_equal_to_gloos_collectives(dtype: torch.dtype) -> None:
     assert run_ranks(2, _exchanges, dtype) == [[True] * 8] * 2
 
 
@@ -88,7 +88,7 @@ def _kinds(rank: int) -> dict[str, str]:
 EXCHANGE, GATHER, REDUCE = "c10d::alltoall_base_", "c10d::_allgather_base_", "c10d::_reduce_scatter_base_"
 
 
-def test_two_ranks_exchange_what_they_can_add() -> None:
+def test_two_ranks_exchange_gathers_and_floating_point_means() -> None:
     exchanged = dict.fromkeys(("gather", "gather of a view", "mean"), EXCHANGE)
     for kinds in run_ranks(2, _kinds):
         others = [kinds.pop(kind) for kind in ("maximum", "sum of integers", "gather of nothing")]
@@ -109,9 +109,9 @@ def _forget(rank: int) -> list[float]:
         all_gather_into_tensor(torch.ones(4), 2, world, "")
         gc.collect()
     launched = [reduce_scatter_tensor(torch.full((4,), float(i)), "avg", 2, world, "") for i in range(3)]
-    gc.collect()  # what is sent belongs to nobody else
+    gc.collect()  # nothing else owns the sent tensors
     return [wait(each)[0].item() for each in reversed(launched)]
 
 
-def test_what_nobody_waits_for_does_no_harm() -> None:
+def test_collective_without_a_wait_does_no_harm() -> None:
     assert run_ranks(2, _forget) == [[2.0, 1.0, 0.0]] * 2

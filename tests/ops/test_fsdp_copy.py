@@ -1,4 +1,4 @@
-"""`fsdp.copy_` as torch and `ensure_ops` leave it: definition, dispatch, and what tracing makes of it."""
+"""`fsdp.copy_` after `ensure_ops`: definition, dispatch and traced graphs."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ def test_schema() -> None:
 
 @pytest.mark.parametrize("key", [*DEVICE_KEYS, "Functionalize"])
 def test_every_dispatch_key_has_a_kernel(key: str) -> None:
-    gc.collect()  # The supplied kernels have to outlive the call that supplied them.
+    gc.collect()  # Supplied kernels outlive the call that supplied them.
     assert dispatch.has_kernel("fsdp::copy_", key)
 
 
 @pytest.mark.parametrize("key", DEVICE_KEYS)
 def test_every_device_kernel_copies(key: str) -> None:
-    # No such device is here, so its kernel is called by its key, with tensors that are.
+    # Call the kernel by its key, with CPU tensors, because the device is missing.
     tensor = torch.zeros(2, 2)
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     copy_.redispatch(keys, tensor, torch.tensor([1, 2]))
     assert tensor.tolist() == [[1.0, 2.0], [1.0, 2.0]]
 
 
-def test_it_returns_nothing_and_counts_as_a_write() -> None:
+def test_copy_returns_nothing_and_counts_as_a_write() -> None:
     tensor = torch.zeros(2)
     version = tensor._version
     assert copy_(tensor, torch.ones(2)) is None
     assert tensor._version > version
 
 
-def test_it_is_not_dead_code() -> None:
+def test_copy_is_not_dead_code() -> None:
     graph = fx.Graph()
     tensor, data = graph.placeholder("tensor"), graph.placeholder("data")
     unused = graph.call_function(torch.ops.aten.neg.default, (data,))
@@ -67,12 +67,12 @@ def fill_and_read(tensor: Tensor, data: Tensor) -> Tensor:
     return tensor + 1
 
 
-def test_functionalization_leaves_it_a_write() -> None:
+def test_functionalization_keeps_the_write() -> None:
     traced = make_fx(torch.func.functionalize(fill_and_read))(torch.zeros(3), torch.ones(3))
     assert_one_write(traced.graph)
 
 
-def test_aot_autograd_leaves_it_a_write() -> None:
+def test_aot_autograd_keeps_the_write() -> None:
     graphs: list[fx.Graph] = []
 
     def keep(graph_module: fx.GraphModule, _: object) -> Callable[..., object]:
@@ -97,14 +97,14 @@ def assert_one_write(graph: fx.Graph) -> None:
     assert [n for n in graph.nodes if n.op == "call_function" and n.target._schema.is_mutable] == [copy]
 
 
-def test_meta_tensors() -> None:
+def test_copy_of_meta_tensors_checks_shapes() -> None:
     tensor = torch.empty(2, 3, device="meta", dtype=torch.bfloat16)
     assert copy_(tensor, torch.empty(3, device="meta")) is None
     with pytest.raises(RuntimeError):
         copy_(tensor, torch.empty(4, device="meta"))
 
 
-def test_fake_tensors() -> None:
+def test_copy_of_fake_tensors_checks_shapes() -> None:
     with FakeTensorMode():
         tensor = torch.empty(2, 3, dtype=torch.bfloat16)
         assert copy_(tensor, torch.empty(3)) is None

@@ -56,7 +56,7 @@ LAYOUTS = (contiguous, transposed, every_other, without_first, overlapping)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a copy leaves behind: the storage of the destination, or the type of the error."""
+    """Result of a copy: the bytes of the destination's storage, and the type of the error."""
 
     error: type[BaseException] | None
     storage: bytes
@@ -69,7 +69,7 @@ def outcome(write: Callable[[Tensor, Tensor], object], base: Tensor, view: Layou
         write(view(base), data)
     except Exception as raised:
         error = type(raised)
-    # Bytes, because NaN differs from itself, and of the storage, because a view must leave the rest alone.
+    # Bytes, because NaN differs from itself; of the whole storage, because a view must not write the rest.
     return Outcome(error, bytes(base.untyped_storage()))
 
 
@@ -79,14 +79,14 @@ def ops() -> None:
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype, start: int) -> Tensor:
-    # Small and not negative: what a conversion out of range gives is undefined and may vary.
+    # Small and not negative, because the result of a conversion out of range is undefined.
     numel = torch.Size(shape).numel()
     return (torch.arange(start, start + numel) * 0.75).reshape(shape).to(dtype)
 
 
 @st.composite
 def broadcast_source(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape that broadcasts to `shape`: leading dimensions dropped, others set to 1."""
+    """A shape that broadcasts to `shape`: leading dimensions dropped, some set to 1."""
     dropped = draw(st.integers(0, len(shape)))
     return tuple(draw(st.sampled_from((size, 1))) for size in shape[dropped:])
 
@@ -94,7 +94,7 @@ def broadcast_source(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[int, ...]
 @pytest.mark.filterwarnings("ignore:Casting complex values to real")
 @settings(deadline=None, max_examples=200)
 @given(st.data(), shapes, st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.sampled_from(LAYOUTS))
-def test_any_copy(
+def test_copy_equals_tensor_copy(
     data: st.DataObject,
     shape: tuple[int, ...],
     dtype: torch.dtype,
@@ -102,7 +102,7 @@ def test_any_copy(
     view: Layout,
 ) -> None:
     base = values(shape, dtype, start=1)
-    # Half of the sources fit, the others are arbitrary and are mostly refused.
+    # Half of the sources fit; the rest are arbitrary and mostly refused.
     source_shape = data.draw(st.one_of(broadcast_source(tuple(view(base).shape)), shapes))
     source = values(source_shape, source_dtype, start=40)
     if data.draw(st.booleans()):
@@ -112,7 +112,7 @@ def test_any_copy(
 
 @settings(deadline=None, max_examples=50)
 @given(shapes, st.data())
-def test_any_meta_copy(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_meta_copy_equals_tensor_copy(shape: tuple[int, ...], data: st.DataObject) -> None:
     source_shape = data.draw(st.one_of(broadcast_source(shape), shapes))
     raised: list[type[Exception] | None] = []
     for write in (copy_, Tensor.copy_):
@@ -126,13 +126,13 @@ def test_any_meta_copy(shape: tuple[int, ...], data: st.DataObject) -> None:
     assert raised[0] is raised[1]
 
 
-def test_a_copy_onto_itself() -> None:
+def test_copy_onto_itself_changes_nothing() -> None:
     tensor = torch.arange(4.0)
     copy_(tensor, tensor)
     assert tensor.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_a_leaf_that_requires_grad_is_refused() -> None:
+def test_leaf_that_requires_grad_is_refused() -> None:
     for write in (copy_, Tensor.copy_):
         with pytest.raises(RuntimeError):
             write(torch.zeros(2, requires_grad=True), torch.ones(2))

@@ -1,4 +1,4 @@
-"""Both ops through Inductor: torch's lowerings, and the one that is supplied where torch's is missing."""
+"""Both ops through Inductor: torch's lowerings, and the lowering supplied if torch's is missing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def ops() -> Iterator[None]:
     ensure_ops()
     ensure_lowerings()
     torch._dynamo.reset()
-    # The code cache knows nothing of lowerings, and would mix up torch's with ours.
+    # The code cache ignores lowerings, so it would mix up torch's with ours.
     with inductor_config.patch(force_disable_caches=True):
         yield
 
@@ -41,7 +41,7 @@ def test_torchs_lowerings_are_kept() -> None:
     assert lowerings == before
 
 
-def test_a_lowering_that_only_torch_can_have_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_a_missing_lowering_that_only_torch_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(lowerings, resize_storage_bytes_)
     with pytest.raises(
         OpDefinitionError, match="Inductor lowering of inductor::resize_storage_bytes_, found none"
@@ -60,13 +60,13 @@ def test_a_window_opens_fills_and_closes() -> None:
     compiled = torch.compile(window, fullgraph=True)
     unsharded = torch.empty(4, 4)
     unsharded.untyped_storage().resize_(0)
-    for _ in range(2):  # The second step finds the storage as the first one left it.
+    for _ in range(2):  # The second step starts with the storage that the first step has freed.
         gathered = torch.randn(4, 4)
         torch.testing.assert_close(compiled(unsharded, gathered), torch.relu(gathered @ gathered))
         assert unsharded.untyped_storage().nbytes() == 0
 
 
-def test_a_window_that_stays_open() -> None:
+def test_window_that_stays_open_leaves_the_tensor_filled() -> None:
     def window(unsharded: Tensor, gathered: Tensor) -> Tensor:
         unsharded.untyped_storage().resize_(16)
         copy_(unsharded, gathered)

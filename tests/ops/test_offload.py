@@ -1,4 +1,4 @@
-"""What is offloaded comes back as it was, however late the copies are, and before its memory is used again."""
+"""Offloaded tensors come back unchanged, however late the copies are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIZE = (64, 32)
 
 
 def _back(rank: int) -> list[bool]:
-    """Each of three tensors is overwritten at once where a graph may: behind the next offload, or behind the last."""
+    """Overwrite each of three tensors as early as a graph may: after the next offload, or the last offload."""
     device = torch.device(device_type())
     if device.type == "emulated":
         from helpers.device.install import install
@@ -34,7 +34,7 @@ def _back(rank: int) -> list[bool]:
 
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
-def test_a_tensor_comes_back_as_it_was(device: str) -> None:
+def test_offloaded_tensor_comes_back_unchanged(device: str) -> None:
     assert run_ranks(1, _back, device=device) == [[True] * 3]
 
 
@@ -43,20 +43,20 @@ def _races(rank: int) -> str:
     tensor = torch.ones(SIZE, device=device)
     ops.offload(tensor, [], False)
     try:
-        tensor.fill_(-1.0)  # without the wait that comes with the next one
+        tensor.fill_(-1.0)  # without the wait of the next offload
     except RuntimeError as error:
         return str(error)
     return ""
 
 
-def test_memory_that_is_still_being_copied_must_not_be_written() -> None:
+def test_write_during_an_offload_is_a_race() -> None:
     (error,) = run_ranks(1, _races, device="emulated")
     assert error.startswith("race")
     # The copy is over before a later function of this rank gets the memory.
     assert run_ranks(1, _back, device="emulated") == [[True] * 3]
 
 
-def test_fakes_are_where_the_results_are() -> None:
+def test_fake_results_have_the_right_devices_and_strides() -> None:
     with torch._subclasses.FakeTensorMode():
         there = torch.empty_strided(SIZE, (1, SIZE[0]), device="meta")
         away = ops.offload(there, [], True)

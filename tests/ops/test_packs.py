@@ -1,4 +1,4 @@
-"""Packs are joined and taken apart as ATen does it, and what is taken out of one is no view of it."""
+"""Packs are joined and split as ATen does it; parts of a pack are no views of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SIZES = [1, 4, 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_pack_comes_apart_as_it_was_joined(dtype: torch.dtype) -> None:
+def test_split_pack_equals_the_joined_tensors_and_shares_no_storage(dtype: torch.dtype) -> None:
     rows = [torch.randn(2, size).to(dtype) for size in SIZES]
     pack = ops.cat([*rows[:2], rows[2].t().contiguous().t()], 1)
     assert pack.equal(torch.cat(rows, 1))

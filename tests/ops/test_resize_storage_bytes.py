@@ -1,4 +1,4 @@
-"""`inductor.resize_storage_bytes_` is what the runtime needs it to be."""
+"""`inductor.resize_storage_bytes_` has the schema and effects that the runtime needs."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_schema_and_kernels() -> None:
     assert resize_storage_bytes.ensure() == ()
 
 
-def test_another_definition_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    # torch's op cannot be changed for a test, so what is needed of it is.
+def test_different_definition_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Change the expected definition, because a test cannot change torch's op.
     needed = replace(
         resize_storage_bytes.DEFINITION, signature="(Tensor(a!) variable, SymInt new_size) -> ()"
     )
@@ -39,7 +39,7 @@ def test_another_definition_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ensure_ops()
 
 
-def test_it_frees_and_allocates() -> None:
+def test_resize_frees_and_allocates() -> None:
     tensor = torch.ones(4)
     resize_storage_bytes_(tensor, 0)
     assert tensor.untyped_storage().nbytes() == 0 and tensor.shape == (4,)
@@ -48,14 +48,14 @@ def test_it_frees_and_allocates() -> None:
     assert tensor.fill_(3).tolist() == [3.0] * 4
 
 
-def test_fake_tensors_follow() -> None:
+def test_resize_frees_fake_tensors() -> None:
     with FakeTensorMode():
         tensor = torch.ones(4)
         resize_storage_bytes_(tensor, 0)
         assert tensor.untyped_storage().nbytes() == 0 and tensor.shape == (4,)
 
 
-def test_it_is_not_dead_code() -> None:
+def test_resize_is_not_dead_code() -> None:
     graph = fx.Graph()
     resize = graph.call_function(resize_storage_bytes_, (graph.placeholder("tensor"), 0))
     graph.output(())

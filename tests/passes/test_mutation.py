@@ -1,4 +1,4 @@
-"""What `make mutate` does: preconditions are found, disabled and enabled again, and tests tell."""
+"""`make mutate`: preconditions are found, disabled and restored, and tests notice."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def test_disabled_precondition_never_refuses_wherever_it_is_called_from() -> Non
     assert kept_reasons() == {Kept.COPY_CONVERTS}
 
 
-def test_every_equivalent_mutant_is_still_there() -> None:
+def test_every_listed_equivalent_mutant_exists() -> None:
     keys = {mutant.key for module in MODULES for mutant in find_mutants(pass_module(module))}
     assert set(EQUIVALENT) <= keys
 
 
-def test_tests_kill_a_mutant_that_they_see_and_no_other() -> None:
+def test_tests_kill_only_mutants_of_code_that_they_run() -> None:
     tests = Path(__file__).parents[1]
     command = [sys.executable, "-m", "helpers.mutation.run", "--tests", "passes/dynamo/test_expand_group_calls.py"]
     command += ["--functions", "expand_group_calls._expand", "runner.Pipeline._run"]

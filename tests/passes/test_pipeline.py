@@ -78,7 +78,7 @@ print(Pipeline(pipelines.post_grad(str, hoist=True, merge=False, costs=None), pr
     assert other.stdout.strip() == Pipeline(passes(), ignore).uuid()
 
 
-# By file, a line by which a graph is decided, and another one.
+# By file, code that decides about a graph, and its replacement.
 DECIDING = {
     "ops/collectives.py": ('("sum", "avg")', '("sum",)'),
     "passes/pipelines.py": ("        replace_unsafe_gathers,\n", ""),
@@ -137,7 +137,7 @@ def test_the_keys_change_with_all_code_that_decides(tmp_path: Path) -> None:
     assert found == {name: {"other" if name in DECIDING else "same"} for name in edits}
 
 
-def test_a_partitioner_without_a_key_is_not_cached() -> None:
+def test_partitioner_without_a_key_is_not_cached() -> None:
     class Chosen:
         def uuid(self) -> None:
             return None
@@ -152,7 +152,7 @@ def test_pipeline_pickles() -> None:
 
 
 def test_inductor_compiles_without_the_windows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    # From a cache that others have filled, the graph would come without a run of the pass.
+    # With a filled cache, Inductor would return the graph without a run of the pass.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     targets: list[object] = []
     reports: list[tuple[WindowReport, ...]] = []

@@ -1,4 +1,4 @@
-"""Whatever a step does, no pass changes what it computes: random graphs, run on two simulated ranks."""
+"""No pass changes the results of a step: random graphs, run on two simulated ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NAMES = [each.__name__ for each in PASSES]
 
 
 def costs_of(latency: int, pack: int) -> Costs:
-    """A collective pays for `latency` bytes copied, or as many flops; a pack has at most `pack` bytes."""
+    """A collective costs as much as `latency` copied bytes or flops; a pack has at most `pack` bytes."""
     return Costs(latency, comm_bandwidth=pack / max(2 * latency, 1), memory_bandwidth=2.0, flops=1.0, rows=3)
 
 
@@ -51,7 +51,7 @@ Outcome = tuple[list[list[torch.Tensor]], list[dict[str, int]]]
 
 
 def outcome(step: RandomStep, graph: fx.Graph) -> Outcome:
-    """By rank: results and inputs that mean something, and the sizes of the inputs' storages."""
+    """By rank: results, inputs with defined data, and sizes of the inputs' storages."""
     inputs = [step.inputs(rank) for rank in range(RANKS)]
     results = run_ranks(graph, inputs)
     tensors = [own + [each[name] for name in step.defined()] for own, each in zip(results, inputs, strict=True)]
@@ -84,7 +84,7 @@ def check_each_pass(plan: StepPlan, costs: Costs, hoist: bool, merge: bool) -> N
         run(graph)
         graph.lint()
         assert_same(expected, outcome(step, graph))
-        if name != "schedule_collectives":  # What it has placed is then traced at another place.
+        if name != "schedule_collectives":  # A second run takes the scheduled places for traced places.
             before = nodes_of(graph)
             run(graph)
             assert nodes_of(graph) == before, name
@@ -99,7 +99,7 @@ def check_pipeline(plan: StepPlan, costs: Costs, disabled: frozenset[str], hoist
 
 
 def check_order(plan: StepPlan, costs: Costs, hoist: bool, merge: bool, rows: int) -> None:
-    """Ranks whose batches have 3 and so many rows issue the same collectives."""
+    """Ranks whose batches have 3 and `rows` rows issue equal collectives."""
     issued = []
     passes = pipelines.post_grad(node_name, hoist=hoist, merge=merge, costs=costs)
     for each in (3, rows):
@@ -110,19 +110,19 @@ def check_order(plan: StepPlan, costs: Costs, hoist: bool, merge: bool, rows: in
 
 
 @MANY
-def test_no_pass_changes_what_a_step_computes(examples: int) -> None:
+def test_no_pass_changes_the_results_of_a_step(examples: int) -> None:
     unnamed = step_plans.map(lambda plan: replace(plan, is_named=False))  # as the pipeline hands them to the passes
     fuzz(check_each_pass, examples, unnamed, costs, st.booleans(), st.booleans())
 
 
 @MANY
-def test_the_pipeline_does_not_change_what_a_step_computes(examples: int) -> None:
+def test_the_pipeline_does_not_change_the_results_of_a_step(examples: int) -> None:
     disabled = st.frozensets(st.sampled_from(NAMES), max_size=2)
     fuzz(check_pipeline, examples, step_plans, costs, disabled, st.booleans(), st.booleans())
 
 
 @MANY
-def test_ranks_with_other_batches_issue_the_same_collectives(examples: int) -> None:
+def test_ranks_with_different_batch_sizes_issue_equal_collectives(examples: int) -> None:
     rows = st.sampled_from([1, 80, 5000])
     fuzz(check_order, examples, step_plans, costs, st.booleans(), st.booleans(), rows)
 
@@ -131,19 +131,19 @@ def steps(*actions: str) -> tuple[Action, ...]:
     return tuple((action, 0, 0) for action in actions)
 
 
-# Each of them once came out wrong, or as no legal graph.
+# Steps that once gave wrong results or an illegal graph.
 @pytest.mark.parametrize(
     "actions",
     [
         # A shard written between two gathers that were merged.
         steps("gather", "fill_all", "write_shard", "gather", "fill_all", "read"),
-        # A part of it written between two gathers that were taken for the same.
+        # A row of a shard written between two gathers that were joined.
         steps("gather", "write_row_of_shard", "gather", "read_value", "read_old_value"),
-        # The first gather's value written, and read in the place of the second's.
+        # The first gather's value written, and read instead of the second's.
         steps("gather_item", "gather", "write_value", "gather", "read_value", "read_old_value"),
         # A gradient written between two reductions that were merged.
         steps("reduce_anew", "write_gradient", "reduce"),
-        # The result of the first one read between them.
+        # The first reduction's result written between the two.
         steps("reduce_anew", "write_reduced", "reduce_anew"),
         steps("reduce_anew", "reduce_anew", "accumulate", "reduce_anew"),
         # Merged packs, packed once more by a second run.
@@ -153,7 +153,7 @@ def steps(*actions: str) -> tuple[Action, ...]:
 @pytest.mark.parametrize("numels", [(1,), (1, 1, 1), (1, 2)])
 @pytest.mark.parametrize("merge", [False, True])
 @pytest.mark.parametrize("costs", [costs_of(0, 1), costs_of(40, 16), costs_of(40, 10**9)])
-def test_step_that_was_wrong_is_right(
+def test_step_that_once_failed_keeps_its_results(
     actions: tuple[Action, ...], numels: tuple[int, ...], merge: bool, costs: Costs
 ) -> None:
     plan = StepPlan((GroupPlan(numels, torch.float32, "dp"),), actions)
@@ -161,7 +161,7 @@ def test_step_that_was_wrong_is_right(
     check_pipeline(plan, costs, frozenset(), hoist=True, merge=merge)
 
 
-def test_packs_are_joined_past_one_of_another_dtype() -> None:
+def test_packs_are_joined_past_a_pack_of_a_different_dtype() -> None:
     wide, low = GroupPlan((1, 1), torch.float32, "dp"), GroupPlan((1,), torch.bfloat16, "dp")
     plan = StepPlan((wide, low), (("reduce_anew", 1, 0), ("reduce_anew", 0, 0), ("reduce_anew", 1, 0)))
     check_each_pass(plan, costs_of(8, 1), hoist=False, merge=True)

@@ -1,4 +1,4 @@
-"""Which nodes may share a storage, where fake values say it and where they do not."""
+"""Nodes that may share a storage, with and without fake values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_constant_is_no_tensor() -> None:
     assert find_fake_tensor(3) is None
 
 
-def test_view_is_in_the_class_of_what_it_views() -> None:
+def test_view_is_in_the_class_of_its_base() -> None:
     build = GraphBuilder()
     x, y = build.input("x", (4, 4)), build.input("y", (4, 4))
     view, sum_ = build.call(aten.t.default, x), build.call(aten.add.Tensor, x, y)
@@ -34,13 +34,13 @@ def test_tensors_without_a_storage_do_not_alias_each_other() -> None:
     assert len({key for each in inputs for key in aliases.classes(each)}) == 2
 
 
-def test_views_that_are_none_have_no_class() -> None:
+def test_empty_list_of_views_has_no_class() -> None:
     build = GraphBuilder()
     empty = build.call(aten.unbind.int, build.input("x", (0, 4)))
     assert aliases_of(build).classes(empty) == ()
 
 
-def test_node_without_a_value_joins_all_that_it_takes() -> None:
+def test_node_without_a_value_joins_the_classes_of_its_inputs() -> None:
     build = GraphBuilder()
     x, y, z = (build.input(name, (4, 4)) for name in "xyz")
     chain = [build.call_opaque(aten.view.default, x, [4, 4])]
@@ -64,7 +64,7 @@ def test_attribute_without_a_value_may_be_anything_but_a_subgraph() -> None:
     assert len(aliases.classes(tensor)) == 1
 
 
-def test_called_module_without_a_value_may_return_what_it_takes() -> None:
+def test_called_module_without_a_value_may_return_its_input() -> None:
     build = GraphBuilder()
     body = GraphBuilder(fake_mode=build.fake_mode)
     build.subgraph("region", body.output_module(body.input("x", (4, 4))))
@@ -74,7 +74,7 @@ def test_called_module_without_a_value_may_return_what_it_takes() -> None:
     assert aliases.classes(called) == aliases.classes(x) != ()
 
 
-def test_wrapper_is_in_the_classes_of_what_it_wraps() -> None:
+def test_wrapper_subclass_is_in_the_classes_of_its_inner_tensors() -> None:
     build = GraphBuilder()
     a, b = torch.empty(4), torch.empty(4)
     inputs = [build.input_like("a", a), build.input_like("b", b), build.input_like("both", TwoTensor(a, b))]

@@ -74,7 +74,7 @@ def test_fault_is_found(build: Callable[[], fx.Graph], change: Callable[[fx.Grap
     assert fault in str(raised.value)
 
 
-def test_faults_from_before_are_not_the_passs() -> None:
+def test_faults_from_before_the_pass_are_not_reported() -> None:
     graph = window()
     read_early(graph)
     with checking(graph, "innocent"):
@@ -97,7 +97,7 @@ def test_the_pipeline_checks_its_passes_only_on_request() -> None:
         Pipeline([careless], lambda reports: None, check=True)(window())
 
 
-def test_view_of_another_window_is_found() -> None:
+def test_view_used_in_a_later_window_is_found() -> None:
     build = GraphBuilder()
     weight, value = build.input("weight", (4, 4)), build.input("value", (4, 4))
     build.fill(weight, value)
@@ -110,7 +110,7 @@ def test_view_of_another_window_is_found() -> None:
         late.args = (view,)
 
 
-def test_windows_and_reads_of_what_arrives_filled_are_no_faults() -> None:
+def test_windows_and_reads_of_parameters_that_arrive_filled_are_no_faults() -> None:
     build = GraphBuilder()
     weight, value = build.input("weight", (4, 4)), build.input("value", (4, 4))
     free = build.free(weight)
@@ -125,14 +125,14 @@ def test_windows_and_reads_of_what_arrives_filled_are_no_faults() -> None:
             graph.call_function(resize_storage_bytes_, (weight, 0))
 
 
-def test_read_of_a_freed_parameter_is_named_so() -> None:
+def test_read_of_a_freed_parameter_is_reported() -> None:
     graph = window()
     with pytest.raises(VerificationError, match="weight is read while it is freed"), checking(graph, "careless"):
         relu = find(graph, "relu")
         find(graph, "output").prepend(relu)
 
 
-def test_ops_that_write_or_whose_sizes_are_not_known_are_not_repeated() -> None:
+def test_ops_that_write_or_have_unknown_sizes_are_not_run_again() -> None:
     build = GraphBuilder()
     assert build.fake_mode.shape_env is not None
     symbol = build.fake_mode.shape_env.create_unbacked_symint()

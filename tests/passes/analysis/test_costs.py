@@ -1,4 +1,4 @@
-"""What is known of sizes and times, and what counts as nothing."""
+"""Sizes and times of nodes, and nodes that count as nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_node_without_a_value_has_no_size() -> None:
     assert (size_bytes(unknown), numel(unknown), are_contiguous([unknown])) == (0, -1, False)
 
 
-def test_views_and_strangers_take_no_time_and_products_that_of_their_flops() -> None:
+def test_views_and_unknown_functions_take_no_time_and_products_take_their_flops() -> None:
     build = GraphBuilder()
     x = build.input("x", (4, 4))
     view, stranger = build.call(aten.t.default, x), build.call_opaque(math.sin, x, value=build.value(x))
@@ -38,7 +38,7 @@ def test_views_and_strangers_take_no_time_and_products_that_of_their_flops() -> 
     assert compute_seconds(build.call(aten.mm.default, x, x), COSTS) == 2 * 4**3
 
 
-def test_usual_batch_takes_time_only_in_products() -> None:
+def test_only_products_take_time_with_the_usual_batch() -> None:
     build = GraphBuilder()
     x = build.input("x", (4, 4))
     product, sum_ = build.call(aten.mm.default, x, x), build.call(aten.add.Tensor, x, x)

@@ -1,4 +1,4 @@
-"""What nodes write, alias, and are ordered by: as their schemas tell, and before AOTAutograd their names."""
+"""Writes, order and upkeep of nodes, by their schemas and, before AOTAutograd, by their names."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_written_inputs(node: fx.Node, written: str) -> None:
     ],
     ids=str,
 )
-def test_random_ops_and_strangers_are_ordered(node: fx.Node, is_ordered: bool) -> None:
+def test_random_ops_and_unknown_functions_are_ordered(node: fx.Node, is_ordered: bool) -> None:
     assert EagerEffects(None).is_ordered(node) == is_ordered
 
 
@@ -125,11 +125,11 @@ def test_random_ops_and_strangers_are_ordered(node: fx.Node, is_ordered: bool) -
     ],
     ids=str,
 )
-def test_upkeep_of_a_parameter_computes_nothing_with_it(node: fx.Node, expected: bool) -> None:
+def test_fills_frees_and_version_counters_are_upkeep(node: fx.Node, expected: bool) -> None:
     assert is_upkeep(node) == expected
 
 
-def test_prologue_hands_its_inputs_on() -> None:
+def test_inputs_items_and_prologue_are_passed_through() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     item = graph.call_function(operator.getitem, (x, 0))
@@ -142,12 +142,12 @@ def test_prologue_hands_its_inputs_on() -> None:
     assert [is_passed_through(node) for node in (relu, part, constant)] == [False] * 3
 
 
-def test_argument_is_found_however_it_was_passed() -> None:
+def test_argument_is_found_by_position_and_by_keyword() -> None:
     assert get_argument(call(resize_storage_bytes_, "x", 4), 1, "new_size") == 4
     assert get_argument(call(resize_storage_bytes_, "x", new_size=4), 1, "new_size") == 4
 
 
-def test_output_has_no_result() -> None:
+def test_output_and_resize_have_no_result() -> None:
     graph = fx.Graph()
     assert not Effects(None).has_result(graph.output(graph.placeholder("x")))
     assert not Effects(None).has_result(call(resize_storage_bytes_.overloadpacket, "x", 0))

@@ -1,4 +1,4 @@
-"""What is taken for a packed collective, and what only resembles one."""
+"""Packed collectives, and graphs that only resemble them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from helpers.graphs.build import GATHER, REDUCE, GraphBuilder, aten, c10d, gathe
 
 
 def found_after(change: Callable[[fx.Graph, dict[str, fx.Node]], object]) -> int:
-    """How many packed gathers there are in a graph of one, once it has been changed."""
+    """Number of packed gathers in a graph with one pack, after a change."""
     build = GraphBuilder()
     build.output(*gather(build, [build.input("a", (2,)), build.input("b", (3,))], 2))
     targets = {"pack": aten.cat.default, "wait": WAIT, "split": aten.split_with_sizes.default, "launch": GATHER}
@@ -80,11 +80,11 @@ def test_pack_of_the_runtime_is_found() -> None:
         stack_instead_of_split,
     ],
 )
-def test_what_resembles_a_pack_is_left_alone(change: Callable[[fx.Graph, dict[str, fx.Node]], object]) -> None:
+def test_graph_that_resembles_a_pack_is_left_alone(change: Callable[[fx.Graph, dict[str, fx.Node]], object]) -> None:
     assert found_after(change) == 0
 
 
-def test_split_of_what_is_no_pack_is_left_alone() -> None:
+def test_split_of_a_single_gathered_tensor_is_left_alone() -> None:
     build = GraphBuilder()
     whole = build.call(aten.neg.default, build.input("a", (5,)))
     launched = build.call(c10d.all_gather_into_tensor.default, whole, 2, "dp")
@@ -96,7 +96,7 @@ def test_split_of_what_is_no_pack_is_left_alone() -> None:
 
 
 def reduction_after(change: Callable[[fx.Graph, fx.Node, fx.Node], object]) -> int:
-    """How many packed reductions there are in a graph of one, whose flat pack and result have been changed."""
+    """Number of packed reductions in a graph with one pack, after a change of its input or result."""
     build = GraphBuilder()
     build.output(*reduce(build, [build.input("a", (2, 2)), build.input("b", (2, 3))], 2))
     (launched,) = build.graph.find_nodes(op="call_function", target=REDUCE)

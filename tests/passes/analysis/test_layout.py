@@ -1,4 +1,4 @@
-"""Which sizes are full, and which copies only move bytes."""
+"""Full sizes, and copies that only move bytes."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ SPARSE = torch.empty(4, 4, layout=torch.sparse_coo)
         (torch.empty(0, 4), 0),
     ],
 )
-def test_bytes_reach_to_the_last_element(tensor: torch.Tensor, size_bytes: int) -> None:
+def test_needed_bytes_reach_to_the_last_element(tensor: torch.Tensor, size_bytes: int) -> None:
     assert needed_bytes(tensor) == size_bytes
 
 
 @pytest.mark.parametrize(("size_bytes", "tensor"), [(None, STRIDED), (64, None), (64, SPARSE), (63, STRIDED)])
-def test_what_is_not_known_to_fit_is_not_full(size_bytes: int | None, tensor: torch.Tensor | None) -> None:
+def test_size_that_is_unknown_or_too_small_is_not_full(size_bytes: int | None, tensor: torch.Tensor | None) -> None:
     assert is_full(64, STRIDED)
     assert not is_full(size_bytes, tensor)
 

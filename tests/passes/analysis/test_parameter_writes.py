@@ -1,4 +1,4 @@
-"""Which writes of a gathered parameter are found in a graph of Dynamo's."""
+"""Writes of a gathered parameter that are found in a Dynamo graph."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_write_of_a_parameter_that_is_freed_is_found(function: Callable[..., T
     assert list(find_refused_writes(graph, [weight])) == [weight]
 
 
-def test_reads_and_writes_of_other_tensors_are_let_through() -> None:
+def test_reads_and_writes_of_other_tensors_are_accepted() -> None:
     graph, weight = _capture(_reads, freed=True)
     assert find_refused_writes(graph, [weight]) == {}
 

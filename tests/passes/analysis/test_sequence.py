@@ -1,11 +1,11 @@
-"""Which collectives ranks compare, by process group."""
+"""Collectives that ranks compare, by process group."""
 
 from __future__ import annotations
 
 from compile_fsdp.passes.analysis.sequence import CollectiveSequence
 
 
-def test_lines_leave_out_other_process_groups_and_number_the_rest_anew() -> None:
+def test_lines_leave_out_other_process_groups_and_renumber_the_rest() -> None:
     calls = (("gather of 3 in {group}", "tp0"), ("gather of 8 in {group}", "dp"), ("sum of 8 in {group}", "world"))
     sequence = CollectiveSequence(calls)
     assert sequence.groups == ("tp0", "dp", "world")

@@ -1,4 +1,4 @@
-"""Which subgraphs a pass may rewrite as graphs of their own."""
+"""Subgraphs that a pass may rewrite separately."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def call_subgraph(build: GraphBuilder, name: str, module: fx.GraphModule) -> Non
     build.call_opaque(checkpoint, build.subgraph(name, module), *inputs, value=4)
 
 
-def test_inner_subgraphs_come_first_and_those_without_a_window_not_at_all() -> None:
+def test_inner_subgraphs_come_first_and_subgraphs_without_a_window_are_left_out() -> None:
     build = GraphBuilder()
     inner, outer, plain = (GraphBuilder(fake_mode=build.fake_mode) for _ in range(3))
     for body in (inner, outer, plain):

@@ -1,4 +1,4 @@
-"""Which parameters a backward graph is found to read without a fill."""
+"""Parameters that a backward graph reads without a fill."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from helpers.graphs.build import Layer
 
 
 def call_aot_bwd_prologue(*saved: torch.Tensor) -> list[torch.Tensor]:
-    """Under the name of compiled autograd's own, which hands all saved tensors on."""
+    """Stand-in for compiled autograd's prologue, which returns all saved tensors."""
     return list(saved)
 
 
@@ -37,7 +37,7 @@ def test_a_read_behind_the_prologue_is_found() -> None:
     assert _unfilled(layer, layer.build.call(torch.neg, weight)) == [layer.weight]
 
 
-def test_a_window_fills() -> None:
+def test_read_inside_a_window_is_not_reported() -> None:
     layer = Layer(meta_key="example_value")
     layer.fill(layer.value)
     result = layer.build.call(torch.matmul, layer.x, layer.weight)
@@ -51,7 +51,7 @@ def test_accumulating_a_gradient_is_no_read() -> None:
     assert _unfilled(layer, layer.build.call(torch.neg, layer.x)) == []
 
 
-def test_freeing_and_handing_on_are_no_reads() -> None:
+def test_freeing_and_passing_through_the_prologue_are_no_reads() -> None:
     layer = Layer(meta_key="example_value")
     layer.build.call(call_aot_bwd_prologue, layer.weight, layer.x)
     layer.free()

@@ -1,4 +1,4 @@
-"""How a step is fitted into a budget: which groups are kept, and what is computed again."""
+"""Fit of a step into a budget: groups that are kept, and ops that are recomputed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def timeline(rows: int, **kwargs: Any) -> Timeline:
     return Timeline(Step(graph, parameters), RANKS, COSTS)
 
 
-def test_with_everything_kept_and_saved_nothing_is_chosen() -> None:
+def test_unlimited_budget_keeps_all_groups_and_recomputes_nothing() -> None:
     step = timeline(rows=256)
     found = fit(step, UNLIMITED)
     assert found.choices == Choices(kept=frozenset({0, 1, 2}), has_large_packs=True)
@@ -69,13 +69,13 @@ def test_no_choice_is_made_without_need(rows: int, share: float) -> None:
         assert step.peak(choices_of(found.made[:-1])) > budget
 
 
-def test_activations_are_what_the_partitioner_saves() -> None:
+def test_step_saves_the_activations_that_the_partitioner_saves() -> None:
     rows = 256
     graph, parameters = blocks(rows)
     step = Step(graph, parameters)
     saved = {step.ops[value.made_at].name: value.size for value in step.values if value.is_saved}
     hidden = rows * 4 * DIM * 4
-    # gelu's input; its result, that a product's backward reads; the next block's input, that it needs as well
+    # per block gelu's input, and its result for a product's backward; for two blocks the block's input
     assert sorted(saved.values()) == sorted([hidden] * 6 + [rows * DIM * 4] * 2)
 
 
@@ -86,19 +86,19 @@ def test_cheap_results_are_computed_again_before_products() -> None:
     assert by_op[F.gelu] < by_op[F.linear]
 
 
-def test_what_another_module_reads_is_saved() -> None:
+def test_result_that_another_module_reads_is_not_run_again() -> None:
     step = timeline(rows=256)
     again = {step.step.ops[choice.op].target for choice in find_choices(step) if choice.op >= 0}
     assert torch.add not in again
 
 
-def test_checkpoints_of_the_users_stay_as_they_are() -> None:
+def test_ops_inside_a_users_checkpoint_are_no_choices() -> None:
     step = timeline(rows=256, checkpointed=1)
     again = [choice.op for choice in find_choices(step) if step.step.ops[choice.op].target is F.gelu]
     assert len(again) == 2
 
 
-def test_a_step_that_reduces_no_gradient_is_fitted_as_well() -> None:
+def test_step_without_trained_parameters_fits_in_less_memory() -> None:
     found = fit(timeline(rows=256, trains=False), UNLIMITED)
     assert found.fits
     assert found.peak < fit(timeline(rows=256), UNLIMITED).peak
@@ -114,7 +114,7 @@ def test_a_group_that_is_filled_twice_is_not_kept() -> None:
     assert found.choices.kept == {1, 2}
 
 
-def test_what_the_backward_does_not_gather_is_neither_kept_nor_read_again() -> None:
+def test_group_that_the_backward_does_not_gather_is_neither_kept_nor_read_again() -> None:
     graph, parameters = blocks(rows=256)
     parameters = {node: replace(each, unshards_in_backward=each.group != 1) for node, each in parameters.items()}
     step = Step(graph, parameters)
@@ -125,7 +125,7 @@ def test_what_the_backward_does_not_gather_is_neither_kept_nor_read_again() -> N
     assert not any(group.number == 1 for op in again for group in step.read[op])
 
 
-def test_the_decision_in_words() -> None:
+def test_decision_prints_groups_ops_bytes_and_time() -> None:
     decided = BudgetDecision((0,), (1,), False, 4, 2**20, 2**19, 0.002, True)
     assert str(decided) == (
         "memory budget: 1 groups kept, 1 of 4 ops computed again; about 0.5 MiB, where the fastest step takes 1 MiB "
@@ -134,7 +134,7 @@ def test_the_decision_in_words() -> None:
     assert "1 groups kept, in large packs, 1 of 4" in str(replace(decided, has_large_packs=True))
 
 
-def test_the_graph_becomes_what_was_decided() -> None:
+def test_graph_is_changed_as_decided() -> None:
     graph, parameters = blocks(rows=256, count=1)
     decided = BudgetDecision((0,), (1,), False, 4, 2**20, 2**19, 0.0, True)
     fit_memory_budget(graph, parameters, RANKS, UNLIMITED, COSTS, lambda own: decided)
@@ -159,7 +159,7 @@ return (%4,)
 
 
 @pytest.mark.parametrize("budget", [0, 400_000, UNLIMITED])
-def test_what_is_decided_is_what_is_proposed(budget: int) -> None:
+def test_settle_gets_the_decision_that_is_applied(budget: int) -> None:
     graph, parameters = blocks(rows=256)
     proposed: list[BudgetDecision] = []
 

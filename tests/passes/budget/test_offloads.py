@@ -1,4 +1,4 @@
-"""What leaves the device: what the link has time for, and only where that takes less than computing it again."""
+"""Offloads: only results that the link has time for, and that take longer to recompute."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from compile_fsdp.torch_compat.dynamo import least_offloaded_bytes, request_offl
 from helpers.graphs.blocks import COSTS, DIM, RANKS, UNLIMITED, blocks
 from helpers.graphs.build import GraphBuilder
 
-# A product of 256 rows takes a millisecond, and so do 64 KiB on the link: the larger of its results.
+# A product of 256 rows takes a millisecond. So does the transfer of the larger result, 64 KiB.
 ROWS = 256
 OVER_LINK = replace(COSTS, latency=1e-9, offload_bandwidth=2.0**26)
 
@@ -34,13 +34,13 @@ def offered(step: Timeline) -> dict[int, float]:
     return find_offloads(step, {choice.op: choice.seconds for choice in find_choices(step) if choice.op >= 0})
 
 
-def test_without_a_link_nothing_leaves() -> None:
+def test_nothing_is_offloaded_without_a_link() -> None:
     assert offered(timeline(bandwidth=0.0)) == {}
     assert not fit(timeline(bandwidth=0.0), 0).choices.offloaded
 
 
 @given(st.floats(1e6, 1e12), st.integers(1, 512))
-def test_the_link_carries_one_at_a_time_and_is_done_before_the_backward(bandwidth: float, rows: int) -> None:
+def test_transfers_do_not_overlap_and_end_before_the_backward(bandwidth: float, rows: int) -> None:
     step = timeline(bandwidth, rows)
     busy = []
     for at in offered(step):
@@ -53,15 +53,15 @@ def test_the_link_carries_one_at_a_time_and_is_done_before_the_backward(bandwidt
     assert all(end <= step.forward_seconds for _, end in ordered)
 
 
-def test_what_takes_longest_to_compute_again_leaves_first() -> None:
-    """The link has no time for all: results of products leave, those of gelu do not."""
+def test_results_that_take_longest_to_recompute_are_offloaded_first() -> None:
+    """The link has no time for all results: it takes the products, and not gelu."""
     step = timeline()
     targets = {step.step.ops[at].target for at in offered(step)}
     assert F.linear in targets
     assert F.gelu not in targets
 
 
-def test_a_fast_link_leaves_no_product_to_be_computed_again() -> None:
+def test_fast_link_offloads_products_instead_of_recomputing_them() -> None:
     step = timeline(bandwidth=1e12)
     choices = [choice for choice in find_choices(step) if choice.op >= 0]
     products = [choice for choice in choices if step.step.ops[choice.op].target is F.linear]
@@ -69,7 +69,7 @@ def test_a_fast_link_leaves_no_product_to_be_computed_again() -> None:
     assert all(choice.is_offload and choice.name.startswith("offload linear") for choice in products)
 
 
-def test_small_results_stay() -> None:
+def test_small_results_are_not_offloaded() -> None:
     rows = 4
     size = rows * 4 * DIM * 4
     bandwidth = size / OVER_LINK.latency
@@ -77,7 +77,7 @@ def test_small_results_stay() -> None:
     assert not offered(timeline(bandwidth * 1.01, rows))
 
 
-def test_results_of_the_graph_stay() -> None:
+def test_results_of_the_graph_are_not_offloaded() -> None:
     graph, parameters = blocks(ROWS, 6)
     hidden = next(node for node in graph.nodes if node.target is F.linear)
     output = graph.output_node()
@@ -88,7 +88,7 @@ def test_results_of_the_graph_stay() -> None:
     assert at not in offered(step)
 
 
-def test_less_memory_is_enough_with_a_link() -> None:
+def test_offloading_lowers_the_smallest_peak() -> None:
     smallest = [fit(timeline(bandwidth), 0) for bandwidth in (0.0, OVER_LINK.offload_bandwidth)]
     assert smallest[1].choices.offloaded
     assert smallest[1].peak < 0.9 * smallest[0].peak
@@ -105,7 +105,7 @@ def test_more_budget_is_never_slower_and_never_exceeded(budgets: list[int], band
     assert not (less.choices.offloaded & less.choices.recomputed)
 
 
-def test_a_result_is_on_the_device_until_the_next_one_leaves_and_from_its_fetch_on() -> None:
+def test_offloaded_result_is_held_until_the_next_offload_and_from_its_fetch() -> None:
     step = timeline(bandwidth=1e12, count=3)
     linears = [at for at, op in enumerate(step.step.ops) if op.target is F.linear and step.step.made[at][0].is_saved]
     first, second = linears[:2]
@@ -115,7 +115,7 @@ def test_a_result_is_on_the_device_until_the_next_one_leaves_and_from_its_fetch_
     ops = len(step.step.ops)
     middle = range(second + 2, 2 * ops - second - 3)
     assert {kept[place] - one[place] for place in middle} == {size}
-    # With the second it stays until that one has been used last: the op behind it.
+    # With a second offload, the first result is held until the last use of the second, at `second + 1`.
     gone = [place for place in range(ops) if kept[place] - both[place] >= size]
     assert gone[0] == second + 2
     assert kept[2 * ops - 1 - first] == one[2 * ops - 1 - first]
@@ -131,14 +131,14 @@ def test_a_slow_link_fetches_earlier() -> None:
     assert fetched_at(2.0**25) < fetched_at(1e12)
 
 
-def test_what_is_offloaded_is_there_for_what_is_computed_again() -> None:
+def test_offloaded_input_is_fetched_before_its_reader_runs_again() -> None:
     """gelu's input is fetched before gelu runs again, which is before its own backward."""
     step = timeline(bandwidth=1e12, count=1)
     linear, gelu = 0, 1
     assert [op.target for op in step.step.ops[:2]] == [F.linear, F.gelu]
     away, again = (step.held(Choices(offloaded={linear}, recomputed=chosen)) for chosen in (set(), {gelu}))
     before = 2 * len(step.step.ops) - 1 - 2 - 1  # the backward of the product that reads gelu's result comes next
-    # One holds gelu's saved result there, the other its input, which is as large.
+    # At this place `away` holds gelu's saved result, and `again` its input, which is as large.
     assert step.step.made[gelu][0].size == step.step.made[linear][0].size
     assert again[before] == away[before]
 
@@ -151,7 +151,7 @@ def marked(costs_bandwidth: float) -> tuple[fx.Graph, dict[fx.Node, Sharding], i
     return graph, parameters, len(decision.offloaded)
 
 
-def test_ops_whose_results_are_to_leave_are_marked_with_their_least_size() -> None:
+def test_ops_to_offload_are_marked_with_the_least_bytes_to_offload() -> None:
     graph, _, offloaded = marked(OVER_LINK.offload_bandwidth)
     found = [node for node in graph.nodes if least_offloaded_bytes(node) is not None]
     assert 0 < offloaded == len(found)
@@ -161,7 +161,7 @@ def test_ops_whose_results_are_to_leave_are_marked_with_their_least_size() -> No
     assert all(least_offloaded_bytes(node) is None for node in graph.nodes)
 
 
-def test_users_annotations_stay() -> None:
+def test_request_to_offload_keeps_the_users_annotations() -> None:
     build = GraphBuilder(meta_key="example_value")
     node = build.call(torch.neg, build.input("x", (2,)))
     node.meta["custom"] = annotated = {"mine": 1}

@@ -1,4 +1,4 @@
-"""What is known of single ops of a Dynamo graph."""
+"""Facts about single ops of a Dynamo graph."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _facts(call: Callable[[GraphBuilder, fx.Node, fx.Node], fx.Node], *, fuses: 
     return OpMeasure(fuses=fuses).facts(_node(call))
 
 
-def test_a_product_is_a_kernel_that_saves_what_it_takes() -> None:
+def test_product_is_a_kernel_that_saves_its_inputs() -> None:
     facts = _facts(lambda build, x, weight: build.call(F.linear, x, weight))
     assert facts.kind is Kind.HEAVY
     assert facts.saved_inputs == {0, 1}
@@ -47,7 +47,7 @@ def test_a_product_is_a_kernel_that_saves_what_it_takes() -> None:
     ("function", "saved_inputs", "saves_result"),
     [(F.silu, {0}, False), (torch.tanh, set(), True), (F.relu, set(), True), (torch.neg, set(), False)],
 )
-def test_what_pointwise_ops_save(function: Any, saved_inputs: set[int], saves_result: bool) -> None:
+def test_saved_values_of_pointwise_ops(function: Any, saved_inputs: set[int], saves_result: bool) -> None:
     facts = _facts(lambda build, x, _: build.call(function, x))
     assert facts.kind is Kind.FUSED
     assert facts.saved_inputs == saved_inputs
@@ -57,12 +57,12 @@ def test_what_pointwise_ops_save(function: Any, saved_inputs: set[int], saves_re
     assert facts.is_repeatable
 
 
-def test_what_needs_no_gradient_saves_nothing_for_it() -> None:
+def test_weight_is_not_saved_if_the_input_needs_no_gradient() -> None:
     facts = _facts(lambda build, _, weight: build.call(F.linear, build.input("batch", (ROWS, DIM)), weight))
     assert facts.saved_inputs == {0}
 
 
-def test_keyword_arguments_count() -> None:
+def test_keyword_arguments_change_the_moved_bytes() -> None:
     build = GraphBuilder(meta_key="example_value")
     facts = OpMeasure().facts(build.call(torch.neg, build.input("x", (2, 3))))
     wider = OpMeasure().facts(build.call(torch.softmax, build.input("y", (2, 3)), -1, dtype=torch.float64))
@@ -70,7 +70,7 @@ def test_keyword_arguments_count() -> None:
     assert wider.moved_bytes == 24 + 48
 
 
-def test_one_kernel_makes_an_op_a_kernel() -> None:
+def test_composite_op_that_runs_a_kernel_is_a_kernel() -> None:
     facts = _facts(lambda build, x, _: build.call(F.normalize, x), fuses=False)
     assert facts.kind is Kind.HEAVY
 
@@ -86,7 +86,7 @@ def test_a_random_op_is_not_repeatable() -> None:
     assert facts.internal_bytes == SIZE  # the mask
 
 
-def test_a_norm_is_fused_by_inductor_alone() -> None:
+def test_norm_is_fused_only_by_inductor() -> None:
     def norm(build: GraphBuilder, x: fx.Node, _: fx.Node) -> fx.Node:
         return build.call(F.layer_norm, x, (DIM,))
 
@@ -108,7 +108,7 @@ def _is_unknown(facts: OpFacts) -> bool:
     return (facts.kind, facts.saved_inputs, facts.is_repeatable) == (Kind.HEAVY, {0}, False)
 
 
-def test_what_is_not_torchs_own_is_not_run() -> None:
+def test_user_function_is_not_run() -> None:
     calls = []
 
     def user_function(x: torch.Tensor) -> torch.Tensor:
@@ -129,7 +129,7 @@ def test_a_collective_is_not_run() -> None:
     assert _is_unknown(_facts(call))
 
 
-def test_what_takes_a_tensor_subclass_is_not_run() -> None:
+def test_op_on_a_tensor_subclass_is_not_run() -> None:
     def call(build: GraphBuilder, x: fx.Node, _: fx.Node) -> fx.Node:
         with build.fake_mode:
             pair = build.input_like("pair", TwoTensor(torch.empty(ROWS, DIM), torch.empty(ROWS, DIM)))
@@ -143,7 +143,7 @@ def test_an_aten_op_is_run() -> None:
     assert facts == OpFacts(Kind.FUSED, frozenset(), False, 0, 0, 2 * SIZE, is_repeatable=True)
 
 
-def test_sizes_that_may_change_count_with_their_hints() -> None:
+def test_dynamic_sizes_count_with_their_hints() -> None:
     build = GraphBuilder(meta_key="example_value")
     dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
     given = torch.empty(ROWS, DIM)
@@ -154,7 +154,7 @@ def test_sizes_that_may_change_count_with_their_hints() -> None:
     assert OpMeasure().facts(build.call(torch.neg, x)).moved_bytes == 2 * SIZE
 
 
-def test_ops_that_are_called_alike_are_run_once() -> None:
+def test_ops_with_like_arguments_are_run_once() -> None:
     build = GraphBuilder(meta_key="example_value")
     x, y = build.input("x", (2, 3)), build.input("y", (2, 3))
     measure = OpMeasure()

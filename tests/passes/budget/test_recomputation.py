@@ -1,4 +1,4 @@
-"""What the backward may run again, and which groups it may gather again."""
+"""Ops that the backward may run again, and groups that it may gather again."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Body = Callable[..., fx.Node]
 
 
 class Forward:
-    """A forward of modules, each a group that is gathered and freed around its use.
+    """A forward of modules; each group is gathered and freed around its use.
 
     Attributes:
         build: The graph under construction.
-        x: What the next module gets.
+        x: Input of the next module.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Forward:
         self._groups = 0
 
     def module(self, body: Body, frees: bool = True, fills: bool = True, rows: int = DIM) -> fx.Node:
-        """Add a module with one matrix, whose body gets the input and that."""
+        """Add a module with one matrix; its body gets the input and the matrix."""
         build = self.build
         with build.fake_mode:
             weight = build.input_like(f"w{self._groups}", torch.empty(rows, DIM, requires_grad=True))
@@ -64,7 +64,7 @@ def targets(step: Step, choices: Sequence[Choice]) -> list[Any]:
     return [step.ops[choice.op].target for choice in choices if choice.op >= 0]
 
 
-def test_what_stays_unsharded_anyway_is_no_choice() -> None:
+def test_group_that_is_never_freed_is_no_choice() -> None:
     forward = Forward()
     for frees in (True, False):
         forward.module(lambda x, w: forward.call(F.linear, x, w), frees)
@@ -72,7 +72,7 @@ def test_what_stays_unsharded_anyway_is_no_choice() -> None:
     assert [choice.group for choice in found if choice.group >= 0] == [0]
 
 
-def test_what_another_graph_fills_is_no_choice() -> None:
+def test_group_that_another_graph_fills_is_no_choice() -> None:
     forward = Forward()
     forward.module(lambda x, w: forward.call(F.linear, x, w), fills=False)
     _, found = forward.choices(forward.call(torch.sum, forward.x))
@@ -109,7 +109,7 @@ def test_a_random_op_is_not_run_again() -> None:
     assert F.dropout not in targets(step, found)
 
 
-def test_what_is_computed_from_a_random_op_is_not_run_again_unless_that_is_saved() -> None:
+def test_op_that_needs_an_unsaved_random_result_is_not_run_again() -> None:
     forward = Forward()
 
     def body(x: fx.Node, w: fx.Node) -> fx.Node:
@@ -123,7 +123,7 @@ def test_what_is_computed_from_a_random_op_is_not_run_again_unless_that_is_saved
     assert torch.mul not in targets(step, found)
 
 
-def test_a_result_of_the_forward_is_not_run_again() -> None:
+def test_op_whose_result_the_graph_returns_is_not_run_again() -> None:
     forward = Forward()
     hidden: list[fx.Node] = []
 
@@ -142,8 +142,8 @@ def test_a_result_of_the_forward_is_not_run_again() -> None:
     assert F.gelu not in targets(outer, found)
 
 
-def test_the_parameters_of_another_module_are_not_gathered_for_it() -> None:
-    """The second module computes with the first one's matrix, which is freed by then."""
+def test_op_that_reads_the_parameter_of_another_module_is_not_run_again() -> None:
+    """The second module also computes with the matrix of the first module."""
     forward = Forward()
     first: list[fx.Node] = []
 
@@ -164,8 +164,8 @@ def test_the_parameters_of_another_module_are_not_gathered_for_it() -> None:
     assert not any(group.number == 0 for op in again for group in step.read[op] if op > 0)
 
 
-def test_what_another_module_would_have_to_compute_first_is_not_run_again() -> None:
-    """A cheap op of the first module is not saved, and what the second one computes from it would need it."""
+def test_op_that_needs_an_unsaved_value_of_another_module_is_not_run_again() -> None:
+    """A cheap result of the first module is not saved, and the second module computes with it."""
     forward = Forward()
     cheap: list[fx.Node] = []
 
@@ -185,8 +185,8 @@ def test_what_another_module_would_have_to_compute_first_is_not_run_again() -> N
     assert torch.mul not in targets(step, found)
 
 
-def test_a_product_that_has_to_run_for_another_counts() -> None:
-    """The hidden activations are not saved here; running what comes behind them again runs the product again, too."""
+def test_cost_includes_a_product_that_must_run_first() -> None:
+    """Running neg again runs the product again, too, because the product is not saved."""
     forward = Forward()
 
     def body(x: fx.Node, w: fx.Node) -> fx.Node:
@@ -201,8 +201,8 @@ def test_a_product_that_has_to_run_for_another_counts() -> None:
     assert seconds[torch.neg] > products[0]
 
 
-def test_what_is_cheap_on_the_way_counts_for_nothing() -> None:
-    """It is computed together with what reads it."""
+def test_cost_excludes_a_cheap_op_that_must_run_first() -> None:
+    """A cheap op runs in the kernel of its reader."""
     forward = Forward()
 
     def body(x: fx.Node, w: fx.Node) -> fx.Node:
@@ -214,10 +214,10 @@ def test_what_is_cheap_on_the_way_counts_for_nothing() -> None:
     timeline = Timeline(step, RANKS, COSTS)
     at = next(at for at, op in enumerate(step.ops) if op.target is torch.sin)
     assert [choice.seconds for choice in found if choice.op == at] == [timeline.seconds[at]]
-    assert torch.cos not in targets(step, found)  # nothing saves it
+    assert torch.cos not in targets(step, found)  # its result is not saved
 
 
-def test_a_product_that_is_read_twice_on_the_way_counts_once() -> None:
+def test_cost_includes_a_product_with_two_readers_once() -> None:
     forward = Forward()
 
     def body(x: fx.Node, w: fx.Node) -> fx.Node:
@@ -233,7 +233,7 @@ def test_a_product_that_is_read_twice_on_the_way_counts_once() -> None:
     assert [choice.seconds for choice in found if choice.op == at[torch.sub]] == [expected]
 
 
-def test_what_stays_unsharded_may_be_read_again() -> None:
+def test_op_whose_parameter_stays_unsharded_may_run_again() -> None:
     forward = Forward()
 
     def body(x: fx.Node, w: fx.Node) -> fx.Node:
@@ -244,8 +244,8 @@ def test_what_stays_unsharded_may_be_read_again() -> None:
     assert F.linear in targets(step, found)
 
 
-def test_what_computes_with_the_result_of_a_checkpoint_may_run_again() -> None:
-    """Though that is not saved: the checkpoint runs again where it is needed."""
+def test_op_that_reads_the_result_of_a_checkpoint_may_run_again() -> None:
+    """The result is not saved, but the checkpoint runs again where it is needed."""
     forward = Forward()
 
     def product(body: GraphBuilder, x: fx.Node, w: fx.Node) -> fx.Node:

@@ -1,4 +1,4 @@
-"""What a step allocates, and what of it the partitioner saves for the backward."""
+"""Values that a step allocates, and values that the partitioner saves for the backward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WEIGHT_BYTES = DIM * DIM * 4
 
 @dataclass
 class _Forward:
-    """A graph under construction: an input that has a gradient, and one unsharded parameter with what fills it."""
+    """A graph under construction: an input with a gradient, an unsharded parameter, and the tensor that fills it."""
 
     build: GraphBuilder
     x: fx.Node
@@ -53,10 +53,10 @@ def _saved(step: Step) -> set[Any]:
     return {step.ops[value.made_at].target for value in step.values if value.is_saved}
 
 
-# What is computed, and what it allocates.
+# Ops and their allocations.
 
 
-def test_views_allocate_nothing_and_share_the_uses_of_what_they_are_of() -> None:
+def test_views_allocate_nothing_and_their_readers_use_the_base() -> None:
     forward = _Forward.begin()
     first = forward.call(torch.sin, forward.x)
     view = forward.build.call_method("view", first, -1)
@@ -78,7 +78,7 @@ def test_views_of_inputs_and_of_parameters_allocate_nothing() -> None:
     assert [len(read) for read in step.read] == [0, 1, 1]
 
 
-def test_results_are_what_the_graph_returns_and_has_made() -> None:
+def test_only_allocated_values_that_the_graph_returns_are_results() -> None:
     forward = _Forward.begin()
     inner = forward.call(torch.sin, forward.x)
     outer = forward.call(torch.cos, inner)
@@ -86,13 +86,13 @@ def test_results_are_what_the_graph_returns_and_has_made() -> None:
     assert [value.is_result for value in step.values] == [False, True]
 
 
-def test_what_takes_a_list_allocates_what_it_makes_of_it() -> None:
+def test_op_that_takes_a_list_allocates_its_result() -> None:
     forward = _Forward.begin()
     both = forward.call(torch.cat, [forward.x, forward.x])
     assert _value(forward.step(both), both).size == 2 * SIZE
 
 
-def test_numbers_are_not_computed_with_tensors() -> None:
+def test_op_that_returns_a_number_does_not_count() -> None:
     forward = _Forward.begin()
     forward.call(torch.ops.aten.sym_size.int, forward.x, 0)
     last = forward.call(torch.cos, forward.x)
@@ -110,7 +110,7 @@ def _group(step: Step) -> Group:
 def test_a_parameter_is_filled_and_freed_around_its_uses() -> None:
     forward = _Forward.begin()
     before = forward.call(torch.sin, forward.x)
-    prepared = forward.call(torch.neg, forward.gathered)  # only what fills the parameter reads it
+    prepared = forward.call(torch.neg, forward.gathered)  # only the fill of the parameter reads it
     forward.build.fill(forward.weight, prepared)
     product = forward.call(F.linear, before, forward.weight)
     free = forward.build.free(forward.weight)
@@ -123,7 +123,7 @@ def test_a_parameter_is_filled_and_freed_around_its_uses() -> None:
     assert step.windows == [None, group, None]
 
 
-def test_what_is_prepared_for_a_fill_and_read_by_others_is_computed() -> None:
+def test_source_of_a_fill_counts_as_an_op_if_another_op_reads_it() -> None:
     forward = _Forward.begin()
     prepared = forward.call(torch.neg, forward.gathered)
     forward.build.fill(forward.weight, prepared)
@@ -131,13 +131,13 @@ def test_what_is_prepared_for_a_fill_and_read_by_others_is_computed() -> None:
     assert forward.step(other).ops[0] is prepared
 
 
-def test_what_no_op_reads_is_computed() -> None:
+def test_op_without_readers_counts() -> None:
     forward = _Forward.begin()
     unread = forward.call(torch.neg, forward.x)
     assert forward.step(forward.call(torch.cos, forward.x)).ops[0] is unread
 
 
-def test_the_upkeep_of_other_tensors_concerns_no_parameter() -> None:
+def test_fills_and_frees_of_other_tensors_do_not_count() -> None:
     forward = _Forward.begin()
     own = forward.build.input("own", (DIM, DIM))
     forward.build.fill(own, forward.gathered)
@@ -149,7 +149,7 @@ def test_the_upkeep_of_other_tensors_concerns_no_parameter() -> None:
     assert (group.parameters[0].fills, group.frees, group.size) == (1, [], WEIGHT_BYTES)
 
 
-def test_upkeep_is_known_by_keyword_as_well() -> None:
+def test_fills_and_frees_with_keyword_arguments_count() -> None:
     forward = _Forward.begin()
     resize, copy = torch.ops.inductor.resize_storage_bytes_.default, torch.ops.fsdp.copy_.default
     forward.build.call(resize, variable=forward.weight, new_size=WEIGHT_BYTES)
@@ -160,7 +160,7 @@ def test_upkeep_is_known_by_keyword_as_well() -> None:
     assert (group.parameters[0].fills, group.frees, group.size) == (1, [free], WEIGHT_BYTES)
 
 
-def test_what_is_asked_of_a_parameters_version_is_no_fill_and_no_free() -> None:
+def test_version_counter_calls_are_no_fills_and_no_frees() -> None:
     forward = _Forward.begin()
     forward.build.fill(forward.weight, forward.gathered)
     version = forward.build.call_opaque(tensor_version, forward.weight)
@@ -169,26 +169,26 @@ def test_what_is_asked_of_a_parameters_version_is_no_fill_and_no_free() -> None:
     assert (group.parameters[0].fills, group.frees, group.size) == (1, [], WEIGHT_BYTES)
 
 
-# What is saved.
+# Saved values.
 
 
-def test_a_cheap_result_is_computed_again_from_what_is_saved() -> None:
+def test_cheap_results_are_recomputed_from_a_saved_source() -> None:
     forward = _Forward.begin()
     product = forward.call(F.linear, forward.x, forward.weight)
     step = forward.step(forward.call(torch.cos, forward.call(torch.exp, forward.call(torch.sin, product))))
-    # sin needs the product; exp needs its result, and cos needs that, which both are made of the product.
+    # sin's backward needs the product. exp's and cos's need exp's result, which is computed from the product.
     assert _saved(step) == {F.linear}
     assert sorted(_value(step, product).saved_by) == [1, 2, 3]
 
 
-def test_a_cheap_result_is_saved_if_it_is_made_of_what_is_not() -> None:
+def test_cheap_result_is_saved_if_its_source_is_not() -> None:
     forward = _Forward.begin()
     product = forward.call(F.linear, forward.x, forward.weight)
     step = forward.step(forward.call(torch.cos, forward.call(torch.neg, product)))
     assert _saved(step) == {torch.neg}
 
 
-def test_a_cheap_result_is_saved_if_a_kernel_of_its_own_reads_it_in_the_backward() -> None:
+def test_cheap_result_is_saved_if_a_separate_kernel_reads_it_in_the_backward() -> None:
     forward = _Forward.begin()
     hidden = forward.call(torch.sin, forward.x)
     step = forward.step(forward.call(F.linear, hidden, forward.weight))
@@ -201,7 +201,7 @@ def test_a_random_result_is_saved() -> None:
     assert _saved(step) == {F.dropout}
 
 
-def test_what_is_made_of_a_random_result_is_saved_unless_that_is() -> None:
+def test_value_computed_from_a_random_result_is_saved_if_that_result_is_not() -> None:
     forward = _Forward.begin()
     noise = forward.call(torch.rand_like, forward.x)
     step = forward.step(forward.call(torch.cos, forward.call(torch.add, forward.x, noise)))
@@ -213,16 +213,16 @@ def test_what_is_made_of_a_random_result_is_saved_unless_that_is() -> None:
     assert _saved(step) == {torch.rand_like}
 
 
-def test_what_is_made_of_inputs_alone_is_never_saved() -> None:
+def test_cheap_value_computed_from_inputs_alone_is_never_saved() -> None:
     forward = _Forward.begin()
     step = forward.step(forward.call(torch.cos, forward.call(torch.neg, forward.call(torch.exp, forward.x))))
     assert _saved(step) == set()
 
 
-# What an op saves besides its inputs and results.
+# Values that an op saves besides its inputs and results.
 
 
-def test_the_statistics_of_a_norm_are_computed_again_where_it_is_fused() -> None:
+def test_statistics_of_a_norm_are_recomputed_if_the_norm_is_fused() -> None:
     for fuses, internal in ((True, 0), (False, 2 * ROWS * 4)):
         forward = _Forward.begin()
         product = forward.call(F.linear, forward.x, forward.weight)
@@ -236,8 +236,8 @@ def test_the_mask_of_a_random_op_is_saved() -> None:
     assert forward.step(forward.call(F.dropout, forward.x, 0.5)).internal == [SIZE]
 
 
-def test_what_a_fused_op_saves_is_computed_again_if_its_inputs_are_no_larger() -> None:
-    """A distance saves the differences. Of one input of that size they are computed again, of two they are saved."""
+def test_internal_values_of_a_fused_op_are_recomputed_if_its_inputs_are_no_larger() -> None:
+    """A distance saves its differences only if the backward has neither of its inputs otherwise."""
     forward = _Forward.begin()
     first = forward.call(F.linear, forward.x, forward.weight)
     one = forward.step(forward.call(F.pairwise_distance, first, forward.x))
@@ -249,7 +249,7 @@ def test_what_a_fused_op_saves_is_computed_again_if_its_inputs_are_no_larger() -
     two = forward.step(forward.call(F.pairwise_distance, first, second))
     assert two.internal == [0, 0, SIZE]
     assert not _value(two, first).is_saved
-    # One that is saved anyway does not count.
+    # An input that is saved anyway does not count.
     forward = _Forward.begin()
     first = forward.call(F.linear, forward.x, forward.weight)
     forward.call(torch.cos, first)

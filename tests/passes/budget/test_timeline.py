@@ -1,4 +1,4 @@
-"""What a step holds at each of its places, in KiB: see [Note: A timeline of both halves]."""
+"""Memory that a step holds at each place, in KiB: see [Note: A timeline of both halves]."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from compile_fsdp.passes.budget.step_memory import Sharding, Step
 from compile_fsdp.passes.budget.timeline import Choices, Timeline
 from helpers.graphs.build import GraphBuilder, checkpoint
 
-RANKS, ROWS, DIM = 2, 256, 16  # an activation has 16 KiB, a matrix one
-# A collective takes less than any op.
+RANKS, ROWS, DIM = 2, 256, 16  # an activation has 16 KiB, a matrix 1 KiB
+# A collective takes less time than any op.
 COSTS = Costs(latency=1e-6, comm_bandwidth=1e15, memory_bandwidth=1e10, flops=1e9, offload_bandwidth=1e30)
 SLOW = replace(COSTS, latency=1.0)
 
@@ -38,7 +38,7 @@ class _Forward:
         return self.build.call(*args)
 
     def product(self, x: fx.Node) -> fx.Node:
-        """With a matrix that is not sharded and has no gradient: a kernel whose backward reads nothing."""
+        """Product with an unsharded, frozen matrix: a kernel whose backward needs no saved value."""
         return self.build.call(F.linear, x, self._frozen)
 
     def weights(self, group: int, count: int = 1, trains: bool = True, fills: bool = True) -> list[fx.Node]:
@@ -60,12 +60,12 @@ class _Forward:
 
 
 def _held(timeline: Timeline, **choices: Any) -> list[int]:
-    """In KiB, by place."""
+    """KiB held at each place."""
     return [size // 1024 for size in timeline.held(Choices(**choices))]
 
 
 def _chain(*functions: Callable[..., Any], **kwargs: Any) -> tuple[_Forward, list[fx.Node]]:
-    """A forward of functions, each of the result of the one before; `F.linear` has a frozen matrix."""
+    """A forward that applies functions in a chain; `F.linear` gets a frozen matrix."""
     forward = _Forward(**kwargs)
     made = [forward.x]
     for function in functions:
@@ -81,110 +81,110 @@ def _of_chain(*functions: Callable[..., Any], **kwargs: Any) -> Timeline:
 # Values and their gradients.
 
 
-def test_what_is_computed_with_its_reader_is_in_no_memory() -> None:
+def test_result_fused_with_its_reader_takes_no_memory() -> None:
     chain = torch.sin, torch.cos, F.linear
     assert _held(_of_chain(*chain, has_gradient=False)) == [0, 16, 32, 0, 0, 0]
     assert _held(_of_chain(*chain, has_gradient=False, fuses=False)) == [16, 32, 32, 0, 0, 0]
 
 
-def test_the_result_of_a_kernel_is_in_memory() -> None:
+def test_kernel_result_takes_memory() -> None:
     assert _held(_of_chain(F.linear, torch.neg, has_gradient=False)) == [16, 32, 0, 0]
 
 
-def test_what_two_ops_read_is_in_memory_until_both_have_run() -> None:
+def test_result_with_two_readers_is_held_until_both_have_run() -> None:
     forward, (first,) = _chain(torch.sin, has_gradient=False)
     both = forward.call(torch.add, forward.call(torch.cos, first), forward.call(torch.exp, first))
     assert _held(forward.timeline(both)) == [16, 16, 16, 32, 0, 0, 0, 0]
 
 
-def test_a_view_is_no_reader() -> None:
+def test_view_does_not_count_as_a_reader() -> None:
     forward, (first,) = _chain(torch.sin, has_gradient=False)
     last = forward.call(torch.cos, forward.build.call_method("view", first, -1))
     assert _held(forward.timeline(last)) == [0, 0, 16, 0, 0, 0]
 
 
-def test_what_is_read_by_what_is_in_no_memory_is_held_until_that_is_read() -> None:
+def test_input_of_a_fused_op_is_held_until_the_fused_result_is_read() -> None:
     chain = F.linear, torch.neg, torch.exp, F.linear
     assert _held(_of_chain(*chain, has_gradient=False)) == [16, 16, 32, 32, 0, 0, 0, 0]
 
 
-def test_what_is_written_in_place_is_held_until_then() -> None:
+def test_result_is_held_until_an_in_place_op_has_written_it() -> None:
     forward, (first, last) = _chain(F.linear, F.linear, has_gradient=False)
     forward.build.call_method("add_", first, 1.0)
     assert _held(forward.timeline(last)) == [16, 32, 32, 0, 0, 0]
 
 
-def test_results_are_held_until_the_forward_is_over() -> None:
+def test_graph_results_are_held_until_the_forward_ends() -> None:
     forward, made = _chain(F.linear, F.linear, F.linear, has_gradient=False)
     assert _held(forward.timeline(made[0], made[2])) == [16, 32, 48, 0, 0, 0]
 
 
-def test_a_gradient_is_held_where_its_value_is() -> None:
+def test_gradient_is_held_at_the_mirrored_places_of_its_value() -> None:
     chain = torch.sin, torch.cos, F.linear
     assert _held(_of_chain(*chain)) == [0, 16, 32, 32, 16, 16]
 
 
-def test_what_is_saved_is_held_until_its_backward() -> None:
-    # Both the dropout's result and its mask; in the backward a gradient for each of the two ops.
+def test_saved_value_is_held_until_its_backward() -> None:
+    # Dropout's result and its mask are saved; the backward holds one gradient per op.
     assert _held(_of_chain(F.dropout, torch.cos)) == [32, 48, 64, 32]
 
 
-def test_what_is_computed_again_with_its_reader_is_held_for_that_alone() -> None:
-    """Op by op, the backward of cos needs the result of sin once more."""
+def test_recomputed_value_is_held_only_for_the_backward_that_reads_it() -> None:
+    """Without fusion, the backward of cos recomputes the result of sin."""
     assert _held(_of_chain(torch.sin, torch.cos, F.linear, fuses=False)) == [16, 32, 32, 32, 48, 16]
 
 
-def test_op_by_op_what_is_computed_again_needs_all_that_it_is_computed_from() -> None:
-    """The backward of the second sin needs the result of cos, and so that of the first sin."""
+def test_recomputation_without_fusion_recomputes_all_sources() -> None:
+    """The backward of the second sin needs the result of cos, so it recomputes the first sin, too."""
     chain = torch.sin, torch.cos, torch.sin, F.linear
     assert _held(_of_chain(*chain, fuses=False)) == [16, 32, 32, 32, 32, 64, 48, 16]
 
 
-def test_op_by_op_what_is_saved_is_computed_from_nothing() -> None:
+def test_sources_of_a_saved_value_are_not_recomputed_without_fusion() -> None:
     assert _held(_of_chain(torch.sin, F.linear, torch.cos, fuses=False)) == [16, 32, 32, 48, 32, 16]
 
 
-def test_what_a_kernel_makes_again_is_held_for_its_own_reader_alone() -> None:
-    """The second sin's backward computes the result of cos from that of the first sin, within its own kernel."""
+def test_value_recomputed_inside_a_kernel_is_held_only_for_its_reader() -> None:
+    """The kernel of the second sin's backward recomputes cos from the result of the first sin."""
     forward, (_, sine) = _chain(F.linear, torch.sin)
     other = forward.call(torch.sin, forward.call(torch.cos, sine))
     step = forward.timeline(forward.call(torch.add, forward.product(other), forward.product(sine)))
     assert _held(step) == [16, 32, 32, 48, 64, 64, 64, 64, 64, 64, 48, 64, 48, 16]
 
 
-# What the backward runs again.
+# Ops that the backward runs again.
 
 
-def test_what_runs_again_runs_with_all_that_is_not_saved() -> None:
+def test_recomputed_op_also_recomputes_its_unsaved_sources() -> None:
     step = _of_chain(F.linear, torch.exp, F.linear)
     assert _held(step) == [16, 32, 32, 48, 48, 16]
     assert _held(step, recomputed={1}) == [16, 32, 32, 32, 64, 16]
 
 
-def test_what_runs_again_for_another_is_held_from_there_to_its_own_backward() -> None:
+def test_recomputed_source_is_held_until_its_own_backward() -> None:
     step = _of_chain(F.linear, torch.exp, F.linear, torch.exp, F.linear)
     assert _held(step, recomputed={3}) == [16, 32, 32, 48, 48, 48, 80, 48, 48, 16]
     assert _held(step, recomputed={1, 3}) == [16, 32, 32, 32, 32, 32, 96, 48, 48, 16]
 
 
-def test_what_two_that_run_again_need_is_computed_for_the_first_of_them() -> None:
+def test_shared_source_is_recomputed_for_the_first_op_that_needs_it() -> None:
     forward, (product, _, second) = _chain(F.linear, torch.exp, F.linear)
     step = forward.timeline(forward.call(torch.add, second, forward.call(torch.exp, product)))
     assert _held(step, recomputed={1, 3}) == [16, 32, 48, 48, 48, 48, 80, 48, 48, 16]
 
 
-def test_what_is_cheap_is_held_from_the_first_time_that_it_is_computed_again() -> None:
+def test_cheap_value_is_held_from_its_first_recomputation() -> None:
     """The second product runs again with the result of sin, which the backward of cos reads later."""
     forward, (_, sine) = _chain(F.linear, torch.sin)
     cosine = forward.call(torch.cos, sine)
     again = forward.call(torch.exp, forward.product(sine))
     step = forward.timeline(forward.call(torch.add, cosine, again))
     more = [b - a for a, b in zip(_held(step), _held(step, recomputed={4}), strict=True)]
-    # From where exp has run, it is not held; its backward at 7 needs it, and makes it of a product and a sine.
+    # exp's result is not held after the forward; its backward at 7 recomputes it from a product and a sine.
     assert more == [0, 0, 0, 0, 0, 0, -16, 32, 16, 0, 0, 0]
 
 
-def test_statistics_of_what_runs_again_are_not_held() -> None:
+def test_statistics_of_a_recomputed_norm_are_not_held() -> None:
     forward, (product,) = _chain(F.linear, fuses=False)
     step = forward.timeline(forward.product(forward.call(F.layer_norm, product, (DIM,))))
     kept, again = step.held(Choices()), step.held(Choices(recomputed={1}))
@@ -193,7 +193,7 @@ def test_statistics_of_what_runs_again_are_not_held() -> None:
     assert [(a - b) % (16 * 1024) for a, b in zip(kept, again, strict=True)] == [0, 0, *[statistics] * 3, 0]
 
 
-# Checkpoints of the user's: see [Note: Bodies of checkpoints].
+# Checkpoints that the user placed: see [Note: Bodies of checkpoints].
 
 
 def _exp_between(body: GraphBuilder, x: fx.Node, weight: fx.Node) -> fx.Node:
@@ -209,7 +209,7 @@ def _gathered(body: GraphBuilder, x: fx.Node, weight: fx.Node) -> fx.Node:
 
 
 def _with_checkpoint(*bodies: Callable[..., fx.Node]) -> Timeline:
-    """A product, checkpoints, and a product; the matrix of the middle is sharded."""
+    """A product, checkpoints, and a product; the matrix of the checkpoints is sharded."""
     forward, (x,) = _chain(F.linear)
     (weight,) = forward.weights(0, fills=_gathered not in bodies)
     for body in bodies:
@@ -217,20 +217,20 @@ def _with_checkpoint(*bodies: Callable[..., fx.Node]) -> Timeline:
     return forward.timeline(forward.product(x))
 
 
-def test_a_checkpoint_holds_what_its_body_does_while_it_runs() -> None:
+def test_checkpoint_holds_the_peak_of_its_body_while_it_runs() -> None:
     step, several = _with_checkpoint(_exp_between), _with_checkpoint(_exp_between, _exp_between)
-    # The body holds three at most: exp's result, its gradient, and that of the first product or the second.
+    # The body holds three activations at most: exp's result, its gradient, and the gradient of a product.
     assert [size // 16 for size in _held(step)] == [1, 5, 3, 3, 6, 1]
     assert len(several.step.bodies) == 2
 
 
-def test_a_parameter_that_a_checkpoint_gathers_is_held_inside() -> None:
+def test_parameter_gathered_inside_a_checkpoint_is_held_only_inside() -> None:
     outside, inside = (_with_checkpoint(each) for each in (_exp_between, _gathered))
     assert _parameters(outside) != _parameters(inside)
     assert _parameters(inside)[0] == _parameters(inside)[2] == 0
 
 
-def test_a_checkpoint_within_a_body_saves_nothing_while_that_runs() -> None:
+def test_nested_checkpoint_saves_no_memory_while_the_outer_body_runs() -> None:
     def nested(body: GraphBuilder, x: fx.Node, weight: fx.Node) -> fx.Node:
         return checkpoint(body, checkpoint(body, x, weight, _exp_between), weight, _exp_between)
 
@@ -238,16 +238,16 @@ def test_a_checkpoint_within_a_body_saves_nothing_while_that_runs() -> None:
         return body.call(F.linear, checkpoint(body, x, weight, _exp_between), weight)
 
     one, two = (_held(_with_checkpoint(each))[4] // 16 for each in (_exp_between, nested))
-    # While the second's backward runs: the first's result, the gradients of both, and what exp made in the first.
+    # During the second's backward: the first's result, the gradients of both, and exp's result in the first.
     assert two - one == 4
-    # What a checkpoint returns is saved there.
+    # The result of a nested checkpoint is saved inside the body.
     assert [size // 16 for size in _held(_with_checkpoint(followed))] == [1, 6, 3, 3, 7, 1]
 
 
 def _read_behind_a_checkpoint(
     *readers: Callable[[_Forward, fx.Node, fx.Node], fx.Node], fuses: bool = True
 ) -> list[int]:
-    """A checkpoint, what reads its result and a matrix one after the other, and a product."""
+    """Activations of a checkpoint, a chain of readers, and a product."""
     forward = _Forward(fuses=fuses)
     (weight,) = forward.weights(0)
     result = checkpoint(forward.build, forward.x, weight, _exp_between)
@@ -274,12 +274,12 @@ def _another(forward: _Forward, result: fx.Node, weight: fx.Node) -> fx.Node:
 
 def test_a_checkpoint_runs_again_where_its_result_is_needed() -> None:
     assert _read_behind_a_checkpoint(_sine) == [4, 2, 2, 2, 5, 4]
-    # What the next checkpoint takes is saved.
+    # The input of the next checkpoint is saved.
     assert _read_behind_a_checkpoint(_another) == [4, 5, 3, 3, 6, 4]
 
 
-def test_gradients_wait_where_a_parameters_gradient_needs_what_a_checkpoint_returns() -> None:
-    # That of the product, until the checkpoint's own backward.
+def test_gradients_wait_for_a_checkpoint_whose_result_a_parameter_gradient_needs() -> None:
+    # The product's gradient waits until the checkpoint's backward.
     assert _read_behind_a_checkpoint(_product) == [4, 2, 2, 2, 5, 5]
     assert _read_behind_a_checkpoint(_sine, _product) == [4, 2, 2, 3, 3, 3, 5, 4]
     assert _read_behind_a_checkpoint(_scale, _sine) == [4, 1, 1, 2, 2, 2, 5, 4, 2, 4]
@@ -287,10 +287,10 @@ def test_gradients_wait_where_a_parameters_gradient_needs_what_a_checkpoint_retu
     assert _read_behind_a_checkpoint(_product, _sine, _product) == [4, 2, 2, 3, 4, 4, 4, 3, 5, 5]
 
 
-# What leaves for the host's memory.
+# Offloads to host memory.
 
 
-def test_of_an_op_with_two_results_the_one_that_is_saved_leaves_and_runs_again() -> None:
+def test_only_the_saved_result_of_an_op_is_offloaded_or_recomputed() -> None:
     forward = _Forward(has_gradient=False)
     both = forward.call(torch.sort, forward.x)
     values, indices = (forward.call(operator.getitem, both, i) for i in range(2))
@@ -307,7 +307,10 @@ def test_of_an_op_with_two_results_the_one_that_is_saved_leaves_and_runs_again()
 
 
 def _sine_of_product(kept: bool = True, offloads: bool = True, **kwargs: Any) -> list[int]:
-    """In activations. The backward of cos needs the result of sin, that of sin the product, which may leave."""
+    """Activations held by cos of sin of a product.
+
+    The backward of cos needs sin's result. The backward of sin needs the product, which may be offloaded.
+    """
     forward = _Forward(**kwargs)
     (weight,) = forward.weights(0)
     sine = forward.call(torch.sin, forward.call(F.linear, forward.x, weight))
@@ -317,19 +320,19 @@ def _sine_of_product(kept: bool = True, offloads: bool = True, **kwargs: Any) ->
     return [size // 16 for size in held]
 
 
-def test_what_is_cheap_waits_for_its_own_backward_where_no_gather_stands_between() -> None:
+def test_cheap_value_is_held_until_its_own_backward_if_no_gather_stands_between() -> None:
     assert _sine_of_product() == [1, 2, 1, 2, 2, 4, 4, 1]
     assert _sine_of_product(kept=False) == [1, 2, 1, 2, 2, 4, 3, 1]
     assert _sine_of_product(offloads=False) == [1, 2, 2, 3, 3, 4, 3, 1]
     assert _sine_of_product(fuses=False) == [1, 2, 2, 3, 3, 4, 3, 1]
 
 
-def test_a_kernel_that_runs_again_is_held_for_its_readers_alone() -> None:
+def test_recomputed_kernel_result_is_held_only_for_its_readers() -> None:
     step = _of_chain(F.linear, torch.exp, F.linear, torch.sin)
     assert _held(step, offloaded={1}, recomputed={2}) == [16, 32, 32, 32, 64, 48, 48, 16]
 
 
-# Parameters and their gradients: the rest of the bytes, in halves of a KiB.
+# Parameters and their gradients: the bytes besides activations, in units of 512 bytes.
 
 
 def _parameters(timeline: Timeline, **choices: Any) -> list[int]:
@@ -337,7 +340,7 @@ def _parameters(timeline: Timeline, **choices: Any) -> list[int]:
 
 
 def _two_modules(costs: Costs = COSTS, frees_first: bool = True, trains: bool = True) -> Timeline:
-    """Each with two products with one matrix."""
+    """Two modules, each with two products with its matrix."""
     forward = _Forward(costs=costs)
     x = forward.x
     for group in range(2):
@@ -350,15 +353,15 @@ def _two_modules(costs: Costs = COSTS, frees_first: bool = True, trains: bool = 
 
 
 def test_a_parameter_is_gathered_just_before_it_is_used() -> None:
-    # Gradients are whole for one or two places, on their way for another, and stay as shards.
+    # A gradient is whole for one or two places, in flight for one place, and then stays as a shard.
     assert _parameters(_two_modules()) == [2, 4, 2, 2, 4, 7, 7, 6]
 
 
-def test_a_slow_gather_is_launched_with_the_module_before() -> None:
+def test_slow_gather_is_launched_during_the_module_before() -> None:
     assert _parameters(_two_modules(SLOW)) == [4, 4, 2, 2, 6, 7, 7, 8]
 
 
-def test_what_is_kept_is_held_from_its_gather_to_its_last_backward() -> None:
+def test_kept_group_is_held_from_its_gather_to_its_last_backward() -> None:
     expected = [2, 4, 4, 4, 6, 7, 7, 6]
     assert _parameters(_two_modules(), kept={0, 1}) == expected
     assert _parameters(_two_modules(frees_first=False), kept={1}) == expected
@@ -378,11 +381,11 @@ def _one_module(count: int = 2, used: int = 2) -> Timeline:
     return forward.timeline(x)
 
 
-def test_of_several_parameters_what_is_gathered_is_copied_out() -> None:
+def test_parameters_gathered_in_one_pack_are_copied_out_of_it() -> None:
     step = _one_module()
     assert _parameters(step) == [8, 8, 10, 18]
     assert _parameters(step, kept={0}) == [8, 8, 6, 14]
-    # Large packs are allowed for throughout, and then their copies are not counted again.
+    # Bytes of large packs count at every place, so their copies are not counted again.
     assert _parameters(step, kept={0}, has_large_packs=True) == [8, 8, 10, 18]
 
 

@@ -1,4 +1,4 @@
-"""What depends on undefined gradients alone leaves the graph, and what else is computed stays the same."""
+"""Ops that only undefined gradients need leave the graph; other results do not change."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def call_hook(hook: object, leaf: torch.Tensor, *, hook_type: str) -> None:
 
 
 class _Captured:
-    """A graph as compiled autograd captures it: three leaves, a weight, and two gradients of which one is undefined."""
+    """A graph as compiled autograd captures it: three leaves, a weight, a defined and an undefined gradient."""
 
     def __init__(self) -> None:
         self.graph = graph = fx.Graph()
@@ -49,7 +49,7 @@ class _Captured:
         self.graph.call_function(call_hook, (None, self.leaves[leaf]), {"hook_type": "post_acc_grad_hook"})
 
     def dropped(self, has_gradient: Sequence[bool] = (True, True)) -> tuple[str, list[int]]:
-        """The graph without what is undefined; leaves that keep their gradient get the same one."""
+        """The calls left by the pass, and the leaves without a gradient; other leaves get equal gradients."""
         self.graph.output(())
         gm = fx.GraphModule({}, self.graph)
         torch.manual_seed(0)
@@ -68,7 +68,7 @@ class _Captured:
         return text, without
 
 
-def test_sums_keep_what_is_defined() -> None:
+def test_sum_becomes_its_defined_gradient() -> None:
     captured = _Captured()
     ours = captured.op(_aten.mm.default, captured.defined, captured.weight)
     other = captured.op(_aten.mm.default, captured.undefined, captured.weight)
@@ -91,7 +91,7 @@ call_accumulate_grad_1 = call_accumulate_grad(getitem_1, neg_default_1)
 call_hook_1 = call_hook(None, getitem_1)""")
 
 
-def test_others_read_zeros() -> None:
+def test_ops_other_than_plain_sums_read_zeros() -> None:
     captured = _Captured()
     other = captured.op(_aten.mm.default, captured.undefined, captured.weight)
     total = captured.op(_aten.sum.dim_IntList, captured.defined, [0])
@@ -125,7 +125,7 @@ def test_a_graph_without_undefined_gradients_stays() -> None:
     assert without == [] and len(captured.graph.nodes) == before + 1
 
 
-def test_gradients_that_cannot_be_told_apart_stay_zeros() -> None:
+def test_gradients_that_cannot_be_matched_stay_zeros() -> None:
     captured = _Captured()
     captured.accumulate(0, captured.op(_aten.neg.default, captured.undefined))
     before = len(captured.graph.nodes)

@@ -1,4 +1,4 @@
-"""A call of a group is replaced by its ops, with their fake values, before anything else sees the graph."""
+"""A call of a group is replaced by its ops, with their fake values."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ return (%6, %5)
 """)
 
 
-def test_the_graph_computes_what_the_calls_do() -> None:
+def test_expanded_graph_computes_the_results_of_its_calls() -> None:
     x, y = torch.randn(6), torch.randn(6)
     graph = _graph()
     expand_group_calls(graph, {halves, total})
@@ -86,7 +86,7 @@ def test_other_calls_stay() -> None:
     assert render(graph) == before
 
 
-def test_what_a_call_writes_is_not_written_again() -> None:
+def test_expansion_does_not_write_the_fake_values_of_inputs() -> None:
     def refill(tensors: list[torch.Tensor], values: list[torch.Tensor], sizes: list[int]) -> None:
         for tensor, value, size in zip(tensors, values, sizes, strict=True):
             torch.ops.inductor.resize_storage_bytes_.default(tensor, size)
@@ -104,7 +104,7 @@ def test_what_a_call_writes_is_not_written_again() -> None:
     assert (value._version, value.untyped_storage().nbytes()) == before
 
 
-# What a group's call may do with (4, 4) tensors: compute, or fill and free a parameter.
+# Steps of a group's call on (4, 4) tensors; it may also fill and free a parameter.
 _STEPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "function": lambda x, y: torch.matmul(x, y),
     "method": lambda x, y: x.t(),
@@ -168,5 +168,5 @@ def check_calls(calls: list[tuple[list[tuple[str, int, int]], str, bool]]) -> No
 
 
 @MANY
-def test_whatever_a_call_does_its_ops_do_too(examples: int) -> None:
+def test_expanded_ops_have_the_effects_of_their_call(examples: int) -> None:
     fuzz(check_calls, examples, st.lists(_call_plans, min_size=1, max_size=4))

@@ -1,4 +1,4 @@
-"""Neighbouring plain ops become one call, which computes the same; what may have an effect stays apart."""
+"""Neighbouring plain ops become one call with equal results; ops with effects stay apart."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _hook(grad: torch.Tensor) -> torch.Tensor:
 
 
 def _captured(build: Callable[[fx.Graph, fx.Node, fx.Node, fx.Node], Any]) -> fx.GraphModule:
-    """A graph with the inputs of a captured backward, of which two tensors."""
+    """A graph with the inputs of a captured backward, two of them tensors."""
     graph = fx.Graph()
     inputs, sizes = graph.placeholder("inputs"), graph.placeholder("sizes")
     x, y = (graph.call_function(operator.getitem, (inputs, i)) for i in range(2))
@@ -29,7 +29,7 @@ def _captured(build: Callable[[fx.Graph, fx.Node, fx.Node, fx.Node], Any]) -> fx
 
 
 def _joined(captured: fx.GraphModule) -> str:
-    """The calls of the graph after joining; before and after, it computes the same."""
+    """The calls of the graph after joining, which changes no result."""
     inputs = [torch.randn(3, 3), torch.randn(3, 3)]
     expected = captured([each.clone() for each in inputs], [3])
     functions = join_op_runs(captured.graph)
@@ -66,7 +66,7 @@ run_of_ops_1 = run_of_ops(_hook,)
 getitem_5 = getitem(run_of_ops_1, 0)""")
 
 
-def test_what_writes_stays_apart() -> None:
+def test_in_place_op_is_not_joined() -> None:
     def build(graph: fx.Graph, x: fx.Node, y: fx.Node, sizes: fx.Node) -> Any:
         negative = graph.call_function(_aten.neg.default, (x,))
         graph.call_function(_aten.add_.Tensor, (x, y))
@@ -76,7 +76,7 @@ def test_what_writes_stays_apart() -> None:
     assert "run_of_ops" not in _joined(_captured(build))
 
 
-def test_a_part_that_is_taken_elsewhere_stays_apart() -> None:
+def test_split_whose_items_are_read_behind_a_hook_is_not_joined() -> None:
     def build(graph: fx.Graph, x: fx.Node, y: fx.Node, sizes: fx.Node) -> Any:
         added = graph.call_function(_aten.add.Tensor, (x, y))
         turned = graph.call_function(_aten.permute.default, (added, [1, 0]))
@@ -87,7 +87,7 @@ def test_a_part_that_is_taken_elsewhere_stays_apart() -> None:
     assert "run_of_ops" not in _joined(_captured(build))
 
 
-def test_ops_of_unknown_sizes_stay_apart() -> None:
+def test_ops_of_unknown_sizes_are_not_joined() -> None:
     def build(graph: fx.Graph, x: fx.Node, y: fx.Node, sizes: fx.Node) -> Any:
         added = graph.call_function(_aten.add.Tensor, (x, y))
         found = graph.call_function(_aten.nonzero.default, (added,))
@@ -96,7 +96,7 @@ def test_ops_of_unknown_sizes_stay_apart() -> None:
     assert "run_of_ops" not in _joined(_captured(build))
 
 
-def test_graphs_with_symbols_stay_as_they_are() -> None:
+def test_ops_of_symbolic_sizes_are_not_joined() -> None:
     def build(graph: fx.Graph, x: fx.Node, y: fx.Node, sizes: fx.Node) -> Any:
         size = graph.call_function(operator.getitem, (sizes, 0))
         wide = graph.call_function(_aten.reshape.default, (x, [size, 3]))

@@ -1,4 +1,4 @@
-"""What the pass makes of backward graphs whose reads stand outside their windows."""
+"""Rewrites of backward graphs whose reads stand outside their windows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def matmul(layer: Layer) -> fx.Node:
 
 
 def legalized(graph: fx.Graph) -> LegalizeReport:
-    """Run the pass, with what holds for every graph: it lints, and a second run finds nothing to do."""
+    """Run the pass; check that the graph lints and that a second run changes nothing."""
     report = legalize_windows(graph)
     graph.lint()
     after = render(graph)
@@ -168,7 +168,7 @@ return (%0,)
 """)
 
 
-def test_writes_keep_their_order_with_what_sinks() -> None:
+def test_writes_keep_their_order_with_reads_that_sink() -> None:
     layer = dynamo_layer()
     build = layer.build
     early = matmul(layer)
@@ -284,7 +284,7 @@ def test_legal_graph_comes_back_untouched() -> None:
     assert list(graph.nodes) == before
 
 
-def test_parameter_that_arrives_filled_is_read_where_it_stands() -> None:
+def test_read_of_a_parameter_that_arrives_filled_stays() -> None:
     layer = dynamo_layer()
     result = matmul(layer)
     layer.free()
@@ -293,7 +293,7 @@ def test_parameter_that_arrives_filled_is_read_where_it_stands() -> None:
     assert legalized(graph) == LegalizeReport(nodes_sunk=0, frees_delayed=0, unmoved=())
 
 
-def test_events_are_found_however_their_arguments_are_passed() -> None:
+def test_fills_with_keyword_arguments_are_found() -> None:
     layer = dynamo_layer()
     early = matmul(layer)
     graph = layer.build.graph
@@ -414,7 +414,7 @@ def test_report_is_one_line() -> None:
 
 @st.composite
 def backward_orders(draw: st.DrawFn) -> list[tuple[str, int]]:
-    """Legal windows on two parameters, with their reads and frees then put anywhere."""
+    """Windows on two parameters, with reads and other ops put anywhere."""
     order: list[tuple[str, int]] = [("fill", 0), ("free", 0), ("fill", 1), ("free", 1)]
     if draw(st.booleans()):
         order += [("fill", 0), ("free", 0)]
@@ -449,7 +449,7 @@ def build_backward(order: list[tuple[str, int]]) -> fx.Graph:
 
 
 def without_events(graph: fx.Graph) -> fx.Graph:
-    """The same graph with every event of a parameter taken out: what it means, if they hold one value."""
+    """A copy without fills and frees: the reference if each parameter has only one value."""
     reference = fx.Graph()
     reference.output(reference.graph_copy(graph, {}))
     for node in list(reference.nodes):
@@ -476,7 +476,7 @@ def check_order(order: list[tuple[str, int]]) -> None:
 
 
 @MANY
-def test_any_order_runs_right_once_legalized(examples: int) -> None:
+def test_legalized_graph_computes_reference_results(examples: int) -> None:
     fuzz(check_order, examples, backward_orders())
 
 
@@ -503,7 +503,7 @@ def test_item_of_an_input_is_a_parameter() -> None:
     assert legalized(build.output(early)).nodes_sunk == 1
 
 
-def test_item_of_the_same_input_is_no_read() -> None:
+def test_second_item_of_an_input_list_is_no_read() -> None:
     build = GraphBuilder(meta_key="example_value")
     with build.fake_mode:
         inputs = build.input_like("inputs", [torch.empty(4, 4), torch.empty(4, 4)])
@@ -515,7 +515,7 @@ def test_item_of_the_same_input_is_no_read() -> None:
     assert legalized(graph) == LegalizeReport(nodes_sunk=0, frees_delayed=0, unmoved=())
 
 
-def test_other_copies_and_resizes_are_no_events() -> None:
+def test_copy_into_an_intermediate_is_no_fill() -> None:
     layer = dynamo_layer()
     build = layer.build
     other = build.call(torch.neg, layer.value)

@@ -1,4 +1,4 @@
-"""Which ops on frozen parameters may not be computed again in the backward."""
+"""Ops on frozen parameters that the backward may not compute again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _saved(layer: Layer, *results: fx.Node) -> list[fx.Node]:
     return marked
 
 
-def test_a_result_of_a_frozen_parameter_is_saved_and_what_follows_is_not() -> None:
+def test_result_of_a_frozen_parameter_is_saved_and_its_readers_are_not() -> None:
     layer = _layer()
     layer.fill()
     product = layer.build.call(torch.matmul, layer.x, layer.weight)
@@ -31,21 +31,21 @@ def test_a_result_of_a_frozen_parameter_is_saved_and_what_follows_is_not() -> No
     assert _saved(layer, layer.build.call(torch.tanh, product)) == [product]
 
 
-def test_what_reads_a_view_is_saved_and_the_view_is_not() -> None:
+def test_result_that_reads_a_view_is_saved_and_the_view_is_not() -> None:
     layer = _layer()
     view = layer.build.call_method("t", layer.weight)
     product = layer.build.call(torch.matmul, layer.x, view)
     assert _saved(layer, product) == [product]
 
 
-def test_what_a_gradient_passes_through_may_be_computed_again() -> None:
+def test_result_that_needs_a_gradient_may_be_recomputed() -> None:
     layer = _layer()
     layer.build.value(layer.x).requires_grad_()
     product = layer.build.call(torch.matmul, layer.x, layer.weight)
     assert _saved(layer, product) == []
 
 
-def test_one_of_several_results_may_need_no_gradient() -> None:
+def test_op_may_be_recomputed_if_one_of_its_results_needs_a_gradient() -> None:
     layer = _layer()
     layer.build.value(layer.x).requires_grad_()
     moved = layer.build.call(torch.add, layer.x, layer.weight)
@@ -60,7 +60,7 @@ def test_other_parameters_and_sizes_are_left_alone() -> None:
     assert _saved(layer, other, size) == []
 
 
-def test_the_body_of_a_checkpoint_is_left_to_the_user() -> None:
+def test_checkpoint_of_the_user_may_be_recomputed() -> None:
     layer = _layer()
 
     class Checkpoint(HigherOrderOperator):  # type: ignore[misc, valid-type]

@@ -12,7 +12,7 @@ from helpers.graphs.render import render
 
 
 def _forward() -> fx.Graph:
-    """A product with a batched weight, and after the weight is freed, two views of it and one of the product."""
+    """A product with a batched weight; after the free, two views of the weight and one of the product."""
     build = GraphBuilder()
     x, weight = build.input("x", (2, 4, 4)), build.input("weight", (2, 4, 4))
     product = build.call(aten.bmm.default, x, weight)

@@ -1,4 +1,4 @@
-"""What marked ops save is offloaded behind its last use, and fetched before its first; everything else stays."""
+"""Saved results of marked ops are offloaded after their last use, and fetched before their first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BYTES = ROWS * DIM * 4
 
 
 def halves(least: int = BYTES) -> tuple[fx.Graph, fx.Graph]:
-    """Two products, whose results are saved, and their backward; both are marked, and so is what they come from."""
+    """Two products with saved results, and their backward; the products, a view and the result are marked."""
     build = GraphBuilder()
     x, w = build.input("x", (ROWS, DIM)), build.input("w", (DIM, DIM))
     first = build.call(aten.mm.default, x, w)
@@ -36,7 +36,7 @@ def halves(least: int = BYTES) -> tuple[fx.Graph, fx.Graph]:
     return forward, build.output(before, build.call(aten.neg.default, saved[0]))
 
 
-def test_marked_results_are_in_the_hosts_memory_in_between() -> None:
+def test_marked_results_are_offloaded_and_fetched() -> None:
     forward, backward = halves()
     assert offload_saved(forward, backward, results=1) == 2
     forward.lint()
@@ -71,20 +71,20 @@ return (%5, %6)
 """)
 
 
-def test_small_results_stay() -> None:
+def test_small_results_are_not_offloaded() -> None:
     forward, backward = halves(least=BYTES + 1)
     before = render(forward), render(backward)
     assert offload_saved(forward, backward, results=1) == 0
     assert (render(forward), render(backward)) == before
 
 
-def test_results_of_the_users_stay() -> None:
+def test_results_of_the_user_are_not_offloaded() -> None:
     forward, backward = halves()
     assert offload_saved(forward, backward, results=3) == 0
 
 
-def test_what_else_is_saved_stays() -> None:
-    """A result of the user's, a size, what is not marked, and what the backward does not take."""
+def test_other_saved_values_are_not_offloaded() -> None:
+    """A result of the user, a size, an unmarked value, and a value that the backward does not take."""
     build = GraphBuilder()
     x = build.input("x", (ROWS, DIM))
     first, unmarked, untaken = (build.call(op, x) for op in (aten.sin.default, aten.cos.default, aten.neg.default))
@@ -100,7 +100,7 @@ def test_what_else_is_saved_stays() -> None:
     assert offload_saved(forward, backward, results=1) == 0
 
 
-def test_items_of_a_split_leave_and_what_is_not_read_is_not_fetched() -> None:
+def test_items_of_a_split_are_offloaded_and_unread_items_are_not_fetched() -> None:
     build = GraphBuilder()
     halves = build.call(aten.split_with_sizes_copy.default, build.input("x", (ROWS, DIM)), [4, 4])
     read, unread = (build.call(operator.getitem, halves, i) for i in range(2))
@@ -116,8 +116,8 @@ def test_items_of_a_split_leave_and_what_is_not_read_is_not_fetched() -> None:
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
-def test_each_is_kept_until_the_next_has_been_sent(is_shared: bool) -> None:
-    """Also when both are used last by one op, which is where both leave."""
+def test_each_tensor_is_kept_until_the_next_offload(is_shared: bool) -> None:
+    """Also if one op is the last use of both tensors."""
     build = GraphBuilder()
     x = build.input("x", (ROWS, DIM))
     one, two = build.call(aten.sin.default, x), build.call(aten.cos.default, x)

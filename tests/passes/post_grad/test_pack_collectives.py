@@ -1,4 +1,4 @@
-"""Large parameters and gradients leave their pack; what is gathered and reduced stays the same."""
+"""Large parameters and gradients leave their pack; gathered and reduced values do not change."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from helpers.graphs.render import render
 
 
 def above(elements: int, pack: float = 1e9) -> Costs:
-    """Costs under which a collective pays for copies of more float32 elements than these, each read and written.
+    """Costs at which a collective is cheaper than copies of more than `elements` float32 elements.
 
-    Of packs of two ranks' shards, with at most `pack` elements, none is split.
+    Each copy reads and writes. A pack of two ranks' shards with at most `pack` elements is not split.
     """
     latency = 8 * elements
     return Costs(latency, comm_bandwidth=2 * pack / max(latency, 1), memory_bandwidth=1.0, flops=1.0)
@@ -35,13 +35,13 @@ def gather_graph(numels: list[int], ranks: int = 2, dtype: torch.dtype = torch.f
 
 
 def reduce_graph(numels: list[int], ranks: int = 2) -> fx.Graph:
-    """Gradients (ranks, numel) of as many parameters."""
+    """Reductions of one gradient (ranks, numel) for each numel."""
     build = GraphBuilder()
     inputs = [build.input(f"g{i}", (ranks, numel)) for i, numel in enumerate(numels)]
     return build.output(*reduce(build, [build.call(aten.neg.default, each) for each in inputs], ranks))
 
 
-def test_large_parameter_is_gathered_from_its_shard() -> None:
+def test_large_parameter_is_gathered_alone() -> None:
     graph = gather_graph([2, 16, 3])
     # 16 elements are copied into the pack, and 32 out of it.
     report = pack_gathers(graph, costs=above(47))
@@ -77,7 +77,7 @@ def test_parameter_at_the_bound_stays_packed() -> None:
     assert render(graph) == before
 
 
-def test_pack_of_many_is_split_by_bytes() -> None:
+def test_large_pack_is_split_by_bytes() -> None:
     graph = gather_graph([2, 3, 4, 5, 6])
     assert dict(pack_gathers(graph, costs=above(1000, pack=9)).counts)["gathers_packed_anew"] == 1
     sent = [node.args[0] for node in graph.find_nodes(op="call_function", target=GATHER)]
@@ -91,7 +91,7 @@ def test_lone_small_parameter_needs_no_pack() -> None:
     assert [str(each) for each in sent] == ["shard0", "shard1"]
 
 
-def test_large_gradient_is_reduced_where_it_lies() -> None:
+def test_large_gradient_is_reduced_alone() -> None:
     graph = reduce_graph([2, 16, 3])
     report = pack_reductions(graph, costs=above(31))
     assert_expected_inline(render(graph), """\
@@ -120,7 +120,7 @@ return (%11, %15, %12)
     assert dict(report.counts) == expected
 
 
-def test_what_is_done_to_the_pack_is_done_to_each_gradient() -> None:
+def test_ops_on_the_pack_are_applied_to_each_gradient() -> None:
     build = GraphBuilder()
     inputs = [build.input(f"g{i}", (2, numel), torch.bfloat16) for i, numel in enumerate((4, 16))]
     rows = [build.call(aten.reshape.default, each, [2, -1]) for each in inputs]
@@ -172,7 +172,7 @@ def _kept_layers(free: bool = False, dtype: torch.dtype = torch.float32) -> fx.G
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parameters_that_stay_are_gathered_together(dtype: torch.dtype) -> None:
+def test_groups_that_stay_unsharded_are_gathered_in_one_pack(dtype: torch.dtype) -> None:
     graph = _kept_layers(dtype=dtype)
     report = pack_gathers(graph, merge=True, costs=above(1000))
     graph.lint()
@@ -181,7 +181,7 @@ def test_parameters_that_stay_are_gathered_together(dtype: torch.dtype) -> None:
     assert node.args[0].meta["val"].shape == (9,)
 
 
-def test_a_pack_of_several_groups_is_copied_by_ops_that_need_no_compiling() -> None:
+def test_pack_of_several_groups_is_copied_by_custom_ops() -> None:
     graph = _kept_layers()
     pack_gathers(graph, merge=True, costs=above(1000))
     assert len(graph.find_nodes(op="call_function", target=ops.cat)) == 1
@@ -240,7 +240,7 @@ return (%9, %10, %11, %12)
 """)
 
 
-def test_the_copies_of_a_pack_of_one_group_are_compiled() -> None:
+def test_pack_of_one_group_is_copied_by_aten_ops() -> None:
     gathers, reductions = gather_graph([2, 3, 4, 5, 6]), reduce_graph([2, 3, 4, 5, 6])
     pack_gathers(gathers, costs=above(1000, pack=9))
     pack_reductions(reductions, costs=above(1000, pack=9))
@@ -250,14 +250,14 @@ def test_the_copies_of_a_pack_of_one_group_are_compiled() -> None:
 
 
 @pytest.mark.parametrize(("free", "merge", "pack"), [(True, True, 1e9), (False, False, 1e9), (False, True, 5 / 4)])
-def test_packs_that_may_not_be_joined(free: bool, merge: bool, pack: float) -> None:
+def test_packs_are_not_joined_if_freed_unmerged_or_too_large(free: bool, merge: bool, pack: float) -> None:
     graph = _kept_layers(free)
     pack_gathers(graph, merge=merge, costs=above(1000, pack))
     graph.lint()
     assert len(graph.find_nodes(op="call_function", target=GATHER)) == 2
 
 
-def test_packs_are_larger_where_memory_is_to_spare() -> None:
+def test_merged_packs_may_exceed_the_usual_pack_size() -> None:
     graph = _kept_layers()
     pack_gathers(graph, merge=True, costs=above(1000, 5))
     assert len(graph.find_nodes(op="call_function", target=GATHER)) == 1
@@ -274,7 +274,7 @@ def _two_reductions(op: str = "avg") -> fx.Graph:
     return build.output(*first, *second)
 
 
-def test_neighbouring_reductions_are_joined_if_they_reduce_alike() -> None:
+def test_neighbouring_reductions_are_joined_if_their_reduce_ops_match() -> None:
     graph = _two_reductions()
     values = [torch.randn(2, numel) for numel in (2, 3, 4, 5)]
     before = run_rank_zero(graph, *values)
@@ -292,7 +292,7 @@ _numels = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 
 
 @given(_numels, st.integers(2, 4), st.integers(0, 60))
-def test_gathers_give_what_they_gave(numels: list[int], ranks: int, bound: int) -> None:
+def test_packing_changes_no_gathered_value(numels: list[int], ranks: int, bound: int) -> None:
     graph = gather_graph(numels, ranks)
     shards = [torch.randn(numel) for numel in numels]
     before = run_rank_zero(graph, *shards)
@@ -306,7 +306,7 @@ def test_gathers_give_what_they_gave(numels: list[int], ranks: int, bound: int) 
 
 
 @given(_numels, st.integers(2, 4), st.integers(0, 60))
-def test_reductions_give_what_they_gave(numels: list[int], ranks: int, bound: int) -> None:
+def test_packing_changes_no_reduced_value(numels: list[int], ranks: int, bound: int) -> None:
     graph = reduce_graph(numels, ranks)
     gradients = [torch.randn(ranks, numel) for numel in numels]
     before = run_rank_zero(graph, *gradients)
@@ -320,7 +320,7 @@ def _names(graph: fx.Graph) -> list[str]:
     return [name_of(node) for node in graph.nodes if is_gather(node) or is_reduction(node)]
 
 
-def test_a_collective_has_the_names_of_all_whose_work_it_does() -> None:
+def test_collective_has_the_names_of_all_collectives_that_it_replaces() -> None:
     for split, joined, pack in (
         (gather_graph([2, 30]), _kept_layers(), pack_gathers),
         (reduce_graph([2, 30]), _two_reductions(), pack_reductions),

@@ -1,4 +1,4 @@
-"""Packs that stay as they are, and readers that keep what they read."""
+"""Packs that stay as they are, and readers that keep their values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from helpers.graphs.build import GATHER, REDUCE, GraphBuilder, aten, c10d, gathe
 from helpers.graphs.rank_zero import run_rank_zero
 from helpers.graphs.render import render
 
-# Every parameter is better off alone; none is, and all fit into one pack.
+# ALONE: a collective per parameter is cheapest. TOGETHER: one pack for all parameters is cheapest.
 ALONE = Costs(latency=0.0, comm_bandwidth=1.0, memory_bandwidth=1.0, flops=1.0)
 TOGETHER = Costs(latency=1e9, comm_bandwidth=1.0, memory_bandwidth=1.0, flops=1.0)
 
@@ -24,7 +24,7 @@ def launched(graph: fx.Graph, target: torch._ops.OpOverload) -> int:
 
 
 def strided_input(build: GraphBuilder, name: str, shape: tuple[int, ...]) -> fx.Node:
-    """An input whose elements do not lie one behind the other."""
+    """An input that is not contiguous."""
     with build.fake_mode:
         return build.input_like(name, torch.empty(*shape, 2)[..., 0])
 
@@ -71,7 +71,7 @@ def test_reductions_are_joined_only_on_request() -> None:
     assert launched(graph, REDUCE) == 1
 
 
-def test_gradient_that_nobody_reads_is_packed_like_the_others() -> None:
+def test_unread_gradient_is_packed() -> None:
     build = GraphBuilder()
     pairs = [[build.input(f"g{i}{j}", (2, 2)) for j in range(2)] for i in range(2)]
     first, second = (reduce(build, pair, 2) for pair in pairs)
@@ -86,7 +86,7 @@ def test_gradient_that_nobody_reads_is_packed_like_the_others() -> None:
         assert torch.equal(got, expected)
 
 
-def test_item_is_copied_where_others_read_it_too_or_do_something_else() -> None:
+def test_item_with_a_second_reader_or_a_direct_reader_keeps_its_value() -> None:
     build = GraphBuilder()
     shards = [build.input(name, (2,)) for name in ("a", "b")]
     copies = gather(build, shards, 2)
@@ -128,7 +128,7 @@ class Groups:
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_groups_that_stay_are_gathered_together_in_front_of_the_first(count: int) -> None:
+def test_groups_that_stay_unsharded_are_gathered_together(count: int) -> None:
     groups = Groups(count)
     for group in range(count):
         groups.fill(group)
@@ -152,7 +152,7 @@ def test_group_whose_value_is_read_directly_is_gathered_by_itself() -> None:
     assert launched(groups.merged(), GATHER) == 2
 
 
-def test_what_the_graph_computes_is_gathered_where_it_is() -> None:
+def test_values_that_the_graph_computes_are_gathered_separately() -> None:
     groups = Groups()
     groups.fill(0)
     call = groups.build.call

@@ -1,4 +1,4 @@
-"""How weights of convolutions are read that Inductor would copy where the graph begins."""
+"""Reads of convolution weights that Inductor would copy at the beginning of the graph."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from helpers.graphs.build import GraphBuilder, aten
 from helpers.graphs.render import render
 
 
-def test_what_the_graph_fills_is_read_by_its_strides() -> None:
+def test_weight_that_the_graph_fills_is_read_by_its_strides() -> None:
     build = GraphBuilder()
     x, value = build.input("x", (1, 1, 8, 8)), build.input("value", (1, 1, 3, 3))
     weight = build.input("weight", (1, 1, 3, 3))
@@ -31,7 +31,7 @@ return (%1, weight)
     assert dict(read_by_strides(graph).counts) == {"reads_rewritten": 0}
 
 
-def test_others_are_read_as_they_are() -> None:
+def test_matrices_and_unresized_inputs_are_read_directly() -> None:
     build = GraphBuilder()
     matrix, image = build.input("matrix", (3, 3)), build.input("image", (1, 1, 3, 3))
     build.full(matrix)

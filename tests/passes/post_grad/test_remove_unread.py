@@ -1,4 +1,4 @@
-"""What is not read is not gathered; what is read twice is gathered once, if it is still there."""
+"""Unread values are not gathered; a value read twice is gathered once while it is alive."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def reading_twice(still_alive: bool, write: bool = False) -> fx.Graph:
     return build.output(*results, build.call(aten.exp.default, first[1] if still_alive else second[1]))
 
 
-def test_unread_gather_goes_with_all_that_was_made_of_it() -> None:
+def test_unread_gather_is_removed_with_the_ops_on_its_value() -> None:
     build = GraphBuilder()
     shards = [build.input(name, (numel,)) for name, numel in (("a", 2), ("b", 3))]
     gather(build, shards, 2)
@@ -49,7 +49,7 @@ return (%3,)
 """)
 
 
-def test_one_unread_parameter_of_a_pack_is_still_gathered() -> None:
+def test_unread_parameter_of_a_pack_is_still_gathered() -> None:
     build = GraphBuilder()
     items = gather(build, [build.input("a", (2,)), build.input("b", (3,))], 2)
     graph = build.output(build.call(aten.neg.default, items[1]))
@@ -57,7 +57,7 @@ def test_one_unread_parameter_of_a_pack_is_still_gathered() -> None:
     assert gathers(graph) == 1
 
 
-def test_value_that_is_still_there_is_not_gathered_again() -> None:
+def test_value_that_is_still_alive_is_not_gathered_again() -> None:
     graph = reading_twice(still_alive=True)
     inputs = [torch.randn(2), torch.randn(3)]
     before = run_rank_zero(graph, *inputs)
@@ -70,7 +70,7 @@ def test_value_that_is_still_there_is_not_gathered_again() -> None:
 
 
 @pytest.mark.parametrize(("still_alive", "write"), [(False, False), (True, True)])
-def test_value_that_is_gone_or_out_of_date_is_gathered_again(still_alive: bool, write: bool) -> None:
+def test_value_that_is_dead_or_out_of_date_is_gathered_again(still_alive: bool, write: bool) -> None:
     graph = reading_twice(still_alive, write)
     before = render(graph)
     assert dict(remove_unread(graph).counts)["gathers_repeated"] == 0
@@ -78,7 +78,7 @@ def test_value_that_is_gone_or_out_of_date_is_gathered_again(still_alive: bool, 
     assert render(graph).count("all_gather") == before.count("all_gather")
 
 
-def test_collective_of_the_user_stays_though_nobody_reads_it() -> None:
+def test_unread_collective_of_the_user_stays() -> None:
     build = GraphBuilder()
     launched = build.call(c10d.all_reduce.default, build.input("x", (2,)), "sum", "dp")
     build.call(c10d.wait_tensor.default, launched)
@@ -89,25 +89,25 @@ def test_collective_of_the_user_stays_though_nobody_reads_it() -> None:
 
 
 def two_gathers(build: GraphBuilder, first: fx.Node, second: fx.Node) -> fx.Graph:
-    """Two gathers, the first of which is still to be read where the second is."""
+    """Two gathers; the first value is read after the second."""
     old, new = gather(build, [first], 2)[0], gather(build, [second], 2)[0]
     return build.output(build.call(aten.sin.default, new), build.call(aten.cos.default, old))
 
 
-def test_gathers_of_what_the_graph_computes_are_not_compared() -> None:
+def test_gathers_of_computed_values_are_not_joined() -> None:
     build = GraphBuilder()
     computed = build.call(aten.neg.default, build.input("a", (2,)))
     graph = two_gathers(build, computed, computed)
     assert dict(remove_unread(graph).counts)["gathers_repeated"] == 0
 
 
-def test_gathers_of_several_shards_are_told_apart() -> None:
+def test_gathers_of_different_shards_are_not_joined() -> None:
     build = GraphBuilder()
     graph = two_gathers(build, build.input("a", (2,)), build.input("b", (2,)))
     assert dict(remove_unread(graph).counts)["gathers_repeated"] == 0
 
 
-def test_gather_that_is_not_just_waited_for_is_not_compared() -> None:
+def test_gathers_with_two_waits_are_not_joined() -> None:
     build = GraphBuilder()
     shard = build.input("a", (2,))
     results = []
@@ -118,7 +118,7 @@ def test_gather_that_is_not_just_waited_for_is_not_compared() -> None:
     assert dict(remove_unread(graph).counts)["gathers_repeated"] == 0
 
 
-def test_gather_that_somebody_else_waits_for_stays() -> None:
+def test_gather_with_a_second_unread_wait_stays() -> None:
     build = GraphBuilder()
     launched = build.call(GATHER, build.input("a", (2,)), 2, "dp")
     read = build.call(c10d.wait_tensor.default, launched)

@@ -1,4 +1,4 @@
-"""What the pass makes of each kind of graph, before and after."""
+"""Graphs before and after the removal of their windows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from helpers.graphs.render import render
 
 
 def removed(graph: fx.Graph) -> WindowReport:
-    """Run the pass, with what holds for every graph: it lints, and a second run finds nothing to do."""
+    """Run the pass; check that the graph lints and that a second run changes nothing."""
     report = remove_unshard_copies(graph)
     graph.lint()
     after = render(graph)
@@ -178,7 +178,7 @@ return (%3,)
 """)
 
 
-def test_window_without_reads_vanishes() -> None:
+def test_window_without_reads_is_removed() -> None:
     layer = Layer()
     layer.fill()
     layer.free()
@@ -315,7 +315,7 @@ def test_module_of_a_subgraph_runs_without_its_window() -> None:
     assert size_bytes == 64
 
 
-def test_view_of_one_parameter_that_takes_another_is_no_view_of_that() -> None:
+def test_view_that_takes_a_second_parameter_aliases_only_the_first() -> None:
     layer = Layer()
     other = layer.build.input("other", (4, 4))
     layer.fill()
@@ -342,7 +342,7 @@ def test_metadata_and_stack_traces_stay() -> None:
         assert node.meta == before[node.name]
 
 
-def test_stale_mutation_regions_are_forgotten() -> None:
+def test_stale_mutation_regions_are_erased() -> None:
     graph = one_window(numel=8, dtype=torch.float32)
     for region, node in enumerate(graph.nodes):
         node.meta[MUTATION_REGION_KEY] = region
@@ -350,7 +350,7 @@ def test_stale_mutation_regions_are_forgotten() -> None:
     assert not any(MUTATION_REGION_KEY in node.meta for node in graph.nodes)
 
 
-def test_unrelated_graph_comes_back_untouched() -> None:
+def test_graph_without_windows_comes_back_untouched() -> None:
     build = GraphBuilder()
     x = build.input("x", (4, 4))
     unused = build.call(aten.neg.default, x)
@@ -361,7 +361,7 @@ def test_unrelated_graph_comes_back_untouched() -> None:
     assert [(node, node.args, dict(node.meta)) for node in graph.nodes] == before
 
 
-def test_result_is_the_same_every_time() -> None:
+def test_result_is_deterministic() -> None:
     def rendered() -> tuple[str, tuple[tuple[str, Kept], ...]]:
         layer = Layer()
         other = layer.build.input("other", (4, 4))
@@ -375,7 +375,7 @@ def test_result_is_the_same_every_time() -> None:
     assert rendered() == rendered()
 
 
-def test_numbers_and_storages_stay() -> None:
+def test_results_and_storage_sizes_do_not_change() -> None:
     graphs = [two_parameters() for _ in range(2)]
     removed(graphs[1])
     assert not any(node.target in (copy_, resize_storage_bytes_) for node in graphs[1].nodes)

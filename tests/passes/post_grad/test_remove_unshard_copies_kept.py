@@ -345,7 +345,7 @@ def test_only_the_faulty_window_is_kept() -> None:
     assert (report.windows_removed, report.kept) == (1, (("weight", Kept.MUTATED),))
 
 
-def test_second_free_stays_and_its_window_goes() -> None:
+def test_second_free_stays_and_the_window_is_removed() -> None:
     layer = Layer()
     layer.fill()
     result = layer.read()
@@ -365,7 +365,7 @@ def test_value_written_before_its_copy_may_be_read() -> None:
     assert remove_unshard_copies(layer.build.output(result)).windows_removed == 1
 
 
-def test_subgraph_given_one_storage_twice_is_kept() -> None:
+def test_window_in_a_subgraph_that_gets_a_storage_twice_is_kept() -> None:
     layer = Layer()
     body = GraphBuilder(fake_mode=layer.build.fake_mode)
     x, w = body.input("x", (4, 4)), body.input("w", (4, 4))
@@ -389,7 +389,7 @@ def test_report_names_parameters() -> None:
     )
 
 
-def test_resize_of_what_is_no_input_opens_no_window() -> None:
+def test_resize_of_an_intermediate_opens_no_window() -> None:
     layer = Layer()
     build = layer.build
     buffer = build.call(aten.neg.default, layer.value)
@@ -412,7 +412,7 @@ def test_resize_of_an_attribute_opens_no_window() -> None:
     assert (report.windows_removed, report.kept) == (0, ())
 
 
-def test_subgraph_that_is_no_operand_of_a_call_is_kept() -> None:
+def test_window_in_a_subgraph_of_an_unknown_call_is_kept() -> None:
     layer = Layer()
     body = GraphBuilder(fake_mode=layer.build.fake_mode)
     x, w = body.input("x", (4, 4)), body.input("w", (4, 4))

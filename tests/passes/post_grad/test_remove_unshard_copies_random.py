@@ -1,4 +1,4 @@
-"""Random sequences of resizes, fills, reads, views and mutations: the pass keeps what a graph does."""
+"""Random sequences of resizes, fills, reads, views and mutations: the pass keeps results and storage sizes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from helpers.graphs.render import render
 PARAMETERS = 2
 FULL_BYTES = 16  # of a (2, 2) f32 parameter
 
-Action = tuple[str, int, int]  # what, which parameter, which value or view
+Action = tuple[str, int, int]  # kind, index of a parameter, index of a value or view
 Actions = list[Action]
 
 READS = ("read", "view", "read_view")
@@ -30,7 +30,7 @@ FAULTS = (
 
 @st.composite
 def sequences(draw: st.DrawFn) -> Actions:
-    """Windows on either parameter, which may overlap, and now and then something that does not belong."""
+    """Windows on both parameters, which may overlap; some windows have a fault."""
     pending: list[Actions] = []
     for which in range(PARAMETERS):
         actions: Actions = []
@@ -52,7 +52,7 @@ def sequences(draw: st.DrawFn) -> Actions:
 
 @dataclass
 class Parameter:
-    """What a parameter's storage holds while the graph runs, so that no read of garbage is built."""
+    """State of a parameter's storage, so that no read of undefined data is built."""
 
     node: fx.Node
     size_bytes: int
@@ -118,7 +118,7 @@ class RandomGraph:
         parameter.is_defined = parameter.is_used = True
 
     def use(self, what: str, parameter: Parameter, view: fx.Node | None) -> None:
-        """Write or read the parameter, or a view of it; `view` is there if `what` needs it."""
+        """Write or read the parameter, or a view of it; `view` is not None if `what` needs it."""
         parameter.is_used = True
         call = self.build.call
         if what == "read":
@@ -138,7 +138,7 @@ class RandomGraph:
 
 
 def random_graph(arrives_filled: list[bool], given_actions: Actions) -> tuple[fx.Graph, list[str]]:
-    """The graph, and the inputs whose data is defined when it returns."""
+    """The graph, and the inputs whose data is defined when the graph returns."""
     random = RandomGraph(arrives_filled)
     for action in given_actions:
         random.act(*action)
@@ -175,14 +175,14 @@ def check_sequence(arrives_filled: list[bool], given_actions: Actions) -> None:
 
 
 @MANY
-def test_results_and_storages_stay(examples: int) -> None:
+def test_results_and_storage_sizes_do_not_change(examples: int) -> None:
     arrive_filled = st.lists(st.booleans(), min_size=PARAMETERS, max_size=PARAMETERS)
     fuzz(check_sequence, examples, arrive_filled, sequences())
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, PARAMETERS - 1), st.integers(0, 3)), max_size=6))
-def test_every_legal_window_goes(windows: list[tuple[int, int]]) -> None:
+def test_every_legal_window_is_removed(windows: list[tuple[int, int]]) -> None:
     legal: Actions = []
     for which, reads in windows:
         legal += [("new_value", 0, which), ("full", which, 0), ("copy", which, reads)]

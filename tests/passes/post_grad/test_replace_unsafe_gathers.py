@@ -1,4 +1,4 @@
-"""Which of the model's own gathers become the runtime's."""
+"""Gathers of the model that become the runtime's."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ return (%0, %1)
 
 
 @pytest.mark.parametrize("case", ["other device", "unknown device", "the runtime's"])
-def test_others_stay(case: str) -> None:
+def test_gathers_of_the_runtime_and_off_the_cpu_stay(case: str) -> None:
     graph = collectives("meta" if case == "other device" else "cpu")
     if case == "the runtime's":
         name_collectives(graph)

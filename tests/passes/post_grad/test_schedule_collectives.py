@@ -1,4 +1,4 @@
-"""Where collectives are placed: in time, within their bounds, and never before what they need."""
+"""Places of collectives: early enough, within their bounds, and never before their inputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from helpers.graphs.build import GraphBuilder, aten, c10d, gather, reduce
 from helpers.graphs.rank_zero import run_rank_zero
 from helpers.graphs.render import render
 
-# A (8, 8) product takes a second, and a collective its latency.
+# An (8, 8) product takes one second. A collective takes its latency.
 MM_FLOPS = 2 * 8**3
 
 
@@ -45,7 +45,7 @@ class Model:
         return self.mm(self.build.call(aten.permute.default, self.saved[layer], [1, 0]), grad)
 
     def reduced(self, gradient: fx.Node, grad: fx.Node) -> list[fx.Node]:
-        """A weight's gradient and that of a bias."""
+        """Reduced gradients of a weight and a bias."""
         return reduce(self.build, [gradient, self.build.call(aten.sum.dim_IntList, grad, [0])], 2)
 
     def mm(self, left: fx.Node, right: fx.Node) -> fx.Node:
@@ -61,7 +61,7 @@ def forward(layers: int = 3, rows: int = 8) -> fx.Graph:
 
 
 def backward(layers: int = 3, rows: int = 8) -> fx.Graph:
-    """Each layer's weight is asked for before the layer behind it is worked on, as BACKWARD_PRE has it."""
+    """A backward that gathers each weight one layer early, as BACKWARD_PRE does."""
     model = Model(layers, rows)
     grad, gradients = model.x, []
     weight = model.gather(layers - 1)
@@ -100,7 +100,7 @@ def scheduled(graph: fx.Graph, latency: float, hoist: bool = True) -> str:
     return events(graph)
 
 
-def test_gather_is_hidden_behind_the_product_before() -> None:
+def test_gather_is_hidden_behind_the_previous_product() -> None:
     graph = forward()
     assert events(graph) == "g0 u0 mm g1 u1 mm g2 u2 mm"
     assert scheduled(graph, latency=1) == "g0 g1 u0 mm g2 u1 mm u2 mm"
@@ -138,7 +138,7 @@ def receiving(bandwidth: float) -> Costs:
 @pytest.mark.parametrize(
     ("seconds", "expected"), [(1, "g0 u0 mm g1 mm u1 mm"), (2, "g0 g1 u0 mm mm u1 mm"), (3, "g0 g1 u0 mm mm u1 mm")]
 )
-def test_gather_takes_as_long_as_its_bytes(seconds: int, expected: str) -> None:
+def test_time_of_a_gather_follows_its_bytes(seconds: int, expected: str) -> None:
     model = Model(2)
     y = model.mm(model.x, model.gather(0))
     graph = model.build.output(model.mm(model.mm(y, y), model.gather(1)))
@@ -147,7 +147,7 @@ def test_gather_takes_as_long_as_its_bytes(seconds: int, expected: str) -> None:
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(1, "mm r0 mm v0 mm mm"), (2, "mm r0 mm mm v0 mm")])
-def test_reduction_takes_as_long_as_its_bytes(seconds: int, expected: str) -> None:
+def test_time_of_a_reduction_follows_its_bytes(seconds: int, expected: str) -> None:
     model = Model(1)
     gradients = model.reduced(model.weight_gradient(0, model.x), model.x)
     y = model.x
@@ -166,7 +166,7 @@ def test_graph_without_collectives_comes_back_untouched() -> None:
     assert render(graph) == before
 
 
-def test_forward_gathers_one_group_ahead_however_slow() -> None:
+def test_forward_gathers_one_group_ahead_however_slow_the_gather() -> None:
     assert scheduled(forward(4), latency=100) == "g0 g1 u0 mm g2 u1 mm g3 u2 mm u3 mm"
 
 
@@ -201,7 +201,7 @@ def test_collective_stays_behind_an_op_that_may_write_its_input() -> None:
 
 
 @pytest.mark.parametrize("op", [aten.zero_.default, torch.ops.inductor.resize_storage_bytes_.default])
-def test_gather_of_what_the_graph_writes_is_left_alone(op: torch._ops.OpOverload) -> None:
+def test_gather_of_an_input_that_the_graph_writes_is_left_alone(op: torch._ops.OpOverload) -> None:
     model = Model(2)
     y = model.mm(model.x, model.gather(0))
     weight = model.gather(1)
@@ -224,7 +224,7 @@ def test_gather_of_activations_is_left_alone() -> None:
 
 
 def with_other_collectives(layers: int, rows: int) -> fx.Graph:
-    """A backward in which activations are reduced over all ranks, too."""
+    """A backward that also reduces activations over all ranks."""
     model = Model(layers, rows)
     grad, gradients = model.x, []
     for layer in reversed(range(layers)):
@@ -244,7 +244,7 @@ def with_other_collectives(layers: int, rows: int) -> fx.Graph:
     st.booleans(),
     st.sampled_from([1, 3, 80, 8000]),
 )
-def test_collectives_have_one_order_whatever_the_ranks_batch(
+def test_order_of_collectives_does_not_depend_on_the_batch_size(
     layers: int, latency: float, build: Callable[[int, int], fx.Graph], hoist: bool, rows: int
 ) -> None:
     orders = []
@@ -257,7 +257,7 @@ def test_collectives_have_one_order_whatever_the_ranks_batch(
 
 
 @given(st.integers(1, 6), st.floats(0, 10), st.booleans(), st.booleans())
-def test_order_changes_no_result(layers: int, latency: float, is_forward: bool, hoist: bool) -> None:
+def test_scheduling_changes_no_result(layers: int, latency: float, is_forward: bool, hoist: bool) -> None:
     graph = forward(layers) if is_forward else backward(layers)
     inputs = [torch.randn(8, 8), *torch.randn(layers, 32), *torch.randn(layers, 8, 8)]
     before = run_rank_zero(graph, *inputs)
@@ -267,7 +267,7 @@ def test_order_changes_no_result(layers: int, latency: float, is_forward: bool, 
 
 
 def is_unchanged(graph: fx.Graph) -> bool:
-    """Whether what the scheduled graph computes is what it computed."""
+    """Whether scheduling changes no result of the graph."""
     inputs = [torch.randn(node.meta["val"].shape) for node in graph.find_nodes(op="placeholder")]
     before = run_rank_zero(graph, *inputs)
     schedule_collectives(graph, costs=taking(100))
@@ -285,7 +285,7 @@ def test_gather_with_two_waits_is_left_alone() -> None:
     assert dict(schedule_collectives(graph, costs=taking(100)).counts)["left_in_place"] == 1
 
 
-def test_what_is_made_of_two_gathers_stands_behind_both() -> None:
+def test_op_that_reads_two_gathers_stays_behind_both() -> None:
     model = Model(2)
     weights = [model.gather(0), model.gather(1)]
     both = model.build.call(aten.cat.default, weights)
@@ -301,7 +301,7 @@ def test_gathers_that_are_read_together_both_move() -> None:
     assert scheduled(graph, latency=1) == "mm g0 g1 u0 u1 mm"
 
 
-def test_what_others_read_too_is_not_moved_with_a_gather() -> None:
+def test_cast_with_a_second_reader_is_not_moved_with_its_gather() -> None:
     model = Model(2)
     cast = model.build.call(aten._to_copy.default, model.shards[1], dtype=torch.float32)
     early = model.build.call(aten.neg.default, cast)
@@ -311,7 +311,7 @@ def test_what_others_read_too_is_not_moved_with_a_gather() -> None:
     assert is_unchanged(model.build.output(early, model.mm(y, weight)))
 
 
-def test_collective_of_what_another_has_received_is_left_alone() -> None:
+def test_reduction_of_a_gathered_value_keeps_its_result() -> None:
     model = Model(1)
     weight = model.gather(0)
     (shard,) = reduce(model.build, [weight], 2)
@@ -332,7 +332,7 @@ def test_small_gradients_are_in_flight_together() -> None:
 
 
 def _fetching(layers: int = 3) -> fx.Graph:
-    """A backward whose activations are in the host's memory; each is fetched where it is read."""
+    """A backward whose activations are in host memory; each is fetched where it is read."""
     build = GraphBuilder()
     grad = build.input("grad", (8, 8))
     away = [build.input(f"h{i}", (8, 8)) for i in range(layers)]
@@ -358,7 +358,7 @@ def _targets(graph: fx.Graph) -> str:
         (100.0, "fetch fetch fetch wait mm mm wait mm mm wait mm mm"),
     ],
 )
-def test_a_fetch_is_launched_so_that_it_arrives_in_time(seconds: float, expected: str) -> None:
+def test_fetch_is_launched_early_enough_to_arrive_in_time(seconds: float, expected: str) -> None:
     graph = _fetching()
     costs = replace(taking(1e-9), offload_bandwidth=8 * 8 * 4 / seconds if seconds else 1e30)
     report = schedule_collectives(graph, costs=costs)
