@@ -1,4 +1,4 @@
-"""The GPU kit writes down what each step has found, also of steps that fail or do not end."""
+"""The GPU kit reports the output of each step, also if the step fails or times out."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _step(kit: Any, folder: Path, title: str, code: str, limit_s: float = 60.0) 
     return kit.Step(title, (str(path),), limit_s)
 
 
-def test_the_report_has_what_each_step_has_said(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_has_output_of_each_step(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = (
         _step(kit, tmp_path, "good", "import sys; print('equal', sys.argv[1:])"),
         _step(kit, tmp_path, "bad", "print('begun', flush=True); raise ValueError('what was wrong')"),
@@ -46,7 +46,7 @@ def test_the_report_has_what_each_step_has_said(kit: Any, tmp_path: Path, monkey
     assert "begun" in endless and "**failed**: ended after 6 s" in endless
 
 
-def test_steps_that_have_no_time_left_are_named(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_without_time_left_are_marked_not_run(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kit, "STEPS", (_step(kit, tmp_path, "late", ""),))
     monkeypatch.setattr(sys, "argv", ["run.py", "--out", str(tmp_path), "--device", "cpu", "--limit-s", "1"])
     assert kit.main() == 0
@@ -55,7 +55,7 @@ def test_steps_that_have_no_time_left_are_named(kit: Any, tmp_path: Path, monkey
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_the_rehearsal_on_a_cpu_is_right(tmp_path: Path) -> None:
+def test_gpu_kit_passes_on_cpu(tmp_path: Path) -> None:
     command = ["bash", str(BENCHMARKS / "gpu.sh"), str(tmp_path), "--device", "cpu", "--limit-s", "900"]
     subprocess.run(command, env={**os.environ, "PYTHON": sys.executable}, check=True)
     report = (tmp_path / "gpu.md").read_text()

@@ -1,4 +1,4 @@
-"""What `make test-matrix` writes is what pytest has said, now and before."""
+"""`make test-matrix` writes pytest's results and keeps the results of earlier runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LOG = """<testsuites><testsuite time="150.0">
 </testsuite></testsuites>"""
 
 
-def test_counts_and_names_of_a_release(tmp_path: Path) -> None:
+def test_release_row_has_counts_and_failed_tests(tmp_path: Path) -> None:
     log = tmp_path / "results.xml"
     log.write_text(_LOG)
     result = read(log, "2.12.0", "ops")
@@ -25,7 +25,7 @@ def test_counts_and_names_of_a_release(tmp_path: Path) -> None:
     assert page.endswith("## Failures with torch 2.12.0\n\n* `ops.test_copy::test_b`\n* `ops.test_copy::test_c`\n")
 
 
-def test_other_releases_stay_on_the_page() -> None:
+def test_merge_keeps_other_releases() -> None:
     earlier = [Result("2.9.0", "| 2.9.0 | a |", ("x::y[1-2]",)), Result("2.12.0", "| 2.12.0 | b |", ("x::z",))]
     assert parse(render(earlier)) == earlier
     new = Result("2.12.0", "| 2.12.0 | c |", ())

@@ -1,4 +1,4 @@
-"""docs/errors.md has an entry for every exception of the package, no other, and messages that the package can make."""
+"""docs/errors.md has one entry per exception, with messages that match strings of the package."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import pytest
 import compile_fsdp
 from helpers.pages.code_blocks import DOCS
 
-# Less of fixed text does not tell one message from another.
+# Templates need this much fixed text, because shorter ones match unrelated messages.
 FIXED_CHARACTERS = 20
 
 
 def _exceptions() -> dict[str, type[BaseException]]:
-    """Every public exception class, by name, wherever in the package it is defined."""
+    """Every public exception class of the package, by name."""
     modules = [
         importlib.import_module(info.name)
         for info in pkgutil.walk_packages(compile_fsdp.__path__, "compile_fsdp.")
@@ -35,7 +35,7 @@ def _exceptions() -> dict[str, type[BaseException]]:
 
 
 def _entries() -> dict[str, str]:
-    """The text below the heading of each exception."""
+    """Text below the heading of each exception, by name."""
     parts = re.split(r"^### `(\w+)`$", (DOCS / "errors.md").read_text(), flags=re.MULTILINE)
     return {name: text.partition("\n## ")[0] for name, text in zip(parts[1::2], parts[2::2], strict=True)}
 
@@ -44,7 +44,7 @@ ENTRIES = _entries()
 
 
 def _templates() -> Iterator[re.Pattern[str]]:
-    """What the package's strings can become: fixed text is itself, and a value may be anything."""
+    """Yield a pattern for each string of the package; a formatted value matches any text."""
     for path in compile_fsdp.__path__ + importlib.import_module("compile_fsdp.ops").__path__:
         for file in Path(path).rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text())):
@@ -59,7 +59,7 @@ def test_every_exception_has_an_entry_and_no_entry_is_stale() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ENTRIES))
-def test_an_entry_says_when_an_example_and_what_to_do(name: str) -> None:
+def test_entry_has_cause_example_and_remedy(name: str) -> None:
     text = ENTRIES[name]
     if "never raised itself" in text:
         assert _exceptions()[name].__subclasses__()
@@ -75,7 +75,7 @@ def templates() -> list[re.Pattern[str]]:
 
 
 @pytest.mark.parametrize("name", sorted(name for name, text in ENTRIES.items() if "```text" in text))
-def test_the_package_can_make_the_example(name: str, templates: list[re.Pattern[str]]) -> None:
+def test_example_matches_a_message_of_the_package(name: str, templates: list[re.Pattern[str]]) -> None:
     for message in re.findall(r"```text\n(.*?)\n```", ENTRIES[name], flags=re.DOTALL):
         line = message.replace("\n", " ")
         assert any(template.fullmatch(line) for template in templates), line

@@ -1,4 +1,4 @@
-"""docs/features.md names every row of the parity table, and no other."""
+"""docs/features.md names every row of the parity table, except combined features."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from helpers.pages.code_blocks import DOCS
 
 
 def _parity_rows() -> set[str]:
-    """First cells of rows whose second one is a number of ranks."""
+    """First cells of rows whose second cell is a number of ranks."""
     return set(re.findall(r"^\| ([^|]+) \| \d+ \|", (DOCS / "parity.md").read_text(), flags=re.MULTILINE))
 
 

@@ -1,4 +1,4 @@
-"""docs/notes.md lists every note of the sources with its file, and every citation names a note that there is."""
+"""docs/notes.md lists every note of the sources with its file, and every cited note exists."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _sources() -> list[Path]:
 
 
 def _notes() -> list[tuple[str, str]]:
-    """Title and file of every note: a line that holds its title and nothing else."""
+    """Titles and files of all notes; a note begins with a line that has only the title."""
     texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in _sources()}
     return [(title, path) for path, text in texts.items() for title in _TITLE.findall(text)]
 
@@ -30,6 +30,6 @@ def test_every_note_is_listed_with_its_file() -> None:
 
 def test_every_cited_note_exists() -> None:
     titles = {title for title, _ in _notes()}
-    # A citation may be broken over two lines of a comment.
+    # A citation may span two lines of a comment.
     cited = {re.sub(r"\s+(?:# )?", " ", title) for path in _sources() for title in _CITED.findall(path.read_text())}
     assert sorted(cited - titles) == []

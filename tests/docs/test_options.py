@@ -1,4 +1,4 @@
-"""docs/options.md has every option, with the default that it has."""
+"""docs/options.md lists every option with its default."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from compile_fsdp import Options
 from helpers.pages.code_blocks import DOCS
 
 
-def test_table_is_complete_and_right() -> None:
+def test_table_has_every_option_with_its_default() -> None:
     rows = re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", (DOCS / "options.md").read_text(), flags=re.MULTILINE)
     documented = {name: eval(default, {"BackwardPrefetch": BackwardPrefetch}) for name, default in rows}
     assert documented == {field.name: getattr(Options(), field.name) for field in dataclasses.fields(Options)}

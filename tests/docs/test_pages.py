@@ -1,7 +1,6 @@
-"""What the pages say in code is so: every block runs, and prints what stands below it.
+"""Code blocks of the docs run and print the output shown below them.
 
-The example of the README itself runs under torchrun, in tests/tools/train/test_readme.py, and the tutorial in
-test_tutorial.py.
+tests/tools/train/test_readme.py runs the README's example under torchrun; test_tutorial.py runs the tutorial.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from helpers.releases.skip import skip_before
 
 README = ROOT / "README.md"
 
-# A sharded model with an optimizer, and the state of the same optimizer in a run without sharding.
+# A sharded model and its optimizer, and the optimizer state of an unsharded run.
 GIVEN = """
 import torch
 from torch import nn
@@ -42,7 +41,7 @@ torch.save(build(shard=False)[1].state_dict(), "optim.pt")
 model, optimizer = build(shard=True)
 """
 
-# A model that is not sharded yet.
+# An unsharded model.
 BUILD = """
 import torch
 from torch import nn
@@ -60,7 +59,7 @@ class Model(nn.Module):
 build, batch = Model, torch.ones(4, 16)
 """
 
-# What a trainer is given.
+# Model and dataset for a trainer.
 TRAINER = """
 import os
 
@@ -93,7 +92,7 @@ PAGES = [page for page in sorted(DOCS.rglob("*.md")) if read_blocks(page, "pytho
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_python_blocks(page: Path, tmp_path: Path) -> None:
     if page.stem == "migration":
-        skip_before("2.13")  # it prints the error of that release, in which a setting went
+        skip_before("2.13")  # the page prints an error of torch 2.13, which removed a setting
     run_page(page, SETTINGS.get(page.name, Setting()), tmp_path)
 
 
@@ -103,13 +102,13 @@ def test_readme_saves_and_resumes(tmp_path: Path) -> None:
 
 
 def _shell_lines(program: str) -> list[str]:
-    """The lines of all shell blocks that start a program, without their comments."""
+    """Lines of all bash blocks that run a program, without comments."""
     blocks = [block for page in (README, *DOCS.rglob("*.md")) for block in read_blocks(page, "bash")]
     lines = [line.partition("  #")[0].strip() for block in blocks for line in block.text.splitlines()]
     return [line for line in lines if line.startswith(f"{program} ")]
 
 
-def test_help_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_documented_help_commands_work(capsys: pytest.CaptureFixture[str]) -> None:
     lines = [line.split()[1:] for line in _shell_lines("compile-fsdp") if line.endswith("--help")]
     assert lines
     for arguments in lines:
@@ -119,13 +118,13 @@ def test_help_is_there(capsys: pytest.CaptureFixture[str]) -> None:
         assert "usage: compile-fsdp" in capsys.readouterr().out
 
 
-def test_make_targets_exist() -> None:
+def test_documented_make_targets_exist() -> None:
     targets = {target for line in _shell_lines("make") for target in line.split()[1:] if "=" not in target}
     assert targets
     assert targets <= set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
 
 
-def test_files_that_are_started_exist() -> None:
+def test_documented_python_scripts_exist() -> None:
     files = {word for line in _shell_lines("python") for word in line.split() if word.endswith(".py")}
     assert files
     assert [file for file in sorted(files) if not (ROOT / file).exists()] == []

@@ -1,4 +1,4 @@
-"""Words that say nothing to a reader of one line alone do not come back."""
+"""The package's sources contain no banned words."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-BANNED = re.compile(r"\bfor\s+(?:#\s+)?real\b", flags=re.IGNORECASE)  # also broken over two lines of a comment
+BANNED = re.compile(r"\bfor\s+(?:#\s+)?real\b", flags=re.IGNORECASE)  # also across two lines of a comment
 
 
 def test_no_banned_words_in_the_package() -> None:

@@ -1,4 +1,4 @@
-"""docs/architecture.md lists every file of the package, and pages on its inside name nothing that does not exist."""
+"""docs/architecture.md lists every file; names in code on pages about internals exist."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DOCS = ROOT / "docs"
 FOLDERS = ("compile_fsdp", "passes", "ops")
 PAGES = ("architecture.md", "states.md", "glossary.md")
 
-# What stands in code on these pages and is no name: formulas and commands.
+# Code spans on these pages that `exists` cannot look up, such as formulas and commands.
 VALUES = {
     "n",
     "ceil(d0 / n)",
@@ -44,7 +44,7 @@ VALUES = {
     "model(batch)",
     "loss.backward()",
     ".grad",
-    "TORCH_FR_BUFFER_SIZE",  # of the flight recorder, in C++
+    "TORCH_FR_BUFFER_SIZE",  # torch's C++ flight recorder reads it
 }
 
 _PATH = re.compile(r"[\w./-]+/|[\w./-]+\.(?:py|md)")
@@ -58,12 +58,12 @@ def files() -> Iterator[Path]:
 
 
 def listed(page: str) -> list[str]:
-    """The files in the first cells of the page's tables."""
+    """Files in the first cells of a page's tables."""
     return _ROOM.findall(page)
 
 
 def code(page: str) -> set[str]:
-    """What a page has in code within its text, without the blocks."""
+    """Inline code spans of a page, without fenced blocks."""
     text = re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)
     return set(re.findall(r"`([^`\n]+)`", text))
 
@@ -72,7 +72,7 @@ class Sources:
     """The names in the package's sources.
 
     Attributes:
-        members: Of each class and each module, by its last name: what it defines.
+        members: Names that each class or module defines, by the last part of its name.
         used: Every name that is defined, imported or read anywhere.
     """
 
@@ -93,7 +93,7 @@ class Sources:
         self.members[module] |= {name for node in tree.body for name in _defined(node)}
 
     def has(self, name: str) -> bool:
-        """Whether the sources define or use the name; of `Owner.member`, whether that owner has that member."""
+        """Whether the sources define or use a name; for `Owner.member`, whether the owner has the member."""
         owner, _, member = name.rpartition(".")
         if not owner:
             return name in self.used
@@ -113,7 +113,7 @@ def _names(node: ast.Name | ast.Attribute | ast.alias | ast.arg | ast.keyword) -
 
 
 def _members(cls: ast.ClassDef) -> set[str]:
-    """What a class defines, and what its methods set on `self`."""
+    """Names that a class defines, and attributes that its methods set on `self`."""
     own = {name for node in cls.body for name in _defined(node)}
     attributes = [node for node in ast.walk(cls) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
     return own | {node.attr for node in attributes if isinstance(node.value, ast.Name) and node.value.id == "self"}
@@ -137,7 +137,7 @@ def _is_torchs(name: str) -> bool:
     is_op = not name.startswith("torch.")
     path = name.replace("::", ".") if is_op else name.removeprefix("torch.")
     try:
-        # Ops are attributes that torch makes when it is asked for them.
+        # torch.ops creates an op's attribute on first access.
         found: object = attrgetter(path)(torch.ops if is_op else torch)
     except AttributeError:
         return False
@@ -145,7 +145,7 @@ def _is_torchs(name: str) -> bool:
 
 
 def exists(text: str) -> bool:
-    """Whether what a page has in code is there: a path, or a name of the package's or of torch's."""
+    """Whether a code span is an existing path, or a name in the package or torch."""
     if text in VALUES:
         return True
     if _PATH.fullmatch(text):
@@ -170,7 +170,7 @@ def test_no_file_is_listed_twice() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_what_stands_in_code_exists(page: str) -> None:
+def test_code_spans_of_page_exist(page: str) -> None:
     found = code((DOCS / page).read_text())
     assert found
     assert sorted(text for text in found if not exists(text)) == []
@@ -192,7 +192,7 @@ def test_what_stands_in_code_exists(page: str) -> None:
         "no such thing",
     ],
 )
-def test_what_does_not_exist_is_found(text: str) -> None:
+def test_exists_rejects_missing_names_and_paths(text: str) -> None:
     assert not exists(text)
 
 
@@ -208,5 +208,5 @@ def test_what_does_not_exist_is_found(text: str) -> None:
         "(n,)",
     ],
 )
-def test_what_exists_is_found(text: str) -> None:
+def test_exists_accepts_names_paths_and_shapes(text: str) -> None:
     assert exists(text)

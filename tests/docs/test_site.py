@@ -23,10 +23,10 @@ API = {
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built as `make docs` builds it: in it, a warning is an error."""
+    """The site, built like `make docs`, with warnings as errors."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(ROOT / "mkdocs.yml"), "-d", str(folder)]
-    # From docs/, where no folder can be taken for the installed package.
+    # Runs in docs/, because a folder of the root could be imported instead of the installed package.
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=DOCS, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -40,7 +40,7 @@ def test_every_page_is_built(site: Path) -> None:
     assert (site / "index.html").exists()
 
 
-def test_results_of_the_benchmarks_are_pages(site: Path) -> None:
+def test_benchmark_results_are_pages(site: Path) -> None:
     for result in (ROOT / "benchmarks/results").glob("*.md"):
         assert (site / "benchmarks/results" / result.stem / "index.html").exists()
     assert 'href="../benchmarks/results/steps_cpu_202611/"' in (site / "passes/index.html").read_text()
@@ -50,6 +50,6 @@ def test_results_of_the_benchmarks_are_pages(site: Path) -> None:
 def test_api_page_has_every_public_name(site: Path, module: str) -> None:
     html = (site / "api" / API[module] / "index.html").read_text()
     names = importlib.import_module(module).__all__
-    # A function stands on the page under the name of its file as well.
+    # The id of a function may include the name of the file that defines it.
     missing = [name for name in names if not re.search(rf'id="{module}(\.\w+)*\.{name}"', html)]
     assert missing == []

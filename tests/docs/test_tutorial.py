@@ -1,4 +1,4 @@
-"""The tutorial: its script, the changes to it and its commands do what the page says."""
+"""The tutorial's script trains, its diffs apply, and its commands print the documented output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NUMBER = re.compile(r"\d[\d.,]*")
 
 
 def _change(source: str, diff: str) -> str:
-    """A script after a change, whose lines go ("-"), come ("+") or stay (" ")."""
+    """Apply a diff whose lines are removed ("-"), added ("+") or kept (" ")."""
     lines = diff.splitlines(keepends=True)
     before, after = ("".join(line[1:] for line in lines if line[0] != sign) for sign in "+-")
     assert source.count(before) == 1, f"expected once in {SCRIPT}:\n{before}"
@@ -28,7 +28,7 @@ def _change(source: str, diff: str) -> str:
 
 
 def _scripts() -> Iterator[tuple[Block, str]]:
-    """The blocks of the page, each with the script as it is then."""
+    """Yield each block of the page with the script after that block."""
     source = ""
     for block in read_blocks(PAGE, "python", "diff", "bash", "text"):
         if block.language == "python":
@@ -38,7 +38,7 @@ def _scripts() -> Iterator[tuple[Block, str]]:
         yield block, source
 
 
-def test_the_last_script_trains_and_is_resumed(tmp_path: Path) -> None:
+def test_final_script_trains_and_resumes(tmp_path: Path) -> None:
     *_, (_, last) = _scripts()
     op_by_op = last.replace('options={"', 'options={"inner_backend": "aot_eager", "')
     assert op_by_op != last
@@ -51,12 +51,12 @@ def test_the_last_script_trains_and_is_resumed(tmp_path: Path) -> None:
 
 
 def _masked(text: str) -> list[str]:
-    """Lines, with # for each number: times and sizes are those of the machine."""
+    """Lines with # for each number, because times and sizes depend on the machine."""
     return [" ".join(_NUMBER.sub("#", line).split()) for line in text.splitlines()]
 
 
 def _run(command: str, folder: Path) -> str:
-    """What a command prints."""
+    """Run a command in a folder; return stdout and stderr."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(
         command.split(), cwd=folder, env=environment, capture_output=True, text=True, timeout=900, check=False
@@ -66,7 +66,7 @@ def _run(command: str, folder: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_commands_print_what_the_page_shows(tmp_path: Path) -> None:
+def test_commands_print_the_documented_output(tmp_path: Path) -> None:
     printed = ""
     for block, source in _scripts():
         (tmp_path / SCRIPT).write_text(source)

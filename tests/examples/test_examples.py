@@ -1,4 +1,4 @@
-"""Every example runs as its docstring says, and trains as it does on torch's own FSDP2."""
+"""Examples train with the losses of their `--eager` runs, and document their command."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ def _losses(output: str) -> list[float]:
 
 
 def _graphs(output: str) -> list[str]:
-    """Directions of the reports that the example prints."""
+    """Directions of the graph reports that an example prints."""
     return re.findall(r"^(forward|backward) graph ", output, flags=re.MULTILINE)
 
 
-# `make test` trains the README's model and the quick start's, which are plain loops as well, and the trainers in
+# Slow, because `make test` already trains the plain loops of the README and the quick start, and the trainers in
 # tests/integrations.
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_example_learns_what_the_eager_run_learns(example: Path, tmp_path: Path) -> None:
+def test_compiled_example_matches_eager_losses(example: Path, tmp_path: Path) -> None:
     eager, compiled = run_forked(tmp_path, example, "--eager"), run_forked(tmp_path, example)
     losses = _losses(compiled)
     assert len(losses) == 6
     assert losses[-1] < losses[0] - 0.5
-    # Inductor orders float32 sums otherwise than eager kernels do.
+    # Inductor adds float32 values in a different order than eager kernels.
     assert losses == pytest.approx(_losses(eager), rel=1e-5)
     assert (_graphs(compiled), _graphs(eager)) == (["forward", "backward"], [])
 

@@ -1,4 +1,4 @@
-"""Models that a trainer shards with torch's own `fully_shard`, and compiles before or block by block."""
+"""Models sharded with torch's `fully_shard` and compiled in the orders that trainers use."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _shard(blocks: nn.ModuleList, root: nn.Module) -> None:
 
 
 def _compile_before_sharding(model: Stack) -> nn.Module:
-    """accelerate's order: the compiled module becomes the root."""
+    """Compile first, as accelerate does; the compiled module becomes the root."""
     optimized: nn.Module = torch.compile(model, fullgraph=True, **COMPILE)
     _shard(model.layers, optimized)
     return compile_fsdp.make_traceable(optimized)
@@ -51,7 +51,7 @@ def _compile_again(model: Stack) -> nn.Module:
 
 
 def _compile_blocks(model: Stack) -> nn.Module:
-    """Regional compilation."""
+    """Shard, then compile each block (regional compilation)."""
     _shard(model.layers, model)
     compile_fsdp.make_traceable(model)
     for block in model.layers:
@@ -94,7 +94,7 @@ def _compare_with_eager(rank: int, order: str) -> Parity:
         ("block by block", 2, 2),
     ],
 )
-def test_order_of_compiling_and_sharding(order: str, forwards: int, backwards: int) -> None:
+def test_compile_and_shard_orders_match_eager(order: str, forwards: int, backwards: int) -> None:
     for result in run_ranks(2, _compare_with_eager, order):
         assert result.differing == []
         assert (result.directions.count("forward"), result.directions.count("backward")) == (forwards, backwards)
@@ -109,6 +109,6 @@ def _forget_make_traceable(rank: int) -> str:
     return str(error.value)
 
 
-def test_error_of_a_model_that_a_trainer_has_sharded_names_the_remedy() -> None:
+def test_error_without_make_traceable_names_the_call() -> None:
     for message in run_ranks(2, _forget_make_traceable):
         assert "call compile_fsdp.make_traceable()" in message

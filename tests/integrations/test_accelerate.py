@@ -1,4 +1,4 @@
-"""A loop with `prepare` trains as with accelerate's own."""
+"""A loop with our `prepare` matches a loop with accelerate's `prepare`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 from helpers.parity.trainers import run_trainer
 
 PROGRAM = Path(__file__).parent / "programs" / "accelerate_loop.py"
-# Each step is two microbatches, of which the first reduces nothing.
+# A step has two microbatches; the first reduces no gradients.
 GRAPHS = ["forward", "backward", "backward"]
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("activation checkpointing", "resumed")]
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("scenario", ["aot_eager", *SLOW])
-def test_a_loop_trains_as_it_does_eagerly(scenario: str, tmp_path: Path) -> None:
+def test_compiled_loop_matches_eager(scenario: str, tmp_path: Path) -> None:
     for result in run_trainer(tmp_path, PROGRAM, scenario):
         assert result.differing == []
         assert len(set(result.losses)) == len(result.losses)
@@ -25,7 +25,7 @@ def test_a_loop_trains_as_it_does_eagerly(scenario: str, tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_loop_trains_with_inductor(tmp_path: Path) -> None:
+def test_inductor_loop_matches_eager_within_tolerance(tmp_path: Path) -> None:
     for result in run_trainer(tmp_path, PROGRAM, "inductor"):
         assert result.worst < 1e-5
         assert result.graphs == GRAPHS

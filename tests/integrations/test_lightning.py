@@ -1,4 +1,4 @@
-"""Fabric and Lightning's Trainer train with the callbacks as without them."""
+"""Compiled runs of Fabric and Lightning's Trainer match eager runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SLOW = [
     ("lightning_trainer", "validation"),
 ]
 GRAPHS = {
-    "fabric_loop": ["forward", "backward", "backward"],  # of each step's two microbatches, the first reduces nothing
+    "fabric_loop": ["forward", "backward", "backward"],  # the first of two microbatches reduces no gradients
     "lightning_trainer": ["forward", "backward"],
     ("lightning_trainer", "validation"): ["forward", "backward", "forward"],
 }
@@ -34,7 +34,7 @@ GRAPHS = {
         *(pytest.param(*names, marks=pytest.mark.slow) for names in SLOW),
     ],
 )
-def test_a_trainer_trains_as_it_does_eagerly(program: str, scenario: str, tmp_path: Path) -> None:
+def test_compiled_training_matches_eager(program: str, scenario: str, tmp_path: Path) -> None:
     for result in run_trainer(tmp_path, PROGRAMS / f"{program}.py", scenario):
         assert result.differing == []
         assert len(set(result.losses)) == len(result.losses)
@@ -44,7 +44,7 @@ def test_a_trainer_trains_as_it_does_eagerly(program: str, scenario: str, tmp_pa
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("program", ["fabric_loop", "lightning_trainer"])
-def test_a_trainer_trains_with_inductor(program: str, tmp_path: Path) -> None:
+def test_inductor_training_matches_eager_within_tolerance(program: str, tmp_path: Path) -> None:
     for result in run_trainer(tmp_path, PROGRAMS / f"{program}.py", "inductor"):
         assert result.worst < 1e-5
         assert result.graphs == GRAPHS[program]

@@ -1,4 +1,4 @@
-"""What is wrong with a trainer's set-up is said before it trains, and `import compile_fsdp` imports no trainer."""
+"""Setup errors are raised before a trainer trains, and `import compile_fsdp` imports no trainer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ print(json.dumps([imported, messages]))
 """
 
 
-def test_the_package_imports_no_trainer_and_names_the_extra_of_a_missing_one() -> None:
+def test_import_loads_no_trainer_and_missing_extra_is_named() -> None:
     (imported, messages), _ = run_fresh(IMPORT, MISSING)
     assert "compile_fsdp" in imported
     assert {"accelerate", "lightning_fabric", "pytorch_lightning", "torchtitan", "transformers"} & {*imported} == set()
@@ -62,19 +62,19 @@ def test_the_package_imports_no_trainer_and_names_the_extra_of_a_missing_one() -
         (lightning.CompileFSDP(), "configure_model calls fully_shard"),
     ],
 )
-def test_a_model_that_is_not_sharded_names_the_trainers_setting(compiles: CompilesSharded, remedy: str) -> None:
+def test_unsharded_model_error_names_trainer_setting(compiles: CompilesSharded, remedy: str) -> None:
     with pytest.raises(NotShardedError) as error:
         compiles.compile(nn.Linear(2, 2))
     assert remedy in str(error.value)
 
 
-def test_fsdp1_names_the_trainers_setting() -> None:
+def test_fsdp1_error_names_trainer_setting() -> None:
     with fake_world(2), pytest.raises(FSDP1Error) as error:
         transformers.CompileFSDP().compile(FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu")))
     assert "TrainingArguments(fsdp=True)" in str(error.value)
 
 
-def test_a_function_that_shards_nothing_is_named() -> None:
+def test_function_that_does_not_shard_raises() -> None:
     with fake_world(2), pytest.raises(NotShardedError) as error:
         fabric.compiled(lambda model, mesh: model)(nn.Linear(2, 2), init_device_mesh("cpu", (2,)))
     assert "the function given to compiled() calls fully_shard" in str(error.value)
@@ -84,13 +84,13 @@ def _shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return fully_shard(model, mesh=mesh)  # type: ignore[return-value]
 
 
-def test_a_compiled_model_is_refused() -> None:
+def test_already_compiled_model_is_refused() -> None:
     with fake_world(2), pytest.raises(AlreadyCompiledError) as error:
         fabric.compiled(_shard)(nn.Sequential(torch.compile(nn.Linear(2, 2))), init_device_mesh("cpu", (2,)))
     assert "torch.compile's wrapper at ['0']" in str(error.value)
 
 
-def test_options_are_checked_at_once() -> None:
+def test_unknown_option_raises_in_constructor() -> None:
     with pytest.raises(UnknownOptionError, match="no_such_option"):
         transformers.CompileFSDP(options={"no_such_option": True})
 
@@ -107,7 +107,7 @@ def test_each_outermost_module_is_compiled_once_and_resharded() -> None:
             compiles.compile(model)
             inner(torch.ones(2, 2))
             outer(torch.ones(2, 2))
-            compiles.reshard(model)  # or both would begin the next round unsharded, in other graphs
+            compiles.reshard(model)  # otherwise the next round starts unsharded and compiles new graphs
         assert [report.direction for report in compile_fsdp.reports()] == ["forward", "forward"]
 
 
@@ -117,7 +117,7 @@ class _Spec:
 
 
 def _parallelize(enable: bool, components: list[str], disable_cuda_graphs: bool) -> list[str]:
-    """What torchtitan's Trainer does with a config."""
+    """Call `parallelize_fn` as torchtitan's Trainer does; return the received keywords."""
     calls = []
 
     def parallelize_fn(model: nn.Module, *, parallel_dims: DeviceMesh, **settings: Any) -> nn.Module:
@@ -135,12 +135,12 @@ def _parallelize(enable: bool, components: list[str], disable_cuda_graphs: bool)
     return calls
 
 
-def test_a_config_of_torchtitan_keeps_its_settings() -> None:
+def test_torchtitan_settings_reach_parallelize_fn() -> None:
     assert _parallelize(True, ["loss"], True) == ["compile_config", "training"]
     assert _parallelize(False, ["model"], True) == ["compile_config", "training"]
 
 
-def test_settings_of_torchtitan_are_checked() -> None:
+def test_unsupported_torchtitan_settings_raise() -> None:
     with pytest.raises(AlreadyCompiledError, match=r"compile\.components without 'model'"):
         _parallelize(True, ["model", "loss"], True)
     with pytest.raises(UnsupportedFeatureError, match="disable_cuda_graphs=True"):

@@ -1,4 +1,4 @@
-"""torchtitan's Trainer with a compiled config trains as with the config itself."""
+"""torchtitan's Trainer with a compiled config matches the eager config."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ pytestmark = [
         ("verified", ONCE),
         ("selective checkpointing", ONCE),
         ("full checkpointing", ONCE),
-        ("chunked loss", 2 * ONCE),  # it sets `reshard_after_forward` behind the first step
+        ("chunked loss", 2 * ONCE),  # it sets `reshard_after_forward` after the first step
         ("resumed", ONCE),
     ],
 )
-def test_a_trainer_trains_as_it_does_eagerly(scenario: str, graphs: list[str], tmp_path: Path) -> None:
-    skip_before("2.13")  # torchtitan imports what that release has brought
+def test_compiled_training_matches_eager(scenario: str, graphs: list[str], tmp_path: Path) -> None:
+    skip_before("2.13")  # torchtitan imports names that torch 2.13 added
     for result in run_trainer(tmp_path, PROGRAM, scenario):
         assert result.differing == []
         assert len(set(result.losses)) == len(result.losses)

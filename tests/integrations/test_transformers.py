@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with the callback trains as without it."""
+"""Hugging Face's Trainer with the callback matches the eager Trainer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from helpers.parity.trainers import run_trainer
 
 PROGRAM = Path(__file__).parent / "programs" / "transformers_trainer.py"
 GRAPHS = {
-    "accumulation": ["forward", "backward", "backward"],  # without and with a reduction
+    "accumulation": ["forward", "backward", "backward"],  # one without and one with gradient reduction
     "evaluation": ["forward", "backward", "forward"],
 }
 SCENARIOS = [
@@ -33,7 +33,7 @@ SCENARIOS = [
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_a_trainer_trains_as_it_does_eagerly(scenario: str, tmp_path: Path) -> None:
+def test_compiled_training_matches_eager(scenario: str, tmp_path: Path) -> None:
     for result in run_trainer(tmp_path, PROGRAM, scenario):
         assert result.differing == []
         assert len(set(result.losses)) == len(result.losses)
@@ -42,7 +42,7 @@ def test_a_trainer_trains_as_it_does_eagerly(scenario: str, tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_trainer_trains_with_inductor(tmp_path: Path) -> None:
+def test_inductor_training_matches_eager_within_tolerance(tmp_path: Path) -> None:
     for result in run_trainer(tmp_path, PROGRAM, "inductor"):
         assert result.worst < 1e-5
         assert result.graphs == ["forward", "backward"]

@@ -1,4 +1,4 @@
-"""The changelog is in the form that it says, and its newest release is the one of the package."""
+"""The changelog follows Keep a Changelog, and its newest release is the package's version."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ RELEASES = re.findall(r"^## \[(\d+\.\d+\.\d+)\] - (.*)$", TEXT, flags=re.MULTILI
 KINDS = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
 
-def test_the_newest_release_is_this_one() -> None:
+def test_newest_release_is_the_package_version() -> None:
     assert RELEASES[0][0] == version("compile-fsdp")
 
 
-def test_releases_stand_newest_first_with_their_dates() -> None:
+def test_releases_are_dated_and_newest_first() -> None:
     keys = [(date.fromisoformat(day), *map(int, number.split("."))) for number, day in RELEASES]
     assert len(keys) == len(re.findall("^## (?!Unreleased$)", TEXT, flags=re.MULTILINE))
     assert keys == sorted(set(keys), reverse=True)
 
 
-def test_changes_are_of_the_usual_kinds() -> None:
+def test_change_kinds_follow_keep_a_changelog() -> None:
     kinds = re.findall(r"^### (.*)$", TEXT, flags=re.MULTILINE)
     assert kinds
     assert set(kinds) <= KINDS

@@ -1,4 +1,4 @@
-"""The wheel has every file, works without the checkout, and is the same bytes however it is built."""
+"""The wheel has every file, works without the checkout, and builds reproducibly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 from helpers.releases.distributions import ROOT, build_sdist, build_wheel, copy_sources, unpack
 
-# Where the folders of a checkout are in the wheel.
+# Folders of a checkout, and their paths in the wheel.
 INSTALLED = {"compile_fsdp": "compile_fsdp", "passes": "compile_fsdp/passes", "ops": "compile_fsdp/ops"}
 
 
@@ -37,7 +37,7 @@ def _one_date() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """Both, as `make dist` builds them: the wheel from the sdist."""
+    """An sdist, and a wheel built from the sdist, like `make dist`."""
     folder = tmp_path_factory.mktemp("built")
     copy_sources(ROOT, folder / "sources")
     sdist = build_sdist(folder / "sources", folder)
@@ -57,8 +57,8 @@ def _umask(mask: int) -> Iterator[None]:
         os.umask(before)
 
 
-def test_other_place_date_and_permissions_give_the_same_bytes(built: Built, tmp_path: Path) -> None:
-    """Here the wheel is built from the sources themselves."""
+def test_build_does_not_depend_on_path_dates_or_permissions(built: Built, tmp_path: Path) -> None:
+    """Builds the second wheel from the sources instead of the sdist."""
     checkout = tmp_path / "checkout"
     copy_sources(ROOT, checkout)
     for path in checkout.rglob("*"):
@@ -72,7 +72,7 @@ def test_other_place_date_and_permissions_give_the_same_bytes(built: Built, tmp_
 
 
 def test_every_file_of_the_package_is_in_the_wheel(built: Built) -> None:
-    """Fails for a package that is missing from pyproject.toml, and for a data file that no pattern there takes."""
+    """Fails if pyproject.toml omits a package or has no pattern for a data file."""
     expected = {
         f"{inside}/{path.relative_to(ROOT / folder).as_posix()}"
         for folder, inside in INSTALLED.items()
@@ -87,7 +87,7 @@ def test_every_file_of_the_package_is_in_the_wheel(built: Built) -> None:
 
 @pytest.fixture(scope="module")
 def place(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with nothing but the installed wheel; its dependencies are those of the tests."""
+    """A folder with only the installed wheel; dependencies come from the test environment."""
     folder = tmp_path_factory.mktemp("place")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
     subprocess.run([*pip, "--target", str(folder), str(built.wheel)], check=True)
@@ -95,15 +95,15 @@ def place(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _run(place: Path, empty: Path, *command: str) -> str:
-    """What a command prints that finds the package in the place, started in an empty folder."""
+    """Run a command in `empty` with `place` on PYTHONPATH; return stdout."""
     environment = {**os.environ, "PYTHONPATH": str(place)}
     done = subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def test_the_command_and_the_packages_are_those_of_the_wheel(place: Path, tmp_path: Path) -> None:
-    """In one process, of which most is the import of torch."""
+def test_command_and_packages_come_from_the_wheel(place: Path, tmp_path: Path) -> None:
+    """Checks both in one process, because importing torch takes most of the time."""
     code = (
         "import runpy, compile_fsdp.passes, compile_fsdp.ops\n"
         "print(compile_fsdp.passes.__file__, compile_fsdp.ops.__file__)\n"
@@ -118,7 +118,7 @@ def test_the_command_and_the_packages_are_those_of_the_wheel(place: Path, tmp_pa
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_the_main_job_trains(place: Path, tmp_path: Path, inner: str) -> None:
+def test_installed_train_command_trains(place: Path, tmp_path: Path, inner: str) -> None:
     sizes = ("--preset", "tiny", "--steps", "2", "--batch-size", "2", "--seq-len", "16", "--device", "cpu")
     command = str(place / "bin/compile-fsdp")
     printed = _run(place, tmp_path, command, "train", *sizes, "--inner-backend", inner, "--output", "out")

@@ -1,4 +1,4 @@
-"""`compile-fsdp calibrate` measures each dim of a mesh, and says so if it cannot."""
+"""`compile-fsdp calibrate` measures each mesh dim and refuses invalid options."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from compile_fsdp.calibration import store
 from compile_fsdp.cli import main
 
 
-def test_each_dim_of_a_mesh_is_measured_and_kept(
+def test_each_mesh_dim_is_measured_and_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -34,7 +34,7 @@ def test_each_dim_of_a_mesh_is_measured_and_kept(
         (["--ranks", "4", "--mesh", "2x3"], "got 2x3 for 4"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(
+def test_single_rank_or_wrong_mesh_size_is_refused(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["calibrate", *arguments]) == 2
@@ -42,6 +42,6 @@ def test_what_cannot_be_measured_is_refused(
 
 
 @pytest.mark.parametrize("arguments", [["--dtype", "int8"], ["--dtype", "float33"], ["--mesh", "2by2"]])
-def test_what_is_no_dtype_or_mesh_is_refused(arguments: list[str]) -> None:
+def test_invalid_dtype_or_mesh_is_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["calibrate", *arguments])

@@ -63,7 +63,7 @@ def _train(rank: int, bundle: str | None) -> tuple[tuple[int, int], int, list[to
     return replays, counters["unique_graphs"] - before, [each.full_tensor().detach() for each in parameters]
 
 
-def test_ranks_start_with_what_was_made_before(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_replay_a_precompiled_bundle(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = script.parent / "made" / "today"
     command = ["precompile", "--world", "2", "--out", str(folder), str(script), "elsewhere/step.bundle"]
     path = folder / "step.bundle"
@@ -82,14 +82,14 @@ def test_ranks_start_with_what_was_made_before(script: Path, capsys: pytest.Capt
     assert not Path("elsewhere").exists()
 
 
-def test_a_script_without_a_bundle(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_script_without_bundle_is_an_error(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = script.parent / "made"
     assert main(["precompile", "--world", "2", "--out", str(folder), str(script)]) == 2
     assert "expected a step of a model" in capsys.readouterr().err.splitlines()[-1]
     assert not folder.exists()
 
 
-def test_ranks_of_torchrun_are_refused(
+def test_precompile_under_torchrun_is_refused(
     script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")

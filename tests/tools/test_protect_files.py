@@ -1,4 +1,4 @@
-"""Commands that run a script for its compiled steps, beside the user's files."""
+"""Commands that run a script leave the user's files unchanged."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ for step in range(1000):
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a script and the checkpoints of an earlier run, as the current folder."""
+    """Current folder, with a script and the checkpoints of an earlier run."""
     torch._dynamo.reset()
     (tmp_path / "train.py").write_text(_SCRIPT)
     runs = tmp_path / "runs"
@@ -79,7 +79,7 @@ Files = dict[str, tuple[int, int, bytes]]
 
 
 def read_all(folder: Path) -> Files:
-    """Modes, times and contents of all that is in a folder, by path."""
+    """Mode, mtime and content of a folder and everything below it, by path."""
     found = {}
     for path in [folder, *sorted(folder.rglob("*"))]:
         status = path.stat()
@@ -97,7 +97,7 @@ def read_all(folder: Path) -> Files:
     ],
     ids=["check", "explain", "precompile"],
 )
-def test_files_of_a_script_stay_as_they_are(
+def test_command_leaves_the_users_files_unchanged(
     project: Path,
     tmp_path_factory: pytest.TempPathFactory,
     capsys: pytest.CaptureFixture[str],
@@ -119,7 +119,7 @@ def test_files_of_a_script_stay_as_they_are(
     )
 
 
-def test_bundles_are_written_beside_checkpoints(project: Path) -> None:
+def test_bundle_is_written_into_the_users_folder(project: Path) -> None:
     skip_before("2.13")
     before = read_all(project)
     assert main(["precompile", "--world", "8", "--out", "runs", "train.py", "bundle"]) == 0
@@ -128,13 +128,13 @@ def test_bundles_are_written_beside_checkpoints(project: Path) -> None:
     assert after | {"runs": before["runs"]} == before | {"runs/step.bundle": after["runs/step.bundle"]}
 
 
-def test_a_script_that_only_trains_writes_nothing(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_message_if_script_writes_nothing(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (project / "train.py").write_text(_SCRIPT.replace("        save()", "        pass"))
     assert main(["check", "train.py"]) == 0
     assert "not written" not in capsys.readouterr().out
 
 
-def test_steps_are_counted_by_explain(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_option_ends_script_and_must_be_positive(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (project / "train.py").write_text(_SCRIPT.replace("step < 2", "step < 3"))
     assert main(["explain", "--steps", "3", "--out", "page.html", "train.py"]) == 0
     assert (project / "page.html").exists()
@@ -144,7 +144,7 @@ def test_steps_are_counted_by_explain(project: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.slow
-def test_ranks_share_what_they_have_written(project: Path) -> None:
+def test_ranks_read_redirected_writes_of_each_other(project: Path) -> None:
     command = project / "command.py"
     command.write_text("import sys\nfrom compile_fsdp.cli import main\nsys.exit(main())\n")
     before = read_all(project / "runs")
@@ -155,7 +155,7 @@ def test_ranks_share_what_they_have_written(project: Path) -> None:
 
 
 def run(project: Path, source: str) -> dict[str, object]:
-    """Global names of a script that a command has run in the project."""
+    """Run a script in the project with protected files; return its globals."""
     path = project / "script.py"
     path.write_text(source)
     with protected_files("check", path):
@@ -164,7 +164,7 @@ def run(project: Path, source: str) -> dict[str, object]:
 
 @pytest.fixture
 def unchanged(project: Path) -> Iterator[Path]:
-    """The project, of which a test must change nothing but the script that it runs."""
+    """The project; fails if a test changes files other than script.py or leaves functions replaced."""
     before = read_all(project / "runs")
     functions = builtins.open, os.stat, os.replace, shutil.rmtree, sqlite3.connect, torch.UntypedStorage.from_file
     yield project
@@ -176,7 +176,7 @@ def unchanged(project: Path) -> Iterator[Path]:
     )
 
 
-def test_a_script_reads_what_it_has_written(unchanged: Path) -> None:
+def test_script_reads_back_its_redirected_writes(unchanged: Path) -> None:
     names = run(
         unchanged,
         """
@@ -272,7 +272,7 @@ globbed = {str(path) for path in Path("runs").rglob("*") if path.is_file()}
         ("posix.unlink('runs/model.pt')", PermissionError),
     ],
 )
-def test_errors_are_those_of_the_system(unchanged: Path, line: str, error: type[OSError]) -> None:
+def test_failing_file_operations_raise_os_errors(unchanged: Path, line: str, error: type[OSError]) -> None:
     with pytest.raises(error):
         run(unchanged, f"import io, os, posix\n{line}\n")
 
@@ -294,7 +294,7 @@ def test_temporary_files_and_caches_are_written(
     ]
 
 
-def test_a_link_in_a_temporary_folder_leads_to_a_protected_file(
+def test_write_through_link_in_temporary_folder_is_redirected(
     unchanged: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     link = tmp_path_factory.mktemp("other") / "link"
@@ -303,12 +303,12 @@ def test_a_link_in_a_temporary_folder_leads_to_a_protected_file(
     assert names["seen"] == "a"
 
 
-def test_the_folder_of_a_script_is_no_longer_the_current_one(unchanged: Path) -> None:
+def test_current_folder_is_restored_after_the_script(unchanged: Path) -> None:
     names = run(unchanged, "import os\nos.mkdir('runs/new')\nos.chdir('runs/new')\nopen('x', 'w').write('a')\n")
     assert names and Path.cwd() == unchanged
 
 
-def test_threads_of_a_script_stay_redirected_behind_its_end(unchanged: Path) -> None:
+def test_threads_stay_redirected_after_the_script(unchanged: Path) -> None:
     go = threading.Event()
     threading.Event.of_test = go  # type: ignore[attr-defined]
     names = run(
@@ -331,4 +331,4 @@ thread.start()
     go.set()
     thread.join()
     with protected_files("check", unchanged / "script.py"):
-        pass  # puts the functions back
+        pass  # restores the replaced functions

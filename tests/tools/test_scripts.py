@@ -1,4 +1,4 @@
-"""Scripts that commands run."""
+"""Scripts that commands run in a fake world."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from compile_fsdp.tools.scripts import fake_world, run_script
         (None, "expected a Python file to run, got"),
         ("raise SystemExit(3)", "got exit status 3"),
         (
-            # Not a call in the user's own files, as a library's is not.
+            # `exec` stands for a library: the call is not in a file of the user.
             "import torch.distributed as d\n"
             "exec(\"d.init_process_group('gloo', store=d.HashStore(), rank=0, world_size=1)\")",
             "`if not dist.is_initialized\\(\\):`",
         ),
     ],
 )
-def test_mistakes_are_named(tmp_path: Path, source: str | None, expected: str) -> None:
+def test_script_mistakes_raise_script_error(tmp_path: Path, source: str | None, expected: str) -> None:
     path = tmp_path / "script.py"
     if source is not None:
         path.write_text(source)
@@ -35,12 +35,12 @@ def test_mistakes_are_named(tmp_path: Path, source: str | None, expected: str) -
     assert not dist.is_initialized()
 
 
-def test_a_world_has_ranks() -> None:
+def test_world_size_must_be_positive() -> None:
     with pytest.raises(ScriptError, match="expected --world to be at least 1, got 0"), fake_world(0):
         pass
 
 
-def test_where_a_world_cannot_be_made_everything_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_fake_world_leaves_process_group_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -53,7 +53,7 @@ def test_where_a_world_cannot_be_made_everything_stays(monkeypatch: pytest.Monke
         dist.destroy_process_group()
 
 
-def test_a_script_may_raise_its_own_errors(tmp_path: Path) -> None:
+def test_script_exceptions_propagate(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text("raise ZeroDivisionError('mine')")
     with pytest.raises(ZeroDivisionError, match="mine"), fake_world(2):
@@ -61,7 +61,7 @@ def test_a_script_may_raise_its_own_errors(tmp_path: Path) -> None:
     assert not dist.is_initialized()
 
 
-def test_a_script_finds_its_rank_as_under_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_script_gets_torchrun_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "7")
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     path, out = tmp_path / "script.py", tmp_path / "out"
@@ -85,7 +85,7 @@ def test_a_script_finds_its_rank_as_under_torchrun(tmp_path: Path, monkeypatch: 
         "from beside import set_up\nset_up()",
     ],
 )
-def test_a_script_gets_the_world_that_is_there(tmp_path: Path, call: str) -> None:
+def test_init_process_group_keeps_the_fake_world(tmp_path: Path, call: str) -> None:
     path = tmp_path / "script.py"
     (tmp_path / "beside.py").write_text(
         "import torch.distributed\n\ndef set_up():\n    torch.distributed.init_process_group('nccl', timeout=None)\n"
@@ -99,14 +99,14 @@ def test_a_script_gets_the_world_that_is_there(tmp_path: Path, call: str) -> Non
     assert not list(tmp_path.rglob("*.pyc"))
 
 
-def test_what_a_script_calls_like_torch_is_called(tmp_path: Path) -> None:
+def test_scripts_own_init_process_group_is_called(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text("def init_process_group(x):\n    return x + 1\n\nmade = init_process_group(1)\n")
     with fake_world(2):
         assert run_script(path, [])["made"] == 2
 
 
-def test_lines_of_a_script_stay_where_they_are(tmp_path: Path) -> None:
+def test_script_line_numbers_are_preserved(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text("import torch.distributed as dist\n\ndist.init_process_group(\n    backend=1 / 0,\n)\n")
     with pytest.raises(ZeroDivisionError) as raised, fake_world(2):

@@ -21,7 +21,7 @@ AOT_EAGER = {"inner_backend": "aot_eager"}
 
 
 class Loop:
-    """One run. `Stack` has its blocks in `layers`."""
+    """One training run, eager or compiled, with two microbatches per step."""
 
     def __init__(self, compiled: bool, options: dict[str, Any] = AOT_EAGER, **plugin: Any) -> None:
         AcceleratorState._reset_state()
@@ -72,7 +72,7 @@ def train(**settings: Any) -> Comparison:
 
 
 def resume() -> Comparison:
-    """Four steps, and two of them again from a checkpoint, by the other kind of run, too."""
+    """Repeat the last two steps from eager and compiled checkpoints."""
     whole = {}
     for compiled in (False, True):
         loop = Loop(compiled)

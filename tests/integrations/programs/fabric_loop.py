@@ -27,7 +27,7 @@ def shard(model: Stack, mesh: DeviceMesh) -> Stack:
 
 
 class Loop:
-    """One run, with two forwards and backwards a step."""
+    """One training run, eager or compiled, with two microbatches per step."""
 
     def __init__(self, compiles: bool, options: dict[str, Any], precision: Any = None) -> None:
         torch._dynamo.reset()
@@ -63,7 +63,7 @@ def train(options: dict[str, Any] = AOT_EAGER, **settings: Any) -> Comparison:
 
 
 def resume() -> Comparison:
-    """Four steps, and two of them again from a checkpoint, by the other kind of run, too."""
+    """Repeat the last two steps from eager and compiled checkpoints."""
     whole = {}
     for compiles in (False, True):
         loop = Loop(compiles, AOT_EAGER)

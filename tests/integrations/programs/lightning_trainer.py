@@ -78,7 +78,7 @@ def fit(
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "num_sanity_val_steps": 0,
-        "use_distributed_sampler": False,  # it shuffles
+        "use_distributed_sampler": False,  # that sampler shuffles
         "limit_val_batches": 1 if validate else 0,
     } | settings)
     batches = torch.randn(rows, 8, generator=torch.Generator().manual_seed(int(os.environ["RANK"])))
@@ -89,11 +89,11 @@ def fit(
 
 
 def resume() -> Comparison:
-    """Two epochs of two steps, and the second again from a checkpoint, by the other kind of run, too."""
+    """Repeat the second of two epochs from eager and compiled checkpoints."""
     settings: dict[str, Any] = {"max_steps": 4, "rows": 8, "enable_checkpointing": True}
     whole = {compiled: fit(compiled, **settings) for compiled in (False, True)}
     result = compare_trained(whole[False], whole[True])
-    expected = None  # eager from eager: Lightning goes on with other batches than without a stop
+    expected = None  # the resumed eager run, because a resumed run gets different batches
     for saved_by in (False, True):
         saved = str(next(Path(f"saved_{saved_by}").glob("*step=2*")))
         for resumed_by in (False, True):

@@ -1,7 +1,7 @@
 """torchtitan's Trainer on two CPU ranks: one scenario, eager and compiled.
 
-torchtitan 0.3 is made for GPUs and a later torch. What it takes on a CPU is in `use_cpu`; its Trainer, its model, its
-`apply_fsdp_to_decoder`, activation checkpointing, losses, optimizer and checkpointer are its own.
+torchtitan 0.3 needs a GPU and a later torch, so `use_cpu` replaces parts of it. torchtitan's Trainer, model,
+`apply_fsdp_to_decoder`, activation checkpointing, losses, optimizer and checkpointer run unchanged.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import torch
-import torch._inductor.compile_fx  # looks for triton now, and not again
+import torch._inductor.compile_fx  # caches whether triton is installed
 import torch.distributed as dist
 import torch.utils._triton
 from torch import nn
@@ -56,9 +56,9 @@ class Cpu:
 
 
 def use_cpu() -> None:
-    """Import torchtitan where there is no triton and no GPU."""
-    assert not torch.utils._triton.has_triton_package()  # cached
-    sys.modules["triton"] = sys.modules["triton.language"] = MagicMock()  # kernels for experts, which no test runs
+    """Import torchtitan without triton and without a GPU."""
+    assert not torch.utils._triton.has_triton_package()  # caches the answer
+    sys.modules["triton"] = sys.modules["triton.language"] = MagicMock()  # for expert kernels, which no test runs
     from torchtitan.tools import utils
 
     utils.device_type, utils.device_module = "cpu", Cpu()
@@ -66,12 +66,12 @@ def use_cpu() -> None:
     import torchtitan.models.llama3
 
     del sys.modules["triton"], sys.modules["triton.language"]
-    # torch.distributed.set_timeout is of a later torch than 2.13.
+    # It calls torch.distributed.set_timeout, which torch 2.13 does not have.
     torchtitan.distributed.utils.set_pg_timeouts = lambda **_: None
 
 
 def sum_with_gloo(parallelize_fn: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """gloo has no premultiplied sums, which FSDP2 takes for a gradient_divide_factor of 1."""
+    """Make FSDP2 reduce with plain sums, because gloo has no premultiplied sum."""
 
     def parallelize(model: nn.Module, **settings: Any) -> nn.Module:
         model = parallelize_fn(model, **settings)
@@ -84,7 +84,7 @@ def sum_with_gloo(parallelize_fn: Callable[..., nn.Module]) -> Callable[..., nn.
 
 
 def data_loader() -> Any:
-    """The config of a loader of random tokens, which knows where it is."""
+    """Config of a random-token loader that saves and loads its position."""
     from torchtitan.components.dataloader import BaseDataLoader
 
     class Tokens(BaseDataLoader):
@@ -151,7 +151,7 @@ def config(compiles: bool, *, options: dict[str, Any] = AOT_EAGER, folder: str =
     result.activation_checkpoint = None
     result.debug.seed = 0
     result.dump_folder = folder
-    result.loss = result.loss.loss_fn  # not in chunks
+    result.loss = result.loss.loss_fn  # not chunked
     for name, value in settings.items():
         setattr(result, name, value)
     return compiled_config(result, options=options) if compiles else result
@@ -193,7 +193,7 @@ def checkpointed(name: str) -> Comparison:
 
 
 def resume() -> Comparison:
-    """Four steps, and two of them again from torchtitan's own checkpoint, by the other kind of run, too."""
+    """Repeat the last two steps from torchtitan's eager and compiled checkpoints."""
 
     def start(compiles: bool, folder: str, load_step: int) -> Trained:
         settings = config(compiles, folder=folder)

@@ -27,7 +27,7 @@ def llama(layers: int = 1) -> LlamaForCausalLM:
         intermediate_size=32,
         num_hidden_layers=layers,
         num_attention_heads=2,
-        initializer_range=0.2,  # stands for pretrained weights
+        initializer_range=0.2,  # imitates pretrained weights
         use_cache=False,
     )
     return LlamaForCausalLM(config)
@@ -91,7 +91,7 @@ def train(**settings: Any) -> Comparison:
 
 
 def resume() -> Comparison:
-    """Four steps, and two of them again from a checkpoint, by the other kind of run, too."""
+    """Repeat the last two steps from eager and compiled checkpoints."""
     settings: dict[str, Any] = {
         "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}, "max_steps": 4, "save_strategy": "steps",
         "save_steps": 2,

@@ -1,4 +1,4 @@
-"""`compile-fsdp bench`, as users run it."""
+"""`compile-fsdp bench` from the command line."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ TINY: dict[str, Any] = {
 }
 
 
-# "whole" is measured in processes of its own, and compiles many graphs.
+# "whole" runs in separate processes and compiles many graphs.
 COMPILED = [pytest.param(["eager", mode], marks=pytest.mark.slow) for mode in ("compile", "whole")]
 
 
 @pytest.mark.parametrize("modes", [["eager"], *COMPILED])
-def test_modes_take_turns_on_two_ranks(modes: list[str], tmp_path: Path) -> None:
+def test_modes_are_measured_on_two_ranks(modes: list[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     options = ["--model", "config.json", "--seq-len", "8", "--modes", ",".join(modes), "--rounds", "2"]
     files = ["--json", "out.json", "--plot", "out.png"]
@@ -44,7 +44,7 @@ def test_modes_take_turns_on_two_ranks(modes: list[str], tmp_path: Path) -> None
     results = head["results"]["config.json"]
     assert list(results) == modes
     assert results["eager"]["ratio"] == 1
-    # Two layers are gathered twice and reduced once, the root once each; what there is to synchronise comes on top.
+    # Two all-gathers and one reduce-scatter for each of two layers, one of each for the root.
     assert {each["collectives"] for each in results.values()} == {8}
     for each in results.values():
         lower, upper = each["spread"]
@@ -65,16 +65,16 @@ def test_modes_take_turns_on_two_ranks(modes: list[str], tmp_path: Path) -> None
         (["--model", __file__], "expected a config.json of transformers"),
     ],
 )
-def test_bad_options_are_one_line(
+def test_bad_options_are_one_line_errors(
     options: list[str], expected: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "torchtitan", None)  # as where it is not installed
+    monkeypatch.setitem(sys.modules, "torchtitan", None)  # as if torchtitan were not installed
     assert main(["bench", *options]) == 2
     error = capsys.readouterr().err
     assert expected in error and error.count("\n") == 1
 
 
-def test_ranks_of_torchrun_measure_whole_apart(
+def test_mode_whole_under_torchrun_allows_only_eager(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of a test")
@@ -82,7 +82,7 @@ def test_ranks_of_torchrun_measure_whole_apart(
     assert "expected whole with eager alone under torchrun" in capsys.readouterr().err
 
 
-def test_what_a_checkout_of_torchtitan_lacks_is_named(
+def test_missing_dependency_of_torchtitan_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path.joinpath(*SIMPLE_FSDP.split(".")).with_suffix(".py")
@@ -91,13 +91,13 @@ def test_what_a_checkout_of_torchtitan_lacks_is_named(
     for folder in (each for each in file.parents if each.is_relative_to(tmp_path / "torchtitan")):
         (folder / "__init__.py").touch()
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchtitan"]:
-        monkeypatch.delitem(sys.modules, name)  # of the installed one
+        monkeypatch.delitem(sys.modules, name)  # modules of an installed torchtitan
     monkeypatch.syspath_prepend(tmp_path)
     assert main(["bench", "--modes", "eager,simple"]) == 2
     assert "compile-fsdp bench needs what_torchtitan_needs" in capsys.readouterr().err
 
 
-def test_peak_is_what_lives_at_a_time() -> None:
+def test_peak_counts_only_tensors_alive_together() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         kept: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""`compile-fsdp bench --script`: a script's own steps, measured while eager and compiled ones take turns."""
+"""`compile-fsdp bench --script` measures eager and compiled steps of a script in turns."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ for step in range(int(sys.argv[1])):
 """
 
 USUAL = {
-    # In a graph the condition is a constant, and nothing of the line is left.
+    # `is_compiling()` is true while Dynamo traces, so the graph does not contain the append.
     "line": "torch.compiler.is_compiling() or seen.append(1)",
     "compile": 'model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "eager"})',
     "parts": "[model]",
@@ -81,7 +81,7 @@ def free_port() -> str:
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Makes this process the one rank that torchrun has started."""
+    """Set torchrun's variables, with this process as the only rank."""
     torch._dynamo.reset()
     compile_fsdp.reset_reports()
     names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -99,7 +99,7 @@ def losses(folder: Path) -> list[tuple[float, str]]:
 
 
 @pytest.mark.usefixtures("alone")
-def test_steps_take_turns_and_train_on(
+def test_modes_take_turns_and_losses_match_the_eager_script(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script, found = write(tmp_path), tmp_path / "found.json"
@@ -112,17 +112,17 @@ def test_steps_take_turns_and_train_on(
     results = json.loads(found.read_text())["results"]["train.py"]
     ratio, collectives = results["compile"]["ratio"], results["compile"]["collectives"]
     assert f"a compiled step takes {ratio:.2f} of an eager step's time (quartiles of 2 rounds" in out
-    # On one rank nothing is gathered; what there is in a step is reduced.
+    # A step on one rank has reductions but no all-gathers.
     assert results["eager"]["ratio"] == 1 and results["eager"]["collectives"] == collectives
     assert results["eager"]["first_step_s"] is None and results["compile"]["first_step_s"] > 0
     assert all(each["step_ms"] > 0 and each["peak_mib"] > 0 for each in results.values())
 
     trained = losses(tmp_path)
     kinds = "".join("e" if kind == "eager" else "c" for _, kind in trained)
-    # Eager ones, those that compile, the turns, and those that are looked at.
+    # Eager warm-up, compiling steps, two rounds of turns, steps that count collectives and memory.
     assert re.fullmatch("eec{3,8}" + "e{4}c{4}" + "c{4}e{4}" + "e+c+", kinds)
 
-    # The script alone, without its model compiled.
+    # The script without `bench` and without compilation.
     (tmp_path / "rank0").unlink()
     monkeypatch.setenv("MASTER_PORT", free_port())
     run_script(write(tmp_path, compile=""), [str(len(trained)), str(tmp_path)])
@@ -130,7 +130,7 @@ def test_steps_take_turns_and_train_on(
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_step_is_one_of_each_optimizer(tmp_path: Path) -> None:
+def test_step_ends_when_every_optimizer_has_stepped(tmp_path: Path) -> None:
     script = write(tmp_path, parts="[model[0], model[1]]")
     assert main(["bench", "--rounds", "2", "--script", str(script), "1000", str(tmp_path)]) == 0
     kinds = "".join("e" if kind == "eager" else "c" for _, kind in losses(tmp_path))
@@ -152,7 +152,7 @@ def test_a_step_is_one_of_each_optimizer(tmp_path: Path) -> None:
         (99, {"line": "raise ValueError('of the script')"}, "got ValueError: of the script at"),
     ],
 )
-def test_what_cannot_be_measured_is_one_line(
+def test_unmeasurable_script_is_a_one_line_error(
     steps: int, parts: dict[str, str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = write(tmp_path, **parts)
@@ -170,27 +170,27 @@ def test_what_cannot_be_measured_is_one_line(
         (["--rounds", "1", "--script", "train.py"], "expected at least 2 rounds and 1 rank, got --rounds 1"),
     ],
 )
-def test_bad_options_are_one_line(options: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options_are_one_line_errors(options: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *options]) == 2
     error = capsys.readouterr().err
     assert expected in error and error.count("\n") == 1
 
 
-def test_ranks_of_its_own(tmp_path: Path) -> None:
+def test_bench_starts_two_ranks(tmp_path: Path) -> None:
     script = write(tmp_path)
     options = ["--ranks", "2", "--rounds", "2", "--json", "out.json"]
     command = [sys.executable, "-m", "compile_fsdp", "bench", *options, "--script", str(script)]
     done = subprocess.run([*command, "99", "."], cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Measured on 2 ranks") == 1  # by one of them
+    assert done.stdout.count("Measured on 2 ranks") == 1  # by one rank
     results = json.loads((tmp_path / "out.json").read_text())["results"]["train.py"]
-    # A block is gathered twice and reduced once, the root once each.
+    # Two all-gathers and one reduce-scatter for the block, one of each for the root.
     assert {each["collectives"] for each in results.values()} == {5}
     assert (tmp_path / "rank0").read_text().count("eager") == (tmp_path / "rank1").read_text().count("eager")
 
 
 @pytest.mark.slow
-def test_the_error_of_a_rank_of_its_own_ends_the_command(tmp_path: Path) -> None:
+def test_error_on_a_started_rank_ends_the_command(tmp_path: Path) -> None:
     script = write(tmp_path, line="dist.get_rank() == 0 and 1 / 0")
     command = [sys.executable, "-m", "compile_fsdp", "bench", "--script", str(script), "99", "."]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)

@@ -1,4 +1,4 @@
-"""A small training script, of which each test changes one thing."""
+"""A small training script; each test replaces parts of it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ WriteScript = Callable[..., Path]
 
 @pytest.fixture
 def write_script(tmp_path: Path) -> WriteScript:
-    """Writes the script, with some of its parts replaced."""
+    """Function that writes the script with some parts replaced."""
     torch._dynamo.reset()
 
     def write(**parts: str) -> Path:

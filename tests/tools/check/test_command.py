@@ -1,4 +1,4 @@
-"""`compile-fsdp check` on scripts with one fault each."""
+"""`compile-fsdp check` on small scripts, most with one fault."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WriteScript = Callable[..., Path]
 
 
 class Result(NamedTuple):
-    """What `check` has said of a script."""
+    """Exit status, output and JSON findings of `check`."""
 
     status: int
     out: str
@@ -35,7 +35,7 @@ class Result(NamedTuple):
 
 @pytest.fixture
 def check(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
-    """Runs the command, and reads what it has written."""
+    """Function that runs `check` and reads its output and JSON file."""
 
     def run(script: Path, *options: str) -> Result:
         path = script.parent / "found.json"
@@ -49,7 +49,7 @@ def check(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
 Check = Callable[..., Result]
 
 
-def test_a_script_that_compiles_whole(write_script: WriteScript, check: Check) -> None:
+def test_script_that_compiles_whole_has_no_breaks(write_script: WriteScript, check: Check) -> None:
     result = check(write_script(), "--world", "16")
     assert result.status == 0 and result.rules("breaks") == []
     assert "train.py on 16 ranks, 2 steps: compiles whole" in result.out
@@ -60,7 +60,7 @@ def test_a_script_that_compiles_whole(write_script: WriteScript, check: Check) -
     (model,) = data["models"]
     assert model["settings"] == {"backend": "compile_fsdp", "fullgraph": True} and model["is_whole"]
     assert [group["name"] for group in model["groups"]] == ["the root", "0"]
-    # The graphs of this script run op by op, which costs.
+    # The inner backend `eager` runs graphs op by op, which is a cost.
     assert result.rules("costs") == ["inner-backend"]
 
 
@@ -71,7 +71,7 @@ def test_a_script_that_compiles_whole(write_script: WriteScript, check: Check) -
         ("y = y * 2 if y.sum() > 0 else y", "True", ("Data-dependent branching",)),
     ],
 )
-def test_a_line_that_breaks_the_graph(
+def test_graph_break_has_line_and_remedy(
     write_script: WriteScript, check: Check, line: str, fullgraph: str, words: tuple[str, ...]
 ) -> None:
     options = '{"inner_backend": "eager"}'
@@ -113,7 +113,7 @@ def test_a_line_that_breaks_the_graph(
     ],
     ids=["not compiled", "model.compile", "torch.compile", "a block", "all blocks"],
 )
-def test_a_model_that_is_not_compiled_as_one(
+def test_model_not_compiled_as_one_graph_breaks(
     write_script: WriteScript, check: Check, parts: dict[str, str], rule: str, words: str
 ) -> None:
     result = check(write_script(**parts))
@@ -122,10 +122,10 @@ def test_a_model_that_is_not_compiled_as_one(
     assert 'backend="compile_fsdp"' in result.finding(rule)["remedy"]
 
 
-def test_a_model_that_torch_has_sharded(write_script: WriteScript, check: Check) -> None:
+def test_torch_sharded_model_needs_make_traceable(write_script: WriteScript, check: Check) -> None:
     shard = "import torch.distributed.fsdp as fsdp\nfor module in (model[0], model):\n    fsdp.fully_shard(module)"
     result = check(write_script(shard=shard))
-    # Since torch 2.14.1 Dynamo ends the trace at torch's hooks, and the backend gets no graph.
+    # Since torch 2.14.1, Dynamo ends the trace at torch's hooks, so the backend gets no graph.
     first = "graph-break" if torch.__version__ >= "2.14.1" else "refused"
     assert result.status == 1 and result.rules("breaks") == [first, "not-traceable"]
     assert "make_traceable(model)" in result.finding("not-traceable")["remedy"]
@@ -145,7 +145,7 @@ def test_a_model_that_torch_has_sharded(write_script: WriteScript, check: Check)
         ("fully_shard(model)", "one-group", ["the root"]),
     ],
 )
-def test_what_stays_unsharded(
+def test_group_kept_unsharded_or_single_group_is_a_cost(
     write_script: WriteScript, check: Check, shard: str, rule: str, names: list[str]
 ) -> None:
     result = check(write_script(shard=shard), "--strict", "--steps", "1")
@@ -155,7 +155,7 @@ def test_what_stays_unsharded(
     assert ("288 B" in result.finding(rule)["what"]) == (rule == "kept-unsharded")
 
 
-def test_a_shape_that_changes(write_script: WriteScript, check: Check) -> None:
+def test_changing_batch_size_is_reported_as_recompile(write_script: WriteScript, check: Check) -> None:
     script = write_script(batch="4 + 2 * step")
     result = check(script)
     assert result.status == 0
@@ -164,14 +164,14 @@ def test_a_shape_that_changes(write_script: WriteScript, check: Check) -> None:
     assert found["place"]["source"] == "model(torch.randn(4 + 2 * step, 8)).sum().backward()"
 
 
-def test_a_script_without_optimizer_steps(write_script: WriteScript, check: Check) -> None:
+def test_script_without_optimizer_steps_is_noted(write_script: WriteScript, check: Check) -> None:
     result = check(write_script(step="", end="break"))
     assert result.status == 0 and result.data["steps"] == 0
     assert "ran to its end" in result.out
     assert result.rules("note") == ["no-step"]
 
 
-def test_one_optimizer_for_each_parameter(write_script: WriteScript, check: Check) -> None:
+def test_steps_are_counted_with_one_optimizer_per_parameter(write_script: WriteScript, check: Check) -> None:
     hooks = (
         "own = {each: torch.optim.SGD([each], lr=0.1) for each in model.parameters()}\n"
         "for each in own:\n    each.register_post_accumulate_grad_hook(lambda p: own[p].step())"
@@ -189,7 +189,7 @@ def test_one_optimizer_for_each_parameter(write_script: WriteScript, check: Chec
         ("torch.cuda.set_device(0)", "this machine has no GPU that torch can use"),
     ],
 )
-def test_a_script_that_fails_by_itself(
+def test_script_error_is_reported_with_its_line(
     write_script: WriteScript, capsys: pytest.CaptureFixture[str], line: str, message: str
 ) -> None:
     script = write_script(compile=f"if True:\n    {line}")
@@ -213,7 +213,7 @@ def test_a_script_that_fails_by_itself(
         ("eager", "raise ZeroDivisionError('mine')", "ZeroDivisionError: mine"),
     ],
 )
-def test_an_error_beside_compiled_steps_is_the_scripts_own(
+def test_error_outside_compiled_steps_is_a_script_error(
     write_script: WriteScript, capsys: pytest.CaptureFixture[str], backend: str, line: str, message: str
 ) -> None:
     options = ', options={"inner_backend": "eager"}' if backend == "compile_fsdp" else ""
@@ -224,21 +224,21 @@ def test_an_error_beside_compiled_steps_is_the_scripts_own(
     assert "does not compile whole" not in captured.out
 
 
-def test_an_error_of_a_step_by_another_backend_is_the_backends(write_script: WriteScript, check: Check) -> None:
+def test_error_inside_a_custom_backend_is_a_compiler_error(write_script: WriteScript, check: Check) -> None:
     backend = "def broken(graph, inputs):\n    return lambda *args: int('of the backend')\n"
     result = check(write_script(compile=f"{backend}model.compile(backend=broken)"))
     assert result.status == 1 and "compiler-error" in result.rules("breaks")
     assert "of the backend" in result.finding("compiler-error")["what"]
 
 
-def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_one_line_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["train.py"], ["--steps", "0", "train.py"], ["--world", "0", "train.py"]):
         assert main(["check", *arguments]) == 2
         assert capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.slow
-def test_inductor_takes_the_copies_out(check: Check, tmp_path: Path) -> None:
+def test_inductor_removes_copy_windows(check: Check, tmp_path: Path) -> None:
     script = tmp_path / "plain_loop.py"
     script.write_text((ROOT / "examples" / "plain_loop.py").read_text())
     result = check(script)
@@ -249,7 +249,7 @@ def test_inductor_takes_the_copies_out(check: Check, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_of_torchrun_are_checked(write_script: WriteScript) -> None:
+def test_check_runs_on_real_ranks(write_script: WriteScript) -> None:
     script = write_script()
     script.write_text(script.read_text().replace('"nccl"', '"gloo"'))
     command = script.parent / "command.py"

@@ -1,4 +1,4 @@
-"""The rules of `check` on what no small script shows quickly."""
+"""Rules of `check` on hand-made models and reports."""
 
 from __future__ import annotations
 
@@ -51,30 +51,30 @@ def _rules(seen: Seen) -> list[tuple[Level, str]]:
     return [(finding.level, finding.rule) for finding in find(seen)]
 
 
-def test_the_roots_group_stays_as_in_torch() -> None:
+def test_root_kept_unsharded_is_no_finding() -> None:
     assert find(_seen(("head.weight", "open at return"))) == ()
 
 
-def test_a_copy_that_stays_is_named_with_its_reason() -> None:
+def test_kept_window_is_named_with_its_reason() -> None:
     (found,) = find(_seen(("0.weight", "mutated in the window"), ("0.bias", "mutated in the window")))
     assert (found.level, found.rule, found.names) == (Level.COSTS, "kept-window", ("0.weight", "0.bias"))
     assert "mutated in the window" in found.what
 
 
 @pytest.mark.parametrize(("is_last", "found"), [(False, [(Level.COSTS, "kept-unsharded")]), (True, [])])
-def test_the_last_group_may_stay_unsharded(is_last: bool, found: list[tuple[Level, str]]) -> None:
+def test_only_the_last_group_may_stay_unsharded(is_last: bool, found: list[tuple[Level, str]]) -> None:
     groups = (_GROUPS[0], replace(_GROUPS[1], reshards=False, is_last=is_last))
     assert _rules(_seen(("0.weight", "open at return"), model=replace(_MODEL, groups=groups))) == found
 
 
-def test_what_a_budget_keeps_is_no_cost() -> None:
+def test_group_kept_unsharded_by_budget_is_a_note() -> None:
     seen = _seen(("0.weight", "open at return"))
     seen.captured.decisions.append(BudgetDecision((1,), (), False, 4, 9, 9, 0.0, True))
     (found,) = find(seen)
     assert (found.level, found.rule, found.names) == (Level.NOTE, "kept-unsharded", ("0.weight",))
 
 
-def test_a_backward_that_runs_op_by_op_breaks() -> None:
+def test_eager_backward_is_a_break() -> None:
     seen = _seen(model=replace(_MODEL, backward_graphs=0))
     seen.captured.notes.append(
         f"{FALLS_BACK}Dynamic control flow\n  Explanation: It depends on data.\n  Hint: Use torch.where.\n\n"
@@ -94,11 +94,11 @@ def test_a_backward_that_runs_op_by_op_breaks() -> None:
         (replace(_MODEL, groups=tuple(replace(group, is_captured=False) for group in _GROUPS)), "not-captured"),
     ],
 )
-def test_a_model_that_is_no_single_graph(model: ShardedModel, rule: str) -> None:
+def test_model_without_one_whole_graph_is_a_break(model: ShardedModel, rule: str) -> None:
     assert _rules(_seen(model=model)) == [(Level.BREAKS, rule)]
 
 
-def test_pieces_of_a_broken_forward_are_not_counted_again() -> None:
+def test_pieces_of_a_broken_forward_add_no_findings() -> None:
     seen = _seen(model=replace(_MODEL, is_whole=False, forward_graphs=3))
     place = Place("train.py", 7, "print(x)")
     seen.captured.breaks += [GraphBreak(place, reason, "", ()) for reason in ("first", "second")]
@@ -107,7 +107,7 @@ def test_pieces_of_a_broken_forward_are_not_counted_again() -> None:
     assert (found.level, found.rule, found.what) == (Level.BREAKS, "graph-break", "first. second.")
 
 
-def test_breaks_of_torchs_own_optimizers_do_not_count() -> None:
+def test_graph_breaks_in_torch_optimizers_are_ignored() -> None:
     place = Place("/lib/torch/optim/optimizer.py", 79, "torch._dynamo.graph_break()")
     in_pieces = replace(_MODEL, is_whole=False, forward_graphs=3)
     for model, rules in ((_MODEL, []), (in_pieces, [(Level.BREAKS, "several-graphs")])):
@@ -121,7 +121,7 @@ def test_breaks_of_torchs_own_optimizers_do_not_count() -> None:
     [("nn/modules", ("train.py", 7)), ("optim", (f"{_TORCH}/optim/file.py", 5))],
     ids=["a line of the user's has called it", "torch's optimizer"],
 )
-def test_a_break_inside_of_torch(folder: str, expected: tuple[str, int]) -> None:
+def test_graph_break_inside_torch_has_users_line_except_in_optimizers(folder: str, expected: tuple[str, int]) -> None:
     captured = Capture()
     captured.add_break(
         f"Graph break in user code at {_TORCH}/{folder}/file.py:5\nGraph Break Reason: a call\n\nUser code traceback:\n"
@@ -139,7 +139,7 @@ def test_a_break_inside_of_torch(folder: str, expected: tuple[str, int]) -> None
         ("0/0: GLOBAL_STATE changed: grad_mode", "evaluation"),
     ],
 )
-def test_a_remedy_fits_the_guard(reason: str, remedy: str) -> None:
+def test_recompile_remedy_matches_the_failed_guard(reason: str, remedy: str) -> None:
     seen = _seen()
     seen.captured.recompiles.append(Recompile(Place("train.py", 7, ""), "_call_impl_3", reason))
     (found,) = find(seen)
@@ -147,13 +147,13 @@ def test_a_remedy_fits_the_guard(reason: str, remedy: str) -> None:
     assert remedy in found.remedy and "0/0" not in found.what and "# y" not in found.what
 
 
-def test_the_worst_stands_first() -> None:
+def test_breaks_come_before_costs() -> None:
     failure = Finding(Level.BREAKS, "refused", "It failed.", "Change it.")
     seen = replace(_seen(("0.weight", "mutated in the window")), failure=failure, models=(_MODEL,))
     assert _rules(seen) == [(Level.BREAKS, "refused"), (Level.COSTS, "kept-window")]
 
 
-def test_no_model_at_all() -> None:
+def test_missing_sharded_model_is_a_break() -> None:
     assert _rules(Seen(Capture(), (), (), steps=2)) == [(Level.BREAKS, "no-sharded-model")]
 
 
@@ -162,14 +162,14 @@ def test_no_model_at_all() -> None:
     [("aa", 2), ("abab", 2), ("abcabc", 2), ("abbbbb", 5)],
     ids=["one", "in turn", "three", "one that is stepped once"],
 )
-def test_a_script_ends_when_all_optimizers_have_made_their_steps(order: str, steps: int) -> None:
+def test_script_ends_when_optimizers_reach_the_step_limit(order: str, steps: int) -> None:
     optimizers = {name: SGD(nn.Linear(1, 1).parameters(), lr=0.1) for name in order}
     counted = Steps(2)
     assert [counted.count(optimizers[name]) for name in order] == [False] * (len(order) - 1) + [True]
     assert counted.made == steps
 
 
-def test_the_page_lists_every_rule() -> None:
+def test_check_page_lists_every_rule() -> None:
     page = (ROOT / "docs" / "check.md").read_text()
     listed = re.findall(r"^\| `([a-z-]+)` \| (\w+) \|", page, flags=re.MULTILINE)
     made = set()

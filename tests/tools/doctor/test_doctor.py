@@ -1,4 +1,4 @@
-"""Each fault that `compile-fsdp doctor` looks for is found where it is made, and named with a remedy."""
+"""`compile-fsdp doctor` finds faults that the tests cause, and names a remedy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[3]
 COMMAND = str(Path(sys.executable).with_name("compile-fsdp"))
 EVERY = [*checks.FIRST, *checks.THEN]
 
-# Metadata of an installation without entry points, whose command `train` needs what nobody has.
+# Metadata of an installation without entry points, whose extra `train` requires a package that does not exist.
 INCOMPLETE = """\
 Metadata-Version: 2.4
 Name: compile-fsdp
@@ -50,7 +50,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def examine(
     command: list[str], folder: Path, changed: Mapping[str, str], status: int = 1
 ) -> dict[str, dict[str, Any]]:
-    """The rows that a process prints which is started in the folder, with some variables changed."""
+    """Run `doctor --json` in `folder` with changed environment variables; return rows by check."""
     environment = {**os.environ, **changed}
     done = subprocess.run(
         [*command, "doctor", "--json"], cwd=folder, env=environment, capture_output=True, text=True, check=False
@@ -63,7 +63,7 @@ def states(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     return {name: row["state"] for name, row in rows.items()}
 
 
-def test_nothing_is_wrong_here(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_check_is_a_fault_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["check"] for row in rows] == EVERY
@@ -71,7 +71,7 @@ def test_nothing_is_wrong_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(row["found"] for row in rows)
 
 
-def test_faults_of_the_machine_and_of_the_installation(tmp_path: Path) -> None:
+def test_machine_and_installation_faults_have_remedies(tmp_path: Path) -> None:
     (tmp_path / "path/compile_fsdp-0.0.1.dist-info").mkdir(parents=True)
     (tmp_path / "path/compile_fsdp-0.0.1.dist-info/METADATA").write_text(INCOMPLETE)
     rows = examine(
@@ -93,8 +93,8 @@ def test_faults_of_the_machine_and_of_the_installation(tmp_path: Path) -> None:
     assert "pip install 'compile-fsdp[train]'" in rows["extras"]["remedy"]
 
 
-def test_a_cache_folder_that_cannot_be_made_is_a_fault(tmp_path: Path) -> None:
-    """torch's compilers make it when they are imported, so the package itself cannot be."""
+def test_cache_folder_that_cannot_be_created_is_a_fault(tmp_path: Path) -> None:
+    """torch's compilers create the folder at import, so the package cannot be imported."""
     (tmp_path / "file").touch()
     rows = examine([COMMAND], tmp_path, {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "file/below")})
     before = EVERY[: EVERY.index("compiler cache")]
@@ -115,7 +115,7 @@ def test_a_cache_folder_that_cannot_be_made_is_a_fault(tmp_path: Path) -> None:
     ],
     ids=["old", "new", "broken", "missing"],
 )
-def test_a_torch_that_the_package_refuses_is_a_row(torch: str, found: str, remedy: str, tmp_path: Path) -> None:
+def test_unsupported_torch_is_a_fault_row(torch: str, found: str, remedy: str, tmp_path: Path) -> None:
     (tmp_path / "path/torch").mkdir(parents=True)
     (tmp_path / "path/torch/__init__.py").write_text(torch)
     variables = {"PYTHONPATH": str(tmp_path / "path")}
@@ -125,7 +125,7 @@ def test_a_torch_that_the_package_refuses_is_a_row(torch: str, found: str, remed
     expected = {**dict.fromkeys(EVERY, "unchecked"), "package": "ok", "Python": "ok", "torch": "fault"}
     assert states(rows) == expected
     assert examine([sys.executable, "-m", "compile_fsdp"], tmp_path, variables) == rows
-    # Nothing else runs on such a torch, other programs with such an argument among them.
+    # Every other command fails with this torch, and so does a different program with the argument `doctor`.
     (tmp_path / "path/other").mkdir()
     (tmp_path / "path/other/__init__.py").write_text("import compile_fsdp")
     environment = {**os.environ, **variables}
@@ -148,7 +148,7 @@ def test_an_old_python_is_a_fault() -> None:
     assert software.check_python((3, 10)).state is State.OK
 
 
-def test_a_private_name_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_private_name_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(declarations, "NAMES", ["torch._inductor.compile_fx.gone"])
     rows = checks.run_checks()
     assert rows["private names"].state is State.FAULT
@@ -157,14 +157,14 @@ def test_a_private_name_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -
     assert {rows[name].state for name in checks.THEN} == {State.UNCHECKED}
 
 
-def test_dynamo_that_refuses_this_python_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_unsupported_by_dynamo_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dynamo, "why_dynamo_refuses", lambda: "Python 3.19+ not yet supported")
     row = software.check_dynamo()
     assert (row.state, row.found) == (State.FAULT, "Python 3.19+ not yet supported")
     assert row.remedy
 
 
-def test_a_backend_that_cannot_be_loaded_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_that_fails_to_import_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "compile_fsdp-0.0.1.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text(INCOMPLETE)
@@ -175,7 +175,7 @@ def test_a_backend_that_cannot_be_loaded_is_a_fault(tmp_path: Path, monkeypatch:
     assert "No module named 'compile_fsdp.gone'" in row.found and "pip install" in row.remedy
 
 
-def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
+def test_compiler_error_is_quoted(tmp_path: Path) -> None:
     compiler = tmp_path / "g++"
     lines = ("#!/bin/sh", "echo In file included from >&2", "echo fatal error: Python.h: No such file >&2", "exit 1")
     compiler.write_text("\n".join(lines))
@@ -183,7 +183,7 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
     assert machine.try_compiler(str(compiler)) == "fatal error: Python.h: No such file"
 
 
-def test_a_compiler_that_makes_nothing_is_found() -> None:
+def test_missing_compiler_or_missing_output_is_reported() -> None:
     assert "sample.so" in (machine.try_compiler("true") or "")
     assert "No such file" in (machine.try_compiler("no-such-compiler") or "")
 
@@ -199,19 +199,19 @@ def test_a_compiler_that_makes_nothing_is_found() -> None:
     ],
     ids=["cpu", "no driver", "gpus", "no triton", "other"],
 )
-def test_devices(found: Accelerators, state: State, text: str) -> None:
+def test_device_row_reports_accelerators_and_faults(found: Accelerators, state: State, text: str) -> None:
     row = machine.check_devices(found)
     assert row.state is state
     assert text in row.found
     assert (row.remedy == "") == (state is State.OK)
 
 
-def test_a_backend_that_the_device_needs_is_missed() -> None:
+def test_missing_process_group_backend_is_a_fault() -> None:
     row = machine.check_process_groups(["mpi"])
     assert (row.state, row.found) == (State.FAULT, "mpi; no gloo")
 
 
-def test_no_fake_group_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_fake_process_group_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(world_size: int) -> None:
         raise ImportError("No module named torch.testing")
 
@@ -220,21 +220,21 @@ def test_no_fake_group_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="nobody may write to this folder of Linux")
-def test_a_cache_folder_that_is_there_and_cannot_be_written_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_cache_folder_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/proc")
     row = caches.check_cache_folder()
     assert row.state is State.FAULT
     assert "/proc" in row.found and "TORCHINDUCTOR_CACHE_DIR" in row.remedy
 
 
-def test_little_space_is_a_warning(cache: Path) -> None:
+def test_low_disk_space_is_a_warning(cache: Path) -> None:
     row = caches.check_cache_folder(least_free_bytes=2**70)
     assert row.state is State.WARNING
     assert row.found.startswith(str(cache))
     assert caches.check_cache_folder(least_free_bytes=1).state is State.OK
 
 
-def test_kept_costs_are_counted_and_broken_ones_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_costs_are_counted_and_broken_files_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COMPILE_FSDP_COSTS", raising=False)
     assert caches.check_costs().found.startswith("none kept")
     link = Link(1e-4, 1e9)
@@ -249,7 +249,7 @@ def test_kept_costs_are_counted_and_broken_ones_named(monkeypatch: pytest.Monkey
     assert row.found.endswith(": broken.json")
 
 
-def test_an_unforeseen_error_is_a_fault_of_its_own_row() -> None:
+def test_unexpected_error_in_a_check_is_a_fault_of_that_row() -> None:
     def fail() -> Row:
         raise KeyError("what nobody expected")
 
@@ -260,7 +260,7 @@ def test_an_unforeseen_error_is_a_fault_of_its_own_row() -> None:
 
 
 @pytest.mark.parametrize("has_rich", [True, False])
-def test_people_get_a_table(
+def test_doctor_prints_every_row_with_and_without_rich(
     has_rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if not has_rich:
@@ -273,12 +273,12 @@ def test_people_get_a_table(
         assert part in out
 
 
-def test_summary_counts() -> None:
+def test_summary_counts_faults_and_warnings() -> None:
     rows = {str(index): Row(state, "") for index, state in enumerate([State.FAULT, State.FAULT, State.WARNING])}
     assert summary(rows) == "2 faults, 1 warning"
 
 
-def test_help_lists_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--help"], ["doctor", "--help"]):
         with pytest.raises(SystemExit):
             main(arguments)

@@ -1,4 +1,4 @@
-"""One compiled step, explained once for all tests, and a browser."""
+"""Fixtures: the report of one compiled step, and a browser."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def browser() -> Iterator[Browser]:
     path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if path is None:
         problem = "expected a browser for the page's tests, got none; install Debian's or Ubuntu's package chromium"
-        # .ci/run installs one.
+        # .ci/run installs a browser.
         pytest.fail(problem) if os.environ.get("CI") == "true" else pytest.skip(problem)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
@@ -39,7 +39,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def open_report(browser: Browser, tmp_path: Path) -> Iterator[Callable[[Report], OpenPage]]:
-    """Opens a report's page."""
+    """Function that opens a report's page in the browser."""
     path = tmp_path / "report.html"
     page = browser.new_page(viewport={"width": 1400, "height": 1000})
 

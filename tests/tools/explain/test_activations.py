@@ -1,4 +1,4 @@
-"""What is alive besides gathered parameters, in hand-made graphs; and a step under a memory budget."""
+"""Live bytes of activations in hand-made graphs, and a step under a memory budget."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ FORWARD = GraphNames({}, {}, {})
 BACKWARD = GraphNames({}, {}, {0: "w"})
 
 
-def test_a_forward_holds_what_it_has_computed_until_it_is_read() -> None:
+def test_forward_holds_results_until_last_read() -> None:
     build = GraphBuilder()
     x, w = build.input("x", (ROWS, DIM)), build.input("w", (DIM, DIM))
     first = build.call(aten.mm.default, x, w)
     fused = build.call(aten.relu.default, build.call(aten.neg.default, first))
     second = build.call(aten.mm.default, fused, w)
     graph = build.output(build.call(aten.sum.default, second))
-    # x, w, mm, neg (in no memory), relu beside its input, mm beside its input, sum beside its input, the end
+    # x, w, mm, neg (fused), relu and its input, mm and its input, sum and its input, output
     assert alive_bytes(graph, FORWARD).kept == [0, 0, SIZE, SIZE, 2 * SIZE, 2 * SIZE, SIZE + 4, 4]
     assert not any(alive_bytes(graph, FORWARD).again)
 
 
-def test_a_result_lives_as_long_as_its_views() -> None:
+def test_result_lives_until_last_read_of_its_views() -> None:
     build = GraphBuilder()
     x, w = build.input("x", (ROWS, DIM)), build.input("w", (ROWS, DIM))
     made = build.call(aten.mm.default, build.call(aten.permute.default, x, [1, 0]), w)
@@ -45,7 +45,7 @@ def test_a_result_lives_as_long_as_its_views() -> None:
     assert alive_bytes(graph, FORWARD).kept == [0, 0, 0, 64, 64, 128, 64]
 
 
-def test_a_backward_holds_what_was_saved_and_what_it_computes_again() -> None:
+def test_backward_holds_saved_and_recomputed_activations() -> None:
     build = GraphBuilder()
     gradient, saved = build.input("gradient", (ROWS, DIM)), build.input("saved", (ROWS, DIM))
     w = build.input("w", (DIM, DIM))
@@ -75,7 +75,7 @@ def budgeted() -> Report:
     return compile_fsdp.explain(nn.Sequential(Block(), Block()), torch.randn(256, 16), world_size=4, options=options)
 
 
-def test_the_report_says_what_was_given_up(budgeted: Report) -> None:
+def test_report_lists_choices_of_the_memory_budget(budgeted: Report) -> None:
     (decision,) = budgeted.decisions
     assert budgeted.budget_bytes == decision.budget == 360_000
     assert budgeted.peak_bytes < budgeted.allocated_bytes < 360_000
@@ -87,7 +87,7 @@ def test_the_report_says_what_was_given_up(budgeted: Report) -> None:
     assert not any(each.event.recomputed_bytes for each in budgeted.timeline if each.graph == 0)
 
 
-def test_the_terminal_shows_it(budgeted: Report) -> None:
+def test_summary_shows_memory_budget(budgeted: Report) -> None:
     console = Console(width=120, record=True, highlight=False, markup=False)
     print_summary(budgeted, console)
     text = console.export_text()
@@ -95,7 +95,7 @@ def test_the_terminal_shows_it(budgeted: Report) -> None:
         assert expected in text
 
 
-def test_the_chart_has_the_budgets_line(budgeted: Report, open_report: Callable[[Report], OpenPage]) -> None:
+def test_page_shows_budget_line_and_choices(budgeted: Report, open_report: Callable[[Report], OpenPage]) -> None:
     opened_budget = open_report(budgeted)
     assert opened_budget.errors == []
     assert opened_budget.count("#memory line.budget") == 1
@@ -105,12 +105,12 @@ def test_the_chart_has_the_budgets_line(budgeted: Report, open_report: Callable[
     assert opened_budget.count("#choices tbody tr:visible") == len(decision.choices)
 
 
-def test_without_a_budget_there_is_no_line(opened: OpenPage) -> None:
+def test_page_without_budget_has_no_budget_line(opened: OpenPage) -> None:
     assert opened.count("#memory line.budget") == 0
     assert opened.count("#choices tbody tr:visible") == 0
 
 
-def test_what_is_offloaded_is_in_the_hosts_memory_until_it_is_fetched() -> None:
+def test_offloaded_tensor_counts_as_host_memory_until_fetched() -> None:
     build = GraphBuilder()
     x, w = build.input("x", (ROWS, DIM)), build.input("w", (DIM, DIM))
     first = build.call(aten.mm.default, x, w)

@@ -51,7 +51,7 @@ def _data(page: Path) -> Any:
     return json.loads(found[1])
 
 
-def test_a_script_is_explained(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_script_is_explained_in_a_fake_world(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = script.parent / "report.html"
     before = list(sys.argv), list(sys.path)
     assert main(["explain", "--out", str(page), "--world", "16", str(script), "--width", "8"]) == 0
@@ -65,7 +65,7 @@ def test_a_script_is_explained(script: Path, capsys: pytest.CaptureFixture[str])
     assert {row["facts"]["name"] for row in data["groups"]} == {"0", "the root"}
 
 
-def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_script_is_a_one_line_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "r.html"
     assert main(["explain", "--out", str(page), str(tmp_path / "script.py")]) == 2
     error = capsys.readouterr().err
@@ -74,7 +74,7 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.slow
-def test_a_live_run_is_explained_by_its_first_rank(script: Path) -> None:
+def test_rank_0_reports_a_job_with_real_ranks(script: Path) -> None:
     page = script.parent / "report.html"
     command = script.parent / "command.py"
     command.write_text("import sys\nfrom compile_fsdp.cli import main\nsys.exit(main())\n")

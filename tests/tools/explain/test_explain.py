@@ -1,4 +1,4 @@
-"""`explain` on models and process groups of all kinds, most without Inductor; graph breaks and recompiles."""
+"""`explain` of models in several process groups, with graph breaks and recompiles; most without Inductor."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _fresh() -> None:
     torch._dynamo.reset()
 
 
-def test_a_graph_break_is_listed_with_the_users_line() -> None:
+def test_graph_break_has_the_users_line() -> None:
     logger = graph_break_logger()
     before = logger.level, logger.propagate, list(logger.handlers)
     report = compile_fsdp.explain(Breaking(), torch.randn(4, 4), world_size=4, options=EAGERLY)
@@ -55,7 +55,7 @@ def test_a_graph_break_is_listed_with_the_users_line() -> None:
     assert (logger.level, logger.propagate, logger.handlers) == before
 
 
-def test_the_model_that_is_given_stays_as_it_is() -> None:
+def test_explain_leaves_model_and_rng_state_unchanged() -> None:
     model = Breaking()
     values = {name: value.clone() for name, value in model.state_dict().items()}
     torch.manual_seed(3)
@@ -68,8 +68,8 @@ def test_the_model_that_is_given_stays_as_it_is() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_model_is_explained_again_without_compiling_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graphs come from no cache, since passes are to run on them; what has been compiled of them does."""
+def test_second_explain_compiles_no_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are not taken from a cache, because the passes must run on them; compiled kernels are."""
     built = []
     build = CppBuilder.build
 
@@ -87,7 +87,7 @@ def test_a_model_is_explained_again_without_compiling_cpp(monkeypatch: pytest.Mo
     assert len(second.graphs) == 2 and all(len(graph.stages) > 2 for graph in second.graphs)
 
 
-def test_a_sharded_model_is_explained_where_it_is() -> None:
+def test_sharded_model_is_explained_in_place() -> None:
     with fake_world(4):
         model = Breaking()
         for module in (*model.layers, model):
@@ -104,7 +104,7 @@ def test_a_sharded_model_is_explained_where_it_is() -> None:
             compile_fsdp.explain(model, torch.randn(4, 4), world_size=8)
 
 
-def test_a_model_on_meta_is_explained_on_the_cpu() -> None:
+def test_meta_model_is_explained_on_cpu() -> None:
     with torch.device("meta"):
         model = Breaking()
     report = compile_fsdp.explain(model, torch.randn(4, 4), world_size=64, options=EAGERLY)
@@ -112,7 +112,7 @@ def test_a_model_on_meta_is_explained_on_the_cpu() -> None:
     assert next(model.parameters()).is_meta
 
 
-def test_mistakes_are_refused_in_words() -> None:
+def test_invalid_arguments_raise() -> None:
     with pytest.raises(ExplainError, match="expected an initialised process group"):
         compile_fsdp.explain(Breaking(), torch.randn(4, 4))
     with pytest.raises(ExplainError, match="at least 1, got 0"):
@@ -122,7 +122,7 @@ def test_mistakes_are_refused_in_words() -> None:
     assert not dist.is_initialized()
 
 
-def test_a_recompile_is_listed_with_the_line_that_called() -> None:
+def test_recompile_has_the_line_of_the_call() -> None:
     class Sharded(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -143,7 +143,7 @@ def test_a_recompile_is_listed_with_the_line_that_called() -> None:
     assert captured.breaks == []
 
 
-def test_other_backends_and_warnings_are_noted() -> None:
+def test_warnings_and_missing_inductor_graphs_are_noted() -> None:
     with capture() as captured:
         logging.getLogger("compile_fsdp").warning("backward falls back to %s", "eager")
     report = make_report(captured, "script.py", 1)

@@ -1,4 +1,4 @@
-"""Who looks on while the passes run, and what it costs where nobody does."""
+"""Observers of the post-grad passes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Notes:
         self.seen.append(("end", len(graph.nodes)))
 
 
-def test_an_observer_sees_the_graph_before_between_and_after_the_passes() -> None:
+def test_observer_is_called_before_between_and_after_passes() -> None:
     notes = Notes()
     graph = one_window(numel=8, dtype=torch.float32)
     nodes = len(graph.nodes)
@@ -41,13 +41,13 @@ def test_an_observer_sees_the_graph_before_between_and_after_the_passes() -> Non
     assert notes.seen[0][1] == nodes and notes.seen[1][1] == nodes - 3 == notes.seen[-1][1]
 
 
-def test_an_observer_changes_no_cache_key() -> None:
+def test_observer_does_not_change_cache_key() -> None:
     plain = Pipeline(_passes(), lambda reports: None)
     watched = Pipeline(_passes(), lambda reports: None, observer=Notes())
     assert plain.uuid() == watched.uuid()
 
 
-def test_observation_ends_with_its_block_also_on_errors() -> None:
+def test_observer_is_removed_when_its_block_ends_or_raises() -> None:
     first, second = object(), object()
     with observing(first):  # type: ignore[arg-type]
         with pytest.raises(ZeroDivisionError), observing(second):  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The page, in a real browser."""
+"""The page of `explain` in a real browser."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from helpers.models.explained import HOSTILE
 from helpers.pages.open_page import OpenPage
 
 
-def test_the_page_loads_without_errors_and_asks_for_nothing(opened: OpenPage) -> None:
+def test_page_loads_without_errors_or_network_requests(opened: OpenPage) -> None:
     assert opened.errors == []
     assert len(opened.requests) == 1 and opened.requests[0].startswith("file:")
     assert opened.page.locator("h1").inner_text() == "Model"
 
 
-def test_the_charts_are_there(opened: OpenPage) -> None:
+def test_timeline_and_memory_charts_are_drawn(opened: OpenPage) -> None:
     for kind in ("compute", "gather", "reduce"):
         assert opened.count(f"#timeline rect.{kind}") > 0
-    assert opened.count("#timeline rect.wait") > 0  # communication is exposed where a step begins
+    assert opened.count("#timeline rect.wait") > 0  # a step begins with exposed communication
     assert opened.page.locator("#memory path.area").bounding_box()["height"] > 50  # type: ignore[index]
     assert opened.count("#memory path.eager") == 1
     opened.page.locator("#timeline rect.gather").first.hover()
     assert "all-gather" in opened.page.locator("#tip").inner_text()
 
 
-def test_the_search_narrows_all_parts_of_the_page(opened: OpenPage) -> None:
+def test_search_filters_diff_groups_and_timeline(opened: OpenPage) -> None:
     page = opened.page
     lines, groups = opened.count("#diff div"), opened.count("#groups tbody tr:visible")
     assert groups == 3 and opened.count(".event.dim") == 0
@@ -45,7 +45,7 @@ def test_the_search_narrows_all_parts_of_the_page(opened: OpenPage) -> None:
     assert (opened.count("#diff div"), opened.count("#groups tbody tr:visible")) == (lines, groups)
 
 
-def test_each_pass_shows_what_it_has_changed(opened: OpenPage) -> None:
+def test_pass_tab_shows_the_changed_lines(opened: OpenPage) -> None:
     page = opened.page
     page.locator("#tabs button", has_text="remove_unshard_copies").first.click()
     removed = page.locator("#diff .del").all_inner_texts()
@@ -57,7 +57,7 @@ def test_each_pass_shows_what_it_has_changed(opened: OpenPage) -> None:
     assert opened.errors == []
 
 
-def test_one_graph_can_be_enlarged(opened: OpenPage) -> None:
+def test_timeline_zooms_to_one_graph_and_back(opened: OpenPage) -> None:
     page = opened.page
     whole = opened.count("#timeline rect.reduce")
     page.locator("#zoom button", has_text="forward").click()
@@ -66,7 +66,7 @@ def test_one_graph_can_be_enlarged(opened: OpenPage) -> None:
     assert opened.count("#timeline rect.reduce") == whole
 
 
-def test_a_name_that_is_markup_stays_text(opened: OpenPage, report: Report, tmp_path: Path) -> None:
+def test_markup_in_names_is_escaped(opened: OpenPage, report: Report, tmp_path: Path) -> None:
     assert opened.page.title() == "Model - compile_fsdp explain"
     assert HOSTILE in opened.page.locator("#groups").inner_text()
     text = (tmp_path / "report.html").read_text()
@@ -74,14 +74,14 @@ def test_a_name_that_is_markup_stays_text(opened: OpenPage, report: Report, tmp_
     assert HOSTILE not in text
 
 
-def test_the_page_refers_to_nothing_outside(report: Report, tmp_path: Path) -> None:
+def test_page_has_no_external_references(report: Report, tmp_path: Path) -> None:
     report.save_html(tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
     assert set(re.findall(r"https?://[^\s\"']+", text)) == {"http://www.w3.org/2000/svg"}
     assert "default-src 'none'" in text
 
 
-def test_the_edits_of_a_pass_turn_the_graph_before_into_the_one_after(report: Report) -> None:
+def test_edits_reproduce_graph_before_and_after_each_pass(report: Report) -> None:
     for graph, shown in zip(report.graphs, page_data(report)["graphs"], strict=True):
         for i in range(1, len(graph.stages)):
             edits = shown["stages"][i]["edits"]
@@ -91,6 +91,6 @@ def test_the_edits_of_a_pass_turn_the_graph_before_into_the_one_after(report: Re
             assert texts == [list(graph.stages[i - 1].lines), list(graph.stages[i].lines)]
 
 
-def test_a_replaced_line_is_taken_out_and_put_in() -> None:
+def test_replaced_line_is_a_deletion_and_an_insertion() -> None:
     assert compare([1, 2, 3], [1, 4, 3, 5]) == [(" ", [1]), ("-", [2]), ("+", [4]), (" ", [3]), ("+", [5])]
     assert compare([1, 2], [1, 2]) == [(" ", [1, 2])]

@@ -1,4 +1,4 @@
-"""What a report says of a compiled step."""
+"""Contents of the report of a compiled step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLOCK_BYTES = 2 * 2 * WORLD * 4 * 4
 ROOT_BYTES = (8 * 4 + 8) * 4
 
 
-def test_a_report_survives_json(report: Report) -> None:
+def test_report_round_trips_through_json(report: Report) -> None:
     data = report.to_dict()
     assert json.loads(json.dumps(data)) == data
     assert data["world_size"] == WORLD
@@ -23,7 +23,7 @@ def test_a_report_survives_json(report: Report) -> None:
     assert [graph["direction"] for graph in data["graphs"]] == ["forward", "backward"]
 
 
-def test_the_groups_have_their_collectives_and_windows(report: Report) -> None:
+def test_groups_list_collectives_and_windows(report: Report) -> None:
     rows = {row.facts.name: row for row in report.groups}
     assert list(rows) == ["blocks.0", "blocks.1", "the root"]
     for name in ("blocks.0", "blocks.1"):
@@ -31,7 +31,7 @@ def test_the_groups_have_their_collectives_and_windows(report: Report) -> None:
         assert set(row.facts.parameters) == {f"{name}.up.weight", f"{name}.gate.weight"}
         assert row.facts.ranks == WORLD and row.facts.reshards
         assert (row.windows, row.windows_removed, row.kept) == (4, 4, ())
-        # No gradient flows on from the first block: its backward reads no parameters.
+        # The first block's backward computes no input gradient, so it reads no parameters.
         directions = ["forward"] if name == "blocks.0" else ["forward", "backward"]
         assert [report.graphs[use.graph].direction for use in row.uses] == directions
         assert (row.gathers, row.reductions) == (len(directions), 1)
@@ -45,7 +45,7 @@ def test_the_groups_have_their_collectives_and_windows(report: Report) -> None:
     }
 
 
-def test_every_collective_is_named_and_carries_its_parameters(report: Report) -> None:
+def test_every_collective_has_a_name_and_parameters(report: Report) -> None:
     launches = [each.event for each in report.timeline if each.event.kind in (Kind.GATHER, Kind.REDUCE)]
     parameters = {fqn for row in report.groups for fqn in row.facts.parameters}
     for kind in (Kind.GATHER, Kind.REDUCE):
@@ -55,7 +55,7 @@ def test_every_collective_is_named_and_carries_its_parameters(report: Report) ->
     assert all(event.name != "?" and event.size_bytes > 0 for event in launches)
 
 
-def test_the_modules_of_the_forward_come_in_order(report: Report) -> None:
+def test_forward_modules_are_in_execution_order(report: Report) -> None:
     forward = [each for each in report.timeline if each.graph == 0 and each.event.kind is Kind.COMPUTE]
     names = list(dict.fromkeys(each.event.name for each in forward if each.event.name != "?"))
     order = [f"blocks.{i}.{name}" for i in (0, 1) for name in ("up", "gate")]
@@ -63,16 +63,16 @@ def test_the_modules_of_the_forward_come_in_order(report: Report) -> None:
     assert HOSTILE in names
 
 
-def test_memory_is_that_of_what_is_gathered(report: Report) -> None:
+def test_memory_counts_gathered_parameters(report: Report) -> None:
     at_end = [each for each in report.timeline if each.graph == 0][-1]
-    assert at_end.event.alive_bytes == ROOT_BYTES  # for the backward
+    assert at_end.event.alive_bytes == ROOT_BYTES  # the root stays unsharded for the backward
     assert BLOCK_BYTES / 2 < report.peak_bytes < 4 * BLOCK_BYTES
     assert report.timeline[-1].event.alive_bytes <= ROOT_BYTES
     assert report.eager_peak_bytes == sum(row.facts.unsharded_bytes for row in report.groups)
     assert report.shard_bytes == sum(row.facts.shard_bytes for row in report.groups)
 
 
-def test_times_add_up(report: Report) -> None:
+def test_exposed_times_and_step_time_add_up(report: Report) -> None:
     waits = [each for each in report.timeline if each.event.kind is Kind.WAIT]
     assert report.exposed_s == sum(each.exposed_s for each in waits) > 0
     assert all(each.exposed_s == 0 for each in report.timeline if each.event.kind is not Kind.WAIT)

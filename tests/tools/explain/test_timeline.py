@@ -1,4 +1,4 @@
-"""Times and memory of hand-made events and graphs."""
+"""Timeline and memory estimates of hand-made events and graphs."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def group(name: str, size: int, reshards: bool = True) -> GroupFacts:
     return GroupFacts(name, (f"{name}.w",), (size,), size // 4, 4, reshards)
 
 
-def test_a_wait_exposes_what_compute_does_not_hide() -> None:
+def test_wait_exposes_communication_that_compute_does_not_overlap() -> None:
     events = [event(Kind.GATHER, 5.0, 0), event(Kind.COMPUTE, 3.0), event(Kind.WAIT, 0.0, 0), event(Kind.COMPUTE, 1.0)]
     placed = place([events], [])
     assert [each.start_s for each in placed] == [0, 0, 3, 5]
     assert [each.exposed_s for each in placed] == [0, 0, 2, 0]
 
 
-def test_collectives_share_one_wire() -> None:
+def test_collectives_run_one_after_another() -> None:
     events = [
         event(Kind.GATHER, 5.0, 0),
         event(Kind.REDUCE, 2.0, 1),
@@ -43,20 +43,20 @@ def test_collectives_share_one_wire() -> None:
     assert [each.at_s for each in placed] == [0, 0, 0, 7]
 
 
-def test_graphs_follow_each_other_and_number_their_collectives_anew() -> None:
+def test_graphs_run_in_order_and_may_reuse_collective_numbers() -> None:
     one = [event(Kind.GATHER, 1.0, 0), event(Kind.WAIT, 0.0, 0), event(Kind.COMPUTE, 2.0)]
     placed = place([one, one], [])
     assert [each.start_s for each in placed] == [0, 0, 1, 3, 3, 4]
     assert [each.graph for each in placed] == [0, 0, 0, 1, 1, 1]
 
 
-def test_eager_holds_a_group_and_the_next_one() -> None:
+def test_eager_memory_holds_current_and_next_group() -> None:
     events = [event(Kind.COMPUTE, 1.0, reads=f"{name}.w") for name in "abc"]
     groups = [group("a", 100), group("b", 20), group("c", 3)]
     assert eager_bytes(events, groups) == [120, 23, 3]
 
 
-def test_eager_keeps_the_root_from_forward_to_backward() -> None:
+def test_eager_memory_holds_root_from_forward_to_backward() -> None:
     root, block = group("r", 1000, reshards=False), group("a", 100)
     forward = [event(Kind.COMPUTE, 1.0, reads=name) for name in ("r.w", "a.w", "")]
     assert eager_bytes(forward, [root, block]) == [1100, 1100, 1000]
@@ -78,7 +78,7 @@ def _input(builder: GraphBuilder, position: int, shape: list[int]) -> Any:
 NAMES = GraphNames(shards={0: "w"}, unsharded={1: "w"}, gradients={})
 
 
-def test_a_gathered_buffer_lives_until_its_last_view_is_read() -> None:
+def test_gathered_buffer_lives_until_last_read_of_its_views() -> None:
     builder = GraphBuilder()
     shard, x = _input(builder, 0, [4]), _input(builder, 2, [4, 4])
     gathered = builder.call(c10d.all_gather_into_tensor.default, shard, 4, "0")
@@ -90,7 +90,7 @@ def test_a_gathered_buffer_lives_until_its_last_view_is_read() -> None:
     assert unsharded_bytes(builder.graph, NAMES) == [0, 0, 64, 64, 64, 64, 0, 0]
 
 
-def test_a_copy_of_a_gathered_buffer_counts_beside_it() -> None:
+def test_copy_of_gathered_buffer_counts_in_addition() -> None:
     builder = GraphBuilder()
     shard = _input(builder, 0, [4])
     waited = builder.call(c10d.wait_tensor.default, builder.call(c10d.all_gather_into_tensor.default, shard, 4, "0"))
@@ -100,7 +100,7 @@ def test_a_copy_of_a_gathered_buffer_counts_beside_it() -> None:
 
 
 @pytest.mark.parametrize("is_open", [True, False])
-def test_a_parameter_lives_in_its_window(is_open: bool) -> None:
+def test_parameter_is_alive_inside_its_unshard_window(is_open: bool) -> None:
     builder = GraphBuilder()
     leaf, value = _input(builder, 1, [16]), _input(builder, 2, [16])
     builder.call(resize_storage_bytes_, leaf, 64)
@@ -112,7 +112,7 @@ def test_a_parameter_lives_in_its_window(is_open: bool) -> None:
     assert unsharded_bytes(builder.graph, NAMES) == [0, 0, 64, 64, 64, 64 if is_open else 0, *([] if is_open else [0])]
 
 
-def test_a_parameter_that_another_graph_has_filled_lives_from_the_start() -> None:
+def test_parameter_unsharded_by_earlier_graph_is_alive_from_start() -> None:
     builder = GraphBuilder()
     leaf = _input(builder, 1, [16])
     used = builder.call(aten.relu.default, leaf)
