@@ -1,4 +1,4 @@
-"""What a report advises: changes of which the estimate says that they gain something, and how much."""
+"""Advice in reports: changes that save time, with the estimated gain."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from helpers.ranks.fake_world import fake_world
 
 MIB = 2**20
 
-# A gather of a block of 8 MiB over 8 ranks takes 0.5 ms and 7 ms: a byte a nanosecond.
+# An all-gather of an 8 MiB block over 8 ranks: 0.5 ms latency, and 7 ms for 7 MiB at 1 MiB/ms.
 COSTS = Costs(latency=5e-4, comm_bandwidth=MIB / 1e-3, memory_bandwidth=1e12, flops=1e12, rows=2048)
 BLOCK = GroupFigures("block", (8 * MIB,), (8 * MIB,), 2 * MIB, ranks=8, backward_ranks=8)
 BLOCKS = (BLOCK,) * 4
 
 
-def test_what_the_backward_gathers_again_could_be_kept() -> None:
+def test_advises_a_budget_that_keeps_groups_for_the_backward() -> None:
     (advice,) = advise(BLOCKS, COSTS, None)
-    # Four gathers of 7.5 ms, and three in four of the latencies of what is left: four gathers and four reductions.
+    # Four all-gathers of 7.5 ms, and 3/4 of the latency of the remaining four all-gathers and four reductions.
     assert advice.most_seconds == pytest.approx(4 * 7.5e-3 + 3 / 4 * 8 * 0.5e-3)
-    # Products of 2 * 2048 * 2 Mi operations, twice as many in the backward; two gathers and a reduction of each.
+    # A block needs 2 * 2048 * 2 Mi operations, twice as many in the backward, two all-gathers and a reduction.
     compute = 4 * 2 * 2048 * 2 * MIB / 1e12
     assert advice.step_seconds == pytest.approx(3 * compute + 3 * 4 * 7.5e-3)
-    # Behind as much compute as there is, a forward of 34 ms hides its 30 ms; of the backward, 60 exceed 69 nowhere.
+    # The forward's 34 ms of compute hide 30 ms of collectives; the backward's 69 ms hide 60 ms.
     assert advice.least_seconds == 0
     assert str(advice).startswith('estimated: a memory_budget ("auto", or bytes: about 32 MiB more than now)')
     assert "keeps 4 groups unsharded for the backward" in str(advice)
@@ -38,7 +38,7 @@ def test_what_the_backward_gathers_again_could_be_kept() -> None:
     assert str(advice).endswith("matrix products and collectives take about 193 ms")
 
 
-def test_what_communication_exceeds_compute_by_is_saved_in_any_case() -> None:
+def test_least_gain_equals_most_gain_if_communication_dominates() -> None:
     (advice,) = advise(BLOCKS, dataclasses.replace(COSTS, flops=1e15), None)
     compute = 4 * 2 * 2048 * 2 * MIB / 1e15
     assert advice.least_seconds == pytest.approx(advice.most_seconds)
@@ -49,32 +49,32 @@ def test_what_communication_exceeds_compute_by_is_saved_in_any_case() -> None:
 @pytest.mark.parametrize(
     ("change", "costs"),
     [
-        ({"backward_ranks": 1}, {}),  # it is kept already, and latency is little
+        ({"backward_ranks": 1}, {}),  # the backward gathers nothing, and latency is small
         ({"ranks": 1, "backward_ranks": 1}, {}),
-        ({}, {"flops": 1e10}),  # compute is nearly all
+        ({}, {"flops": 1e10}),  # compute dominates
     ],
 )
-def test_what_gains_next_to_nothing_is_not_said(change: dict[str, Any], costs: dict[str, Any]) -> None:
+def test_advice_with_negligible_gain_is_omitted(change: dict[str, Any], costs: dict[str, Any]) -> None:
     groups = [dataclasses.replace(BLOCK, **change)] * 4
     assert advise(groups, dataclasses.replace(COSTS, **costs), None) == ()
 
 
-def test_small_groups_could_be_larger() -> None:
+def test_advises_merging_small_groups() -> None:
     tiny = GroupFigures("tiny", (8 * 2**10,), (8 * 2**10,), 2 * 2**10, ranks=8, backward_ranks=1)
     keep, larger = sorted(advise([tiny] * 40, COSTS, None), key=lambda each: "in the place of" in each.change)
     assert "1 groups in the place of 40 small ones" in larger.change
-    # One gather and one reduction for 40 of each.
+    # One all-gather and one reduction replace 40 of each.
     assert larger.most_seconds == pytest.approx(2 * 39 * 0.5e-3)
     assert keep.most_seconds == pytest.approx(3 / 4 * 2 * 40 * 0.5e-3)
 
 
-def test_a_budget_could_be_larger() -> None:
+def test_advises_a_larger_memory_budget() -> None:
     choices = (Choice(7.5e-3, 8 * MIB, group=0), Choice(4e-3, MIB, op=3), Choice(3e-3, 4 * MIB))
     decision = BudgetDecision((1, 2, 3), (3,), False, 10, 100 * MIB, 70 * MIB, 14.5e-3, True, choices, 72 * MIB)
     kept = dataclasses.replace(BLOCK, backward_ranks=1)
     (advice,) = advise([BLOCK, kept, kept, kept], COSTS, decision)
     assert "a memory_budget of 100 MiB in the place of 72 MiB" in advice.change
-    # The gather, the op, and three in four of the latencies of four gathers and four reductions.
+    # The all-gather, the op, and 3/4 of the latency of four all-gathers and four reductions.
     assert advice.most_seconds == pytest.approx(7.5e-3 + 4e-3 + 3 / 4 * 8 * 0.5e-3)
     nothing = dataclasses.replace(decision, choices=(), has_large_packs=True)
     assert advise([kept] * 4, COSTS, nothing) == ()
@@ -92,11 +92,11 @@ def _reports(**options: Any) -> list[compile_fsdp.GraphReport]:
     return found
 
 
-def test_a_report_has_the_groups_of_its_step() -> None:
+def test_forward_report_lists_groups_and_advice() -> None:
     forward, backward = _reports()
     assert backward.groups == () == backward.advice
     ranks = {group.name: (group.ranks, group.backward_ranks) for group in forward.groups}
-    # The root's own group is kept until the backward, as in torch.
+    # The root's group stays unsharded until the backward, as in torch.
     assert sorted(ranks.values()) == [(4, 1), (4, 4), (4, 4)]
     assert all(group.size > 0 and group.reduced == group.unsharded for group in forward.groups)
     advice = forward.advice[0]

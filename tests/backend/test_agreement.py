@@ -1,4 +1,4 @@
-"""Ranks with different graphs all raise, and nobody waits for ever."""
+"""Ranks with different graphs all raise, and no rank waits forever."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _other_width(rank: int) -> tuple[str, str]:
     return _error_of(_model([8, 8, 8 + 8 * rank]))
 
 
-def test_the_first_difference_is_named_on_all_ranks() -> None:
+def test_all_ranks_name_the_first_differing_collective() -> None:
     errors = run_ranks(2, _other_width)
     assert errors[0] == errors[1] and errors[0][0] == "CollectiveMismatchError"
     for part in ("forward graph", "on rank 0 all_gather_into_tensor of float32[36]", "on rank 1", "float32[72]", "(1)"):
@@ -58,11 +58,11 @@ def _other_packs(rank: int) -> tuple[tuple[str, str], list[torch.Tensor]]:
     model = _model([8, 8])
     one_by_one = Costs(latency=0.0, comm_bandwidth=1e9, memory_bandwidth=1e9, flops=1e9)
     error = _error_of(model, {"costs": one_by_one} if rank else {})
-    _step(model, {})  # usable afterwards
+    _step(model, {})  # usable after the error
     return error, [parameter.grad.full_tensor() for parameter in model.parameters()]  # type: ignore[union-attr]
 
 
-def test_what_the_passes_make_is_compared_and_the_model_stays_usable() -> None:
+def test_graphs_are_compared_after_passes_and_the_model_stays_usable() -> None:
     for (kind, message), grads in run_ranks(2, _other_packs):
         assert kind == "CollectiveMismatchError"
         assert "position 0: on rank 0 all_gather_into_tensor of float32[36]" in message and "float32[32]" in message
@@ -78,13 +78,13 @@ def _missing(rank: int) -> tuple[str, str, float]:
     return (*error, seconds)
 
 
-def test_a_rank_that_does_not_come_is_named() -> None:
+def test_missing_rank_is_named() -> None:
     kind, message, _ = run_ranks(2, _missing)[0]
     assert kind == "RankMissingError" and "expected rank 1 to compile its forward graph within 1 s" in message
 
 
 def _late(rank: int, waits: Path) -> str:
-    """Rank 1 comes to the agreement only after rank 0 has said that it waits."""
+    """Let rank 1 compile only after rank 0 reports that it waits."""
 
     class Said(io.StringIO):
         def write(self, text: str) -> int:
@@ -101,14 +101,14 @@ def _late(rank: int, waits: Path) -> str:
     return said.getvalue()
 
 
-def test_a_late_rank_is_waited_for_and_said_so(tmp_path: Path) -> None:
+def test_wait_for_a_late_rank_is_reported(tmp_path: Path) -> None:
     assert "waiting for the other ranks' forward graph" in run_ranks(2, _late, tmp_path / "waits")[0]
 
 
 def _other_batch(rank: int) -> int:
-    """Rank 0 compiles a third and a fourth graph, for a long batch, while rank 1 keeps its own for a short one."""
+    """Train with a longer batch on rank 0, which recompiles alone."""
     model = _model([8, 8, 8, 8])
-    # Computing costs nothing beside a collective, or far more.
+    # Compute is negligible beside a collective for 2 rows, and far longer for 20,000 rows.
     costs = Costs(latency=1e-4, comm_bandwidth=1e9, memory_bandwidth=1e9, flops=1e9)
     with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
         _step(model, {"agreement_timeout_s": 20.0, "costs": costs})
@@ -123,5 +123,5 @@ def _other_batch(rank: int) -> int:
     return len(compile_fsdp.reports())
 
 
-def test_a_rank_may_compile_anew_alone() -> None:
+def test_one_rank_may_recompile_alone() -> None:
     assert run_ranks(2, _other_batch) == [4, 2]

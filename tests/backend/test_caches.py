@@ -47,7 +47,7 @@ def _start(cache: Path, **environment: str) -> subprocess.Popen[str]:
         **os.environ,
         "PYTHONPATH": str(Path(__file__).parent.parent),
         "TORCHINDUCTOR_CACHE_DIR": str(cache),
-        "TORCHINDUCTOR_VEC_ISA_OK": "0",  # or g++ is tried on vectors for each new cache, for ten seconds
+        "TORCHINDUCTOR_VEC_ISA_OK": "0",  # skip the ten-second g++ check of vector support
         **environment,
     }
     command = [sys.executable, "-c", _STEP]
@@ -65,7 +65,7 @@ def _finish(process: subprocess.Popen[str]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_broken_caches_are_compiled_anew(tmp_path: Path) -> None:
+def test_broken_cache_entries_are_recompiled(tmp_path: Path) -> None:
     assert _finish(_start(tmp_path)) == ["[False, False]"]
     assert _finish(_start(tmp_path)) == ["[True, True]"]
     entries = [path for kind in ("fxgraph", "aotautograd") for path in (tmp_path / kind).rglob("*") if path.is_file()]
@@ -76,7 +76,7 @@ def test_broken_caches_are_compiled_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_graphs_of_other_passes_are_not_taken(tmp_path: Path) -> None:
+def test_cached_graphs_of_other_passes_are_not_loaded(tmp_path: Path) -> None:
     assert _finish(_start(tmp_path, OTHER_PASSES="1")) == ["[False, False]"]
     assert _finish(_start(tmp_path)) == ["[False, False]"]
 
@@ -88,7 +88,7 @@ def test_two_processes_share_a_cache(tmp_path: Path) -> None:
     assert _finish(_start(tmp_path)) == ["[True, True]"]
 
 
-def test_a_cache_folder_that_cannot_be_made_is_an_error_of_one_line(tmp_path: Path) -> None:
+def test_cache_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     process = _start(tmp_path / "file" / "cache")
     _, error = process.communicate(timeout=300)
@@ -97,11 +97,11 @@ def test_a_cache_folder_that_cannot_be_made_is_an_error_of_one_line(tmp_path: Pa
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_compiled_models_survive_a_fork(tmp_path: Path) -> None:
+def test_compiled_model_runs_after_fork_except_in_cuda_builds(tmp_path: Path) -> None:
     (caches, child), error = _outputs(_start(tmp_path, FORK="1"))
     assert caches == "[False, False]"
     if torch.version.cuda is None:
         assert child == "0", error
     else:
-        # Builds for CUDA start autograd's threads in the first backward, eager FSDP2's too; torch refuses the child.
+        # CUDA builds start autograd's threads in the first backward, also in eager FSDP2; torch refuses the child.
         assert child != "0" and "autograd's threading in combination with fork" in error

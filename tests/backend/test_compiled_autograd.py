@@ -1,4 +1,4 @@
-"""What has to be ready in a process before compiled autograd first runs inside a backward."""
+"""Imports that must precede the first compiled autograd backward."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ print("torch._inductor.cudagraph_trees" in sys.modules)
 """
 
 
-def test_the_module_that_compiled_autograd_needs_on_cuda_is_imported_before_a_backward() -> None:
+def test_cudagraph_trees_is_imported_before_the_first_backward() -> None:
     output = subprocess.run([sys.executable, "-c", PROGRAM], check=True, capture_output=True, text=True).stdout
     assert output == "True\n"

@@ -1,4 +1,4 @@
-"""A disk that is full, or may not be written to, while a step compiles: the error says so, and the model trains on."""
+"""Errors for a full or read-only disk while a step compiles."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ with fake_world(2):
 
 
 def _run(mount: str, folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """Run `command` where `mount`, a shell command, has been run before, for nobody else to see."""
+    """Run the shell command `mount`, then `command`, in a private mount namespace."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(Path(__file__).parent.parent),
@@ -82,14 +82,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_named_and_the_model_trains_on_once_there_is_space(folder: Path) -> None:
+def test_full_disk_is_reported_and_training_continues_once_there_is_space(folder: Path) -> None:
     mount = f"mount -t tmpfs -o size=512m tmpfs {folder}"
     done = _run(mount, folder, sys.executable, "-c", _STEP, str(folder / "filler"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["forward True", "backward True", "trained True"]
 
 
-def test_a_cache_that_may_not_be_written_is_named(folder: Path) -> None:
+def test_read_only_cache_is_named(folder: Path) -> None:
     (folder / "cache").mkdir()
     mount = f"mount --bind {folder}/cache {folder}/cache && mount -o remount,bind,ro {folder}/cache"
     done = _run(mount, folder, sys.executable, "-c", _STEP)

@@ -1,4 +1,4 @@
-"""Ranks that run different graphs after all were agreed on: the error names rank, graph and module."""
+"""Detection of ranks that run agreed graphs in different orders."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _unpredicted(graphs: list[str]) -> int:
 
 @given(step=st.lists(st.sampled_from("abc"), min_size=1, max_size=60))
 @settings(max_examples=200)
-def test_a_loop_is_predicted_after_some_steps(step: list[str]) -> None:
+def test_repeated_step_is_predicted_after_eight_repetitions(step: list[str]) -> None:
     assert _unpredicted(step * 30) == _unpredicted(step * 8)
 
 
@@ -35,7 +35,7 @@ def test_accumulation_over_many_microbatches_is_predicted() -> None:
 
 
 @given(graphs=st.lists(st.sampled_from("abc"), max_size=200))
-def test_notes_tell_all_graphs(graphs: list[str]) -> None:
+def test_notes_reconstruct_the_graph_sequence(graphs: list[str]) -> None:
     writer, reader, notes = Prediction(), Prediction(), {}
     for at, graph in enumerate(graphs):
         if not writer.add(graph):
@@ -48,7 +48,7 @@ def test_notes_tell_all_graphs(graphs: list[str]) -> None:
 
 
 def _part(rank: int) -> tuple[str | None, str | None, int]:
-    """Rank 1 validates before the fifth step, and rank 0 does not."""
+    """Run an extra forward graph on rank 1 before the fifth step."""
     order = GraphOrder(dist.new_group())
     gather = "all_gather of float32[8] in group 0 for "
     forward = order.know("forward graph", [f"{gather}layers.0", f"{gather}layers.1"])
@@ -68,15 +68,15 @@ def _part(rank: int) -> tuple[str | None, str | None, int]:
     return order.difference(only_certain=False), said[0] if said else None, notes
 
 
-def test_notes_name_the_rank_that_runs_another_graph() -> None:
+def test_difference_names_the_graph_that_each_rank_begins() -> None:
     (first, first_said, notes), (second, second_said, _) = run_ranks(2, _part)
-    assert notes == 3  # until the first period is known
+    assert notes == 3  # notes stop when the first period is known
     assert first is not None and second is not None and first_said is not None
     assert "as number 10 of their process group, rank 0 begins a backward graph of 2 collectives" in first
     assert "and rank 1 a forward graph of 2;" in first
     assert "at position 0: on rank 0 all_gather of float32[8] in group 0 for layers.1; on rank 1" in first
     assert first_said.endswith(first)
-    # Rank 0 has noted nothing new, and may be late or dead as well.
+    # Rank 0 has written no new note, so it may also be late or dead.
     assert "rank 0 a backward graph of 2, if it has come so far" in second
     assert second_said is None
 
@@ -90,7 +90,7 @@ def _end_alike(rank: int) -> tuple[str | None, bool]:
     return order.difference(only_certain=False), order._is_followed
 
 
-def test_a_rank_that_is_only_late_is_not_named() -> None:
+def test_late_rank_is_not_reported_as_different() -> None:
     assert run_ranks(2, _end_alike) == [(None, True)] * 2
 
 
@@ -104,12 +104,12 @@ def _run_any(rank: int) -> tuple[int, str | None]:
     return len(order._notes), order.difference(only_certain=False)
 
 
-def test_a_program_without_a_period_is_not_followed_for_ever() -> None:
+def test_program_without_a_period_is_followed_for_256_notes_only() -> None:
     assert run_ranks(2, _run_any) == [(256, None)] * 2
 
 
 def _fail_in_graph(rank: int) -> tuple[str, str]:
-    """Rank 1 runs another graph, in which an op fails."""
+    """Run a graph whose op fails; rank 1 runs a different graph."""
     order = GraphOrder(dist.new_group())
     graphs = [order.know("forward graph", [name]) for name in "ab"]
     for graph in graphs * 3:
@@ -125,12 +125,12 @@ def _fail_in_graph(rank: int) -> tuple[str, str]:
     return "", ""
 
 
-def test_an_error_of_an_op_stays_as_it_is() -> None:
+def test_error_of_an_op_is_not_replaced() -> None:
     assert run_ranks(2, _fail_in_graph) == [("RuntimeError", "out of range")] * 2
 
 
-def test_a_failed_collective_names_ranks_and_graphs(tmp_path: Path) -> None:
-    """gloo ends the process of the rank that gets more than it expects; the other one loses its connection."""
+def test_error_of_failed_collective_names_ranks_and_graphs(tmp_path: Path) -> None:
+    """gloo ends the process that receives too much data; the other rank loses its connection."""
     ranks = start_ranks(tmp_path, [PARTING])
     (code, output), (other_code, _) = [rank.wait(120.0) for rank in ranks]
     assert code > 0 and other_code != 0

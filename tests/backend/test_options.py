@@ -1,4 +1,4 @@
-"""The backend's options: typed, checked, and Inductor's own passed through."""
+"""Parsing and validation of the backend's options."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def test_defaults() -> None:
 
 
 @pytest.mark.parametrize("given", ["BACKWARD_POST", BackwardPrefetch.BACKWARD_POST])
-def test_prefetch_is_an_enum_or_its_name(given: Any) -> None:
+def test_backward_prefetch_accepts_enum_name_or_none(given: Any) -> None:
     assert Options.parse({"backward_prefetch": given}).backward_prefetch is BackwardPrefetch.BACKWARD_POST
     assert Options.parse({"backward_prefetch": None}).backward_prefetch is None
 
 
-def test_ours_and_inductors_are_told_apart() -> None:
+def test_inductor_options_are_separated_from_package_options() -> None:
     options = Options.parse({"inner_backend": "aot_eager", "max_autotune": True, "epilogue-fusion": False})
     assert options.inner_backend == "aot_eager"
     assert options.inductor == {"max_autotune": True, "epilogue-fusion": False}
 
 
-def test_a_mode_gives_way_to_options() -> None:
+def test_options_override_mode() -> None:
     assert Options.parse({"max_autotune": False}, "max-autotune-no-cudagraphs").inductor["max_autotune"] is False
     assert Options.parse({}, "max-autotune-no-cudagraphs").inductor["max_autotune"] is True
 
@@ -56,7 +56,7 @@ def test_a_mode_gives_way_to_options() -> None:
         ({}, None, False),
     ],
 )
-def test_cuda_graphs_are_refused_with_what_to_do(given: dict[str, Any], mode: str | None, is_refused: bool) -> None:
+def test_cuda_graphs_are_refused_with_an_alternative(given: dict[str, Any], mode: str | None, is_refused: bool) -> None:
     if is_refused:
         with pytest.raises(UnknownOptionError, match=r"expected no CUDA graphs.*max-autotune-no-cudagraphs"):
             Options.parse(given, mode)
@@ -64,7 +64,7 @@ def test_cuda_graphs_are_refused_with_what_to_do(given: dict[str, Any], mode: st
         Options.parse(given, mode)
 
 
-def test_cuda_graphs_by_a_setting_are_refused_too() -> None:
+def test_cuda_graphs_in_inductor_config_are_refused() -> None:
     with torch._inductor.config.patch({"triton.cudagraphs": True}):
         with pytest.raises(UnknownOptionError, match="expected no CUDA graphs"):
             Options.parse({})
@@ -86,7 +86,7 @@ def test_cuda_graphs_by_a_setting_are_refused_too() -> None:
         ({"post_grad_custom_pre_pass": None}, ["post_grad_custom_pre_pass"]),
     ],
 )
-def test_a_wrong_option_is_named_with_the_valid_ones(given: dict[str, Any], named: list[str]) -> None:
+def test_invalid_option_is_named_with_expected_values(given: dict[str, Any], named: list[str]) -> None:
     with pytest.raises(UnknownOptionError) as error:
         Options.parse(given)
     for text in named:
@@ -105,7 +105,7 @@ def test_a_wrong_option_is_named_with_the_valid_ones(given: dict[str, Any], name
         ({"inner_backend": "aot_eager"}, None, False),
     ],
 )
-def test_costs_are_measured_unless_somebody_says_otherwise(
+def test_costs_are_measured_unless_options_or_environment_disable_it(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], variable: str | None, measures: bool
 ) -> None:
     monkeypatch.delenv("COMPILE_FSDP_COSTS")
@@ -114,7 +114,7 @@ def test_costs_are_measured_unless_somebody_says_otherwise(
     assert Options.parse(given).measures_costs is measures
 
 
-def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_costs_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMPILE_FSDP_COSTS", "guessed")
     with pytest.raises(UnknownOptionError, match=r"COMPILE_FSDP_COSTS, got 'guessed'"):
         Options.parse(None)

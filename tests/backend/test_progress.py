@@ -1,4 +1,4 @@
-"""What the first rank is told while it waits."""
+"""Progress messages of rank 0."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from compile_fsdp.backend.progress import Phase
 from helpers.ranks.fake_world import fake_world
 
 
-def test_only_what_takes_long_is_announced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_shown_phases_are_announced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(progress, "PATIENCE_S", 0.05)
     long, hidden = Phase("tracing a whale"), Phase("tracing a secret", shown=False)
     time.sleep(0.5)
@@ -29,7 +29,7 @@ def test_only_what_takes_long_is_announced(monkeypatch: pytest.MonkeyPatch, caps
 
 
 @pytest.mark.parametrize(("rank", "shown"), [(0, True), (1, True), (0, False)])
-def test_phases_of_a_step(
+def test_rank_0_announces_each_compile_phase(
     rank: int, shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "PATIENCE_S", 0.0)

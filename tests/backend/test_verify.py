@@ -1,4 +1,4 @@
-"""`options={"verify": True}` lets through what is right and raises, on all ranks, what is wrong."""
+"""The `verify` option accepts correct graphs and raises on wrong graphs."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in ("transformer_tie
 
 
 @pytest.mark.parametrize("case", ["batch_norm", "frozen", "checkpoint_inside", *SLOW])
-def test_right_models_train_as_they_do_without(case: str) -> None:
+def test_verified_models_match_eager_fsdp2(case: str) -> None:
     for differing, _, graphs in run_ranks(2, _train, case, "aot_eager"):
         assert differing == []
         assert graphs >= 2
 
 
 @pytest.mark.slow
-def test_right_models_train_with_inductor() -> None:
+def test_verified_inductor_model_is_close_to_eager_fsdp2() -> None:
     for _, worst, graphs in run_ranks(2, _train, "mlp", "inductor"):
         assert worst < 1e-5
         assert graphs == 2
 
 
 def _wrong_backend(wrong_graph: int, wrong_rank: int, rank: int) -> str:
-    """Registers a compiler that makes one wrong constant in one of the graphs, on one rank."""
+    """Register a backend that computes one graph wrong on one rank."""
     compiled: list[fx.GraphModule] = []
 
     def compile_wrongly(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -81,7 +81,7 @@ def _train_wrongly(rank: int, wrong_graph: int, verify: bool) -> tuple[str, list
 
 
 @pytest.mark.parametrize(("wrong_graph", "direction"), [(0, "forward"), (1, "backward")])
-def test_a_wrong_graph_of_one_rank_is_raised_on_all(wrong_graph: int, direction: str) -> None:
+def test_wrong_graph_on_one_rank_raises_on_all_ranks(wrong_graph: int, direction: str) -> None:
     (first, _), (second, _) = results = run_ranks(2, _train_wrongly, wrong_graph, True)
     assert first == second
     assert f"expected the compiled {direction} graph to give what the traced one does" in first
@@ -89,12 +89,12 @@ def test_a_wrong_graph_of_one_rank_is_raised_on_all(wrong_graph: int, direction:
     assert [differing for _, differing in results] == [[], []]
 
 
-def test_a_wrong_graph_is_not_noticed_otherwise() -> None:
+def test_wrong_graph_is_not_detected_without_verify() -> None:
     assert run_ranks(2, _train_wrongly, 0, False) == [("", [])] * 2
 
 
 class _Other(nn.Linear):
-    """Computes something else where it is compiled, on the second rank."""
+    """Linear layer whose compiled output is wrong on rank 1."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)
@@ -117,7 +117,7 @@ def _train_otherwise(rank: int) -> tuple[str, bool]:
     return message, unchanged
 
 
-def test_a_step_that_eager_fsdp2_does_otherwise_is_raised_on_all_ranks() -> None:
+def test_step_that_differs_from_eager_fsdp2_raises_on_all_ranks() -> None:
     results = run_ranks(2, _train_otherwise)
     assert results[0][0] == results[1][0]
     assert "expected the gradients of torch's eager FSDP2, but that of " in results[0][0]
@@ -139,7 +139,7 @@ def _train_by_one_output(rank: int) -> tuple[bool, int]:
     return model.weight.grad is not None, len(compile_fsdp.reports())
 
 
-def test_outputs_without_a_gradient_are_left_out() -> None:
+def test_verify_ignores_outputs_without_a_gradient() -> None:
     assert run_ranks(2, _train_by_one_output) == [(True, 2)] * 2
 
 
@@ -155,14 +155,14 @@ def test_outputs_without_a_gradient_are_left_out() -> None:
         (torch.float32, float("inf"), False),
     ],
 )
-def test_tolerance_is_by_dtype(dtype: torch.dtype, factor: float, is_right: bool) -> None:
+def test_tolerance_depends_on_dtype(dtype: torch.dtype, factor: float, is_right: bool) -> None:
     expected = torch.arange(1.0, 9.0).to(dtype)
     for size in (1.0, 1e6):
         problem = difference(expected * size * factor, expected * size, tolerance_of([dtype, torch.int64]))
         assert (problem == "") == is_right
 
 
-def test_rounding_of_zero_is_no_difference() -> None:
+def test_difference_allows_rounding_but_not_other_values_or_shapes() -> None:
     assert difference(torch.tensor([1e-9]), torch.tensor([0.0]), tolerance_of([torch.float32])) == ""
     assert difference(torch.tensor([1e-3]), torch.tensor([0.0]), tolerance_of([torch.float32])) != ""
     assert difference(torch.tensor([1, 2]), torch.tensor([1, 3]), 1.0) == "has other values"

@@ -1,4 +1,4 @@
-"""A process that starts again compiles nothing: both graphs come from the caches, also on another rank."""
+"""A restarted process loads both graphs from the caches, on any rank."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ with fake_world(4, rank):
 
 
 def _run(cache: Path, rank: int, warm_up: bool = False) -> dict[str, Any]:
-    """What one process on one rank of four has compiled, and what it took from the cache."""
+    """Run a step in a new process; return its counters and reports."""
     result: dict[str, Any]
-    # Without vectors, or each process tries out g++ on them, in an empty cache for ten seconds.
+    # Skip the g++ check of vector support, which takes ten seconds with an empty cache.
     variables = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TORCHINDUCTOR_VEC_ISA_OK": "0"}
     result, _ = run_fresh(_STEP, warm_up, rank, **variables)
     return result
@@ -52,7 +52,7 @@ def _run(cache: Path, rank: int, warm_up: bool = False) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def cold(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """The cache that a first process on rank 0 has left, and what that one said."""
+    """Cache folder and result of a first process on rank 0."""
     folder = tmp_path_factory.mktemp("cache")
     cold = _run(folder, rank=0)
     assert [report["cached"] for report in cold["reports"]] == [False, False]
@@ -75,10 +75,10 @@ def test_forward_and_backward_come_from_the_cache(cold: tuple[Path, dict[str, An
     folder, first = cold
     warm = _run(folder, rank, warm_up)
     assert warm["captures"] == 1
-    # Two loads for the forward, the second of which stands for the backward that nobody runs, and one for ours.
+    # The forward loads its graph and AOTAutograd's unused backward; the backward loads one graph.
     assert _count(warm, "autograd_cache") == {"hit": 2}
     assert _count(warm, "fxgraph_cache") == {"hit": 3}
-    # They are reported as they were when they were compiled.
+    # Except for `cached`, the reports equal the first process's reports.
     assert warm["reports"] == [report | {"cached": True} for report in first["reports"]]
     assert [report["windows_removed"] for report in warm["reports"]] == [8, 8]
     assert {fqn for fqn, _ in warm["reports"][0]["kept"]} == {"2.weight", "2.bias"}

@@ -1,4 +1,4 @@
-"""What is measured becomes costs that the next measurement gives again, and is found by the next process."""
+"""Measured costs are rounded, repeatable, and stored for the next process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ links = st.builds(Link, numbers, numbers)
 
 
 @given(st.builds(Measurements, links, links, numbers, numbers, numbers), st.sampled_from(list(COSTS)))
-def test_costs_are_the_usual_ones_times_powers_of_two(measured: Measurements, device: str) -> None:
+def test_measured_costs_are_built_in_costs_times_powers_of_two(measured: Measurements, device: str) -> None:
     if device == "cpu":
         measured = replace(measured, offload_bandwidth=0.0)
     costs = measured.costs(COSTS[device])
@@ -36,12 +36,12 @@ def test_costs_are_the_usual_ones_times_powers_of_two(measured: Measurements, de
     assert costs.flops / measured.flops == pytest.approx(1, abs=0.42)
 
 
-def test_a_little_more_or_less_is_the_same_costs() -> None:
+def test_noise_in_measurements_does_not_change_costs() -> None:
     noisy = replace(FOUND, gather=Link(330e-6, 0.44e9), copy_bandwidth=18e9, flops=105e9)
     assert noisy.costs(COSTS["cpu"]) == FOUND.costs(COSTS["cpu"])
 
 
-def test_of_gathers_and_reductions_the_mean_counts() -> None:
+def test_link_costs_are_means_of_gathers_and_reductions() -> None:
     costs = Measurements(Link(1.0, 3.0), Link(3.0, 1.0), 1.0, 1.0).costs(Costs(2.0, 1.5, 1.0, 1.0))
     assert (costs.latency, costs.comm_bandwidth) == (2.0, 1.5)
 
@@ -53,7 +53,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("cache")
-def test_what_was_measured_is_found_again_under_the_same_circumstances() -> None:
+def test_stored_measurements_are_found_under_an_equal_key() -> None:
     assert store.read(KEY) is None
     store.write(KEY, FOUND)
     assert store.read(KEY) == FOUND
@@ -62,7 +62,7 @@ def test_what_was_measured_is_found_again_under_the_same_circumstances() -> None
 
 @pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"under": 1, "measured": 2}'])
-def test_a_file_that_is_none_of_ours_is_measured_again(content: str) -> None:
+def test_invalid_file_is_ignored_and_overwritten(content: str) -> None:
     store.write(KEY, FOUND)
     store.path_of(KEY).write_text(content)
     assert store.read(KEY) is None
@@ -70,17 +70,17 @@ def test_a_file_that_is_none_of_ours_is_measured_again(content: str) -> None:
     assert store.read(KEY) == FOUND
 
 
-def test_a_folder_that_cannot_be_written_to_is_no_error(cache: Path) -> None:
+def test_unwritable_cache_folder_is_no_error(cache: Path) -> None:
     (cache / "compile_fsdp").write_text("a file where the folder would be")
     store.write(KEY, FOUND)
     assert store.read(KEY) is None
 
 
-def test_what_is_measured_is_positive() -> None:
+def test_measured_costs_are_positive_and_finite() -> None:
     with fake_world(2):
         found = measure(dist.group.WORLD, torch.device("cpu"), torch.float32)
     costs = found.costs(COSTS["cpu"])
-    assert costs.offload_bandwidth == 0  # its memory is the host's
+    assert costs.offload_bandwidth == 0  # CPU memory is host memory
     assert min(astuple(replace(costs, offload_bandwidth=1.0))) > 0
     assert all(math.isfinite(each) for each in astuple(costs))
 
@@ -89,6 +89,6 @@ def _offloads(rank: int) -> float:
     return measure_offloads(torch.device("emulated"))
 
 
-def test_a_device_with_memory_of_its_own_has_a_link_to_the_host() -> None:
+def test_device_with_separate_memory_has_an_offload_bandwidth() -> None:
     (bandwidth,) = run_ranks(1, _offloads, device="emulated")
     assert 0 < bandwidth < math.inf

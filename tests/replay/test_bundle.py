@@ -1,4 +1,4 @@
-"""A process that has a bundle traces nothing; a bundle that does not fit, or is damaged, is refused by name."""
+"""A bundle lets a process skip tracing; an unusable bundle is refused."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ with fake_world(4, rank):
 """
 
 
-def test_another_rank_in_another_process_traces_nothing(tmp_path: Path) -> None:
+def test_bundle_of_one_rank_lets_another_rank_skip_tracing(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "step.bundle"
     made, log = run_fresh(_STEP, str(path), 0)
     assert "there is none yet" in log
@@ -130,13 +130,13 @@ def _second_model(rank: int, folder: str) -> tuple[list[tuple[int, int]], list[i
     return replays, graphs, all(map(torch.equal, results[1], plain)) and all(map(torch.equal, results[0], plain))
 
 
-def test_steps_from_a_bundle_are_right(tmp_path: Path) -> None:
+def test_steps_from_a_bundle_equal_steps_without_replay(tmp_path: Path) -> None:
     for result in run_ranks(2, _second_model, str(tmp_path)):
         assert result == ([(2, 2), (3, 3)], [2, 2], True)
 
 
 def _collectives_of_accumulation(rank: int, folder: str) -> list[int]:
-    """Collectives of a step whose backward comes behind one without a reduction: cold, then from a bundle."""
+    """Count collectives of an accumulation step: cold, then from a bundle."""
     counts = []
     for _ in range(2):
         model = _model(Path(folder, "step.bundle"), blocks=4, memory_budget=2**40)
@@ -151,12 +151,12 @@ def _collectives_of_accumulation(rank: int, folder: str) -> list[int]:
     return counts
 
 
-def test_a_backward_traced_behind_a_bundle_is_decided_as_after_a_cold_start(tmp_path: Path) -> None:
+def test_backward_traced_after_bundle_load_has_the_collectives_of_a_cold_start(tmp_path: Path) -> None:
     for cold, warm in run_ranks(2, _collectives_of_accumulation, str(tmp_path)):
         assert cold == warm
 
 
-def test_any_source_file_of_the_package_is_part_of_the_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_package_hash_changes_with_a_source_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "wrap").mkdir()
     source = tmp_path / "wrap" / "precision.py"
     spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
@@ -173,7 +173,7 @@ def _bytes(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
 
 
 def _fact(name: str) -> Callable[[Path], None]:
-    """Lets the head say that a bundle was made with something else."""
+    """Change one fact in the bundle's header."""
 
     def change(content: bytes) -> bytes:
         magic, head, body = content.split(b"\n", 2)
@@ -206,7 +206,7 @@ _FACTS = (
         *((_fact(name), f"other {name}") for name in _FACTS),
     ],
 )
-def test_a_damaged_bundle_is_refused_by_name(
+def test_unusable_bundle_is_refused_with_the_reason(
     damage: Callable[[Path], None], named: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "step.bundle"
@@ -218,7 +218,7 @@ def test_a_damaged_bundle_is_refused_by_name(
         bundle.read(path, facts)
 
 
-def test_a_bundle_of_another_user_is_refused(tmp_path: Path) -> None:
+def test_bundle_owned_by_another_user_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "step.bundle"
     bundle.write(path, {}, None)
     if os.getuid() != 0:
@@ -228,7 +228,7 @@ def test_a_bundle_of_another_user_is_refused(tmp_path: Path) -> None:
         bundle.read(path, {})
 
 
-def test_what_cannot_be_unpickled_is_refused(tmp_path: Path) -> None:
+def test_bundle_that_cannot_be_unpickled_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "step.bundle"
     bundle.write(path, {}, _Gone())
     name, module = _Gone.__name__, sys.modules[__name__]
@@ -245,7 +245,7 @@ class _Gone:
     pass
 
 
-def test_facts_differ_with_what_a_step_depends_on() -> None:
+def test_facts_depend_on_model_options_and_world_size() -> None:
     with fake_world(2):
         made = bundle.make_facts(_model(None), Options())
         others = {
@@ -264,7 +264,7 @@ def test_facts_differ_with_what_a_step_depends_on() -> None:
 
 
 def _refusals(rank: int, folder: str) -> list[str]:
-    """What is said of a bundle by models that it does not fit, in the first step of each."""
+    """The first warning of each changed model about the bundle."""
     path = Path(folder, "step.bundle")
     _train(_model(path))
     content = path.read_bytes()
@@ -282,7 +282,7 @@ def _refusals(rank: int, folder: str) -> list[str]:
 
 @contextmanager
 def _logged() -> Iterator[list[str]]:
-    """The warnings of this package."""
+    """Collect the log messages of this package."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -309,7 +309,7 @@ def _do_nothing(model: Any) -> None:
     pass
 
 
-def test_a_step_that_is_another_one_is_refused_by_name(tmp_path: Path) -> None:
+def test_bundle_of_a_changed_step_is_refused_with_the_difference(tmp_path: Path) -> None:
     (problems,) = run_ranks(1, _refusals, str(tmp_path))
     for problem, named in zip(problems, ("scale", "parameters", "_forward_hooks", "args[0]"), strict=True):
         assert named in problem
@@ -319,7 +319,7 @@ def test_a_step_that_is_another_one_is_refused_by_name(tmp_path: Path) -> None:
     "given",
     [{"bundle": 3}, {"bundle": "x", "verify": True}, {"bundle": "x", "inner_backend": "eager"}, {"replay": "yes"}],
 )
-def test_options_that_do_not_go_together(given: dict[str, Any]) -> None:
+def test_invalid_bundle_and_replay_options_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(UnknownOptionError, match=r"bundle|replay"):
         Options.parse(given)
 
@@ -332,7 +332,7 @@ def _unwritable(rank: int, folder: str) -> tuple[tuple[int, int], bool]:
     return count_replays(model), path.exists()
 
 
-def test_a_bundle_that_cannot_be_written_costs_nothing_else(tmp_path: Path) -> None:
+def test_training_continues_if_the_bundle_cannot_be_written(tmp_path: Path) -> None:
     assert run_ranks(1, _unwritable, str(tmp_path)) == [((2, 2), False)]
 
 
@@ -349,7 +349,7 @@ print(json.dumps(None))
 """
 
 
-def test_two_processes_may_write_a_bundle_at_once(tmp_path: Path) -> None:
+def test_concurrent_writes_never_leave_a_partial_bundle(tmp_path: Path) -> None:
     path, texts = tmp_path / "step.bundle", ("one", "other")
     bundle.write(path, {"a": "b"}, texts[0] * 10_000)
     seen = set()
@@ -378,7 +378,7 @@ except OSError as error:
 """
 
 
-def test_a_full_disk_leaves_the_bundle_that_was_there(tmp_path: Path) -> None:
+def test_failed_write_keeps_the_previous_bundle(tmp_path: Path) -> None:
     path = tmp_path / "step.bundle"
     bundle.write(path, {}, "before")
     problem, _ = run_fresh(_WRITE_TO_A_FULL_DISK, str(path))

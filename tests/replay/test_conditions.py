@@ -1,4 +1,4 @@
-"""A step is run again while all that it depends on is as it was, and goes to Dynamo where anything is not."""
+"""A step is replayed while its conditions hold, and goes to Dynamo after a change."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class _Model(nn.Module):
 
 @dataclass
 class _Step:
-    """One step of a model, as a change may have it."""
+    """One training step, which a change may modify."""
 
     model: Any
     x: torch.Tensor
@@ -121,7 +121,7 @@ def _step(model: Any) -> _Step:
     return _Step(model, torch.randn(3, 4), {}, nullcontext(), _mean)
 
 
-# What changes between two steps: the forward.
+# Changes between two steps that affect the forward.
 
 
 def _evaluation(step: _Step) -> None:
@@ -258,7 +258,7 @@ FORWARD = (
 )
 
 
-# What changes between two steps: the backward alone.
+# Changes between two steps that affect only the backward.
 
 
 def _gradient_strides(step: _Step) -> None:
@@ -298,7 +298,7 @@ BACKWARD = (
 
 
 def _path(rank: int, name: str) -> tuple[bool, bool, bool]:
-    """Which halves of a step after a change were run again, and whether it was right."""
+    """Whether forward and backward are replayed after a change, and match eager FSDP2."""
     change: Callable[[_Step], None] = globals()[name]
     torch.manual_seed(0)
     source = _Model()
@@ -323,7 +323,7 @@ def _nothing(step: _Step) -> None:
 
 
 def _new_objects(step: _Step) -> None:
-    """Equal ones in their places."""
+    """Replace settings and shifts with equal objects."""
     step.model.blocks[0].settings = _Settings()
     step.model.blocks[0].shifts = [0.5]
 
@@ -337,26 +337,26 @@ def _check(changes: Sequence[Callable[[_Step], None]], expected: tuple[bool, boo
     assert run_ranks(1, _paths, names) == [dict.fromkeys(names, expected)]
 
 
-def test_a_changed_forward_goes_to_dynamo() -> None:
+def test_no_graph_is_replayed_after_a_forward_change() -> None:
     _check(FORWARD, (False, False, True))
 
 
-def test_a_changed_backward_goes_to_compiled_autograd() -> None:
+def test_only_the_forward_is_replayed_after_a_backward_change() -> None:
     _check(BACKWARD, (True, False, True))
 
 
-def test_an_unchanged_step_is_run_again() -> None:
+def test_unchanged_step_is_replayed() -> None:
     _check((_nothing, _new_objects), (True, True, True))
 
 
-def test_a_hook_that_dynamo_does_not_guard() -> None:
-    """Dynamo does not see a first hook (skip_nnmodule_hook_guards), and runs what it has, as without replay."""
+def test_first_forward_hook_stops_forward_replay() -> None:
+    """Dynamo runs its cached graph, because skip_nnmodule_hook_guards hides a first hook."""
     (path,) = run_ranks(1, _path, _hook.__name__)
     assert path[:2] == (False, True)
 
 
 def _path_without(rank: int, kind: str, name: str) -> bool:
-    """Whether a forward that has changed is run again if nobody asks for conditions of one kind."""
+    """Whether a changed forward is replayed without the conditions of one kind."""
     init = conditions.Conditions.__init__
 
     def init_without(self: conditions.Conditions, *args: Any) -> None:
@@ -370,7 +370,7 @@ def _path_without(rank: int, kind: str, name: str) -> bool:
         conditions.Conditions.__init__ = init  # type: ignore[method-assign]
 
 
-# Which changes only conditions of one kind can see.
+# Kind of condition, and a change that only this kind detects.
 ALONE = (
     *(("CONSTANT_MATCH", _number), ("CONSTANT_MATCH", _evaluation), ("SEQUENCE_LENGTH", _list)),
     *(("EMPTY_NN_MODULE_HOOKS_DICT", _hook), ("NOT_PRESENT_IN_GENERIC_DICT", _own_forward)),
@@ -382,7 +382,7 @@ def _paths_without(rank: int, pairs: Sequence[tuple[str, str]]) -> list[bool]:
     return [_path_without(rank, kind, name) for kind, name in pairs]
 
 
-def test_every_kind_of_condition_is_needed() -> None:
+def test_changed_forward_is_replayed_without_the_condition_that_detects_it() -> None:
     pairs = [(kind, change.__name__) for kind, change in ALONE]
     assert run_ranks(1, _paths_without, pairs) == [[True] * len(pairs)]
 
@@ -391,5 +391,5 @@ def _has_replay(rank: int) -> bool:
     return _make(_Model(), replay=False)._compile_fsdp_hooks.hooks.root.replay is not None
 
 
-def test_an_option_turns_it_off() -> None:
+def test_replay_option_disables_replay() -> None:
     assert run_ranks(1, _has_replay) == [False]

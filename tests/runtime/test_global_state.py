@@ -1,4 +1,4 @@
-"""Neither importing nor using the project changes what torch does for anybody else in the process."""
+"""Import and use of the project leave torch's global state unchanged."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ print("unchanged")
 """
 
 
-def test_nothing_else_changes() -> None:
+def test_import_use_and_failed_trace_leave_torch_settings_unchanged() -> None:
     program = textwrap.dedent(PROGRAM).replace("INNER", "aot_eager")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
     assert done.stdout.strip().endswith("unchanged"), done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Python's collector rests while a model is compiled, and is as it was afterwards."""
+"""Python's garbage collector is paused during compilation, then restored."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ def _compiled(layer: nn.Module) -> nn.Module:
     return model
 
 
-def test_nothing_is_collected_while_a_forward_is_traced() -> None:
+def test_garbage_collector_is_paused_while_a_forward_is_traced() -> None:
     with fake_world(2):
         model = _compiled(nn.Linear(4, 4))
         gc.collect()
         collections.clear()
         loss = model(torch.ones(2, 4)).sum()
-        assert len(collections) <= 1  # the one that is due when it is over, of three hundred
+        assert len(collections) <= 1  # one may follow the trace; without the pause, about 300 run
         assert gc.isenabled()
         loss.backward()
         assert gc.isenabled()
 
 
-def test_it_runs_again_after_a_trace_that_failed() -> None:
+def test_garbage_collector_is_enabled_after_a_failed_trace() -> None:
     with fake_world(2):
         model = _compiled(_Breaks(4, 4))
         with pytest.raises(torch._dynamo.exc.Unsupported):
@@ -60,7 +60,7 @@ def test_it_runs_again_after_a_trace_that_failed() -> None:
         assert gc.isenabled()
 
 
-def test_one_that_is_off_stays_off() -> None:
+def test_disabled_garbage_collector_stays_disabled() -> None:
     with fake_world(2):
         model = _compiled(nn.Linear(4, 4))
         gc.disable()

@@ -1,4 +1,4 @@
-"""Where the gathers stand in the graphs: prefetch lists, and backward prefetch before or after the gradients.
+"""Positions of all-gathers in the graphs for each prefetch setting.
 
 One process traces one rank of a large world; the collectives do nothing.
 """
@@ -38,7 +38,7 @@ def _model(world_size: int) -> nn.Sequential:
 def _events(
     configure: Callable[[nn.Sequential], None] | None = None, world_size: int = 8, **options: Any
 ) -> tuple[list[str], list[str]]:
-    """Of the forward and of the backward graph."""
+    """Events of the forward graph and of the backward graph."""
     with fake_world(world_size):
         model = _model(world_size)
         if configure is not None:
@@ -47,7 +47,7 @@ def _events(
         return events(forward), events(backward)
 
 
-def test_default_gathers_the_next_before_the_gradients() -> None:
+def test_default_prefetch_gathers_next_group_before_weight_gradient() -> None:
     forward, backward = _events()
     assert forward == ["gather[64]", "mm[2, 8]", "gather[128]", "mm[2, 16]", "gather[384]", "mm[2, 24]"]
     assert backward == [
@@ -66,29 +66,29 @@ def test_default_gathers_the_next_before_the_gradients() -> None:
 
 
 @pytest.mark.parametrize("when", [torch.distributed.fsdp.BackwardPrefetch.BACKWARD_POST, "BACKWARD_POST"])
-def test_backward_post_gathers_the_next_after_the_gradients(when: Any) -> None:
+def test_backward_post_gathers_next_group_after_weight_gradient(when: Any) -> None:
     _, backward = _events(backward_prefetch=when)
     assert backward[:5] == ["gather[384]", "mm[16, 24]", "gather[128]", "reduce[48]", "mm[2, 16]"]
 
 
-def test_without_prefetch_a_gather_stands_at_its_use() -> None:
+def test_without_prefetch_each_group_is_gathered_at_its_use() -> None:
     _, backward = _events(backward_prefetch=None)
     assert backward[:5] == ["gather[384]", "mm[16, 24]", "reduce[48]", "mm[2, 16]", "gather[128]"]
 
 
-def test_forward_list() -> None:
+def test_forward_prefetch_list_gathers_listed_modules_early() -> None:
     forward, _ = _events(lambda model: model[0].set_modules_to_forward_prefetch([model[1], model[2]]))
     assert forward == ["gather[64]", "gather[128]", "gather[384]", "mm[2, 8]", "mm[2, 16]", "mm[2, 24]"]
 
 
-def test_backward_list() -> None:
+def test_backward_prefetch_list_gathers_listed_modules_early() -> None:
     _, backward = _events(lambda model: model[2].set_modules_to_backward_prefetch([model[1], model[0]]))
     assert backward[:4] == ["gather[384]", "gather[128]", "gather[64]", "mm[16, 24]"]
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(64, marks=pytest.mark.slow), 1024])
-def test_graphs_of_a_large_world(world_size: int) -> None:
-    """Rows are padded to the number of ranks; the order is the same."""
+def test_backward_order_does_not_depend_on_world_size(world_size: int) -> None:
+    """Rows are padded to the number of ranks, so only the sizes differ."""
     forward, backward = _events(world_size=world_size)
     assert forward[0] == f"gather[{world_size * 8}]"
     assert [each.split("[")[0] for each in backward] == [
@@ -97,7 +97,7 @@ def test_graphs_of_a_large_world(world_size: int) -> None:
 
 
 def test_frozen_layers_are_freed_in_the_backward() -> None:
-    """No gradient of theirs says when: the gradients of their inputs do."""
+    """Input gradients mark the point, because frozen parameters have no gradient."""
     compile_fsdp.reset_reports()
     with fake_world(8):
         model = _model(8)

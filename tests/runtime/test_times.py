@@ -1,4 +1,4 @@
-"""Code runs at the time that its decorator says: no trace enters what is marked `at_run_time`."""
+"""Dynamo never traces functions marked `at_run_time`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from helpers.ranks.fake_world import fake_world
 
 
 class _Inlined(logging.Handler):
-    """Keeps the code that Dynamo interprets, from its log."""
+    """Log handler that collects the code objects that Dynamo inlines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class _Inlined(logging.Handler):
 
 
 def _step() -> None:
-    """Hooks, prefetch, a frozen group and gradients of one step, in both graphs."""
+    """Run one step with hooks, prefetch, a frozen group and gradients."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     model[1].requires_grad_(False)
     for module in (*model, model):
@@ -38,7 +38,7 @@ def _step() -> None:
     model(torch.ones(2, 4)).sum().backward()
 
 
-def test_no_trace_enters_code_of_run_time() -> None:
+def test_dynamo_never_traces_run_time_functions() -> None:
     logger, handler = logging.getLogger("torch._dynamo.symbolic_convert"), _Inlined()
     level = logger.level
     logger.addHandler(handler)

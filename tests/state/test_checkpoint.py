@@ -1,4 +1,4 @@
-"""Checkpoints are complete or absent, and a save in the background holds the moment it was started."""
+"""Checkpoints are complete or absent; a background save holds its start state."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _run(steps: int = 0, mesh: Any = None, name: str = "adamw_foreach") -> Run:
 
 
 def _assert_at(path: Path, step: int) -> None:
-    """The newest checkpoint is of that step, complete and right."""
+    """Check that the newest checkpoint has the state of `step`."""
     loaded, expected = _run(), _run(step)
     assert load(*loaded, path) == step
     assert_same(optim_state_dict(*loaded), optim_state_dict(*expected))
@@ -54,7 +54,7 @@ def test_save_and_load_without_a_process_group(tmp_path: Path) -> None:
     assert (target / "notes.txt").read_text() == "of step 2"
     save(*_run(3), path, 3)
     _assert_at(path, 3)
-    _assert_at(target, 2)  # a certain one
+    _assert_at(target, 2)  # a given checkpoint
 
 
 class Interrupted(Exception):
@@ -63,7 +63,7 @@ class Interrupted(Exception):
 
 @pytest.mark.parametrize("stage", ["write_tensors", "rename", "replace"])
 @pytest.mark.parametrize("step", [2, 3], ids=["same step", "next step"])
-def test_an_interrupted_save_leaves_the_previous_one(
+def test_interrupted_save_keeps_the_previous_checkpoint(
     stage: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(*_run(2), tmp_path, 2)
@@ -81,7 +81,7 @@ def test_an_interrupted_save_leaves_the_previous_one(
     assert not any(name.endswith(".part") for name in _names(tmp_path))
 
 
-def test_the_same_step_twice(tmp_path: Path) -> None:
+def test_repeated_save_of_a_step_replaces_its_checkpoint(tmp_path: Path) -> None:
     for steps in (2, 3, 4):
         save(*_run(steps), tmp_path, 7)
         loaded = _run()
@@ -90,7 +90,7 @@ def test_the_same_step_twice(tmp_path: Path) -> None:
         assert len(_names(tmp_path)) == 2
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_path_without_a_complete_checkpoint_is_refused(tmp_path: Path) -> None:
     run = _run()
     with pytest.raises(CheckpointError, match="found none"):
         load(*run, tmp_path)
@@ -107,7 +107,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         load(*run, tmp_path / "other")
 
 
-def test_a_full_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_reported_and_keeps_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(*_run(2), tmp_path, 2)
 
     def full(*args: Any, **kwargs: Any) -> None:
@@ -124,7 +124,7 @@ def test_a_full_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 class Described(nn.Linear):
-    """Has buffers, and state that is no tensor."""
+    """Linear layer with a buffer and non-tensor state."""
 
     def __init__(self, note: str) -> None:
         super().__init__(4, 4)
@@ -139,7 +139,7 @@ class Described(nn.Linear):
         self.note = state["note"]
 
 
-def test_buffers_and_extra_state_come_along(tmp_path: Path) -> None:
+def test_buffers_and_extra_state_are_saved_and_loaded(tmp_path: Path) -> None:
     model = Described("as saved")
     model.running.fill_(3.0)
     save(model, torch.optim.SGD(model.parameters()), tmp_path, 1)
@@ -150,7 +150,7 @@ def test_buffers_and_extra_state_come_along(tmp_path: Path) -> None:
 
 def _torch_reads_ours_and_we_read_torchs(rank: int, path: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
-    # torch's functions want state for every trainable parameter: all of them get gradients.
+    # All parameters get gradients, because torch needs state for each trainable parameter.
     model, optim = _run(2, mesh)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -177,7 +177,7 @@ def _torch_reads_ours_and_we_read_torchs(rank: int, path: str) -> None:
     assert_same(optim_state_dict(other, other_optim), expected)
 
 
-def test_torch_reads_ours_and_we_read_torchs(tmp_path: Path) -> None:
+def test_checkpoints_are_interchangeable_with_torch(tmp_path: Path) -> None:
     run_ranks(2, _torch_reads_ours_and_we_read_torchs, str(tmp_path))
 
 
@@ -187,7 +187,7 @@ def _training_goes_on_during_a_save(rank: int, path: str, name: str) -> None:
     expected = optim_state_dict(model, optim, full=True)
     weights = {key: whole(value).clone() for key, value in model.state_dict().items()}
     pending = async_save(model, optim, path, 2, files={"notes.txt": "background"})
-    train(model, optim, range(2, 12))  # collectives of the training and of the save at the same time
+    train(model, optim, range(2, 12))  # training and save run collectives concurrently
     target = pending.wait()
     assert pending.done() and pending.wait() == target
     loaded, loaded_optim = _run(0, mesh, name)
@@ -221,7 +221,7 @@ def test_saves_and_loads_wait_for_a_running_save(tmp_path: Path) -> None:
     run_ranks(2, _saves_and_loads_wait_for_a_running_save, str(tmp_path))
 
 
-def test_a_failed_background_save_is_raised_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_save_raises_error_of_failed_background_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(*_run(2), tmp_path, 2)
 
     def refuse(*args: Any) -> None:

@@ -1,4 +1,4 @@
-"""A run that stops and goes on, on other ranks and compiled or not, has the losses of one that never stopped."""
+"""A run resumed on other ranks has the losses of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from helpers.models.reference import Stack
 from helpers.ranks.pools import run_ranks
 from helpers.ranks.worlds import world_of
 
-GLOBAL_BATCH = 8  # rows of a step, on any number of ranks
+GLOBAL_BATCH = 8  # rows of a step over all ranks
 
 
 def _losses(rank: int, size: int, compiled: bool, path: str | None, steps: Iterable[int]) -> list[float]:
-    """Train from the checkpoint in `path`, where there is one, and save at the end."""
+    """Train from the checkpoint in `path`, if any, and save at the end."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = Stack()
@@ -75,7 +75,7 @@ def _stops_and_goes_on(rank: int, folder: str) -> tuple[list[float], list[float]
     return parts, whole
 
 
-def test_stops_and_goes_on(tmp_path: Path) -> None:
+def test_resumed_run_matches_uninterrupted_losses(tmp_path: Path) -> None:
     parts, whole = run_ranks(4, _stops_and_goes_on, str(tmp_path))[0]
     assert len(parts) == 12 and len(set(whole)) == 12
     assert parts == pytest.approx(whole, rel=1e-6, abs=1e-6)

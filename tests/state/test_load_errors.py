@@ -1,4 +1,4 @@
-"""What does not fit is refused with all its names, on all ranks alike, and nothing has been changed."""
+"""Refusal of a mismatched state names all problems and changes nothing."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _refused(rank: int, kind: str, with_state: bool) -> str:
 
 @pytest.mark.parametrize("with_state", [False, True], ids=["fresh optimizer", "with state"])
 @pytest.mark.parametrize("kind", ["everywhere", "on rank 0"])
-def test_everything_that_does_not_fit_is_named(kind: str, with_state: bool) -> None:
+def test_all_mismatched_entries_are_named(kind: str, with_state: bool) -> None:
     messages = run_ranks(2, _refused, kind, with_state)
     assert messages[0] == messages[1]
     assert f"expected the optimizer state to fit the model and its optimizer, got {FOUND}" in messages[0]
@@ -110,7 +110,7 @@ def _some_ranks_have_a_state(rank: int) -> list[str]:
     return messages
 
 
-def test_a_state_on_some_ranks_only_is_refused() -> None:
+def test_state_on_only_some_ranks_is_refused() -> None:
     first, second = run_ranks(2, _some_ranks_have_a_state)
     assert first == second
     assert "got a sharded one on ranks [0] of 2" in first[0]
@@ -137,7 +137,7 @@ def _a_checkpoint_that_does_not_fit(rank: int, folder: str) -> str:
     return message
 
 
-def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_mismatched_checkpoint_is_refused(tmp_path: Path) -> None:
     messages = run_ranks(2, _a_checkpoint_that_does_not_fit, str(tmp_path))
     assert messages[0] == messages[1]
     for part in (
@@ -170,13 +170,13 @@ def _a_damaged_file(rank: int, folder: str, kept: float) -> str:
 
 
 @pytest.mark.parametrize("kept", [0.1, 0.9])
-def test_a_damaged_file_changes_nothing(kept: float, tmp_path: Path) -> None:
+def test_damaged_checkpoint_file_is_refused_and_changes_nothing(kept: float, tmp_path: Path) -> None:
     messages = run_ranks(2, _a_damaged_file, str(tmp_path), kept)
     assert messages[0] == messages[1]
     assert f"cannot read the checkpoint {tmp_path}/step-00000002: " in messages[0]
 
 
-def test_not_strict_takes_what_both_have() -> None:
+def test_non_strict_load_ignores_missing_and_unknown_parameters() -> None:
     model, optim = _trained()
     other, other_optim = _trained(steps=1)
     kept = other_optim.state[other.layers[1].bias]["exp_avg"].clone()
@@ -197,7 +197,7 @@ def test_not_strict_takes_what_both_have() -> None:
         load_optim_state_dict(other, other_optim, state, strict=False)
 
 
-def test_an_optimizer_that_refuses_stays_as_it_was() -> None:
+def test_failed_optimizer_load_restores_the_previous_state() -> None:
     model, optim = _trained()
     state = optim_state_dict(model, optim, full=True)
     train(model, optim, range(2, 4))
@@ -213,7 +213,7 @@ def test_an_optimizer_that_refuses_stays_as_it_was() -> None:
     _unchanged(model, optim, before)
 
 
-def test_ids_are_refused_with_the_remedy() -> None:
+def test_state_keyed_by_ids_is_refused_with_the_remedy() -> None:
     model, optim = _trained()
     with pytest.raises(StateError, match="rekey_optim_state"):
         load_optim_state_dict(model, optim, optim.state_dict())
@@ -221,7 +221,7 @@ def test_ids_are_refused_with_the_remedy() -> None:
         load_optim_state_dict(model, optim, {"params": []})
 
 
-def test_what_is_loaded_is_a_copy() -> None:
+def test_loaded_state_is_a_copy() -> None:
     model, optim = _trained()
     state = optim_state_dict(model, optim, full=True)
     kept = {fqn: entries["exp_avg"].clone() for fqn, entries in state["state"].items()}
@@ -230,7 +230,7 @@ def test_what_is_loaded_is_a_copy() -> None:
     assert all(torch.equal(state["state"][fqn]["exp_avg"], value) for fqn, value in kept.items())
 
 
-def test_groups_can_be_split_and_merged_if_their_options_allow_it() -> None:
+def test_groups_can_be_split_and_merged_if_options_agree() -> None:
     model, optim = _trained()
     state = optim_state_dict(model, optim)
     one_by_one = [{"params": [parameter]} for parameter in model.parameters()]
@@ -239,7 +239,7 @@ def test_groups_can_be_split_and_merged_if_their_options_allow_it() -> None:
     by_name = optim_state_dict(model, split)
     rates = {group["params"][0]: group["lr"] for group in by_name["param_groups"]}
     assert rates["norm.bias"] == 0.025 and rates["embedding.weight"] == 0.05
-    assert all(group["amsgrad"] for group in by_name["param_groups"])  # an option that decides what is kept
+    assert all(group["amsgrad"] for group in by_name["param_groups"])  # amsgrad decides which state is kept
     merged = torch.optim.AdamW(model.parameters())
     with pytest.raises(StateMismatchError, match=r"rest of its group: .*embedding.weight \(lr; group 0\)"):
         load_optim_state_dict(model, merged, state)
@@ -251,7 +251,7 @@ def test_groups_can_be_split_and_merged_if_their_options_allow_it() -> None:
 
 
 class NoProbing(torch.optim.SGD):
-    """Cannot step without a closure."""
+    """SGD that cannot step without a closure."""
 
     def step(self, closure: Any = None) -> Any:
         if closure is None:
@@ -277,5 +277,5 @@ def _without_a_probe(rank: int) -> None:
             assert_same(optim_state_dict(other, other_optim), state)
 
 
-def test_an_optimizer_that_cannot_be_asked_takes_entries_as_they_come() -> None:
+def test_optimizer_that_cannot_step_without_closure_loads_unexpected_entries() -> None:
     run_ranks(2, _without_a_probe)

@@ -1,4 +1,4 @@
-"""`param_info` names every managed parameter and says where its parts are, without any communication."""
+"""`param_info` gives names and shard regions of managed parameters without communication."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _stack(layers: int = 2, dim: int = 8) -> Stack:
     return Stack(dim=dim, layers=layers)
 
 
-def test_group_shape_dtype_placement_aliases() -> None:
+def test_info_has_group_shape_dtype_placements_and_aliases() -> None:
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,))
         infos = param_info(everything(mesh, blocks=(0, 2)))
@@ -38,7 +38,7 @@ def test_group_shape_dtype_placement_aliases() -> None:
     assert infos["layers.1.weight"].group == ("",)
 
 
-def test_uneven_and_empty_shards() -> None:
+def test_regions_of_uneven_and_empty_shards() -> None:
     with fake_world(4):
         infos = param_info(everything(init_device_mesh("cpu", (4,))))
         assert infos["embedding.weight"].regions == {
@@ -51,7 +51,7 @@ def test_uneven_and_empty_shards() -> None:
         assert [infos["scale"].regions[rank].numel for rank in range(4)] == [1, 0, 0, 0]
 
 
-def test_a_group_of_several_modules() -> None:
+def test_group_of_several_modules_lists_every_module() -> None:
     with fake_world(2):
         model = _stack()
         compile_fsdp.fully_shard([model.layers[0], model.layers[1]])
@@ -61,7 +61,7 @@ def test_a_group_of_several_modules() -> None:
     assert infos["inp.weight"].group == ("",)
 
 
-def test_names_are_those_of_the_module_that_was_given() -> None:
+def test_names_are_relative_to_the_given_module() -> None:
     with fake_world(2):
         model = _stack()
         compile_fsdp.fully_shard(model.layers[0])
@@ -75,7 +75,7 @@ def test_names_are_those_of_the_module_that_was_given() -> None:
         assert param_info(model.layers[0])["scale"].group == ("",)
 
 
-def test_wrappers_leave_no_trace_in_a_name() -> None:
+def test_names_omit_compile_and_checkpoint_wrappers() -> None:
     with fake_world(2):
         model = _stack()
         expected = [name for name, _ in model.named_parameters()]
@@ -89,10 +89,10 @@ def test_wrappers_leave_no_trace_in_a_name() -> None:
         assert optim_state_dict(compiled, optim)["param_groups"][0]["params"] == expected
 
 
-def test_a_wrapper_that_is_only_called_like_one_stays_in_the_name() -> None:
+def test_names_keep_a_submodule_named_module_but_omit_ddp() -> None:
     with fake_world(2):
         model = nn.Sequential()
-        model.module = _stack()  # no DDP
+        model.module = _stack()  # not DDP
         compile_fsdp.fully_shard(model)
         assert "module.inp.weight" in param_info(model)
         distributed = nn.parallel.DistributedDataParallel(_stack())
@@ -100,7 +100,7 @@ def test_a_wrapper_that_is_only_called_like_one_stays_in_the_name() -> None:
         assert names[0] == "inp.weight"
 
 
-def test_parameters_of_an_unsharded_model_keep_their_names() -> None:
+def test_names_do_not_change_after_unshard() -> None:
     with fake_world(2):
         model = _stack()
         compile_fsdp.fully_shard(model)
@@ -112,7 +112,7 @@ def test_parameters_of_an_unsharded_model_keep_their_names() -> None:
         assert optim_state_dict(model, optim)["param_groups"][0]["params"] == list(before)
 
 
-def test_an_optimizer_from_before_sharding_is_refused() -> None:
+def test_optimizer_created_before_sharding_is_refused() -> None:
     with fake_world(2):
         model = _stack(layers=1)
         optim = torch.optim.SGD([model.inp.weight, model.out.bias])
@@ -122,7 +122,7 @@ def test_an_optimizer_from_before_sharding_is_refused() -> None:
 
 
 def _fill(model: nn.Module) -> None:
-    """Every element gets its own index as its value."""
+    """Set each element to its index in the parameter."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.arange(parameter.numel(), dtype=parameter.dtype).view(parameter.shape))
@@ -161,5 +161,5 @@ def _every_rank_holds_its_region(rank: int, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "columns", "hsdp", "replicate", "tensor parallel"])
-def test_every_rank_holds_its_region(layout: str) -> None:
+def test_local_shard_of_each_rank_is_its_region(layout: str) -> None:
     run_ranks(4, _every_rank_holds_its_region, layout)

@@ -1,4 +1,4 @@
-"""Ids and names of an unsharded run's optimizer state."""
+"""Conversion of unsharded optimizer state between ids and names."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _check_names(state: Any, model: nn.Module, optim: torch.optim.Optimizer) -> 
     ],
     ids=["all", "trainable", "named", "named while compiled"],
 )
-def test_names_are_found(make: Any) -> None:
+def test_ids_convert_to_names_and_back(make: Any) -> None:
     model, optim = _trained(make)
     state = rekey_optim_state(optim.state_dict(), model, to="fqn")
     _check_names(state, model, optim)
@@ -53,7 +53,7 @@ def test_names_are_found(make: Any) -> None:
         assert all(torch.equal(again.state[parameter][key], value) for key, value in entries.items())
 
 
-def test_several_groups_are_named_by_an_optimizer_with_the_same() -> None:
+def test_several_groups_need_an_optimizer_with_equal_groups() -> None:
     model, optim = _trained(groups_of)
     with pytest.raises(RekeyError, match=r"got 4 groups without; pass optim="):
         rekey_optim_state(optim.state_dict(), model, to="fqn")
@@ -63,7 +63,7 @@ def test_several_groups_are_named_by_an_optimizer_with_the_same() -> None:
     _check_names(state, model, optim)
 
 
-def test_ids_in_the_order_of_another_optimizer() -> None:
+def test_ids_follow_the_order_of_the_given_optimizer() -> None:
     model, optim = _trained(lambda model: model.parameters())
     state = rekey_optim_state(optim.state_dict(), model, to="fqn")
     other = torch.optim.AdamW(list(model.parameters())[::-1])
@@ -74,11 +74,11 @@ def test_ids_in_the_order_of_another_optimizer() -> None:
         rekey_optim_state(state, model, to="id", optim=torch.optim.AdamW(groups_of(model)))
 
 
-def test_ids_in_another_order_show_in_the_shapes() -> None:
+def test_wrong_order_of_ids_is_detected_by_shapes() -> None:
     model, optim = _trained(lambda model: list(model.parameters())[::-1])
     with pytest.raises(RekeyError, match=r"got state of other shapes: .*\(expected \[1\], got \[6\]\)"):
         rekey_optim_state(optim.state_dict(), model, to="fqn")
-    adafactor = OPTIMIZERS["adafactor"](model.parameters())  # reduced dims fit
+    adafactor = OPTIMIZERS["adafactor"](model.parameters())  # states with reduced dims fit
     train(model, adafactor, range(1))
     assert_same(rekey_optim_state(adafactor.state_dict(), model, to="fqn"), _by_hand(model, adafactor))
 
@@ -90,7 +90,7 @@ def _by_hand(model: nn.Module, optim: torch.optim.Optimizer) -> Any:
     return {"state": {names[i]: entries for i, entries in state["state"].items()}, "param_groups": [group]}
 
 
-def test_what_is_not_in_the_model_is_refused() -> None:
+def test_unknown_parameter_wrong_count_or_invalid_target_is_refused() -> None:
     model, optim = _trained(lambda model: model.parameters())
     state = rekey_optim_state(optim.state_dict(), model, to="fqn")
     with pytest.raises(RekeyError, match=r"got others: scale, plain, spare, embedding\.weight"):

@@ -1,4 +1,4 @@
-"""What one run saves, a run of another world size, mesh or wrapping loads, element by element."""
+"""Checkpoints load across world sizes, meshes and wrappings, element by element."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _through_world_sizes(rank: int, folder: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw_foreach", "adafactor", "hoarder"])
-def test_through_world_sizes(name: str, tmp_path: Path) -> None:
+def test_checkpoint_loads_across_world_sizes_and_wrappings(name: str, tmp_path: Path) -> None:
     run_ranks(4, _through_world_sizes, str(tmp_path), name)
 
 
@@ -118,16 +118,16 @@ def _from_each_layout_to_the_next(rank: int, folder: str) -> None:
         state = optim_state_dict(model, optim)
         source = save(model, optim, f"{folder}/{layout}", 1)
         if layout != "1-d":
-            _step(model, fresh)  # what is loaded is laid out so that the optimizer can go on
+            _step(model, fresh)  # the optimizer can step on the loaded layout
     assert expected is not None
 
 
-def test_from_each_layout_to_the_next(tmp_path: Path) -> None:
+def test_state_and_checkpoint_load_across_layouts(tmp_path: Path) -> None:
     run_ranks(4, _from_each_layout_to_the_next, str(tmp_path))
 
 
-def test_the_last_of_them_resumes_alone(tmp_path: Path) -> None:
-    """A sharded run's checkpoint in an unsharded run without a process group, and back."""
+def test_sharded_checkpoint_loads_without_a_process_group(tmp_path: Path) -> None:
+    """Load a sharded run's checkpoint into an unsharded run."""
     run_ranks(4, _save_sharded, str(tmp_path))
     model = everything()
     optim = OPTIMIZERS["adamw_foreach"](groups_of(model))

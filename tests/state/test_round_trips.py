@@ -14,7 +14,7 @@ from compile_fsdp.state.containers import leaves
 from helpers.models.optimizers import OPTIMIZERS, assert_same, everything, groups_of, train, whole
 from helpers.ranks.pools import run_ranks
 
-# torch.optim.Adafactor does not step on sharded parameters (torch 2.13.0); its state moves all the same.
+# torch.optim.Adafactor does not step on sharded parameters (torch 2.13.0); its state still moves.
 STEPPING = [name for name in OPTIMIZERS if name != "adafactor"]
 
 
@@ -52,7 +52,7 @@ def _sharded_run_has_the_state_of_the_unsharded_one(rank: int, name: str) -> Non
 
 
 def _check_shards(model: Any, state: Any, full: Any) -> None:
-    """Every rank has the part of the whole that `param_info` says."""
+    """Check that each rank's shard is its region in `param_info`."""
     rank = torch.distributed.get_rank()
     infos = param_info(model)
     for fqn, entries in state["state"].items():
@@ -62,7 +62,7 @@ def _check_shards(model: Any, state: Any, full: Any) -> None:
 
 
 @pytest.mark.parametrize("name", STEPPING)
-def test_sharded_run_has_the_state_of_the_unsharded_one(name: str) -> None:
+def test_sharded_optimizer_state_equals_unsharded_state(name: str) -> None:
     run_ranks(2, _sharded_run_has_the_state_of_the_unsharded_one, name)
 
 
@@ -74,11 +74,11 @@ def _from_unsharded_to_sharded_and_back(rank: int, name: str) -> None:
     sharded_optim = OPTIMIZERS[name](groups_of(sharded))
     weights = everything().state_dict()
     rng = torch.get_rng_state()
-    load_optim_state_dict(sharded, sharded_optim, state)  # which lets a twin of the optimizer take a step
+    load_optim_state_dict(sharded, sharded_optim, state)  # steps a copy of the optimizer
     assert torch.equal(torch.get_rng_state(), rng)
     assert all(torch.equal(whole(value), weights[fqn]) for fqn, value in sharded.state_dict().items())
     assert_same(optim_state_dict(sharded, sharded_optim), state)
-    # What is loaded is laid out as a step would have made it, so that the run goes on.
+    # The loaded state has the layout that a step creates, so the run continues.
     if name in STEPPING:
         sharded.load_state_dict(_shards_of(model, sharded))
         train(sharded, sharded_optim, range(2, 4))
@@ -89,7 +89,7 @@ def _from_unsharded_to_sharded_and_back(rank: int, name: str) -> None:
     back = rekey_optim_state(optim_state_dict(sharded, sharded_optim, full=True), model, to="id")
     again = OPTIMIZERS[name](groups_of(model))
     again.load_state_dict(back)
-    if name != "hoarder":  # whose dtypes and strings torch's own load_state_dict does not keep
+    if name != "hoarder":  # torch's load_state_dict does not keep its dtypes and strings
         assert_same(_by_name(model, again), state)
         train(model, again, range(2, 4))
         uninterrupted, uninterrupted_optim = _unsharded(name, steps=4)
@@ -105,5 +105,5 @@ def _shards_of(model: Any, sharded: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_from_unsharded_to_sharded_and_back(name: str) -> None:
+def test_state_moves_from_unsharded_to_sharded_and_back(name: str) -> None:
     run_ranks(2, _from_unsharded_to_sharded_and_back, name)

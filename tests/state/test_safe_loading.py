@@ -1,4 +1,4 @@
-"""A checkpoint that would run code when it is unpickled does not run it."""
+"""`load` refuses a checkpoint that would run code when unpickled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from compile_fsdp.state import load, save
 
 
 class _Harmful:
-    """Makes a folder when it is unpickled."""
+    """Object that creates a folder when unpickled."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -30,7 +30,7 @@ class _Harmful:
 
 
 class _Attribute:
-    """What it is unpickled as is an attribute of something."""
+    """Object that unpickles as an attribute of `subject`."""
 
     def __init__(self, subject: Any, name: str) -> None:
         self.subject = subject
@@ -41,7 +41,7 @@ class _Attribute:
 
 
 class _PicklerOfEarly311(pickle.Pickler):
-    """Pickles members of enums as Python 3.11.2 does."""
+    """Pickler that encodes enum members as Python 3.11.2 does."""
 
     def reducer_override(self, value: Any) -> Any:
         return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
@@ -64,7 +64,7 @@ def _metadata(checkpoint: Path) -> Metadata:
     return metadata
 
 
-def test_harmful_metadata(tmp_path: Path) -> None:
+def test_metadata_that_runs_code_is_refused(tmp_path: Path) -> None:
     model, optim = _training()
     checkpoint = save(model, optim, tmp_path / "run", step=1)
     metadata = _metadata(checkpoint)
@@ -75,7 +75,7 @@ def test_harmful_metadata(tmp_path: Path) -> None:
     assert not (tmp_path / "harm").exists()
 
 
-def test_metadata_of_every_python_is_read(tmp_path: Path) -> None:
+def test_metadata_of_early_python_311_is_read(tmp_path: Path) -> None:
     model, optim = _training()
     checkpoint = save(model, optim, tmp_path / "run", step=1)
     buffer = io.BytesIO()
@@ -89,7 +89,7 @@ _MEMORY_FORMATS = next(type(each) for each in TensorProperties().__getstate__() 
 
 
 @pytest.mark.parametrize("subject", [torch.Size, _MEMORY_FORMATS])
-def test_an_attribute_that_is_no_member_of_an_enum_is_refused(tmp_path: Path, subject: type[Any]) -> None:
+def test_metadata_with_attribute_other_than_enum_member_is_refused(tmp_path: Path, subject: type[Any]) -> None:
     model, optim = _training()
     checkpoint = save(model, optim, tmp_path / "run", step=1)
     metadata = _metadata(checkpoint)
@@ -99,7 +99,7 @@ def test_an_attribute_that_is_no_member_of_an_enum_is_refused(tmp_path: Path, su
         load(model, optim, checkpoint)
 
 
-def test_harmful_value(tmp_path: Path) -> None:
+def test_value_that_runs_code_is_refused(tmp_path: Path) -> None:
     model, optim = _training()
     optim.param_groups[0]["note"] = _Harmful(tmp_path / "harm")
     checkpoint = save(model, optim, tmp_path / "run", step=1)
@@ -109,7 +109,7 @@ def test_harmful_value(tmp_path: Path) -> None:
     assert not (tmp_path / "harm").exists()
 
 
-def test_objects_that_the_user_allows(tmp_path: Path) -> None:
+def test_objects_load_only_if_the_user_allows_their_class(tmp_path: Path) -> None:
     model, optim = _training()
     optim.param_groups[0]["note"] = _Setting()
     checkpoint = save(model, optim, tmp_path / "run", step=1)

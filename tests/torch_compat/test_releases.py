@@ -1,4 +1,4 @@
-"""What releases of torch do otherwise than the newest, shown with torch alone; tests of compiled steps allow for it."""
+"""Differences between torch releases that tests of compiled steps allow for."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Halves(nn.Module):
         return used
 
 
-def test_eager_fsdp2_keeps_a_group_that_has_run_in_part() -> None:
+def test_eager_fsdp2_keeps_partly_run_group_unsharded_in_old_releases() -> None:
     with fake_world(2):
         model = _Halves()
         fully_shard([model.used, model.unused])
@@ -32,7 +32,7 @@ def test_eager_fsdp2_keeps_a_group_that_has_run_in_part() -> None:
         assert isinstance(model.used.weight, DTensor) != KEEPS_GROUPS_IN_PART
 
 
-def test_aot_eager_rounds_otherwise_than_eager_code() -> None:
+def test_aot_eager_rounds_differently_from_eager_in_old_releases() -> None:
     gradients = []
     for backend in (None, "aot_eager"):
         torch.manual_seed(0)

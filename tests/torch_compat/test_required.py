@@ -1,4 +1,4 @@
-"""A torch that does not fit is refused at import, with its version or the name that is missing."""
+"""Import refuses an unsupported torch with its version or the missing name."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ import compile_fsdp
 
 
 @pytest.mark.parametrize("version", ["2.10.0", "2.16.0.dev20270101+cu130", "3.0.0", "1.13.1"])
-def test_other_versions_are_refused_with_the_range(version: str) -> None:
+def test_unsupported_torch_versions_are_refused_with_the_range(version: str) -> None:
     with pytest.raises(ImportError, match=rf"works with torch 2\.11 to 2\.15, found torch {version.split('+')[0]}"):
         required.check_version(version)
 
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.15.3"])
-def test_versions_of_the_range_are_taken(version: str) -> None:
+def test_supported_torch_versions_are_accepted(version: str) -> None:
     required.check_version(version)
 
 
@@ -47,7 +47,7 @@ def test_versions_of_the_range_are_taken(version: str) -> None:
         ),
     ],
 )
-def test_import_says_what_is_missing(change: str, expected: str, tmp_path: Path) -> None:
+def test_import_error_names_unsupported_version_or_missing_name(change: str, expected: str, tmp_path: Path) -> None:
     code = _REPLACED.format(change=change)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
     last = done.stderr.strip().splitlines()[-1]
@@ -69,7 +69,7 @@ def _declared(function: ast.FunctionDef) -> set[str]:
 
 
 def _used(function: ast.FunctionDef, modules: dict[str, str]) -> set[str]:
-    """Full names of what a function imports of torch, and of the private names that it looks up in modules."""
+    """Full names of a function's torch imports and private module attributes."""
     imported = _imported(ast.walk(function))
     chains = {_full_name(node, modules | imported) for each in function.body for node in ast.walk(each)}
     found = {*imported.values(), *(name for name in chains if "._" in name.replace("torch.__version__", ""))}
@@ -77,20 +77,20 @@ def _used(function: ast.FunctionDef, modules: dict[str, str]) -> set[str]:
 
 
 def _imported(nodes: Iterable[ast.AST]) -> dict[str, str]:
-    """What is imported of torch: full names by the names that stand for them."""
+    """Full names of torch imports, by local name."""
     imports = [each for each in nodes if isinstance(each, ast.ImportFrom) and (each.module or "").startswith("torch")]
     return {alias.asname or alias.name: f"{each.module}.{alias.name}" for each in imports for alias in each.names}
 
 
 def _full_name(node: ast.AST, imported: dict[str, str]) -> str:
-    """`torch.a.b`, or `b.c` of an imported `b`, as a full name; "" for anything else."""
+    """Full name of a torch attribute such as `torch.a.b`, or ""."""
     text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
     first, _, rest = text.partition(".")
     is_known = first in {"torch", *imported} and re.fullmatch(r"\w+(\.\w+)*", rest)
     return f"{imported.get(first, first)}.{rest}" if is_known else ""
 
 
-def test_private_names_are_imported_in_their_room_alone() -> None:
+def test_private_torch_names_are_used_only_in_torch_compat() -> None:
     files = [file for file in _FOLDER.parent.rglob("*.py") if file not in _FILES]
     assert len(files) > 100
     for file in files:
@@ -99,11 +99,11 @@ def test_private_names_are_imported_in_their_room_alone() -> None:
         imported = _imported(nodes)
         names |= {*imported.values(), *(_full_name(node, imported) for node in nodes)}
         private = {name for name in names if name.startswith("torch.") and re.search(r"\._(?!_)", name)}
-        # Names of ops: torch registers them for everybody.
+        # Op names are allowed, because torch registers ops globally.
         assert {name for name in private if not name.startswith("torch.ops.")} == set(), file
 
 
-def test_what_a_function_declares_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_declared_names_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "torch._C._current_graph_task_id" in declarations.NAMES
     required.check_names()
     monkeypatch.setattr(declarations, "NAMES", [])
@@ -115,13 +115,13 @@ def test_what_a_function_declares_is_looked_up(monkeypatch: pytest.MonkeyPatch) 
         required.check_names()
 
 
-def test_attributes_that_no_method_sets_any_more_are_named() -> None:
+def test_missing_attributes_are_named() -> None:
     names = ("_sharded_state", "_gone", "unshard", "fsdp_placement")
     with pytest.raises(AttributeError, match=r"FSDPParamGroup has no _gone, fsdp_placement$"):
         required.check_attributes({FSDPParamGroup: names})
 
 
-def test_private_attributes_are_declared() -> None:
+def test_private_attributes_outside_torch_compat_are_declared() -> None:
     files = [file for file in _FOLDER.parent.rglob("*.py") if file not in _FILES]
     nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
     found = [node for node in nodes if isinstance(node, ast.Attribute)]

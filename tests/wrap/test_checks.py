@@ -1,4 +1,4 @@
-"""What is refused, in which words, and that a refused plan leaves the model as it was."""
+"""Refused plans: the error message, and the unchanged model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from helpers.ranks.fake_world import fake_world
 
 
 class Own:
-    """A user's policy, which selects modules by FQN."""
+    """User policy that selects modules by FQN."""
 
     def __init__(self, *fqns: str) -> None:
         self.fqns = fqns
@@ -38,7 +38,7 @@ def build(case: str) -> Any:
 
 
 def refusal(model: nn.Module, policy: Policy | None, error: type[Exception], **arguments: Any) -> str:
-    """The message of a plan that is refused, in a world of four ranks, and that leaves no trace."""
+    """Return the message of a refused plan that leaves the model unchanged."""
     before = snapshot(model)
     with pytest.raises(error) as caught:
         auto_shard(model, policy, **arguments)
@@ -52,7 +52,7 @@ def four_ranks() -> Iterator[None]:
         yield
 
 
-def test_a_policy_that_selects_nothing() -> None:
+def test_policy_that_selects_nothing_is_refused() -> None:
     policy = ModuleWrapPolicy({nn.Conv2d, nn.Embedding})
     message = refusal(build("mlp"), policy, errors.NothingSelectedError)
     assert "expected ModuleWrapPolicy({Conv2d, Embedding}) to select modules below Stack, it selects none" in message
@@ -61,14 +61,14 @@ def test_a_policy_that_selects_nothing() -> None:
     assert "RepeatedBlocksPolicy()" in refusal(build("tied_ends"), None, errors.NothingSelectedError)
 
 
-def test_containers_without_a_forward() -> None:
+def test_containers_without_a_forward_are_refused() -> None:
     message = refusal(build("mlp"), ModuleWrapPolicy({nn.ModuleList, Block}), errors.NoForwardError)
     assert "expected modules that are called, got {'layers': 'ModuleList'}, which have no forward" in message
     message = refusal(build("mlp").layers, ModuleWrapPolicy({Block}), errors.NoForwardError)
     assert "{'the root': 'ModuleList'}" in message
 
 
-def test_modules_inside_of_ignored_ones() -> None:
+def test_selected_modules_inside_ignored_modules_are_refused() -> None:
     model = build("mlp")
     policy = Own("layers.0", "layers.1.up", "out")
     message = refusal(model, policy, errors.IgnoredModuleError, ignored_modules=[model.layers])
@@ -77,19 +77,19 @@ def test_modules_inside_of_ignored_ones() -> None:
     assert "expected ignored modules below Stack, got ['Linear', 'Stack']" in message
 
 
-def test_modules_that_are_sharded_already() -> None:
+def test_already_sharded_modules_are_refused_only_if_selected() -> None:
     model = build("mlp")
     compile_fsdp.fully_shard(model.layers[0])
     message = refusal(model, ModuleWrapPolicy({Block, nn.LayerNorm}), errors.AlreadyShardedError)
     assert "expected modules that are not sharded yet, got ['layers.0', 'layers.0.norm']" in message
-    # Beside the policy's modules, and as an ignored one, such a module stays as it was sharded.
+    # A sharded module keeps its sharding if it is not selected, or if it is ignored.
     planned = plan(model, Own("layers.1"))
     assert not any(name.startswith("layers.0") for group in planned.groups for name in group.parameters)
     auto_shard(model, ModuleWrapPolicy({Block}), ignored_modules=[model.layers[0]])
     assert [group["modules"] for group in groups_of(model)] == [[""], ["layers.0"], ["layers.1"]]
 
 
-def test_a_plan_is_applied_once() -> None:
+def test_second_apply_of_a_plan_is_refused() -> None:
     model = build("mlp")
     planned = plan(model)
     apply(planned)
@@ -99,13 +99,13 @@ def test_a_plan_is_applied_once() -> None:
     assert snapshot(model) == before
 
 
-def test_fsdp1_modules() -> None:
+def test_fsdp1_modules_are_refused() -> None:
     model = build("mlp")
     model.out = FullyShardedDataParallel(model.out, device_id=torch.device("cpu"))
     assert "FullyShardedDataParallel at ['out']" in refusal(model, None, errors.FSDP1Error)
 
 
-def test_modules_of_another_model() -> None:
+def test_selected_modules_outside_the_root_are_refused() -> None:
     class Foreign:
         def select(self, root: nn.Module, ignored: Any, root_kwargs: Any) -> Any:
             return {nn.Linear(2, 3): {}, root.inp: {}}
@@ -114,7 +114,7 @@ def test_modules_of_another_model() -> None:
     assert "modules of Stack, got Linear(in_features=2, out_features=3, bias=True)" in message
 
 
-def test_arguments_that_fully_shard_would_refuse() -> None:
+def test_invalid_fully_shard_arguments_are_refused() -> None:
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("a", "b", "c"))
     answers: dict[str, dict[str, Any]] = {
         "inp": {"sharding_strategy": 1},
@@ -133,7 +133,7 @@ def test_arguments_that_fully_shard_would_refuse() -> None:
     assert "'the root': ['shard= is unknown']" in refusal(model, Own("out"), errors.PolicyError, shard=1)
 
 
-def test_parameters_that_cannot_be_sharded() -> None:
+def test_unshardable_parameters_are_refused() -> None:
     model = build("mlp")
     model.temperature = nn.Parameter(torch.tensor(1.0))
     model.inp.weight = nn.Parameter(torch.ones(8, 8).T)
@@ -144,7 +144,7 @@ def test_parameters_that_cannot_be_sharded() -> None:
     assert "in dim 1 over 4 ranks, where only dim 0 may be split unevenly" in message
 
 
-def test_nothing_says_which_ranks_there_are() -> None:
+def test_missing_process_group_is_refused() -> None:
     torch.distributed.destroy_process_group()
     try:
         overrides = (nn.LayerNorm,)
@@ -154,7 +154,7 @@ def test_nothing_says_which_ranks_there_are() -> None:
     assert "init_process_group(), run under torchrun, or pass mesh=" in message
 
 
-def test_a_group_without_a_mesh_among_others_that_have_one() -> None:
+def test_group_without_a_mesh_is_refused_without_a_process_group() -> None:
     mesh = init_device_mesh("cpu", (4,))
     policy = CustomPolicy(lambda module: isinstance(module, Block) and {"mesh": mesh})
     torch.distributed.destroy_process_group()
@@ -164,7 +164,7 @@ def test_a_group_without_a_mesh_among_others_that_have_one() -> None:
         torch.distributed.init_process_group("fake", store=torch.distributed.HashStore(), rank=0, world_size=4)
 
 
-def test_shared_parameters() -> None:
+def test_parameters_shared_between_groups_are_refused() -> None:
     message = refusal(build("tied_ends"), Own("embedding", "head", "block"), errors.SharedParameterError)
     assert "shared parameters {'embedding.weight = head.weight': ['embedding', 'head']}" in message
     assert "fix_shared=True, which makes of the groups ['embedding', 'head'] these: ['[embedding, head]']" in message
@@ -173,7 +173,7 @@ def test_shared_parameters() -> None:
     assert "makes of the groups ['embedding', 'the root'] these: ['the root']" in message
 
 
-def test_shared_parameters_of_a_language_model() -> None:
+def test_tied_embedding_is_refused_in_its_own_group_and_kept_in_the_root() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -190,26 +190,26 @@ def test_shared_parameters_of_a_language_model() -> None:
     blocks = CustomPolicy(lambda module: "DecoderLayer" in type(module).__name__)
     message = refusal(model, blocks | ModuleWrapPolicy({nn.Embedding}), errors.SharedParameterError)
     assert "model.embed_tokens.weight = lm_head.weight" in message
-    # By default both are the root's.
+    # By default both modules are in the root's group.
     (*layers, root) = plan(model).groups
     assert [group.fqns for group in layers] == [("model.layers.0",), ("model.layers.1",)]
     assert root.parameters == ("model.embed_tokens.weight", "model.norm.weight")
 
 
-def test_shared_modules() -> None:
+def test_shared_modules_are_refused_unless_selected_or_merged() -> None:
     model = build("mlp")
     model.layers[1].norm = model.layers[0].norm
     message = refusal(model, None, errors.SharedParameterError)
     assert "shared modules {'layers.0.norm = layers.1.norm': ['layers.0', 'layers.1']}" in message
     assert "select a shared module itself, if it is only ever called, or pass fix_shared=True" in message
-    # As a group of its own, it is sharded once, before both modules that use it.
+    # If selected itself, it is one group, before both modules that use it.
     groups = plan(model, ModuleWrapPolicy({Block, nn.LayerNorm})).groups
     assert [group.fqns for group in groups] == [("layers.0.norm",), ("layers.0",), ("layers.1",), ("",)]
     (merged, _) = plan(model, fix_shared=True).groups
     assert merged.fqns == ("layers.0", "layers.1")
 
 
-def test_groups_that_cannot_be_merged() -> None:
+def test_sharing_groups_with_different_arguments_are_refused() -> None:
     def ends(module: nn.Module) -> bool | dict[str, Any]:
         return isinstance(module, nn.Embedding) and {"reshard_after_forward": False}
 
@@ -221,8 +221,8 @@ def test_groups_that_cannot_be_merged() -> None:
         assert "got {'reshard_after_forward': [False, 'not given']}" in message
 
 
-def test_nested_groups_that_share_become_the_outer_one() -> None:
-    # The inner group goes into the one around it, also through a third one in between.
+def test_nested_groups_that_share_parameters_merge_into_the_outer_group() -> None:
+    # The inner group merges into the outer group, also through a group in between.
     model = nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))), nn.Linear(2, 2))
     model[0].register_parameter("weight", model[0][0][0].weight)  # type: ignore[index, union-attr, arg-type]
     (merged, _, root) = plan(model, Own("0", "0.0", "0.0.0", "1"), fix_shared=True).groups
@@ -231,8 +231,8 @@ def test_nested_groups_that_share_become_the_outer_one() -> None:
     assert root.parameters == ()
 
 
-def test_groups_of_several_modules_come_after_what_is_inside_and_before_what_is_around_them() -> None:
-    # [0.0, 1] is inside of 0, which comes first in the tree; 1.0 is inside of [0.0, 1].
+def test_group_of_several_modules_is_between_its_inner_and_outer_groups() -> None:
+    # [0.0, 1] is inside 0, which comes first in the tree; 1.0 is inside [0.0, 1].
     model = nn.Sequential(
         nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     )
@@ -247,7 +247,7 @@ def test_groups_of_several_modules_come_after_what_is_inside_and_before_what_is_
     assert model[0][0].weight is model[1].weight  # type: ignore[index, union-attr]
 
 
-def test_groups_each_inside_of_the_other_become_one() -> None:
+def test_mutually_nested_groups_merge() -> None:
     # Sharing makes [0.0, 1] and [0, 1.0], and neither could be sharded first.
     model = nn.Sequential(
         nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -259,8 +259,8 @@ def test_groups_each_inside_of_the_other_become_one() -> None:
     assert len(planned.groups[0].parameters) == 8
 
 
-def test_frozen_parameters_beside_trainable_ones_are_announced_with_their_bytes() -> None:
-    model = build("frozen")  # all of the first block, one weight of (24, 8) of the second
+def test_plan_warns_of_frozen_parameters_grouped_with_trainable_parameters() -> None:
+    model = build("frozen")  # the first block, and a (24, 8) weight of the second
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     (warning,) = plan(model, mp_policy=half).warnings
     assert warning.startswith("layers.1: 1 frozen parameters are in one group with 6 trainable ones")
@@ -272,7 +272,7 @@ def test_frozen_parameters_beside_trainable_ones_are_announced_with_their_bytes(
         auto_shard(model)
 
 
-def test_modules_that_cannot_run_in_full_precision() -> None:
+def test_modules_that_cannot_run_in_full_precision_are_refused() -> None:
     model = build("mlp")
     model.layers[1].norm.bfloat16()
     model.layers[0].norm.forward = lambda x: x

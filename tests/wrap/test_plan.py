@@ -1,4 +1,4 @@
-"""What a plan says is what sharding by hand leads to: the same groups, the same bytes, the same graphs."""
+"""Plans equal sharding by hand in groups, bytes and graphs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 
 class Layer(nn.Module):
-    """The smallest module with a submodule and a parameter of its own: graphs of it compile fast."""
+    """Small module with a submodule and a direct parameter, so graphs compile fast."""
 
     def __init__(self, dim: int = 4) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Layer(nn.Module):
 
 
 class Small(nn.Module):
-    """Two layers between an embedding and a head, whose weights may be one."""
+    """Two layers between an embedding and a head; optionally tied weights."""
 
     def __init__(self, tied: bool = False) -> None:
         super().__init__()
@@ -82,12 +82,12 @@ def small(tied: bool = False) -> Case:
 
 @dataclass
 class Way:
-    """One policy's way to shard a model, and the same by hand.
+    """A policy, and the equivalent sharding by hand.
 
     Attributes:
         policy: The policy; None for the default.
-        by_hand: What to shard before the root, with what differs from the root's arguments.
-        arguments: Of the root.
+        by_hand: Modules to shard before the root, with arguments that differ from the root's.
+        arguments: The root's arguments.
         case: Makes the model.
         ignored: FQNs of ignored modules.
         fix_shared: As for `plan`.
@@ -142,7 +142,7 @@ WAYS = {
     "function": Way(
         CustomPolicy(_head_in_bf16), lambda m: [*((layer, {}) for layer in m.layers), (m.head, KEPT_IN_BF16)]
     ),
-    # 20 elements are a layer, 32 the embedding or the head.
+    # A layer has 20 elements, the embedding and the head 32 each.
     "size": Way(SizePolicy(20), lambda m: [(each, {}) for each in (m.embedding, *m.layers, m.head)]),
     "repeated blocks": Way(None, lambda m: [(layer, {}) for layer in m.layers], {"mp_policy": BF16}),
     "either": Way(
@@ -175,7 +175,7 @@ LLAMA = Way(
 
 
 def _graphs(model: nn.Module, batch: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The graphs of one step that the inner compiler gets, as text; they then run op by op."""
+    """Run one step op by op; return the inner compiler's graphs as text."""
     graphs: list[str] = []
 
     def keep(gm: fx.GraphModule, inputs: Any) -> Any:
@@ -195,7 +195,7 @@ def _graphs(model: nn.Module, batch: dict[str, Any], monkeypatch: pytest.MonkeyP
 
 
 def _both(way: Way, look: Callable[[Case], _Seen]) -> list[_Seen]:
-    """What is seen of the model that the policy has sharded, and of the one sharded by hand."""
+    """Results of `look` for the policy's model and the model sharded by hand."""
     seen = []
     for shard in (way.shard, way.shard_by_hand):
         with fake_world(2):
@@ -206,7 +206,7 @@ def _both(way: Way, look: Callable[[Case], _Seen]) -> list[_Seen]:
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_same_groups_as_by_hand(name: str) -> None:
+def test_policy_groups_equal_groups_sharded_by_hand(name: str) -> None:
     ours, by_hand = _both(WAYS[name], lambda case: groups_of(case.model))
     assert ours == by_hand
 
@@ -215,7 +215,7 @@ QUICK = {"classes", "shared with the root"}  # equal groups make equal graphs
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in WAYS])
-def test_same_graphs_as_by_hand(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_policy_graphs_equal_graphs_sharded_by_hand(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def graphs(case: Case) -> list[str]:
         torch.manual_seed(1)
         return _graphs(case.model, case.batch(), monkeypatch)
@@ -227,7 +227,7 @@ def test_same_graphs_as_by_hand(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def _train_as_by_hand(rank: int) -> list[Parity]:
-    """Compiled, after a policy, against torch's own eager FSDP2, sharded by hand."""
+    """Compare compiled policy models with eager FSDP2 models sharded by hand."""
     results = []
     for way in (LLAMA, WAYS["ignored"], WAYS["shared, side by side"]):
         result = Parity()
@@ -254,7 +254,7 @@ def _train_as_by_hand(rank: int) -> list[Parity]:
 
 
 @pytest.mark.slow
-def test_trains_as_by_hand() -> None:
+def test_compiled_policy_model_trains_like_eager_fsdp2_by_hand() -> None:
     for llama, *others in run_ranks(2, _train_as_by_hand):
         assert [result.differing for result in others] == [[], []]
         if AOT_ROUNDS_OTHERWISE:
@@ -279,11 +279,11 @@ def _columns(parameter: nn.Parameter) -> Shard | None:
     ids=["three ranks", "hsdp", "columns", "bf16"],
 )
 @pytest.mark.filterwarnings("ignore::compile_fsdp.errors.MixedFrozenWarning")
-def test_plan_says_what_torch_does(case: str, shape: tuple[int, ...], arguments: dict[str, Any]) -> None:
-    """Planned on the meta device, compared with the groups of the same model on the CPU."""
+def test_plan_equals_groups_and_bytes_of_torch(case: str, shape: tuple[int, ...], arguments: dict[str, Any]) -> None:
+    """Compare a plan on the meta device with torch's groups on the CPU."""
     with fake_world(shape[0] * (shape[1] if len(shape) > 1 else 1), rank=1):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-        # The root of the model without blocks has 40 elements to select.
+        # 40 also selects `inp` of odd_sizes (45 elements), which has no blocks.
         policy = SizePolicy(40)
         planned = plan(_build(case, "meta"), policy, mesh=mesh, **arguments)
         model = _build(case, "cpu")
@@ -303,7 +303,7 @@ def _by_hand(model: nn.Module, groups: Any, mesh: DeviceMesh, arguments: dict[st
     return [found[group.fqns[0]] for group in groups]
 
 
-def test_bytes_of_tensor_parallel_parameters() -> None:
+def test_plan_bytes_of_tensor_parallel_parameters_equal_torch() -> None:
     with fake_world(4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         model = _build("mlp", "cpu")
@@ -332,7 +332,7 @@ def test_plan_is_equal_on_all_ranks() -> None:
     assert len(texts) == 1
 
 
-def test_arguments_that_a_policy_gives_stand_before_the_roots() -> None:
+def test_policy_arguments_override_root_arguments() -> None:
     halves = CustomPolicy(lambda m: isinstance(m, Layer) and {"reshard_after_forward": 2})
     with fake_world(4):
         planned = plan(
@@ -347,7 +347,7 @@ def test_arguments_that_a_policy_gives_stand_before_the_roots() -> None:
 def test_ignored_parameters_are_in_no_group() -> None:
     model: Any = _build("mlp", "meta")
     model.out.weight = nn.Parameter(model.layers[0].up.weight[:3])
-    model.out.bias = model.inp.bias  # ignored wherever else it is
+    model.out.bias = model.inp.bias  # ignored, because it belongs to the ignored inp
     own = {model.layers[1].scale}
     groups = plan(model, ignored_modules=[model.inp, model.layers[0]], ignored_params=own).groups
     assert [group.fqns for group in groups] == [("layers.1",), ("",)]
@@ -357,14 +357,14 @@ def test_ignored_parameters_are_in_no_group() -> None:
     assert [group.kwargs["ignored_params"] for group in groups] == [ignored, ignored]
 
 
-def test_without_a_process_group_the_launcher_says_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_world_size_comes_from_the_environment_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     assert [group.bytes_per_rank for group in plan(model).groups] == [256, 256, 0]
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert [group.bytes_per_rank for group in plan(model).groups] == [64, 64, 0]
 
 
-def test_apply_is_auto_shard_in_two_steps() -> None:
+def test_plan_then_apply_equals_auto_shard() -> None:
     found = []
     for two_steps in (False, True):
         with fake_world(2):
@@ -375,7 +375,7 @@ def test_apply_is_auto_shard_in_two_steps() -> None:
     assert found[0] == found[1]
 
 
-def test_policies_get_the_roots_arguments_and_every_ignored_module() -> None:
+def test_policies_receive_root_arguments_and_all_ignored_modules() -> None:
     got: list[Any] = []
 
     class Own:
@@ -393,7 +393,7 @@ def test_policies_get_the_roots_arguments_and_every_ignored_module() -> None:
 class TestPrinting(expecttest.TestCase):
     maxDiff = None
 
-    def test_table(self) -> None:
+    def test_plan_prints_a_table(self) -> None:
         ends = CustomPolicy(lambda module: getattr(module, "weight", torch.empty(0)).shape == (16, 8))
         policy = ends | ModuleWrapPolicy({Block}) | CustomPolicy(_kept)
         with fake_world(4):

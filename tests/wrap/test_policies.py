@@ -1,4 +1,4 @@
-"""Which modules each policy selects, on the meta device and without a process group."""
+"""Modules that each policy selects, on meta without a process group."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def selected(
 
 
 def linears(*sizes: int) -> list[nn.Module]:
-    """Without biases: one of size n has n * n elements."""
+    """Linear layers without bias; size n has n * n elements."""
     return [nn.Linear(size, size, bias=False) for size in sizes]
 
 
@@ -50,7 +50,7 @@ def on_meta(case: str) -> nn.Module:
         return CASES[case]().model
 
 
-def test_module_wrap_selects_all_of_its_classes() -> None:
+def test_module_wrap_selects_all_modules_of_its_classes() -> None:
     model = on_meta("nested")
     assert selected(ModuleWrapPolicy({Block, Pair}), model) == {
         fqn: {} for i in (0, 1) for fqn in (f"pairs.{i}", f"pairs.{i}.first", f"pairs.{i}.second")
@@ -67,35 +67,35 @@ def test_module_wrap_refuses_names() -> None:
         ModuleWrapPolicy({"Block"})  # type: ignore[arg-type]
 
 
-def test_custom_gives_arguments_by_module() -> None:
+def test_custom_policy_gives_arguments_per_module() -> None:
     model = nn.Sequential(*linears(2, 3, 4, 5))
     answers = {2: True, 3: {"reshard_after_forward": False}, 4: False, 5: {}}
     policy = CustomPolicy(lambda module: answers[module.in_features])
     assert selected(policy, model) == {"0": {}, "1": {"reshard_after_forward": False}, "3": {}}
 
 
-def test_custom_does_not_ask_about_ignored_modules_and_the_root() -> None:
+def test_custom_function_is_not_called_for_ignored_modules_and_the_root() -> None:
     model = nn.Sequential(Reads(*linears(2)), *linears(3))
     asked = []
     selected(CustomPolicy(lambda module: bool(asked.append(module))), model, ignored=(model[0],))
     assert asked == [model[1]]
 
 
-def test_custom_names_every_wrong_answer() -> None:
+def test_custom_policy_names_every_invalid_result() -> None:
     model = nn.Sequential(*linears(2, 3, 4))
     policy = CustomPolicy(lambda module: None if module.in_features < 4 else True)  # type: ignore[arg-type, return-value]
     with pytest.raises(PolicyError, match=r"True, False or a dict of arguments, got \{'0': None, '1': None\}"):
         selected(policy, model)
 
 
-def test_size_counts_what_is_not_selected_below() -> None:
-    # 100 is enough: the linear layers of 10; the first block by 64 + 36; not the rest of the second, nor the root.
+def test_size_policy_counts_parameters_not_selected_below() -> None:
+    # 100 selects the linear layers of size 10 and the first block (64 + 36), not the second (81) nor the root.
     model = nn.Sequential(Reads(*linears(8, 6)), Reads(*linears(10, 9)), *linears(10))
     assert list(selected(SizePolicy(100), model)) == ["0", "1.part0", "2"]
     assert list(selected(SizePolicy(101), model)) == ["1"]
 
 
-def test_size_counts_a_shared_parameter_once_and_ignored_ones_never() -> None:
+def test_size_policy_counts_shared_parameters_once_and_ignored_never() -> None:
     model = Reads(Reads(*linears(10, 10)), Reads(*linears(10)))
     model.part0.part1.weight = model.part0.part0.weight  # type: ignore[union-attr, assignment]
     assert list(selected(SizePolicy(101), model)) == []
@@ -106,7 +106,7 @@ def test_size_counts_a_shared_parameter_once_and_ignored_ones_never() -> None:
     ]
 
 
-def test_size_leaves_out_containers_excluded_classes_and_what_is_read_by_its_parent() -> None:
+def test_size_policy_skips_containers_excluded_classes_and_uncalled_modules() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -130,11 +130,11 @@ def test_size_leaves_out_containers_excluded_classes_and_what_is_read_by_its_par
         ("tied_ends", []),
     ],
 )
-def test_repeated_blocks_of_models(case: str, expected: list[str]) -> None:
+def test_repeated_blocks_policy_selects_the_blocks_of_models(case: str, expected: list[str]) -> None:
     assert list(selected(RepeatedBlocksPolicy(), on_meta(case))) == expected
 
 
-def test_repeated_blocks_of_an_encoder_and_a_decoder_are_found_behind_different_classes_of_parts() -> None:
+def test_repeated_blocks_are_found_in_encoder_and_decoder() -> None:
     from transformers import T5Config, T5ForConditionalGeneration
 
     with torch.device("meta"):
@@ -144,7 +144,7 @@ def test_repeated_blocks_of_an_encoder_and_a_decoder_are_found_behind_different_
     assert list(selected(RepeatedBlocksPolicy(), model)) == ["encoder.block.0", "decoder.block.0", "decoder.block.1"]
 
 
-def test_repeated_blocks_are_the_outermost_and_not_single_layers_beside_them() -> None:
+def test_repeated_blocks_are_the_outermost_blocks_not_single_layers() -> None:
     experts = [nn.ModuleList([Other(*linears(2)), Other(*linears(2))]) for _ in range(2)]
     stem = nn.Sequential(*linears(3, 3), nn.ReLU(), nn.ReLU())
     model = nn.Sequential(stem, nn.Sequential(Reads(experts[0])), nn.Sequential(Reads(experts[1])))
@@ -160,7 +160,7 @@ def test_repeated_blocks_skip_ignored_modules() -> None:
 
 
 class Written:
-    """A user's own policy, with nothing but `select`."""
+    """User policy with only a `select` method."""
 
     def __init__(self, selection: dict[nn.Module, dict[str, Any]]) -> None:
         self.selection = selection
@@ -171,7 +171,7 @@ class Written:
         return self.selection
 
 
-def test_policies_combine_with_a_users_own_from_both_sides() -> None:
+def test_union_accepts_a_user_policy_on_either_side() -> None:
     model = nn.Sequential(*linears(2, 3))
     own, ours = Written({model[0]: {"reshard_after_forward": False}}), ModuleWrapPolicy({nn.Linear})
     for policy in (own | ours, ours | own):
@@ -185,7 +185,7 @@ SELECTIONS = st.dictionaries(st.integers(0, 4), ARGUMENTS)
 
 @settings(max_examples=60, deadline=None)
 @given(SELECTIONS, SELECTIONS, SELECTIONS)
-def test_union_selects_what_either_selects_and_the_given_argument_wins(
+def test_union_selects_all_modules_and_the_last_given_argument_wins(
     first: dict[int, dict[str, int]], second: dict[int, dict[str, int]], third: dict[int, dict[str, int]]
 ) -> None:
     model = nn.Sequential(*(nn.Identity() for _ in range(5)))
@@ -202,15 +202,15 @@ def test_union_selects_what_either_selects_and_the_given_argument_wins(
             if not givers:
                 assert name not in both.get(str(i), {})
             else:
-                assert both[str(i)][name] == givers[-1]  # a tie goes to the second
+                assert both[str(i)][name] == givers[-1]  # the second policy wins a tie
                 assert swapped[str(i)][name] == givers[0]
     assert selected((a | b) | c, model) == selected(a | (b | c), model)
     assert selected(a | a, model) == selected(a, model)
-    # Selecting a module without arguments takes nothing away from what another policy gives for it.
+    # A selection without arguments keeps the arguments that the other policy gives.
     assert selected(a | everything, model) == selected(everything | a, model)
 
 
-def test_policies_say_what_they_are() -> None:
+def test_policy_repr() -> None:
     policy = ModuleWrapPolicy({Pair, Block}) | SizePolicy(9) | CustomPolicy(linears)  # type: ignore[arg-type]
     assert repr(policy) == (
         "ModuleWrapPolicy({Block, Pair}) | SizePolicy(min_params=9, exclude=()) | CustomPolicy(linears)"

@@ -1,4 +1,4 @@
-"""Modules in full precision: what they compute in, what they return, and that compiled code does the same."""
+"""Full-precision modules: compute dtype, output dtype and compiled parity."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOW = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
 
 
 class Probe(nn.Module):
-    """Remembers the dtypes that it computes with."""
+    """Module that records the dtypes of its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Probe(nn.Module):
 
 
 class Recursive(nn.Module):
-    """Calls itself, with low and high precision in turn. FSDP2 gathers no parameters for such a module: it has none."""
+    """Module that calls itself in low and high precision in turn. It has no parameters for FSDP2 to gather."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Fails(nn.Module):
 
 
 class Calls(nn.Module):
-    """A root that does with its submodule what a test says."""
+    """Root module that applies `call` to its submodule."""
 
     def __init__(self, part: nn.Module, call: Callable[[Any, torch.Tensor], Any]) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Calls(nn.Module):
 
 
 def _probe(call: Callable[[Any, torch.Tensor], Any], part: Any, *classes: type[nn.Module]) -> Any:
-    """What `call` returns inside of a model in bfloat16, on one rank."""
+    """Return the result of `call` inside a bfloat16 model."""
     model = Calls(part, call)
     auto_shard(model, ModuleWrapPolicy({nn.Linear}), mixed_precision_overrides=classes, mp_policy=LOW)
     return model(torch.ones(2, 4))
@@ -98,28 +98,28 @@ def one_rank() -> Any:
 
 @pytest.mark.usefixtures("one_rank")
 class TestDtypes:
-    def test_up_inside_and_back_outside(self) -> None:
+    def test_floating_inputs_are_upcast_and_outputs_cast_back(self) -> None:
         probe = Probe()
         output = _probe(lambda part, x: part(x, low=x, high=x.float(), index=x.long()), probe, Probe)
         assert probe.dtypes == [FP32, FP32, FP32, torch.int64]
         assert (output["out"].dtype, output["count"].dtype, output["text"]) == (BF16, torch.int64, "as it is")
 
-    def test_others_stay_low(self) -> None:
+    def test_modules_without_override_stay_in_low_precision(self) -> None:
         probe = Probe()
         assert _probe(lambda part, x: part(x), probe, nn.LayerNorm)["out"].dtype is BF16
         assert probe.dtypes == [BF16]
 
-    def test_the_first_floating_input_of_each_call_decides(self) -> None:
+    def test_first_floating_input_of_each_call_sets_the_output_dtype(self) -> None:
         def call(part: Any, x: torch.Tensor) -> list[torch.dtype]:
             inputs = [x, x.float(), x.double(), x]
             return [part(each)["out"].dtype for each in inputs]
 
         probe = Probe()
         assert _probe(call, probe, Probe) == [BF16, FP32, torch.float64, BF16]
-        assert probe.dtypes == [FP32, FP32, torch.float64, FP32]  # never down
+        assert probe.dtypes == [FP32, FP32, torch.float64, FP32]  # never downcast
 
-    def test_each_module_has_its_own(self) -> None:
-        """An outer module whose input is low, around an inner one that gets the outer one's high precision."""
+    def test_nested_overridden_modules_cast_independently(self) -> None:
+        """The outer module's input is low precision; the inner module's is high precision."""
         inner = Probe()
 
         class Outer(nn.Linear):
@@ -133,16 +133,16 @@ class TestDtypes:
         assert _probe(lambda part, x: part(x), outer, Outer, Probe).dtype is BF16
         assert inner.dtypes == [FP32]
 
-    def test_a_module_that_calls_itself(self) -> None:
+    def test_recursive_calls_return_the_dtype_of_their_input(self) -> None:
         module = Recursive()
         assert _probe(lambda part, x: part(x, depth=3), module, Recursive).dtype is BF16
-        # Inside it computes in high precision at every depth; the calls return what they were given.
+        # Each depth computes in high precision; each call returns its input's dtype.
         assert module.dtypes == [FP32, FP32, FP32, FP32, BF16, FP32, BF16]
 
-    def test_no_floating_input(self) -> None:
+    def test_output_stays_in_full_precision_without_a_floating_input(self) -> None:
         assert _probe(lambda part, x: part(torch.arange(3)), Indexed(), Indexed).dtype is FP32
 
-    def test_after_an_error(self) -> None:
+    def test_casts_work_after_an_exception_in_forward(self) -> None:
         def call(part: Any, x: torch.Tensor) -> list[torch.dtype]:
             with pytest.raises(ValueError, match="one row"):
                 part(x[:1])
@@ -150,7 +150,7 @@ class TestDtypes:
 
         assert _probe(call, Fails(), Fails) == [FP32, BF16]
 
-    def test_without_parameters(self) -> None:
+    def test_modules_without_parameters_run_in_full_precision(self) -> None:
         softmax = nn.Softmax(-1)
         inputs = []
 
@@ -164,7 +164,7 @@ class TestDtypes:
         assert torch.equal(output, torch.softmax(inputs[0].float(), -1).bfloat16())
 
 
-def test_plan_gives_them_groups_of_their_own() -> None:
+def test_plan_gives_overridden_modules_full_precision_groups() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     with fake_world(2):
         planned = plan(
@@ -178,7 +178,7 @@ def test_plan_gives_them_groups_of_their_own() -> None:
     found = {group.fqns[0]: group.kwargs for group in planned.groups}
     full = MixedPrecisionPolicy()
     assert {fqn: kwargs["mp_policy"] for fqn, kwargs in found.items()} == {
-        "0": full,  # everything is below the root, which is a Sequential
+        "0": full,  # inside the root, which is an overridden Sequential
         "2.0": full,
         "2.1": full,
         "2": full,
@@ -188,7 +188,7 @@ def test_plan_gives_them_groups_of_their_own() -> None:
 
 
 class CastsItself(nn.Module):
-    """Does by hand what the override does."""
+    """Mixin that casts by hand as the override does."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.float()).to(x.dtype)  # type: ignore[misc]
@@ -223,8 +223,8 @@ def _model(norm: Callable[[int], nn.Module], checkpointed: bool) -> Any:
 
 
 def _as_by_hand(rank: int, checkpointed: bool) -> list[Parity]:
-    """Overridden norms, eager and compiled, against casts written into the model and groups made by hand."""
-    # A checkpoint that runs again would update a batch norm's statistics again, and compiled it does not.
+    """Compare overridden norms, eager and compiled, with casts and groups by hand."""
+    # LayerNorm if checkpointed: recomputation updates batch-norm statistics again in eager mode only.
     by_itself, overridden = (LayerNorm, nn.LayerNorm) if checkpointed else (BatchNorm, nn.BatchNorm1d)
     mesh = init_device_mesh("cpu", (2,))
     by_hand = _model(by_itself, checkpointed)
@@ -262,6 +262,6 @@ def _as_by_hand(rank: int, checkpointed: bool) -> list[Parity]:
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_trains_as_with_casts_by_hand(checkpointed: bool) -> None:
+def test_overridden_norms_train_like_casts_by_hand(checkpointed: bool) -> None:
     for results in run_ranks(2, _as_by_hand, checkpointed):
         assert [result.differing for result in results] == [[], []]

@@ -1,4 +1,4 @@
-"""Any tree of modules with any sharing: what is planned is what torch does, and what was tied stays tied."""
+"""Plans of random module trees equal torch's groups and keep tied parameters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Node(nn.Module):
 
 
 def _grow(parents: list[int], ties: list[tuple[int, int]], paths: list[tuple[int, int]]) -> list[Node]:
-    """Nodes of a tree, the root first; then parameters that are tied, and modules that a second path leads to."""
+    """Build a module tree, root first, with tied parameters and shared modules."""
     nodes = [Node(index + 1) for index in range(len(parents) + 1)]
     for index, parent in enumerate(parents, start=1):
         nodes[parent % index].add_module(f"child{index}", nodes[index])
@@ -56,7 +56,7 @@ RELAXED = settings(max_examples=80, deadline=None, suppress_health_check=[Health
 
 @RELAXED
 @given(st.lists(INDEX, min_size=1, max_size=MOST - 1), PAIRS, PAIRS, st.sets(INDEX, min_size=1))
-def test_plan_is_what_torch_does(parents: list[int], ties: Any, paths: Any, chosen: set[int]) -> None:
+def test_plan_equals_torch_groups_and_keeps_ties(parents: list[int], ties: Any, paths: Any, chosen: set[int]) -> None:
     nodes = _grow(parents, ties, paths)
     model = nodes[0]
     selected = {nodes[index] for index in chosen if 0 < index < len(nodes)}
@@ -91,7 +91,7 @@ def test_plan_is_what_torch_does(parents: list[int], ties: Any, paths: Any, chos
 
 @RELAXED
 @given(st.lists(INDEX, min_size=1, max_size=MOST - 1), PAIRS, st.integers(1, 30))
-def test_size_policy_selects_what_reaches_the_size(parents: list[int], ties: Any, min_params: int) -> None:
+def test_size_policy_selects_modules_that_reach_the_minimum(parents: list[int], ties: Any, min_params: int) -> None:
     nodes = _grow(parents, ties, [])
     model = nodes[0]
     selected = SizePolicy(min_params).select(model, set(), {})
@@ -99,7 +99,7 @@ def test_size_policy_selects_what_reaches_the_size(parents: list[int], ties: Any
     counted: set[nn.Parameter] = set()
 
     def rest(module: nn.Module) -> int:
-        """Elements that no selected module at or below takes, recounted in the same order of modules."""
+        """Recount the elements not taken by selected modules at or below `module`."""
         own = {parameter for parameter in module.parameters(recurse=False) if parameter not in counted}
         counted.update(own)
         numel = sum(parameter.numel() for parameter in own) + sum(rest(child) for child in module.children())
