@@ -6,10 +6,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-# Read by torch and by us, here and in the processes that tests start. A pool of compilers for each of them costs
-# more than it saves.
+# Read here and in the processes that tests start. A compile worker pool in each process costs more than it saves.
 os.environ.update({"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"})
-# What is decided is to be the same whatever else the machine does. Tests of measured costs ask for these.
+# Constant costs make decisions independent of the machine's load. Tests of measured costs override this.
 os.environ["COMPILE_FSDP_COSTS"] = "constants"
 
 import hypothesis
@@ -27,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # How long an example takes says more about what else the machine does.
+    # No deadline, because an example's time depends on the machine's load.
     hypothesis.settings.register_profile("untimed", deadline=None)
     hypothesis.settings.load_profile("untimed")
     pools.set_device_type(config.getoption("--device"))
@@ -45,7 +44,7 @@ def _rank_pools() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def parity_table(request: pytest.FixtureRequest) -> Iterator[ParityTable]:
-    """Gets a row from every test of the parity table; written to the file of --parity-report."""
+    """Table filled by the parity tests, written to --parity-report."""
     table = ParityTable()
     yield table
     if (path := request.config.getoption("--parity-report")) is not None:

@@ -1,4 +1,4 @@
-"""The process group of the emulated device: what ranks get, and that the host does not wait for it."""
+"""The emulated device's process group: values, asynchrony, races and link speed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _all(rank: int) -> dict[str, list[float]]:
     return {name: result.tolist() for name, result in results.items()}
 
 
-def test_every_collective() -> None:
+def test_collectives_return_the_expected_values() -> None:
     rows = [[0.0, 1, 2, 3], [10.0, 11, 12, 13]]
     total = [a + b for a, b in zip(*rows, strict=True)]
     for rank, results in enumerate(run_ranks(2, _all, device="emulated")):
@@ -85,14 +85,14 @@ def _asynchronous(rank: int) -> tuple[bool, bool, float]:
         work = dist.all_reduce(x, async_op=True)
         work.wait()
         was_there = work.is_completed()
-        y = x + 1  # behind it, on the current stream
+        y = x + 1  # queued after the wait
     finally:
         install().hold_streams(False)
     total = y.sum().item()
     return was_there, work.is_completed(), total
 
 
-def test_waiting_for_a_collective_stops_the_stream_and_not_the_host() -> None:
+def test_wait_blocks_the_stream_and_not_the_host() -> None:
     assert run_ranks(2, _asynchronous, device="emulated") == [(False, True, 12.0)] * 2
 
 
@@ -108,7 +108,7 @@ def _forgets_to_wait(rank: int) -> tuple[str, float]:
     return message, (x + 1).sum().item()
 
 
-def test_a_result_that_nobody_has_waited_for_is_a_race() -> None:
+def test_reading_a_result_before_wait_is_a_race() -> None:
     for message, total in run_ranks(2, _forgets_to_wait, device="emulated"):
         assert message.startswith("race on a tensor without a name: aten::add")
         assert "what c10d::ALLREDUCE on stream" in message
@@ -116,7 +116,7 @@ def test_a_result_that_nobody_has_waited_for_is_a_race() -> None:
 
 
 def _on_a_slow_link(rank: int) -> list[float]:
-    """Seconds of a gather of 32 KiB, of which half are received, on the link as it is and on a slow one."""
+    """Seconds of a 32 KiB all-gather on the default link and a slow link; half the bytes are received."""
     shard, whole = torch.ones(2**12), torch.empty(2**13)
     seconds = []
     for link in ((0.0, 0.0), (0.05, 2.0**17)):
@@ -131,6 +131,6 @@ def _on_a_slow_link(rank: int) -> list[float]:
     return seconds
 
 
-def test_a_link_can_be_made_slow() -> None:
+def test_set_link_slows_collectives_down() -> None:
     for _, slow in run_ranks(2, _on_a_slow_link, device="emulated"):
         assert slow >= 0.05 + 2**14 / 2**17

@@ -1,4 +1,4 @@
-"""The race detector of the emulated device: what it reports, and what it does not."""
+"""The emulated device's race detector: races it reports, and ordered accesses it accepts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from helpers.ranks.pools import run_ranks
 
 
 def _error_of(run: Callable[[], object]) -> str:
-    """The first line of the error that `run` raises; "" if it raises none."""
+    """First line of the error that `run` raises, or ""."""
     try:
         run()
     except RuntimeError as error:
@@ -84,12 +84,12 @@ def _read_elsewhere(rank: int, order: str) -> str:
 
 
 @pytest.mark.parametrize("order", ORDERED)
-def test_what_has_been_waited_for_may_be_read(order: Callable[..., None]) -> None:
+def test_synchronized_read_is_no_race(order: Callable[..., None]) -> None:
     assert run_ranks(1, _read_elsewhere, order.__name__, device="emulated") == [""]
 
 
 @pytest.mark.parametrize("order", UNORDERED)
-def test_a_read_without_a_wait_names_both_operations_their_streams_and_the_parameter(
+def test_unsynchronized_read_reports_both_operations_streams_and_the_parameter(
     order: Callable[..., None],
 ) -> None:
     (message,) = run_ranks(1, _read_elsewhere, order.__name__, device="emulated")
@@ -107,7 +107,7 @@ def _write_elsewhere(rank: int, part: int) -> str:
     return _error_of(lambda: x[part : part + 4].add_(1))
 
 
-def test_a_write_over_what_another_stream_reads_is_a_race_and_one_beside_it_is_none() -> None:
+def test_write_races_only_if_it_overlaps_a_read_on_another_stream() -> None:
     (message,) = run_ranks(1, _write_elsewhere, 2, device="emulated")
     assert "aten::add" in message and "writes what aten::sum" in message and "reads" in message
     assert run_ranks(1, _write_elsewhere, 4, device="emulated") == [""]
@@ -124,7 +124,7 @@ def _read_on_both(rank: int) -> str:
     return ""
 
 
-def test_two_streams_may_read() -> None:
+def test_reads_on_two_streams_are_no_race() -> None:
     run_ranks(1, _read_on_both, device="emulated")
 
 
@@ -142,7 +142,7 @@ def _pinned(rank: int, waits: bool) -> str:
     return _error_of(copy)
 
 
-def test_copies_from_and_to_pinned_memory_are_ordered_too() -> None:
+def test_unsynchronized_copies_of_pinned_memory_are_a_race() -> None:
     assert run_ranks(1, _pinned, True, device="emulated") == [""]
     assert run_ranks(1, _pinned, False, device="emulated")[0].startswith("race on a tensor without a name")
 
@@ -159,7 +159,7 @@ def _frees_early(rank: int, records: bool) -> str:
     return _error_of(lambda: torch.empty(1000))
 
 
-def test_memory_that_another_stream_reads_is_used_again_only_with_record_stream() -> None:
+def test_reuse_of_memory_that_another_stream_reads_needs_record_stream() -> None:
     assert run_ranks(1, _frees_early, True, device="emulated") == [""]
     (message,) = run_ranks(1, _frees_early, False, device="emulated")
     assert message.startswith("race on ")

@@ -1,6 +1,6 @@
-"""Whatever orders a training step is needed: what is left out is found by the race detector, or made no difference.
+"""Missing synchronizations raise race errors or change no result.
 
-Waits of streams for one another, recorded events, and the hold of collectives on memory, each in turn, by position.
+Leaves out each stream wait, event record, and memory hold of a collective in turn, by position.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from helpers.ranks.pools import run_ranks
 
 
 def _reset(model: Any) -> None:
-    """After an error. Of torch's own models only those of 2.13 and later can do it themselves."""
+    """Reset FSDP2's state after an error, also before torch 2.13."""
     if hasattr(model, "reset_iter_state"):
         model.reset_iter_state()
     else:
@@ -28,7 +28,7 @@ def _reset(model: Any) -> None:
 
 
 def _leave_out_each(rank: int, is_compiled: bool, edge: str) -> list[tuple[str, bool]]:
-    """For each edge of a step: what the detector says without it, "" if nothing; whether the results are the same."""
+    """Race error, or "", and equality of results without each edge of a step."""
     case = build("mlp", compile_fsdp.fully_shard if is_compiled else torch_fully_shard)
     model = case.model
     if is_compiled:
@@ -71,8 +71,8 @@ def _leave_out_each(rank: int, is_compiled: bool, edge: str) -> list[tuple[str, 
     return outcomes
 
 
-# By whether the step is compiled, and the kind of edge: whether the step needs any of it. Eager FSDP2 keeps its buffers
-# itself until their collectives are over; compiled steps record no events.
+# (is_compiled, kind of edge): whether the step needs any edge of this kind. Eager FSDP2 itself keeps its buffers until
+# their collectives end; compiled steps record no events.
 NEEDED = {
     (False, "WAIT"): True,
     (False, "EVENT"): True,
@@ -90,9 +90,9 @@ QUICK = {(False, "WAIT"), (False, "EVENT"), (True, "WAIT"), (True, "HOLD")}
     ("is_compiled", "edge"),
     [pytest.param(*each, marks=[] if each in QUICK else [pytest.mark.slow]) for each in NEEDED],
 )
-def test_an_edge_that_is_left_out_is_found_or_was_not_needed(is_compiled: bool, edge: str) -> None:
+def test_missing_synchronization_is_reported_or_changes_no_result(is_compiled: bool, edge: str) -> None:
     first, second = run_ranks(2, _leave_out_each, is_compiled, edge, device="emulated", timeout_s=280)
-    assert first == second  # it does not depend on what runs when
+    assert first == second  # independent of timing
     found = [error for error, _ in first if error]
     assert all(each.startswith("race on ") for each in found)
     assert all(is_equal for error, is_equal in first if not error)

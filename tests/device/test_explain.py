@@ -1,4 +1,4 @@
-"""A model on the emulated device is explained where it is."""
+"""`explain` of a model on the emulated device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _explained(rank: int) -> tuple[list[str], int, list[str], list[bool]]:
 
 
 @pytest.mark.slow
-def test_two_ranks_get_one_report_and_the_model_stays_as_it_is() -> None:
+def test_ranks_get_equal_reports_and_parameters_stay_unchanged() -> None:
     first, second = run_ranks(2, _explained, device="emulated")
     assert first == second
     directions, breaks, groups, unchanged = first

@@ -1,4 +1,4 @@
-"""Inductor's kernels on the emulated device: enqueued like any other operation, and seen by the race detector."""
+"""Inductor's kernels on the emulated device: values, asynchrony, races and training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _computes(rank: int) -> float:
     return (here[1].grad.cpu() - inputs[1].grad).abs().max().item()
 
 
-def test_kernels_compute_what_they_compute_on_the_cpu() -> None:
+def test_kernels_return_the_values_of_the_cpu() -> None:
     assert run_ranks(1, _computes, device=DEVICE) == [0.0]
 
 
@@ -49,7 +49,7 @@ def _is_asynchronous(rank: int) -> tuple[bool, float]:
     return was_running, result.sum().item()
 
 
-def test_the_host_goes_on_while_a_kernel_runs() -> None:
+def test_kernel_launch_does_not_block_the_host() -> None:
     ((was_running, total),) = run_ranks(1, _is_asynchronous, device=DEVICE)
     assert was_running
     assert total == pytest.approx(8 * 2 * (torch.ones(()).sin().item() + 1))
@@ -75,7 +75,7 @@ def _races(rank: int) -> list[str]:
     return errors
 
 
-def test_a_kernel_that_does_not_wait_for_its_input_is_a_race() -> None:
+def test_kernel_that_does_not_wait_for_its_input_is_a_race() -> None:
     ((error,),) = run_ranks(1, _races, device=DEVICE)
     assert error.startswith("race on the input: cpp_fused_")
     assert "reads what aten::add" in error
@@ -89,7 +89,7 @@ def _train(rank: int) -> Outcome:
         install().set_delays(0, 0.0)
 
 
-def test_a_sharded_model_trains_through_the_passes_of_inductor() -> None:
+def test_sharded_model_trains_with_the_passes_and_matches_eager() -> None:
     for outcome in run_ranks(2, _train, device=DEVICE):
         assert outcome.worst <= 1e-5, outcome.differing
         assert outcome.directions == ["forward", "backward"]

@@ -1,4 +1,4 @@
-"""The emulated device's memory: out of the host's reach, poisoned, used again at once by its stream and nobody else."""
+"""The emulated device's memory: poison, reuse, statistics, and protection from the host."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _poisoned(rank: int) -> list[Any]:
     return [torch.empty(1000, dtype=dtype).tolist() for dtype in dtypes]
 
 
-def test_what_is_allocated_holds_poison() -> None:
+def test_new_allocations_are_poisoned() -> None:
     (values,) = run_ranks(1, _poisoned, device="emulated")
     *floats, longs, ints, chars = values
     assert all(math.isnan(each) for column in floats for each in column)
@@ -42,7 +42,7 @@ def _reused(rank: int) -> tuple[bool, bool, bool]:
     return again.data_ptr() == address, of_other_stream == address, other_size == address
 
 
-def test_freed_memory_is_used_again_at_once_by_its_own_stream() -> None:
+def test_freed_memory_is_reused_at_once_by_its_own_stream_only() -> None:
     assert run_ranks(1, _reused, device="emulated") == [(True, False, False)]
 
 
@@ -86,7 +86,7 @@ def _counted(rank: int) -> list[int]:
     return [*figures, module.memory_allocated() - before]
 
 
-def test_memory_is_counted() -> None:
+def test_statistics_count_current_peak_and_per_stream_bytes() -> None:
     assert run_ranks(1, _counted, device="emulated") == [[512 + 1024, 512 + 4096, 1024, 0]]
 
 
@@ -105,7 +105,7 @@ def _resized(rank: int) -> tuple[str, list[float], list[float]]:
     return message, kept, tensor.tolist()
 
 
-def test_a_resized_storage_keeps_what_fits_and_a_freed_one_cannot_be_read() -> None:
+def test_growing_a_storage_keeps_its_data_and_reading_a_freed_one_raises() -> None:
     ((message, kept, after),) = run_ranks(1, _resized, device="emulated")
     assert "is freed: needs 16 bytes, found 0" in message
     assert kept == [0, 1, 2, 3]
@@ -122,7 +122,7 @@ print(ctypes.c_float.from_address(tensor.data_ptr()).value)
 """
 
 
-def test_host_code_that_touches_the_device_is_caught() -> None:
+def test_host_access_to_device_memory_kills_the_process() -> None:
     done = subprocess.run([sys.executable, "-c", READ], cwd=TESTS, capture_output=True, text=True, env=_environment())
     assert done.returncode < 0
     assert "host code touched device memory" in done.stderr

@@ -1,4 +1,4 @@
-"""A memory budget on a device with memory of its own: what leaves it comes back, in time and as it was."""
+"""Offloading under a memory budget on the emulated device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from helpers.ranks.pools import run_ranks
 
 DEVICE = "emulated"
 ROWS, DIM = 512, 32
-# A product takes 3 ms, and what leaves 50 us.
+# With these costs a matrix product takes 3 ms, and offloading a result 50 us.
 COSTS = Costs(latency=1e-6, comm_bandwidth=1e9, memory_bandwidth=6e9, flops=1e9, offload_bandwidth=4e9)
 PLENTY = 10**9
 
@@ -39,7 +39,7 @@ class _Wide(nn.Module):
 
 
 def _train(rank: int, blocks: int, budget: int) -> tuple[int, int, list[torch.Tensor]]:
-    """How many results leave, the peak of a step, and the gradients of one whose copies are late."""
+    """Offloaded results, peak bytes, and gradients of a step with delayed streams."""
     torch.manual_seed(0)
     model, batch = _Wide(blocks), torch.randn(ROWS, DIM)
     for block in model.blocks:

@@ -1,4 +1,4 @@
-"""Operations on the emulated device compute what they compute on the CPU, bit by bit."""
+"""Operations on the emulated device, compared bit by bit with the CPU."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _grads(function: Callable[..., torch.Tensor], *args: object) -> list[torch.T
 
 
 def _differs_little(function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
-    """Of gradients, whether they are near those in float64."""
+    """Whether each gradient is near its float64 value."""
     exact = [each.double() if isinstance(each, torch.Tensor) else each for each in args]
     pairs = zip(_grads(function, *args), _grads(function, *exact), strict=True)
     return torch.stack([(a.double() - b).abs().max() <= 0.05 * b.abs().max().clamp_min(1) for a, b in pairs])
@@ -79,7 +79,7 @@ def _compare(rank: int, name: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_equal_to_the_cpu(name: str) -> None:
+def test_operation_equals_the_cpu_bit_by_bit(name: str) -> None:
     (equal,) = run_ranks(1, _compare, name, device="emulated")
     assert equal and all(equal)
 
@@ -103,7 +103,7 @@ def _random(rank: int) -> list[bool]:
     ]
 
 
-def test_random_numbers_come_from_the_device_s_generator() -> None:
+def test_random_operations_use_the_device_generator() -> None:
     assert run_ranks(1, _random, device="emulated") == [[True, False, True, False]]
 
 
@@ -115,5 +115,5 @@ def _wrong(rank: int) -> str:
     return ""
 
 
-def test_wrong_shapes_are_refused_at_once() -> None:
+def test_wrong_shapes_raise_at_the_call() -> None:
     assert "shapes cannot be multiplied" in run_ranks(1, _wrong, device="emulated")[0]

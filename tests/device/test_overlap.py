@@ -1,4 +1,4 @@
-"""Compiled steps leave as much of their communication beside compute as eager ones, but for one gather."""
+"""Overlap of communication with compute in compiled and eager steps."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def _by_hand(rank: int, waits_first: bool) -> float:
     return overlap_of(launches_of(run)).share
 
 
-def test_a_collective_is_hidden_by_what_is_launched_before_somebody_waits_for_it() -> None:
+def test_compute_launched_before_the_wait_hides_a_collective() -> None:
     assert run_ranks(2, _by_hand, False, device="emulated") == [1.0, 1.0]
     assert run_ranks(2, _by_hand, True, device="emulated") == [0.0, 0.0]
 
 
 def _overlaps(rank: int) -> tuple[Overlap, Overlap]:
-    """Of a training step, compiled, and by torch's eager FSDP2."""
+    """Overlap of a training step, compiled and by torch's eager FSDP2."""
     found = []
     for shard in (compile_fsdp.fully_shard, torch_fully_shard):
         torch.manual_seed(0)
@@ -55,10 +55,11 @@ def _overlaps(rank: int) -> tuple[Overlap, Overlap]:
 
 
 @pytest.mark.slow
-def test_a_compiled_step_hides_all_that_an_eager_one_does_but_one_gather() -> None:
-    """Eager FSDP2 gathers on a stream of its own: the backward's first gather runs beside the end of the forward.
+def test_compiled_step_hides_as_much_as_eager_except_one_gather() -> None:
+    """Only eager FSDP2 overlaps the backward's first all-gather with the forward.
 
-    A collective of a graph comes behind all that its stream has been given, and so behind the forward.
+    Eager FSDP2 gathers on a separate stream. A collective in a graph waits for all earlier work of its stream, and so
+    for the forward.
     """
     for compiled, eager in run_ranks(2, _overlaps, device="emulated"):
         print(f"hidden: {compiled.share:.3f} compiled, {eager.share:.3f} eager")

@@ -1,4 +1,4 @@
-"""Streams and events of the emulated device, copies to and from pinned memory, and the engine's thread."""
+"""Streams, events, asynchronous copies, errors and the autograd thread of the emulated device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from helpers.ranks.pools import run_ranks
 
 @contextlib.contextmanager
 def _held() -> Iterator[None]:
-    """Inside, no stream begins another task."""
+    """Keep all streams from starting tasks."""
     install().hold_streams(True)
     try:
         yield
@@ -34,7 +34,7 @@ def _asynchronous(rank: int) -> tuple[bool, bool, float]:
     return before, event.query(), y.sum().item()
 
 
-def test_the_host_goes_on_before_a_kernel_has_run() -> None:
+def test_kernel_launch_does_not_block_the_host() -> None:
     assert run_ranks(1, _asynchronous, device="emulated") == [(False, True, 8.0)]
 
 
@@ -55,7 +55,7 @@ def _ordered(rank: int) -> list[float]:
         install().set_delays(0, 0.0)
 
 
-def test_streams_that_wait_for_one_another_compute_what_one_would() -> None:
+def test_synchronized_streams_compute_the_sequential_result() -> None:
     expected = 0.0
     for step in range(20):
         expected = 2 * expected + step
@@ -78,7 +78,7 @@ def _timed(rank: int) -> float:
         install().set_delays(0, 0.0)
 
 
-def test_events_measure_the_time_between_them() -> None:
+def test_events_measure_elapsed_time() -> None:
     assert 1 < run_ranks(1, _timed, device="emulated")[0] < 1000
 
 
@@ -92,35 +92,35 @@ def _copied(rank: int) -> tuple[bool, list[float], list[float], bool]:
         pinned.copy_(x, non_blocking=True)
         is_early = bool((pinned == 0).all())
         up = plain.to("emulated", non_blocking=True)
-        plain.fill_(-1)  # has been taken
+        plain.fill_(-1)  # after the copy has read it
     module.synchronize()
     return is_early, pinned.tolist(), up.tolist(), pinned.is_pinned()
 
 
-def test_copies_to_pinned_memory_do_not_stop_the_host_and_others_take_what_is_there() -> None:
+def test_copies_to_pinned_memory_are_async_and_from_pageable_memory_immediate() -> None:
     assert run_ranks(1, _copied, device="emulated") == [(True, [2] * 4, [0, 1, 2, 3], True)]
 
 
 def _failed(rank: int) -> str:
     table = torch.ones(3, 2)
     rows = torch.full((1,), 5, dtype=torch.int64)
-    torch.index_select(table, 0, rows)  # what is wrong shows when it runs
+    torch.index_select(table, 0, rows)  # fails when the kernel runs
     try:
         torch.emulated.synchronize()
     except RuntimeError as error:
-        torch.emulated.synchronize()  # it is over
+        torch.emulated.synchronize()  # the error is raised only once
         return str(error)
     return ""
 
 
-def test_an_error_in_a_kernel_is_raised_when_the_host_waits() -> None:
+def test_kernel_error_is_raised_at_synchronize() -> None:
     (message,) = run_ranks(1, _failed, device="emulated")
     assert "failed earlier, on the device: aten::index_select" in message
     assert "out of range" in message
 
 
 class _Thread(torch.autograd.Function):
-    names: list[str] = []  # noqa: RUF012  # filled by the backward, on another thread
+    names: list[str] = []  # noqa: RUF012  # filled by the backward, on autograd's thread
 
     @staticmethod
     def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
@@ -145,5 +145,5 @@ def _backward(rank: int) -> tuple[bool, bool, list[float]]:
     return thread != str(threading.get_ident()), stream == str(side.stream_id), x.grad.tolist()
 
 
-def test_a_backward_runs_on_the_device_thread_and_on_the_stream_of_its_forward() -> None:
+def test_backward_runs_on_the_autograd_thread_and_on_the_forward_stream() -> None:
     assert run_ranks(1, _backward, device="emulated") == [(True, True, [1.0, 1.0])]

@@ -1,4 +1,4 @@
-"""On a device, autograd runs backwards on a thread of its own: the compiled backward runs there, too."""
+"""Thread and Inductor settings with which a backward graph is compiled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from helpers.ranks.pools import run_ranks
 
 
 def _graphs(rank: int) -> list[tuple[bool, bool]]:
-    """By graph, in the order of compilation: whether it was compiled on the caller's thread, and with its settings."""
+    """Whether each graph, in order, was compiled on the caller's thread, and with the caller's settings."""
     here = threading.get_ident()
     graphs: list[tuple[bool, bool]] = []
 
@@ -34,7 +34,7 @@ def _graphs(rank: int) -> list[tuple[bool, bool]]:
 
 
 @pytest.mark.parametrize(("device", "backward_is_here"), [("cpu", True), ("emulated", False)])
-def test_the_backward_is_compiled_on_the_thread_of_the_device_with_the_settings_of_the_caller(
+def test_backward_compiles_on_the_autograd_thread_with_the_callers_settings(
     device: str, backward_is_here: bool
 ) -> None:
     assert run_ranks(2, _graphs, device=device) == [[(True, True), (backward_is_here, True)]] * 2

@@ -1,4 +1,4 @@
-"""Training on the emulated device gives what training on the CPU does, bit by bit, however late its streams are."""
+"""Training on the emulated device with delayed streams, compared with the CPU."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _train(rank: int, is_compiled: bool, seed: int) -> tuple[list[float], list[l
 
 
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
-def test_equal_to_the_cpu(is_compiled: bool) -> None:
+def test_training_with_delayed_streams_equals_the_cpu_bit_by_bit(is_compiled: bool) -> None:
     expected = run_ranks(2, _train, is_compiled, 0, device="cpu")
     for seed in (1, 2):
         assert run_ranks(2, _train, is_compiled, seed, device="emulated") == expected

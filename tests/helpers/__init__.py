@@ -1,1 +1,1 @@
-"""What the tests share, in folders named for what they give: ranks, graphs, models, parity, and so on."""
+"""Shared test helpers, in a folder per subject."""

@@ -1,1 +1,1 @@
-"""A device that any machine has: memory of its own, streams, events, and collectives that do not stop the host."""
+"""An emulated device on the CPU, with memory, streams, events and asynchronous collectives."""

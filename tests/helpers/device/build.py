@@ -1,4 +1,4 @@
-"""Build the extension that is the device: once for each state of its sources and each torch."""
+"""Build the emulated device's extension, once per source hash and torch version."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 
 _SOURCES = Path(__file__).parent / "csrc"
 _NAME = "emulated_device"
-# torch 2.11 compiles extensions as C++17 unless told otherwise. The warnings left out are about torch's headers.
+# torch 2.11 compiles extensions as C++17 by default. -w silences warnings about torch's headers.
 _LOAD = """
 import sys
 from torch.utils import cpp_extension
@@ -28,16 +28,16 @@ cpp_extension.load(sys.argv[1], sys.argv[3:], build_directory=sys.argv[2], extra
 
 
 class NoCompiler(RuntimeError):
-    """The device cannot be built here."""
+    """Raised if there is no C++ compiler to build the device."""
 
 
 def build() -> Path:
-    """The built extension, which is built where that has not been done: a minute or two.
+    """Return the path of the extension; build it if needed.
 
-    Processes that ask for it at the same time build it once.
+    A build takes one or two minutes. Concurrent processes build it once.
 
     Raises:
-        NoCompiler: it has to be built, and there is no C++ compiler.
+        NoCompiler: if a build is needed and there is no C++ compiler.
     """
     sources = sorted(_SOURCES.iterdir())
     key = hashlib.sha256((torch.__version__ + _LOAD).encode())
@@ -68,9 +68,9 @@ def _build(folder: Path, sources: list[str]) -> None:
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         raise NoCompiler(f"expected the C++ compiler {compiler} to build the emulated device; install g++ or set CXX")
-    (folder / "lock").unlink(missing_ok=True)  # left by a build that was killed, it would be waited for
-    path = os.pathsep.join([ninja.BIN_DIR, os.environ.get("PATH", "")])  # ninja of this virtual environment
-    # In a process of its own, for it loads the library.
+    (folder / "lock").unlink(missing_ok=True)  # a killed build leaves it, and the next build would wait for it
+    path = os.pathsep.join([ninja.BIN_DIR, os.environ.get("PATH", "")])  # this virtual environment's ninja
+    # In a separate process, because the build loads the library.
     command = [sys.executable, "-c", _LOAD, _NAME, str(folder), *sources]
     built = subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True, text=True)
     if built.returncode != 0:

@@ -1,7 +1,7 @@
 """Inductor for the emulated device: its C++ kernels, enqueued on the current stream.
 
-By the way that Inductor has for devices outside of torch: a scheduling, a wrapper and overrides, registered by the
-device's name. Kernels are those for the CPU. Only their calls differ: `launch` enqueues them.
+Registers a scheduling, a wrapper and overrides, as Inductor expects of out-of-tree devices. The kernels are the CPU's.
+Only their calls differ: `launch` enqueues them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from helpers.device.module import NAME
 
 
 def register() -> None:
-    """Once for each process."""
+    """Register the device with Inductor; call once per process."""
     register_backend_for_device(NAME, CppScheduling, _Wrapper)
     register_device_op_overrides(NAME, _Overrides())
     register_interface_for_device(NAME, _Interface)
-    # What Inductor takes the code generator of a device to be that it has no name for.
+    # Inductor uses this code generator for devices it does not know by name.
     config.cuda_backend = "cpp"
-    # The scheduler leaves these out for the CPU alone, by its name: the C++ code generator cannot do them. Not every
-    # release has each of them.
+    # The C++ code generator supports none of these, but the scheduler skips them only for a device named "cpu". Some
+    # releases lack some of them.
     for name in ("loop_ordering_after_fusion", "loop_reindexing_after_fusion", "loop_index_inversion_in_fusion"):
         if hasattr(config, name):
             setattr(config, name, False)
@@ -41,9 +41,9 @@ def launch(name: str, kernel: Any, types: tuple[str, ...], *args: Any) -> None:
     """Enqueue a compiled kernel.
 
     Args:
-        name: For the race detector's errors.
-        kernel: The compiled function; its tensors are on the CPU.
-        types: C++ types of its arguments: what a pointer to const leads to is read, any other tensor is written.
+        name: Name in the race detector's errors.
+        kernel: The compiled function, which takes CPU tensors.
+        types: C++ types of its arguments. A tensor passed as a pointer to const is read, any other tensor is written.
         args: Tensors on the device, and numbers.
     """
     load_extension().launch_function(name, kernel, list(args), [not each.startswith("const ") for each in types])
@@ -75,7 +75,7 @@ class _Wrapper(PythonWrapperCodegen):
 
 
 class _Interface(CpuInterface):
-    """What compilers ask about the device. It computes with the CPU's cores, so reductions are split as for those."""
+    """Device interface for compilers; the CPU's, because the device uses the CPU's cores."""
 
     Event = torch.Event
     Stream = torch.Stream
@@ -94,7 +94,7 @@ class _Interface(CpuInterface):
 
 
 class _Overrides(DeviceOpOverrides):
-    """Lines of the wrapper that are about the device."""
+    """Device-specific lines of the wrapper."""
 
     def import_get_raw_stream_as(self, name: str) -> str:
         return f"def {name}(device): return 0"

@@ -1,4 +1,4 @@
-"""Make the device known to torch: `torch.device("emulated")`, its process group and its part in compilers."""
+"""Register the emulated device, its process group and its compiler support with torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from helpers.device.module import NAME, make_module
 
 @functools.cache
 def install() -> ModuleType:
-    """Once for each process; the extension, with what it counts and its switches."""
+    """Register the device once per process; return its extension."""
     extension = load_extension()
     extension.register_device()
     torch.utils.rename_privateuse1_backend(NAME)
@@ -32,7 +32,7 @@ def install() -> ModuleType:
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     register_compiler()
     dist.Backend.register_backend(NAME, functools.partial(_make_process_group, extension), devices=[NAME])
-    atexit.register(torch.accelerator.synchronize)  # what its threads use goes when the process ends
+    atexit.register(torch.accelerator.synchronize)  # before process exit frees memory its threads use
     return extension
 
 
@@ -41,7 +41,7 @@ def _make_process_group(extension: ModuleType, store: Any, rank: int, size: int,
 
 
 def name_parameters(model: nn.Module) -> None:
-    """Have errors of the race detector name the model's parameters: shards, and once it has run, unsharded ones too."""
+    """Name shards in race errors, and after a first step unsharded parameters."""
     extension = install()
     for fqn, parameter in model.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter

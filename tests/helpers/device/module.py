@@ -1,6 +1,6 @@
-"""`torch.emulated`: what torch and its users ask a device's module for.
+"""`torch.emulated`: the functions that torch and users expect of a device module.
 
-The generic parts, streams and events for example, are torch's own; they reach the extension by its device guard.
+Streams, events and other generic parts are torch's own; they reach the extension through its device guard.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Stream(torch.Stream):
 
 
 def Event(enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
-    """An event of the device. Of torch's own class: it compares times with no other."""
+    """Create a plain `torch.Event`, because `elapsed_time` accepts no other class."""
     return torch.Event(device=NAME, enable_timing=enable_timing)
 
 
 class device:
-    """A block in which this is the current device; there is one."""
+    """Context manager that does nothing, because there is only one device."""
 
     def __init__(self, device: Any = None) -> None:
         self.idx = 0
@@ -44,7 +44,7 @@ class device:
 
 
 def make_module(extension: ModuleType) -> ModuleType:
-    """The module, to be registered as `torch.emulated`.
+    """Create the module to register as `torch.emulated`.
 
     Args:
         extension: The built extension.

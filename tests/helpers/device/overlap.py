@@ -1,8 +1,8 @@
-"""How much communication a step leaves beside compute, read from what it has launched on which stream, after what.
+"""Overlap of communication with compute in a step, from its recorded launches.
 
-Launches are laid out in time as an accelerator would run them that the host never keeps waiting: each begins when all
-that its stream had been given before, and all that its stream has waited for, is over. How long one takes is a model of
-its bytes, so that the same step has the same figure on every run and every machine.
+The launches are laid out in time as if the host were never late: a launch starts when all earlier work of its stream,
+and all work that its stream waits for, is done. Its duration is computed from its kind and its bytes, so a step has the
+same overlap on every run and every machine.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 
 from helpers.device.install import install
 
-# Time for each byte touched. Matrix products do more with a byte than to read it; a link is slower than memory. With
-# these, a step of the tests' models communicates for about as long as it computes.
+# Time per byte. A matrix product also computes with each byte, and a link is slower than memory. With these values the
+# tests' models communicate for about as long as they compute.
 _MATRIX_PRODUCT, _COLLECTIVE, _OTHER = 8.0, 6.0, 1.0
 _MATRIX_PRODUCTS = ("mm", "linear", "attention", "conv")
 
@@ -27,7 +27,7 @@ class Launch:
     Attributes:
         operation: Its name.
         stream: Its stream's number.
-        clock: By stream, how many tasks come before its end; of its own stream, its own position.
+        clock: For each stream, the number of tasks that precede it; for its own stream, its own position.
         size_bytes: Bytes that it reads and writes.
     """
 
@@ -49,7 +49,7 @@ class Launch:
 
 
 def launches_of(run: Callable[[], object]) -> list[Launch]:
-    """What this process launches on the emulated device while `run` runs, in order."""
+    """Record this process's launches on the emulated device during `run`, in order."""
     extension = install()
     torch.accelerator.synchronize()
     extension.start_recording()
@@ -63,12 +63,12 @@ def launches_of(run: Callable[[], object]) -> list[Launch]:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Of the collectives of a step.
+    """Overlap of a step's collectives with compute.
 
     Attributes:
-        duration: Time of all of them.
-        longest: Time of the longest.
-        hidden: Time in which another stream computes.
+        duration: Total time of the collectives.
+        longest: Time of the longest collective.
+        hidden: Time of collectives during which another stream computes.
     """
 
     duration: float
@@ -77,13 +77,13 @@ class Overlap:
 
     @property
     def share(self) -> float:
-        """How much of the communication is hidden, from 0 to 1."""
+        """Hidden fraction of the communication time, from 0 to 1."""
         return self.hidden / self.duration
 
 
 def overlap_of(launches: Sequence[Launch]) -> Overlap:
-    """Lay out launches, among which there is a collective, and find what runs beside what."""
-    ends: dict[int, list[tuple[int, float]]] = {}  # by stream: position of a launch, and when it is over
+    """Lay out launches, including some collective, and measure their overlap."""
+    ends: dict[int, list[tuple[int, float]]] = {}  # by stream: position and end time of each launch
     communication: list[tuple[float, float]] = []
     compute: list[tuple[float, float]] = []
     for launch in launches:
@@ -97,7 +97,7 @@ def overlap_of(launches: Sequence[Launch]) -> Overlap:
 
 
 def _end_of(launches: Sequence[tuple[int, float]], count: int) -> float:
-    """When the last of a stream's launches up to this position is over."""
+    """End time of a stream's last launch up to position `count`."""
     return next((end for position, end in reversed(launches) if position <= count), 0.0)
 
 

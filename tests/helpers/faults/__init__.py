@@ -1,1 +1,1 @@
-"""Ranks that are killed at a planned moment, of a training job or of a save."""
+"""Kill ranks at a planned moment of a training job or of a save."""

@@ -1,4 +1,4 @@
-"""Jobs under torchrun of which ranks are killed, and what becomes of them."""
+"""Training jobs under torchrun whose ranks are killed, and their outcomes."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ PHASES = ("forward", "backward", "optimizer", "save", "compile")
 SAVE_EVERY = 2
 STEPS_BETWEEN_KILLS = 2 * SAVE_EVERY  # at most: a rank dies in its fourth step at the latest
 PATIENCE_S = 60.0
-TIMEOUT_S = 300.0  # of a rank that waits for another one
+TIMEOUT_S = 300.0  # of a rank's collectives
 
 PLAN, RECORD, CHECKPOINTS = "plan.json", "record.jsonl", "checkpoint"  # in the folder of a job
 
-_JOB = "COMPILE_FSDP_TEST_JOB"  # an environment variable by which the processes of a job are found
+_JOB = "COMPILE_FSDP_TEST_JOB"  # environment variable that marks the processes of a job
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """When a rank dies.
+    """The moment at which a rank is killed.
 
     Attributes:
         phase: One of `PHASES`.
-        rank: Who dies.
-        occurrence: How many times the rank gets to this phase since its start, this one included.
-        delay_s: Seconds from the beginning of the phase; where it is over before, the rank dies at its end.
+        rank: The rank to kill.
+        occurrence: Which run of the phase since the rank's start, from 1.
+        delay_s: Seconds from the beginning of the phase; if the phase ends earlier, the rank dies at its end.
     """
 
     phase: str
@@ -44,14 +44,14 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a job left.
+    """Results of a job.
 
     Attributes:
-        losses: Of every step, by the final report.
-        first_step: Steps done before the last start.
-        record: What the ranks wrote down, in order.
-        output: What torchrun and the ranks printed.
-        seconds: From start to end.
+        losses: Loss of every step, from the final report.
+        first_step: Number of steps done before the last start.
+        record: Entries that the ranks wrote, in order.
+        output: Output of torchrun and the ranks.
+        seconds: Duration of the job.
     """
 
     losses: list[float]
@@ -62,15 +62,15 @@ class Outcome:
 
 
 def run_job(folder: Path, steps: int, kills: Sequence[Kill], inner_backend: str) -> Outcome:
-    """Train on two ranks in a new folder, with as many restarts as there are kills.
+    """Train on two ranks in a new folder, with a restart per kill.
 
     Raises:
-        AssertionError: torchrun ends with an error, or processes of the job are left.
+        AssertionError: if torchrun fails, or processes of the job remain.
     """
     command = prepare(folder, steps, kills, inner_backend, TIMEOUT_S)
     job = uuid.uuid4().hex
     start = time.monotonic()
-    # Inductor's caches are as the killed ranks left them, and hold nothing from before.
+    # A new cache folder contains only entries that this job's killed ranks left.
     environment = {_JOB: job, "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
     output = torchrun(folder, *command, max_restarts=len(kills), environment=environment)
     seconds = time.monotonic() - start
@@ -81,7 +81,7 @@ def run_job(folder: Path, steps: int, kills: Sequence[Kill], inner_backend: str)
 
 
 def prepare(folder: Path, steps: int, kills: Sequence[Kill], inner_backend: str, timeout_s: float) -> list[object]:
-    """Make the folder of a job; what every rank is to run there."""
+    """Create a job's folder; return the command for every rank."""
     folder.mkdir()
     (folder / PLAN).write_text(json.dumps([asdict(kill) for kill in kills]))
     (folder / RECORD).touch()
@@ -98,7 +98,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def draw_kills(rng: random.Random, phases: Sequence[str], undisturbed: Outcome) -> list[Kill]:
-    """A kill in each of these phases, in random order, at random moments within what it took in an undisturbed run."""
+    """Draw a kill per phase, in random order, within the phase's undisturbed duration."""
     phases = rng.sample(phases, len(phases))
     return [_draw_kill(rng, phase, undisturbed) for phase in phases]
 
@@ -110,7 +110,7 @@ def _draw_kill(rng: random.Random, phase: str, undisturbed: Outcome) -> Kill:
 
 
 def _wait_for_the_end_of(job: str) -> list[str]:
-    """The command lines of the job's processes that are still there after a while; they see by themselves to end."""
+    """Wait for the job's processes to end; return the remaining command lines."""
     deadline = time.monotonic() + PATIENCE_S
     while (left := _processes_of(job)) and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -124,7 +124,7 @@ def _processes_of(job: str) -> list[str]:
         try:
             if marker in (process / "environ").read_bytes():
                 found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-        except OSError:  # it has ended meanwhile, or is not ours
+        except OSError:  # the process has ended, or belongs to a different user
             continue
     return found
 

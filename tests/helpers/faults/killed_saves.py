@@ -1,4 +1,4 @@
-"""Ranks whose processes are killed at a certain moment of a save."""
+"""Kill rank processes at chosen stages of a save."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from compile_fsdp.state import async_save, checkpoint, find_latest, load, save
 from helpers.models.optimizers import OPTIMIZERS, everything, groups_of, train
 from helpers.ranks.forked import forkserver
 
-# Moments in the life of a save. Files are put in place by rank 0: at the last three it is rank 0 that kills.
+# Stages of a save. Rank 0 puts files in place, so at the last three stages rank 0 kills the victim.
 STAGES = (
     "before the write",
     "in the middle of the write",
@@ -35,9 +35,9 @@ def make_run(sharded: bool) -> tuple[Any, torch.optim.Optimizer]:
 
 
 def train_one_step_and_save(folder: Path, stage: str | None, victim: int, in_background: bool) -> list[int | None]:
-    """Resume on new ranks, of which one is killed during the save; the exit codes by rank.
+    """Resume on new ranks and kill the victim during the save.
 
-    Processes are forked from one that has imported everything: the killing is real, the imports are shared.
+    Returns the exit codes by rank. The processes are forked from a server with all imports done.
     """
     store = str(folder.parent / f"store_{time.monotonic_ns()}")
     ranks = []
@@ -75,7 +75,7 @@ def _resume(rank: int, folder: str, store: str, stage: str | None, victim: int, 
 
 
 def _arm(stage: str, rank: int, victim: int, kill: Callable[[], None]) -> None:
-    """Have `kill` called at that stage of this process's next save."""
+    """Arrange a call of `kill` at this stage of the process's next save."""
     if stage == "before the write" and rank == victim:
         _before(checkpoint, "write_tensors", lambda *_: True, kill)
         _before(checkpoint, "async_save_tensors", lambda *_: True, kill)
@@ -103,7 +103,7 @@ def _arm(stage: str, rank: int, victim: int, kill: Callable[[], None]) -> None:
 
 
 def _before(owner: Any, name: str, condition: Callable[..., bool], kill: Callable[[], None]) -> None:
-    """Call `kill` before `owner.name` is called with arguments that fulfil the condition."""
+    """Call `kill` before calls of `owner.name` with arguments that meet the condition."""
     original = getattr(owner, name)
 
     def armed(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Train two models in turn on two ranks; then each rank goes on with another one of them."""
+"""Train two models on two ranks, then run a different model on each rank."""
 
 from __future__ import annotations
 

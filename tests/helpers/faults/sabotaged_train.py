@@ -1,10 +1,9 @@
-"""`compile-fsdp train` in which a rank kills itself at a planned moment; what torchrun starts in the tests of faults.
+"""`compile-fsdp train` in which a rank kills itself at a planned moment.
 
     sabotaged_train.py PLAN RECORD train ...
 
-PLAN is a JSON list of `Kill`, see `jobs.py`, one for each start by torchrun; the starts after them are left alone.
-RECORD gets a line of JSON for every kill. With an empty PLAN it gets one for every phase of the first rank, with its
-seconds.
+PLAN is a JSON list of `Kill`, see `jobs.py`, one for each start by torchrun; later starts have no kill. RECORD gets a
+line of JSON for every kill. If PLAN is empty, RECORD gets a line with the seconds of every phase of rank 0.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from compile_fsdp.cli import main
 from compile_fsdp.tools.train import loop
 from compile_fsdp.tools.train.config import PRESETS, ModelConfig, Preset
 
-# One block: most of what a start costs is tracing.
+# One block, because tracing dominates the time of a start.
 PRESETS["tiny"] = Preset(ModelConfig(dim=32, layers=1, heads=2, hidden=64), 16, 2, 3e-3)
 
 
 class Saboteur:
-    """Knows in which phase this rank is, and kills it at the planned moment of the planned one.
+    """Tracks this rank's phase and kills it at the planned moment.
 
     Attributes:
         phase: "compile" (forward and backward of the first step), "forward", "backward", "optimizer", "save", or ""
@@ -52,7 +51,7 @@ class Saboteur:
     def enter(self, phase: str) -> None:
         with self.lock:
             if self.is_due():
-                self.die()  # the phase was shorter than the planned delay: its last moment
+                self.die()  # the phase was shorter than the planned delay
             now = time.monotonic()
             if self.is_timing and self.phase:
                 self.write({"phase": self.phase, "seconds": now - self.entered_s})
@@ -81,7 +80,7 @@ class Saboteur:
 
 
 class WatchedView:
-    """The view of a run, which hears of every phase but the optimizer's."""
+    """Progress view that tells the saboteur every phase except the optimizer's."""
 
     def __init__(self, view: Any, saboteur: Saboteur) -> None:
         self.view, self.saboteur = view, saboteur

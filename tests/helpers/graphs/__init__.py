@@ -1,1 +1,1 @@
-"""Graphs for passes: to build, draw at random, capture from a model, run, and print."""
+"""Build, draw, capture, run and print graphs for the passes."""

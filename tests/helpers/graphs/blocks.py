@@ -1,4 +1,4 @@
-"""A small forward under FSDP2, as Dynamo traces it: what budgets of memory are tried on."""
+"""A small Dynamo graph of a forward under FSDP2."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNLIMITED = 10**12
 def blocks(
     rows: int, count: int = 3, checkpointed: int = -1, trains: bool = True
 ) -> tuple[fx.Graph, dict[fx.Node, Sharding]]:
-    """A forward of blocks, x + gelu(x @ up) @ down, each gathered and freed around its use."""
+    """Build a forward of blocks x + gelu(x @ up) @ down, with a window per parameter."""
     build = GraphBuilder(meta_key="example_value")
     parameters: dict[fx.Node, Sharding] = {}
     with build.fake_mode:

@@ -1,4 +1,4 @@
-"""Build graphs as the passes get them: nodes with fake values, windows on unsharded parameters."""
+"""Build graphs for the passes, with fake values and windows on unsharded parameters."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Size = int | torch.SymInt | fx.Node
 
 
 class GraphBuilder:
-    """A graph under construction; each call is run on fake tensors for its value.
+    """A graph under construction; computes each call's value on fake tensors.
 
     Args:
-        meta_key: "val" for a graph as AOTAutograd leaves it, "example_value" as Dynamo does.
-        fake_mode: Where the fake tensors live; a subgraph shares it with its parent.
+        meta_key: "val" for a graph of AOTAutograd, "example_value" for a graph of Dynamo.
+        fake_mode: Mode of the fake tensors; a subgraph shares its parent's mode.
     """
 
     def __init__(self, meta_key: str = "val", fake_mode: FakeTensorMode | None = None) -> None:
@@ -46,7 +46,7 @@ class GraphBuilder:
             return self.input_like(name, torch.empty(tuple(shape), dtype=dtype))
 
     def input_like(self, name: str, value: object) -> fx.Node:
-        """A placeholder with this fake value, such as a view of another input's."""
+        """Add a placeholder with a given fake value, such as a view of an input."""
         node = self.graph.placeholder(name)
         node.meta[self._meta_key] = value
         return node
@@ -63,7 +63,7 @@ class GraphBuilder:
     def call_opaque(
         self, target: Callable[..., Any], *args: Any, value: object = None, **kwargs: Any
     ) -> fx.Node:
-        """A call that is not run; its value is given, or unknown."""
+        """Add a call with a given value, without running it; None: unknown."""
         node = self.graph.call_function(target, args, kwargs)
         if value is not None:
             node.meta[self._meta_key] = value
@@ -81,7 +81,7 @@ class GraphBuilder:
         return self.graph.get_attr(name)
 
     def attribute(self, name: str, shape: Sequence[int]) -> fx.Node:
-        """A tensor that the graph's module holds."""
+        """Add a tensor that the graph's module holds."""
         setattr(self._root, name, torch.empty(tuple(shape)))
         node = self.graph.get_attr(name)
         with self.fake_mode:
@@ -89,7 +89,7 @@ class GraphBuilder:
         return node
 
     def resize(self, parameter: fx.Node, size_bytes: Size) -> fx.Node:
-        # Not run: the fake storage keeps its size, as graphs do not say which size it had when.
+        # Not run, so the fake storage keeps its size: values in graphs do not record sizes over time.
         return self.graph.call_function(resize_storage_bytes_, (parameter, size_bytes))
 
     def full(self, parameter: fx.Node) -> fx.Node:
@@ -115,11 +115,11 @@ class GraphBuilder:
 
 
 def one_window(numel: int, dtype: torch.dtype) -> fx.Graph:
-    """A parameter gathered from two ranks' shards and read once.
+    """Build a graph that gathers a parameter from two ranks and reads it once.
 
     Args:
-        numel: Elements of the parameter, even.
-        dtype: Of shard and parameter.
+        numel: Number of elements of the parameter, even.
+        dtype: Dtype of shard and parameter.
     """
     build = GraphBuilder()
     weight = build.input("weight", (numel,), dtype)
@@ -133,7 +133,7 @@ def one_window(numel: int, dtype: torch.dtype) -> fx.Graph:
 
 
 class Layer:
-    """Inputs for windows on one (4, 4) parameter: `weight`, `value` to fill it with, and `x` to multiply."""
+    """A (4, 4) parameter `weight`, `value` to fill it with, and `x` to multiply."""
 
     def __init__(self, **builder_options: Any) -> None:
         self.build = GraphBuilder(**builder_options)
@@ -152,7 +152,7 @@ class Layer:
 
 
 def gather(build: GraphBuilder, shards: Sequence[fx.Node], ranks: int, group: str = "dp") -> list[fx.Node]:
-    """One packed all-gather, as the runtime traces it: what the ranks' 1-D `shards` make together, [ranks, numel]."""
+    """Add the runtime's packed all-gather of 1-D `shards`; results are [ranks, numel]."""
     numels = [build.value(shard).numel() for shard in shards]
     packed = build.call(aten.cat.default, list(shards)) if len(shards) > 1 else shards[0]
     launched = build.call(GATHER, packed, ranks, group)
@@ -166,7 +166,7 @@ def gather(build: GraphBuilder, shards: Sequence[fx.Node], ranks: int, group: st
 
 
 def reduce(build: GraphBuilder, gradients: Sequence[fx.Node], ranks: int, group: str = "dp") -> list[fx.Node]:
-    """One packed reduce-scatter, as the runtime traces it: this rank's 1-D shards of the averaged `gradients`."""
+    """Add the runtime's packed reduce-scatter; return 1-D shards of the averaged gradients."""
     rows = [build.call(aten.reshape.default, gradient, [ranks, -1]) for gradient in gradients]
     numels = [build.value(each).shape[1] for each in rows]
     packed = build.call(aten.cat.default, rows, 1)
@@ -178,7 +178,7 @@ def reduce(build: GraphBuilder, gradients: Sequence[fx.Node], ranks: int, group:
 
 
 def name_collectives(graph: fx.Graph) -> None:
-    """Turn torch's collectives into the runtime's, each with a name of its own."""
+    """Replace torch's collectives by the runtime's, each with a unique name."""
     ours = {GATHER: all_gather_into_tensor, REDUCE: reduce_scatter_tensor}
     for torchs, named in ours.items():
         for node in graph.find_nodes(op="call_function", target=torchs):
@@ -186,7 +186,7 @@ def name_collectives(graph: fx.Graph) -> None:
 
 
 def checkpoint(build: GraphBuilder, x: fx.Node, weight: fx.Node, body_of: Callable[..., fx.Node]) -> fx.Node:
-    """A checkpoint in a Dynamo graph, whose body makes a result of an activation and a matrix."""
+    """Add a checkpoint of `body_of(body, x, weight)` to a Dynamo graph."""
     body = GraphBuilder(meta_key="example_value", fake_mode=build.fake_mode)
     last = body_of(body, *(body.input_like(f"inside_{i}", build.value(each)) for i, each in enumerate((x, weight))))
     attribute = build.subgraph(f"body_{x.name}", body.output_module(last))

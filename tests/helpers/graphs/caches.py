@@ -1,4 +1,4 @@
-"""Inductor's caches of whole graphs."""
+"""Switch for Inductor's and AOTAutograd's caches of whole graphs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch._inductor.config
 
 @contextmanager
 def without_graph_caches() -> Iterator[None]:
-    """No pass runs on a graph from a cache, and its report has no counts. Compiled C++ may still come from one."""
+    """Disable graph caches, because passes skip cached graphs. Compiled C++ may still come from a cache."""
     forward, both = torch._inductor.config, torch._functorch.config
     with forward.patch(fx_graph_cache=False), both.patch(enable_autograd_cache=False):
         yield

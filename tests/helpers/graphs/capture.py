@@ -1,4 +1,4 @@
-"""The graphs that the passes get, and what they leave, of one step of a model."""
+"""Capture a training step's graphs before and after the passes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from helpers.graphs.render import render
 
 
 class _Rendering(Pipeline):
-    """A pipeline that keeps the graphs it got and left, as text."""
+    """A pipeline that records its input and output graphs as text."""
 
     graphs: list[str]
 
@@ -39,9 +39,10 @@ def _rendering() -> Iterator[list[str]]:
 
 
 def render_step(model: nn.Module, run: Callable[[], torch.Tensor], **options: Any) -> list[str]:
-    """Compile `model` with Inductor and `run` it; before and after the passes, forward and then backward.
+    """Compile and run a model; render its graphs around the passes.
 
-    The names of process groups read `dp`, and those of the collectives in profiles are left out.
+    Returns the forward before and after the passes, then the backward. Renders process groups as `dp` and leaves out
+    the collectives' names in profiles.
     """
     with _rendering() as graphs:
         model.compile(backend="compile_fsdp", fullgraph=True, options=options)
@@ -50,7 +51,7 @@ def render_step(model: nn.Module, run: Callable[[], torch.Tensor], **options: An
 
 
 def events(graph: str) -> list[str]:
-    """The collectives and matrix products of a rendered graph, in order: "gather[16]", "mm[2, 4]", "reduce[8]"."""
+    """List a rendered graph's events, such as "gather[16]", "mm[2, 4]" or "reduce[8]"."""
     names = {"all_gather_into_tensor": "gather", "reduce_scatter_tensor": "reduce", "mm": "mm"}
     found = []
     for line in graph.splitlines():

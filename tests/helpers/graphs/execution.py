@@ -1,4 +1,4 @@
-"""Run graphs on real CPU tensors, whose storages are really freed and filled."""
+"""Run graphs on real CPU tensors, whose storages are freed and filled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import fx
 
 
 def freed(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A tensor without memory, as an unsharded parameter is outside its windows."""
+    """Return a tensor without memory, like an unsharded parameter outside its windows."""
     tensor = torch.zeros(shape, dtype=dtype)
     tensor.untyped_storage().resize_(0)
     return tensor
@@ -20,7 +20,7 @@ def storage_sizes(inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def run(graph: fx.Graph, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Results that own memory of the graph; parameters among the results are left out."""
+    """Run a graph and return its results except those that are inputs."""
     assert graph.owning_module is not None
     names = [str(node.target) for node in graph.find_nodes(op="placeholder")]
     with torch.no_grad():

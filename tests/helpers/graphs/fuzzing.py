@@ -1,4 +1,4 @@
-"""How many random graphs a test looks at: a few in every run of the tests, 10,000 in the slow one."""
+"""Number of random examples per test: 120 by default, 10,000 in the slow tests."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ MANY = pytest.mark.parametrize(
 
 
 def fuzz(check: Callable[..., None], examples: int, *strategies: SearchStrategy[Any]) -> None:
-    """Call `check` with so many drawn arguments."""
+    """Call `check` with arguments drawn from the strategies, for this number of examples."""
     settings(max_examples=examples, suppress_health_check=[HealthCheck.too_slow])(given(*strategies)(check))()

@@ -1,7 +1,7 @@
-"""Run a post-grad graph on all ranks of a simulated world at a time, in one process.
+"""Run a post-grad graph on all ranks of a simulated world, node by node.
 
-What a collective sends must stay as it is until somebody has waited for it, and what it receives is NaN until then: a
-pass that moves a write or a read into between is caught.
+Until the wait of a collective its input must not change, and its output is NaN. This catches a pass that moves a write
+of the input or a read of the output between launch and wait.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 @dataclass(slots=True)
 class _Flight:
-    """A collective between its launch and its wait; lists have one item for each rank.
+    """A collective between launch and wait; each list has an item per rank.
 
     Attributes:
-        sent: What it sends.
-        copies: What it sent when it was launched.
-        buffers: What it returned, NaN until it lands.
-        results: What then is in them.
+        sent: Its inputs.
+        copies: Copies of the inputs at the launch.
+        buffers: Its outputs, NaN until the wait.
+        results: Values of the outputs after the wait.
     """
 
     sent: list[torch.Tensor]
@@ -54,11 +54,11 @@ class _Rank(fx.Interpreter):
 
 
 def run_ranks(graph: fx.Graph, inputs: Sequence[Mapping[str, torch.Tensor]]) -> list[list[torch.Tensor]]:
-    """What each rank's graph returns.
+    """Run the graph on all ranks and return each rank's results.
 
     Args:
-        graph: Its collectives go over all ranks, whatever their group is called.
-        inputs: By rank, tensors by placeholder. Written in place.
+        graph: Its collectives go over all ranks, whatever the name of their group.
+        inputs: For each rank, tensors by placeholder; the graph may write them in place.
     """
     ranks = [_Rank(graph, each) for each in inputs]
     flights: dict[int, _Flight] = {}  # by rank 0's buffer

@@ -1,7 +1,7 @@
-"""Random post-grad graphs of a step: groups of parameters are gathered, filled, read, freed and reduced, in any order.
+"""Random post-grad graphs that gather, fill, read, free and reduce parameter groups.
 
-A graph may do what no runtime would, as long as it means something: what would read memory that is freed, not filled
-or still to be received is not built.
+The order is random, and may be one that no runtime produces. An action that would read memory which is freed, not
+filled or not yet received is skipped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RANKS = 2
 
 _CAST = torch.ops.prims.convert_element_type.default
 
-# What a step does, by what it is about.
+# Kinds of actions, by subject.
 _WITH_PARAMETERS = (
     "window", "gather", "gather_item", "fill_all", "fill", "free", "read", "read_value", "read_old_value", "view",
     "read_view", "write_shard", "write_row_of_shard", "write_value", "write_weight", "empty",
@@ -29,7 +29,7 @@ _WITH_GRADIENTS = (
 )  # fmt: skip
 _SUBJECTS = (_WITH_PARAMETERS, _WITH_GRADIENTS, _WITH_PARAMETERS + _WITH_GRADIENTS)
 
-Action = tuple[str, int, int]  # what, with which group, and which of several
+Action = tuple[str, int, int]  # kind, index of the group, index of an item of the group
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class GroupPlan:
     """A parameter group.
 
     Attributes:
-        numels: Of the parameters' shards.
-        dtype: Of the unsharded parameters, and of what is gathered and reduced.
+        numels: Number of elements of each parameter's shard.
+        dtype: Dtype of unsharded parameters, all-gathers and reduce-scatters.
         process_group: Name of the process group.
     """
 
@@ -49,11 +49,11 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What a graph is built from.
+    """Plan of a graph.
 
     Attributes:
         groups: The parameter groups.
-        actions: What the step does.
+        actions: Actions of the step, in order.
         is_named: Whether the collectives are the runtime's, with names, or torch's.
     """
 
@@ -72,7 +72,7 @@ _group_plans = st.builds(
 
 @st.composite
 def _actions(draw: st.DrawFn) -> tuple[Action, ...]:
-    """A step does few kinds of things, and those often: what goes wrong together then meets."""
+    """Draw many actions of few kinds, so that kinds which fail together meet."""
     actions = draw(st.sampled_from(_SUBJECTS))
     kinds = draw(st.lists(st.sampled_from(actions), min_size=2, max_size=6, unique=True))
     action = st.tuples(st.sampled_from(kinds), st.integers(0, 2), st.integers(0, 3))
@@ -89,11 +89,11 @@ step_plans = st.builds(
 
 @dataclass
 class _Parameter:
-    """An unsharded parameter [RANKS, numel] that arrives freed, its shard [numel], and what its storage holds."""
+    """A parameter [RANKS, numel] that starts freed, its shard [numel], and its storage's state."""
 
     shard: fx.Node
     weight: fx.Node
-    saved: fx.Node  # [rows, numel], of which its gradient is made
+    saved: fx.Node  # [rows, numel], from which the gradient is computed
     is_full: bool = False
     is_filled: bool = False
     view: fx.Node | None = None
@@ -103,20 +103,20 @@ class _Parameter:
 class _Group:
     plan: GroupPlan
     parameters: list[_Parameter]
-    values: list[fx.Node] = field(default_factory=list)  # as last gathered
+    values: list[fx.Node] = field(default_factory=list)  # of the last gather
     old_values: list[fx.Node] = field(default_factory=list)
     gradients: list[fx.Node] = field(default_factory=list)
     reduced: list[list[fx.Node]] = field(default_factory=list)
 
 
 class RandomStep:
-    """A graph that does what a plan says.
+    """A graph built from a plan.
 
     Args:
         plan: The plan.
-        rows: Of the rank's batch.
+        rows: Number of rows of the rank's batch.
     Attributes:
-        graph: The graph, without a module, which takes longer to make than the graph to run.
+        graph: The graph, without a module because creating a module takes longer than running the graph.
     """
 
     def __init__(self, plan: StepPlan, rows: int = 3) -> None:
@@ -136,11 +136,11 @@ class RandomStep:
             name_collectives(self.graph)
 
     def groups(self) -> dict[fx.Node, int]:
-        """By unsharded parameter, the number of its group."""
+        """Map each unsharded parameter to the index of its group."""
         return {each.weight: i for i, group in enumerate(self._groups) for each in group.parameters}
 
     def inputs(self, rank: int) -> dict[str, torch.Tensor]:
-        """What the rank's graph takes in: small whole numbers, of which sums and products are exact."""
+        """Return the rank's inputs, whole numbers with exact sums and products."""
         generator = torch.Generator().manual_seed(rank)
         given = {}
         for node in self.graph.find_nodes(op="placeholder"):
@@ -151,7 +151,7 @@ class RandomStep:
         return given
 
     def defined(self) -> list[str]:
-        """The inputs whose data means something when the graph returns."""
+        """Names of the inputs whose data is defined when the graph returns."""
         weights = {parameter.weight.name: parameter.is_filled for parameter in self._parameters()}
         return [node.name for node in self.graph.find_nodes(op="placeholder") if weights.get(node.name, True)]
 
@@ -177,7 +177,7 @@ class RandomStep:
                     self._free(each)
             case "gather":
                 self._gather(group)
-            case "gather_item":  # not packed, and only one parameter of the group
+            case "gather_item":  # a single parameter, not packed
                 shards = self._cast([parameter.shard], group)
                 self._read(gather(self._build, shards, RANKS, group.plan.process_group)[0])
             case "fill" if group.values:
@@ -257,7 +257,7 @@ class RandomStep:
         self._build.call(aten.add_.Tensor, tensor, 1)
 
     def _fill(self, parameter: _Parameter, value: fx.Node) -> None:
-        # A second resize to the full size would keep what is there; see test_remove_unshard_copies_random.py.
+        # A second resize to the full size would keep the data; see test_remove_unshard_copies_random.py.
         if not parameter.is_full:
             self._build.full(parameter.weight)
         self._build.copy(parameter.weight, value)
@@ -275,5 +275,5 @@ class RandomStep:
         else:
             launched = build.call(GATHER, total, RANKS, "tp")
         received = build.call(c10d.wait_tensor.default, launched)
-        if index:  # Otherwise nobody reads it, and it is still the user's.
+        if index:  # Otherwise no node reads the result of the user's collective.
             self._results.append(build.call(aten.mul.Tensor, received, 2))

@@ -1,4 +1,4 @@
-"""Run graphs with collectives in one process, as rank 0 of ranks whose tensors are known multiples of its own."""
+"""Run graphs with collectives in one process, as rank 0 of a simulated world."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from helpers.graphs.build import GATHER, REDUCE
 
 
 class RankZero(fx.Interpreter):
-    """Rank r has (r + 1) times what rank 0 has."""
+    """Simulates ranks r whose tensors are (r + 1) times rank 0's."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target in (GATHER, all_gather_into_tensor):

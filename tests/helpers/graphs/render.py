@@ -1,6 +1,6 @@
-"""Print a graph for golden tests: numbered values with dtype and shape, short op names, nothing else.
+"""Print a graph for golden tests.
 
-The text does not depend on node names, overload names or torch's own printers, which move between releases.
+The text does not depend on node names, overload names or torch's own printers, which change between releases.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _render_subgraph(node: fx.Node) -> str:
 
 
 def _begins_clone(node: fx.Node) -> bool:
-    """Whether a node is the first half of a clone, as AOTAutograd writes it since torch 2.12: memory, and a copy."""
+    """Whether a node is the `empty_strided` of a clone, written since torch 2.12 as `empty_strided` and `copy`."""
     if node.op != "call_function" or _target(node) != "empty_strided" or len(node.users) != 1:
         return False
     (user,) = node.users
@@ -59,7 +59,7 @@ def _begins_clone(node: fx.Node) -> bool:
 
 
 def _clone(node: fx.Node, labels: dict[fx.Node, str]) -> str | None:
-    """What torch 2.11 writes for both halves, if the node is the second one; None for any other node."""
+    """Render the `copy` of a clone like torch 2.11's clone op; None for other nodes."""
     first = node.args[0] if node.args else None
     if not (isinstance(first, fx.Node) and _begins_clone(first)):
         return None

@@ -1,1 +1,1 @@
-"""Models to shard and train: reference ones, random ones, odd parameters, every optimizer."""
+"""Models to shard and train: reference models, random models, odd parameters, every optimizer."""

@@ -1,4 +1,4 @@
-"""A small language model, as the config.json of a transformers model says it."""
+"""A small language model, as the config.json of a transformers model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model whose step the tests of `explain` look at."""
+"""The model for the tests of `explain`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ HOSTILE = "</script><script>document['title']='owned'</script>"
 
 
 class Block(nn.Module):
-    """Two rows of each parameter for each rank, so that shards are even, and blocks of a packed buffer."""
+    """Block whose shards are even, two rows each, and contiguous in a packed buffer."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

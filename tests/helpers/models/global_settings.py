@@ -1,4 +1,4 @@
-"""Settings of torch for a while."""
+"""Context managers for torch's global settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Deterministic algorithms only."""
+    """Allow only deterministic algorithms."""
     torch.use_deterministic_algorithms(True)
     try:
         yield

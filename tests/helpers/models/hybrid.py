@@ -1,4 +1,4 @@
-"""A small model over a mesh of two replicas of two shards, with shards that are uneven."""
+"""A small model with uneven shards, on a 2 x 2 HSDP mesh."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Block(nn.Module):
         self.outer = nn.Linear(6, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Args: x: (batch, 4)."""
+        """Map `x`, (batch, 4), to (batch, 4)."""
         return x + self.outer(torch.relu(self.inner(x)))
 
 
 def build_hybrid(block: type[nn.Module] = Block) -> nn.Sequential:
-    """The model on one of four ranks, sharded and not compiled."""
+    """Build the model on one of four ranks, sharded and not compiled."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = nn.Sequential(block(), block(), nn.Linear(4, 1))
     for module in (*model[:2], model):

@@ -1,4 +1,4 @@
-"""Optimizers, a model of every kind of parameter, and comparisons for the tests of optimizer state."""
+"""Optimizers, a model with every kind of parameter, and comparisons of optimizer state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEARNING_RATE = 0.05
 
 
 class Hoarder(torch.optim.Optimizer):
-    """Momentum, among state of every kind: other dtypes, counters, strings, tuples, dicts with int keys."""
+    """Momentum with more state: bf16, int64, counters, strings, tuples, dicts with int keys."""
 
     def __init__(self, params: Iterable[Any], lr: float = LEARNING_RATE) -> None:
         super().__init__(params, {"lr": lr})
@@ -54,10 +54,10 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Everything(nn.Module):
-    """Parameters of every kind.
+    """A model with every kind of parameter.
 
-    Tied between an embedding and the output, frozen, unused, one that FSDP2 is told to ignore, smaller than the number
-    of ranks, and of sizes that no number of ranks divides.
+    Tied between embedding and output, frozen, unused, ignored by FSDP2, smaller than the number of ranks, and of sizes
+    that no number of ranks divides.
     """
 
     def __init__(self, dim: int = 6) -> None:
@@ -80,7 +80,7 @@ class Everything(nn.Module):
 
 
 def everything(mesh: DeviceMesh | None = None, blocks: Iterable[int] = (0, 1, 2)) -> Everything:
-    """The same weights at every call; sharded over `mesh`, with a group for each of the layers in `blocks`."""
+    """Build equal weights at every call; shard the layers `blocks` and the root over `mesh`."""
     torch.manual_seed(0)
     model = Everything()
     if mesh is not None:
@@ -91,9 +91,9 @@ def everything(mesh: DeviceMesh | None = None, blocks: Iterable[int] = (0, 1, 2)
 
 
 def groups_of(model: Everything) -> list[dict[str, Any]]:
-    """Groups in another order than the model's parameters, one without any.
+    """Return reordered optimizer groups, including an empty group.
 
-    The ignored parameter has its own: torch's fused and foreach optimizers do not mix DTensors with other tensors.
+    The ignored parameter has a separate group, because fused and foreach optimizers do not mix DTensors with tensors.
     """
     others = [each for each in model.parameters() if each is not model.plain]
     matrices = [each for each in others if each.ndim > 1]
@@ -103,7 +103,7 @@ def groups_of(model: Everything) -> list[dict[str, Any]]:
 
 
 def train(model: nn.Module, optim: torch.optim.Optimizer, steps: Iterable[int]) -> None:
-    """The same batch on every rank: with a power of two of ranks, the mean of their gradients is exact."""
+    """Train on equal batches, so that a mean over a power of two of ranks is exact."""
     for step in steps:
         torch.manual_seed(1000 + step)
         model(torch.randint(0, 11, (4, 5))).backward()
@@ -116,7 +116,7 @@ def whole(value: Any) -> Any:
 
 
 def assert_same(got: Any, expected: Any, exact: bool = True) -> None:
-    """Compare two optimizer states: parameters and their order, containers, numbers, and tensors by element."""
+    """Compare two optimizer states: order of parameters, containers, numbers, and tensors."""
     assert list(got["state"]) == list(expected["state"])
     assert got["param_groups"] == expected["param_groups"]
     for fqn, entries in expected["state"].items():

@@ -1,13 +1,14 @@
-"""Random training loops around fixed models: eager FSDP2 and the compiled model take the same actions.
+"""Random training loops of fixed models, for eager FSDP2 and compiled training.
 
-`helpers.models.random_programs` varies the model and keeps the loop. Here a few small models stay as they are, and the
-loop reads, writes, gathers, frees, evaluates, resets and accumulates at any place of a step.
+`helpers.models.random_programs` varies the model with a fixed loop. Here the models are fixed, and the loop reads,
+writes, gathers, frees, evaluates, resets and accumulates at any place of a step.
 
 [Note: Order of additions]
-A parameter that eager code and a graph both use gets a gradient from each. Two values add up to the same bits in either
-order; three or more do not: eager autograd adds all gradients of a backward one after the other, a compiled backward
-first those of one forward graph. A backward without a reduction leaves one more value to add. Such loops run in float64
-and may differ by `REORDERED` of the largest value; in float32 the rounding of one step would grow in the next ones.
+A parameter that both eager code and a graph use gets a gradient from each. The sum of two values does not depend on
+their order, but the sum of three or more does: eager autograd adds all gradients of a backward one after the other,
+while a compiled backward first adds the gradients of one forward graph. A backward without a reduction leaves one more
+value to add. Loops with such sums run in float64 and may differ by `REORDERED` of the largest value; in float32 the
+rounding of one step would grow in the next steps.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from helpers.models.random_programs import drop_gathered_ahead
 from helpers.ranks.meshes import shared_mesh
 from helpers.ranks.pools import device_type
 
-WIDTH = 5  # of every activation: no multiple of the number of ranks
+WIDTH = 5  # of every activation; not a multiple of the number of ranks
 ROWS = 4
 LEARNING_RATE = 0.02
 REORDERED = 1e-9  # relative; see [Note: Order of additions]
@@ -48,8 +49,8 @@ class Action(NamedTuple):
 
     Attributes:
         kind: Name of the method.
-        target: A parameter or a module, by its name; empty for the root, or for all.
-        value: An argument of the method.
+        target: Name of a parameter or module; empty for the root, or for all of them.
+        value: Argument of the method.
     """
 
     kind: str
@@ -72,7 +73,7 @@ class Loop(NamedTuple):
         model: One of MODELS.
         steps: The actions of each step.
         inner_backend: The backend's option.
-        seed: Number that the loop was drawn with; -1 for a loop written by hand.
+        seed: Seed that the loop was drawn with; -1 for a loop written by hand.
         replay: The backend's option.
     """
 
@@ -90,7 +91,7 @@ class Loop(NamedTuple):
     @property
     def adds_in_another_order(self) -> bool:
         """Whether a gradient may have three or more terms. See [Note: Order of additions]."""
-        waiting, reduced = 0, 0  # terms of the next backward, and whether there is a gradient before it
+        waiting, reduced = 0, 0  # number of terms of the next backward, and of gradients before it
         for action in (action for step in self.steps for action in step):
             match action.kind:
                 case "set" if action.value[0] == "set_requires_gradient_sync":
@@ -105,7 +106,7 @@ class Loop(NamedTuple):
                 case "forward":
                     waiting += 3 if action.value == "chunks" else 1
                 case "part":
-                    waiting += 2  # which eager FSDP2 reduces apart from that of the whole model
+                    waiting += 2  # eager FSDP2 reduces this gradient separately from the whole model's
                 case "penalty" | "write_gradient":
                     waiting += 1
             if waiting + reduced > 2:
@@ -124,10 +125,10 @@ class Loop(NamedTuple):
 
     @property
     def has_reference(self) -> bool:
-        """Whether training without sharding computes the same up to rounding."""
+        """Whether training without sharding computes equal values up to rounding."""
         actions = [action for step in self.steps for action in step]
         if self.model == "resharded" and any(action.value in ("scaled", "chunks") for action in actions):
-            return False  # eager code multiplies by a DTensor, whose gradient is that of this rank's batch alone
+            return False  # eager code multiplies by a DTensor, whose gradient covers only this rank's batch
         is_gathered = False
         for action in actions:
             if action.kind in ("backward", "input_gradient"):
@@ -139,7 +140,7 @@ class Loop(NamedTuple):
         return all(action.kind in _COMMON and action.value != "gradient" for action in actions)
 
 
-# Actions with a meaning for a model that is not sharded, whatever the rank's batch.
+# Actions that an unsharded model can take on any rank's batch.
 _COMMON = (
     *("forward", "part", "evaluate", "no_grad", "backward", "input_gradient"),
     *("penalty", "zero_grad", "step", "state_dict", "stance"),
@@ -170,7 +171,7 @@ class Model(nn.Module):
 
 
 def build(loop: Loop, fully_shard: Any) -> Model:
-    """The loop's model, with the same weights on every rank and at every call; unsharded without `fully_shard`."""
+    """Build the loop's model with equal weights; unsharded if `fully_shard` is None."""
     torch.manual_seed(0)
     model = Model(loop.model).to(device_type(), loop.dtype)
     if fully_shard is not None:
@@ -183,18 +184,18 @@ def build(loop: Loop, fully_shard: Any) -> Model:
 
 
 class InjectedError(RuntimeError):
-    """Raised in a loss."""
+    """Raised on purpose in a loss."""
 
 
 class Seen(NamedTuple):
-    """A value that a loop has seen, and where."""
+    """A value that a loop has observed, and its place in the loop."""
 
     where: str
     value: torch.Tensor | None
 
 
 class Verdict(NamedTuple):
-    """How a loop has ended, and why."""
+    """Outcome of a loop, and its reason."""
 
     outcome: str
     reason: str = ""
@@ -205,11 +206,11 @@ class Training:
 
     Attributes:
         model: The model.
-        optimizers: SGD for the root's own parameters, and for those of the blocks.
-        rank: Which batches it gets.
-        names: Those of the parameters.
-        pending: Losses of each forward whose backward is to come.
-        terms: Penalties that are added to the next loss.
+        optimizers: SGD for the root's own parameters, and SGD for the blocks' parameters.
+        rank: Rank, which selects the batches.
+        names: Names of the parameters.
+        pending: Losses of each forward that has had no backward yet.
+        terms: Penalties to add to the next loss.
         seen: Losses, outputs, gradients and parameters so far.
     """
 
@@ -231,7 +232,7 @@ class Training:
         self.where = ""
 
     def run(self) -> None:
-        """Take the actions of one step after the other."""
+        """Take the actions of all steps, in order."""
         for number, step in enumerate(self.loop.steps):
             try:
                 for position, action in enumerate(step):
@@ -245,7 +246,7 @@ class Training:
     # Forwards
 
     def forward(self, action: Action) -> None:
-        """Run the model, and make a loss of its output as `value` says."""
+        """Run the model, and compute the losses that `value` selects."""
         self._add(self._losses(self.model(self._batch()), action))
 
     def _losses(self, output: torch.Tensor, action: Action) -> list[torch.Tensor]:
@@ -284,7 +285,7 @@ class Training:
             self._note("output", self.model(self._batch()))
 
     def failing(self, action: Action) -> None:
-        """Raise in the loss, after the forward or in the backward; reset the model."""
+        """Raise in the forward or backward, as `value` says; reset the model."""
         try:
             output = self.model(self._batch())
             if action.value == "forward":
@@ -299,7 +300,7 @@ class Training:
     # Around the model
 
     def penalty(self, action: Action) -> None:
-        """Read a parameter, and add its square to the pending loss, or else to the next one."""
+        """Add a parameter's square to the pending loss, or to the next loss if none is pending."""
         term = 0.01 * self._read(action.target).square().sum()
         if action.value == "detached":
             term = term.detach()
@@ -336,7 +337,7 @@ class Training:
         self.model.get_submodule(action.target).requires_grad_(action.value)
 
     def load_state_dict(self, action: Action) -> None:
-        """Load the model's own parameters, made smaller."""
+        """Load the model's own parameters, scaled down."""
         self.model.load_state_dict({name: value * 0.75 for name, value in self.model.state_dict().items()})
 
     def state_dict(self, action: Action) -> None:
@@ -345,7 +346,7 @@ class Training:
             self._note(f"state {name}", value)
 
     def stance(self, action: Action) -> None:
-        """Run eagerly until the end of the step, or no longer."""
+        """Set torch.compile's stance until the end of the step."""
         torch.compiler.set_stance(action.value)
 
     # FSDP2's own calls
@@ -371,7 +372,7 @@ class Training:
     # Backwards
 
     def backward(self, action: Action) -> None:
-        """Run the backwards of all pending losses, together or apart as `value` says."""
+        """Run the backwards of all pending losses, together or separately as `value` says."""
         pending, self.pending = self.pending, []
         losses = [loss for each in pending for loss in each]
         if action.value == "gradient":
@@ -391,16 +392,16 @@ class Training:
             total.backward()
 
     def input_gradient(self, action: Action) -> None:
-        """Run the model for the gradient by its input alone."""
+        """Compute only the gradient by the model's input."""
         batch = self._batch().requires_grad_()
         self._note("input gradient", torch.autograd.grad(self.model(batch).square().mean(), batch)[0])
 
     def step(self, action: Action) -> None:
-        """Update by one of the optimizers, or by both."""
+        """Step the target's optimizer, or both."""
         self._average()
         self._note_gradients()
         if self.is_sharded:
-            drop_gathered_ahead(self.model)  # eager FSDP2 leaves that after set_is_last_backward(False)
+            drop_gathered_ahead(self.model)  # eager FSDP2 leaves it after set_is_last_backward(False)
         for name, optimizer in self.optimizers.items():
             if action.target in ("", name):
                 optimizer.step()
@@ -417,7 +418,7 @@ class Training:
         return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
     def _average(self) -> None:
-        """Average the gradients of an unsharded model over the ranks; those of earlier backwards are equal already."""
+        """Average an unsharded model's gradients over the ranks; averaging them again changes nothing."""
         if not self.is_sharded:
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
@@ -456,7 +457,7 @@ def _local(value: torch.Tensor) -> torch.Tensor:
 
 
 def random_loop(seed: int, inner_backend: str = "aot_eager") -> Loop:
-    """The loop of a seed."""
+    """Draw the loop of a seed."""
     draw = random.Random(seed)
     model = draw.choice(MODELS)
     kinds = _PLAIN if draw.random() < 0.25 else _KINDS
@@ -472,8 +473,8 @@ def _step(draw: random.Random, model: str, kinds: tuple[Draw, ...], is_first: bo
         actions.append(draw.choice((_forward, _part))(draw))
         actions += _some(draw, (0, 0, 1), kinds)
     backward = _backward(draw, any(action.value == "two" for action in actions))
-    # The compiled backward refuses torch.autograd.grad by a sharded parameter. A gradient by a parameter that the
-    # forward reads and leaves unsharded lacks the compiled graph's part, without an error.
+    # The compiled backward refuses torch.autograd.grad by a sharded parameter. For a parameter that the forward reads
+    # and leaves unsharded, the gradient silently lacks the compiled graph's part.
     can_ask = model in ("head", "resharded")
     actions.append(backward if can_ask or backward.value != "gradient" else Action("backward"))
     actions += _some(draw, (0, 0, 1), kinds)
@@ -495,7 +496,7 @@ def _forward(draw: random.Random) -> Action:
 def _backward(draw: random.Random, has_two: bool) -> Action:
     value = draw.choice((None, None, None, None, "apart", "apart", "again", "freed", "gradient"))
     if (value == "gradient" and draw.random() < 0.7) or (value == "freed" and has_two):
-        value = None  # refused by the compiled backward, or by eager FSDP2, nearly always
+        value = None  # the compiled backward or eager FSDP2 nearly always refuses these
     return Action("backward", "end.weight" if value == "gradient" else "", value)
 
 
@@ -550,7 +551,7 @@ def _set(draw: random.Random) -> Action:
 
 
 Draw = Callable[[random.Random], Action]
-# For loops that training without sharding can be compared with, and for others.
+# _PLAIN: actions that training without sharding can reproduce. _KINDS: all actions.
 _PLAIN: tuple[Draw, ...] = (_penalty, _penalty, _zero_grad, _evaluation, _part, _stance)
 _KINDS: tuple[Draw, ...] = (
     *(_penalty, _penalty, _penalty, _write, _write_gradient, _zero_grad, _evaluation, _part),
@@ -559,7 +560,7 @@ _KINDS: tuple[Draw, ...] = (
 
 
 def shrunk(loop: Loop, fails: Callable[[Loop], bool]) -> Loop:
-    """The loop without all actions that it fails without."""
+    """Remove steps, actions and options that a failure does not need."""
     is_smaller = True
     while is_smaller:
         is_smaller = False

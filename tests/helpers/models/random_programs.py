@@ -1,6 +1,6 @@
-"""Random training programs: trees of modules with any sharing, freezing, checkpointing, control flow and sharding.
+"""Random training programs: module trees with sharing, freezing, checkpoints, control flow and sharding.
 
-A program is a value: what hypothesis has shrunk can be printed, and kept as a test.
+A program is a value, so a program shrunk by hypothesis can be printed and kept as a test.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from helpers.models.tensor_subclasses import Int8RowsWeight, use
 from helpers.ranks.meshes import shared_mesh
 from helpers.ranks.pools import device_type
 
-FEATURES = 5  # of every activation: nothing is a multiple of it
+FEATURES = 5  # of every activation; not a multiple of the number of ranks
 ROWS = 3
 
 LEAVES = ("linear", "mlp", "int8", "norm", "scale", "buffer", "dtensor", "again")
@@ -36,14 +36,14 @@ class Part:
     """One module.
 
     Attributes:
-        kind: What its forward does, see `PartModule.body`.
+        kind: Kind of its forward, see `PartModule.body`.
         children: Modules of an inner part.
-        number: The hidden width of an "mlp" of FEATURES features; which earlier sharded module "again" runs.
-        times: How often the forward runs it, one after the other.
-        frozen: Which of its own parameters are: none, all, or those that are not matrices.
+        number: Hidden width of an "mlp" of FEATURES features; index of the earlier sharded module that "again" runs.
+        times: How often the forward runs it in a row.
+        frozen: Which of its own parameters are frozen: "" for none, "all", or "vectors" for all except matrices.
         is_checkpointed: Whether its activations are recomputed.
-        is_sharded: Whether it is a parameter group of its own.
-        keeps: Whether it stays unsharded between forward and backward; None leaves it to torch.
+        is_sharded: Whether it is sharded as a separate parameter group.
+        keeps: Whether it stays unsharded between forward and backward; None for torch's default.
     """
 
     kind: str
@@ -62,14 +62,14 @@ class Program:
 
     Attributes:
         root: The model; always sharded.
-        steps: What each step does, see `Training.step`.
-        flags: Of each step, which way the control flow goes; the same on all ranks.
-        in_bfloat16: Whether parameters are gathered, and computed with, in 16 bits.
-        prefetches: Whether every sharded module names the next one to gather.
-        budget: An option of the backend that limits memory, and its bytes.
-        inner_backend: The backend's option. Only with Inductor the passes run.
-        rows: Of a batch, on each rank.
-        features: Of every activation.
+        steps: Kind of each step, see `Training.step`.
+        flags: Branch of the control flow in each step, equal on all ranks.
+        in_bfloat16: Whether parameters are gathered in 16 bits, for compute in 16 bits.
+        prefetches: Whether every sharded module prefetches the next sharded module.
+        budget: Name and bytes of the backend's option that limits memory.
+        inner_backend: The backend's option. The passes run only with Inductor.
+        rows: Number of rows of a batch on each rank.
+        features: Width of every activation.
     """
 
     root: Part
@@ -88,13 +88,13 @@ class Program:
 
     @property
     def adds_in_another_order(self) -> bool:
-        """Whether gradients may be added in another order than eager FSDP2 adds them.
+        """Whether gradients may be added in a different order than in eager FSDP2.
 
-        A layer may run several times, in each of several forwards that share a backward or in a checkpoint, or more
-        than twice around graph breaks: eager autograd adds up all its gradients one after the other, AOTAutograd first
-        those of one forward graph. Or it has gradients of a microbatch before: eager FSDP2 reduces these as soon as the
-        first of its backwards is over, and apart from the others. Or a sharded module takes what others take, too:
-        eager FSDP2 hands it in through an autograd node of its own, which adds up the module's part first.
+        Three cases differ. A layer runs several times, in forwards that share a backward or in a checkpoint, or more
+        than twice around graph breaks: eager autograd adds all its gradients one after the other, AOTAutograd first
+        adds the gradients of one forward graph. A layer has gradients of an earlier microbatch: eager FSDP2 reduces
+        them separately, when the first of its backwards ends. A sharded module shares its input tensor with a sibling:
+        eager FSDP2 passes the input through a separate autograd node, which first adds up the module's gradients.
         """
         parts = list(_walk(self.root))
         is_split = not {"sum", "accumulate"}.isdisjoint(self.steps) or any(part.is_checkpointed for part in parts)
@@ -107,12 +107,12 @@ class Program:
 
     @property
     def rounds_otherwise(self) -> bool:
-        """Whether compiled training may round otherwise than eager training."""
+        """Whether compiled training may round differently from eager training."""
         return self.adds_in_another_order or self.inner_backend == "inductor"
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and batches. Where roundings differ, float64: in float32 what cancels leaves any difference."""
+        """Dtype of weights and batches; float64 if roundings differ, because cancellation amplifies them."""
         return torch.float64 if self.rounds_otherwise else torch.float32
 
     @property
@@ -128,7 +128,7 @@ def _walk(part: Part) -> Iterator[Part]:
 
 
 def _runs(part: Part) -> Iterator[int]:
-    """How often each part of it runs; for "again" that is not known."""
+    """Yield how often each part runs, except for the modules that "again" runs."""
     yield part.times
     is_run_twice = part.kind == "heads" and len(part.children) == 1
     for child in part.children:
@@ -136,7 +136,7 @@ def _runs(part: Part) -> Iterator[int]:
 
 
 def _hands_to_sharded(part: Part) -> bool:
-    """Whether a sharded module gets the very tensor that the part takes."""
+    """Whether a sharded module gets the part's input tensor itself."""
     if part.is_sharded or part.kind == "again":
         return True
     takers = part.children if part.kind in ("sum", "heads", "gate") else part.children[:1]
@@ -147,9 +147,9 @@ class PartModule(nn.Module):
     """The module of a part.
 
     Attributes:
-        part: What it is.
+        part: The part.
         parts: The children's modules.
-        mutates: Whether a "buffer" is written. A checkpoint would write it again, and compute with another value.
+        mutates: Whether a "buffer" is written; a checkpoint would write it twice and recompute with the second value.
     """
 
     mutates = True
@@ -219,7 +219,7 @@ class PartModule(nn.Module):
                 chosen = self.parts[0] if flag.item() > 0 else self.parts[-1]
                 return chosen(x, flag)
             case "again" if not len(self.parts):
-                return x.cos()  # Up to torch 2.15 a checkpoint in another one must not return its own input.
+                return x.cos()  # Up to torch 2.15 a nested checkpoint must not return its own input.
             case "break":
                 torch._dynamo.graph_break()
         for each in self.parts:
@@ -231,13 +231,13 @@ class PartModule(nn.Module):
 
 
 def tensor_of(output: Any) -> torch.Tensor:
-    """What the next module computes with of an output."""
+    """Convert an output to the next module's input."""
     tensor: Any = output["x"] + output["others"][0] if isinstance(output, dict) else output
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor  # type: ignore[no-any-return]
 
 
 def build(program: Program, fully_shard: Any) -> nn.Module:
-    """The program's model, with the same weights on every rank and at every call."""
+    """Build and shard the program's model with equal weights at every call."""
     torch.manual_seed(0)
     model = PartModule(program.root, [], program.features).to(program.dtype)
     for module in model.modules():
@@ -278,7 +278,7 @@ class Training:
         self.losses: list[torch.Tensor] = []
 
     def step(self, number: int, rank: int) -> None:
-        """Forwards and backwards; the gradients stay."""
+        """Run a step's forwards and backwards; keep the gradients."""
         torch.manual_seed(100 * number + rank)
         self.losses = []
         batches = [torch.randn(self.program.rows, self.program.features, dtype=self.program.dtype) for _ in range(2)]
@@ -315,7 +315,7 @@ class Training:
                     self._loss(batches[1], flag)  # finds the root
                 assert isinstance(self.model, PartModule)
                 self._backward(self._loss_of(self.model.parts[0](batches[0], flag)))
-                reshard(self.model)  # no backward of the root does, and a change of what it holds would be lost
+                reshard(self.model)  # no backward of the root reshards it, and updates of its parameters would be lost
             case "stages":
                 with torch.no_grad():
                     self._loss(batches[1], flag)  # finds the root
@@ -334,7 +334,7 @@ class Training:
                 self._backward(self._loss(batches[0], flag))
 
     def _backward_by_stages(self, batch: torch.Tensor, flag: torch.Tensor) -> None:
-        """As a pipeline does: each part has a backward of its own, from the gradient of what it has handed on."""
+        """Run a backward per part from its output's gradient, as a pipeline does."""
         assert isinstance(self.model, PartModule)
         handed_on, x = [], batch
         for part in self.model.parts:
@@ -352,7 +352,7 @@ class Training:
 
     def _loss_of(self, result: Any) -> torch.Tensor:
         output = tensor_of(result).to(self.program.dtype)
-        # What comes out of a norm always has the same mean of squares: gradients would be nothing but rounding.
+        # Without a target, the mean of squares after a norm is constant, and gradients are only rounding errors.
         target = torch.linspace(-1, 1, self.program.features, dtype=self.program.dtype)
         loss = (output - target).square().mean()
         self.losses.append(loss.detach())
@@ -365,12 +365,12 @@ class Training:
 
     def update(self) -> None:
         if all(parameter.grad is None for parameter in self.model.parameters()):
-            # Without a backward FSDP2 leaves unsharded what `keeps`, and drops a change of the copy at the next one.
+            # Without a backward, parts that `keeps` marks stay unsharded, and FSDP2 later drops updates of that copy.
             reshard(self.model)
         with torch.no_grad():
             for parameter in self.model.parameters():
                 if not parameter.requires_grad:
-                    parameter.mul_(1.125)  # as the user's code may do: nothing gathered before is right any more
+                    parameter.mul_(1.125)  # like user code: makes earlier gathered values stale
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -383,9 +383,9 @@ def reshard(model: nn.Module) -> None:
 
 
 def drop_gathered_ahead(model: nn.Module) -> None:
-    """Shard what eager FSDP2 has gathered ahead for modules that did not run.
+    """Reshard parameters that eager FSDP2 has prefetched for modules that did not run.
 
-    Their next forward would compute with it, and so with the values of before a change; compiled steps do not.
+    The next forward of such a module would compute with values from before an update; compiled steps do not.
     """
     for module in model.modules():
         if (state := fsdp_state(module)) is not None:
@@ -411,10 +411,10 @@ def _inner(parts: st.SearchStrategy[Part]) -> st.SearchStrategy[Part]:
 
 
 def comparable(program: Program) -> Program:
-    """The program itself, or one like it that eager FSDP2 trains and whose results can be compared.
+    """Adapt a program so that eager and compiled results are comparable.
 
-    In stages each part of the root has to be sharded itself: the root's own parameters are freed behind the first
-    backward of all. And what rounds otherwise in 16 bits may differ by anything.
+    With "stages" each part of the root must be sharded, because the root's own parameters are freed after the first
+    backward. A program that rounds differently must not use 16 bits, because its differences would have no bound.
     """
     if "stages" in program.steps:
         parts = tuple(replace(part, is_sharded=True) for part in program.root.children)
@@ -423,7 +423,7 @@ def comparable(program: Program) -> Program:
 
 
 def in_one_graph(part: Part) -> Part:
-    """The part itself, or one like it without graph breaks: what would break runs its children one after the other."""
+    """Replace parts with graph breaks by chains of their children."""
     kind = "chain" if part.kind in ("gate", "break") else part.kind
     return replace(part, kind=kind, children=tuple(map(in_one_graph, part.children)))
 

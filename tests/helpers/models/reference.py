@@ -1,4 +1,4 @@
-"""Reference models of the parity tests: each returns the model, its blocks to shard, and its batches."""
+"""Reference models of the parity tests, with blocks and batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Case:
     """A model to train.
 
     Attributes:
-        model: Its forward returns a scalar loss, or an output with a `loss`.
+        model: Model whose forward returns a scalar loss, or an output with a `loss`.
         blocks: Modules to shard before the root, in order.
         batch: Draws the keyword arguments of one forward.
     """
@@ -30,7 +30,7 @@ class Case:
 
 
 class Block(nn.Module):
-    """Pre-norm MLP block with a scale; optionally checkpointed inside, or with a graph break in its middle."""
+    """Pre-norm MLP block with a scale and an optional checkpoint or graph break."""
 
     def __init__(self, dim: int, checkpointed: bool = False, breaks: bool = False) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks between an input and an output projection; `uses` runs every block several times in a row."""
+    """Blocks between two projections; each block runs `uses` times in a row."""
 
     def __init__(
         self, dim: int = 8, layers: int = 2, uses: int = 1, checkpoint_outside: bool = False, **block: bool
@@ -72,7 +72,7 @@ class Stack(nn.Module):
 
 
 class Pair(nn.Module):
-    """Two blocks and a parameter of its own: a sharded module that contains sharded modules."""
+    """Two blocks and a parameter: a sharded module that contains sharded modules."""
 
     def __init__(self, dim: int, **block: bool) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Nested(nn.Module):
 
 
 def _loss(output: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
-    # Random targets keep loss and gradients away from zero, where their relative differences mean nothing.
+    # Random targets keep loss and gradients away from zero, where relative differences are meaningless.
     return output.square().mean() if target is None else (output - target).square().mean()
 
 
@@ -137,7 +137,7 @@ class Scale(nn.Module):
 
 
 class Scaled(nn.Module):
-    """A partitioner rather computes the first scale again, for the gradient of the second, than saves its result."""
+    """Two scales; the partitioner recomputes the first scale for the second scale's gradient."""
 
     def __init__(self, dim: int = 8) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ def frozen_first() -> Case:
 
 
 class WithSpare(Block):
-    """Has a parameter that no forward uses."""
+    """A block with a parameter that no forward uses."""
 
     def __init__(self, dim: int) -> None:
         super().__init__(dim)
@@ -209,7 +209,7 @@ def gpt2() -> Case:
         attn_pdrop=0.0,
     )
     model = GPT2LMHeadModel(config)
-    # Unset, the first forward logs a warning about it, which is a graph break.
+    # If it is unset, the first forward logs a warning, which is a graph break.
     model.loss_type = "ForCausalLM"
     return Case(model, list(model.transformer.h), _tokens)
 
@@ -229,7 +229,7 @@ def _bytes() -> dict[str, Any]:
 
 
 class OddSizes(nn.Module):
-    """Parameters smaller than the number of ranks, empty ones, and sizes that no number of ranks divides."""
+    """Parameters that are empty, smaller than the world, or not divisible by its size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ def odd_sizes() -> Case:
 class Normed(nn.Module):
     """Batch norm, with its running buffers, before two blocks.
 
-    Behind a block it would make the gradient of the block's last bias zero, whose rounding nothing can compare.
+    After a block, it would make the gradient of the block's last bias zero up to rounding, which cannot be compared.
     """
 
     def __init__(self, dim: int = 8) -> None:
@@ -273,7 +273,7 @@ def batch_norm() -> Case:
 
 
 class Convolutions(nn.Module):
-    """Images through blocks of convolutions, whose weights Inductor wants with channels last; the root has one, too."""
+    """Convolutions in blocks and root, for whose weights Inductor wants channels last."""
 
     def __init__(self, channels: int = 8) -> None:
         super().__init__()
@@ -315,7 +315,7 @@ def lora() -> Case:
 
 
 class Experts(nn.Module):
-    """A soft mixture of experts; `experts` is what goes on a mesh of its own."""
+    """A soft mixture of experts; the parameter `experts` goes on a separate mesh."""
 
     def __init__(self, dim: int, count: int = 4) -> None:
         super().__init__()
@@ -334,7 +334,7 @@ def mixture() -> Case:
 
 
 class TiedEnds(nn.Module):
-    """An embedding whose weight is also the output projection, in one group with the final norm."""
+    """A block and a norm between an embedding and a tied output projection."""
 
     def __init__(self, vocabulary: int = 16, dim: int = 8) -> None:
         super().__init__()
@@ -382,7 +382,7 @@ def _keep_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 
 class Selective(nn.Module):
-    """Blocks under selective activation checkpointing: results of matrix products are kept."""
+    """Blocks under selective activation checkpointing that saves the results of matrix products."""
 
     def __init__(self, dim: int = 8) -> None:
         super().__init__()
@@ -406,7 +406,7 @@ LATE_MS = 50
 
 @torch.library.custom_op("tests::arrive_late", mutates_args=())
 def arrive_late(x: torch.Tensor) -> torch.Tensor:
-    """A copy of `x`, which takes the odd ranks longer."""
+    """Return a copy of `x`, with a delay on odd ranks."""
     if dist.get_rank() % 2 == 1:
         time.sleep(LATE_MS / 1000)
     return x.clone()
@@ -429,7 +429,7 @@ arrive_late.register_autograd(lambda ctx, grad: grad)
 
 
 class Late(nn.Module):
-    """A block whose output, or whose gradient and with it the reduction behind it, is late on some ranks."""
+    """A block whose output, or whose input's gradient, is late on odd ranks."""
 
     def __init__(self, block: nn.Module, in_backward: bool) -> None:
         super().__init__()
@@ -448,7 +448,7 @@ def late(in_backward: bool) -> Case:
 
 
 class Wrapper(nn.Module):
-    """Around the sharded root, as data-parallel wrappers are, without doing anything."""
+    """A wrapper of the sharded root that does nothing, like a data-parallel wrapper."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -464,7 +464,7 @@ def wrapped() -> Case:
 
 
 class BatchedProduct(nn.Module):
-    """A weight that is read through views of views, which a partitioner may save for the backward."""
+    """A weight read through views of views, which a partitioner may save."""
 
     def __init__(self, dim: int = 8) -> None:
         super().__init__()
@@ -481,7 +481,7 @@ def batched_products() -> Case:
 
 
 def scaled_outside() -> Case:
-    """A root with a parameter that its forward does not read, as the temperature of a contrastive loss."""
+    """A root parameter that only the loss reads, like a contrastive loss's temperature."""
     case = stack()
     case.model.scale = nn.Parameter(torch.ones(1))
     return case

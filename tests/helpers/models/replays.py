@@ -1,4 +1,4 @@
-"""How often steps of a model were run again without tracing."""
+"""Counts of replayed steps."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from typing import Any
 
 
 def count_replays(model: Any) -> tuple[int, int]:
-    """Forwards and backwards of a compiled model that were run again."""
+    """Number of replayed forwards and of replayed backwards of a compiled model."""
     steps = model._compile_fsdp_hooks.hooks.root.replay.steps
     return sum(step.forward.runs for step in steps), sum(step.backward.frame.runs for step in steps)

@@ -1,4 +1,4 @@
-"""What of a model is sharded, to compare two ways of doing it; and whether a model was touched at all."""
+"""Describe a model's sharding, for comparisons."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from compile_fsdp.torch_compat.fsdp import fsdp_state, param_groups
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Every call of `fully_shard` that was made on a model, in the order of its modules, and what it has led to."""
+    """Describe each `fully_shard` call on a model, with its parameter groups, by module order."""
     names = {module: fqn for fqn, module in model.named_modules()}
     states = [module._get_fsdp_state() for module in names if isinstance(module, FSDPModule)]
     found = []
@@ -42,13 +42,13 @@ def _group(group: Any, names: dict[nn.Module, str]) -> dict[str, Any]:
 
 
 def parameters_of(group: Any, names: dict[nn.Module, str]) -> list[str]:
-    """FQNs of a group's parameters, each once, by the first module that holds it."""
+    """FQNs of a group's parameters, in the first module that holds each parameter."""
     infos = [param._module_info for param in group.fsdp_params]
     return [".".join(filter(None, (names[info.module], info.param_name))) for info in infos]
 
 
 def snapshot(model: nn.Module) -> list[Any]:
-    """Everything that sharding changes: classes, attributes, hooks, and which objects the parameters are."""
+    """Record everything that sharding changes: classes, attributes, hooks, and the parameters' identities."""
     return [
         (
             fqn,
@@ -63,7 +63,7 @@ def snapshot(model: nn.Module) -> list[Any]:
 
 
 def unsharded_bytes(model: nn.Module) -> int:
-    """What unsharded parameters, and what they were gathered into, hold on this rank."""
+    """Bytes of unsharded parameters and of all-gather outputs on this rank."""
     held = 0
     for state in filter(None, map(fsdp_state, model.modules())):
         for group in param_groups(state):

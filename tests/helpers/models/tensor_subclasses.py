@@ -1,4 +1,4 @@
-"""Tensor subclasses that decide themselves what FSDP2 gathers of them, like low-precision weights in training."""
+"""Tensor subclasses with all-gather extensions, like low-precision weights in training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-# What keeps its subclass: all that sharding does to a parameter, and an optimizer to its shards.
+# Ops that return the subclass: all ops of sharding on a parameter, and of an optimizer on its shards.
 _KEEPING = {
     torch.ops.aten.alias.default,
     torch.ops.aten.as_strided.default,
@@ -24,7 +24,7 @@ _KEEPING = {
 
 
 class LowPrecision(torch.Tensor):
-    """A weight in full precision that is gathered in another; computing with it gives plain tensors."""
+    """A full-precision weight gathered in low precision; ops on it return plain tensors."""
 
     inner: torch.Tensor
 
@@ -63,7 +63,7 @@ def _fill(out: torch.Tensor, value: torch.Tensor) -> None:
 
 
 class Float8Weight(LowPrecision):
-    """Gathered in float8 with one scale for all, which is metadata; the one-argument form."""
+    """Gathered in float8 with one scale as metadata; `fsdp_pre_all_gather` takes one argument."""
 
     SCALE = 8.0
 
@@ -81,12 +81,12 @@ class Float8Weight(LowPrecision):
 
 
 class Int8Weight(LowPrecision):
-    """Gathered as int8 rows with a float32 scale each: two inputs of different dtypes; the five-argument form."""
+    """Gathered as int8 rows and float32 scales per row; `fsdp_pre_all_gather` takes five arguments."""
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        # All ranks send as many rows as the first one, which has the most.
+        # All ranks send as many rows as rank 0, which has the most.
         rows = -(-outer_size[0] // mesh.size())
         missing = rows - self.inner.shape[0]
         inner = self.inner if missing == 0 else torch.cat([self.inner, self.inner.new_zeros(missing, *outer_size[1:])])
@@ -105,7 +105,7 @@ class Int8Weight(LowPrecision):
 
 
 class Int8Rows(torch.Tensor):
-    """What `Int8RowsWeight` is unsharded: int8 values with a scale each, and a factor for all."""
+    """The unsharded `Int8RowsWeight`: int8 values, a scale per value, and one factor."""
 
     values: torch.Tensor
     scale: torch.Tensor
@@ -142,7 +142,7 @@ class Int8Rows(torch.Tensor):
 
 
 class Int8RowsWeight(Int8Weight):
-    """Gathered as `Int8Weight`, and unsharded a tensor subclass of three plain tensors, one of which is metadata."""
+    """Gathered like `Int8Weight`, but `Int8Rows` when unsharded; its factor is metadata."""
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
@@ -161,7 +161,7 @@ class Int8RowsWeight(Int8Weight):
 
 
 def use(modules: list[nn.Module], cls: type[LowPrecision]) -> None:
-    """Make the weights of all linear layers in the modules instances of the subclass."""
+    """Replace all weights of linear layers in the modules by the subclass."""
     for module in [each for above in modules for each in above.modules()]:
         if isinstance(module, nn.Linear):
             module.weight = nn.Parameter(cls(module.weight.detach()))

@@ -1,1 +1,1 @@
-"""What `make mutate` does: the preconditions of the passes, each disabled in turn."""
+"""`make mutate`: disable each precondition of the passes in turn."""

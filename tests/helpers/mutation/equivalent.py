@@ -1,4 +1,4 @@
-"""Mutants of the passes that no test can tell from the passes, by `Mutant.key`, each with the reason."""
+"""Mutants that behave like the original passes, by `Mutant.key`, with reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The conditions by which the passes decide, and code in which one of them is disabled.
+"""Find the conditions of the passes, and disable one at a time.
 
 [Note: What counts as a precondition]
 In every function of a module of passes/:
@@ -6,13 +6,13 @@ In every function of a module of passes/:
 * `if c` whose body only refuses (return, continue, raise, break) never refuses: `c` is False
 * `if c` whose body acts, and the `if` of a comprehension, always let through: `c` is True
 * a choice, `if c ... else ...` or `x if c else y`, always goes the same way: `c` is True, and `c` is False
-* an operand of `and` is True, an operand of `or` is False, wherever they stand
-* what a function returns that is declared to return a bool is True, and is False
+* an operand of `and` is True, an operand of `or` is False, in any expression
+* the return value of a function annotated with `-> bool` is True, and is False
 * a fault in a table, `{Kept.REASON: c}`, and a fact, `x.fact |= c`, never applies: `c` is False
-* a comparison, `any(...)` or `all(...)` that is given a name is True, and is False
+* a comparison, `any(...)` or `all(...)` that is assigned to a name is True, and is False
 
-A condition that names what it tests (`:=`) is still evaluated. An assertion is what our own code guarantees, and a
-constant a default: neither is a precondition.
+A condition that assigns a name (`:=`) is still evaluated. An assertion states a guarantee of our own code, and a
+constant is a default: neither is a precondition.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _Place = tuple[int, int, int | None, int | None]
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One condition, and what takes its place.
+    """One condition, and the constant that replaces it.
 
     Attributes:
-        function: Qualified name of the function in which it stands, with its module's name in front.
-        source: The condition.
-        value: What it always is in the mutant.
-        place: Where it stands in the module: first line and column, last line and column.
+        function: Module name and qualified name of the function with the condition.
+        source: Source of the condition.
+        value: Constant value of the condition in the mutant.
+        place: Position in the module: first line and column, last line and column.
     """
 
     function: str
@@ -58,7 +58,7 @@ def find_mutants(module: ModuleType) -> list[Mutant]:
 
 
 def apply(mutant: Mutant, module: ModuleType) -> None:
-    """Give the module's functions the mutant's code, wherever they have been imported to."""
+    """Replace the code of the module's functions in place, also for their importers."""
 
     def disabled(condition: ast.expr) -> ast.expr:
         value = ast.Constant(mutant.value)
@@ -71,7 +71,7 @@ def apply(mutant: Mutant, module: ModuleType) -> None:
 
 
 def watch(module: ModuleType, see: Callable[[Mutant], None]) -> None:
-    """Have the module's functions tell of each mutant whose condition has just had another value than in the mutant."""
+    """Call `see` with each mutant whose condition evaluates to a different value."""
     by_place: dict[_Place, list[Mutant]] = {}
     for mutant in find_mutants(module):
         by_place.setdefault(mutant.place, []).append(mutant)
@@ -91,7 +91,7 @@ def watch(module: ModuleType, see: Callable[[Mutant], None]) -> None:
 
 
 def restore(module: ModuleType) -> None:
-    """Give the module's functions their own code again."""
+    """Restore the original code of the module's functions."""
     _rewrite(module, {})
 
 
@@ -210,7 +210,7 @@ def _code_key(code: CodeType) -> tuple[str, int]:
 
 
 def _functions(namespace: dict[str, object], module: str) -> Iterator[FunctionType]:
-    """The functions and methods that the module itself has defined."""
+    """Yield the functions and methods that the module itself defines."""
     for value in list(namespace.values()):
         value = value.fget if isinstance(value, property) else inspect.unwrap(value) if callable(value) else value
         if getattr(value, "__module__", None) != module:

@@ -3,8 +3,8 @@
     python -m helpers.mutation.run [--modules windows layout] [--functions windows._Matcher] [--keywords 'not order']
     python -m helpers.mutation.run --equivalent
 
-Runs in tests/, and exits with 1 if a mutant survives that is not one of EQUIVALENT, or with `--equivalent` if one of
-these does not. See [Note: What counts as a precondition] in `mutants.py`.
+Runs in tests/. Exits with 1 if a mutant outside of EQUIVALENT survives, or with `--equivalent` if a mutant of
+EQUIVALENT does not survive. See [Note: What counts as a precondition] in `mutants.py`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ import pytest
 from helpers.mutation.equivalent import EQUIVALENT
 from helpers.mutation.mutants import Mutant, apply, find_mutants, restore, watch
 
-# Of the processor's time, whatever else the machine does: beyond twice what the tests take without a mutant.
+# CPU time, so that the machine's load does not matter; added to twice the tests' CPU time without a mutant.
 TIMEOUT_SECONDS = 60
 
-# Every module that decides something about a graph, and the test files (parts of their names) that know it best.
+# Every module that makes decisions about a graph, with parts of the names of the test files most specific to it.
 MODULES: dict[str, tuple[str, ...]] = {
     "aliases": ("test_aliases", "remove_unshard_copies", "legalize"),
     "check": ("check",),
@@ -61,7 +61,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "windows": ("remove_unshard_copies",),
 }
 
-# They start a compiler or another process, which has none of a mutant's code, or test this file.
+# Tests that start a compiler or a process, which does not run the mutant's code, and tests of this file.
 _LEFT_OUT = (
     "test_inductor_compiles_without_the_windows",
     "test_uuid_is_the_same_in_another_process",
@@ -71,21 +71,21 @@ _LEFT_OUT = (
 
 
 def pass_module(name: str) -> ModuleType:
-    """A module by its own name, in whichever folder of passes/ it stands."""
+    """Import a module by its name, from any folder of passes/."""
     folders = ("", ".analysis", ".budget", ".dynamo", ".partitioned", ".post_grad")
     paths = [f"compile_fsdp.passes{folder}.{name}" for folder in folders]
     return importlib.import_module(next(path for path in paths if importlib.util.find_spec(path)))
 
 
 class Run:
-    """A pytest plugin that collects the tests once, and runs them in one fork of the process for each mutant.
+    """Pytest plugin that runs the tests in a fork per mutant.
 
-    Of the tests, those are run in which the mutant's condition has ever another value than in the mutant; the others
-    cannot tell.
+    The tests are collected once. A mutant runs only the tests in which its condition takes a value other than the
+    mutant's, because no further test can fail.
 
     Attributes:
-        survivors: Those that no test failed with.
-        outcomes: How many mutants were "killed", "survived" or ran into the "timeout".
+        survivors: Mutants with which no test fails.
+        outcomes: Number of mutants by outcome: "killed", "survived" or "timeout".
     """
 
     def __init__(self, mutants: list[Mutant]) -> None:
@@ -97,7 +97,7 @@ class Run:
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self) -> None:
-        # The same examples each time, none remembered, and no time spent on small ones.
+        # Deterministic examples, without a database and without shrinking.
         phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
         hypothesis.settings.register_profile("mutation", deadline=None, derandomize=True, database=None, phases=phases)
         hypothesis.settings.load_profile("mutation")
@@ -134,18 +134,18 @@ class Run:
             restore(module)
 
     def _cost(self, mutant: Mutant) -> float:
-        """Seconds of the tests that can tell; those without any are known to survive, and come first."""
+        """Seconds of the tests that can detect the mutant; 0 puts sure survivors first."""
         return sum(self._seconds[item.nodeid] for item in self._seen.get(mutant, []))
 
     def _run(self, mutant: Mutant) -> str:
         name = mutant.function.split(".")[0]
         items = self._seen.get(mutant, [])
-        # The quick tests first, and of the module's own also slower ones.
+        # Quick tests first; the module's own tests may be ten times slower.
         items.sort(key=lambda item: self._seconds[item.nodeid] / (10 if _is_own(item, name) else 1))
         child = os.fork() if items else -1
         if child == 0:
             signal.setitimer(signal.ITIMER_VIRTUAL, TIMEOUT_SECONDS + 2 * self._cost(mutant))  # It ends the process.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Mutants make torch talk.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Hides torch's messages about mutants.
             try:
                 apply(mutant, pass_module(name))
                 os._exit(_fails(items))
@@ -162,7 +162,7 @@ def _is_own(item: pytest.Item, module: str) -> bool:
 
 
 def _fails(items: list[pytest.Item]) -> bool:
-    """Whether one of the tests fails; those behind it are not run."""
+    """Whether a test fails; stops at the first failure."""
     for i, item in enumerate(items):
         before = item.session.testsfailed
         following = items[i + 1] if i + 1 < len(items) else None
@@ -173,9 +173,9 @@ def _fails(items: list[pytest.Item]) -> bool:
 
 
 def run(mutants: list[Mutant], tests: str, keywords: str) -> Run:
-    """Run the tests in that folder, or file, whose names fit the keywords, with each mutant."""
+    """Run a folder's or file's tests that match the keywords, with each mutant."""
     plugin = Run(mutants)
-    # No reports of tests, and hence none of the options for them.
+    # Without the terminal plugin, pytest does not know its options in addopts.
     options = ["-s", "-p", "no:terminal", "-p", "no:cacheprovider", "-o", "addopts="]
     code = pytest.main([*options, "--import-mode=importlib", "-m", "not slow", "-k", keywords, tests], plugins=[plugin])
     if not plugin.outcomes.total() and mutants:

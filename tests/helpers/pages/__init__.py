@@ -1,1 +1,1 @@
-"""Pages: the code blocks of the documentation, run; `explain`'s report, in a browser."""
+"""Run the documentation's code blocks, and open `explain`'s report in a browser."""

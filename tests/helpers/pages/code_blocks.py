@@ -1,4 +1,4 @@
-"""The code blocks of a page of the documentation, and a process that runs them."""
+"""Read a documentation page's code blocks and run them in a new process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 TIMEOUT_S = 250.0
 
-# One rank of one, as torchrun sets it; port 0 is any free one.
+# torchrun's variables for a world of one rank; port 0 picks a free port.
 LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
@@ -31,9 +31,9 @@ class Block:
     """A fenced block.
 
     Attributes:
-        language: What stands behind the opening fence.
+        language: Word after the opening fence.
         line: Number of its first line of text, from 1.
-        text: Without the fences.
+        text: Text between the fences.
     """
 
     language: str
@@ -53,13 +53,13 @@ def read_blocks(page: Path, *languages: str) -> list[Block]:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where the code of a page runs.
+    """Environment of a page's code.
 
     Attributes:
-        before: Code that runs first, for names that a page takes as given.
-        inner_backend: What compiles where the page does not say it.
-        fake_ranks: Size of a fake world that the page is rank 0 of; none for one rank started by torchrun.
-        languages: Of the blocks that are run.
+        before: Code that runs first and defines the names that the page assumes.
+        inner_backend: Default of the backend's option.
+        fake_ranks: Size of a fake world in which the page is rank 0; None for a real world of one rank.
+        languages: Languages of the blocks to run.
     """
 
     before: str = ""
@@ -69,12 +69,13 @@ class Setting:
 
 
 def run_page(page: Path, setting: Setting, folder: Path) -> None:
-    """Run the code of a page, block after block in one namespace, in a process of its own that starts in `folder`.
+    """Run a page's code blocks in a new process in `folder`.
 
-    The first block of text behind a block of code has to be what the code has printed since the last one.
+    The blocks run in order and share their globals. The first text block after a code block must equal the output
+    printed since the previous comparison.
 
     Raises:
-        AssertionError: a block raised, printed something else, or did not end in time.
+        AssertionError: if a block raises, prints other text, or does not end in time.
     """
     context = forkserver()
     ours, theirs = context.Pipe(duplex=False)
@@ -92,7 +93,7 @@ def run_page(page: Path, setting: Setting, folder: Path) -> None:
 
 
 def _serve(page: Path, setting: Setting, folder: Path, connection: Connection) -> None:
-    # Compilers leave what they have cached with the page's own files.
+    # Inductor's cache goes into the page's folder.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "cache")
     os.chdir(folder)
     try:
@@ -120,7 +121,7 @@ def _set_inner_backend(name: str) -> None:
 
 
 def _run(page: Path, setting: Setting) -> None:
-    # A module that can be imported, since Dynamo looks up the globals of compiled code by its name.
+    # An importable module, because Dynamo looks up the globals of compiled code by module name.
     module = types.ModuleType("page")
     sys.modules[module.__name__] = module
     printed = io.StringIO()

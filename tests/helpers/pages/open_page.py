@@ -1,4 +1,4 @@
-"""A page in a browser, and what the browser says of it."""
+"""A page in a browser, with the browser's errors and requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from playwright.sync_api import ConsoleMessage, Page
 
 
 class OpenPage:
-    """`explain`'s report in the browser, and what the browser said of it."""
+    """`explain`'s report in a browser, with the browser's errors, warnings and requests."""
 
     def __init__(self, page: Page, path: Path) -> None:
         self.page = page

@@ -1,4 +1,4 @@
-"""Train one model in several ways on the same ranks and compare everything: see `check_parity`."""
+"""Train a model in several ways and compare the results."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from helpers.ranks.meshes import shared_mesh
 from helpers.ranks.pools import device_type
 from helpers.ranks.recording import Collective, record
 
-# Small enough for stable training: otherwise a rounding difference of one step grows tenfold every few steps.
+# Small enough for stable training; otherwise a rounding difference grows tenfold every few steps.
 LEARNING_RATE = 0.02
 
 
 @dataclass
 class Parity:
-    """What a parity run saw, on one rank."""
+    """Differences and graphs of a parity run, on one rank."""
 
     worst: float = 0.0  # largest relative difference of a loss or of a parameter's sharded gradient
     differing: list[str] = field(default_factory=list)  # "step 3: layers.0.up.weight"
@@ -41,10 +41,10 @@ class Outcome(Parity):
     """One row of the parity table, on one rank.
 
     Attributes:
-        collectives: Of the last step, compiled and eager.
+        collectives: Collectives of the last step, compiled and eager.
         peak_bytes: Most bytes allocated in the last step, compiled and eager.
-        unsharded: Largest relative difference to training without sharding, of losses and gradients, compiled and
-            eager. Without sharding everything is in float32, so that in low precision it is the error.
+        unsharded: Largest relative difference of losses and gradients to training without sharding, compiled and
+            eager. Training without sharding is in float32, so in low precision this is the error.
     """
 
     collectives: tuple[Sequence[Collective], Sequence[Collective]] = ((), ())
@@ -54,27 +54,29 @@ class Outcome(Parity):
 
 @dataclass(frozen=True)
 class Feature:
-    """A feature of FSDP2, as changes to a training run. Features that differ in what they set can be combined.
+    """A feature of FSDP2, as changes to a training run.
+
+    Features that set different attributes can be combined.
 
     Attributes:
         case: The model, by its name in `helpers.models.reference.CASES`.
-        mesh: Dims of the device mesh by name; a size of 0 takes the remaining ranks.
-        data_mesh: The dims to shard over; all of them unless given.
-        arguments: Makes the arguments of `fully_shard` beside the mesh, from the data mesh.
-        prepare: Before anything else, with the case.
+        mesh: Sizes of the device mesh's dims by name; a size of 0 takes the remaining ranks.
+        data_mesh: Names of the dims to shard over; all dims if empty.
+        arguments: Returns the arguments of `fully_shard` besides the mesh, from the data mesh.
+        prepare: Called with the new case, before everything else.
         on_meta: Whether the model is constructed on the meta device.
-        parallelize: Before sharding, gets the case and the mesh.
-        configure: After sharding.
-        before_step: Before each step, with the step's number.
-        step: In place of one forward and one backward.
-        update: In place of the optimizer's step.
-        optimizer: Makes it; SGD with momentum unless given.
-        blocks: What to shard before the root: by default the case's blocks, one by one.
-        shard: In place of one call of `fully_shard` for each block and the root.
-        sharding: What shards: `fully_shard`, or torch's `replicate`, which ours makes traceable.
-        graphs: The directions of the graphs that are compiled.
-        later_graphs: How many graphs may be compiled after the first step.
-        has_reference: Whether training without sharding computes the same up to rounding.
+        parallelize: Called with the case and the mesh, before sharding.
+        configure: Called with the case, after sharding.
+        before_step: Called with the case and the step's number, before each step.
+        step: Replaces one forward and one backward.
+        update: Replaces the optimizer's step.
+        optimizer: Creates the optimizer; SGD with momentum if None.
+        blocks: Returns the modules to shard before the root; the case's blocks if None.
+        shard: Replaces one call of `fully_shard` per block and one for the root.
+        sharding: The sharding function: `fully_shard`, or torch's `replicate`, which `make_traceable` makes traceable.
+        graphs: Directions of the compiled graphs.
+        later_graphs: Number of graphs that may be compiled after the first step.
+        has_reference: Whether training without sharding computes equal values up to rounding.
         low_precision: Whether the parameters are gathered in 16 bits.
         tolerance: Largest relative difference to eager FSDP2 of graphs that run op by op.
     """
@@ -102,7 +104,7 @@ class Feature:
 
 
 class Trainer:
-    """A model in training, in one of the ways that are compared."""
+    """A model in training by one of the compared ways."""
 
     def __init__(self, feature: Feature, fully_shard: Any) -> None:
         self.feature = feature
@@ -112,10 +114,10 @@ class Trainer:
         self.optimizer = make(self.model)
         self.losses: list[torch.Tensor] = []
         self.batches: list[dict[str, Any]] = []
-        self.extras: dict[str, Any] = {}  # what a feature keeps for this trainer
+        self.extras: dict[str, Any] = {}  # state that a feature keeps for this trainer
 
     def train(self, number: int, batches: list[dict[str, Any]]) -> None:
-        """Forward and backward; the gradients stay."""
+        """Run forward and backward; keep the gradients."""
         self.losses, self.batches = [], batches
         if self.feature.before_step is not None:
             self.feature.before_step(self.case, number)
@@ -145,12 +147,12 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def build(case_name: str, fully_shard: Any, **kwargs: Any) -> Case:
-    """The case's model with the same weights on every rank and at every call, sharded over all ranks."""
+    """Build the case's model with equal weights at every call, sharded over all ranks."""
     return build_feature(Feature(case=case_name, arguments=lambda _: kwargs), fully_shard)
 
 
 def build_feature(feature: Feature, fully_shard: Any) -> Case:
-    """The feature's model with the same weights on every rank and at every call, sharded as it says."""
+    """Build and shard the feature's model with equal weights at every call."""
     torch.manual_seed(0)
     with torch.device("meta" if feature.on_meta else device_type()):
         case = CASES[feature.case]()
@@ -187,7 +189,7 @@ def loss_of(model: Any, batch: dict[str, Any]) -> torch.Tensor:
 
 
 def full_grads(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    """The gradients of all ranks put together: a single rank's shard may have but a few, tiny values."""
+    """Unsharded gradients, because a rank's shard may have only a few tiny values."""
     return {n: None if p.grad is None else full(p.grad) for n, p in model.named_parameters()}
 
 
@@ -196,9 +198,9 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def relative_difference(got: torch.Tensor, expected: torch.Tensor, least: float = 1e-30) -> float:
-    """Largest absolute difference over the largest absolute expected value, or over `least` if that is larger.
+    """Largest absolute difference over the largest absolute expected value.
 
-    0 for empty tensors, inf for nan.
+    The divisor is at least `least`. 0 for empty tensors, inf for nan.
     """
     if expected.numel() == 0:
         return 0.0
@@ -208,15 +210,15 @@ def relative_difference(got: torch.Tensor, expected: torch.Tensor, least: float 
 
 
 def check_parity(feature: Feature, inner_backend: str, steps: int = 3) -> Outcome:
-    """Train one model unsharded, by torch's eager FSDP2, by ours run eagerly, and by ours compiled.
+    """Train by torch's eager FSDP2, ours eager, ours compiled, and unsharded.
 
-    Compared after every step: losses and gradients; at the end: parameters, buffers, optimizer state, and the keys
-    and placements of the state_dict. What differs from torch's eager FSDP2 is listed in the outcome.
+    Compares losses and gradients after every step; at the end parameters, buffers, optimizer state, and the keys and
+    placements of the state_dict. The outcome lists the differences from torch's eager FSDP2.
 
     Args:
-        feature: What is trained, and how.
-        inner_backend: What compiles the graphs.
-        steps: How many steps; in the last, collectives and memory are recorded.
+        feature: The model and the training run.
+        inner_backend: The backend's option.
+        steps: Number of steps; the last step records collectives and memory.
     """
 
     def ours(module: Any, **kwargs: Any) -> Any:
@@ -267,13 +269,13 @@ def _batches(case: Case, step: int, rank: int) -> list[dict[str, Any]]:
 
 
 def _data_rank(feature: Feature) -> int:
-    """Ranks of one tensor-parallel group train on the same batch."""
+    """Rank in the data mesh; tensor-parallel ranks share a batch."""
     mesh = build_mesh(feature.mesh)
     return dist.get_rank() // mesh["tp"].size()
 
 
 def _compare_step(outcome: Outcome, where: str, ours: Trainer, eager: Trainer) -> bool:
-    """Compare losses and gradients; whether the gradients are equal."""
+    """Compare losses and gradients; return whether the gradients are equal."""
     assert len(ours.losses) == len(eager.losses)
     for mine, theirs in zip(ours.losses, eager.losses, strict=True):
         compare(outcome, f"{where}: loss", mine, theirs)
@@ -283,7 +285,7 @@ def _compare_step(outcome: Outcome, where: str, ours: Trainer, eager: Trainer) -
 def _reference_step(
     reference: Trainer, trainers: Sequence[Trainer], step: int, batches: list[dict[str, Any]]
 ) -> list[float]:
-    """Train without sharding, on the mean gradient of all ranks; each trainer's largest relative difference to it."""
+    """Train unsharded on the mean gradient; return each trainer's largest relative difference."""
     reference.train(step, batches)
     for parameter in reference.model.parameters():
         if parameter.grad is not None:
@@ -326,7 +328,7 @@ def _compare_end(outcome: Outcome, who: str, ours: Trainer, eager: Trainer) -> N
 def train_both(
     rank: int, case_name: str, inner_backend: str, steps: int, fullgraph: bool = True, **kwargs: Any
 ) -> Parity:
-    """Train `steps` steps of SGD, eager and compiled; gradients are compared before each optimizer step."""
+    """Train eager and compiled with SGD; compare losses and gradients each step."""
     eager = build(case_name, torch_fully_shard, **kwargs)
     ours = build(case_name, compile_fsdp.fully_shard, **kwargs)
     ours.model.compile(
@@ -373,9 +375,9 @@ Pair = tuple[str, torch.Tensor | None, torch.Tensor | None]
 
 
 def compare_all(result: Parity, pairs: Sequence[Pair]) -> bool:
-    """Compare tensors, sharded or not, which are named, ours, and expected; whether all of them are equal on all ranks.
+    """Compare pairs of tensors; return whether all are equal on all ranks.
 
-    Only if some shard differs on some rank are whole tensors gathered, to say by how much.
+    Gathers full tensors, to measure the differences, only if some shard differs on some rank.
     """
     differs = torch.tensor(float(any(_shards_differ(mine, theirs) for _, mine, theirs in pairs)), device=device_type())
     dist.all_reduce(differs, dist.ReduceOp.MAX)
@@ -404,9 +406,9 @@ def compare(result: Parity, where: str, got: torch.Tensor, expected: torch.Tenso
 
 
 def more_collectives(compiled: Sequence[Collective], eager: Sequence[Collective]) -> list[str]:
-    """Collectives of a compiled step that the eager one does not issue, or issues less often.
+    """List the collectives that a compiled step has beyond the eager step's.
 
-    An exchange between two ranks stands for a gather of shards of its size, or for a reduction of twice as many bytes.
+    An all-to-all between two ranks replaces an all-gather of equal bytes, or an all-reduce of twice as many bytes.
     """
     left, more = list(eager), []
     for each in sorted(compiled, key=lambda each: each.kind == "all_to_all"):

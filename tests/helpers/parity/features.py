@@ -1,4 +1,4 @@
-"""The features of FSDP2 that the parity table has rows for."""
+"""The features of FSDP2 with a row in the parity table."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _parallelize_experts(case: Case, mesh: DeviceMesh) -> None:
 
 
 def _shard_experts(case: Case, fully_shard: Any, mesh: DeviceMesh, arguments: dict[str, Any]) -> None:
-    """Shard the experts over the mesh that their parallelism leaves, and everything else over all ranks."""
+    """Shard the experts over the mesh left by expert parallelism, the rest over all ranks."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
 
     dense_mesh = shared_mesh(mesh.device_type, (dist.get_world_size(),), ("dp",))
@@ -77,7 +77,7 @@ def _shard_experts(case: Case, fully_shard: Any, mesh: DeviceMesh, arguments: di
 
 
 def _each(setting: str, *arguments: Any) -> Callable[[Case], None]:
-    """Call a setter of every sharded module."""
+    """Return a function that calls a setter of every sharded module."""
 
     def configure(case: Case) -> None:
         for module in (*case.blocks, case.model):
@@ -144,7 +144,7 @@ def _scale_the_loss(trainer: Trainer, step: int) -> None:
 
 
 def _penalize(*names: str) -> Callable[[Trainer, int], None]:
-    """Add to the loss a penalty on parameters that stay unsharded after the forward."""
+    """Return a step that penalizes parameters which stay unsharded after the forward."""
 
     def step(trainer: Trainer, number: int) -> None:
         loss = trainer.forward(0)
@@ -155,7 +155,7 @@ def _penalize(*names: str) -> Callable[[Trainer, int], None]:
 
 
 def _penalize_first(trainer: Trainer, step: int) -> None:
-    """Compute a penalty between two forwards, so that its backward comes between theirs."""
+    """Compute a penalty between two forwards; its backward runs between theirs."""
     first = trainer.forward(0)
     penalty = trainer.model.out.weight.square().sum()
     second = trainer.forward(1)
@@ -219,7 +219,7 @@ def _clip_and_update(trainer: Trainer) -> None:
 
 
 def _average_and_update(trainer: Trainer) -> None:
-    """Keep an exponential moving average of the sharded parameters, and train on from it."""
+    """Replace the sharded parameters by their exponential moving average after each step."""
     trainer.step_optimizer()
     parameters = list(trainer.model.parameters())
     averages = trainer.extras.setdefault("ema", [parameter.detach().clone() for parameter in parameters])
@@ -230,7 +230,7 @@ def _average_and_update(trainer: Trainer) -> None:
 
 
 def _scale_and_update(trainer: Trainer) -> None:
-    # The gradients are unscaled, checked for infinities, and the scale grows after every step.
+    # Unscales the gradients and checks them for infinities; the scale grows after every step.
     scaler = trainer.extras.setdefault("scaler", torch.amp.GradScaler(device_type(), init_scale=2.0, growth_interval=1))
     scaler.unscale_(trainer.optimizer)
     scaler.step(trainer.optimizer)
@@ -274,13 +274,13 @@ def _fused(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
-# Their names since 2.12, and before.
+# Names since torch 2.12, and before.
 _ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class _Loud(AllGather, ReduceScatter):
-    """A communicator of the user's own, of plain collectives."""
+    """A custom communicator that calls plain collectives."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=device)
@@ -316,7 +316,7 @@ def _halve(reduced: torch.Tensor) -> None:
     reduced.mul_(0.5)
 
 
-# Compiled once for each setting: a first backward, one that adds to it, the last; a first and a second forward.
+# One graph per setting: the first backward, a backward that accumulates, the last backward; two forwards.
 ACCUMULATED = ("forward", "backward", "backward", "backward")
 TWICE = ("forward", "forward", "backward", "backward")
 
@@ -325,7 +325,7 @@ FEATURES: dict[str, Feature] = {
     "uneven": Feature(case="uneven"),
     "odd sizes": Feature(case="odd_sizes"),
     "columns": Feature(arguments=always(shard_placement_fn=_columns)),
-    # The mesh of the experts does not average over all ranks, so that training is another one.
+    # No reference, because the experts' mesh does not average over all ranks.
     "meshes by parameter": Feature(case="mixture", arguments=_expert_mesh, has_reference=False),
     "tensor parallel": Feature(mesh={"dp": 2, "tp": 0}, data_mesh=("dp",), parallelize=tensor_parallel),
     "tensor parallel, uneven": Feature(
@@ -402,7 +402,7 @@ FEATURES: dict[str, Feature] = {
     "accumulate": Feature(step=accumulate, graphs=ACCUMULATED),
     "accumulate in fp32": Feature(
         step=accumulate,
-        graphs=("forward", "backward", "backward"),  # torch itself puts the gradients of microbatches in fp32
+        graphs=("forward", "backward", "backward"),  # torch itself keeps gradients of microbatches in fp32
         arguments=always(mp_policy=BF16_FP32),
         low_precision=True,
     ),
@@ -464,7 +464,7 @@ FEATURES: dict[str, Feature] = {
     "below a wrapper": Feature(case="wrapped", shard=_shard_below_wrapper),
 }
 
-# By row, the release of torch that has brought it.
+# First torch release that supports the row.
 SINCE = {
     "expert parallel": "2.13",
     "meshes by parameter": "2.12",
@@ -472,7 +472,7 @@ SINCE = {
     "unused, reduced": "2.13",
 }
 
-# Rows whose meshes need them.
+# Rows whose meshes need four ranks.
 FOUR_RANKS = {
     "expert parallel",
     "tensor parallel, uneven",

@@ -1,4 +1,4 @@
-"""Several features in one run: pairs that meet in every combination, and features that need no run of their own."""
+"""Combinations of features: pairwise coverage, and groups of independent features."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DIMENSIONS: dict[str, dict[str, Feature]] = {
 
 
 def combine(features: Sequence[Feature]) -> Feature:
-    """One feature that sets what all of them set; arguments of `fully_shard` are put together."""
+    """Merge features into a single feature, with merged arguments of `fully_shard`."""
     default = Feature()
     changed: dict[str, Any] = {}
     for feature in features:
@@ -52,7 +52,7 @@ def combine(features: Sequence[Feature]) -> Feature:
                 assert each.name == "arguments" or changed.get(each.name, value) == value, each.name
                 changed[each.name] = value
     if changed.get("case") == "used_twice" and changed.get("step") is two_forwards:
-        # Four gradients are added up, in eager mode one after the other, in graphs two and two.
+        # Four gradients are added, in eager mode one after the other, in graphs as two sums of two.
         changed["tolerance"] = 1e-5
     arguments = [feature.arguments for feature in features if feature.arguments is not None]
     if arguments:
@@ -61,11 +61,11 @@ def combine(features: Sequence[Feature]) -> Feature:
 
 
 def cover_pairs(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """Rows of one value per dimension in which each pair of values of two dimensions meets.
+    """Return rows that contain every pair of values of two dimensions.
 
     Source: the greedy one-row-at-a-time construction of covering arrays (Cohen et al., AETG, 1997), without its
-    random restarts: every row starts from the first pair that is left and takes, dimension by dimension, the value
-    with the most new pairs.
+    random restarts: every row starts from the first uncovered pair and takes, dimension by dimension, the value with
+    the most new pairs.
     """
     pairs = {
         ((i, a), (j, b))
@@ -100,8 +100,8 @@ def _pairs() -> dict[str, Feature]:
 PAIRS = _pairs()
 
 
-# Features that set different things, trained at once by `make test`: what one of them breaks differs from eager FSDP2
-# here, too. Each has a row of its own in `make test-all`, which says which one it was.
+# Independent features that `make test` trains together. A bug in any feature of a group makes the group's run differ
+# from eager FSDP2; `make test-all` has a row per feature, which shows the feature at fault.
 _TOGETHER = (
     ("odd sizes", "adam, fused", "moved between steps"),
     ("columns", "custom communication", "clipped"),

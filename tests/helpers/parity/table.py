@@ -1,4 +1,4 @@
-"""Collects the rows of the parity table while tests run, and writes them to docs/parity.md."""
+"""Collect the rows of the parity table while tests run, and write docs/parity.md."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ Before any collective, with the module's name; the same model trains eagerly.
 
 @dataclass
 class ParityTable:
-    """The rows of a run, in the order in which they ran."""
+    """Rows of the parity table, in the order of their tests."""
 
     rows: dict[tuple[str, str], str] = field(default_factory=dict)  # (inner backend, row): line
 
     def add(self, row: str, inner_backend: str, world_size: int, outcomes: Sequence[Outcome]) -> None:
-        """Add the outcome of a row; figures of rank 0, the worst difference of all ranks."""
+        """Add a row: all ranks' worst difference and error, rank 0's remaining figures."""
         first = outcomes[0]
         compiled, eager = first.collectives
         passed = not any(more_collectives(*outcome.collectives) for outcome in outcomes)
@@ -97,7 +97,7 @@ class ParityTable:
         self.rows[inner_backend, row] = f"| {' | '.join(cells)} |"
 
     def write(self, path: Path, torch_version: str) -> None:
-        """Write the file; rows that it has and this run has not stay."""
+        """Write the file; keep its rows that this run does not have."""
         rows = {**_read(path), **self.rows}
         parts = [_HEAD.format(torch=f"torch {torch_version}")]
         for backend in dict.fromkeys(backend for backend, _ in rows):
@@ -111,7 +111,7 @@ class ParityTable:
 
 
 def _read(path: Path) -> dict[tuple[str, str], str]:
-    """The rows of a file that `ParityTable.write` has written; none if there is no such file."""
+    """Read the rows that `ParityTable.write` wrote; none without a file."""
     rows = {}
     backend = ""
     figures = path.read_text().split("\n## Further", 1)[0] if path.exists() else ""

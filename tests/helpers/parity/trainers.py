@@ -1,4 +1,4 @@
-"""Runs of a trainer, eager and compiled, on ranks of their own: trainers set up their whole process."""
+"""Run trainers, eager and compiled, on new ranks, because trainers configure their process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import compile_fsdp
 from helpers.parity.check import full, relative_difference
 from helpers.ranks.forked import run_forked
 
-# In front of what a program tells.
+# Prefix of the line with a program's result.
 _MARK = "trained: "
 
 
@@ -24,8 +24,8 @@ class Trained:
     """A training run on one rank.
 
     Attributes:
-        losses: Of the steps.
-        parameters: By FQN, unsharded, after the last step.
+        losses: Loss of each step.
+        parameters: Unsharded parameters after the last step, by FQN.
     """
 
     losses: list[float]
@@ -38,13 +38,13 @@ class Trained:
 
 @dataclass
 class Comparison:
-    """What a compiled run of a trainer did that its eager run did not, on one rank.
+    """Differences between a trainer's compiled run and its eager run, on one rank.
 
     Attributes:
-        losses: Of the compiled run.
-        differing: Losses and parameters that are not equal, bit by bit.
-        worst: Largest relative difference among them.
-        graphs: Directions of the graphs that were compiled.
+        losses: Losses of the compiled run.
+        differing: Names of losses and parameters that are not bitwise equal.
+        worst: Largest relative difference of a loss or parameter.
+        graphs: Directions of the compiled graphs.
     """
 
     losses: list[float]
@@ -54,7 +54,7 @@ class Comparison:
 
 
 def compare_trained(eager: Trained, compiled: Trained) -> Comparison:
-    """Compare two runs; the graphs are those that this process has reported since `reset_reports`."""
+    """Compare two runs; take the graphs from this process's reports since `reset_reports`."""
     result = Comparison(compiled.losses, graphs=[report.direction for report in compile_fsdp.reports()])
     assert eager.parameters.keys() == compiled.parameters.keys()
     pairs = {name: (compiled.parameters[name], eager.parameters[name]) for name in eager.parameters}
@@ -68,21 +68,21 @@ def compare_trained(eager: Trained, compiled: Trained) -> Comparison:
 
 
 def train_both(train: Callable[[bool], Trained]) -> Comparison:
-    """Train eagerly and compiled; `train` is told whether to compile."""
+    """Train eagerly, then compiled; `train` gets whether to compile."""
     eager = train(False)
     assert compile_fsdp.reports() == ()
     return compare_trained(eager, train(True))
 
 
 def run_scenario(scenarios: Mapping[str, Callable[[], Comparison]], name: str) -> None:
-    """What a program does: one scenario, told to `run_trainer`."""
+    """Run one scenario in a program and print its result for `run_trainer`."""
     print(f"\n{_MARK}{json.dumps(asdict(scenarios[name]()))}", flush=True)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 def run_trainer(folder: Path, program: Path, scenario: str) -> list[Comparison]:
-    """Run a scenario of a program on two ranks that start in `folder`."""
+    """Run a program's scenario on two ranks; return the results, by rank."""
     output = run_forked(folder, program, scenario)
     found = [Comparison(**json.loads(line)) for line in re.findall(rf"^{_MARK}(.*)$", output, flags=re.MULTILINE)]
     assert len(found) == 2, output

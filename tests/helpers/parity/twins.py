@@ -1,4 +1,4 @@
-"""A model on torch's eager FSDP2 and the same under the backend, trained side by side."""
+"""Train a model on torch's eager FSDP2 and under the backend, side by side."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AOT_EAGER = {"inner_backend": "aot_eager"}
 
 
 class Twins:
-    """The same model twice: `eager` runs on torch alone, `ours` under the backend."""
+    """Two copies of a model: `eager` runs on torch alone, `ours` under the backend."""
 
     def __init__(self, rank: int, case: str = "mlp", **compile_args: Any) -> None:
         self.rank = rank

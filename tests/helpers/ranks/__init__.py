@@ -1,1 +1,1 @@
-"""Ranks to run a test on: processes, threads, a faked world, torchrun, two hosts; and a record of what a rank did."""
+"""Ranks for tests: processes, threads, a fake world, torchrun, two hosts."""

@@ -1,16 +1,16 @@
-"""The devices that ranks can compute on: the CPU, the emulated one, and every accelerator that torch knows here."""
+"""Devices for ranks: the CPU, the emulated device, and this machine's accelerators."""
 
 from __future__ import annotations
 
 
 def missing_for(device: str, world_size: int) -> str | None:
-    """Why there can be no such world; None where there can. Each rank gets an accelerator of its own."""
+    """Reason why a world with an accelerator per rank cannot run, or None."""
     if device == "cpu":
         return None
     if device == "emulated":
         from helpers.device.build import build
 
-        build()  # here, and not in ranks that have to be done within a time
+        build()  # here, because ranks have a timeout
         return None
     import torch
 
@@ -19,7 +19,7 @@ def missing_for(device: str, world_size: int) -> str | None:
 
 
 def prepare(device: str, rank: int) -> None:
-    """Make this process one that computes on the device, for good."""
+    """Make the device this process's default, permanently."""
     import torch
 
     if device == "cpu":

@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 @contextlib.contextmanager
 def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
-    """One rank of a world of any size, in this process, whose collectives do nothing: for graphs, not for values."""
+    """Make this process a rank whose collectives do nothing: for graphs, not values."""
     torch._dynamo.reset()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:

@@ -1,7 +1,7 @@
-"""Run a Python file on ranks of its own, as torchrun does, in processes that have imported everything already.
+"""Run a Python file on forked ranks, like torchrun, without import time.
 
-A rank that torchrun starts imports for five seconds; these are forked from a server that has done so. What torchrun
-itself does, restarts above all, is tested with `torchrun`.
+A rank that torchrun starts imports for five seconds; these ranks are forked from a server with all imports done.
+Restarts and other features of torchrun itself are tested with `torchrun`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parents[2]
-TIMEOUT_S = 600.0  # compiling takes minutes on a machine that is busy with other things
+TIMEOUT_S = 600.0  # compiling takes minutes on a busy machine
 
 _PRELOADED = [
     "compile_fsdp.cli",
@@ -36,7 +36,7 @@ _PRELOADED = [
 
 
 def forkserver() -> Any:
-    """The multiprocessing context in which processes start with the imports done."""
+    """Return the multiprocessing context whose processes start with the imports done."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     with _on_the_path(TESTS):
@@ -46,7 +46,7 @@ def forkserver() -> Any:
 
 @contextlib.contextmanager
 def _on_the_path(folder: Path) -> Iterator[None]:
-    """A new server finds the helpers by a variable: multiprocessing gives it no other path. (Python 3.11)"""
+    """Put a folder on PYTHONPATH, which Python 3.11's fork server needs to find the helpers."""
     os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     try:
         yield
@@ -55,17 +55,16 @@ def _on_the_path(folder: Path) -> Iterator[None]:
 
 
 def restore_path() -> None:
-    """Undo what the path got, here or in the server."""
+    """Remove the folder from PYTHONPATH, here or in the server."""
     _, _, others = os.environ.pop("PYTHONPATH").partition(os.pathsep)
     if others:
         os.environ["PYTHONPATH"] = others
 
 
 def leave_to_rest() -> None:
-    """Let no later collection of garbage look at what is alive now.
+    """Exclude all live objects from later garbage collections.
 
-    Dynamo makes so many objects that looking at those of everything imported, again and again, is a sixth of the time
-    that it takes.
+    Dynamo creates so many objects that repeated scans of the imported modules' objects take a sixth of its time.
     """
     gc.collect()
     gc.freeze()
@@ -77,14 +76,14 @@ class ForkedRank:
 
     Attributes:
         process: Its process, a `multiprocessing.Process`.
-        output_file: What it prints.
+        output_file: File with its stdout and stderr.
     """
 
     process: Any
     output_file: Path
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> tuple[int, str]:
-        """Its exit status (negative for a signal) and what it has printed. It is killed if it takes longer."""
+        """Return the exit status (negative for a signal) and the output; raise after a timeout."""
         self.process.join(timeout_s)
         if self.process.exitcode is None:
             self.kill()
@@ -100,7 +99,7 @@ def start_ranks(folder: Path, command: Sequence[object]) -> list[ForkedRank]:
     """Start two ranks.
 
     Args:
-        folder: Where to run them; not the repository, so that its folders do not stand in for the installed package.
+        folder: Working directory; outside the repository, so that ranks import the installed package.
         command: A Python file and its arguments.
     """
     with socket.socket() as free:
@@ -120,7 +119,7 @@ def start_ranks(folder: Path, command: Sequence[object]) -> list[ForkedRank]:
 
 
 def run_forked(folder: Path, *command: object) -> str:
-    """Run a Python file with its arguments on two ranks and return what they print."""
+    """Run a Python file with arguments on two ranks; return their output."""
     ranks = start_ranks(folder, command)
     try:
         results = [rank.wait() for rank in ranks]

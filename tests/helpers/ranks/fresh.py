@@ -1,4 +1,4 @@
-"""Code that runs in a process of its own, which has imported and compiled nothing."""
+"""Run code in a new process that has imported and compiled nothing."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def run_fresh(source: str, *arguments: Any, **environment: str) -> tuple[Any, st
 
     Args:
         source: The code; it prints its result as the last line, as JSON.
-        arguments: What it finds as a JSON list in `sys.argv[1]`.
+        arguments: Passed to the code as a JSON list in `sys.argv[1]`.
         environment: Variables to set.
     Returns:
-        The result, and what was printed before.
+        The result, and the output printed before it.
     """
     variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **environment}
     command = [sys.executable, "-c", source, json.dumps(arguments)]

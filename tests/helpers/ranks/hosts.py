@@ -1,4 +1,4 @@
-"""Two hosts with addresses of their own, as network namespaces of this machine, and torchrun across them."""
+"""Two hosts, as network namespaces of this machine, and torchrun across them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-PORT = 29400  # of the rendezvous; a namespace has all ports to itself
+PORT = 29400  # of the rendezvous; each namespace has its own ports
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +20,9 @@ class Host:
     """One end of a cable.
 
     Attributes:
-        name: Of the network namespace.
-        interface: The network interface at this end.
-        address: Of the interface.
+        name: Name of the network namespace.
+        interface: Name of the network interface at this end.
+        address: IP address of the interface.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Host:
     address: str
 
     def connect(self, is_connected: bool) -> None:
-        """Plug the cable in, or out: what is sent then gets lost, and nobody is told."""
+        """Set the link up or down; a link that is down loses packets silently."""
         _ip("-n", self.name, "link", "set", self.interface, "up" if is_connected else "down")
 
     def torchrun(
@@ -39,15 +39,15 @@ class Host:
         """Start this host's part of a job on two hosts with one rank each.
 
         Args:
-            folder: Where to run it.
-            log: Gets what torchrun and the rank print, after what is in it.
-            leader: The host whose torchrun keeps the rendezvous.
-            conf: Of the rendezvous, as `key=value,...`.
-            environment: Variables besides this process's own.
+            folder: Working directory.
+            log: File to which the output of torchrun and of the rank is appended.
+            leader: Host whose torchrun serves the rendezvous.
+            conf: Rendezvous configuration, as `key=value,...`.
+            environment: Variables added to this process's environment.
             command: A Python file and its arguments.
         """
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{leader.address}:{PORT}", "--rdzv-id", "job"]
-        is_host = f"is_host={str(self is leader).lower()}"  # their host names are the same
+        is_host = f"is_host={str(self is leader).lower()}"  # both hosts have one host name
         place = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3", "--local-addr", self.address]
         launcher = [sys.executable, "-m", "torch.distributed.run", *place, *rendezvous]
         with log.open("a") as file:
@@ -63,7 +63,7 @@ class Host:
 
 
 def missing_for_hosts() -> str | None:
-    """Why there can be no two hosts on this machine; None where there can."""
+    """Reason why this machine cannot run two hosts, or None."""
     if shutil.which("ip") is None:
         return "network namespaces are made with ip, of the package iproute2, which is not installed"
     name = f"probe-{uuid.uuid4().hex[:6]}"
@@ -76,7 +76,7 @@ def missing_for_hosts() -> str | None:
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Two hosts, connected."""
+    """Create two connected hosts; delete them at exit."""
     key = uuid.uuid4().hex[:6]
     hosts = Host(f"host-a-{key}", f"a{key}", "10.77.0.1"), Host(f"host-b-{key}", f"b{key}", "10.77.0.2")
     try:

@@ -1,7 +1,7 @@
 """Device meshes that the tests of a rank share.
 
-What Dynamo has compiled keeps its process groups for good, and a thread of each wakes a hundred times a second. A mesh
-of several dims has groups of its own, so the tests that want one of equal shape and names get the same.
+Code compiled by Dynamo keeps its process groups forever, and each group has a thread that wakes a hundred times a
+second. A mesh of several dims creates process groups, so tests that need equal shapes and names share one mesh.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _groups = 0
 
 
 def shared_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """A mesh over all ranks, made once for each default process group."""
+    """Return a mesh over all ranks, created once per default process group."""
     global _world, _groups
     if _world is not dist.group.WORLD:
         _world, _groups = dist.group.WORLD, 0
@@ -29,5 +29,5 @@ def shared_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]
 
 
 def group_count() -> int:
-    """How many process groups the shared meshes have made beside the default one."""
+    """Number of process groups that the shared meshes have created."""
     return _groups if _world is dist.group.WORLD else 0

@@ -1,4 +1,4 @@
-"""The most bytes that torch has allocated at one time while a sharded model trains."""
+"""Peak bytes that torch allocates while a sharded model trains."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def peak_bytes(
     forward_prefetch: int = 0,
     backward_prefetch: int = 1,
 ) -> int:
-    """Shard a model that is on the meta device, materialise it, and train it: the most bytes at one time.
+    """Peak bytes of sharding a meta-device model, materialising it and training two steps.
 
-    Memory of the first step's gradients is free again in the second, which has the optimizer's state beside its own.
+    The first step creates the optimizer's state; the second step runs with it in memory.
     """
 
     def train() -> None:
@@ -54,13 +54,13 @@ def peak_bytes(
 
 
 def peak_of(train: Callable[[], None]) -> int:
-    """The most bytes at one time of all that is allocated in a call, on this rank."""
-    gc.collect()  # Or what an earlier model leaves would be freed, and reported, in between.
+    """Peak bytes that a call allocates on this rank."""
+    gc.collect()  # Otherwise garbage of an earlier model could be freed, and counted, during the call.
     if device_type() != "cpu":
         return measure.peak_bytes(train, torch.device(device_type()))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         train()
-        # gloo's threads report what they free some time after a collective is over.
+        # gloo's threads free their memory some time after a collective ends.
         dist.barrier()
         time.sleep(0.05)
     level = peak = 0
@@ -77,7 +77,7 @@ def _set_prefetch(model: nn.Module, forward: int, backward: int) -> None:
     for index, each in enumerate(sharded):
         if forward:
             each.set_modules_to_forward_prefetch(sharded[index + 1 : index + 1 + forward])
-    # In the order in which the forwards end, the root's is the last.
+    # In the order in which the forwards end: the root's ends last.
     ended = [*sharded[1:], sharded[0]]
     for index, each in enumerate(ended):
         if backward > 1:

@@ -1,8 +1,7 @@
-"""Run a function on several ranks: pools of processes that live for the whole session.
+"""Run functions on ranks in process pools that live for the session.
 
-What a rank has made, its process group above all, serves the next function, too, so ranks are started once per world
-size and get one function after another. A rank that hangs is killed together with its pool, and the test fails with the
-stack of every rank that was still at work.
+A pool is started once per world size and device. Its ranks run one function at a time and keep their process group for
+the next function. If a rank hangs, its pool is killed, and the test fails with the stack of every unfinished rank.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ from helpers.ranks.forked import forkserver, leave_to_rest
 
 DEFAULT_TIMEOUT_S = 240.0
 
-# TORCH_FR_BUFFER_SIZE of the ranks: so many collectives stay in the flight recorder, each with the code that issued it,
-# what that was compiled to, and its process group with threads.
+# TORCH_FR_BUFFER_SIZE of the ranks: number of collectives in the flight recorder. Each entry keeps alive the code that
+# issued it, the compiled code, and the process group with its threads.
 TRACE_BUFFER_SIZE = "400"
 
-# Where ranks make their tensors and meshes: see `helpers.ranks.devices`.
+# Variable with the device type of the ranks' tensors and meshes; see `helpers.ranks.devices`.
 _DEVICE_VARIABLE = "COMPILE_FSDP_TEST_DEVICE"
 
 
 def device_type() -> str:
-    """Of this rank; in the process of the tests, of ranks that are started for no other. Set by pytest's --device."""
+    """This rank's device type; in the test process, pytest's --device."""
     return os.environ.get(_DEVICE_VARIABLE, "cpu")
 
 
@@ -45,11 +44,11 @@ def set_device_type(device_type: str) -> None:
 
 
 class RankError(AssertionError):
-    """A rank raised; carries the traceback of every rank that did."""
+    """Raised if a rank raises; contains the traceback of every such rank."""
 
 
 class RankTimeout(AssertionError):
-    """A rank did not finish in time; carries the stacks of those that were still running."""
+    """Raised if a rank dies or times out; contains the stacks of unfinished ranks."""
 
 
 @dataclass
@@ -61,11 +60,11 @@ class _Rank:
 
 @dataclass(frozen=True)
 class _Left:
-    """How a test leaves the process group that it was given.
+    """Process groups at the end of a test.
 
     Attributes:
-        alone: Whether it is still there, and no others were made but those of shared meshes.
-        agreements: Decisions that ranks have come together for.
+        alone: Whether the default group is unchanged, and only shared meshes have created groups.
+        agreements: Number of rounds in which ranks have agreed on a decision.
     """
 
     alone: bool
@@ -82,7 +81,7 @@ class RankPool:
         self.world_size = world_size
         self.directory = Path(tempfile.mkdtemp(prefix="compile_fsdp_ranks_"))
         self.calls = 0
-        self.is_fresh = True  # whether the ranks have to meet anew
+        self.is_fresh = True  # whether the ranks must create a new process group
         context = forkserver()
         self.ranks: list[_Rank] = []
         for rank in range(world_size):
@@ -96,11 +95,11 @@ class RankPool:
             self.ranks.append(_Rank(process, ours, stack_file))
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Any]:
-        """Call `function(rank, *args)` on every rank; the results, by rank.
+        """Call `function(rank, *args)` on every rank and return the results, by rank.
 
         Raises:
-            RankError: some rank raised.
-            RankTimeout: some rank did not return within `timeout_s` seconds. The pool is closed.
+            RankError: if a rank raises.
+            RankTimeout: if a rank dies or does not return within `timeout_s` seconds; the pool is closed.
         """
         self.calls += 1
         store = str(self.directory / f"store_{self.calls}")
@@ -127,7 +126,7 @@ class RankPool:
                 except EOFError:
                     self._fail(replies, f"rank {i} died with exit code {rank.process.exitcode}")
                 if replies[i][0] == "error":
-                    # The other ranks may now wait in a collective for ever: give them a moment, no more.
+                    # The other ranks may wait in a collective forever, so they get only a few more seconds.
                     deadline = min(deadline, time.monotonic() + 5.0)
             if time.monotonic() > deadline:
                 errors = [f"rank {i} raised:\n{r[1]}" for i, r in replies.items() if r[0] == "error"]
@@ -165,14 +164,14 @@ def run_ranks(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     device: str | None = None,
 ) -> list[Any]:
-    """Call `function(rank, *args)` on `world_size` ranks; the results, by rank. See `RankPool.run`.
+    """Call `function(rank, *args)` on `world_size` ranks; return the results, by rank. See `RankPool.run`.
 
     Args:
-        world_size: How many ranks.
-        function: Of a test module.
-        args: For the function.
+        world_size: Number of ranks.
+        function: A function of a test module.
+        args: Arguments of the function after the rank.
         timeout_s: Seconds until the ranks are killed.
-        device: Where they compute; that of pytest's --device unless given.
+        device: Device type of the ranks; by default pytest's --device.
     """
     device = device or device_type()
     if missing := missing_for(device, world_size):
@@ -196,9 +195,9 @@ def close_pools() -> None:
 def _serve(rank: int, world_size: int, device: str, connection: Connection, stack_file: str) -> None:
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        faulthandler.enable(file=stacks)  # where a segmentation fault leaves its own
+        faulthandler.enable(file=stacks)  # writes the stack of a segmentation fault
         os.environ["TORCH_FR_BUFFER_SIZE"] = TRACE_BUFFER_SIZE
-        os.environ["KINETO_LOG_LEVEL"] = "6"  # no line for every profile taken
+        os.environ["KINETO_LOG_LEVEL"] = "6"  # no line per profile
         set_device_type(device)
         import torch
 
@@ -233,7 +232,7 @@ def _run_one(rank: int, world_size: int, store: str | None, source: str, name: s
     agreement._agreed.clear()
     world = dist.group.WORLD
     try:
-        # Or a rank whose function needs no other could close its connections while another still makes them.
+        # Otherwise a rank without collectives could close its connections while the remaining ranks still connect.
         dist.barrier()
         result = function(rank, *args)
         alone = dist.group.WORLD is world and dist.get_pg_count() == 1 + group_count()
@@ -242,15 +241,15 @@ def _run_one(rank: int, world_size: int, store: str | None, source: str, name: s
         torch.manual_seed(0)
         forget_meshes()
         if device_type() != "cpu":
-            # Otherwise the next function's tensors could get memory that a stream of this one still reads.
+            # Otherwise the next function could allocate memory that a stream of this function still reads.
             torch.get_device_module(device_type()).synchronize()
 
 
 def _meet(rank: int, world_size: int, store: str) -> None:
-    """Make the ranks' process group.
+    """Create the ranks' process group.
 
-    Once, and again behind a test that has failed or made others: what Dynamo has compiled keeps its process groups,
-    for good, and the threads of hundreds of them would wake a hundred times a second each.
+    Called once, and again only after a test that failed or created groups: code compiled by Dynamo keeps its process
+    groups forever, and the threads of hundreds of groups would each wake a hundred times a second.
     """
     import torch
     import torch.distributed as dist
@@ -264,7 +263,7 @@ def _meet(rank: int, world_size: int, store: str) -> None:
 
 
 def forget_meshes() -> None:
-    """DTensor remembers what it has dispatched by meshes that compare equal, but whose process groups are gone."""
+    """Clear DTensor's caches, whose meshes equal new meshes but have destroyed process groups."""
     from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -273,7 +272,7 @@ def forget_meshes() -> None:
 
 
 def _load(source: str) -> Any:
-    # Test modules have no importable name (pytest's importlib mode), so a rank loads them by their file.
+    # Test modules have no importable name (pytest's importlib mode), so a rank loads them by file.
     name = "_".join(("ranks", *Path(source).with_suffix("").parts[1:]))
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, source)

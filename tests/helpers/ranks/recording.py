@@ -1,4 +1,4 @@
-"""What one rank did in a stretch of code: its collectives, and its peak of allocated memory."""
+"""Record one rank's collectives and peak memory during a call."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Collective:
     kind: str  # "all_gather", "all_reduce", ...
     group: str  # its ranks
     dtype: str
-    numel: int  # of the input
+    numel: int  # elements of the input
 
     @property
     def bytes(self) -> int:
@@ -46,9 +46,9 @@ def _entries() -> list[dict[str, Any]]:
 
 
 def collectives_of(run: Callable[[], None]) -> list[Collective]:
-    """The collectives that `run` issues on this rank, in order; on an accelerator, one group's after another's.
+    """Record the collectives that `run` issues on this rank, in order.
 
-    There each group has a stream of its own, and which runs first is up to chance.
+    On an accelerator they are sorted by group: each group has its own stream, so the order across groups is random.
     """
     synchronize(_device())
     before = executed_collectives()
@@ -59,7 +59,7 @@ def collectives_of(run: Callable[[], None]) -> list[Collective]:
     names = dist.distributed_c10d._world.pg_names
     ranks = {name: dist.get_process_group_ranks(group) for group, name in names.items()}
     if device_type() != "cpu":
-        # By what all ranks know of a group: what it is for, and its size.
+        # Sort by the group's description and size, which are equal on all ranks.
         entries.sort(key=lambda entry: (entry["process_group"][1], len(ranks[entry["process_group"][0]])))
     return [
         Collective(
@@ -73,14 +73,14 @@ def collectives_of(run: Callable[[], None]) -> list[Collective]:
 
 
 def gathers_of(run: Callable[[], object]) -> int:
-    """How many all-gathers of the runtime's a compiled step calls, however they are carried."""
+    """Number of the runtime's all-gather ops that `run` calls, whatever collective executes them."""
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         run()
     return sum(each.count for each in profiled.key_averages() if each.key == "compile_fsdp::all_gather_into_tensor")
 
 
 def record(run: Callable[[], None]) -> tuple[list[Collective], int]:
-    """The collectives of `run`, and the most bytes it has allocated at one time over what was there before."""
+    """Return the collectives of `run` and its peak bytes above the starting level."""
     collectives: list[Collective] = []
     peak = peak_bytes(lambda: collectives.extend(collectives_of(run)), _device())
     return collectives, peak

@@ -1,4 +1,4 @@
-"""A rank that hangs, or dies, fails its test with what every rank was doing."""
+"""Error reports of ranks that raise, hang, die or crash."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _rank_one_crashes(rank: int) -> None:
     time.sleep(600)
 
 
-def test_an_error_names_its_rank_and_the_pool_lives_on() -> None:
+def test_error_names_its_rank_and_the_pool_stays_usable() -> None:
     with pytest.raises(RankError, match=r"rank 1:(.|\n)*ValueError: only here"):
         run_ranks(2, _rank_one_raises)
     assert run_ranks(2, _get_rank) == [0, 1]
@@ -48,7 +48,7 @@ def _get_rank(rank: int) -> int:
     return rank
 
 
-def test_a_hang_shows_the_stack_of_the_rank_that_hangs() -> None:
+def test_timeout_shows_only_the_stack_of_the_hanging_rank() -> None:
     run_ranks(2, _get_rank)  # the ranks are up
     with pytest.raises(RankTimeout) as error:
         run_ranks(2, _rank_one_hangs, timeout_s=2.0)
@@ -57,12 +57,12 @@ def test_a_hang_shows_the_stack_of_the_rank_that_hangs() -> None:
     assert "rank 0 was at:" not in str(error.value)
 
 
-def test_a_dead_rank_is_reported() -> None:
+def test_dead_rank_is_reported_with_its_exit_code() -> None:
     with pytest.raises(RankTimeout, match="rank 1 died with exit code"):
         run_ranks(2, _rank_one_dies)
 
 
-def test_a_rank_that_crashes_shows_where() -> None:
+def test_crashed_rank_shows_its_stack() -> None:
     with pytest.raises(RankTimeout, match=r"Segmentation fault(.|\n)*_rank_one_crashes"):
         run_ranks(2, _rank_one_crashes)
 
@@ -79,14 +79,14 @@ def _rank_one_raises_while_others_wait(rank: int) -> None:
     dist.barrier()
 
 
-def test_threads_as_ranks() -> None:
+def test_thread_ranks_run_collectives_and_report_errors() -> None:
     assert run_threads(4, _sum_of_ranks) == [6.0] * 4
     with pytest.raises(RankError, match=r"rank 1:(.|\n)*ValueError: only here"):
         run_threads(2, _rank_one_raises_while_others_wait)
     assert run_threads(3, _sum_of_ranks) == [3.0] * 3
 
 
-def test_a_thread_that_hangs_shows_its_stack() -> None:
+def test_timeout_shows_only_the_stack_of_the_hanging_thread() -> None:
     released = threading.Event()
 
     def hang(rank: int) -> None:

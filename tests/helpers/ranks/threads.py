@@ -1,4 +1,4 @@
-"""Run a function on several ranks that are threads of this process: no time to start, for eager code only."""
+"""Run an eager function on ranks that are threads of this process."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from helpers.ranks.pools import DEFAULT_TIMEOUT_S, RankError, RankTimeout, forge
 def run_threads(
     world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> list[Any]:
-    """Call `function(rank, *args)` on ranks that are threads of this process; the results, by rank.
+    """Call `function(rank, *args)` on ranks that are threads; return the results, by rank.
 
-    Starts in no time, and any function will do. For eager code: Dynamo, and torch's random numbers, are shared.
+    Starts at once and accepts any function. For eager code only, because the threads share Dynamo and torch's random
+    number generator.
 
     Raises:
-        RankError: some rank raised.
-        RankTimeout: some rank did not return within `timeout_s` seconds.
+        RankError: if a rank raises.
+        RankTimeout: if a rank does not return within `timeout_s` seconds.
     """
     results: dict[int, Any] = {}
     errors: list[str] = []
@@ -38,7 +39,7 @@ def run_threads(
             results[rank] = function(rank, *args)
         except BaseException as error:
             errors.append(f"rank {rank}:\n{traceback.format_exc()}")
-            multi_threaded_pg.ProcessLocalGroup.exception_handle(error)  # wakes those that wait for this rank
+            multi_threaded_pg.ProcessLocalGroup.exception_handle(error)  # wakes ranks that wait for this rank
         finally:
             if not abandoned.is_set():
                 dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Run a command on ranks of its own, as a user does with torchrun."""
+"""Run a command on two ranks with torchrun."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-TIMEOUT_S = 600  # compiling takes minutes on a machine that is busy with other things
+TIMEOUT_S = 600  # compiling takes minutes on a busy machine
 GRACE_S = 60  # torchrun gives its ranks 30
 
 
 def torchrun(
     folder: Path, *command: object, max_restarts: int = 0, environment: Mapping[str, str] | None = None
 ) -> str:
-    """Run `command` on two ranks and return what they print.
+    """Run `command` on two ranks and return their output.
 
     Args:
-        folder: Where to run it; not the repository, so that its folders do not stand in for the installed package.
+        folder: Working directory; outside the repository, so that ranks import the installed package.
         command: A Python file, or "-m" and a module, and the arguments.
-        max_restarts: How often torchrun starts the ranks again when one fails.
-        environment: Variables besides this process's own.
+        max_restarts: How often torchrun restarts the ranks after a failure.
+        environment: Variables added to this process's environment.
     """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     process = subprocess.Popen(
@@ -44,7 +44,7 @@ def torchrun(
 
 
 def stop(process: subprocess.Popen[str]) -> None:
-    """End torchrun with its ranks, which are in sessions of their own: only torchrun knows them."""
+    """Stop torchrun and, through it, its ranks, because each rank has its own session."""
     process.terminate()
     try:
         process.wait(GRACE_S)

@@ -1,7 +1,7 @@
-"""What the first compile of a process prepares, prepared once for all ranks: the server that they fork from imports it.
+"""Compile once in the fork server, so that no rank repeats the set-up.
 
-That is a hundred modules for any compiler, and for Inductor two hundred more, the patterns that it matches, a hash of
-torch's files, and what vectors this machine's C++ compiler knows: it asks with a new process for each kind.
+The first compile of a process imports a hundred modules. With Inductor it imports two hundred more, builds the patterns
+to match, hashes torch's files, and probes the C++ compiler's vector instructions with one process per kind.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from helpers.ranks.forked import restore_path
 
 
 def _compile() -> None:
-    """Without a backward, after which autograd's threads forbid a fork."""
+    """Compile a forward only, because autograd's threads forbid a fork after a backward."""
 
     @torch.compile(backend="inductor")
     def compute(x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.layer_norm(x @ x, (4,)).sum()
 
-    # Or the graph may come from a cache, and no pass of Inductor is prepared.
+    # A graph from a cache would run none of Inductor's passes.
     with torch._inductor.config.patch(fx_graph_cache=False):
         compute(torch.ones(4, 4))
     torch._dynamo.reset()
@@ -33,15 +33,15 @@ def _compile() -> None:
 
 
 def _prepare() -> None:
-    # A bar of progress starts a thread, and no thread outlives a fork.
+    # A progress bar starts a monitor thread, and threads do not survive a fork.
     tqdm.tqdm.monitor_interval = 0
-    # Dynamo asks a GPU for the state of its generator, and what has asked a GPU for anything cannot be forked.
+    # Dynamo reads the GPU generator's state, and a process that has used a GPU cannot be forked.
     if torch.accelerator.current_accelerator() is None:
         with contextlib.suppress(RuntimeError):  # there may be no C++ compiler
             _compile()
 
 
-_environment = dict(os.environ)  # Inductor adds to it
+_environment = dict(os.environ)  # Inductor adds variables
 _prepare()
 os.environ.clear()
 os.environ.update(_environment)

@@ -1,4 +1,4 @@
-"""Worlds of several sizes, one after the other, in the processes of one: starting ranks costs seconds."""
+"""Run worlds of several sizes in one pool, because starting ranks takes seconds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 @contextlib.contextmanager
 def world_of(rank: int, size: int, folder: str, name: str) -> Iterator[bool]:
-    """The first `size` of the ranks as a world of their own; False on the others, which wait for its end."""
+    """Make a world of the first `size` ranks; the remaining ranks get False and wait."""
     dist.barrier()
     full_size = dist.get_world_size()
     dist.destroy_process_group()

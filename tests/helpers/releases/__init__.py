@@ -1,1 +1,1 @@
-"""Several releases of torch: what `make test-matrix` does, and what only newer ones have."""
+"""Several torch releases: `make test-matrix`, and the differences between releases."""

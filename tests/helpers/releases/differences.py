@@ -1,30 +1,30 @@
-"""What the installed torch does otherwise than newer ones; tests/torch_compat/test_releases.py shows two of them."""
+"""Differences between torch releases; tests/torch_compat/test_releases.py shows two of them."""
 
 from __future__ import annotations
 
 import torch
 
-# What was evaluated while Dynamo traced stays: guards of a model that is gone hold the globals it was put into.
+# Guards of a deleted model keep alive the globals with the constants that Dynamo evaluated while tracing.
 KEEPS_TRACE_CONSTANTS = torch.__version__ < "2.13"
 
-# Eager FSDP2 leaves a group of several modules unsharded for the backward if not all of them run.
+# Eager FSDP2 leaves a group of several modules unsharded for the backward if some of them do not run.
 KEEPS_GROUPS_IN_PART = torch.__version__ < "2.13"
 
-# `aot_eager` rounds some gradients otherwise than eager code.
+# `aot_eager` rounds some gradients differently from eager code.
 AOT_ROUNDS_OTHERWISE = torch.__version__ < "2.12"
 
-# DTensor keeps a cache entry for each set of numbers that an operation is called with; Adam's differ from step to step.
+# DTensor keeps a cache entry for each set of scalar arguments of an operation; Adam's scalars change every step.
 CACHES_NUMBERS = torch.__version__ < "2.12"
 
-# Dynamo prints parameters that a compiled function guards by their identity, and dies of one that is freed.
+# Dynamo prints parameters that a compiled function guards by identity, and crashes on a freed parameter.
 PRINTS_GUARDED_PARAMETERS = torch.__version__ < "2.12"
 
-# Eager FSDP2 adds the gradients of a parameter's several uses in the parameter's own dtype while it does not reduce
-# them; compiled steps add them in the dtype in which they are computed.
+# While eager FSDP2 does not reduce gradients, it adds the gradients of a parameter's uses in the parameter's dtype;
+# compiled steps add them in the dtype in which they are computed.
 SUMS_USES_IN_FULL_PRECISION = torch.__version__ >= "2.15"
 
-# Eager FSDP2 allocates gradients of lower precision, and those of parameters that stay unsharded, otherwise.
+# Eager FSDP2 allocates low-precision gradients, and gradients of parameters that stay unsharded, differently.
 ALLOCATES_GRADIENTS_OTHERWISE = torch.__version__ >= "2.15"
 
-# Dynamo cuts a model with graph breaks into fewer pieces.
+# Dynamo cuts a model with graph breaks into fewer graphs.
 CUTS_FEWER_PIECES = torch.__version__ < "2.12"

@@ -1,10 +1,10 @@
-"""`make dist`: build the sdist, and the wheel from it, so that the same sources give the same bytes.
+"""`make dist`: build a reproducible sdist, and a wheel from it.
 
     SOURCE_DATE_EPOCH=1700000000 python tests/helpers/releases/distributions.py dist
 
-setuptools dates the files of a wheel by SOURCE_DATE_EPOCH, but takes their permissions from the checkout and from the
-umask; and what it puts into an sdist carries the time of the build and the user's name. So the sources are copied with
-fixed permissions, both are built under one umask, and the sdist is packed again.
+setuptools dates the files of a wheel by SOURCE_DATE_EPOCH, but takes their permissions from the checkout and the umask.
+Its sdist contains the build time and the user's name. Therefore the sources are copied with fixed permissions, both are
+built under one umask, and the sdist is repacked.
 
 The tests stay out of the sdist: they need the documentation, the benchmarks and the examples of a checkout as well.
 """
@@ -23,12 +23,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 
-# All that goes into a distribution, or says what goes.
+# Everything that goes into a distribution or selects its contents.
 PARTS = ("compile_fsdp", "passes", "ops", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE")
 
 
 def copy_sources(root: Path, target: Path) -> None:
-    """Copy a checkout's sources to a new folder, with the same permissions whatever the umask was."""
+    """Copy a checkout's sources to a new folder, with fixed permissions."""
     target.mkdir()
     for part in PARTS:
         if (root / part).is_dir():
@@ -40,35 +40,35 @@ def copy_sources(root: Path, target: Path) -> None:
 
 
 def build_sdist(sources: Path, out: Path) -> Path:
-    """Build the sdist of a folder that `copy_sources` has made; returns its path in `out`."""
+    """Build the sdist of a folder created by `copy_sources`; return its path in `out`."""
     sdist = _build(sources, "sdist", out)
     sdist.write_bytes(repack(sdist.read_bytes(), int(os.environ["SOURCE_DATE_EPOCH"])))
     return sdist
 
 
 def build_wheel(sources: Path, out: Path) -> Path:
-    """Build the wheel of a folder that `copy_sources` or `unpack` has made; returns its path in `out`."""
+    """Build the wheel of a folder created by `copy_sources` or `unpack`; return its path in `out`."""
     return _build(sources, "wheel", out)
 
 
 def unpack(sdist: Path, folder: Path) -> Path:
-    """Unpack an sdist into a folder; returns the folder of the sources in it."""
+    """Unpack an sdist into a folder; return the folder of the sources in it."""
     with tarfile.open(sdist) as archive:
-        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # which early releases of 3.11 lack
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # early releases of 3.11 lack it
         archive.extractall(folder)
     (sources,) = folder.iterdir()
     return sources
 
 
 def repack(sdist: bytes, epoch: int) -> bytes:
-    """The same files, in the order of their names, of nobody and of one time."""
+    """Repack an sdist with sorted files, no owner, and one timestamp."""
     plain, packed = io.BytesIO(), io.BytesIO()
     with tarfile.open(fileobj=io.BytesIO(sdist)) as source, tarfile.open(fileobj=plain, mode="w") as target:
         for member in sorted(source.getmembers(), key=lambda member: member.name):
             member.mtime, member.mode = epoch, 0o755 if member.isdir() else 0o644
             member.uid = member.gid = 0
             member.uname = member.gname = ""
-            member.pax_headers = {}  # the time once more, by the nanosecond
+            member.pax_headers = {}  # they repeat the time in nanoseconds
             target.addfile(member, source.extractfile(member))
     with gzip.GzipFile(fileobj=packed, mode="wb", filename="", mtime=epoch) as compressed:
         compressed.write(plain.getvalue())

@@ -2,7 +2,7 @@
 
     python tests/helpers/releases/matrix.py 2.12.0 2.13.0 -- passes ops
 
-The page is written after each release, and keeps what it has of releases that do not run this time.
+The page is written after each release, and keeps the rows of releases that do not run this time.
 """
 
 from __future__ import annotations
@@ -59,10 +59,12 @@ What differs from release to release, beside what a release lacks:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one release: how many tests passed and were skipped, and the names of those that failed.
+    """Test results of one release.
 
     Attributes:
-        row: Its line in the table.
+        torch: Version of the release.
+        row: Its line of the table, with the counts of tests.
+        failed: Names of the failed tests.
     """
 
     torch: str
@@ -71,7 +73,7 @@ class Result:
 
 
 def run(torch: str, arguments: list[str]) -> Result:
-    """Test with one release, in a virtual environment of its own, which is kept for the next time."""
+    """Test with one release, in a virtual environment kept for the next run."""
     venv = ROOT / f".venv-torch-{torch}"
     venv.mkdir(exist_ok=True)
     constraints, log = venv / "constraints.txt", venv / "results.xml"
@@ -81,14 +83,14 @@ def run(torch: str, arguments: list[str]) -> Result:
     subprocess.run(["make", "setup", f"VENV={venv.name}", f"CONSTRAINTS={constraints}"], cwd=ROOT, check=True)
     log.unlink(missing_ok=True)
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    options = shlex.split(environment.pop("PYTEST_ADDOPTS", ""))  # not for what the tests run with pytest themselves
+    options = shlex.split(environment.pop("PYTEST_ADDOPTS", ""))  # not for pytest runs that tests start
     command = [str(venv / "bin" / "pytest"), "-p", "no:cacheprovider", f"--junitxml={log}", *options, *arguments]
     subprocess.run(command, cwd=ROOT / "tests", env=environment, check=False)
     return read(log, torch, " ".join(arguments) or "all of `make test`")
 
 
 def read(log: Path, torch: str, tests: str) -> Result:
-    """What pytest has written with `--junitxml`."""
+    """Read the file that pytest writes with `--junitxml`."""
     suite = ElementTree.parse(log).getroot().find("testsuite")
     assert suite is not None
     cases = suite.findall("testcase")
@@ -104,7 +106,7 @@ def read(log: Path, torch: str, tests: str) -> Result:
 
 
 def parse(page: str) -> list[Result]:
-    """What `render` has written."""
+    """Parse a page written by `render`."""
     head, *sections = page.split("\n## Failures with torch ")
     failed = {section.split()[0]: tuple(re.findall(r"^\* `(.*)`$", section, re.MULTILINE)) for section in sections}
     rows = re.findall(r"^(\| (\d+\.\d+\.\d+) \|.*)$", head, re.MULTILINE)
@@ -112,7 +114,7 @@ def parse(page: str) -> list[Result]:
 
 
 def merge(earlier: list[Result], new: Result) -> list[Result]:
-    """All results, by release; the new one in the place of its release's earlier one."""
+    """Merge results, sorted by release; the new result replaces its release's earlier result."""
     results = {result.torch: result for result in (*earlier, new)}
     return sorted(results.values(), key=lambda result: tuple(map(int, result.torch.split("."))))
 

@@ -1,4 +1,4 @@
-"""What only newer releases of torch have."""
+"""Skips for features of newer torch releases."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ import torch
 
 
 def skip_before(release: str) -> None:
-    """Skip the test on a torch older than that, such as "2.12"."""
+    """Skip the test if torch is older than `release`, such as "2.12"."""
     if torch.__version__ < release:
         pytest.skip(f"torch {release} has brought it")
