@@ -22,7 +22,7 @@ PYTHON ?= python3
 VENV ?= .venv
 DEMO_ARGS ?=
 TORCHTITAN ?=
-TORCHES ?= 2.11.0 2.12.0 2.13.0 2.14.0 2.15.0
+TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 MATRIX_ARGS ?=
 CONSTRAINTS ?= constraints.txt
 # Two tests at a time: ranks wait for one another, and so do processes for the compiler.

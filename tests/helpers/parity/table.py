@@ -51,6 +51,9 @@ Each is held against eager FSDP2 by a test of its own in `tests/distributed/`, b
 * `x + block(x)` with the addition outside of the sharded block: the two gradients of `x` are added in another order and
   may differ by a rounding, 3e-8 in float32. So are the gradients of a weight that the forward reads twice and the loss
   once more.
+* In compiled code a parameter of a sharded module is a plain unsharded tensor everywhere. Eager FSDP2 shows code
+  outside of the module the sharded DTensor, so `hasattr(parameter, "full_tensor")` and `isinstance(parameter, DTensor)`
+  are True there and False in compiled code. Ask `isinstance(module, FSDPModule)` instead.
 
 ## Refused
 

@@ -1,0 +1,45 @@
+"""Compiled code sees plain unsharded parameters, where eager code outside of their module sees DTensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+import compile_fsdp
+from helpers.parity.twins import AOT_EAGER
+from helpers.ranks.pools import run_ranks
+
+
+class _AsksForType(nn.Module):
+    """Drops its input if its block looks sharded: by the parameter's type or by the module's."""
+
+    def __init__(self, by_module: bool) -> None:
+        super().__init__()
+        self.block = nn.Linear(4, 4)
+        self.by_module = by_module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.block, FSDPModule) if self.by_module else hasattr(self.block.weight, "full_tensor"):
+            x = x * 0
+        return self.block(x)
+
+
+def _looks_sharded(rank: int, by_module: bool) -> list[bool]:
+    """Return whether the block looks sharded to the root's forward, eager and compiled."""
+    found = []
+    for is_compiled in (False, True):
+        model = _AsksForType(by_module)
+        compile_fsdp.fully_shard(model.block)
+        compile_fsdp.fully_shard(model)
+        if is_compiled:
+            model.compile(backend="compile_fsdp", fullgraph=True, options=dict(AOT_EAGER))
+        first, second = model(torch.ones(1, 4)), model(torch.zeros(1, 4))
+        found.append(torch.equal(first, second))
+    return found
+
+
+@pytest.mark.parametrize(("by_module", "expected"), [(False, [True, False]), (True, [True, True])])
+def test_only_the_module_type_tells_that_a_module_is_sharded(by_module: bool, expected: list[bool]) -> None:
+    assert run_ranks(2, _looks_sharded, by_module) == [expected] * 2
