@@ -43,7 +43,7 @@ def test_every_page_is_built(site: Path) -> None:
 def test_benchmark_results_are_pages(site: Path) -> None:
     for result in (ROOT / "benchmarks/results").glob("*.md"):
         assert (site / "benchmarks/results" / result.stem / "index.html").exists()
-    assert 'href="../benchmarks/results/steps_cpu_202611/"' in (site / "passes/index.html").read_text()
+    assert 'href="../benchmarks/results/first_step_cpu_202611/"' in (site / "passes/index.html").read_text()
 
 
 @pytest.mark.parametrize("module", API)
