@@ -20,7 +20,7 @@ import compile_fsdp.ops  # noqa: F401  # defines ops in torch.ops
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 FOLDERS = ("compile_fsdp", "passes", "ops")
-PAGES = ("architecture.md", "states.md", "glossary.md")
+PAGES = ("architecture.md", "states.md")
 
 # Code spans on these pages that `exists` cannot look up, such as formulas and commands.
 VALUES = {
