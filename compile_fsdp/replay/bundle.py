@@ -3,7 +3,7 @@
 [Note: What a bundle is made of]
 A line of JSON has the facts; they are compared before the rest of the file is unpickled. Then comes a pickle: code,
 conditions, compiled graphs. Unpickling runs code from the file, so a file is read only if it belongs to this user or
-root, and not everybody may write it: see docs/security.md.
+root, and not everybody may write it: see docs/performance.md.
 """
 
 from __future__ import annotations
