@@ -12,7 +12,6 @@ import pytest
 
 from compile_fsdp.cli import main
 from helpers.pages.code_blocks import DOCS, ROOT, Setting, read_blocks, run_page
-from helpers.releases.skip import skip_before
 
 README = ROOT / "README.md"
 
@@ -56,7 +55,7 @@ class Model(nn.Module):
             x = layer(x)
         return x.mean()
 
-build, batch = Model, torch.ones(4, 16)
+batch = torch.ones(4, 16)
 """
 
 # Model and dataset for a trainer.
@@ -77,7 +76,6 @@ SETTINGS = {
     "explain.md": Setting(before=f"{BUILD}import torch.distributed as dist\nmodel = Model()\n", fake_ranks=64),
     # accelerate does not shard on a CPU.
     "integrations.md": Setting(before=BUILD + TRAINER, languages=("python",)),
-    "migration.md": Setting(before=BUILD),
     "options.md": Setting(before=GIVEN),
     "performance.md": Setting(before=GIVEN),
     "quickstart.md": Setting(inner_backend="inductor"),
@@ -91,8 +89,6 @@ PAGES = [page for page in sorted(DOCS.rglob("*.md")) if read_blocks(page, "pytho
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_python_blocks(page: Path, tmp_path: Path) -> None:
-    if page.stem == "migration":
-        skip_before("2.13")  # the page prints an error of torch 2.13, which removed a setting
     run_page(page, SETTINGS.get(page.name, Setting()), tmp_path)
 
 

@@ -43,8 +43,8 @@ What differs from release to release, beside what a release lacks:
   under `torch.compile` (a loop over `{freed_tensor: 1}.items()` in such a function shows it with torch alone).
 * 2.11 and 2.12: eager FSDP2 keeps a group of several modules unsharded into the backward if one of them does not run
   (shown by the same tests). Compiled steps free it, as eager ones do since 2.13, and gather it once more. The guards of
-  compiled code outlive it, and so do the constants of the gathers of a model that is deleted. `skip_fsdp_hooks` exists,
-  other than [Migration](migration.md) prints.
+  compiled code outlive it, and so do the constants of the gathers of a model that is deleted. The setting
+  `torch._dynamo.config.skip_fsdp_hooks` exists; later releases lack it.
 * 2.12: eager FSDP2 holds the input of a group's reduction until the next group's is over, which `compile-fsdp plan`
   counts. It is 1.4 % below the peak under a policy of lower precision.
 * 2.15: eager FSDP2 reduces gradients in the parameters' own dtype, not the one they are computed in, unless the policy
