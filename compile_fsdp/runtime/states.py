@@ -1,4 +1,4 @@
-"""States of a parameter group and the steps between them. See docs/states.md.
+"""States of a parameter group and the steps between them. See docs/architecture.md.
 
 [Note: States that Dynamo guards]
 Traced code compares with the states in `group.known`, not with globals of this module. If Dynamo meets an object in two
