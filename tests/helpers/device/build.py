@@ -40,7 +40,7 @@ def build() -> Path:
         NoCompiler: if a build is needed and there is no C++ compiler.
     """
     sources = sorted(_SOURCES.iterdir())
-    key = hashlib.sha256((torch.__version__ + _LOAD).encode())
+    key = hashlib.sha256((sys.version + torch.__version__ + _LOAD).encode())
     for source in sources:
         key.update(source.name.encode() + source.read_bytes())
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "compile_fsdp"
