@@ -96,7 +96,7 @@ class GraphOrder:
         self._prefix = f"compile_fsdp/order/{again}"
         self._graphs: dict[str, tuple[str, Sequence[str]]] = {}
         self._own = Prediction()
-        self._notes: list[str] = []
+        self._notes: dict[int, str] = {}
         self._is_followed = True
         self._looked_at = 0
 
@@ -110,10 +110,11 @@ class GraphOrder:
         """Begin a graph on this rank; note it if it was not predicted."""
         if not self._is_followed or self._own.add(graph):
             return
-        self._notes.append(f"{self._own.count - 1}:{graph}")
+        self._notes[self._own.count - 1] = graph
         self._is_followed = len(self._notes) < _MOST_NOTES
         try:
-            self._store.set(f"{self._prefix}/{self._rank}", " ".join(self._notes))
+            text = " ".join(f"{at}:{noted}" for at, noted in self._notes.items())
+            self._store.set(f"{self._prefix}/{self._rank}", text)
         except RuntimeError as error:
             self._is_followed = False
             _log.debug("graphs are not noted any more: %s", error)
@@ -146,10 +147,9 @@ class GraphOrder:
         if (notes := self._read(rank)) is None:
             return None
         last = max(notes)
-        own_notes = {int(at): graph for at, _, graph in (note.partition(":") for note in self._notes)}
         own, other = Prediction(), Prediction()
         for at in range(self._own.count):
-            first, second = own_notes.get(at, own.next), notes.get(at, other.next)
+            first, second = self._notes.get(at, own.next), notes.get(at, other.next)
             if second is None:
                 return None  # nothing is noted or predicted so far ahead
             assert first is not None
