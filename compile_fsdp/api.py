@@ -11,7 +11,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from compile_fsdp.errors import FSDP1Error, NotShardedError, ProcessGroupMissingError
-from compile_fsdp.runtime.module import install, is_traceable
+from compile_fsdp.runtime.module import install, is_traceable, replay_by
+from compile_fsdp.runtime.root import Replay
 from compile_fsdp.runtime.stale_optimizers import named_parameters, note_replaced
 from compile_fsdp.torch_compat.fsdp import fsdp_state
 
@@ -89,3 +90,12 @@ def make_traceable(model: nn.Module) -> nn.Module:
         if not is_traceable(module):
             install(module)
     return model
+
+
+def _start_replay(arguments: dict[str, Any]) -> tuple[Replay | None, dict[str, Any]]:
+    from compile_fsdp.replay.model import start_replay  # imported here, because eager models do not need it
+
+    return start_replay(arguments)
+
+
+replay_by(_start_replay)

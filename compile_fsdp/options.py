@@ -59,11 +59,9 @@ class Options:
         verify: Whether to compare each compiled graph with its traced graph on the first run, compare the first step's
             gradients with eager FSDP2's, and check each graph after every pass. For debugging: the first step takes
             several times the memory.
-        replay: Whether to run a traced step again without Dynamo and compiled autograd as long as nothing that it
-            depends on changes: docs/performance.md. Needs a model compiled by its `compile` method. A bundle implies
-            replay.
         bundle: Path of a file with the traced and compiled first step, for processes that start later:
-            docs/performance.md. The file is read if it fits the step; otherwise it is written.
+            docs/performance.md. The file is read if it fits the step; otherwise it is written. Needs a model that its
+            `compile` method has compiled.
         inductor: Options of Inductor, by their names in `torch.compile(options=...)`.
     """
 
@@ -75,7 +73,6 @@ class Options:
     progress: bool = True
     agreement_timeout_s: float = DEFAULT_LIMIT_S
     verify: bool = False
-    replay: bool = False
     bundle: str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
@@ -151,7 +148,7 @@ def _checked(ours: dict[str, Any]) -> dict[str, Any]:
             'expected costs to be compile_fsdp.passes.Costs, "measured" or "constants", or one of the two words in the '
             f"environment variable {COSTS_VARIABLE}, got {costs!r}"
         )
-    for name in ("progress", "verify", "replay"):
+    for name in ("progress", "verify"):
         if not isinstance(value := ours.get(name, True), bool):
             raise UnknownOptionError(f"expected {name} to be True or False, got {value!r}")
     limit = ours.get("agreement_timeout_s", 1.0)

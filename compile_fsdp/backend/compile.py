@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from compile_fsdp.backend.backward import BackwardCompiler
 from compile_fsdp.backend.boundary import ForwardGraph
+from compile_fsdp.backend.compiled_forward import CompiledForward, ParameterInputs
 from compile_fsdp.backend.costs import settle_costs
 from compile_fsdp.backend.graph_inputs import GraphInputs
 from compile_fsdp.backend.group_figures import group_figures
 from compile_fsdp.backend.inner import TracedGraph, compile_traced
 from compile_fsdp.backend.memory_budget import budget_pass
+from compile_fsdp.backend.step import Step
+from compile_fsdp.backend.this_run import this_run
 from compile_fsdp.errors import UnknownOptionError
 from compile_fsdp.ops import ensure_ops
 from compile_fsdp.options import Options
 from compile_fsdp.passes import pipelines
-from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision, fit_memory_budget
-from compile_fsdp.passes.dynamo.lift_tensor_hooks import DeferredHooks, lift_tensor_hooks
+from compile_fsdp.passes.dynamo.fit_memory_budget import fit_memory_budget
+from compile_fsdp.passes.dynamo.lift_tensor_hooks import lift_tensor_hooks
 from compile_fsdp.passes.runner import Run
-from compile_fsdp.replay.backward import GraphReplay
-from compile_fsdp.replay.recording import current
 from compile_fsdp.runtime import calls, trace_record
 from compile_fsdp.runtime.attached import module_hooks_of
 from compile_fsdp.runtime.group import TraceableGroup
@@ -61,102 +61,62 @@ def compile_fsdp(
     restore_hook_bodies_now()
     traced = trace_record.take()
     parsed = Options.parse(options, mode)
-    _check_names_and_ops()
-    if parsed.bundle is not None and traced.entered and not any(hooks.root.replay for hooks in traced.entered):
-        raise UnknownOptionError(
-            "expected model.compile() with a bundle, got torch.compile() of a model or a function; call the model's "
-            'own, with backend="compile_fsdp" and options={"bundle": ...}'
-        )
-    costs = settle_costs(gm, GraphInputs(gm), parsed)
-    if costs is not None:
-        parsed = replace(parsed, costs=costs)
-    gm, example_inputs, passes = _run_passes(gm, example_inputs, parsed)
-    inputs = GraphInputs(gm)
-    inputs.check_writes(gm.graph)
-    groups = group_figures(inputs, passes.left_unsharded) if torch.is_grad_enabled() else ()
-    graph = TracedGraph(gm, example_inputs, "forward", inputs, parsed, passes.decision, groups)
-    read = graph.inputs.read_positions()
+    check_names()
+    ensure_ops()
+    _check_bundle(parsed, traced)
+    step, graph = _decide(gm, example_inputs, parsed)
+    parameters = _parameter_inputs(step, graph, traced)
+    if not graph.inputs.managed:
+        graph.inputs.check_sharded()
     compiled: Callable[..., Any] = compile_traced(graph)
     if graph.inputs.managed:
-        compiled = _behind_boundary(graph, compiled, read, passes, traced)
-    else:
-        graph.inputs.check_sharded()
-    if (frame := current()) is not None:
+        compiled = ForwardGraph(CompiledForward(compiled, parameters, _whole_module(traced), step))
+    if (frame := this_run().observer) is not None:
         frame.see_graph(compiled)
     return compiled
 
 
-def _check_names_and_ops() -> None:
-    check_names()
-    ensure_ops()
+def _check_bundle(options: Options, traced: trace_record.TraceRecord) -> None:
+    if options.bundle is not None and traced.entered and not any(hooks.root.replay for hooks in traced.entered):
+        raise UnknownOptionError(
+            "expected model.compile() with a bundle, got torch.compile() of a model or a function; call the model's "
+            'own, with backend="compile_fsdp" and options={"bundle": ...}'
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class _PassResults:
-    """Decisions of the passes on Dynamo's forward graph.
-
-    Attributes:
-        hooks: The hooks taken out of the graph; None for no hooks.
-        left_unsharded: The groups that the forward leaves unsharded for its backward, by the user's memory budget.
-        decision: How the step fits into its memory budget; None without a budget.
-    """
-
-    hooks: DeferredHooks | None
-    left_unsharded: Collection[Hashable]
-    decision: BudgetDecision | None = None
-
-
-def _run_passes(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
-) -> tuple[fx.GraphModule, Sequence[Any], _PassResults]:
-    """Rewrite Dynamo's forward graph; return it, its remaining inputs, and the decisions."""
+def _decide(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> tuple[Step, TracedGraph]:
+    """Decide about the step and rewrite its forward graph accordingly."""
     takes_numbers = options.inner_backend in ("inductor", "aot_eager")  # their graphs go through AOTAutograd
-    lifts_hooks = takes_numbers and bool(GraphInputs(gm).managed) and has_hooks_input(gm)
+    lifts_hooks = takes_numbers and has_hooks_input(gm) and bool(GraphInputs(gm).managed)
     if lifts_hooks:
         gm = copy_dynamo_graph(gm)  # Dynamo still reads the inputs of the original graph
     inputs, has_backward = GraphInputs(gm), torch.is_grad_enabled()
+    if (costs := settle_costs(gm, inputs, options)) is not None:
+        options = replace(options, costs=costs)
     fitted = budget_pass(inputs, options) if has_backward else None
-    done = Run(
-        gm.graph,
-        pipelines.forward(
-            GROUP_CALLS,
-            lifts_hooks=lifts_hooks,
-            fitted=fitted,
-            frozen=inputs.frozen_nodes() if has_backward else (),
-        ),
-    )
+    frozen = inputs.frozen_nodes() if has_backward else ()
+    done = Run(gm.graph, pipelines.forward(GROUP_CALLS, lifts_hooks=lifts_hooks, fitted=fitted, frozen=frozen))
     gm.recompile()
     hooks = done.result(lift_tensor_hooks) if lifts_hooks else None
     if hooks is not None:
         example_inputs, _ = hooks.split(example_inputs)
-    if fitted is None:
-        return gm, example_inputs, _PassResults(hooks, ())
-    decision = done.result(fit_memory_budget)
-    return gm, example_inputs, _PassResults(hooks, [inputs.groups[i] for i in decision.kept], decision)
+        inputs = GraphInputs(gm)  # one input less
+    inputs.check_writes(gm.graph)
+    step = Step(options, None if fitted is None else done.result(fit_memory_budget), hooks)
+    groups = group_figures(inputs, step.left_unsharded(inputs.groups)) if has_backward else ()
+    return step, TracedGraph(step, gm, example_inputs, "forward", inputs, groups)
 
 
-def _behind_boundary(
-    graph: TracedGraph,
-    run: Callable[..., Any],
-    read: frozenset[int],
-    passes: _PassResults,
-    traced: trace_record.TraceRecord,
-) -> ForwardGraph:
-    managed = graph.inputs.managed
-    left, entered = _groups(traced.left), _groups(traced.entered)
-    return ForwardGraph(
-        run=run,
+def _parameter_inputs(step: Step, graph: TracedGraph, traced: trace_record.TraceRecord) -> ParameterInputs:
+    managed, left, entered = graph.inputs.managed, _groups(traced.left), _groups(traced.entered)
+    left_unsharded = step.left_unsharded(graph.inputs.groups)
+    return ParameterInputs(
         managed=tuple(managed),
         parts=graph.inputs.part_positions(),
-        read=read,
+        read=graph.inputs.read_positions(),  # before the compiler changes the graph
         whole=frozenset(i for i, group in managed.items() if group in entered and group in left),
-        whole_of=_whole_module(traced),
         pre_backward_elsewhere=frozenset(i for i, group in managed.items() if group not in left),
-        left_unsharded=frozenset(i for i, group in managed.items() if group in passes.left_unsharded),
-        backward_prefetch=graph.options.backward_prefetch,
-        hooks=passes.hooks,
-        compile_backward=BackwardCompiler(graph.options, passes.hooks, passes.decision),
-        replay=GraphReplay(),
+        left_unsharded=frozenset(i for i, group in managed.items() if group in left_unsharded),
     )
 
 

@@ -7,36 +7,34 @@ from typing import Any
 from compile_fsdp.backend.derived_backward import Partitioner
 from compile_fsdp.backend.graph_inputs import GraphInputs
 from compile_fsdp.backend.recorder import Recorder
+from compile_fsdp.backend.step import Step
 from compile_fsdp.ops import accumulate_gradient, ensure_lowerings, watch
-from compile_fsdp.options import Options
 from compile_fsdp.passes import GraphObserver, Pipeline, pipelines
 from compile_fsdp.passes.cache_key import cache_key
-from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
 from compile_fsdp.reports import Direction
 from compile_fsdp.torch_compat.inductor import CACHEABLE_FUNCTIONS
 
 
 def inductor_config(
-    options: Options,
+    step: Step,
     direction: Direction,
     inputs: GraphInputs,
     recorder: Recorder,
     observer: GraphObserver | None,
     backward_is_captured: bool,
-    decision: BudgetDecision | None,
 ) -> dict[str, Any]:
     """Return Inductor's options: the user's, with additions that run the passes.
 
     Args:
-        options: The user's options.
+        step: Decisions about the forward and its backward.
         direction: Which half of the step the graph is.
         inputs: The graph's inputs.
         recorder: Gets the reports of the passes.
         observer: Sees the graph between the passes; None for no observer.
         backward_is_captured: Whether the graph's backward, if any, runs under compiled autograd only.
-        decision: How the step fits into its memory budget; None without a budget.
     """
     ensure_lowerings()
+    options, decision = step.options, step.decision
     config = dict(options.inductor)
     config.setdefault("reorder_for_peak_memory", False)  # see [Note: Who keeps the order]
     if observer is not None or options.verify:

@@ -19,12 +19,12 @@ from compile_fsdp.backend.inductor import inductor_config
 from compile_fsdp.backend.prefill import UnshardBeforeRun
 from compile_fsdp.backend.progress import Phase
 from compile_fsdp.backend.recorder import Recorder
+from compile_fsdp.backend.step import Step
+from compile_fsdp.backend.this_run import this_run
 from compile_fsdp.backend.verify import VerifiedGraph, VerifiedStep, is_repeatable
 from compile_fsdp.options import Options
 from compile_fsdp.passes.analysis.sequence import read_collectives
-from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
 from compile_fsdp.passes.partitioned.lift_views import lift_views
-from compile_fsdp.replay.recording import current
 from compile_fsdp.reports import Direction, present_observer
 from compile_fsdp.runtime.calls import outermost
 from compile_fsdp.torch_compat.dynamo import copy_dynamo_graph, has_hooks_input, lookup_backend
@@ -43,27 +43,35 @@ class TracedGraph:
     """A graph that Dynamo has traced, after the passes on Dynamo's level.
 
     Attributes:
+        step: Decisions about the forward and its backward.
         gm: The graph; `compile_traced` lets the compiler change it.
         example_inputs: Its inputs.
         direction: Which half of the step it is.
         inputs: Which of its inputs are unsharded parameters.
-        options: The user's options.
-        decision: How the step fits into its memory budget; None without a budget.
         groups: Figures of a forward graph's parameter groups; empty for a backward graph.
     """
 
+    step: Step
     gm: fx.GraphModule
     example_inputs: Sequence[Any]
     direction: Direction
     inputs: GraphInputs
-    options: Options
-    decision: BudgetDecision | None = None
     groups: tuple[GroupFigures, ...] = ()
+
+    @property
+    def options(self) -> Options:
+        """The options of the step."""
+        return self.step.options
 
     @property
     def what(self) -> str:
         """The graph's name in errors and messages."""
         return f"{self.direction} graph"
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether the option `verify` compares the compiled graph with the traced graph."""
+        return self.options.verify and bool(self.inputs.managed)
 
 
 def compile_traced(graph: TracedGraph, unfilled: Sequence[int] = ()) -> Callable[..., Any]:
@@ -78,19 +86,19 @@ def compile_traced(graph: TracedGraph, unfilled: Sequence[int] = ()) -> Callable
         CollectiveMismatchError, RankMissingError: before the graph runs, see `agree`.
     """
     traced = read_collectives(graph.gm.graph)
-    original = _copy_to_verify(graph)
-    decision = graph.decision if graph.direction == "forward" else None
+    original = copy_dynamo_graph(graph.gm) if graph.is_compared and is_repeatable(graph.gm.graph) else None
+    decision = graph.step.decision if graph.direction == "forward" else None
     options, nodes = graph.options, len(graph.gm.graph.nodes)
     recorder = Recorder(graph.direction, options.inner_backend, nodes, decision, options.known_costs, graph.groups)
     compiled, stored = _call_inner_backend(graph, recorder)
     collectives = recorder.finish() or traced
     if unfilled:
         collectives = collectives.after(graph.inputs.gathers(unfilled))
-    if (frame := current()) is not None:
+    if (frame := this_run().observer) is not None:
         frame.see_compiled(stored, recorder.reports, collectives)
-    limit_s = graph.options.agreement_timeout_s
-    are_all_here = agree(collectives, graph.what, limit_s, graph.options.progress)
-    if graph.options.verify and graph.inputs.managed and are_all_here:
+    limit_s = options.agreement_timeout_s
+    are_all_here = agree(collectives, graph.what, limit_s, options.progress)
+    if graph.is_compared and are_all_here:
         if graph.direction == "forward" and torch.is_grad_enabled() and (call := outermost()) is not None:
             VerifiedStep(call, collectives, limit_s)
         if original is not None:
@@ -98,11 +106,6 @@ def compile_traced(graph: TracedGraph, unfilled: Sequence[int] = ()) -> Callable
     if unfilled:
         compiled = UnshardBeforeRun(compiled, unfilled)
     return follow(compiled, collectives, graph.what)
-
-
-def _copy_to_verify(graph: TracedGraph) -> fx.GraphModule | None:
-    is_compared = graph.options.verify and graph.inputs.managed and is_repeatable(graph.gm.graph)
-    return copy_dynamo_graph(graph.gm) if is_compared else None
 
 
 def _partition_op_by_op(*args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -138,9 +141,7 @@ def _call_inner_backend(
                 return compile_op_by_op(gm, graph.example_inputs, _partition_op_by_op), None
             if options.inner_backend != "inductor":
                 return lookup_backend(options.inner_backend)(gm, list(graph.example_inputs)), None
-            config = inductor_config(
-                options, graph.direction, graph.inputs, recorder, observer, is_captured, graph.decision
-            )
+            config = inductor_config(graph.step, graph.direction, graph.inputs, recorder, observer, is_captured)
             compile_fx, compile_inner = inductor_compilers()
             if is_captured:
                 compile_inner = ForwardCompiler(compile_inner)

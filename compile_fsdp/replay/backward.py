@@ -8,10 +8,9 @@ parameters. The place of each input is recorded when the backward is traced.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,25 +25,15 @@ from compile_fsdp.torch_compat.dynamo import GuardFact
 Place = tuple[str, int]
 
 
-class ForwardRun(Protocol):
-    """A forward that has run, as its backward reads it.
-
-    Attributes:
-        managed: The unsharded parameters.
-        inner_inputs: The inputs that need a gradient.
-    """
-
-    managed: list[torch.Tensor]
-    inner_inputs: list[torch.Tensor]
-
-
 class Tensors:
     """Tensors of a forward that its backward reads, by place."""
 
-    def __init__(self, forward: ForwardRun, outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, leaves: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+    ) -> None:
+        """Take the unsharded parameters, the outputs that get a gradient, and their gradients."""
         node: Any = outputs[0].grad_fn
         saved: Sequence[torch.Tensor] = node.saved_tensors
-        leaves = [*forward.managed, *forward.inner_inputs]
         self.node = node
         # Compiled autograd accumulates into the present gradient of a leaf, and traces a separate graph for it.
         self.accumulated = [leaf.grad is not None for leaf in leaves]
@@ -122,13 +111,17 @@ class BackwardFrame:
         self._hooks: Any = None
 
     def run(
-        self, forward: ForwardRun, outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], hooks: Any
+        self,
+        parameters: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        hooks: Any,
     ) -> bool:
         """Run the traced backward if it is right for this forward.
 
         Args:
-            forward: The forward.
-            outputs: Its outputs that have a gradient.
+            parameters: Unsharded parameters that the forward graph takes.
+            outputs: The forward's outputs that have a gradient.
             grads: Their gradients.
             hooks: The object that holds the forward's hooks.
         Returns:
@@ -138,7 +131,7 @@ class BackwardFrame:
             return False
         if [output.output_nr for output in outputs] != self.outputs:
             return False
-        tensors = Tensors(forward, outputs, grads)
+        tensors = Tensors(parameters, outputs, grads)
         if tensors.has_hooks or tensors.accumulated != self.accumulated:
             return False
         expect_no_gradient([tensors.get(place) for place in self.undefined])
@@ -168,7 +161,9 @@ class BackwardRecord:
         problem: Why the backward cannot be replayed; None if it can.
     """
 
-    def __init__(self, forward: ForwardRun, outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+    ) -> None:
         self.frame: FrameRecord | None = None
         self.places: list[Place] = []
         self.outputs = [output.output_nr for output in outputs]
@@ -176,7 +171,7 @@ class BackwardRecord:
         self.undefined: list[Place] = []
         self.unfilled: Sequence[int] = ()
         self.problem: str | None = None
-        self._tensors = Tensors(forward, outputs, grads) if _is_one_node(outputs) else None
+        self._tensors = Tensors(parameters, outputs, grads) if _is_one_node(outputs) else None
         if self._tensors is None:
             self.problem = "its outputs are not those of its graph"
 
@@ -210,31 +205,6 @@ class BackwardRecord:
         scope = {"L": {"inputs": _not_saved(self.places, tensors), "state": state}, "G": function.__globals__}
         self.frame = FrameRecord(function.__code__, scope, _follows(gradients))
         return self.frame
-
-
-class Recorder(Protocol):
-    """Observer of the first backward of a graph."""
-
-    def begin_backward(
-        self, forward: Any, outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
-    ) -> BackwardRecord:
-        """Create the record of the backward before it runs."""
-
-    def end_backward(self, forward: Any) -> None:
-        """Use the record after the backward."""
-
-
-@dataclass(slots=True)
-class GraphReplay:
-    """The replayable backward of one forward graph.
-
-    Attributes:
-        backward: The backward; None until it is traced or read.
-        recorder: Records the next backward; None for no recording.
-    """
-
-    backward: BackwardFrame | None = None
-    recorder: Recorder | None = None
 
 
 def _not_saved(places: Sequence[Place], tensors: Tensors) -> dict[int, torch.Tensor]:

@@ -1,11 +1,11 @@
 """Replay a model's steps that were traced before or bundled.
 
 [Note: Replayed steps]
-With the option `replay`, a step of a model is traced as usual, and recorded: the code that Dynamo, compiled autograd
+With the option `bundle`, a step of a model is traced as usual, and recorded: the code that Dynamo, compiled autograd
 and the backend run in place of the model's frame and its backward, with the conditions under which this code is right.
-A later step in which all conditions hold runs this code. Any other step goes to Dynamo, as without replay. With
-`bundle`, the first recorded step is also written to a file. The next process reads the conditions from this file, finds
-that they hold, and runs a step that it has never traced.
+A later step in which all conditions hold runs this code. Any other step goes to Dynamo, as without a bundle. The first
+recorded step is also written to a file. The next process reads the conditions from this file, finds that they hold, and
+runs a step that it has never traced.
 
 [Note: All ranks or none]
 A rank that traces meets its peers to compare collectives, see `backend/agreement.py`; a rank that replays meets nobody.
@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import CellType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -26,18 +26,17 @@ from torch import nn
 
 from compile_fsdp.backend.agreement import share_choice
 from compile_fsdp.backend.boundary import ForwardGraph
-from compile_fsdp.backend.graph_call import GraphCall
+from compile_fsdp.backend.this_run import Run, running, see_guards
 from compile_fsdp.errors import NotPortableError
 from compile_fsdp.options import Options
 from compile_fsdp.replay import bundle
 from compile_fsdp.replay.backward import BackwardFrame, BackwardRecord
 from compile_fsdp.replay.frames import Frame
-from compile_fsdp.replay.recording import FrameRecord, recording, see_guards
+from compile_fsdp.replay.recording import FrameRecord
 from compile_fsdp.replay.stored import StoredStep
 from compile_fsdp.runtime.attached import module_hooks_of
 from compile_fsdp.runtime.hooks import prepare_model
 from compile_fsdp.runtime.tracing import at_run_time
-from compile_fsdp.torch_compat.dynamo import CAN_REPLAY
 
 _log = logging.getLogger("compile_fsdp")
 
@@ -46,7 +45,7 @@ _MOST_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ReplayedStep:
     """A forward and its backward, ready to be replayed.
 
     Attributes:
@@ -70,7 +69,7 @@ class ModelReplay:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.path = None if options.bundle is None else bundle.locate(options.bundle)
-        self.steps: list[Step] = []
+        self.steps: list[ReplayedStep] = []
         self._is_read = self.path is None
         self._facts: Mapping[str, Any] = {}
 
@@ -100,7 +99,7 @@ class ModelReplay:
         if len(self.steps) == _MOST_STEPS:
             return run(*args, **kwargs)
         frame = FrameRecord(function.__code__, {"L": arguments, "G": function.__globals__}, lambda fact: False)
-        with recording(frame):
+        with running(Run(observer=frame)):
             output = run(*args, **kwargs)
         if frame.graphs > 0:  # else Dynamo has compiled the step before
             self._note_backward(frame, closure)
@@ -110,10 +109,10 @@ class ModelReplay:
 
     @at_run_time
     def _note_backward(self, frame: FrameRecord, closure: Sequence[CellType]) -> None:
-        if not isinstance(frame.graph, ForwardGraph) or frame.graph.hooks is None:
+        if not isinstance(frame.graph, ForwardGraph) or frame.graph.forward.step.hooks is None:
             frame.problem = "there is no graph with a backward whose hooks are known by numbers"
         if self._can(frame.finish):
-            frame.graph.replay.recorder = _Recorder(self, frame, closure)
+            frame.graph.forward.step.record.observer = _BackwardRecorder(self, frame, closure)
 
     @at_run_time
     def keep(self, forward: FrameRecord, backward: BackwardRecord, closure: Sequence[CellType]) -> None:
@@ -131,8 +130,8 @@ class ModelReplay:
             except OSError as error:
                 _log.warning("the bundle %s cannot be written: %s", path, error)
         assert backward.frame is not None
-        forward.graph.replay.backward = step.bind_backward(backward.frame.graph)
-        self.steps.insert(0, Step(step.bind_forward(forward.graph, closure), forward.graph.replay.backward))
+        known = forward.graph.forward.step.record.known = step.bind_backward(backward.frame.graph)
+        self.steps.insert(0, ReplayedStep(step.bind_forward(forward.graph, closure), known))
 
     def _can(self, finish: Callable[[], object]) -> bool:
         try:
@@ -140,8 +139,6 @@ class ModelReplay:
         except Exception as error:  # the step is right even if its record fails
             if self.options.bundle is not None:
                 _log.warning("no bundle is made, and every process traces this model: %s", error)
-            else:
-                _log.info("steps are not replayed: %s", error)
             return False
         return True
 
@@ -161,7 +158,7 @@ class ModelReplay:
             self.path = None
             self.steps.append(loaded)
 
-    def _look(self, arguments: Mapping[str, Any], closure: Sequence[CellType]) -> tuple[Step | None, str]:
+    def _look(self, arguments: Mapping[str, Any], closure: Sequence[CellType]) -> tuple[ReplayedStep | None, str]:
         """Return the bundle's step if it fits, and the choice for `share_choice`."""
         assert self.path is not None
         try:
@@ -170,20 +167,19 @@ class ModelReplay:
         except NotPortableError as error:
             return None, str(error)
 
-    def _load(self, step: StoredStep, arguments: Mapping[str, Any], closure: Sequence[CellType]) -> Step:
+    def _load(self, step: StoredStep, arguments: Mapping[str, Any], closure: Sequence[CellType]) -> ReplayedStep:
         for frame in (step.forward, step.backward):
             if (changed := frame.sources.changed()) is not None:
                 raise NotPortableError(f"the code of {changed} has changed")
-        graph = step.load_forward(self.options, arguments["self"])
+        graph, backward = step.load(self.options, arguments["self"])
         forward = step.bind_forward(graph, closure)
         if not forward.fits(arguments):
             raise NotPortableError(str(forward.problem))
-        assert graph.replay.backward is not None
-        return Step(forward, graph.replay.backward)
+        return ReplayedStep(forward, backward)
 
 
-class _Recorder:
-    """Records the first backward of one forward graph."""
+class _BackwardRecorder:
+    """Records the first backward of one forward graph, as its `BackwardObserver`."""
 
     def __init__(self, replay: ModelReplay, forward: FrameRecord, closure: Sequence[CellType]) -> None:
         self._replay = replay
@@ -192,30 +188,45 @@ class _Recorder:
         self._backward: BackwardRecord | None = None
 
     def begin_backward(
-        self, forward: GraphCall, outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
-    ) -> BackwardRecord:
-        """Create the record of the backward before it runs."""
-        self._backward = BackwardRecord(forward, outputs, grads)
-        return self._backward
+        self, parameters: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+    ) -> None:
+        self._backward = BackwardRecord(parameters, outputs, grads)
 
-    def end_backward(self, forward: GraphCall) -> None:
-        """Keep the step after the backward."""
+    def begin_frame(
+        self, function: FunctionType, arguments: Sequence[Any], undefined: Sequence[int]
+    ) -> FrameRecord | None:
         assert self._backward is not None
-        forward.graph.replay.recorder = None
+        return self._backward.begin(function, arguments, undefined)
+
+    def see_unfilled(self, positions: Sequence[int]) -> None:
+        assert self._backward is not None
+        self._backward.unfilled = positions
+
+    def end_backward(self) -> None:
+        assert self._backward is not None
+        self._forward.graph.forward.step.record.observer = None
         self._replay.keep(self._forward, self._backward, self._closure)
 
 
 @at_run_time
 def start_replay(arguments: Mapping[str, Any]) -> tuple[ModelReplay | None, dict[str, Any]]:
-    """Set up the replay of a compiled model.
+    """Set up the replay of a compiled model if it has a bundle.
 
     Args:
         arguments: Arguments of torch.compile.
     Returns:
-        The replay, None if the options ask for none or it is not possible; and the arguments for tracing.
+        The replay, None without a bundle; and the arguments for tracing.
     Raises:
         UnknownOptionError: see `Options.parse`.
     """
+    given = dict(arguments.get("options") or {})
+    given.pop("guard_filter_fn", None)
+    options = Options.parse(given, arguments.get("mode"))
+    return (None, dict(arguments)) if options.bundle is None else (ModelReplay(options), show_guards(arguments))
+
+
+def show_guards(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return torch.compile's arguments such that a recorded frame sees all guards."""
     given = dict(arguments.get("options") or {})
     choose = given.pop("guard_filter_fn", None)
 
@@ -223,8 +234,4 @@ def start_replay(arguments: Mapping[str, Any]) -> tuple[ModelReplay | None, dict
         see_guards(entries)
         return [True] * len(entries) if choose is None else choose(entries)
 
-    options = Options.parse(given, arguments.get("mode"))
-    wants_replay = options.replay or options.bundle is not None
-    if not wants_replay or options.verify or not CAN_REPLAY:
-        return None, dict(arguments)
-    return ModelReplay(options), {**arguments, "options": {**given, "guard_filter_fn": choose_and_see}}
+    return {**arguments, "options": {**given, "guard_filter_fn": choose_and_see}}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any
 
@@ -15,7 +13,7 @@ from compile_fsdp.replay.paths import Scope
 from compile_fsdp.replay.program import Program
 from compile_fsdp.replay.sources import Sources
 from compile_fsdp.reports import GraphReport
-from compile_fsdp.torch_compat.dynamo import GuardFact, guard_facts, on_bytecode
+from compile_fsdp.torch_compat.dynamo import GuardFact, guard_facts
 from compile_fsdp.torch_compat.global_state import GlobalState
 
 
@@ -92,36 +90,3 @@ class FrameRecord:
             raise NotPortableError(problem)
         names = (key[1] for kind, _, key in self._conditions.paths.accesses if kind == "root" and key[0] == "G")
         return self._conditions, Program.record(self._new_code, self._variables, names), self._sources
-
-
-class _Current(threading.local):
-    frame: FrameRecord | None = None
-
-
-_current = _Current()
-
-
-@contextmanager
-def recording(frame: FrameRecord | None) -> Iterator[None]:
-    """Let this thread record a frame; None records no frame."""
-    outer, _current.frame = _current.frame, frame
-    try:
-        if frame is None:
-            yield
-        else:
-            with on_bytecode(frame.see_code):
-                yield
-    finally:
-        _current.frame = outer
-
-
-def current() -> FrameRecord | None:
-    """Return the frame that this thread records now, or None."""
-    return _current.frame
-
-
-def see_guards(entries: Sequence[Any]) -> list[bool]:
-    """Record all guards and keep them all, as Dynamo's option `guard_filter_fn`."""
-    if _current.frame is not None:
-        _current.frame.see_guards(entries)
-    return [True] * len(entries)

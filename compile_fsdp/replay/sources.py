@@ -11,11 +11,10 @@ from pathlib import Path
 
 import torch
 
-import compile_fsdp
 from compile_fsdp.torch_compat.dynamo import traced_code
 
 # Folders whose code the versions of torch and of this project identify.
-_KNOWN = tuple(str(Path(file).parent.absolute()) + os.sep for file in (torch.__file__, compile_fsdp.__file__))
+_KNOWN = tuple(str(folder.absolute()) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 
 
 class Sources:

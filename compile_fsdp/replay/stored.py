@@ -5,22 +5,24 @@ from __future__ import annotations
 import pickle
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from types import CellType
 from typing import Any, Literal
 
 from torch import nn
 
-from compile_fsdp.backend.backward import BackwardCompiler
 from compile_fsdp.backend.boundary import ForwardGraph
+from compile_fsdp.backend.compiled_forward import CompiledForward, ParameterInputs
 from compile_fsdp.backend.graph_order import follow
 from compile_fsdp.backend.prefill import UnshardBeforeRun
+from compile_fsdp.backend.step import Step
 from compile_fsdp.errors import NotPortableError
 from compile_fsdp.options import Options
 from compile_fsdp.passes.analysis.costs import Costs
 from compile_fsdp.passes.analysis.sequence import CollectiveSequence
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
-from compile_fsdp.replay.backward import BackwardFrame, BackwardRecord, GraphReplay, Place
+from compile_fsdp.passes.dynamo.lift_tensor_hooks import DeferredHooks
+from compile_fsdp.replay.backward import BackwardFrame, BackwardRecord, Place
 from compile_fsdp.replay.conditions import Conditions
 from compile_fsdp.replay.frames import Frame
 from compile_fsdp.replay.program import Program
@@ -90,18 +92,14 @@ def _pickle(store: Callable[[], Any] | None) -> bytes:
         raise NotPortableError(f"its graph cannot be stored: {type(error).__name__}: {error}") from error
 
 
-# Attributes of `ForwardGraph` that are plain data.
-_PLAIN = ("managed", "parts", "read", "whole", "pre_backward_elsewhere", "left_unsharded", "backward_prefetch", "hooks")
-assert set(_PLAIN) < {field.name for field in fields(ForwardGraph)}
-
-
 @dataclass(frozen=True, slots=True)
 class StoredStep:
     """A forward and its backward.
 
     Attributes:
         forward: The forward.
-        graph: Plain data of its `ForwardGraph`, by attribute name.
+        parameters: Its inputs that are unsharded parameters.
+        hooks: The hooks lifted out of its graph.
         backward: The backward.
         places: Places of the backward's inputs, see `replay.backward.Place`.
         outputs: Numbers of the outputs of the forward's node that have a gradient.
@@ -113,7 +111,8 @@ class StoredStep:
     """
 
     forward: StoredFrame
-    graph: dict[str, Any]
+    parameters: ParameterInputs
+    hooks: DeferredHooks | None
     backward: StoredFrame
     places: tuple[Place, ...]
     outputs: tuple[int, ...]
@@ -136,40 +135,36 @@ class StoredStep:
         """
         if backward.problem is not None or backward.frame is None:
             raise NotPortableError(backward.problem or "its backward was not traced")
-        compiler = forward.graph.compile_backward
+        compiled: CompiledForward = forward.graph.forward
         return cls(
             forward=StoredFrame.of(forward, with_graphs),
-            graph={name: getattr(forward.graph, name) for name in _PLAIN},
+            parameters=compiled.parameters,
+            hooks=compiled.step.hooks,
             backward=StoredFrame.of(backward.frame, with_graphs),
             places=tuple(backward.places),
             outputs=tuple(backward.outputs),
             accumulated=tuple(backward.accumulated),
             undefined=tuple(backward.undefined),
             unfilled=tuple(backward.unfilled),
-            costs=compiler.options.costs,
-            decision=compiler.decision,
+            costs=compiled.step.options.costs,
+            decision=compiled.step.decision,
         )
 
-    def load_forward(self, options: Options, module: nn.Module) -> ForwardGraph:
-        """Return the graph of a module's whole forward, with its stored backward.
+    def load(self, options: Options, module: nn.Module) -> tuple[ForwardGraph, BackwardFrame]:
+        """Return the graph of a module's whole forward, and its stored backward.
 
         A different backward of this forward is traced, with the decisions by which the forward was compiled.
         """
         run_list = self.forward.load()
-        decided = replace(options, costs=self.costs)
 
         def run(*inputs: Any) -> Any:
             return run_list(list(inputs))
 
-        graph = ForwardGraph(
-            run=follow(run, self.forward.collectives, "forward graph"),
-            whole_of=weakref.ref(module),
-            compile_backward=BackwardCompiler(decided, self.graph["hooks"], self.decision),
-            replay=GraphReplay(),
-            **self.graph,
-        )
-        graph.replay.backward = self.bind_backward(self._load_backward())
-        return graph
+        step = Step(replace(options, costs=self.costs), self.decision, self.hooks)
+        followed = follow(run, self.forward.collectives, "forward graph")
+        graph = ForwardGraph(CompiledForward(followed, self.parameters, weakref.ref(module), step))
+        step.record.known = known = self.bind_backward(self._load_backward())
+        return graph, known
 
     def _load_backward(self) -> Callable[..., Any]:
         run = self.backward.load()

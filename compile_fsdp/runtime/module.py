@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from functools import cache
 from itertools import chain
 from types import MethodType
@@ -67,8 +68,8 @@ class TraceableModule:
         _take_own_code(self)
         root = _root_of(self)
         root.was_called, root.replay = False, None
-        if kwargs.get("backend") == "compile_fsdp":
-            root.replay, kwargs = _replay(kwargs)
+        if kwargs.get("backend") == "compile_fsdp" and _start_replay is not None:
+            root.replay, kwargs = _start_replay(kwargs)
         super().compile(*args, **kwargs)  # type: ignore[misc]
 
     @at_run_time
@@ -90,12 +91,15 @@ def _replay_of(module: Any) -> Replay | None:
     return _root_of(module).replay if is_compiled else None
 
 
-@at_run_time
-def _replay(kwargs: dict[str, Any]) -> tuple[Replay | None, dict[str, Any]]:
-    """Return the object that replays a compiled model's steps, and the torch.compile arguments to trace it."""
-    from compile_fsdp.replay.model import start_replay  # imported here, because eager models do not need it
+# Returns the object that replays a compiled model's steps, and the torch.compile arguments to trace it. Set from
+# outside, because the runtime does not depend on replay.
+_start_replay: Callable[[dict[str, Any]], tuple[Replay | None, dict[str, Any]]] | None = None
 
-    return start_replay(kwargs)
+
+def replay_by(start: Callable[[dict[str, Any]], tuple[Replay | None, dict[str, Any]]]) -> None:
+    """Let `start` choose how models that are compiled from now on replay their steps."""
+    global _start_replay
+    _start_replay = start
 
 
 @inline_only

@@ -8,12 +8,15 @@ import sys
 PROGRAM = """
 import sys
 import torch
-from compile_fsdp.backend.backward import BackwardCompiler
+from compile_fsdp.backend.boundary import ForwardGraph
+from compile_fsdp.backend.compiled_forward import CompiledForward, ParameterInputs
+from compile_fsdp.backend.step import Step
 from compile_fsdp.options import Options
 
 torch.cuda.is_available = lambda: True  # in this process alone
 assert "torch._inductor.cudagraph_trees" not in sys.modules
-BackwardCompiler(Options(), None)
+none = frozenset()
+ForwardGraph(CompiledForward(print, ParameterInputs((), (), none, none, none, none), None, Step(Options())))
 print("torch._inductor.cudagraph_trees" in sys.modules)
 """
 

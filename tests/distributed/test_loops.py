@@ -11,11 +11,13 @@ import traceback
 from collections import Counter
 
 import pytest
+from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import compile_fsdp
 from compile_fsdp.errors import CompileFSDPError
 from helpers.models.random_loops import Action, Loop, Seen, Training, Verdict, random_loop
+from helpers.models.replays import compile_with_replay
 from helpers.parity.check import full, relative_difference
 from helpers.ranks.pools import device_type, run_ranks
 
@@ -37,8 +39,9 @@ def _train(rank: int, loop: Loop) -> Verdict:
     if (verdict := _train_eagerly(eager)).outcome != TRAINED:
         return verdict
     ours = Training(loop, compile_fsdp.fully_shard, rank)
-    options = {"inner_backend": loop.inner_backend, "progress": False, "replay": loop.replay}
-    ours.model.compile(backend="compile_fsdp", fullgraph=True, options=options)
+    compiles = compile_with_replay if loop.replay else nn.Module.compile
+    options = {"inner_backend": loop.inner_backend, "progress": False}
+    compiles(ours.model, backend="compile_fsdp", fullgraph=True, options=options)
     try:
         ours.run()
     except CompileFSDPError as error:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 import compile_fsdp
 from compile_fsdp.errors import MemoryBudgetError
 from helpers.models.random_programs import PROGRAMS, Part, Program, Training, comparable, drop_gathered_ahead, reshard
+from helpers.models.replays import compile_with_replay
 from helpers.parity.check import Parity, compare, full
 from helpers.ranks.pools import device_type, run_ranks
 
@@ -39,12 +40,9 @@ def _train(rank: int, program: Program) -> Parity | None:
     except Exception:
         return None
     ours = Training(program, compile_fsdp.fully_shard)
-    options: dict[str, Any] = {
-        "inner_backend": program.inner_backend,
-        "replay": True,
-        **dict([program.budget] if program.budget is not None else []),
-    }
-    ours.model.compile(backend="compile_fsdp", fullgraph=not program.has_breaks, options=options)
+    options: dict[str, Any] = {"inner_backend": program.inner_backend}
+    options |= dict([program.budget] if program.budget is not None else [])
+    compile_with_replay(ours.model, backend="compile_fsdp", fullgraph=not program.has_breaks, options=options)
     for number, (losses, grads) in enumerate(expected):
         try:
             ours.step(number, rank)

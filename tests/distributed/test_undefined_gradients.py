@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import compile_fsdp
-from helpers.models.replays import count_replays
+from helpers.models.replays import compile_with_replay, count_replays
 from helpers.ranks.pools import run_ranks
 from helpers.ranks.recording import collectives_of
 from helpers.releases.skip import skip_before
@@ -130,9 +130,8 @@ def test_unused_outputs_leave_gradients_none_with_a_graph_break() -> None:
 
 def _replayed(rank: int) -> tuple[tuple[int, int], bool, bool]:
     eager, replaying = (_build(shard) for shard in (torch_fully_shard, compile_fsdp.fully_shard))
-    replaying.compile(
-        backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager", "replay": True}
-    )
+    options = {"inner_backend": "aot_eager"}
+    compile_with_replay(replaying, backend="compile_fsdp", fullgraph=True, options=options)
     losses = (_second, _main, _second, _third, _second)  # the first two use outputs of equal shape
     (expected_have, expected), (have, found) = (_train(model, losses) for model in (eager, replaying))
     return count_replays(replaying), have == expected_have, all(map(torch.equal, found, expected))

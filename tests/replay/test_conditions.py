@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 import compile_fsdp
 from compile_fsdp.replay import conditions
 from helpers.models.global_settings import deterministic
-from helpers.models.replays import count_replays
+from helpers.models.replays import compile_with_replay, count_replays
 from helpers.ranks.pools import run_ranks
 from helpers.releases.skip import skip_before
 
@@ -106,8 +106,11 @@ def _shard(source: _Model, fully_shard: Any) -> Any:
 
 def _make(source: _Model, replay: bool = True) -> Any:
     model = _shard(source, compile_fsdp.fully_shard)
-    options = {"inner_backend": "aot_eager", "replay": replay}
-    model.compile(backend="compile_fsdp", fullgraph=True, options=options)
+    arguments = {"backend": "compile_fsdp", "fullgraph": True, "options": {"inner_backend": "aot_eager"}}
+    if replay:
+        compile_with_replay(model, **arguments)
+    else:
+        model.compile(**arguments)
     return model
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from compile_fsdp.backend.backward import FALLS_BACK
+from compile_fsdp.backend.captured_backward import FALLS_BACK
 from compile_fsdp.reports import GraphReport
 from compile_fsdp.tools.check.findings import Finding, Level, list_names
 from compile_fsdp.tools.check.models import ShardedGroup, ShardedModel

@@ -74,7 +74,7 @@ class Loop(NamedTuple):
         steps: The actions of each step.
         inner_backend: The backend's option.
         seed: Seed that the loop was drawn with; -1 for a loop written by hand.
-        replay: The backend's option.
+        replay: Whether the compiled model replays its steps.
     """
 
     model: str

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from compile_fsdp.backend.backward import FALLS_BACK
+from compile_fsdp.backend.captured_backward import FALLS_BACK
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
 from compile_fsdp.reports import Direction, GraphReport
 from compile_fsdp.tools.check import rules as rules_file

@@ -6,10 +6,9 @@ import gc
 import itertools
 import logging
 import math
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -21,21 +20,17 @@ from compile_fsdp.backend.inner import TracedGraph, compile_traced
 from compile_fsdp.backend.lifetimes import weak_callable
 from compile_fsdp.backend.prefill import unshard_inputs
 from compile_fsdp.backend.progress import Phase
+from compile_fsdp.backend.step import BackwardObserver, Step
+from compile_fsdp.backend.this_run import running, see_guards, this_run
 from compile_fsdp.errors import UnsupportedFeatureError
-from compile_fsdp.options import Options
 from compile_fsdp.passes import LegalizeReport, legalize_windows, pipelines
 from compile_fsdp.passes.dynamo.drop_undefined_gradients import drop_undefined_gradients
-from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
 from compile_fsdp.passes.dynamo.join_op_runs import join_op_runs
-from compile_fsdp.passes.dynamo.lift_tensor_hooks import DeferredHooks
 from compile_fsdp.passes.runner import Run
-from compile_fsdp.replay.backward import BackwardRecord
-from compile_fsdp.replay.recording import current, recording, see_guards
 from compile_fsdp.runtime.attached import owner_of
 from compile_fsdp.runtime.backward import expect_no_gradient
 from compile_fsdp.runtime.group_calls import GROUP_CALLS
 from compile_fsdp.runtime.pause import pause_collection
-from compile_fsdp.torch_compat.autograd import prepare_compiled_autograd
 from compile_fsdp.torch_compat.dynamo import (
     FailOnRecompileLimitHit,
     Unsupported,
@@ -52,27 +47,37 @@ _log = logging.getLogger("compile_fsdp")
 FALLS_BACK = "backward falls back to eager, op by op, with all its parameters unsharded: "
 
 
-# Per thread: the object in which Dynamo keeps the hooks of the forward whose backward runs. It is not an argument,
-# because compiled autograd calls compiled code only with tensors and autograd's hooks.
-_hooks_of_forward = threading.local()
+@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
+class BackwardCompiler:
+    """Compiles the backwards that compiled autograd captures in one run.
 
-
-@contextmanager
-def hooks_of_forward(state: Any) -> Iterator[None]:
-    """Set the object whose hooks this thread's captured backwards call.
-
-    They are the hooks that one forward has put on its intermediates.
+    Attributes:
+        step: Decisions about the forward and its backward.
+        has_gradient: By result of the forward: whether it has a gradient.
+        sizes: Integer inputs of the forward: sizes that may change.
+        observer: Observes the backward if it is traced; None for no observer.
     """
-    outer, _hooks_of_forward.state = getattr(_hooks_of_forward, "state", None), state
-    try:
-        yield
-    finally:
-        _hooks_of_forward.state = outer
+
+    step: Step
+    has_gradient: Sequence[bool]
+    sizes: Sequence[int]
+    observer: BackwardObserver | None = None
+
+    def compile(self, captured: fx.GraphModule) -> Callable[..., Any]:
+        """Return the function that compiled autograd calls for a captured graph.
+
+        Compiled autograd's cache keeps the function as long as the process lives. The function has a weak reference to
+        the backward, because the backward belongs to the compiled forward graph, which Dynamo drops with the model.
+        """
+        backward = CapturedBackward(captured, self)
+        self.step.record.compiled.append(backward)
+        # If AOTAutograd does not make every graph unique, a model may hit the cached graph of a deleted model.
+        return weak_callable(backward.run, otherwise=captured)
 
 
 @dataclass(frozen=True, slots=True)
-class _Ready:
-    """A captured backward that can run.
+class _Traceable:
+    """A captured backward after the passes.
 
     Attributes:
         function: The function that Dynamo traces.
@@ -85,89 +90,67 @@ class _Ready:
     undefined: Sequence[int]
 
 
-class BackwardCompiler:
-    """Compiles a captured backward; if that fails, runs it op by op.
+class CapturedBackward:
+    """A captured backward. Its first run compiles it, or every run goes op by op if that fails."""
 
-    Compiled autograd's cache keeps its functions, and torch.compile keeps its backends, as long as the process lives.
-    Both get functions with weak references to this object, because it belongs to the compiled forward graph, which
-    Dynamo drops with the model.
-
-    Attributes:
-        record: Records the running backward if it is traced; None without a recording.
-        has_gradient: By result of the forward whose backward runs: whether it has a gradient.
-        sizes: Integer inputs of this forward: sizes that may change.
-        options: The user's options, with the costs by which the forward was compiled.
-        decision: How the step fits into its memory budget; None without a budget.
-    """
-
-    def __init__(
-        self, options: Options, hooks: DeferredHooks | None, decision: BudgetDecision | None = None
-    ) -> None:
-        prepare_compiled_autograd()
-        self.record: BackwardRecord | None = None
-        self.has_gradient: Sequence[bool] = ()
-        self.sizes: Sequence[int] = ()
-        self.options = options
-        self._hooks = hooks
-        self.decision = decision
-        self._runs: list[Callable[..., Any]] = []
-        self._op_runs: set[Callable[..., Any]] = set()
-        self._fake_modes: list[Any] = []  # of graphs compiled since the last run
+    def __init__(self, captured: fx.GraphModule, compiler: BackwardCompiler) -> None:
+        self._captured = captured
+        self._compiler = replace(compiler, observer=None)
+        self._observer = compiler.observer  # until the first run is over, because it refers to tensors of the run
+        self._traceable: _Traceable | None = None
+        self._op_runs: Collection[Callable[..., Any]] = ()
+        self._fake_modes: list[Any] = []  # of graphs compiled in the present run
         self._tracing: Phase | None = None  # from the first run until Dynamo has traced it
 
-    def __call__(self, captured: fx.GraphModule) -> Callable[..., Any]:
-        """Return the function that compiled autograd calls for a captured graph."""
-        has_gradient, changing = self.has_gradient, self.sizes
-        ready: _Ready | None = None
-
-        def run(inputs: list[Any], sizes: Any, scalars: Any, hooks: list[Any], *rest: Any) -> Any:
-            nonlocal ready
-            is_first = ready is None
-            if ready is None:
-                ready = self._prepare(captured, has_gradient, changing, inputs)
-            expect_no_gradient([inputs[i] for i in ready.undefined])
-            if self._hooks is not None:
-                rest = (*rest, _hooks_of_forward.state)
+    def run(self, inputs: list[Any], sizes: Any, scalars: Any, hooks: list[Any], *rest: Any) -> Any:
+        """Run the backward with compiled autograd's arguments; takes the tensors out of `inputs`."""
+        facts, is_first = this_run(), self._traceable is None
+        try:
+            if self._traceable is None:
+                self._traceable = self._rewrite(inputs)
+            traceable = self._traceable
+            expect_no_gradient([inputs[i] for i in traceable.undefined])
+            if self._compiler.step.hooks is not None:
+                rest = (*rest, facts.hooks)
             frame = None
-            if is_first and self.record is not None:
-                frame = self.record.begin(ready.function, (inputs, sizes, scalars, hooks, *rest), ready.undefined)
-            with self._running(is_first), recording(frame):
+            if self._observer is not None:
+                arguments = inputs, sizes, scalars, hooks, *rest
+                frame = self._observer.begin_frame(traceable.function, arguments, traceable.undefined)
+            with self._around_run(is_first), running(replace(facts, observer=frame)):
                 try:
-                    return ready.compiled(inputs, sizes, scalars, hooks, *rest)
+                    return traceable.compiled(inputs, sizes, scalars, hooks, *rest)
                 except (Unsupported, FailOnRecompileLimitHit) as error:
                     if not inputs:
                         raise  # The compiled graph has run and failed, because it has emptied the list.
                     _log.warning("%s%s", FALLS_BACK, error)
                     unshard_inputs(inputs)
-                    return captured(inputs, sizes, scalars, hooks, *rest)
+                    return self._captured(inputs, sizes, scalars, hooks, *rest)
+        finally:
+            self._observer = None
 
-        self._runs.append(run)
-        # If AOTAutograd does not make every graph unique, a model may hit the cached graph of a deleted model.
-        return weak_callable(run, otherwise=captured)
-
-    def _prepare(
-        self, captured: fx.GraphModule, has_gradient: Sequence[bool], sizes: Sequence[int], inputs: Sequence[Any]
-    ) -> _Ready:
-        """Rewrite a captured backward with its first inputs for Dynamo."""
-        _mark_changing(inputs, sizes)
-        hooks = None if self._hooks is None else self._hooks.names
-        passes = pipelines.captured_backward(has_gradient=has_gradient, inputs=inputs, hooks=hooks)
+    def _rewrite(self, inputs: Sequence[Any]) -> _Traceable:
+        """Rewrite the captured graph with its first inputs for Dynamo."""
+        captured, lifted = self._captured, self._compiler.step.hooks
+        _mark_changing(inputs, self._compiler.sizes)
+        hooks = None if lifted is None else lifted.names
+        passes = pipelines.captured_backward(has_gradient=self._compiler.has_gradient, inputs=inputs, hooks=hooks)
         done = Run(captured.graph, passes)
-        self._op_runs |= done.result(join_op_runs)
+        self._op_runs = done.result(join_op_runs)
         captured.recompile()
         # Compile the function instead of the module, because Dynamo would also compile the module's exception handler,
         # which then fails with a different exception. Compile a copy, because the data that Dynamo keeps with code and
         # globals would live as long as the captured graph.
         function = FunctionType(captured.forward.__code__.replace(), dict(captured.forward.__globals__))
+        # Weak, because torch.compile keeps its backends as long as the process lives.
         method, backend = MethodType(function, captured), weak_callable(self._compile_traced)
-        compiled = compile_for_many(method, backend, see_guards if self.record is not None else None)
-        return _Ready(function, compiled, done.result(drop_undefined_gradients))
+        compiled = compile_for_many(method, backend, None if self._observer is None else see_guards)
+        return _Traceable(function, compiled, done.result(drop_undefined_gradients))
 
     @contextmanager
-    def _running(self, is_first: bool) -> Iterator[None]:
-        """Surround a run of a captured backward; the first run traces it."""
+    def _around_run(self, is_first: bool) -> Iterator[None]:
+        """Surround a run; the first run traces the backward."""
         if is_first:
-            self._tracing = Phase("tracing the backward", self.options.progress)
+            self._tracing = Phase("tracing the backward", self._compiler.step.options.progress)
         is_paused = is_first and pause_collection()
         try:
             with without_side_effect_log() if is_first else nullcontext():
@@ -185,21 +168,20 @@ class BackwardCompiler:
             self._tracing = None
 
     def _compile_traced(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compile Dynamo's trace of a captured backward, as a Dynamo backend."""
+        """Compile Dynamo's trace of the backward, as a Dynamo backend."""
         self._end_tracing()
         if (fake_mode := fake_mode_of(gm)) is not None:
             self._fake_modes.append(fake_mode)
         inputs = GraphInputs(gm)
-        calls = GROUP_CALLS | self._op_runs
-        passes = pipelines.traced_backward(calls, names=inputs.name_before, fake_mode=fake_mode)
+        functions = {*GROUP_CALLS, *self._op_runs}
+        passes = pipelines.traced_backward(functions, names=inputs.name_before, fake_mode=fake_mode)
         _check_moved(Run(gm.graph, passes).result(legalize_windows))
         gm.recompile()
-        graph = TracedGraph(gm, example_inputs, "backward", inputs, self.options, self.decision)
         unfilled = inputs.unfilled_positions(gm.graph)
-        if self.record is not None:
-            self.record.unfilled = unfilled
-        compiled = compile_traced(graph, unfilled)
-        if (frame := current()) is not None:
+        if self._observer is not None:
+            self._observer.see_unfilled(unfilled)
+        compiled = compile_traced(TracedGraph(self._compiler.step, gm, example_inputs, "backward", inputs), unfilled)
+        if (frame := this_run().observer) is not None:
             frame.see_graph(compiled)
         return compiled
 

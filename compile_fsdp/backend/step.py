@@ -1,0 +1,109 @@
+"""Decisions about a forward graph and its backward, and what observes both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from compile_fsdp.options import Options
+from compile_fsdp.passes.analysis.sequence import CollectiveSequence
+from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
+from compile_fsdp.passes.dynamo.lift_tensor_hooks import DeferredHooks
+from compile_fsdp.reports import GraphReport
+
+Group = TypeVar("Group")
+
+
+class FrameObserver(Protocol):
+    """Observer of one frame while Dynamo and the backend compile it."""
+
+    def see_compiled(
+        self, stored: Callable[[], Any] | None, reports: Sequence[GraphReport], collectives: CollectiveSequence
+    ) -> None:
+        """See a graph that the inner backend has compiled; `stored` returns it in a storable form."""
+
+    def see_graph(self, graph: Callable[..., Any]) -> None:
+        """See the compiled graph that the backend returns to Dynamo."""
+
+    def see_guards(self, entries: Sequence[Any]) -> None:
+        """See Dynamo's guards of the graph."""
+
+    def see_code(self, old: CodeType, new: CodeType) -> None:
+        """See the code that Dynamo runs in place of a frame's code."""
+
+
+class BackwardObserver(Protocol):
+    """Observer of the first backward of a forward graph."""
+
+    def begin_backward(
+        self, parameters: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+    ) -> None:
+        """See the unsharded parameters, the forward's outputs and their gradients before the backward runs."""
+
+    def begin_frame(
+        self, function: FunctionType, arguments: Sequence[Any], undefined: Sequence[int]
+    ) -> FrameObserver | None:
+        """See the function that Dynamo will trace, its arguments and the positions of inputs without a gradient."""
+
+    def see_unfilled(self, positions: Sequence[int]) -> None:
+        """See the positions of inputs whose groups are gathered before the backward runs."""
+
+    def end_backward(self) -> None:
+        """See that the backward is over."""
+
+
+class KnownBackward(Protocol):
+    """A backward that was traced before."""
+
+    def run(
+        self,
+        parameters: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        hooks: Any,
+    ) -> bool:
+        """Run the backward if it is right for this forward; return whether it has run."""
+
+
+@dataclass(eq=False, slots=True)
+class BackwardsRecord:
+    """The backwards of one forward graph.
+
+    Attributes:
+        compiled: The captured backwards. Only this list keeps them alive.
+        known: A backward that runs without a capture; None until it is traced or read from a bundle.
+        observer: Observes the next backward; None for no observer.
+    """
+
+    compiled: list[object] = field(default_factory=list)
+    known: KnownBackward | None = None
+    observer: BackwardObserver | None = None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Step:
+    """Decisions about a forward graph and its backward.
+
+    Attributes:
+        options: The user's options, with the costs by which the forward is compiled.
+        decision: How the step fits into its memory budget; None without a budget.
+        hooks: The hooks lifted out of the forward graph; None without hooks.
+        record: The compiled and observed backwards.
+    """
+
+    options: Options
+    decision: BudgetDecision | None = None
+    hooks: DeferredHooks | None = None
+    record: BackwardsRecord = field(default_factory=BackwardsRecord)
+
+    def left_unsharded(self, groups: Sequence[Group]) -> list[Group]:
+        """Return the groups that the forward leaves unsharded for its backward, by the memory budget.
+
+        Args:
+            groups: The parameter groups of the forward graph, in the order of its inputs.
+        """
+        return [] if self.decision is None else [groups[i] for i in self.decision.kept]
