@@ -20,7 +20,8 @@ def run_fresh(source: str, *arguments: Any, **environment: str) -> tuple[Any, st
     Returns:
         The result, and the output printed before it.
     """
-    variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **environment}
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    variables = {**os.environ, "PYTHONPATH": paths, **environment}
     command = [sys.executable, "-c", source, json.dumps(arguments)]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
