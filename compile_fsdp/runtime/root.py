@@ -71,9 +71,13 @@ class Root:
 
     @at_run_time
     def follow_trainable(self) -> None:
-        """Copy `requires_grad` from the sharded to the unsharded parameters, which Dynamo reads."""
+        """Copy `requires_grad` from the sharded to the unsharded parameters, which Dynamo reads.
+
+        Not of an unsharded group, because its modules show the unsharded parameters, and the user has set those.
+        """
         for group in self._groups():
-            group.follow_trainable()
+            if not group.is_unsharded:
+                group.follow_trainable()
 
     @at_run_time
     def order_gathers(self) -> None:
