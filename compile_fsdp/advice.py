@@ -9,7 +9,7 @@ two. In the exposed estimate nothing overlaps. The gain of a change lies between
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from compile_fsdp.passes.analysis.costs import Costs, plan_gathers, plan_packs, plan_reductions
 from compile_fsdp.passes.budget.choose import SAVED_LATENCIES
@@ -80,41 +80,31 @@ class Advice:
 
 
 @dataclass(frozen=True, slots=True)
-class _Half:
-    """Seconds of a forward or a backward."""
-
-    compute: float
-    communication: float
-
-    @property
-    def hidden(self) -> float:
-        return max(self.compute, self.communication)
-
-    @property
-    def exposed(self) -> float:
-        return self.compute + self.communication
-
-
-@dataclass(frozen=True, slots=True)
 class _Time:
-    """Seconds of a step. See [Note: Two estimates of a step]."""
+    """Seconds of compute and communication in a step. See [Note: Two estimates of a step]."""
 
-    forward: _Half
-    backward: _Half
+    forward_compute: float
+    forward_communication: float
+    backward_compute: float
+    backward_communication: float
 
     @property
     def hidden(self) -> float:
-        return self.forward.hidden + self.backward.hidden
+        forward = max(self.forward_compute, self.forward_communication)
+        return forward + max(self.backward_compute, self.backward_communication)
 
     @property
     def exposed(self) -> float:
-        return self.forward.exposed + self.backward.exposed
+        forward = self.forward_compute + self.forward_communication
+        return forward + (self.backward_compute + self.backward_communication)
 
     def less(self, *, forward: float = 0.0, backward: float = 0.0, compute: float = 0.0) -> _Time:
         """Subtract communication from each half, and compute from the backward."""
         return _Time(
-            replace(self.forward, communication=self.forward.communication - forward),
-            _Half(self.backward.compute - compute, self.backward.communication - backward),
+            self.forward_compute,
+            self.forward_communication - forward,
+            self.backward_compute - compute,
+            self.backward_communication - backward,
         )
 
 
@@ -143,7 +133,7 @@ def _time(groups: Sequence[GroupFigures], costs: Costs, decision: BudgetDecision
     if decision is not None and decision.has_large_packs:
         gathers -= SAVED_LATENCIES * costs.latency * sum(_gathers(group, group.ranks, costs) for group in groups)
         backward -= SAVED_LATENCIES * costs.latency * sum(_reductions(group, costs) for group in groups)
-    return _Time(_Half(sum(products), gathers), _Half(back + again, backward))
+    return _Time(sum(products), gathers, back + again, backward)
 
 
 def _with_more_memory(
@@ -197,23 +187,18 @@ def _with_larger_groups(
 def _gathers(group: GroupFigures, ranks: int, costs: Costs) -> int:
     """The number of all-gathers that `pack_gathers` makes for a group; 0 over one rank."""
     shards = [size // ranks for size in group.unsharded]
-    return len(plan_gathers(shards, ranks, costs.pack_bytes(ranks), costs)) if ranks > 1 else 0
+    return len(plan_gathers(shards, ranks, costs)) if ranks > 1 else 0
 
 
 def _reductions(group: GroupFigures, costs: Costs) -> int:
     """The number of reduce-scatters that `pack_reductions` makes for a group; 0 over one rank."""
     ranks = group.ranks
-    return len(plan_reductions(group.reduced, costs.pack_bytes(ranks) * ranks, costs)) if ranks > 1 else 0
+    return len(plan_reductions(group.reduced, ranks, costs)) if ranks > 1 else 0
 
 
 def _gather(group: GroupFigures, ranks: int, costs: Costs) -> float:
-    return _collectives(_gathers(group, ranks, costs), group.size, ranks, costs)
+    return costs.collectives(_gathers(group, ranks, costs), group.size // ranks, ranks)
 
 
 def _reduction(group: GroupFigures, costs: Costs) -> float:
-    return _collectives(_reductions(group, costs), sum(group.reduced), group.ranks, costs)
-
-
-def _collectives(count: int, size: int, ranks: int, costs: Costs) -> float:
-    """Seconds of `count` all-gathers or reduce-scatters, with `size` unsharded bytes in total."""
-    return costs.collective(size // ranks, ranks) + (count - 1) * costs.latency if count else 0.0
+    return costs.collectives(_reductions(group, costs), sum(group.reduced) // group.ranks, group.ranks)

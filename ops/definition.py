@@ -1,14 +1,15 @@
-"""Check torch's definition of an op, and add missing parts.
+"""Check torch's definition of an op, and add kernels for missing devices.
 
 [Note: torch's definitions come first]
-torch 2.11 to 2.15 define both ops, eager FSDP2 runs on these definitions, and a device plugin may register its own
-kernels. So this module replaces nothing: it adds a missing kernel, and names and refuses a definition that differs. It
-does not repair the definition, because unrelated code in the process may rely on it.
+torch 2.11 to 2.15 define both ops with their functionalization and lowerings, eager FSDP2 runs on these definitions,
+and a device plugin may register its own kernels. So this module replaces nothing: it adds the kernel of a device
+without one, and names and refuses a definition that differs. It does not repair the definition, because unrelated code
+in the process may rely on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +18,6 @@ import torch.fx
 from compile_fsdp.errors import OpDefinitionError
 from compile_fsdp.torch_compat import dispatch, inductor
 from compile_fsdp.torch_compat.dispatch import OpOverload
-
-Kernel = Callable[..., object]
 
 # Every device type that eager FSDP2 runs on. Out-of-tree devices use PrivateUse1.
 DEVICE_KEYS = ("Meta", "CPU", "CUDA", "XPU", "HPU", "MTIA", "PrivateUse1")
@@ -30,25 +29,17 @@ _REMEDY = "install torch>=2.11,<2.16 and import nothing that defines or changes 
 
 @dataclass(frozen=True, slots=True)
 class OpDefinition:
-    """Schema, kernels and lowering that this project needs of an op.
+    """Schema and kernels that this project needs of an op of torch.
 
     Attributes:
         name: `namespace::op`; the overload is always the default overload.
         signature: Arguments and returns as torch prints them, alias annotations included.
-        kernels: By dispatch key, the kernel to add if the key has none. None: only torch can define the kernel.
-        lowering: Inductor lowering to add if the op has none. None: only torch can define it.
+        kernel: Kernel to add for a device that has none. None: only torch can define it.
     """
 
     name: str
     signature: str
-    kernels: Mapping[str, Kernel | None]
-    lowering: Kernel | None = None
-
-
-def find_op(name: str) -> OpOverload | None:
-    namespace, op_name = name.split("::")
-    packet = getattr(getattr(torch.ops, namespace), op_name, None)
-    return getattr(packet, "default", None)
+    kernel: Callable[..., object] | None = None
 
 
 def get_op(definition: OpDefinition) -> OpOverload:
@@ -57,39 +48,21 @@ def get_op(definition: OpDefinition) -> OpOverload:
     Raises:
         OpDefinitionError: torch does not define the op.
     """
-    op = find_op(definition.name)
+    namespace, name = definition.name.split("::")
+    op: OpOverload | None = getattr(getattr(getattr(torch.ops, namespace), name, None), "default", None)
     if op is None:
         raise OpDefinitionError(f"expected the op {_schema(definition)}, found none; {_REMEDY}")
     return op
 
 
-def get_or_define_op(definition: OpDefinition, library: torch.library.Library) -> OpOverload:
-    """Return the op, whatever its schema; define it in `library` if missing."""
-    if find_op(definition.name) is None:
-        library.define(_op_name(definition) + definition.signature)
-    return get_op(definition)
-
-
-def pass_through(name: str) -> Kernel:
-    """Return a Functionalize kernel that traces the op `name` as a write."""
-
-    def kernel(*args: object) -> None:
-        op = find_op(name)
-        assert op is not None, f"{name} runs, so it is defined"
-        with dispatch.below_functionalization():
-            op(*(dispatch.unwrap_functional(arg) if isinstance(arg, torch.Tensor) else arg for arg in args))
-
-    return kernel
-
-
 def ensure_definition(
     definition: OpDefinition, library: torch.library.Library | None = None
 ) -> tuple[str, ...]:
-    """Check the op's schema, add missing kernels, and mark its side effect.
+    """Check the op's schema, add kernels of missing devices, and mark its side effect.
 
     Args:
         definition: The definition that this project needs.
-        library: Owner of the added kernels, which vanish when it is collected. None if the definition has no kernels to
+        library: Owner of the added kernels, which vanish when it is collected. None if the definition has no kernel to
             add.
     Returns:
         The dispatch keys that this call added; a second call adds none.
@@ -100,35 +73,28 @@ def ensure_definition(
     found_schema = dispatch.op_schema(op)
     if found_schema != _schema(definition):
         raise OpDefinitionError(f"expected the op {_schema(definition)}, found {found_schema}; {_REMEDY}")
-    missing = {key: kernel for key, kernel in definition.kernels.items() if not _has_kernel(definition, key)}
-    if unavailable := [key for key, kernel in missing.items() if kernel is None]:
+    missing = [key for key in (*DEVICE_KEYS, "Functionalize") if not _has_kernel(definition, key)]
+    if unavailable := [key for key in missing if definition.kernel is None or key == "Functionalize"]:
         raise OpDefinitionError(
-            f"expected {definition.name} to have kernels for {', '.join(definition.kernels)}, "
+            f"expected {definition.name} to have kernels for every device and Functionalize, "
             f"found none for {', '.join(unavailable)}; {_REMEDY}"
         )
-    for key, kernel in missing.items():
-        assert library is not None, "a definition with kernels to supply comes with their owner"
-        library.impl(_op_name(definition), kernel, key)
+    for key in missing:
+        assert library is not None, "a definition with a kernel to add comes with its owner"
+        library.impl(definition.name.split("::")[1], definition.kernel, key)
     # Neither op returns anything, and the resize declares no write: without the mark, it would be dead code.
     torch.fx.has_side_effect(op)
     return tuple(missing)
 
 
-def ensure_lowering(definition: OpDefinition) -> bool:
-    """Add an Inductor lowering if the op has none. Imports Inductor.
+def check_lowering(definition: OpDefinition) -> None:
+    """Check that Inductor has a lowering of the op. Imports Inductor.
 
-    Returns:
-        Whether this call added the lowering.
     Raises:
-        OpDefinitionError: The lowering is missing and only torch can define it.
+        OpDefinitionError: The lowering is missing.
     """
-    op = get_op(definition)
-    if op in inductor.inductor_lowerings():
-        return False
-    if definition.lowering is None:
+    if get_op(definition) not in inductor.inductor_lowerings():
         raise OpDefinitionError(f"expected an Inductor lowering of {definition.name}, found none; {_REMEDY}")
-    inductor.register_inductor_lowering(op, definition.lowering)
-    return True
 
 
 def _has_kernel(definition: OpDefinition, key: str) -> bool:
@@ -136,10 +102,6 @@ def _has_kernel(definition: OpDefinition, key: str) -> bool:
     return dispatch.has_kernel(definition.name, key) or (
         key in DEVICE_KEYS and dispatch.has_kernel(definition.name, _COMPOSITE_KEY)
     )
-
-
-def _op_name(definition: OpDefinition) -> str:
-    return definition.name.split("::")[1]
 
 
 def _schema(definition: OpDefinition) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from compile_fsdp.ops import fsdp_copy, resize_storage_bytes
 from compile_fsdp.ops.collectives import all_gather_into_tensor, reduce_scatter_tensor
-from compile_fsdp.ops.definition import ensure_lowering
+from compile_fsdp.ops.definition import check_lowering, ensure_definition
 from compile_fsdp.ops.offload import fetch
 from compile_fsdp.torch_compat.inductor import inductor_lowerings, register_collective_lowering
 
@@ -15,20 +15,22 @@ def ensure_ops() -> None:
     Raises:
         OpDefinitionError: torch, or a library, defines an op differently than the runtime needs it.
     """
-    fsdp_copy.ensure()
-    resize_storage_bytes.ensure()
+    # On torch 2.11 to 2.15 the only added kernel is that of PrivateUse1. It is added when a model is compiled, not at
+    # import, so that a device plugin imported in between keeps its own kernel.
+    ensure_definition(fsdp_copy.DEFINITION, fsdp_copy.LIBRARY)
+    ensure_definition(resize_storage_bytes.DEFINITION)
 
 
 def ensure_lowerings() -> None:
-    """Make Inductor know both ops, and the ops that `wait_tensor` awaits.
+    """Check that Inductor knows both ops, and make it know the ops that `wait_tensor` awaits.
 
     Imports Inductor.
 
     Raises:
-        OpDefinitionError: A lowering is missing that only torch can define.
+        OpDefinitionError: A lowering is missing.
     """
-    ensure_lowering(fsdp_copy.DEFINITION)
-    ensure_lowering(resize_storage_bytes.DEFINITION)
+    check_lowering(fsdp_copy.DEFINITION)
+    check_lowering(resize_storage_bytes.DEFINITION)
     for op in (all_gather_into_tensor, reduce_scatter_tensor, fetch):
         if op not in inductor_lowerings():
             register_collective_lowering(op)

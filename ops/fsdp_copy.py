@@ -12,51 +12,18 @@ keeps its old values, without an error. So code that puts this op into a graph p
 from __future__ import annotations
 
 import torch
-import torch.distributed
+import torch.distributed.fsdp  # defines the op
 from torch import Tensor
 
-from compile_fsdp.ops.definition import (
-    DEVICE_KEYS,
-    OpDefinition,
-    ensure_definition,
-    get_or_define_op,
-    pass_through,
-)
-from compile_fsdp.torch_compat import inductor
-
-if torch.distributed.is_available():
-    import torch.distributed.fsdp  # Defines the op; a later import would collide with our definition.
+from compile_fsdp.ops.definition import OpDefinition, get_op
 
 
 def _copy(tensor: Tensor, data: Tensor) -> None:
     tensor.copy_(data)
 
 
-def _lower_copy(tensor: object, data: object) -> object:
-    # The lowering of the aten op converts, moves and broadcasts `data`, and writes to `tensor` itself.
-    return inductor.inductor_lowerings()[torch.ops.aten.copy_.default](tensor, data)
+DEFINITION = OpDefinition("fsdp::copy_", "(Tensor(a!) tensor, Tensor data) -> ()", kernel=_copy)
 
+LIBRARY = torch.library.Library("fsdp", "FRAGMENT")
 
-def define_copy(name: str) -> OpDefinition:
-    return OpDefinition(
-        name=name,
-        signature="(Tensor(a!) tensor, Tensor data) -> ()",
-        kernels={**dict.fromkeys(DEVICE_KEYS, _copy), "Functionalize": pass_through(name)},
-        lowering=_lower_copy,
-    )
-
-
-DEFINITION = define_copy("fsdp::copy_")
-
-_LIBRARY = torch.library.Library("fsdp", "FRAGMENT")
-
-copy_ = get_or_define_op(DEFINITION, _LIBRARY)
-
-
-def ensure() -> tuple[str, ...]:
-    """Complete the op and return the added dispatch keys. See `ensure_definition`.
-
-    On torch 2.11 to 2.15 the only added key is PrivateUse1. It is added when a model is compiled, not at import, so
-    that a device plugin imported in between keeps its own kernel.
-    """
-    return ensure_definition(DEFINITION, _LIBRARY)
+copy_ = get_op(DEFINITION)

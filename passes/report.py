@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -118,8 +118,8 @@ class PassCounts:
 
     def __str__(self) -> str:
         counts = (
-            f"{format_mib(count)} {what.removeprefix('bytes_')}" if what.startswith("bytes_") else f"{count} {what}"
-            for what, count in self.counts
+            f"{format_mib(count)} {label.removeprefix('bytes_')}" if label.startswith("bytes_") else f"{count} {label}"
+            for label, count in self.counts
         )
         return f"{self.name}: " + ", ".join(counts).replace("_", " ")
 
@@ -144,7 +144,7 @@ def from_json(text: str) -> tuple[Report, ...]:
 
 def _from_row(row: dict[str, Any]) -> Report:
     if "counts" in row:
-        counts = tuple((what, count) for what, count in row.pop("counts"))
+        counts = tuple((label, count) for label, count in row.pop("counts"))
         return PassCounts(**row, counts=counts)
     kept = tuple((each["parameter"], Kept(each["reason"])) for each in row.pop("kept"))
     return WindowReport(**row, kept=kept)
@@ -180,12 +180,8 @@ def _describe_kept(kept: Iterable[tuple[str, enum.Enum]]) -> str:
     if not by_reason:
         return ""
     groups = (f"{reason.value}: {_abbreviate(fqns)}" for reason, fqns in by_reason.items())
-    return f"; kept {_count(by_reason)} ({'; '.join(groups)})"
+    return f"; kept {sum(map(len, by_reason.values()))} ({'; '.join(groups)})"
 
 
 def _abbreviate(fqns: list[str]) -> str:
     return ", ".join(fqns[:_NAMES_PER_REASON] + ["..."] * (len(fqns) > _NAMES_PER_REASON))
-
-
-def _count(by_reason: Mapping[enum.Enum, list[str]]) -> int:
-    return sum(map(len, by_reason.values()))

@@ -23,9 +23,10 @@ from compile_fsdp.backend.progress import Phase
 from compile_fsdp.backend.step import BackwardObserver, Step
 from compile_fsdp.backend.this_run import running, see_guards, this_run
 from compile_fsdp.errors import UnsupportedFeatureError
-from compile_fsdp.passes import LegalizeReport, legalize_windows, pipelines
+from compile_fsdp.passes import LegalizeReport, pipelines
 from compile_fsdp.passes.dynamo.drop_undefined_gradients import drop_undefined_gradients
 from compile_fsdp.passes.dynamo.join_op_runs import join_op_runs
+from compile_fsdp.passes.dynamo.legalize_windows import legalize_windows
 from compile_fsdp.passes.runner import Run
 from compile_fsdp.runtime.attached import owner_of
 from compile_fsdp.runtime.backward import expect_no_gradient

@@ -10,7 +10,7 @@ had as a view of the parameter. So find aliases by these classes, never by fake 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -34,6 +34,11 @@ def fake_value(node: fx.Node) -> object:
 def fake_arguments(arguments: Any) -> Any:
     """Replace the nodes in arguments by their fake values."""
     return fx.node.map_arg(arguments, fake_value)  # type: ignore[arg-type]  # It maps to anything.
+
+
+def call_target(target: Any, args: Any, kwargs: Any) -> Any:
+    """Call a node's target: a function, or the name of a tensor's method."""
+    return getattr(args[0], target)(*args[1:], **kwargs) if isinstance(target, str) else target(*args, **kwargs)
 
 
 def find_fake_tensor(node: object) -> torch.Tensor | None:
@@ -61,6 +66,10 @@ class Aliases:
     def classes(self, node: fx.Node) -> tuple[int, ...]:
         """Return the classes of the node's results: none, or one per storage."""
         return self._keys.get(node, ())
+
+    def classes_of(self, nodes: Iterable[fx.Node]) -> Iterator[int]:
+        """Yield the classes of several nodes' results."""
+        return (key for node in nodes for key in self.classes(node))
 
     def _find_keys(self, node: fx.Node, effects: Effects, unknown_key: int) -> tuple[int, ...]:
         value = fake_value(node)

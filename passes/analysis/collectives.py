@@ -17,24 +17,29 @@ gradients of the group in that layout:
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import fx
 
-from compile_fsdp import ops
+from compile_fsdp.ops import (
+    all_gather_into_tensor,
+    cat,
+    fetch,
+    offload,
+    reduce_scatter_tensor,
+    split_with_sizes_copy,
+)
 from compile_fsdp.passes.analysis.aliases import fake_arguments, find_fake_tensor
-from compile_fsdp.passes.analysis.effects import Effects, is_barrier
 from compile_fsdp.torch_compat.dispatch import OpOverload, OpOverloadPacket, argument_aliasing, op_name
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
-_GATHERS = (c10d.all_gather_into_tensor.default, ops.all_gather_into_tensor)
-_REDUCTIONS = (c10d.reduce_scatter_tensor.default, ops.reduce_scatter_tensor)
+_GATHERS = (c10d.all_gather_into_tensor.default, all_gather_into_tensor)
+_REDUCTIONS = (c10d.reduce_scatter_tensor.default, reduce_scatter_tensor)
 WAIT = c10d.wait_tensor.default
 RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _SPLIT = aten.split_with_sizes.default
@@ -52,8 +57,8 @@ _COPIES = (
     aten.clone.default,
     aten.reshape.default,
     aten.constant_pad_nd.default,
-    ops.cat,
-    ops.split_with_sizes_copy,
+    cat,
+    split_with_sizes_copy,
 )
 
 
@@ -90,7 +95,7 @@ class Packed:
         )
         tensor = find_fake_tensor(self.pack)
         assert tensor is not None
-        collective = self.collective.target, _settings(self.collective)
+        collective = self.collective.target, settings_of(self.collective)
         return str((tensor.dtype, tensor.device, before, collective, after))
 
     def erase(self) -> None:
@@ -111,9 +116,13 @@ def is_reduction(node: fx.Node) -> bool:
     return node.target in _REDUCTIONS
 
 
+def is_all_reduce(node: fx.Node) -> bool:
+    return node.target is c10d.all_reduce.default
+
+
 def is_offload(node: fx.Node) -> bool:
     """Return whether the node launches a copy to host memory."""
-    return node.target is ops.offload
+    return node.target is offload
 
 
 def is_fetch(node: fx.Node) -> bool:
@@ -121,14 +130,14 @@ def is_fetch(node: fx.Node) -> bool:
 
     `wait_tensor` waits for the copy as for a collective.
     """
-    return node.target is ops.fetch
+    return node.target is fetch
 
 
 def is_wait(node: fx.Node) -> bool:
     return node.target is WAIT
 
 
-def _settings(collective: fx.Node) -> tuple[Any, ...]:
+def settings_of(collective: fx.Node) -> tuple[Any, ...]:
     """Return the arguments of a collective without its tensor and its name.
 
     The number of ranks and the process group come last.
@@ -138,14 +147,14 @@ def _settings(collective: fx.Node) -> tuple[Any, ...]:
 
 def ranks_of(collective: fx.Node) -> int:
     """Return the number of ranks of an all-gather or reduce-scatter."""
-    *_, ranks, _ = _settings(collective)
+    *_, ranks, _ = settings_of(collective)
     assert isinstance(ranks, int)
     return ranks
 
 
 def group_of(collective: fx.Node) -> str:
     """Return the process group's name of an all-gather or reduce-scatter."""
-    return str(_settings(collective)[-1])
+    return str(settings_of(collective)[-1])
 
 
 def name_of(collective: fx.Node) -> str:
@@ -153,7 +162,7 @@ def name_of(collective: fx.Node) -> str:
 
     Empty for an unnamed collective, and for torch's.
     """
-    name = collective.args[1 + len(_settings(collective)) :]
+    name = collective.args[1 + len(settings_of(collective)) :]
     return str(name[0]) if name else ""
 
 
@@ -164,57 +173,6 @@ def find_packed(graph: fx.Graph, is_kind: Callable[[fx.Node], bool]) -> list[Pac
     """
     found = (_match(node) for node in graph.nodes if is_kind(node))
     return [each for each in found if each is not None]
-
-
-class Places:
-    """Places of the nodes in a graph, and writes between them."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        effects = Effects(graph.owning_module)
-        self._order = {node: i for i, node in enumerate(graph.nodes)}
-        self._barriers = list(accumulate(is_barrier(node, effects) for node in graph.nodes))
-
-    def is_behind(self, node: fx.Node, other: fx.Node) -> bool:
-        return self._order[node] > self._order[other]
-
-    def is_written_between(self, first: fx.Node, last: fx.Node) -> bool:
-        """Return whether a node between the two may write.
-
-        Writes of the parameters that windows fill do not count.
-        """
-        return self._barriers[self._order[first]] != self._barriers[self._order[last]]
-
-
-def joinable(packed: Sequence[Packed], may_join: Callable[[Packed, Packed], bool] | None) -> list[list[Packed]]:
-    """Group the collectives into runs that may share packs.
-
-    The members of a run are of one kind. Any nodes may stand between them.
-
-    Args:
-        packed: The collectives.
-        may_join: Whether a collective, and a later collective of its kind, may be issued at one place; None for never.
-    """
-    if may_join is None:
-        return [[each] for each in packed]
-    runs: list[list[Packed]] = []
-    latest: dict[object, list[Packed]] = {}
-    for each in packed:
-        kind = each.kind
-        run = latest.get(kind, [])
-        if not run or not all(may_join(earlier, each) for earlier in run):
-            run = latest[kind] = []
-            runs.append(run)
-        run.append(each)
-    return runs
-
-
-def positions(run: Sequence[Packed]) -> list[list[int]]:
-    """Return each collective's input positions among all inputs of a run.
-
-    The format is the result of `plan_packs`.
-    """
-    ends = accumulate((len(each.inputs) for each in run), initial=0)
-    return [list(range(start, end)) for start, end in pairwise(ends)]
 
 
 def _match(collective: fx.Node) -> Packed | None:
@@ -269,6 +227,18 @@ def is_rearrangement(node: fx.Node) -> bool:
     return any(each.aliased and not each.written for each in aliasing)
 
 
+def rearranged(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return the nodes, and all nodes that only rearrange them."""
+    found = set(nodes)
+    stack = list(found)
+    while stack:
+        for user in stack.pop().users:
+            if user not in found and is_rearrangement(user):
+                found.add(user)
+                stack.append(user)
+    return found
+
+
 def numel(node: fx.Node) -> int:
     """Return the numel of a node's tensor.
 
@@ -277,15 +247,6 @@ def numel(node: fx.Node) -> int:
     tensor = find_fake_tensor(node)
     size = -1 if tensor is None else tensor.numel()
     return size if isinstance(size, int) else -1
-
-
-def replace_uses(replaced: Mapping[fx.Node, fx.Node]) -> None:
-    """Replace nodes wherever they are read, all at once.
-
-    Replacing them one by one rewrites the graph's output for each node.
-    """
-    for user in dict.fromkeys(user for node in replaced for user in node.users):
-        user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), lambda node: replaced.get(node, node))
 
 
 def insert(graph: fx.Graph, target: Callable[..., Any], *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
@@ -299,28 +260,6 @@ def insert(graph: fx.Graph, target: Callable[..., Any], *args: Any, like: fx.Nod
             node.meta[key] = like.meta[key]
     node.meta["val"] = _infer(target, *fake_arguments(args), **kwargs)
     return node
-
-
-def launch(graph: fx.Graph, sent: fx.Node, sources: Sequence[Packed], like: fx.Node) -> fx.Node:
-    """Add a collective that sends `sent` and has the settings of `like`.
-
-    `sent` holds tensors that the collectives of `sources` were to send. The name of a runtime's op joins all their
-    names.
-    """
-    name: tuple[str, ...] = ()
-    if like.target in (ops.all_gather_into_tensor, ops.reduce_scatter_tensor):
-        names = dict.fromkeys(name_of(each.collective) for each in sources)
-        name = (", ".join(filter(None, names)),)
-    assert callable(like.target)
-    return insert(graph, like.target, sent, *_settings(like), *name, like=like)
-
-
-def are_merged(sources: Sequence[Packed]) -> bool:
-    """Return whether a pack holds inputs of several collectives.
-
-    `sources`: the collective that each input is from, in order. See [Note: Kernels of a merged pack].
-    """
-    return sources[0] is not sources[-1]
 
 
 def _infer(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

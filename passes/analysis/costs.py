@@ -16,8 +16,9 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
-from compile_fsdp.passes.analysis.aliases import fake_arguments, fake_value, find_fake_tensor
-from compile_fsdp.torch_compat.dispatch import OpOverload, argument_aliasing, flop_formula
+from compile_fsdp.passes.analysis.aliases import fake_arguments, fake_value, find_fake_tensor, is_declared_view
+from compile_fsdp.passes.analysis.collectives import is_all_reduce, is_fetch, is_gather, is_offload, ranks_of
+from compile_fsdp.torch_compat.dispatch import OpOverload, flop_formula
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,14 @@ class Costs:
         The collective is an all-gather of the shards, or a reduce-scatter into them.
         """
         return self.latency + shard_bytes * (ranks - 1) / self.comm_bandwidth
+
+    def collectives(self, count: int, shard_bytes: int, ranks: int) -> float:
+        """Return the seconds of `count` collectives, on shards of this size in total."""
+        return self.collective(shard_bytes, ranks) + (count - 1) * self.latency if count else 0.0
+
+    def compute(self, flops: int, moved_bytes: int) -> float:
+        """Return the seconds of a kernel: the larger of its seconds for compute and for memory."""
+        return max(moved_bytes / self.memory_bandwidth, flops / self.flops)
 
     def copy(self, size_bytes: int) -> float:
         """Return the seconds to read and write so many bytes."""
@@ -114,17 +123,31 @@ def are_contiguous(nodes: Sequence[fx.Node]) -> bool:
 def compute_seconds(node: fx.Node, costs: Costs) -> float:
     """Return the seconds that a node computes; views are free.
 
-    The larger of the seconds for its flops, if torch counts them, and for writing its result.
+    A node takes time for its flops, if torch counts them, and for writing its result.
     """
     target = node.target
-    if not isinstance(target, OpOverload) or any(each.aliased for each in argument_aliasing(target)):
+    if not isinstance(target, OpOverload) or is_declared_view(node):
         return 0.0
-    moved = size_bytes(node) / costs.memory_bandwidth
-    formula = flop_formula(target)
+    moved, formula = size_bytes(node), flop_formula(target)
     if formula is None or moved == 0:
-        return moved
+        return costs.compute(0, moved)
     args, kwargs = fake_arguments((node.args, node.kwargs))
-    return max(moved, formula(*args, **kwargs, out_val=fake_value(node)) / costs.flops)
+    return costs.compute(formula(*args, **kwargs, out_val=fake_value(node)), moved)
+
+
+def communication(node: fx.Node, costs: Costs) -> tuple[int, float]:
+    """Return the bytes and the seconds of a collective, or of a copy from or to the host.
+
+    The bytes are those of the whole tensor: of an all-gather's output, or else of the input.
+    """
+    sent = size_bytes(node.all_input_nodes[0])
+    if is_offload(node) or is_fetch(node):
+        return sent, costs.transfer(sent)
+    if is_all_reduce(node):
+        return sent, costs.latency + 2 * sent / costs.comm_bandwidth
+    ranks = ranks_of(node)
+    whole = sent * ranks if is_gather(node) else sent
+    return whole, costs.collective(whole // ranks, ranks)
 
 
 def usual_compute_seconds(node: fx.Node, parameter_numel: int, costs: Costs) -> float:
@@ -136,20 +159,22 @@ def usual_compute_seconds(node: fx.Node, parameter_numel: int, costs: Costs) -> 
     return 2 * costs.rows * parameter_numel / costs.flops if counts else 0.0
 
 
-def plan_gathers(shards: Sequence[int], ranks: int, limit: int, costs: Costs) -> list[list[int]]:
-    """Plan which shards are gathered together, by their bytes.
+def plan_gathers(shards: Sequence[int], ranks: int, costs: Costs, *, is_spare: bool = False) -> list[list[int]]:
+    """Plan which shards are gathered together, by their bytes; see `Costs.pack_bytes`.
 
     A shard whose copies in and out take longer than a launch gets its own all-gather.
     """
-    return plan_packs(shards, [costs.copy(size) + costs.copy(size * ranks) > costs.latency for size in shards], limit)
+    are_alone = [costs.copy(size) + costs.copy(size * ranks) > costs.latency for size in shards]
+    return plan_packs(shards, are_alone, costs.pack_bytes(ranks, is_spare=is_spare))
 
 
-def plan_reductions(gradients: Sequence[int], limit: int, costs: Costs) -> list[list[int]]:
-    """Plan which gradients are reduced together, by their bytes.
+def plan_reductions(gradients: Sequence[int], ranks: int, costs: Costs, *, is_spare: bool = False) -> list[list[int]]:
+    """Plan which gradients are reduced together, by their bytes; see `Costs.pack_bytes`.
 
     A gradient whose copy in takes longer than a launch gets its own reduce-scatter.
     """
-    return plan_packs(gradients, [costs.copy(size) > costs.latency for size in gradients], limit)
+    are_alone = [costs.copy(size) > costs.latency for size in gradients]
+    return plan_packs(gradients, are_alone, costs.pack_bytes(ranks, is_spare=is_spare) * ranks)
 
 
 def plan_packs(sizes: Sequence[int], are_alone: Sequence[bool], limit: int) -> list[list[int]]:

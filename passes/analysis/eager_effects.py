@@ -63,16 +63,21 @@ def is_passed_through(node: fx.Node) -> bool:
     """Return whether the node hands on its inputs without reading their data.
 
     Compiled autograd's prologue of an AOTAutograd backward takes all saved tensors and gradients and returns them.
-    Items of the prologue, placeholders and items of placeholders count, too.
+    Items of the prologue and inputs count, too.
     """
     source = node.args[0] if node.target is operator.getitem else node
-    if not isinstance(source, fx.Node) or source.op != "call_function":
-        return isinstance(source, fx.Node) and source.op == "placeholder"
-    return _name(source) == "call_aot_bwd_prologue"
+    is_prologue = isinstance(source, fx.Node) and target_name(source) == "call_aot_bwd_prologue"
+    return is_input(node) or is_prologue
+
+
+def is_input(node: fx.Node) -> bool:
+    """Return whether the node is a placeholder, or an item of a placeholder, as compiled autograd passes inputs."""
+    source = node.args[0] if node.target is operator.getitem else node
+    return isinstance(source, fx.Node) and source.op == "placeholder"
 
 
 def is_autocast_switch(node: fx.Node) -> bool:
-    return node.op == "call_function" and "autocast" in _name(node)
+    return node.op == "call_function" and "autocast" in target_name(node)
 
 
 class EagerEffects(Effects):
@@ -85,7 +90,7 @@ class EagerEffects(Effects):
         """
         if not is_torch_function(node):
             return super().written_inputs(node)
-        name = _name(node)
+        name = target_name(node)
         if any(piece in name for piece in _WRITES_ARGUMENTS):
             return node.all_input_nodes
         first = node.args[:1] if _writes_first_argument(node, name) else ()
@@ -102,7 +107,7 @@ class EagerEffects(Effects):
             return _is_seeded(node.target)
         if isinstance(node.target, OpOverloadPacket):
             return any(map(_is_seeded, packet_overloads(node.target)))
-        return not is_torch_function(node) or any(piece in _name(node) for piece in _RANDOM_NAMES)
+        return not is_torch_function(node) or any(piece in target_name(node) for piece in _RANDOM_NAMES)
 
 
 def _is_seeded(op: OpOverload) -> bool:
@@ -132,5 +137,5 @@ def _writes_first_argument(node: fx.Node, name: str) -> bool:
     return "functional" in str(getattr(node.target, "__module__", "")) and any(a is True for a in node.args)
 
 
-def _name(node: fx.Node) -> str:
+def target_name(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else str(getattr(node.target, "__name__", ""))

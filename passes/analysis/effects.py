@@ -73,6 +73,14 @@ def is_copy(node: fx.Node) -> bool:
     return is_call_to(node, copy_)
 
 
+def parameter_of(node: fx.Node) -> fx.Node | None:
+    """Return the tensor that a resize or copy writes; None for all other nodes."""
+    if not (is_resize(node) or is_copy(node)):
+        return None
+    written = get_argument(node, 0, "variable" if is_resize(node) else "tensor")
+    return written if isinstance(written, fx.Node) else None
+
+
 def get_argument(node: fx.Node, position: int, name: str) -> object:
     """Return an argument of a call, passed by position or by name."""
     return node.args[position] if position < len(node.args) else node.kwargs[name]
@@ -80,14 +88,7 @@ def get_argument(node: fx.Node, position: int, name: str) -> object:
 
 def nodes_in(argument: object) -> Iterator[fx.Node]:
     """Yield the nodes nested in an argument."""
-    if isinstance(argument, fx.Node):
-        yield argument
-    elif isinstance(argument, (tuple, list)):
-        for item in argument:
-            yield from nodes_in(item)
-    elif isinstance(argument, dict):
-        for item in argument.values():
-            yield from nodes_in(item)
+    return (leaf for leaf in _leaves(argument) if isinstance(leaf, fx.Node))
 
 
 def is_barrier(node: fx.Node, effects: Effects) -> bool:
@@ -202,7 +203,9 @@ class Effects:
         runs = [self._summary_of_callable(item) for item in _leaves((node.args, node.kwargs))]
         found = [summary for summary in runs if summary is not None]
         # Nothing tells the effects of a higher-order op that names neither an op nor a subgraph.
-        return _merge(found) if found else _Summary(writes=True, reads_storage=True)
+        if not found:
+            return _Summary(writes=True, reads_storage=True)
+        return _Summary(any(each.writes for each in found), any(each.reads_storage for each in found))
 
     def _summary_of_callable(self, item: object) -> _Summary | None:
         if isinstance(item, OpOverload):
@@ -251,9 +254,3 @@ def _leaves(argument: object) -> Iterator[object]:
             yield from _leaves(item)
     else:
         yield argument
-
-
-def _merge(summaries: Sequence[_Summary]) -> _Summary:
-    return _Summary(
-        writes=any(s.writes for s in summaries), reads_storage=any(s.reads_storage for s in summaries)
-    )

@@ -14,6 +14,7 @@ from torch import SymInt, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from compile_fsdp.passes.analysis.aliases import fake_value
+from compile_fsdp.passes.analysis.effects import find_resizes, get_argument, is_resize, parameter_of
 from compile_fsdp.passes.report import Kept
 
 
@@ -45,6 +46,16 @@ def needed_bytes(tensor: torch.Tensor) -> int | SymInt:
 
 def is_zero(size: int | SymInt | None) -> bool:
     return _is_known(size == 0)
+
+
+def is_free(node: fx.Node) -> bool:
+    """Return whether the node is a `resize(0)`."""
+    return is_resize(node) and is_zero(get_size(get_argument(node, 1, "new_size")))
+
+
+def find_freed(graph: fx.Graph) -> set[fx.Node | None]:
+    """Return the parameters that the graph frees."""
+    return {parameter_of(node) for node in find_resizes(graph) if is_free(node)}
 
 
 def is_full(size: int | SymInt | None, tensor: torch.Tensor | None) -> bool:

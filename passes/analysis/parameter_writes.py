@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from torch import fx
 
 from compile_fsdp.passes.analysis.aliases import fake_value, storage_keys
-from compile_fsdp.passes.analysis.eager_effects import EagerEffects, is_torch_function, is_upkeep
-from compile_fsdp.passes.analysis.effects import find_resizes, get_argument, nodes_in
-from compile_fsdp.passes.analysis.layout import get_size, is_zero
+from compile_fsdp.passes.analysis.eager_effects import EagerEffects, is_torch_function, is_upkeep, target_name
+from compile_fsdp.passes.analysis.effects import get_argument, nodes_in
+from compile_fsdp.passes.analysis.layout import find_freed
 from compile_fsdp.torch_compat.dispatch import OpOverload, OpOverloadPacket
 
 
@@ -26,11 +26,7 @@ def find_refused_writes(graph: fx.Graph, parameters: Iterable[fx.Node]) -> dict[
     Returns:
         The first node that writes each of them. Only proven writes count; functions outside of torch may write more.
     """
-    freed = {
-        get_argument(node, 0, "variable")
-        for node in find_resizes(graph)
-        if is_zero(get_size(get_argument(node, 1, "new_size")))
-    }
+    freed = find_freed(graph)
     by_storage = {key: node for node in parameters for key in _storages(node)}
     found: dict[fx.Node, fx.Node] = {}
     effects = EagerEffects(None)
@@ -63,17 +59,13 @@ def _written(node: fx.Node, effects: EagerEffects) -> Sequence[fx.Node]:
     if _is_embedding(node):
         max_norm = node.args[3] if len(node.args) > 3 else node.kwargs.get("max_norm")
         return () if max_norm is None else tuple(nodes_in(get_argument(node, 1, "weight")))
-    if _name(node).endswith(("batch_norm", "instance_norm")):
+    if target_name(node).endswith(("batch_norm", "instance_norm")):
         return ()  # they write only statistics
     return effects.written_inputs(node)
 
 
-def _name(node: fx.Node) -> str:
-    return str(getattr(node.target, "__name__", node.target))
-
-
 def _is_embedding(node: fx.Node) -> bool:
-    return _name(node) in ("embedding", "embedding_bag")
+    return target_name(node) in ("embedding", "embedding_bag")
 
 
 def _storages(node: fx.Node) -> Iterator[int]:

@@ -11,7 +11,7 @@ Either all reads sink or none, because a read of two parameters is often one nod
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -24,8 +24,8 @@ from compile_fsdp.passes.analysis.eager_effects import (
     is_version_op,
     is_version_setter,
 )
-from compile_fsdp.passes.analysis.effects import get_argument, is_copy, is_resize
-from compile_fsdp.passes.analysis.layout import get_size, is_zero
+from compile_fsdp.passes.analysis.effects import is_copy, is_resize, parameter_of
+from compile_fsdp.passes.analysis.layout import is_free
 from compile_fsdp.passes.report import Unmoved
 
 
@@ -69,22 +69,19 @@ class Scan:
 
     def find_event(self, node: fx.Node) -> fx.Node | None:
         """Return the parameter that the node resizes or fills."""
-        if not (is_resize(node) or is_copy(node)):
-            return None
-        target = get_argument(node, 0, "variable" if is_resize(node) else "tensor")
-        return target if isinstance(target, fx.Node) and target in self.parameters else None
+        target = parameter_of(node)
+        return target if target in self.parameters else None
 
     def aliased_by(self, nodes: Iterable[fx.Node], aliases: Aliases) -> Iterable[fx.Node]:
         """Return the parameters that alias some of the nodes."""
-        keys = (key for node in nodes for key in aliases.classes(node))
-        return dict.fromkeys(p for key in keys for p in self.by_class.get(key, ()))
+        return dict.fromkeys(p for key in aliases.classes_of(nodes) for p in self.by_class.get(key, ()))
 
 
 def scan_parameters(
     graph: fx.Graph, parameters: set[fx.Node], effects: EagerEffects, aliases: Aliases
 ) -> Scan:
     scan = Scan(parameters)
-    fills = _FirstFills(scan.fills)
+    events: dict[fx.Node, list[int]] = {}
     switches = 0
     for position, node in enumerate(graph.nodes):
         scan.autocast_switches.append(switches)
@@ -92,40 +89,31 @@ def scan_parameters(
         if node in parameters:
             for key in aliases.classes(node):
                 scan.by_class.setdefault(key, []).append(node)
-        event = scan.find_event(node)
-        fills.visit(position, node, event)
+        if (event := scan.find_event(node)) is not None:
+            events.setdefault(event, []).append(position)
         written = scan.aliased_by(effects.written_inputs(node), aliases)
         scan.mutated.update(parameter for parameter in written if parameter is not event)
-    fills.finish()
+    nodes = list(graph.nodes)
+    scan.fills |= {
+        parameter: _find_fill(nodes, positions)
+        for parameter, positions in events.items()
+        if _is_opening(nodes[positions[0]])
+    }
     return scan
 
 
-class _FirstFills:
-    def __init__(self, fills: dict[fx.Node, Fill]) -> None:
-        self._fills = fills
-        self._seen: set[fx.Node] = set()
-        self._opened: dict[fx.Node, int] = {}  # first event was a resize, not yet filled: position of the resize
-        self._filled: list[fx.Node] = []  # filled, and only copies and version ops since
+def _find_fill(nodes: Sequence[fx.Node], events: Sequence[int]) -> Fill:
+    """Return the first fill of a parameter whose first event is a resize to more than 0."""
+    position = next((each for each in events if not _is_opening(nodes[each])), None)
+    if position is None or not is_copy(nodes[position]):
+        return Fill(events[0], None)
+    while is_copy(nodes[position + 1]) or is_version_setter(nodes[position + 1]):
+        position += 1
+    return Fill(position, nodes[position])
 
-    def visit(self, position: int, node: fx.Node, parameter: fx.Node | None) -> None:
-        if not (is_copy(node) or is_version_setter(node)):
-            for filled in self._filled:
-                self._fills[filled] = Fill(position - 1, node.prev)
-            self._filled.clear()
-        if parameter is None:
-            return
-        if is_copy(node) and self._opened.pop(parameter, None) is not None:
-            self._filled.append(parameter)
-        elif is_resize(node) and not is_zero(get_size(get_argument(node, 1, "new_size"))):
-            if parameter not in self._seen:
-                self._opened[parameter] = position
-        elif (opened := self._opened.pop(parameter, None)) is not None:
-            self._fills[parameter] = Fill(opened, None)
-        self._seen.add(parameter)
 
-    def finish(self) -> None:
-        assert not self._filled, "the output node comes last and is no copy"
-        self._fills.update({parameter: Fill(position, None) for parameter, position in self._opened.items()})
+def _is_opening(node: fx.Node) -> bool:
+    return is_resize(node) and not is_free(node)
 
 
 class Sinking:
@@ -200,9 +188,8 @@ class Sinking:
 
         See [Note: Reads float over their parameter's events].
         """
-        keys = (key for node in nodes for key in self._aliases.classes(node))
         return [
             key
-            for key in keys
+            for key in self._aliases.classes_of(nodes)
             if not (held := self._scan.by_class.get(key)) or any(p in self._scan.mutated for p in held)
         ]

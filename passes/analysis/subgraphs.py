@@ -52,5 +52,5 @@ class _Search:
 def _is_private_call(node: fx.Node, aliases: Aliases) -> bool:
     if not isinstance(node.target, HigherOrderOperator):
         return False
-    keys = [key for operand in nodes_in((node.args, node.kwargs)) for key in aliases.classes(operand)]
+    keys = list(aliases.classes_of(nodes_in((node.args, node.kwargs))))
     return len(keys) == len(set(keys))

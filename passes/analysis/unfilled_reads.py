@@ -9,7 +9,7 @@ from torch import fx
 from compile_fsdp.ops import accumulate_gradient
 from compile_fsdp.passes.analysis.aliases import Aliases
 from compile_fsdp.passes.analysis.eager_effects import EagerEffects, is_passed_through, is_upkeep
-from compile_fsdp.passes.analysis.effects import get_argument, is_copy
+from compile_fsdp.passes.analysis.effects import is_copy, parameter_of
 
 
 def find_unfilled_reads(graph: fx.Graph, parameters: Iterable[fx.Node]) -> list[fx.Node]:
@@ -19,18 +19,13 @@ def find_unfilled_reads(graph: fx.Graph, parameters: Iterable[fx.Node]) -> list[
         graph: A backward graph, with fake values under meta["example_value"].
         parameters: Unsharded parameters: placeholders, or items of a placeholder.
     """
-    filled = {get_argument(node, 0, "tensor") for node in graph.nodes if is_copy(node)}
+    filled = {parameter_of(node) for node in graph.nodes if is_copy(node)}
     unfilled = [parameter for parameter in parameters if parameter not in filled]
     if not unfilled:
         return []
     aliases = Aliases(graph, EagerEffects(graph.owning_module))
-    read = {
-        key
-        for node in graph.nodes
-        if not _is_no_read(node)
-        for source in node.all_input_nodes
-        for key in aliases.classes(source)
-    }
+    readers = (node for node in graph.nodes if not _is_no_read(node))
+    read = set(aliases.classes_of(source for node in readers for source in node.all_input_nodes))
     return [parameter for parameter in unfilled if not read.isdisjoint(aliases.classes(parameter))]
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from torch import SymInt, fx
 
 from compile_fsdp.passes.analysis.aliases import Aliases, find_fake_tensor
-from compile_fsdp.passes.analysis.effects import Effects, find_resizes, get_argument, is_copy, is_resize
+from compile_fsdp.passes.analysis.effects import Effects, find_resizes, get_argument, is_copy, is_resize, parameter_of
 from compile_fsdp.passes.analysis.layout import get_size, is_full, is_zero
 
 
@@ -102,8 +102,8 @@ def match_lifetimes(graph: fx.Graph, effects: Effects, aliases: Aliases) -> Life
 
 
 def resized_placeholders(graph: fx.Graph) -> set[fx.Node]:
-    resized = (get_argument(node, 0, "variable") for node in find_resizes(graph))
-    return {node for node in resized if isinstance(node, fx.Node) and node.op == "placeholder"}
+    resized = map(parameter_of, find_resizes(graph))
+    return {node for node in resized if node is not None and node.op == "placeholder"}
 
 
 class _Matcher:
@@ -130,12 +130,20 @@ class _Matcher:
 
     def visit(self, position: int, node: fx.Node) -> None:
         written = self._effects.written_inputs(node)
-        self._visit_writes(position, written, is_resize(node))
+        for key in self._aliases.classes_of(written):
+            self._writes.setdefault(key, []).append(position)
+            if is_resize(node):
+                self._resized.add(key)
         for parameter, sources in self._touched(node):
             if node.op == "output":
-                self._visit_output(sources)
-            elif is_resize(node) and get_argument(node, 0, "variable") is parameter.node:
-                self._visit_resize(position, node, parameter)
+                for source in sources:
+                    if source in self._home:
+                        self._home[source].view_escapes = True
+            elif is_resize(node) and parameter_of(node) is parameter.node:
+                parameter.spans[-1].end = position
+                size_bytes = get_size(get_argument(node, 1, "new_size"))
+                is_whole = is_full(size_bytes, find_fake_tensor(parameter.node))
+                parameter.spans.append(Span(node, size_bytes, frees=is_zero(size_bytes), full=is_whole))
             else:
                 self._visit_use(position, node, parameter, sources, written)
 
@@ -146,12 +154,6 @@ class _Matcher:
             parameter.shares_storage = any(self._inputs_by_class[key] > 1 for key in classes)
         return Lifetimes(tuple(self._parameters), self._writes, frozenset(self._resized))
 
-    def _visit_writes(self, position: int, written: Sequence[fx.Node], resizes: bool) -> None:
-        for key in (key for source in written for key in self._aliases.classes(source)):
-            self._writes.setdefault(key, []).append(position)
-            if resizes:
-                self._resized.add(key)
-
     def _touched(self, node: fx.Node) -> list[tuple[Parameter, list[fx.Node]]]:
         """Return the parameters that the node takes, with their aliasing inputs."""
         found: dict[int, tuple[Parameter, list[fx.Node]]] = {}
@@ -160,23 +162,6 @@ class _Matcher:
                 for parameter in self._by_class.get(key, ()):
                     found.setdefault(id(parameter), (parameter, []))[1].append(source)
         return list(found.values())
-
-    def _visit_output(self, sources: Sequence[fx.Node]) -> None:
-        for source in sources:
-            if source in self._home:
-                self._home[source].view_escapes = True
-
-    def _visit_resize(self, position: int, node: fx.Node, parameter: Parameter) -> None:
-        size_bytes = get_size(get_argument(node, 1, "new_size"))
-        parameter.spans[-1].end = position
-        parameter.spans.append(
-            Span(
-                resize=node,
-                size_bytes=size_bytes,
-                frees=is_zero(size_bytes),
-                full=is_full(size_bytes, find_fake_tensor(parameter.node)),
-            )
-        )
 
     def _visit_use(
         self,
@@ -192,7 +177,7 @@ class _Matcher:
             home = self._home.get(source, span)
             if home is not span:
                 home.has_stale_view = span.has_stale_view = True
-        if is_copy(node) and get_argument(node, 0, "tensor") is parameter.node:
+        if is_copy(node) and parameter_of(node) is parameter.node:
             span.filled_at = position
             span.copies.append(node)
             return

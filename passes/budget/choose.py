@@ -10,7 +10,7 @@ Source: the ratio is from DeepCompile's selective unsharding (arXiv 2504.09983),
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import fx
@@ -18,8 +18,8 @@ from torch import fx
 from compile_fsdp.passes.analysis.module_names import module_fqn
 from compile_fsdp.passes.budget.offloads import find_offloads
 from compile_fsdp.passes.budget.op_facts import Kind
-from compile_fsdp.passes.budget.step_memory import Group
-from compile_fsdp.passes.budget.timeline import Choices, Timeline
+from compile_fsdp.passes.budget.step_memory import Choices, Group
+from compile_fsdp.passes.budget.timeline import Timeline
 from compile_fsdp.torch_compat.dynamo import is_recomputation_settled
 
 # Share of all packs' latencies that larger packs save.
@@ -100,22 +100,24 @@ def fit(timeline: Timeline, budget: int) -> Fit:
 
 def find_choices(timeline: Timeline) -> Iterator[Choice]:
     """Yield all choices of a step that save memory."""
-    step, costs = timeline.step, timeline.costs
-    if timeline.large_pack_bytes:
-        yield Choice(SAVED_LATENCIES * timeline.packs * costs.latency, timeline.large_pack_bytes, name="smaller packs")
+    step, costs, parameters = timeline.step, timeline.costs, timeline.parameters
+    if parameters.large_pack_bytes:
+        saved_seconds = SAVED_LATENCIES * parameters.packs * costs.latency
+        yield Choice(saved_seconds, parameters.large_pack_bytes, name="smaller packs")
     for group in step.groups:
         if _is_keepable(group):
             gather = costs.collective(group.size // timeline.ranks, timeline.ranks)
             yield Choice(gather, group.size, group=group.number, name=f"gather {group.name} again")
     saved = [sum(value.size for value in made if value.is_saved) for made in step.made]
-    recomputation = _find_recomputation(timeline, [size + step.internal[at] for at, size in enumerate(saved)])
+    sizes = [size + step.internal[at] for at, size in enumerate(saved)]
+    seconds = {at: _recomputation(timeline, at) for at, size in enumerate(sizes) if size}
+    recomputation = {at: each for at, each in seconds.items() if each is not None}
     offloads = find_offloads(timeline, recomputation)
     for at in sorted(recomputation.keys() | offloads.keys()):
         again, away, name = recomputation.get(at, math.inf), offloads.get(at, math.inf), _name_of(step.ops[at])
         # Only the results of an op leave the device; its internal saved bytes stay.
-        again_size = saved[at] + step.internal[at]
-        if again / again_size <= away / max(saved[at], 1):
-            yield Choice(again, again_size, op=at, name=f"run {name} again")
+        if again / sizes[at] <= away / max(saved[at], 1):
+            yield Choice(again, sizes[at], op=at, name=f"run {name} again")
         else:
             yield Choice(away, saved[at], op=at, name=f"offload {name}", is_offload=True)
 
@@ -123,15 +125,6 @@ def find_choices(timeline: Timeline) -> Iterator[Choice]:
 def _name_of(op: fx.Node) -> str:
     module = module_fqn(op)
     return f"{op.name} of {module}" if module else op.name
-
-
-def _find_recomputation(timeline: Timeline, sizes: Sequence[int]) -> dict[int, float]:
-    """Map each op that may run again to its recomputation seconds.
-
-    `sizes`: (n,) bytes that each op saves; ops without saved bytes are left out.
-    """
-    found = ((at, _recomputation(timeline, at)) for at, size in enumerate(sizes) if size)
-    return {at: seconds for at, seconds in found if seconds is not None}
 
 
 def _is_keepable(group: Group) -> bool:

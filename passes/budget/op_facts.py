@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import SymBool, SymFloat, SymInt, fx
 
-from compile_fsdp.passes.analysis.aliases import fake_arguments, fake_value
+from compile_fsdp.passes.analysis.aliases import call_target, fake_arguments, fake_value
 from compile_fsdp.passes.analysis.collectives import is_collective
 from compile_fsdp.passes.analysis.eager_effects import is_torch_function
 from compile_fsdp.passes.analysis.layout import size_hint
@@ -129,12 +129,13 @@ class OpMeasure:
                 return tensor
 
             with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor), seen:
-                result = _call(node.target, args, kwargs)
+                result = call_target(node.target, args, kwargs)
         results = {storage_key(each) for each in _tensors(result)}
         positions = {storage_key(each): i for i, each in enumerate(inputs.values())}
         internal = {key: each for each in saved if (key := storage_key(each)) not in positions.keys() | results}
         computed = results - positions.keys()
-        moved = [*inputs.values(), *_tensors(result)] if computed else []
+        is_in_place = not computed and seen.kind is not Kind.VIEW
+        moved = [*inputs.values(), *_tensors(result)] if seen.kind is not Kind.VIEW else []
         return OpFacts(
             kind=seen.kind,
             saved_inputs=frozenset(positions[key] for each in saved if (key := storage_key(each)) in positions),
@@ -142,7 +143,7 @@ class OpMeasure:
             internal_bytes=sum(each.untyped_storage().nbytes() for each in internal.values()),
             flops=seen.flops,
             moved_bytes=sum(each.numel() * each.itemsize for each in moved),
-            is_repeatable=seen.is_repeatable,
+            is_repeatable=seen.is_repeatable and not is_in_place,
         )
 
 
@@ -194,15 +195,14 @@ def _unknown(node: fx.Node) -> OpFacts:
     return OpFacts(Kind.HEAVY, frozenset(range(len(tensors))), False, 0, 0, moved, is_repeatable=False)
 
 
-def _call(target: Any, args: Any, kwargs: Any) -> Any:
-    return getattr(args[0], target)(*args[1:], **kwargs) if isinstance(target, str) else target(*args, **kwargs)
-
-
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
     size, stride = map(size_hint, tensor.shape), map(size_hint, tensor.stride())
     made = torch.empty_strided(tuple(size), tuple(stride), dtype=tensor.dtype, device=tensor.device)
-    # A non-leaf, like an activation.
-    return made.requires_grad_().view_as(made) if tensor.requires_grad else made
+    if not tensor.requires_grad:
+        return made
+    # An activation is no leaf, nor a view of a leaf, so in-place ops may write it.
+    memory = made.new_empty(made.untyped_storage().nbytes() // made.itemsize, requires_grad=True).clone()
+    return memory.as_strided(made.shape, made.stride())
 
 
 def _describe(value: Any) -> Any:

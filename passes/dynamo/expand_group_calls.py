@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from compile_fsdp.passes.analysis.aliases import fake_value
+from compile_fsdp.passes.analysis.aliases import call_target, fake_arguments
 from compile_fsdp.passes.analysis.eager_effects import is_upkeep
 
 
@@ -36,13 +36,9 @@ def expand_group_calls(graph: fx.Graph, functions: Container[Callable[..., Any]]
             _expand(node)
 
 
-def _replace_nodes(argument: Any, replace: Callable[[fx.Node], Any]) -> Any:
-    return fx.node.map_aggregate(argument, lambda each: replace(each) if isinstance(each, fx.Node) else each)
-
-
 def _expand(node: fx.Node) -> None:
     tracer = fx.proxy.GraphAppendingTracer(node.graph)
-    args, kwargs = _replace_nodes((node.args, node.kwargs), lambda argument: fx.Proxy(argument, tracer))
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda argument: fx.Proxy(argument, tracer))
     before = node.prev
     with node.graph.inserting_before(node):
         assert callable(node.target)
@@ -67,10 +63,6 @@ def _evaluate(node: fx.Node) -> None:
     if is_upkeep(node):
         node.meta["example_value"] = None
         return
-    args, kwargs = _replace_nodes((node.args, node.kwargs), fake_value)
+    args, kwargs = fake_arguments((node.args, node.kwargs))
     with torch.no_grad():
-        if isinstance(node.target, str):
-            node.meta["example_value"] = getattr(args[0], node.target)(*args[1:], **kwargs)
-        else:
-            assert callable(node.target)
-            node.meta["example_value"] = node.target(*args, **kwargs)
+        node.meta["example_value"] = call_target(node.target, args, kwargs)

@@ -25,7 +25,8 @@ from torch import fx
 
 from compile_fsdp.passes.analysis.costs import Costs
 from compile_fsdp.passes.budget.choose import Choice, fit
-from compile_fsdp.passes.budget.step_memory import Sharding, Step
+from compile_fsdp.passes.budget.read_step import read_step
+from compile_fsdp.passes.budget.step_memory import Sharding
 from compile_fsdp.passes.budget.timeline import Timeline
 from compile_fsdp.passes.report import format_mib
 from compile_fsdp.torch_compat.dynamo import request_offload, request_recomputation
@@ -98,7 +99,7 @@ def fit_memory_budget(
         settle: Returns the decision of all ranks for this rank's decision. Raises if the step does not fit.
         fuses: Whether pointwise ops are compiled together with their readers.
     """
-    step = Step(graph, parameters, fuses=fuses)
+    step = read_step(graph, parameters, fuses=fuses)
     timeline = Timeline(step, ranks, costs)
     decision = settle(decide(timeline, budget))
     kept = set(decision.kept)

@@ -20,15 +20,14 @@ This pass runs before AOTAutograd, which keeps the order of reads and writes of 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 
 from torch import fx
 
 from compile_fsdp.passes.analysis.aliases import Aliases
-from compile_fsdp.passes.analysis.eager_effects import EagerEffects, is_passed_through, is_version_op
-from compile_fsdp.passes.analysis.effects import get_argument, is_resize
-from compile_fsdp.passes.analysis.layout import get_size, is_zero
+from compile_fsdp.passes.analysis.eager_effects import EagerEffects, is_input, is_passed_through, is_version_op
+from compile_fsdp.passes.analysis.effects import is_resize, parameter_of
+from compile_fsdp.passes.analysis.layout import is_free
 from compile_fsdp.passes.analysis.sinking import Move, Scan, Sinking, scan_parameters
 from compile_fsdp.passes.report import LegalizeReport, Names, Unmoved, node_name
 
@@ -42,7 +41,8 @@ def legalize_windows(graph: fx.Graph, names: Names = node_name) -> LegalizeRepor
     Returns:
         Counts of the moves, and parameters whose reads or frees stay.
     """
-    nodes = _resized_inputs(graph)
+    resized = (parameter_of(node) for node in graph.nodes if is_resize(node))
+    nodes = {node for node in resized if node is not None and is_input(node)}
     if not nodes:
         return LegalizeReport(0, 0, ())
     effects = EagerEffects(graph.owning_module)
@@ -62,20 +62,6 @@ def legalize_windows(graph: fx.Graph, names: Names = node_name) -> LegalizeRepor
         frees_delayed=len(delayed),
         unmoved=tuple((names(node), reason) for node, reason in faults.items()),
     )
-
-
-def _resized_inputs(graph: fx.Graph) -> set[fx.Node]:
-    """Return the inputs that the graph resizes.
-
-    These are placeholders, or items of a placeholder, as compiled autograd passes inputs.
-    """
-    resized = (get_argument(node, 0, "variable") for node in graph.nodes if is_resize(node))
-    return {node for node in resized if isinstance(node, fx.Node) and _is_input(node)}
-
-
-def _is_input(node: fx.Node) -> bool:
-    source = node.args[0] if node.target is operator.getitem else node
-    return isinstance(source, fx.Node) and source.op == "placeholder"
 
 
 def _find_delays(graph: fx.Graph, scan: Scan, aliases: Aliases) -> dict[fx.Node, list[Move]]:
@@ -101,7 +87,7 @@ def _find_delays(graph: fx.Graph, scan: Scan, aliases: Aliases) -> dict[fx.Node,
                 last_read[parameter] = node
         if event is not None:
             end_gap(event)
-            if is_resize(node) and is_zero(get_size(get_argument(node, 1, "new_size"))):
+            if is_free(node):
                 freed[event] = node
     for parameter in list(freed):
         end_gap(parameter)

@@ -36,20 +36,17 @@ def save_frozen_outputs(graph: fx.Graph, frozen: Iterable[fx.Node]) -> int:
     if not frozen:
         return 0
     aliases = Aliases(graph, EagerEffects(graph.owning_module))
-    parameters = {key for node in frozen for key in aliases.classes(node)}
+    parameters = set(aliases.classes_of(frozen))
     count = 0
     for node in graph.nodes:
         if isinstance(node.target, HigherOrderOperator) or not _is_without_gradient(node):
             continue
         # A view of a parameter is the parameter itself; only ops that compute with the view are marked.
-        if parameters.isdisjoint(aliases.classes(node)) and _reads(node, parameters, aliases):
+        is_read = not parameters.isdisjoint(aliases.classes_of(node.all_input_nodes))
+        if is_read and parameters.isdisjoint(aliases.classes(node)):
             ban_recomputation(node)
             count += 1
     return count
-
-
-def _reads(node: fx.Node, parameters: set[int], aliases: Aliases) -> bool:
-    return any(not parameters.isdisjoint(aliases.classes(source)) for source in node.all_input_nodes)
 
 
 def _is_without_gradient(node: fx.Node) -> bool:

@@ -19,8 +19,8 @@ from __future__ import annotations
 from torch import fx
 
 from compile_fsdp.passes.analysis.aliases import is_declared_view
-from compile_fsdp.passes.analysis.effects import get_argument, is_resize
-from compile_fsdp.passes.analysis.layout import get_size, is_zero
+from compile_fsdp.passes.analysis.effects import is_resize, parameter_of
+from compile_fsdp.passes.analysis.layout import is_free
 
 
 def lift_views(graph: fx.Graph) -> int:
@@ -31,11 +31,9 @@ def lift_views(graph: fx.Graph) -> int:
     for node in list(graph.nodes):
         if node.op == "placeholder":
             inputs[node] = node
-        elif is_resize(node):
-            resized = get_argument(node, 0, "variable")
-            assert isinstance(resized, fx.Node)
+        elif is_resize(node) and (resized := parameter_of(node)) is not None:
             freed.pop(resized, None)
-            if is_zero(get_size(get_argument(node, 1, "new_size"))):
+            if is_free(node):
                 freed[resized] = node
         elif is_declared_view(node) and len(node.all_input_nodes) == 1 and node.all_input_nodes[0] in inputs:
             inputs[node] = inputs[node.all_input_nodes[0]]

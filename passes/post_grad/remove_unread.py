@@ -23,7 +23,15 @@ from __future__ import annotations
 from torch import fx
 
 from compile_fsdp.passes.analysis.aliases import Aliases
-from compile_fsdp.passes.analysis.collectives import aten, group_of, is_gather, is_rearrangement, is_wait, ranks_of
+from compile_fsdp.passes.analysis.collectives import (
+    aten,
+    group_of,
+    is_gather,
+    is_rearrangement,
+    is_wait,
+    ranks_of,
+    rearranged,
+)
 from compile_fsdp.passes.analysis.effects import Effects
 from compile_fsdp.passes.report import PassCounts
 
@@ -56,14 +64,14 @@ def _join_repeated(graph: fx.Graph) -> int:
     order = {node: i for i, node in enumerate(graph.nodes)}
     effects = Effects(graph.owning_module)
     aliases = Aliases(graph, effects)
-    written = {key for node in effects.find_written(graph) for key in aliases.classes(node)}
+    written = set(aliases.classes_of(effects.find_written(graph)))
     first: dict[object, fx.Node] = {}
     joined = 0
     for node in filter(is_gather, graph.nodes):
         if (key := _sent(node)) is None or [is_wait(user) for user in node.users] != [True]:
             continue
         waited = next(iter(node.users))
-        if any(each in written for source in (*key[0], waited) for each in aliases.classes(source)):
+        if not written.isdisjoint(aliases.classes_of((*key[0], waited))):
             continue  # The two may gather different values, or the first value may have changed.
         earlier = first.get(key)
         if earlier is not None and _last_read(earlier, order) > order[waited]:
@@ -92,12 +100,5 @@ def _last_read(waited: fx.Node, order: dict[fx.Node, int]) -> int:
 
     Readers of its views and copies count, too.
     """
-    found, last = {waited}, order[waited]
-    stack = [waited]
-    while stack:
-        for user in stack.pop().users:
-            last = max(last, order[user])
-            if user not in found and is_rearrangement(user):
-                found.add(user)
-                stack.append(user)
-    return last
+    users = (user for each in rearranged([waited]) for user in each.users)
+    return max((order[user] for user in users), default=order[waited])

@@ -36,7 +36,7 @@ collectives, because collectives are calls that Inductor fuses with nothing.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -50,10 +50,16 @@ from compile_fsdp.passes.analysis.collectives import (
     is_reduction,
     is_wait,
     numel,
-    ranks_of,
 )
-from compile_fsdp.passes.analysis.costs import Costs, compute_seconds, device_costs, size_bytes, usual_compute_seconds
+from compile_fsdp.passes.analysis.costs import (
+    Costs,
+    communication,
+    compute_seconds,
+    device_costs,
+    usual_compute_seconds,
+)
 from compile_fsdp.passes.analysis.effects import Effects, is_barrier
+from compile_fsdp.passes.analysis.step_time import Clock, Link
 from compile_fsdp.passes.report import PassCounts
 
 
@@ -70,10 +76,12 @@ def schedule_collectives(graph: fx.Graph, *, hoist: bool = True, costs: Costs | 
     moved = moves.gathers + moves.reductions
     if moved or moves.fetches:
         costs = costs or device_costs((moved or moves.fetches)[0].collective)
-        timeline = _Timeline((compute_seconds(node, costs) for node in moves.fixed), costs)
-        _place_reductions(moves.reductions, timeline)
-        _place_gathers(moves, timeline, hoist)
-        _place_fetches(moves, timeline)
+        for each in (*moved, *moves.fetches):
+            each.size, each.seconds = communication(each.collective, costs)
+        clock = Clock(compute_seconds(node, costs) for node in moves.fixed)
+        _place_reductions(moves.reductions, clock)
+        _place_gathers(moves, clock, Clock(_usual_seconds(moves, costs)), hoist)
+        _place_fetches(moves, clock)
         _reorder(graph, moves)
     counts = (("collectives_scheduled", len(moved)), ("left_in_place", moves.left))
     return PassCounts(schedule_collectives.__name__, nodes, nodes, counts)
@@ -203,37 +211,6 @@ def _is_movable(each: _Collective, written: set[fx.Node]) -> bool:
     return not touched & written
 
 
-class _Timeline:
-    """Start seconds of each fixed node, if no node has to wait.
-
-    Args:
-        seconds: Seconds of each fixed node.
-        costs: Costs of the collectives.
-    """
-
-    def __init__(self, seconds: Iterable[float], costs: Costs) -> None:
-        self.costs = costs
-        self.starts = [0.0, *accumulate(seconds)][:-1]
-
-    def measure(self, each: _Collective) -> None:
-        if is_fetch(each.collective):
-            each.size = size_bytes(each.collective)
-            each.seconds = self.costs.transfer(each.size)
-            return
-        ranks = ranks_of(each.collective)
-        sent = size_bytes(each.collective.all_input_nodes[0])
-        each.size = sent * ranks if is_gather(each.collective) else sent
-        each.seconds = self.costs.collective(each.size // ranks, ranks)
-
-    def last_before(self, second: float) -> int:
-        """Return the last position reached by then; the first, if none is."""
-        return max(bisect_right(self.starts, second) - 1, 0)
-
-    def first_after(self, second: float) -> int:
-        """Return the first position reached no earlier; the last, if none is."""
-        return min(bisect_left(self.starts, second), len(self.starts) - 1)
-
-
 def _usual_seconds(moves: _Moves, costs: Costs) -> Iterator[float]:
     """Yield the seconds of each fixed node for the usual batch.
 
@@ -246,13 +223,12 @@ def _usual_seconds(moves: _Moves, costs: Costs) -> Iterator[float]:
         yield usual_compute_seconds(node, max(map(numel, involved), default=0), costs)
 
 
-def _place_gathers(moves: _Moves, timeline: _Timeline, hoist: bool) -> None:
+def _place_gathers(moves: _Moves, clock: Clock, usual: Clock, hoist: bool) -> None:
     traced = sorted({each.traced for each in moves.gathers})
     before = dict(zip(traced, traced[:1] + traced, strict=False))  # where the preceding group was traced
     # See [Note: Bounds of a prefetch].
     own = (max(each.ready, before[each.traced] if hoist else each.traced) for each in moves.gathers)
     earliest = list(accumulate(own, max))  # gathers keep the order in which they were traced
-    usual = _Timeline(_usual_seconds(moves, timeline.costs), timeline.costs)
     _place_late(moves.gathers, earliest, [each.due for each in moves.gathers], usual)
     # Positions from which on a gather is launched behind one more collective.
     others = sorted([each.slot for each in moves.reductions] + [i + 1 for i in moves.collectives])
@@ -261,20 +237,20 @@ def _place_gathers(moves: _Moves, timeline: _Timeline, hoist: bool) -> None:
         behind = bisect_right(others, each.slot)
         earliest[i] = max([earliest[i], *others[:behind][-1:]])
         latest.append(min([each.due, *(other - 1 for other in others[behind:][:1])]))
-    _place_late(moves.gathers, earliest, latest, timeline)
+    _place_late(moves.gathers, earliest, latest, clock)
 
 
-def _place_fetches(moves: _Moves, timeline: _Timeline) -> None:
+def _place_fetches(moves: _Moves, clock: Clock) -> None:
     """Place each fetch when the link is free before its first use.
 
     The link belongs to this rank alone, so ranks may place fetches differently.
     """
     begin = next(i for i, node in enumerate(moves.fixed) if node.op != "placeholder")
     earliest = list(accumulate((max(each.ready, begin) for each in moves.fetches), max))
-    _place_late(moves.fetches, earliest, [each.due for each in moves.fetches], timeline)
+    _place_late(moves.fetches, earliest, [each.due for each in moves.fetches], clock)
 
 
-def _place_late(gathers: list[_Collective], earliest: list[int], latest: list[int], timeline: _Timeline) -> None:
+def _place_late(gathers: list[_Collective], earliest: list[int], latest: list[int], clock: Clock) -> None:
     """Place each gather as late as its bounds allow.
 
     The link carries one collective at a time.
@@ -282,31 +258,29 @@ def _place_late(gathers: list[_Collective], earliest: list[int], latest: list[in
     following = max(latest, default=0)
     free_until = float("inf")
     for each, first, last in reversed(list(zip(gathers, earliest, latest, strict=True))):
-        timeline.measure(each)
-        start = min(timeline.starts[each.due], free_until) - each.seconds
-        each.slot = following = min(max(timeline.last_before(start), first), last, following)
+        start = min(clock.starts[each.due], free_until) - each.seconds
+        each.slot = following = min(max(clock.last_before(start), first), last, following)
         each.wait_slot = each.due
         free_until = start
 
 
-def _place_reductions(reductions: list[_Collective], timeline: _Timeline) -> None:
+def _place_reductions(reductions: list[_Collective], clock: Clock) -> None:
     """Place each reduction as early as possible.
 
     Waits keep the order of the reductions. A wait stands where its reduction should have arrived, or earlier to bound
     the gradients in flight.
     """
     for each in reductions:
-        timeline.measure(each)
         each.slot = each.ready
     limit = max((each.size for each in reductions), default=0)
     flying: list[_Collective] = []
-    arrived = 0.0
+    link = Link()
     for each in sorted(reductions, key=lambda each: each.slot):
         while sum(other.size for other in flying) + each.size > limit:
             first = flying.pop(0)
             first.wait_slot = max(min(first.wait_slot, each.slot), first.slot)
-        arrived = max(timeline.starts[each.slot], arrived) + each.seconds
-        each.wait_slot = min(max(timeline.first_after(arrived), each.slot + 1), each.due)
+        link.send(clock.starts[each.slot], each.seconds)
+        each.wait_slot = min(max(clock.first_after(link.free), each.slot + 1), each.due)
         flying.append(each)
 
 

@@ -1,4 +1,4 @@
-"""Both ops through Inductor: torch's lowerings, and the lowering supplied if torch's is missing."""
+"""Both ops through Inductor, by torch's lowerings."""
 
 from __future__ import annotations
 
@@ -21,18 +21,9 @@ def ops() -> Iterator[None]:
     ensure_ops()
     ensure_lowerings()
     torch._dynamo.reset()
-    # The code cache ignores lowerings, so it would mix up torch's with ours.
+    # The code cache ignores lowerings.
     with inductor_config.patch(force_disable_caches=True):
         yield
-
-
-@pytest.fixture
-def supplied_lowering(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's lowering is missing, and ours takes its place for one test."""
-    torchs_lowering = lowerings[copy_]
-    monkeypatch.delitem(lowerings, copy_)
-    ensure_lowerings()
-    assert lowerings[copy_] is not torchs_lowering
 
 
 def test_torchs_lowerings_are_kept() -> None:
@@ -109,14 +100,3 @@ def test_torchs_lowering_narrows() -> None:
     tensor = torch.zeros(2, dtype=torch.bfloat16)
     fill(tensor, torch.ones(2))
     assert tensor.tolist() == [2.0] * 2
-
-
-@pytest.mark.usefixtures("supplied_lowering")
-@pytest.mark.parametrize("shape", [(3,), (2, 1)])
-@pytest.mark.parametrize("source_dtype", [torch.float32, torch.bfloat16])
-def test_the_supplied_lowering_broadcasts_and_narrows(
-    shape: tuple[int, ...], source_dtype: torch.dtype
-) -> None:
-    tensor = torch.zeros(2, 3, dtype=torch.bfloat16)
-    assert fill(tensor, torch.ones(shape, dtype=source_dtype)).tolist() == [[3.0] * 3] * 2
-    assert tensor.tolist() == [[2.0] * 3] * 2

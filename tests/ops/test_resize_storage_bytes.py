@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from compile_fsdp.errors import OpDefinitionError
 from compile_fsdp.ops import copy_, ensure_ops, resize_storage_bytes, resize_storage_bytes_
+from compile_fsdp.ops.definition import ensure_definition
 from compile_fsdp.torch_compat import dispatch
 
 
@@ -26,7 +27,7 @@ def test_schema_and_kernels() -> None:
     assert dispatch.op_schema(resize_storage_bytes_) == (
         "inductor::resize_storage_bytes_(Tensor variable, SymInt new_size) -> ()"
     )
-    assert resize_storage_bytes.ensure() == ()
+    assert ensure_definition(resize_storage_bytes.DEFINITION) == ()
 
 
 def test_different_definition_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

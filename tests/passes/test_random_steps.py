@@ -10,20 +10,15 @@ import torch
 from hypothesis import strategies as st
 from torch import fx
 
-from compile_fsdp.passes import (
-    PASSES,
-    Costs,
-    Pipeline,
-    pack_gathers,
-    pack_reductions,
-    pipelines,
-    read_by_strides,
-    remove_unread,
-    remove_unshard_copies,
-    replace_unsafe_gathers,
-    schedule_collectives,
-)
+from compile_fsdp.passes import PASSES, Costs, Pipeline, pipelines
 from compile_fsdp.passes.analysis.sequence import read_collectives
+from compile_fsdp.passes.post_grad.pack_gathers import pack_gathers
+from compile_fsdp.passes.post_grad.pack_reductions import pack_reductions
+from compile_fsdp.passes.post_grad.read_by_strides import read_by_strides
+from compile_fsdp.passes.post_grad.remove_unread import remove_unread
+from compile_fsdp.passes.post_grad.remove_unshard_copies import remove_unshard_copies
+from compile_fsdp.passes.post_grad.replace_unsafe_gathers import replace_unsafe_gathers
+from compile_fsdp.passes.post_grad.schedule_collectives import schedule_collectives
 from compile_fsdp.passes.report import node_name
 from helpers.graphs.execution import storage_sizes
 from helpers.graphs.fuzzing import MANY, fuzz

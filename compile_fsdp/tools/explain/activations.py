@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 
 from torch import fx
 
@@ -17,6 +16,7 @@ from compile_fsdp.passes.analysis.collectives import (
     is_wait,
 )
 from compile_fsdp.passes.analysis.costs import size_bytes
+from compile_fsdp.passes.analysis.live_bytes import LiveBytes
 from compile_fsdp.tools.explain.memory import is_view
 from compile_fsdp.tools.explain.names import GraphNames
 from compile_fsdp.torch_compat.dispatch import OpOverload
@@ -50,14 +50,13 @@ def alive_bytes(graph: fx.Graph, names: GraphNames) -> Alive:
     gathered = _find_gathered(graph)
     last = _find_last_reads(graph, position)
     again = _find_again(graph) if is_backward else set()
-    kept, made, away = ([0] * (len(position) + 1) for _ in range(3))
+    kept, made, away = (LiveBytes(len(position)) for _ in range(3))
     for node, start in position.items():
         if node in gathered or is_view(node) or is_wait(node):
             continue
         is_fetched = node.op == "placeholder" and any(map(is_fetch, node.users))
         if is_offload(node) or is_fetched:
-            away[0 if is_fetched else start] += size_bytes(node)
-            away[last[node] + 1 if is_fetched else len(position)] -= size_bytes(node)
+            away.hold(0 if is_fetched else start, last[node] if is_fetched else len(position) - 1, size_bytes(node))
             continue
         if node.op == "placeholder":
             number = graph_input_position(node)
@@ -66,9 +65,8 @@ def alive_bytes(graph: fx.Graph, names: GraphNames) -> Alive:
         elif node.op != "call_function" or not _has_memory(node):
             continue
         each = made if node in again and not is_fetch(node) else kept
-        each[start if node.op != "placeholder" else 0] += size_bytes(node)
-        each[last[node] + 1] -= size_bytes(node)
-    return Alive(*(list(accumulate(each[:-1])) for each in (kept, made, away)))
+        each.hold(start if node.op != "placeholder" else 0, last[node], size_bytes(node))
+    return Alive(kept.totals(), made.totals(), away.totals())
 
 
 def _find_gathered(graph: fx.Graph) -> set[fx.Node]:

@@ -9,23 +9,21 @@ from torch import fx
 
 from compile_fsdp.passes.analysis.collectives import (
     find_packed,
+    is_all_reduce,
     is_fetch,
     is_gather,
     is_offload,
     is_rearrangement,
     is_reduction,
     is_wait,
-    ranks_of,
 )
-from compile_fsdp.passes.analysis.costs import COSTS, Costs, compute_seconds, device_costs, size_bytes
+from compile_fsdp.passes.analysis.costs import COSTS, Costs, communication, compute_seconds, device_costs
 from compile_fsdp.tools.explain.activations import alive_bytes
 from compile_fsdp.tools.explain.memory import unsharded_bytes
 from compile_fsdp.tools.explain.names import GraphNames, module_of, module_of_parameter
 from compile_fsdp.tools.explain.text import operation
-from compile_fsdp.torch_compat.distributed import functional_collectives
 from compile_fsdp.torch_compat.inductor import graph_input_position, graph_output_positions
 
-ALL_REDUCE = functional_collectives.all_reduce.default
 UNKNOWN_NAME = "?"
 
 Names = frozenset[str]
@@ -59,7 +57,7 @@ def _launched_kind(node: fx.Node) -> Kind | None:
         return Kind.GATHER
     if is_reduction(node):
         return Kind.REDUCE
-    return Kind.ALL_REDUCE if node.target is ALL_REDUCE else None
+    return Kind.ALL_REDUCE if is_all_reduce(node) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +144,7 @@ class _Reader:
         if (kind := _launched_kind(node)) is not None:
             carried = self.parameters.get(node, _NONE) | self.gradients.get(node, _NONE)
             self.collectives[node] = len(self.collectives)
-            size, seconds = self._launch_costs(node, kind)
+            size, seconds = communication(node, self.costs)
             name = (kind in TRANSFERS and module_of(node)) or _modules(carried)
             return self._make(kind, name, carried, node, size, seconds, alive, self.collectives[node])
         if is_wait(node):
@@ -168,16 +166,6 @@ class _Reader:
         if kind is Kind.COPY:
             return self._make(kind, name, made, node, 0, seconds, alive)
         return replace(self._make(kind, name, read, node, 0, seconds, alive), gradients=tuple(sorted(made)))
-
-    def _launch_costs(self, node: fx.Node, kind: Kind) -> tuple[int, float]:
-        sent = size_bytes(node.all_input_nodes[0])
-        if kind in TRANSFERS:
-            return sent, self.costs.transfer(sent)
-        if node.target is ALL_REDUCE:
-            return sent, self.costs.latency + 2 * sent / self.costs.comm_bandwidth
-        ranks = ranks_of(node)
-        whole = sent * ranks if is_gather(node) else sent
-        return whole, self.costs.collective(whole // ranks, ranks)
 
     def _make(
         self,

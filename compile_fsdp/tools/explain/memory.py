@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 from torch import fx
 
 from compile_fsdp.passes.analysis.aliases import is_declared_view
 from compile_fsdp.passes.analysis.collectives import RESHAPES, is_gather, is_rearrangement, is_wait
 from compile_fsdp.passes.analysis.costs import size_bytes
 from compile_fsdp.passes.analysis.effects import get_argument, is_copy, is_resize
+from compile_fsdp.passes.analysis.live_bytes import LiveBytes
 from compile_fsdp.tools.explain.names import GraphNames
 from compile_fsdp.torch_compat.inductor import graph_input_position
 
@@ -21,7 +20,7 @@ def unsharded_bytes(graph: fx.Graph, names: GraphNames) -> list[int]:
     the resize that opens its window to the resize that closes it, or to the end of the graph.
     """
     position = {node: i for i, node in enumerate(graph.nodes)}
-    changes = [0] * (len(position) + 1)
+    live = LiveBytes(len(position))
     root: dict[fx.Node, fx.Node] = {}  # by node on gathered memory: the node that allocated the memory
     last: dict[fx.Node, int] = {}
     for node, i in position.items():
@@ -38,12 +37,10 @@ def unsharded_bytes(graph: fx.Graph, names: GraphNames) -> list[int]:
                 root[node] = node
                 last[node] = i
     for node, end in last.items():
-        changes[position[node]] += size_bytes(node)
-        changes[end + 1] -= size_bytes(node)
+        live.hold(position[node], end, size_bytes(node))
     for first, end, size in _windows(graph, names, position):
-        changes[first] += size
-        changes[end] -= size
-    return list(accumulate(changes[:-1]))
+        live.hold(first, end - 1, size)
+    return live.totals()
 
 
 def is_view(node: fx.Node) -> bool:

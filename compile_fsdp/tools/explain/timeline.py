@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from compile_fsdp.passes.analysis.live_bytes import LiveBytes
+from compile_fsdp.passes.analysis.step_time import Link
 from compile_fsdp.tools.explain.events import TRANSFERS, Event, Kind
 from compile_fsdp.tools.explain.names import GroupFacts
 
@@ -37,7 +39,7 @@ class Placed:
 def place(graphs: Sequence[Sequence[Event]], groups: Sequence[GroupFacts]) -> list[Placed]:
     """Place the events of a step's graphs in time, graph by graph."""
     placed = []
-    now, free = 0.0, {False: 0.0, True: 0.0}  # when the wire (False) and the host link (True) are free
+    now, wire, host = 0.0, Link(), Link()
     for number, events in enumerate(graphs):
         eager = eager_bytes(events, groups)
         arrived: dict[int, float] = {}
@@ -47,9 +49,9 @@ def place(graphs: Sequence[Sequence[Event]], groups: Sequence[GroupFacts]) -> li
                 exposed = max(0.0, arrived.get(event.collective, now) - now)
                 now += exposed
             elif event.collective >= 0:
-                is_transfer = event.kind in TRANSFERS
-                start = max(now, free[is_transfer])
-                free[is_transfer] = arrived[event.collective] = start + event.seconds
+                link = host if event.kind in TRANSFERS else wire
+                start = link.send(now, event.seconds)
+                arrived[event.collective] = link.free
             else:
                 now += event.seconds
             placed.append(Placed(event, number, at, start, exposed, held))
@@ -64,21 +66,15 @@ def eager_bytes(events: Sequence[Event], groups: Sequence[GroupFacts]) -> list[i
     a graph: to the end of a forward graph, and to its last use in a backward graph.
     """
     is_backward = any(event.kind is Kind.REDUCE for event in events)
-    held = [0] * (len(events) + 1)
+    held = LiveBytes(len(events))
     found = ((find_uses(events, group), group) for group in groups)
     uses = sorted(((used, group) for used, group in found if used is not None), key=lambda use: use[0])
     for i, ((_, last), group) in enumerate(uses):
         first = uses[i - 1][0][0] if i > 0 else 0
         if not group.reshards:
             first, last = 0, last if is_backward else len(events) - 1
-        held[first] += group.unsharded_bytes
-        held[last + 1] -= group.unsharded_bytes
-    total = 0
-    result = []
-    for change in held[:-1]:
-        total += change
-        result.append(total)
-    return result
+        held.hold(first, last, group.unsharded_bytes)
+    return held.totals()
 
 
 def find_uses(events: Sequence[Event], group: GroupFacts) -> tuple[int, int] | None:

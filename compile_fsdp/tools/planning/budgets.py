@@ -18,6 +18,7 @@ from compile_fsdp.backend.graph_inputs import GraphInputs
 from compile_fsdp.backend.memory_budget import shardings
 from compile_fsdp.errors import EstimateError
 from compile_fsdp.passes import Costs
+from compile_fsdp.passes.budget.read_step import read_step
 from compile_fsdp.passes.budget.step_memory import Parameter, Step
 from compile_fsdp.passes.budget.timeline import Timeline
 from compile_fsdp.passes.dynamo.expand_group_calls import expand_group_calls
@@ -90,7 +91,7 @@ class CompiledStep:
         expand_group_calls(gm.graph, functions=GROUP_CALLS)
         inputs = GraphInputs(gm)
         parameters = shardings(inputs)
-        step = Step(gm.graph, parameters, fuses=self._fuses)
+        step = read_step(gm.graph, parameters, fuses=self._fuses)
         found = {id(each.sharding): each for group in step.groups for each in group.parameters}
         for node, group in inputs.managed_nodes():
             if (parameter := found.get(id(parameters[node]))) is None:

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import math
 
+import torch
+
+from compile_fsdp import ops
 from compile_fsdp.passes import Costs
 from compile_fsdp.passes.analysis.collectives import numel
-from compile_fsdp.passes.analysis.costs import are_contiguous, compute_seconds, size_bytes, usual_compute_seconds
-from helpers.graphs.build import GraphBuilder, aten
+from compile_fsdp.passes.analysis.costs import (
+    are_contiguous,
+    communication,
+    compute_seconds,
+    size_bytes,
+    usual_compute_seconds,
+)
+from helpers.graphs.build import GATHER, REDUCE, GraphBuilder, aten, c10d
 
 COSTS = Costs(latency=1.0, comm_bandwidth=1.0, memory_bandwidth=1.0, flops=1.0)
 
@@ -44,3 +53,15 @@ def test_only_products_take_time_with_the_usual_batch() -> None:
     product, sum_ = build.call(aten.mm.default, x, x), build.call(aten.add.Tensor, x, x)
     assert usual_compute_seconds(product, 16, COSTS) == 2 * COSTS.rows * 16
     assert usual_compute_seconds(sum_, 16, COSTS) == 0.0
+
+
+def test_collectives_and_copies_to_the_host_take_time_by_their_bytes() -> None:
+    costs = Costs(latency=1.0, comm_bandwidth=2.0, memory_bandwidth=1.0, flops=1.0, offload_bandwidth=4.0)
+    build = GraphBuilder()
+    x = build.input("x", (16,))  # 64 bytes
+    away = build.call(ops.offload, x, [], True)
+    assert communication(build.call(GATHER, x, 4, "dp"), costs) == (256, 1 + 64 * 3 / 2)
+    assert communication(build.call(REDUCE, x, "sum", 4, "dp"), costs) == (64, 1 + 16 * 3 / 2)
+    assert communication(build.call(c10d.all_reduce.default, x, "sum", "dp"), costs) == (64, 1 + 2 * 64 / 2)
+    assert communication(away, costs) == (64, 64 / 4)
+    assert communication(build.call(ops.fetch, away, torch.device("cpu")), costs) == (64, 64 / 4)

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compile_fsdp.passes.budget.choose import Choice, find_choices, fit
-from compile_fsdp.passes.budget.step_memory import Step
-from compile_fsdp.passes.budget.timeline import Choices, Timeline
+from compile_fsdp.passes.budget.read_step import read_step
+from compile_fsdp.passes.budget.step_memory import Choices
+from compile_fsdp.passes.budget.timeline import Timeline
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision, fit_memory_budget
 from helpers.graphs.blocks import COSTS, DIM, RANKS, UNLIMITED, blocks
 from helpers.graphs.render import render
@@ -23,7 +24,7 @@ from helpers.graphs.render import render
 
 def timeline(rows: int, **kwargs: Any) -> Timeline:
     graph, parameters = blocks(rows, **kwargs)
-    return Timeline(Step(graph, parameters), RANKS, COSTS)
+    return Timeline(read_step(graph, parameters), RANKS, COSTS)
 
 
 def test_unlimited_budget_keeps_all_groups_and_recomputes_nothing() -> None:
@@ -37,7 +38,7 @@ def test_unlimited_budget_keeps_all_groups_and_recomputes_nothing() -> None:
 @given(st.integers(1, 512), st.lists(st.integers(0, 10**6), min_size=2, max_size=2), st.sampled_from([True, False]))
 def test_more_budget_is_never_slower_and_never_exceeded(rows: int, budgets: list[int], fuses: bool) -> None:
     graph, parameters = blocks(rows)
-    step = Timeline(Step(graph, parameters, fuses=fuses), RANKS, COSTS)
+    step = Timeline(read_step(graph, parameters, fuses=fuses), RANKS, COSTS)
     smallest = fit(step, 0).peak
     less, more = (fit(step, smallest + budget) for budget in sorted(budgets))
     for found, budget in ((less, min(budgets)), (more, max(budgets))):
@@ -72,7 +73,7 @@ def test_no_choice_is_made_without_need(rows: int, share: float) -> None:
 def test_step_saves_the_activations_that_the_partitioner_saves() -> None:
     rows = 256
     graph, parameters = blocks(rows)
-    step = Step(graph, parameters)
+    step = read_step(graph, parameters)
     saved = {step.ops[value.made_at].name: value.size for value in step.values if value.is_saved}
     hidden = rows * 4 * DIM * 4
     # per block gelu's input, and its result for a product's backward; for two blocks the block's input
@@ -110,14 +111,14 @@ def test_a_group_that_is_filled_twice_is_not_kept() -> None:
     fills = [node for node in graph.nodes if node.args and node.args[0] is first and "copy_" in str(node.target)]
     with graph.inserting_after(fills[0]):
         graph.call_function(fills[0].target, fills[0].args)
-    found = fit(Timeline(Step(graph, parameters), RANKS, COSTS), UNLIMITED)
+    found = fit(Timeline(read_step(graph, parameters), RANKS, COSTS), UNLIMITED)
     assert found.choices.kept == {1, 2}
 
 
 def test_group_that_the_backward_does_not_gather_is_neither_kept_nor_read_again() -> None:
     graph, parameters = blocks(rows=256)
     parameters = {node: replace(each, unshards_in_backward=each.group != 1) for node, each in parameters.items()}
-    step = Step(graph, parameters)
+    step = read_step(graph, parameters)
     timeline = Timeline(step, RANKS, COSTS)
     assert fit(timeline, UNLIMITED).choices.kept == {0, 2}
     again = [choice.op for choice in find_choices(timeline) if step.ops[max(choice.op, 0)].target is F.linear]

@@ -13,8 +13,9 @@ from torch import fx
 
 from compile_fsdp.passes.budget.choose import find_choices, fit
 from compile_fsdp.passes.budget.offloads import find_offloads
-from compile_fsdp.passes.budget.step_memory import Sharding, Step
-from compile_fsdp.passes.budget.timeline import Choices, Timeline
+from compile_fsdp.passes.budget.read_step import read_step
+from compile_fsdp.passes.budget.step_memory import Choices, Sharding
+from compile_fsdp.passes.budget.timeline import Timeline
 from compile_fsdp.passes.dynamo.fit_memory_budget import fit_memory_budget
 from compile_fsdp.torch_compat.dynamo import least_offloaded_bytes, request_offload
 from helpers.graphs.blocks import COSTS, DIM, RANKS, UNLIMITED, blocks
@@ -27,7 +28,7 @@ OVER_LINK = replace(COSTS, latency=1e-9, offload_bandwidth=2.0**26)
 
 def timeline(bandwidth: float = OVER_LINK.offload_bandwidth, rows: int = ROWS, count: int = 6) -> Timeline:
     graph, parameters = blocks(rows, count)
-    return Timeline(Step(graph, parameters), RANKS, replace(OVER_LINK, offload_bandwidth=bandwidth))
+    return Timeline(read_step(graph, parameters), RANKS, replace(OVER_LINK, offload_bandwidth=bandwidth))
 
 
 def offered(step: Timeline) -> dict[int, float]:
@@ -82,7 +83,7 @@ def test_results_of_the_graph_are_not_offloaded() -> None:
     hidden = next(node for node in graph.nodes if node.target is F.linear)
     output = graph.output_node()
     output.args = ((*output.args[0], hidden),)
-    step = Timeline(Step(graph, parameters), RANKS, OVER_LINK)
+    step = Timeline(read_step(graph, parameters), RANKS, OVER_LINK)
     at = step.step.ops.index(hidden)
     assert at in offered(timeline())
     assert at not in offered(step)
@@ -146,7 +147,7 @@ def test_offloaded_input_is_fetched_before_its_reader_runs_again() -> None:
 def marked(costs_bandwidth: float) -> tuple[fx.Graph, dict[fx.Node, Sharding], int]:
     graph, parameters = blocks(ROWS, 6)
     costs = replace(OVER_LINK, offload_bandwidth=costs_bandwidth)
-    smallest = fit(Timeline(Step(graph, parameters), RANKS, costs), 0).peak
+    smallest = fit(Timeline(read_step(graph, parameters), RANKS, costs), 0).peak
     decision = fit_memory_budget(graph, parameters, RANKS, int(smallest * 1.1), costs, lambda own: own)
     return graph, parameters, len(decision.offloaded)
 

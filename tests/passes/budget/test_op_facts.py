@@ -86,6 +86,18 @@ def test_a_random_op_is_not_repeatable() -> None:
     assert facts.internal_bytes == SIZE  # the mask
 
 
+def test_in_place_op_on_an_activation_is_run() -> None:
+    facts = _facts(lambda build, x, _: build.call(F.relu, x, inplace=True))
+    # The saved result is the memory of the input.
+    assert facts == OpFacts(Kind.FUSED, frozenset({0}), False, 0, 0, 2 * SIZE, is_repeatable=False)
+
+
+def test_in_place_op_saves_the_value_that_it_overwrites() -> None:
+    facts = _facts(lambda build, x, _: build.call(F.silu, x, inplace=True))
+    assert facts.saved_inputs == set()
+    assert facts.internal_bytes == SIZE
+
+
 def test_norm_is_fused_only_by_inductor() -> None:
     def norm(build: GraphBuilder, x: fx.Node, _: fx.Node) -> fx.Node:
         return build.call(F.layer_norm, x, (DIM,))

@@ -11,6 +11,7 @@ from torch import fx
 
 from compile_fsdp.passes import Costs
 from compile_fsdp.passes.budget.choose import Choice, find_choices
+from compile_fsdp.passes.budget.read_step import read_step
 from compile_fsdp.passes.budget.step_memory import Sharding, Step
 from compile_fsdp.passes.budget.timeline import Timeline
 from helpers.graphs.build import GraphBuilder, checkpoint
@@ -56,7 +57,7 @@ class Forward:
         return self.build.call(*args)
 
     def choices(self, *outputs: fx.Node) -> tuple[Step, list[Choice]]:
-        step = Step(self.build.output(*outputs), self._parameters)
+        step = read_step(self.build.output(*outputs), self._parameters)
         return step, list(find_choices(Timeline(step, RANKS, COSTS)))
 
 

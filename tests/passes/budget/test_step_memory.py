@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from compile_fsdp.passes.budget.read_step import read_step
 from compile_fsdp.passes.budget.step_memory import Group, Sharding, Step, Value
 from compile_fsdp.torch_compat.dynamo import set_version_counter, tensor_version
 from helpers.graphs.build import GraphBuilder
@@ -41,7 +42,7 @@ class _Forward:
 
     def step(self, *outputs: fx.Node, fuses: bool = True) -> Step:
         sharding = Sharding(0, WEIGHT_BYTES // 2, WEIGHT_BYTES)
-        return Step(self.build.output(*outputs), {self.weight: sharding}, fuses=fuses)
+        return read_step(self.build.output(*outputs), {self.weight: sharding}, fuses=fuses)
 
 
 def _value(step: Step, node: fx.Node) -> Value:

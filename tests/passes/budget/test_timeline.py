@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import fx
 
 from compile_fsdp.passes import Costs
-from compile_fsdp.passes.budget.step_memory import Sharding, Step
-from compile_fsdp.passes.budget.timeline import Choices, Timeline
+from compile_fsdp.passes.budget.read_step import read_step
+from compile_fsdp.passes.budget.step_memory import Choices, Sharding
+from compile_fsdp.passes.budget.timeline import Timeline
 from helpers.graphs.build import GraphBuilder, checkpoint
 
 RANKS, ROWS, DIM = 2, 256, 16  # an activation has 16 KiB, a matrix 1 KiB
@@ -55,7 +56,7 @@ class _Forward:
         return made
 
     def timeline(self, *outputs: fx.Node) -> Timeline:
-        step = Step(self.build.output(*outputs), self._parameters, fuses=self._fuses)
+        step = read_step(self.build.output(*outputs), self._parameters, fuses=self._fuses)
         return Timeline(step, RANKS, self._costs)
 
 

@@ -13,8 +13,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from compile_fsdp.ops import copy_, resize_storage_bytes_
-from compile_fsdp.passes import expand_group_calls
 from compile_fsdp.passes.analysis.aliases import fake_value
+from compile_fsdp.passes.dynamo.expand_group_calls import expand_group_calls
 from compile_fsdp.torch_compat.dynamo import set_version_counter
 from helpers.graphs.build import GraphBuilder
 from helpers.graphs.execution import freed, run, storage_sizes

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from compile_fsdp.passes import save_frozen_outputs
+from compile_fsdp.passes.dynamo.save_frozen_outputs import save_frozen_outputs
 from compile_fsdp.torch_compat.dispatch import HigherOrderOperator
 from helpers.graphs.build import Layer
 

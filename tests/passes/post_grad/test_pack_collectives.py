@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from torch import fx
 
 from compile_fsdp import ops
-from compile_fsdp.passes import Costs, pack_gathers, pack_reductions
+from compile_fsdp.passes import Costs
 from compile_fsdp.passes.analysis.collectives import is_gather, is_reduction, name_of
+from compile_fsdp.passes.post_grad.pack_gathers import pack_gathers
+from compile_fsdp.passes.post_grad.pack_reductions import pack_reductions
 from helpers.graphs.build import GATHER, REDUCE, GraphBuilder, aten, gather, name_collectives, reduce
 from helpers.graphs.rank_zero import run_rank_zero
 from helpers.graphs.render import render

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import fx
 
-from compile_fsdp.passes import Costs, pack_gathers, pack_reductions
+from compile_fsdp.passes import Costs
+from compile_fsdp.passes.post_grad.pack_gathers import pack_gathers
+from compile_fsdp.passes.post_grad.pack_reductions import pack_reductions
 from helpers.graphs.build import GATHER, REDUCE, GraphBuilder, aten, c10d, gather, reduce
 from helpers.graphs.rank_zero import run_rank_zero
 from helpers.graphs.render import render

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from expecttest import assert_expected_inline
 
-from compile_fsdp.passes import read_by_strides
+from compile_fsdp.passes.post_grad.read_by_strides import read_by_strides
 from helpers.graphs.build import GraphBuilder, aten
 from helpers.graphs.render import render
 

@@ -7,7 +7,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import fx
 
-from compile_fsdp.passes import remove_unread
+from compile_fsdp.passes.post_grad.remove_unread import remove_unread
 from helpers.graphs.build import GATHER, GraphBuilder, aten, c10d, gather
 from helpers.graphs.rank_zero import run_rank_zero
 from helpers.graphs.render import render

@@ -10,8 +10,9 @@ from expecttest import assert_expected_inline
 from torch import fx
 
 from compile_fsdp.ops import copy_, resize_storage_bytes_
-from compile_fsdp.passes import Kept, WindowReport, remove_unshard_copies
+from compile_fsdp.passes import Kept, WindowReport
 from compile_fsdp.passes.analysis.layout import needed_bytes
+from compile_fsdp.passes.post_grad.remove_unshard_copies import remove_unshard_copies
 from compile_fsdp.torch_compat.inductor import MUTATION_REGION_KEY
 from helpers.graphs.build import GraphBuilder, Layer, aten, one_window
 from helpers.graphs.execution import freed, run, storage_sizes

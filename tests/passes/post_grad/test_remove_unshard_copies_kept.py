@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import fx
 
-from compile_fsdp.passes import Kept, remove_unshard_copies
+from compile_fsdp.passes import Kept
+from compile_fsdp.passes.post_grad.remove_unshard_copies import remove_unshard_copies
 from helpers.graphs.build import GraphBuilder, Layer, aten, c10d
 from helpers.graphs.render import render
 

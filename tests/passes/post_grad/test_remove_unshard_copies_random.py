@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from compile_fsdp.passes import remove_unshard_copies
+from compile_fsdp.passes.post_grad.remove_unshard_copies import remove_unshard_copies
 from helpers.graphs.build import GraphBuilder, aten
 from helpers.graphs.execution import freed, run, storage_sizes
 from helpers.graphs.fuzzing import MANY, fuzz

@@ -7,7 +7,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import fx
 
-from compile_fsdp.passes import replace_unsafe_gathers
+from compile_fsdp.passes.post_grad.replace_unsafe_gathers import replace_unsafe_gathers
 from helpers.graphs.build import GATHER, REDUCE, GraphBuilder, name_collectives
 from helpers.graphs.render import render
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch import fx
 
 from compile_fsdp import ops
-from compile_fsdp.passes import Costs, schedule_collectives
+from compile_fsdp.passes import Costs
 from compile_fsdp.passes.analysis.collectives import is_collective
+from compile_fsdp.passes.post_grad.schedule_collectives import schedule_collectives
 from helpers.graphs.build import GraphBuilder, aten, c10d, gather, reduce
 from helpers.graphs.rank_zero import run_rank_zero
 from helpers.graphs.render import render

@@ -1,0 +1,46 @@
+"""Times of a step: nodes compute one after the other, and links carry data meanwhile."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+from itertools import accumulate
+
+
+class Clock:
+    """Start seconds of nodes that compute one after the other, if no node has to wait.
+
+    Args:
+        seconds: (n,) seconds of each node.
+
+    Attributes:
+        starts: (n,) seconds from the beginning of the first node.
+    """
+
+    def __init__(self, seconds: Iterable[float]) -> None:
+        self.starts = [0.0, *accumulate(seconds)][:-1]
+
+    def last_before(self, second: float) -> int:
+        """Return the last position reached by then; the first, if none is."""
+        return max(bisect_right(self.starts, second) - 1, 0)
+
+    def first_after(self, second: float) -> int:
+        """Return the first position reached no earlier; the last, if none is."""
+        return min(bisect_left(self.starts, second), len(self.starts) - 1)
+
+
+class Link:
+    """A link that carries one collective, or one copy, at a time.
+
+    Attributes:
+        free: Seconds from the beginning of the step until the link is free.
+    """
+
+    def __init__(self) -> None:
+        self.free = 0.0
+
+    def send(self, launched: float, seconds: float) -> float:
+        """Return when a transfer of so many seconds begins, if launched at this second."""
+        start = max(launched, self.free)
+        self.free = start + seconds
+        return start

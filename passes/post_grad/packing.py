@@ -1,0 +1,210 @@
+"""Pack collectives of one kind anew: all-gathers, or reduce-scatters.
+
+[Note: Kernels of a merged pack]
+Packs of one group are alike in all blocks of a model, and Inductor compiles their copies once. In a pack of several
+groups each parameter has a different place, so such packs are filled and read by ops that need no compiling
+(`ops/packs.py`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+
+from torch import fx
+
+from compile_fsdp.ops import all_gather_into_tensor, cat, reduce_scatter_tensor
+from compile_fsdp.passes.analysis.collectives import (
+    Packed,
+    aten,
+    find_packed,
+    insert,
+    name_of,
+    settings_of,
+)
+from compile_fsdp.passes.analysis.costs import Costs, are_contiguous, device_costs, size_bytes
+from compile_fsdp.passes.analysis.effects import Effects, is_barrier
+from compile_fsdp.passes.report import PassCounts
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor in a pack.
+
+    Attributes:
+        sent: The tensor that the collective sends for it: a shard, or the rows of a gradient.
+        result: Item of the old pack; None if nothing reads it.
+        source: Collective that was to send it.
+    """
+
+    sent: fx.Node
+    result: fx.Node | None
+    source: Packed
+
+
+class Places:
+    """Places of the nodes in a graph, and writes between them."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        effects = Effects(graph.owning_module)
+        self._order = {node: i for i, node in enumerate(graph.nodes)}
+        self._barriers = list(accumulate(is_barrier(node, effects) for node in graph.nodes))
+
+    def is_behind(self, node: fx.Node, other: fx.Node) -> bool:
+        return self._order[node] > self._order[other]
+
+    def is_written_between(self, first: fx.Node, last: fx.Node) -> bool:
+        """Return whether a node between the two may write.
+
+        Writes of the parameters that windows fill do not count.
+        """
+        return self._barriers[self._order[first]] != self._barriers[self._order[last]]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """All-gathers, or reduce-scatters.
+
+    Attributes:
+        name: Name of the pass.
+        counts: Labels of its report: old collectives, new collectives, separate tensors, and bytes no longer copied.
+        matches: Whether a node launches such a collective.
+        plan: `plan_gathers` or `plan_reductions`.
+        copies: Bytes that a tensor copies into and out of a pack, per byte, over so many ranks.
+        place: Collective of a run at which new collectives are issued.
+        collect: Adds a collective for a pack at that place, and returns a replacement for each old result.
+    """
+
+    name: str
+    counts: tuple[str, str, str, str]
+    matches: Callable[[fx.Node], bool]
+    plan: Callable[..., list[list[int]]]
+    copies: Callable[[int], int]
+    place: Callable[[Sequence[Packed]], Packed]
+    collect: Callable[[Packed, Sequence[Part]], dict[fx.Node, fx.Node]]
+
+
+# Whether a collective, and a later collective with equal settings, may be issued at one place.
+MayJoin = Callable[[Packed, Packed], bool]
+
+
+def pack_anew(graph: fx.Graph, kind: Kind, may_join: MayJoin | None, costs: Costs | None) -> PassCounts:
+    """Replace packed collectives by collectives with planned packs.
+
+    Args:
+        graph: A post-grad graph.
+        kind: Collectives to pack.
+        may_join: Whether two collectives may share packs; None for never.
+        costs: Costs to decide by. None: the built-in costs of the graph's device.
+    """
+    nodes_before = len(graph.nodes)
+    before = after = alone = copied = 0
+    replaced: dict[fx.Node, fx.Node] = {}
+    obsolete: list[Packed] = []
+    for run in _runs(find_packed(graph, kind.matches), may_join):
+        parts = [Part(*part, packed) for packed in run for part in zip(packed.inputs, packed.outputs, strict=True)]
+        sizes, ranks = [size_bytes(part.sent) for part in parts], run[0].ranks
+        packs = [list(range(len(parts)))]
+        if are_contiguous([part.sent for part in parts]):
+            own = costs or device_costs(run[0].collective)
+            packs = kind.plan(sizes, ranks, own, is_spare=may_join is not None)
+        if packs == [list(old) for _, old in groupby(range(len(parts)), key=lambda i: id(parts[i].source))]:
+            continue
+        place = kind.place(run)
+        with graph.inserting_before(place.pack):
+            for pack in packs:
+                replaced |= kind.collect(place, [parts[i] for i in pack])
+        obsolete += run
+        single = [sizes[pack[0]] for pack in packs if len(pack) == 1]
+        before += len(run)
+        after += len(packs)
+        alone += len(single)
+        copied += kind.copies(ranks) * sum(single)
+    _replace_uses(replaced)
+    for node in reversed(replaced):
+        graph.erase_node(node)
+    for packed in obsolete:
+        packed.erase()
+    counts = zip(kind.counts, (before, after, alone, copied), strict=True)
+    return PassCounts(kind.name, nodes_before, len(graph.nodes), tuple(counts))
+
+
+def _runs(packed: Sequence[Packed], may_join: MayJoin | None) -> list[list[Packed]]:
+    """Group the collectives into runs of one kind that may share packs.
+
+    Any nodes may stand between the members of a run.
+    """
+    if may_join is None:
+        return [[each] for each in packed]
+    runs: list[list[Packed]] = []
+    latest: dict[object, list[Packed]] = {}
+    for each in packed:
+        kind = each.kind
+        run = latest.get(kind, [])
+        if not run or not all(may_join(earlier, each) for earlier in run):
+            run = latest[kind] = []
+            runs.append(run)
+        run.append(each)
+    return runs
+
+
+def _replace_uses(replaced: Mapping[fx.Node, fx.Node]) -> None:
+    """Replace nodes wherever they are read, all at once.
+
+    Replacing them one by one rewrites the graph's output for each node.
+    """
+    for user in dict.fromkeys(user for node in replaced for user in node.users):
+        user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), lambda node: replaced.get(node, node))
+
+
+def is_merged(pack: Sequence[Part]) -> bool:
+    """Return whether a pack holds inputs of several collectives.
+
+    See [Note: Kernels of a merged pack].
+    """
+    return pack[0].source is not pack[-1].source
+
+
+def join(pack: Sequence[Part], *dim: int, like: fx.Node) -> fx.Node:
+    """Concatenate the tensors of a pack."""
+    if len(pack) == 1:
+        return pack[0].sent
+    op = cat if is_merged(pack) else aten.cat.default
+    return insert(like.graph, op, [part.sent for part in pack], *dim, like=like)
+
+
+def launch(sent: fx.Node, pack: Sequence[Part], like: fx.Node) -> fx.Node:
+    """Add a collective with the settings of `like`.
+
+    The name of a runtime's op joins the names of the pack's old collectives.
+    """
+    name: tuple[str, ...] = ()
+    if like.target in (all_gather_into_tensor, reduce_scatter_tensor):
+        names = dict.fromkeys(name_of(part.source.collective) for part in pack)
+        name = (", ".join(filter(None, names)),)
+    assert callable(like.target)
+    return insert(like.graph, like.target, sent, *settings_of(like), *name, like=like)
+
+
+def split(target: Callable[..., object], pack: fx.Node, numels: Sequence[int], *dim: int) -> list[fx.Node]:
+    """Split a pack into items of these sizes."""
+    parts = insert(pack.graph, target, pack, list(numels), *dim, like=pack)
+    return [insert(pack.graph, operator.getitem, parts, i, like=pack) for i in range(len(numels))]
+
+
+def replace_results(pack: Sequence[Part], results: Sequence[fx.Node], *, are_own: bool) -> dict[fx.Node, fx.Node]:
+    """Return the replacement of each old result that is read, and of its clone.
+
+    `are_own`: whether each new result has its own memory. Then a clone that is the only reader of the old result, and
+    joined its rows, is not needed.
+    """
+    replaced: dict[fx.Node, fx.Node] = {}
+    for part, result in zip(pack, results, strict=True):
+        if part.result is not None:
+            users = list(part.result.users)
+            replaced[part.result] = result
+            if are_own and len(users) == 1 and users[0].target is aten.clone.default:
+                replaced[users[0]] = result
+    return replaced
