@@ -40,15 +40,15 @@ PACKAGE_FILES := pyproject.toml README.md LICENSE $(shell find compile_fsdp pass
 setup: $(VENV)/.deps-test $(VENV)/.package
 
 # Without a C++ compiler, Inductor cannot compile for the CPU; the same graphs then run op by op.
-demo: $(VENV)/.deps-train $(VENV)/.package
+demo: $(VENV)/.deps-demo $(VENV)/.package
 	@set -e; \
 	gpus=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count())'); \
 	if [ "$$gpus" -gt 0 ]; then ranks=$$gpus; size="--preset small"; else ranks=2; size="--preset tiny"; fi; \
 	if command -v g++ || command -v clang++; then inner=; else inner="--inner-backend aot_eager"; fi >/dev/null; \
 	export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; \
 	set -x; \
-	$(BIN)/torchrun --standalone --nproc-per-node "$$ranks" --no-python \
-		$(BIN)/compile-fsdp train --mode compile $$size $$inner --output demo-out $(DEMO_ARGS)
+	$(BIN)/torchrun --standalone --nproc-per-node "$$ranks" examples/train.py $$size $$inner \
+		--output demo-out $(DEMO_ARGS)
 
 # Types are checked while the emulated device is compiled.
 test: setup

@@ -15,8 +15,7 @@ import torch
 
 import compile_fsdp
 from compile_fsdp.passes import PASSES, Costs
-from compile_fsdp.tools.train.config import ModelConfig
-from compile_fsdp.tools.train.model import Transformer
+from compile_fsdp.tools.bench.llama import ModelConfig, Transformer
 
 RANKS, ROWS = 8, 4
 # So that a block's gather takes about as long as its forward, as on many clusters.

@@ -13,9 +13,8 @@ import argparse
 import statistics
 
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from compile_fsdp.tools import launch
 from overhead import MODES, WIDTH, time_step
 
 PARTS = 10
@@ -27,16 +26,16 @@ def main() -> None:
     parser.add_argument("--modules", type=int, default=8)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    batch = torch.randn(2, WIDTH)
-    models = {mode: MODES[mode](options.modules) for mode in ("eager", "compile_fsdp")}
-    for model in models.values():
-        for _ in range(50):
-            time_step(model, batch)
-    times: dict[str, list[float]] = {mode: [] for mode in models}
-    for _ in range(options.steps):
-        for mode, model in models.items():
-            times[mode].append(time_step(model, batch))
+    with launch.fake_world(8):
+        batch = torch.randn(2, WIDTH)
+        models = {mode: MODES[mode](options.modules) for mode in ("eager", "compile_fsdp")}
+        for model in models.values():
+            for _ in range(50):
+                time_step(model, batch)
+        times: dict[str, list[float]] = {mode: [] for mode in models}
+        for _ in range(options.steps):
+            for mode, model in models.items():
+                times[mode].append(time_step(model, batch))
     length = options.steps // PARTS
     print("| steps | " + " | ".join(f"`{mode}`, us" for mode in models) + " | ratio |")
     print("| --- |" + " ---: |" * (len(models) + 1))
@@ -44,7 +43,6 @@ def main() -> None:
         us = [1e6 * statistics.median(times[mode][start : start + length]) for mode in models]
         row = " | ".join(f"{each:.0f}" for each in us)
         print(f"| {start} to {start + length} | {row} | {us[1] / us[0]:.3f} |")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

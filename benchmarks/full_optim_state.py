@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import multiprocessing as mp
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import compile_fsdp
 from compile_fsdp.state import optim_state_dict
+from compile_fsdp.tools import launch
 from compile_fsdp.torch_compat.distributed import local_tensor
 
 WORLD_SIZE = 2
@@ -67,9 +66,9 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def run_rank(rank: int, store: str, way: str, parameters: int, results: Any) -> None:
+def run_rank(rank: int, way: str, parameters: int) -> Row:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, WORLD_SIZE), rank=rank, world_size=WORLD_SIZE)
+    launch.join(torch.device("cpu"))
     model = build(parameters)
     optim = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
@@ -94,23 +93,9 @@ def run_rank(rank: int, store: str, way: str, parameters: int, results: Any) -> 
         assert count == sum(parameter.numel() for parameter in model.parameters())
     else:
         assert not state or not state["state"]
-    results.put((rank, sharded, extra, seconds))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def measure(way: str, parameters: int) -> list[Row]:
-    context = mp.get_context("spawn")
-    results = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (f"{folder}/store", way, parameters, results)
-        ranks = [context.Process(target=run_rank, args=(rank, *arguments)) for rank in range(WORLD_SIZE)]
-        for process in ranks:
-            process.start()
-        rows = sorted(results.get() for _ in ranks)
-        for process in ranks:
-            process.join()
-    return rows
+    return rank, sharded, extra, seconds
 
 
 def main() -> None:
@@ -121,7 +106,7 @@ def main() -> None:
     rows: dict[tuple[str, int], list[Row]] = {}
     for _ in range(options.rounds):
         for way in WAYS:
-            for row in measure(way, options.parameters):
+            for row in launch.run(WORLD_SIZE, run_rank, way, options.parameters):
                 rows.setdefault((way, row[0]), []).append(row)
     print(f"torch {torch.__version__}, {options.parameters:.0e} parameters, {options.rounds} rounds; MiB")
     print(f"{'way':<20} {'rank':>4} {'sharded':>8} {'on top, most':>13} {'peak / sharded':>15} {'seconds':>8}")

@@ -19,21 +19,21 @@ import json
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from compile_fsdp.tools import launch
+from compile_fsdp.tools.bench.llama import ModelConfig
 from compile_fsdp.tools.bench.measure import Run, synchronize
 from compile_fsdp.tools.bench.modes import MODES
 from compile_fsdp.tools.bench.workloads import Decoder
-from compile_fsdp.tools.train.config import ModelConfig
-from compile_fsdp.tools.train.world import backends_of
 
 WORLDS = {"fake8": 8, "fake64": 64, "nccl1": 1}  # ranks
 SIZES = {
@@ -72,11 +72,7 @@ def _measure(mode: str, world: str, size: Decoder, device: str) -> dict[str, Any
 
         prepare(device, 0)
     target = torch.device(device)
-    is_fake = world.startswith("fake")
-    backend = "fake" if is_fake else backends_of(target)
-    with tempfile.TemporaryDirectory() as folder:
-        store: Any = FakeStore() if is_fake else dist.FileStore(f"{folder}/store", WORLDS[world])
-        dist.init_process_group(backend, store=store, rank=0, world_size=WORLDS[world])
+    with launch.fake_world(WORLDS[world]) if world.startswith("fake") else _alone(target):
         torch.set_default_dtype(torch.bfloat16)
         with target:
             run = Run(mode, size, rank=0)
@@ -96,7 +92,6 @@ def _measure(mode: str, world: str, size: Decoder, device: str) -> dict[str, Any
             held = 0 if device == "cpu" else torch.get_device_module(target).memory_allocated()
             peak = held + run.peak_bytes()
             kernels = _kernels(run) if device == "cuda" else 0
-        dist.destroy_process_group()
     mfu = flops_per_step(size) / seconds / PEAK_FLOPS
     return {
         "ms": 1e3 * seconds,
@@ -107,6 +102,15 @@ def _measure(mode: str, world: str, size: Decoder, device: str) -> dict[str, Any
         "kernels": kernels,
         "first_step_s": first,
     }
+
+
+@contextmanager
+def _alone(device: torch.device) -> Iterator[None]:
+    launch.join(device)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _kernels(run: Run) -> int:

@@ -15,12 +15,11 @@ import time
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import compile_fsdp
+from compile_fsdp.tools import launch
 
 WIDTH = 16
 
@@ -80,16 +79,16 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch._dynamo.config.recompile_limit = 100
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    batch = torch.randn(2, WIDTH)
-    models = {(mode, count): make(count) for mode, make in MODES.items() for count in options.modules}
-    times: dict[tuple[str, int], list[float]] = {key: [] for key in models}
-    for model in models.values():
-        for _ in range(3):
-            time_step(model, batch)
-    for _ in range(options.rounds):
-        for key, model in models.items():
-            times[key].append(min(time_step(model, batch) for _ in range(3)))
+    with launch.fake_world(8):
+        batch = torch.randn(2, WIDTH)
+        models = {(mode, count): make(count) for mode, make in MODES.items() for count in options.modules}
+        times: dict[tuple[str, int], list[float]] = {key: [] for key in models}
+        for model in models.values():
+            for _ in range(3):
+                time_step(model, batch)
+        for _ in range(options.rounds):
+            for key, model in models.items():
+                times[key].append(min(time_step(model, batch) for _ in range(3)))
     low, high = min(options.modules), max(options.modules)
     print("| mode | " + " | ".join(f"{count} modules, us" for count in options.modules) + " | us per module |")
     print("| --- |" + " ---: |" * (len(options.modules) + 1))
@@ -97,7 +96,6 @@ def main() -> None:
         us = {count: 1e6 * statistics.median(times[mode, count]) for count in options.modules}
         slope = (us[high] - us[low]) / max(high - low, 1)
         print(f"| `{mode}` | " + " | ".join(f"{us[count]:.0f}" for count in options.modules) + f" | {slope:.1f} |")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

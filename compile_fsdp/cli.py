@@ -19,12 +19,10 @@ def build_parser() -> argparse.ArgumentParser:
     from compile_fsdp.tools.check import command as check_command
     from compile_fsdp.tools.explain import command as explain_command
     from compile_fsdp.tools.planning import command as planning_command
-    from compile_fsdp.tools.train import command as train_command
 
     parser = argparse.ArgumentParser(prog="compile-fsdp", description="FSDP2 under torch.compile.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('compile-fsdp')}")
     subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    train_command.add_parser(subcommands)
     planning_command.add_parser(subcommands)
     check_command.add_parser(subcommands)
     explain_command.add_parser(subcommands)
@@ -40,13 +38,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     if arguments[:1] == [DOCTOR]:
         return doctor_command.main(arguments[1:])
-    from compile_fsdp.errors import EstimateError, ExplainError, PlanError, ScriptError, UnknownOptionError
-    from compile_fsdp.tools.train.config import TrainError
+    from compile_fsdp import errors
 
     args = build_parser().parse_args(arguments)
     try:
         return args.run(args) or 0
-    except (EstimateError, ExplainError, PlanError, ScriptError, TrainError, UnknownOptionError) as error:
+    except (
+        errors.CommandError,
+        errors.EstimateError,
+        errors.ExplainError,
+        errors.PlanError,
+        errors.ScriptError,
+        errors.UnknownOptionError,
+    ) as error:
         where = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
         message = str(error).partition("\n")[0]  # Dynamo appends advice on Dynamo's log settings
         print(f"compile-fsdp: error{where}: {message}", file=sys.stderr)

@@ -176,6 +176,10 @@ class ExplainError(CompileFSDPError):
     """A step cannot be explained: the number of ranks is missing or wrong, or rich is not installed."""
 
 
+class CommandError(CompileFSDPError):
+    """The options of a command are wrong, or this host lacks a package or devices that they need."""
+
+
 class ScriptError(CompileFSDPError):
     """A command cannot run the user's script, or does not find the objects it needs in the script."""
 

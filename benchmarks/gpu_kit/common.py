@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import compile_fsdp
-from compile_fsdp.tools.train.config import ModelConfig
-from compile_fsdp.tools.train.model import Transformer
-from compile_fsdp.tools.train.world import backends_of
+from compile_fsdp.tools import launch
+from compile_fsdp.tools.bench.llama import ModelConfig, Transformer
 from compile_fsdp.torch_compat.distributed import local_tensor
 from helpers.parity.check import relative_difference
 from helpers.ranks.devices import prepare
@@ -34,8 +31,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 def start_alone(device: str) -> None:
     """Be the only rank, on NCCL if the device is a GPU, and let tensors be made there."""
     prepare(device, 0)
-    store = dist.FileStore(f"{tempfile.mkdtemp()}/store", 1)
-    dist.init_process_group(backends_of(torch.device(device)), store=store, rank=0, world_size=1)
+    launch.join(torch.device(device))
 
 
 def build(fully_shard: Callable[..., Any]) -> nn.Module:

@@ -5,25 +5,23 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.multiprocessing.spawn import spawn
 
 from compile_fsdp.calibration import store
 from compile_fsdp.calibration.measure import Measurements, measure
+from compile_fsdp.errors import CommandError
 from compile_fsdp.passes import Costs
 from compile_fsdp.passes.analysis.costs import usual_costs
-from compile_fsdp.tools.train.config import DeviceChoice, TrainError
-from compile_fsdp.tools.train.world import backends_of, join_world, pick_device
+from compile_fsdp.tools import launch
 
 DESCRIPTION = """\
-Measure latency and bandwidth of all-gathers and reduce-scatters over each dim of a mesh, and how fast the device copies
-and multiplies matrices, and keep the numbers: the first compile of a job on the same device and mesh takes them instead
-of measuring itself. Runs on ranks of its own, or on those that torchrun has started.
+Measure latency and bandwidth of all-gathers and reduce-scatters over each dim of a mesh, and the speed of copies and
+matrix products on the device. Store the numbers, so that the first compile of a job on an equal device and mesh does
+not measure them. Runs on new ranks, or on the ranks of torchrun.
 """
 
 TIMEOUT_S = 300.0
@@ -65,57 +63,51 @@ def run(args: argparse.Namespace) -> None:
     """Measure the costs and print them on rank 0.
 
     Raises:
-        TrainError: if there is only one rank, or the mesh does not have as many places as ranks. Under torchrun, also
-            if `--ranks` is given, or a GPU or a rank is missing.
+        CommandError: if there is only one rank, or the mesh does not have as many places as ranks. Under torchrun, also
+            if `--ranks` is given, or a GPU is missing.
     """
     if dist.is_torchelastic_launched():
         if args.ranks is not None:
-            raise TrainError(f"expected no --ranks under torchrun, which starts the ranks, got {args.ranks}")
-        _check(int(os.environ["WORLD_SIZE"]), args.mesh)
-        with join_world(DeviceChoice.AUTO, TIMEOUT_S) as world:
-            _calibrate(world.device, args.mesh or (world.size,), args.dtype)
-        return
-    ranks = args.ranks or (torch.accelerator.device_count() or 2)
+            raise CommandError(f"expected no --ranks under torchrun, which starts the ranks, got {args.ranks}")
+        ranks = int(os.environ["WORLD_SIZE"])
+    else:
+        ranks = args.ranks or (torch.accelerator.device_count() or 2)
     _check(ranks, args.mesh)
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(_spawned, args=(ranks, args.mesh or (ranks,), args.dtype, f"{folder}/store"), nprocs=ranks)
+    arguments = args.mesh or (ranks,), args.dtype
+    if dist.is_torchelastic_launched():
+        _calibrate(int(os.environ["RANK"]), *arguments)
+    else:
+        launch.run(ranks, _calibrate, *arguments)
 
 
 def _check(ranks: int, mesh: Sequence[int] | None) -> None:
     if ranks < 2:
-        raise TrainError(f"expected two ranks or more, got {ranks}: one rank gathers nothing")
+        raise CommandError(f"expected two ranks or more, got {ranks}: one rank gathers nothing")
     if mesh is not None and (min(mesh) < 1 or math.prod(mesh) != ranks):
         shown = "x".join(map(str, mesh))
-        raise TrainError(f"expected --mesh with as many places as ranks, got {shown} for {ranks}; see --ranks")
+        raise CommandError(f"expected --mesh with as many places as ranks, got {shown} for {ranks}; see --ranks")
 
 
-def _spawned(rank: int, ranks: int, mesh: Sequence[int], dtypes: Sequence[torch.dtype], path: str) -> None:
-    # The variables that torchrun sets for ranks of one host.
-    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)})
-    device = pick_device(DeviceChoice.AUTO)
+def _calibrate(rank: int, shape: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
+    device = launch.use_device()
     if device.type == "cpu":
         torch.set_num_threads(1)
-    file_store = dist.FileStore(path, ranks)  # type: ignore[attr-defined]
-    dist.init_process_group(backends_of(device), store=file_store, rank=rank, world_size=ranks)
+    launch.join(device, timeout_s=TIMEOUT_S)
     try:
-        _calibrate(device, mesh, dtypes)
+        mesh = init_device_mesh(device.type, tuple(shape))
+        usual = usual_costs(device)
+        lines: list[str] = []
+        for dim, size in enumerate(shape):
+            group = mesh.get_group(dim)
+            for dtype in dtypes if size > 1 else ():
+                key, measured = store.circumstances(group, device, dtype), measure(group, device, dtype)
+                if group.rank() == 0:
+                    store.write(key, measured)
+                lines += _describe(dim, size, dtype, measured, usual, str(store.path_of(key)))
+        if rank == 0:
+            print("\n".join(lines))
     finally:
         dist.destroy_process_group()
-
-
-def _calibrate(device: torch.device, shape: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
-    mesh = init_device_mesh(device.type, tuple(shape))
-    usual = usual_costs(device)
-    lines: list[str] = []
-    for dim, size in enumerate(shape):
-        group = mesh.get_group(dim)
-        for dtype in dtypes if size > 1 else ():
-            key, measured = store.circumstances(group, device, dtype), measure(group, device, dtype)
-            if group.rank() == 0:
-                store.write(key, measured)
-            lines += _describe(dim, size, dtype, measured, usual, str(store.path_of(key)))
-    if dist.get_rank() == 0:
-        print("\n".join(lines))
 
 
 def _describe(

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from compile_fsdp.errors import ScriptError
 from compile_fsdp.replay import bundle
-from compile_fsdp.tools.scripts import add_script, add_steps, check_steps, fake_world, run_script
+from compile_fsdp.tools.launch import fake_world
+from compile_fsdp.tools.scripts import add_script, add_steps, check_steps, run_script
 
 DESCRIPTION = """\
 Run a training script in one process, as one rank of a world whose collectives do nothing, and write into a folder the

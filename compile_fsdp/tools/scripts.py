@@ -14,9 +14,8 @@ from typing import Any
 import torch.distributed as dist
 
 from compile_fsdp.errors import ScriptError
+from compile_fsdp.tools.launch import fake_world
 from compile_fsdp.tools.present_group import UserFile, loading_user_files
-from compile_fsdp.torch_compat.distributed import init_fake_process_group
-from compile_fsdp.torch_compat.files import checkpoints_of_one_rank, new_groups_are_fake
 
 
 def add_script(parser: argparse.ArgumentParser) -> None:
@@ -68,41 +67,6 @@ def world(asked: int | None) -> Iterator[tuple[int, int]]:
     size = 8 if asked is None else asked
     with fake_world(size):
         yield 0, size
-
-
-@contextmanager
-def fake_world(size: int) -> Iterator[None]:
-    """Make this process rank 0 of a fake world inside the block.
-
-    The block has a fake process group and torchrun's variables, except MASTER_PORT. A checkpoint that the script saves
-    has only the shards of this rank.
-
-    Args:
-        size: Number of ranks.
-    Raises:
-        ScriptError: if `size` is less than 1.
-    """
-    if size < 1:
-        raise ScriptError(f"expected --world to be at least 1, got {size}")
-    ours = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": "1"}
-    # Libraries read MASTER_ADDR. MASTER_PORT is not set here, so that no second process group waits for missing ranks.
-    ours["MASTER_ADDR"] = "127.0.0.1"
-    before = {name: os.environ.get(name) for name in ours}
-    os.environ.update(ours)
-    try:
-        init_fake_process_group(size)
-        try:
-            with checkpoints_of_one_rank(), new_groups_are_fake():
-                yield
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def run_script(script: Path, arguments: list[str]) -> dict[str, Any]:

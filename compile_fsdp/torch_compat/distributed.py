@@ -29,11 +29,11 @@ needs_attributes(torch.distributed.ProcessGroup, "_get_backend")
 
 
 @needs("torch.testing._internal.distributed.fake_pg.FakeStore")
-def init_fake_process_group(world_size: int) -> None:
-    """Make this process rank 0 of a world whose collectives do nothing. (2.13.0)"""
+def init_fake_process_group(world_size: int, rank: int = 0) -> None:
+    """Make this process a rank of a world whose collectives do nothing. (2.13.0)"""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
 
 @needs("torch.distributed.distributed_c10d._resolve_process_group")

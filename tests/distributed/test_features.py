@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from compile_fsdp.tools.launch import RankError
 from helpers.parity.check import Outcome, check_parity, more_collectives
 from helpers.parity.features import FEATURES, FOUR_RANKS, SINCE
 from helpers.parity.pairs import IN_TOGETHER, PAIRS, TOGETHER, cover_pairs
 from helpers.parity.table import ParityTable
-from helpers.ranks.pools import RankError, device_type, run_ranks
+from helpers.ranks.pools import device_type, run_ranks
 from helpers.releases.differences import KEEPS_GROUPS_IN_PART, SUMS_USES_IN_FULL_PRECISION
 from helpers.releases.skip import skip_before
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,6 @@ from helpers.models.reference import CASES
 from helpers.parity.check import Parity, build, compare_grads, loss_of
 from helpers.parity.twins import AOT_EAGER, Twins
 from helpers.ranks.pools import run_ranks
-from helpers.ranks.threads import run_threads
 
 
 def _eager_and_compiled_steps(rank: int) -> Parity:
@@ -283,16 +281,12 @@ def test_single_rank_is_bitwise_equal_to_eager() -> None:
     assert run_ranks(1, _world_of_one)[0].differing == []
 
 
-_random = threading.Lock()
-
-
 def _eager(rank: int, case_name: str) -> list[str]:
     cases = []
     for fully_shard in (torch_fully_shard, compile_fsdp.fully_shard):
-        with _random:
-            torch.manual_seed(0)
-            cases.append(CASES[case_name]())
-            batch = cases[0].batch()
+        torch.manual_seed(0)
+        cases.append(CASES[case_name]())
+        batch = cases[0].batch()
         for module in (*cases[-1].blocks, cases[-1].model):
             fully_shard(module)
     torch_case, ours = cases
@@ -307,4 +301,4 @@ def _eager(rank: int, case_name: str) -> list[str]:
 
 @pytest.mark.parametrize("case", ["mlp", "nested", "uneven", "frozen", "transformer_tied", "batch_norm"])
 def test_uncompiled_model_has_the_gradients_of_torch_fsdp2(case: str) -> None:
-    assert run_threads(3, _eager, case) == [[]] * 3
+    assert run_ranks(3, _eager, case) == [[]] * 3

@@ -36,7 +36,7 @@ def _train(rank: int, case: str, inner_backend: str, steps: int, fullgraph: bool
 
 
 # Only `make test-all` runs rows that another row covers, above all rows on four ranks, which two cores have to share.
-# tests/tools/train/test_command.py trains transformers with Inductor.
+# tests/examples/test_train.py trains transformers with Inductor.
 AOT_EAGER_ON_TWO = {"nested", "llama"}
 INDUCTOR_ON_TWO = {"uneven"}
 

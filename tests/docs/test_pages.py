@@ -1,6 +1,6 @@
 """Code blocks of the docs run and print the output shown below them.
 
-tests/tools/train/test_readme.py runs the README's example under torchrun; test_tutorial.py runs the tutorial.
+tests/examples/test_readme.py runs the README's example under torchrun; test_tutorial.py runs the tutorial.
 """
 
 from __future__ import annotations

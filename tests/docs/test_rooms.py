@@ -36,7 +36,6 @@ VALUES = {
     "compile-fsdp explain",
     "compile-fsdp plan",
     "compile-fsdp precompile",
-    "compile-fsdp train",
     "python -m compile_fsdp",
     "-O",
     "m",

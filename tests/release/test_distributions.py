@@ -118,9 +118,10 @@ def test_command_and_packages_come_from_the_wheel(place: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_installed_train_command_trains(place: Path, tmp_path: Path, inner: str) -> None:
-    sizes = ("--preset", "tiny", "--steps", "2", "--batch-size", "2", "--seq-len", "16", "--device", "cpu")
-    command = str(place / "bin/compile-fsdp")
-    printed = _run(place, tmp_path, command, "train", *sizes, "--inner-backend", inner, "--output", "out")
+def test_training_example_runs_on_the_installed_package(place: Path, tmp_path: Path, inner: str) -> None:
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
+    sizes = ("--preset", "tiny", "--steps", "2", "--batch-size", "2", "--seq-len", "16")
+    example = str(ROOT / "examples/train.py")
+    printed = _run(place, tmp_path, *launcher, example, *sizes, "--inner-backend", inner, "--output", "out")
     assert "1 forward, 1 backward" in printed
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["loss.png", "summary.json"]

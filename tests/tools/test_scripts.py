@@ -10,7 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from compile_fsdp.errors import ScriptError
-from compile_fsdp.tools.scripts import fake_world, run_script
+from compile_fsdp.tools.launch import fake_world
+from compile_fsdp.tools.scripts import run_script
 
 
 @pytest.mark.parametrize(

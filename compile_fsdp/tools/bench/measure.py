@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from compile_fsdp.tools.bench.modes import MODES
-from compile_fsdp.tools.bench.workloads import Workload
+from compile_fsdp.tools.bench.workloads import Decoder
 from compile_fsdp.torch_compat.autograd import allocation_sizes
 from compile_fsdp.torch_compat.distributed import executed_collectives
 
@@ -46,11 +46,11 @@ class Result:
 class Run:
     """The model and the batch of one mode, on the default device."""
 
-    def __init__(self, mode: str, workload: Workload, rank: int) -> None:
+    def __init__(self, mode: str, workload: Decoder, rank: int) -> None:
         torch.manual_seed(0)
         self.model = MODES[mode](workload.build())
         torch.manual_seed(1 + rank)
-        tokens = torch.randint(0, workload.vocab_size, (workload.batch, workload.seq_len + 1))
+        tokens = torch.randint(0, workload.model.vocab_size, (workload.batch, workload.seq_len + 1))
         self._inputs, self._targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def step(self) -> None:
@@ -124,7 +124,7 @@ def allocated_bytes(profile: torch.profiler.profile) -> list[int]:
     return [0, *accumulate(allocation_sizes(profile))]
 
 
-def measure(workload: Workload, modes: Sequence[str], rounds: int) -> dict[str, Result]:
+def measure(workload: Decoder, modes: Sequence[str], rounds: int) -> dict[str, Result]:
     """Train with each mode in turn, on every rank of the present process group.
 
     Args:

@@ -44,11 +44,6 @@ def _block(model: nn.Module) -> nn.Module:
     return _shard(model, fully_shard)
 
 
-def _whole(model: nn.Module) -> nn.Module:
-    _shard(model, fully_shard).compile()
-    return model
-
-
 def _compile(model: nn.Module, **options: Any) -> nn.Module:
     _shard(model, api.fully_shard).compile(backend="compile_fsdp", fullgraph=True, options=options)
     return model
@@ -102,7 +97,6 @@ def _simple_block(model: nn.Module) -> nn.Module:
 MODES: dict[str, Mode] = {
     "eager": _eager,
     "block": _block,
-    "whole": _whole,
     "simple": _simple,
     "simple_bucket": _simple_bucket,
     "simple_block": _simple_block,

@@ -1,4 +1,4 @@
-"""Format the results of a benchmark as tables, JSON and a plot."""
+"""Format the results of a benchmark as tables and JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -53,26 +52,3 @@ def write_json(tables: Tables, ranks: int, device: str, path: Path) -> None:
     results = {name: {mode: asdict(result) for mode, result in table.items()} for name, table in tables.items()}
     head = {"torch": torch.__version__, "ranks": ranks, "device": device}
     path.write_text(json.dumps({**head, "results": results}, indent=1) + "\n")
-
-
-def write_plot(tables: Tables, path: Path) -> None:
-    """Draw bars for each workload: the step time relative to eager's, with quartiles, and the peak memory."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 0.6 + 2.6 * len(tables)), layout="constrained")
-    axes: Any = figure.subplots(len(tables), 2, squeeze=False)
-    for (name, table), (left, right) in zip(tables.items(), axes, strict=True):
-        modes, results = list(table), list(table.values())
-        errors = [
-            [max(0.0, each.ratio - each.spread[0]) for each in results],
-            [max(0.0, each.spread[1] - each.ratio) for each in results],
-        ]
-        left.barh(modes, [each.ratio for each in results], xerr=errors, color="#4878a8", ecolor="#333333")
-        left.axvline(1.0, color="#999999", linewidth=1)
-        left.set_xlabel("time of a step / eager's, with quartiles")
-        right.barh(modes, [each.peak_mib for each in results], color="#e08a3c")
-        right.set_xlabel("peak memory of a step, MiB")
-        left.set_title(name, loc="left")
-        for axis in (left, right):
-            axis.invert_yaxis()
-    figure.savefig(path, dpi=120)

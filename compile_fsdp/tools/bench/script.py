@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
 from compile_fsdp.errors import ScriptError
+from compile_fsdp.tools import launch
 from compile_fsdp.tools.bench.measure import Result
 from compile_fsdp.tools.bench.turns import ScriptTurns, steps_needed
 from compile_fsdp.tools.check.failures import print_traceback, script_error
 from compile_fsdp.tools.check.steps import ended_by
 from compile_fsdp.tools.scripts import run_script
+
+USER_ERROR = 2  # exit status of the command for an error that it has already printed
 
 
 def measure_script(script: Path, arguments: Sequence[str], rounds: int) -> dict[str, Result]:
@@ -58,27 +59,23 @@ def measure_script(script: Path, arguments: Sequence[str], rounds: int) -> dict[
 def on_own_ranks(arguments: Sequence[str], ranks: int) -> int:
     """Run this command again on new ranks of this host; return the exit status.
 
-    The ranks get the environment variables that torchrun sets for ranks of one host.
-
     Args:
         arguments: Arguments of the command.
         ranks: Number of ranks.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     try:
-        spawn(_spawned, args=(list(arguments), ranks, port), nprocs=ranks)
-    except ProcessExitedException as error:
-        return error.exit_code or 1
+        launch.run(ranks, _run_command, arguments)
+    except launch.RankLost as lost:
+        if lost.exit_code != USER_ERROR:
+            raise
+        return USER_ERROR
     return 0
 
 
-def _spawned(rank: int, arguments: Sequence[str], ranks: int, port: int) -> None:
+def _run_command(rank: int, arguments: Sequence[str]) -> None:
     from compile_fsdp.cli import main
 
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
-    os.environ.update({name: str(number) for name, number in numbers.items()}, MASTER_ADDR="127.0.0.1")
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
-    sys.exit(main(arguments))
+    if (status := main(arguments)) != 0:
+        sys.exit(status)

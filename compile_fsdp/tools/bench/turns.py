@@ -43,7 +43,7 @@ PROFILED_STEPS = 3  # on a CPU, for a median, because gloo's threads may still h
 
 T = TypeVar("T")
 Turns = Generator[None, None, T]
-"""Is sent on behind each step of the script; what it returns is what it has measured."""
+"""Part of a measurement: resumed after each step of the script, returns the measured values."""
 
 
 def steps_needed(rounds: int) -> int:
@@ -90,7 +90,8 @@ class ScriptTurns:
         """Count an optimizer's step; return whether the measurement is over."""
         if self.results is None and self.problem is None and self._steps.count(optimizer):
             self._steps.limit += 1
-            self._device = optimizer.param_groups[0]["params"][0].device
+            devices = (parameter.device for group in optimizer.param_groups for parameter in group["params"])
+            self._device = next(devices, self._device)
             try:
                 next(self._turns)
             except StopIteration as end:

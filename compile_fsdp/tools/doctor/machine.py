@@ -186,7 +186,7 @@ def check_fake_group() -> Row:
     import torch
     import torch.distributed as dist
 
-    from compile_fsdp.tools.scripts import fake_world
+    from compile_fsdp.tools.launch import fake_world
 
     try:
         with fake_world(2):

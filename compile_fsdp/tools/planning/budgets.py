@@ -26,8 +26,8 @@ from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision, decide
 from compile_fsdp.runtime import trace_record
 from compile_fsdp.runtime.group_calls import GROUP_CALLS
 from compile_fsdp.runtime.tracing import restore_hook_bodies_now
+from compile_fsdp.tools.launch import fake_world
 from compile_fsdp.tools.planning.tracing import DEVICE, Batch
-from compile_fsdp.tools.scripts import fake_world
 from compile_fsdp.torch_compat.dispatch import tree_map_only
 from compile_fsdp.torch_compat.dynamo import graph_input_example
 from compile_fsdp.wrap import Plan, apply

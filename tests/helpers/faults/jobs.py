@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import time
 import uuid
@@ -12,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from helpers.ranks.forked import TESTS
 from helpers.ranks.torchrun import torchrun
 
 PHASES = ("forward", "backward", "optimizer", "save", "compile")
@@ -72,6 +74,8 @@ def run_job(folder: Path, steps: int, kills: Sequence[Kill], inner_backend: str)
     start = time.monotonic()
     # A new cache folder contains only entries that this job's killed ranks left.
     environment = {_JOB: job, "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
+    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # or restarted ranks read keys of the killed ranks
     output = torchrun(folder, *command, max_restarts=len(kills), environment=environment)
     seconds = time.monotonic() - start
     assert not _wait_for_the_end_of(job)
@@ -86,7 +90,7 @@ def prepare(folder: Path, steps: int, kills: Sequence[Kill], inner_backend: str,
     (folder / PLAN).write_text(json.dumps([asdict(kill) for kill in kills]))
     (folder / RECORD).touch()
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 400)
-    command = ["train", "--device", "cpu", "--data", "text.txt", "--steps", steps, "--inner-backend", inner_backend]
+    command = ["--data", "text.txt", "--steps", steps, "--inner-backend", inner_backend]
     files = ["--checkpoint", CHECKPOINTS, "--save-every", SAVE_EVERY, "--output", "out", "--timeout-s", timeout_s]
     return [Path(__file__).with_name("sabotaged_train.py"), PLAN, RECORD, *command, *files]
 

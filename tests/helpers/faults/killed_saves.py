@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from compile_fsdp.state import async_save, checkpoint, find_latest, load, save
+from compile_fsdp.tools.launch import Ranks, join
 from helpers.models.optimizers import OPTIMIZERS, everything, groups_of, train
-from helpers.ranks.forked import forkserver
+from helpers.ranks.forked import forkserver, to_the_end
 
 # Stages of a save. Rank 0 puts files in place, so at the last three stages rank 0 kills the victim.
 STAGES = (
@@ -39,24 +40,20 @@ def train_one_step_and_save(folder: Path, stage: str | None, victim: int, in_bac
 
     Returns the exit codes by rank. The processes are forked from a server with all imports done.
     """
-    store = str(folder.parent / f"store_{time.monotonic_ns()}")
-    ranks = []
-    for rank in range(WORLD_SIZE):
-        arguments = (rank, str(folder), store, stage, victim, in_background)
-        ranks.append(forkserver().Process(target=_resume, args=arguments, daemon=True))
-        ranks[-1].start()
-    deadline = time.monotonic() + PATIENCE_S
-    for process in ranks:
-        process.join(max(0.0, deadline - time.monotonic()))
-    for process in ranks:
-        process.terminate()
-        process.join()
-    return [process.exitcode for process in ranks]
+    ranks = Ranks(WORLD_SIZE, forkserver())
+    try:
+        ranks.begin(to_the_end, _resume, str(folder), stage, victim, in_background)
+        deadline = time.monotonic() + PATIENCE_S
+        for process in ranks.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+    finally:
+        ranks.kill()
+    return [process.exitcode for process in ranks.processes]
 
 
-def _resume(rank: int, folder: str, store: str, stage: str | None, victim: int, in_background: bool) -> None:
+def _resume(rank: int, folder: str, stage: str | None, victim: int, in_background: bool) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, WORLD_SIZE), rank=rank, world_size=WORLD_SIZE)
+    join(torch.device("cpu"))
     model, optim = make_run(sharded=True)
     step = 0 if find_latest(folder) is None else load(model, optim, folder)
     train(model, optim, [step])

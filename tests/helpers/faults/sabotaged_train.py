@@ -1,6 +1,6 @@
-"""`compile-fsdp train` in which a rank kills itself at a planned moment.
+"""examples/train.py in which a rank kills itself at a planned moment.
 
-    sabotaged_train.py PLAN RECORD train ...
+    sabotaged_train.py PLAN RECORD [options of examples/train.py]
 
 PLAN is a JSON list of `Kill`, see `jobs.py`, one for each start by torchrun; later starts have no kill. RECORD gets a
 line of JSON for every kill. If PLAN is empty, RECORD gets a line with the seconds of every phase of rank 0.
@@ -8,6 +8,7 @@ line of JSON for every kill. If PLAN is empty, RECORD gets a line with the secon
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -15,18 +16,13 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
+import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from compile_fsdp.cli import main
-from compile_fsdp.tools.train import loop
-from compile_fsdp.tools.train.config import PRESETS, ModelConfig, Preset
-
-# One block, because tracing dominates the time of a start.
-PRESETS["tiny"] = Preset(ModelConfig(dim=32, layers=1, heads=2, hidden=64), 16, 2, 3e-3)
+from helpers.faults.example import load_example
 
 
 class Saboteur:
@@ -79,42 +75,34 @@ class Saboteur:
             file.write(json.dumps(entry) + "\n")
 
 
-class WatchedView:
-    """Progress view that tells the saboteur every phase except the optimizer's."""
+def sabotage(train: ModuleType, saboteur: Saboteur) -> None:
+    """Tell the saboteur when a phase of the example's steps begins."""
+    steps = itertools.count()
+    step, backward, save = train.train_step, torch.Tensor.backward, train.save
 
-    def __init__(self, view: Any, saboteur: Saboteur) -> None:
-        self.view, self.saboteur = view, saboteur
+    def watched_step(*args: Any) -> float:
+        saboteur.enter("forward" if next(steps) else "compile")
+        return float(step(*args))
 
-    def phase(self, text: str) -> None:
-        present = self.saboteur.phase
-        if text == "compiling forward":
-            self.saboteur.enter("compile")
-        elif text == "training":
-            self.saboteur.enter("backward" if present == "forward" else "forward")
-        elif text == "saving":
-            self.saboteur.enter("save")
-        self.view.phase(text)
+    def watched_backward(*args: Any, **kwargs: Any) -> None:
+        if saboteur.phase == "forward":
+            saboteur.enter("backward")
+        backward(*args, **kwargs)
 
-    def step(self, *figures: Any) -> None:
-        self.view.step(*figures)
+    def watched_save(*args: Any) -> None:
+        saboteur.enter("save")
+        save(*args)
+        saboteur.enter("")
 
-
-def sabotage(saboteur: Saboteur) -> None:
-    show_progress = loop.show_progress
-
-    @contextmanager
-    def watched(*args: Any) -> Iterator[WatchedView]:
-        with show_progress(*args) as view:
-            yield WatchedView(view, saboteur)
-            saboteur.enter("")  # after the last save
-
-    loop.show_progress = watched  # type: ignore[assignment]
+    train.train_step, torch.Tensor.backward, train.save = watched_step, watched_backward, watched_save
     register_optimizer_step_pre_hook(lambda *_: saboteur.enter("optimizer"))
     register_optimizer_step_post_hook(lambda *_: saboteur.enter(""))
 
 
 if __name__ == "__main__":
-    plan_path, record_path, *command = sys.argv[1:]
+    plan_path, record_path = sys.argv[1:3]
+    del sys.argv[1:3]
+    example = load_example(layers=1, seq_len=16)
     with open(plan_path) as plan_file:
-        sabotage(Saboteur(json.load(plan_file), record_path))
-    sys.exit(main(command))
+        sabotage(example, Saboteur(json.load(plan_file), record_path))
+    example.main()

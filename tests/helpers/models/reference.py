@@ -215,8 +215,7 @@ def gpt2() -> Case:
 
 
 def transformer(tied: bool) -> Case:
-    from compile_fsdp.tools.train.config import ModelConfig
-    from compile_fsdp.tools.train.model import Transformer
+    from compile_fsdp.tools.bench.llama import ModelConfig, Transformer
 
     config = ModelConfig(dim=32, layers=2, heads=4, hidden=64, tie_embeddings=tied)
     model = Transformer(config, seq_len=16)

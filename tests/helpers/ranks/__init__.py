@@ -1,1 +1,1 @@
-"""Ranks for tests: processes, threads, a fake world, torchrun, two hosts."""
+"""Ranks for tests: pools of processes, a fake world, torchrun."""

@@ -11,14 +11,16 @@ import gc
 import multiprocessing as mp
 import os
 import runpy
-import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from compile_fsdp.tools.launch import Ranks
 
 TESTS = Path(__file__).parents[2]
 TIMEOUT_S = 600.0  # compiling takes minutes on a busy machine
@@ -26,7 +28,6 @@ TIMEOUT_S = 600.0  # compiling takes minutes on a busy machine
 _PRELOADED = [
     "compile_fsdp.cli",
     "compile_fsdp.state",
-    "compile_fsdp.tools.train.loop",
     "compile_fsdp.wrap",
     "helpers.faults.killed_saves",
     "helpers.ranks.warm",
@@ -70,15 +71,30 @@ def leave_to_rest() -> None:
     gc.freeze()
 
 
+def to_the_end(rank: int, function: Callable[..., None], *args: Any) -> NoReturn:
+    """Call `function(rank, *args)` and end the process, as the end of a script does."""
+    status = 0
+    try:
+        function(rank, *args)
+    except SystemExit:
+        raise
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.exit(status)
+
+
 @dataclass(frozen=True)
 class ForkedRank:
     """One rank that runs a Python file.
 
     Attributes:
+        ranks: All ranks.
         process: Its process, a `multiprocessing.Process`.
         output_file: File with its stdout and stderr.
     """
 
+    ranks: Ranks
     process: Any
     output_file: Path
 
@@ -86,13 +102,9 @@ class ForkedRank:
         """Return the exit status (negative for a signal) and the output; raise after a timeout."""
         self.process.join(timeout_s)
         if self.process.exitcode is None:
-            self.kill()
+            self.ranks.kill()
             raise AssertionError(f"not finished after {timeout_s:.0f} s:\n{self.output_file.read_text()}")
         return self.process.exitcode, self.output_file.read_text()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
 
 
 def start_ranks(folder: Path, command: Sequence[object]) -> list[ForkedRank]:
@@ -102,20 +114,10 @@ def start_ranks(folder: Path, command: Sequence[object]) -> list[ForkedRank]:
         folder: Working directory; outside the repository, so that ranks import the installed package.
         command: A Python file and its arguments.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    elastic = {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "0", "LOCAL_WORLD_SIZE": "2"}
-    ranks = []
-    for rank in range(2):
-        environment = {**place, **elastic, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        output_file = folder / f"output_{time.monotonic_ns()}_{rank}.txt"
-        arguments = (str(folder), [str(each) for each in command], environment, str(output_file))
-        process = forkserver().Process(target=_run, args=arguments, daemon=False)
-        process.start()
-        ranks.append(ForkedRank(process, output_file))
-    return ranks
+    ranks = Ranks(2, forkserver())
+    outputs = [folder / f"output_{time.monotonic_ns()}_{rank}.txt" for rank in range(2)]
+    ranks.begin(to_the_end, _run, str(folder), [str(each) for each in command], [str(each) for each in outputs])
+    return [ForkedRank(ranks, *each) for each in zip(ranks.processes, outputs, strict=True)]
 
 
 def run_forked(folder: Path, *command: object) -> str:
@@ -124,17 +126,15 @@ def run_forked(folder: Path, *command: object) -> str:
     try:
         results = [rank.wait() for rank in ranks]
     finally:
-        for rank in ranks:
-            rank.kill()
+        ranks[0].ranks.kill()
     output = "\n".join(output for _, output in results)
     assert [code for code, _ in results] == [0, 0], output
     return output
 
 
-def _run(folder: str, command: list[str], environment: Mapping[str, str], output_file: str) -> None:
+def _run(rank: int, folder: str, command: list[str], output_files: list[str]) -> None:
     os.chdir(folder)
-    os.environ.update(environment)
-    output = os.open(output_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    output = os.open(output_files[rank], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)
     sys.argv = command

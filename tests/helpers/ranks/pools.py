@@ -1,26 +1,20 @@
 """Run functions on ranks in process pools that live for the session.
 
 A pool is started once per world size and device. Its ranks run one function at a time and keep their process group for
-the next function. If a rank hangs, its pool is killed, and the test fails with the stack of every unfinished rank.
+the next function.
 """
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
 import importlib.util
 import os
-import signal
 import sys
-import tempfile
-import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from compile_fsdp.tools.launch import Ranks, join
 from helpers.ranks.devices import missing_for, prepare
 from helpers.ranks.forked import forkserver, leave_to_rest
 
@@ -43,21 +37,6 @@ def set_device_type(device_type: str) -> None:
     os.environ[_DEVICE_VARIABLE] = device_type
 
 
-class RankError(AssertionError):
-    """Raised if a rank raises; contains the traceback of every such rank."""
-
-
-class RankTimeout(AssertionError):
-    """Raised if a rank dies or times out; contains the stacks of unfinished ranks."""
-
-
-@dataclass
-class _Rank:
-    process: Any
-    connection: Connection
-    stack_file: Path
-
-
 @dataclass(frozen=True)
 class _Left:
     """Process groups at the end of a test.
@@ -71,87 +50,29 @@ class _Left:
     agreements: int
 
 
-_Reply = tuple[str, Any, _Left | None]
-
-
 class RankPool:
     """`world_size` processes that run functions of the test modules."""
 
     def __init__(self, world_size: int, device: str) -> None:
-        self.world_size = world_size
-        self.directory = Path(tempfile.mkdtemp(prefix="compile_fsdp_ranks_"))
         self.calls = 0
         self.is_fresh = True  # whether the ranks must create a new process group
-        context = forkserver()
-        self.ranks: list[_Rank] = []
-        for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            stack_file = self.directory / f"stack_{rank}"
-            process = context.Process(
-                target=_serve, args=(rank, world_size, device, theirs, str(stack_file)), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self.ranks.append(_Rank(process, ours, stack_file))
+        self.ranks = Ranks(world_size, forkserver())
+        self.ranks.run(_prepare, device, timeout_s=DEFAULT_TIMEOUT_S)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Any]:
-        """Call `function(rank, *args)` on every rank and return the results, by rank.
-
-        Raises:
-            RankError: if a rank raises.
-            RankTimeout: if a rank dies or does not return within `timeout_s` seconds; the pool is closed.
-        """
+        """Call `function(rank, *args)` on every rank and return the results, by rank. See `Ranks.run`."""
         self.calls += 1
-        store = str(self.directory / f"store_{self.calls}")
+        meeting = str(self.calls) if self.is_fresh else None
         source = sys.modules[function.__module__].__file__
-        for rank in self.ranks:
-            rank.connection.send((store if self.is_fresh else None, source, function.__qualname__, args))
-        replies = self._collect(timeout_s)
-        errors = [f"rank {i}:\n{reply[1]}" for i, reply in enumerate(replies) if reply[0] == "error"]
-        left = {reply[2] for reply in replies}
-        self.is_fresh = len(left) > 1 or not all(each and each.alone for each in left)
-        if errors:
-            raise RankError("\n".join(errors))
-        return [value for _, value, _ in replies]
-
-    def _collect(self, timeout_s: float) -> list[_Reply]:
-        deadline = time.monotonic() + timeout_s
-        replies: dict[int, _Reply] = {}
-        while len(replies) < self.world_size:
-            for i, rank in enumerate(self.ranks):
-                if i in replies or not rank.connection.poll(0.01):
-                    continue
-                try:
-                    replies[i] = rank.connection.recv()
-                except EOFError:
-                    self._fail(replies, f"rank {i} died with exit code {rank.process.exitcode}")
-                if replies[i][0] == "error":
-                    # The other ranks may wait in a collective forever, so they get only a few more seconds.
-                    deadline = min(deadline, time.monotonic() + 5.0)
-            if time.monotonic() > deadline:
-                errors = [f"rank {i} raised:\n{r[1]}" for i, r in replies.items() if r[0] == "error"]
-                self._fail(replies, "\n".join(errors) or f"not finished after {timeout_s:.0f} s")
-        return [replies[i] for i in range(self.world_size)]
-
-    def _fail(self, replies: dict[int, _Reply], what: str) -> None:
-        waiting = [i for i in range(self.world_size) if i not in replies]
-        for i in waiting:
-            with contextlib.suppress(ProcessLookupError, TypeError):
-                os.kill(self.ranks[i].process.pid, signal.SIGUSR1)
-        time.sleep(0.5)
-        stacks = [f"rank {i} was at:\n{self.ranks[i].stack_file.read_text()[-4000:]}" for i in waiting]
-        self.close()
-        raise RankTimeout("\n".join([what, *stacks]))
+        self.is_fresh = True  # also after an error
+        replies = self.ranks.run(_run_one, meeting, source, function.__qualname__, args, timeout_s=timeout_s)
+        left = {each for _, each in replies}
+        self.is_fresh = len(left) > 1 or not all(each.alone for each in left)
+        return [value for value, _ in replies]
 
     @property
     def is_alive(self) -> bool:
-        return all(rank.process.is_alive() for rank in self.ranks)
-
-    def close(self) -> None:
-        for rank in self.ranks:
-            rank.process.kill()
-            rank.process.join()
-            rank.connection.close()
+        return all(process.is_alive() for process in self.ranks.processes)
 
 
 _pools: dict[tuple[int, str], RankPool] = {}
@@ -181,41 +102,28 @@ def run_ranks(
     pool = _pools.get((world_size, device))
     if pool is None or not pool.is_alive:
         if pool is not None:
-            pool.close()
+            pool.ranks.kill()
         pool = _pools[world_size, device] = RankPool(world_size, device)
     return pool.run(function, *args, timeout_s=timeout_s)
 
 
 def close_pools() -> None:
     for pool in _pools.values():
-        pool.close()
+        pool.ranks.kill()
     _pools.clear()
 
 
-def _serve(rank: int, world_size: int, device: str, connection: Connection, stack_file: str) -> None:
-    with open(stack_file, "w") as stacks:
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        faulthandler.enable(file=stacks)  # writes the stack of a segmentation fault
-        os.environ["TORCH_FR_BUFFER_SIZE"] = TRACE_BUFFER_SIZE
-        os.environ["KINETO_LOG_LEVEL"] = "6"  # no line per profile
-        set_device_type(device)
-        import torch
+def _prepare(rank: int, device: str) -> None:
+    import torch
 
-        torch.set_num_threads(1)
-        prepare(device, rank)
-        while True:
-            try:
-                store, source, name, args = connection.recv()
-            except EOFError:
-                return
-            try:
-                reply = ("ok", *_run_one(rank, world_size, store, source, name, args))
-            except BaseException:
-                reply = ("error", traceback.format_exc(), None)
-            connection.send(reply)
+    os.environ["TORCH_FR_BUFFER_SIZE"] = TRACE_BUFFER_SIZE
+    os.environ["KINETO_LOG_LEVEL"] = "6"  # no line per profile
+    set_device_type(device)
+    torch.set_num_threads(1)
+    prepare(device, rank)
 
 
-def _run_one(rank: int, world_size: int, store: str | None, source: str, name: str, args: Any) -> Any:
+def _run_one(rank: int, meeting: str | None, source: str, name: str, args: Any) -> tuple[Any, _Left]:
     import torch
     import torch.distributed as dist
 
@@ -227,8 +135,8 @@ def _run_one(rank: int, world_size: int, store: str | None, source: str, name: s
     torch._dynamo.reset()
     compile_fsdp.reset_reports()
     leave_to_rest()
-    if store is not None:
-        _meet(rank, world_size, store)
+    if meeting is not None:
+        _meet(meeting)
     agreement._agreed.clear()
     world = dist.group.WORLD
     try:
@@ -245,7 +153,7 @@ def _run_one(rank: int, world_size: int, store: str | None, source: str, name: s
             torch.get_device_module(device_type()).synchronize()
 
 
-def _meet(rank: int, world_size: int, store: str) -> None:
+def _meet(meeting: str) -> None:
     """Create the ranks' process group.
 
     Called once, and again only after a test that failed or created groups: code compiled by Dynamo keeps its process
@@ -254,12 +162,9 @@ def _meet(rank: int, world_size: int, store: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from compile_fsdp.tools.train.world import backends_of
-
     if dist.is_initialized():
         dist.destroy_process_group()
-    backend = backends_of(torch.device(device_type()))
-    dist.init_process_group(backend, store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+    join(torch.device(device_type()), meeting=meeting)
 
 
 def forget_meshes() -> None:

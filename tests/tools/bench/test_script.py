@@ -44,7 +44,10 @@ model = nn.Sequential(Block(), nn.Linear(8, 4))
 for module in (model[0], model):
     fully_shard(module)
 {compile}
-optimizers = [torch.optim.AdamW(part.parameters(), lr=0.01) for part in {parts}]
+optimizers = []
+for part in {parts}:
+    no_parameters = {{"params": []}}
+    optimizers.append(torch.optim.AdamW([no_parameters, {{"params": part.parameters()}}], lr=0.01))
 for step in range(int(sys.argv[1])):
     torch.manual_seed(step)
     loss = model(torch.randn({batch}, 8)).square().mean()

@@ -13,9 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
+from compile_fsdp.tools.bench.llama import ModelConfig, Transformer
 from compile_fsdp.tools.planning import Backend, Estimate, Optimizer, estimate
-from compile_fsdp.tools.train.config import ModelConfig
-from compile_fsdp.tools.train.model import Transformer
 from compile_fsdp.wrap import plan
 from helpers.ranks.fake_world import fake_world
 from helpers.ranks.meshes import shared_mesh

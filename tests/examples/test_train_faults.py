@@ -1,18 +1,32 @@
-"""Ranks are killed at random moments; torchrun's restarts end with the loss curve of a run in which none was."""
+"""examples/train.py with killed ranks: restarts continue the loss curve, and surviving ranks end."""
 
 from __future__ import annotations
 
 import functools
 import random
+import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from helpers.faults.jobs import CHECKPOINTS, PHASES, SAVE_EVERY, STEPS_BETWEEN_KILLS, Outcome, draw_kills, run_job
+from helpers.faults.jobs import (
+    CHECKPOINTS,
+    PHASES,
+    SAVE_EVERY,
+    STEPS_BETWEEN_KILLS,
+    Kill,
+    Outcome,
+    draw_kills,
+    prepare,
+    run_job,
+)
+from helpers.ranks.forked import start_ranks
 
 SLOW = pytest.mark.slow
+TIMEOUT_S = 30
+LIMIT_S = 240.0  # start, imports and compilation come before
 TWO_OF_EACH = 2 * PHASES
 
 
@@ -32,8 +46,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int]
 @pytest.mark.parametrize(
     ("seed", "phases", "inner_backend"),
     [
-        # `make test` kills in a save and while compiling, and goes on from checkpoints: tests/state/test_kills.py,
-        # tests/state/test_continue.py and test_lost_ranks.py.
+        # `make test` kills in a save and while compiling, and resumes checkpoints: tests/state/test_kills.py,
+        # tests/state/test_continue.py and the test below.
         # This seed's rank dies in its third backward, behind the first save.
         pytest.param(12, ("backward",), "aot_eager", id="1 kill", marks=SLOW),
         *(pytest.param(n, TWO_OF_EACH, "aot_eager", id=f"10 kills, seed {n}", marks=SLOW) for n in (1, 2, 3, 4)),
@@ -60,3 +74,26 @@ def test_restarts_continue_the_loss_curve(
     assert outcome.first_step > 0
     assert not list((tmp_path / "killed" / CHECKPOINTS).glob("*.part"))
     print(f"{expected.seconds:.0f} s undisturbed, {outcome.seconds:.0f} s with {len(kills)} kills")
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("phase", "expected"),
+    [
+        ("compile", f"expected rank 1 to compile its forward graph within {TIMEOUT_S} s, got nothing from it"),
+        ("backward", "gloo"),
+        ("save", "gloo"),
+    ],
+)
+def test_survivor_of_a_killed_rank_ends_with_an_error(phase: str, expected: str, tmp_path: Path) -> None:
+    """Without torchrun, which would end the surviving rank."""
+    folder = tmp_path / "job"
+    kill = Kill(phase, rank=1, occurrence=1, delay_s=0.0)
+    ranks = start_ranks(folder, prepare(folder, steps=20, kills=[kill], inner_backend="aot_eager", timeout_s=TIMEOUT_S))
+    try:
+        (code, output), (lost, _) = [rank.wait(LIMIT_S) for rank in ranks]
+    finally:
+        ranks[0].ranks.kill()
+    assert (code, lost) == (1, -signal.SIGKILL), output
+    assert "Traceback" in output and expected in output, output
+    assert "Timed out" not in output  # the connection breaks at once

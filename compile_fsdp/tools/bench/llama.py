@@ -1,17 +1,48 @@
-"""A decoder-only transformer over bytes: RMSNorm, rotary positions, SwiGLU, optionally tied embeddings.
+"""A decoder-only transformer: RMSNorm, rotary positions, SwiGLU, optional tied embeddings.
 
 Shapes: B sequences, T tokens, D = dim, H heads of width K, V = vocab_size.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compile_fsdp.tools.train.config import ModelConfig
-
 ROTARY_BASE = 10_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Numbers that decide the shapes of a model's parameters.
+
+    Attributes:
+        dim: Width of the residual stream.
+        layers: Number of transformer blocks.
+        heads: Number of attention heads per block; `dim / heads` is an even integer.
+        hidden: Hidden width of a SwiGLU feed-forward.
+        vocab_size: Number of token values; 256, one per byte, by default.
+        tie_embeddings: Whether the output projection is the embedding table.
+    """
+
+    dim: int
+    layers: int
+    heads: int
+    hidden: int
+    vocab_size: int = 256
+    tie_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dim % (2 * self.heads) != 0:
+            raise ValueError(f"expected dim to be a multiple of 2 * heads, got dim={self.dim}, heads={self.heads}")
+
+    def parameter_count(self) -> int:
+        """Number of parameters of a model with this configuration."""
+        block = 4 * self.dim * self.dim + 3 * self.dim * self.hidden + 2 * self.dim
+        tables = (1 if self.tie_embeddings else 2) * self.vocab_size * self.dim
+        return self.layers * block + self.dim + tables
 
 
 class Rotary(nn.Module):
@@ -48,7 +79,7 @@ class Attention(nn.Module):
         self.heads = config.heads
         self.qkv = nn.Linear(config.dim, 3 * config.dim, bias=False)
         self.out = nn.Linear(config.dim, config.dim, bias=False)
-        self.rotary = Rotary(config.head_dim, seq_len)
+        self.rotary = Rotary(config.dim // config.heads, seq_len)
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend over `x`: (B, T, D) -> (B, T, D)."""

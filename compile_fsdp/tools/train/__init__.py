@@ -1,1 +1,0 @@
-"""The main job: train a byte-level transformer on real text."""
