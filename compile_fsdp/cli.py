@@ -18,12 +18,12 @@ def build_parser() -> argparse.ArgumentParser:
     from compile_fsdp.tools.bench import command as bench_command
     from compile_fsdp.tools.check import command as check_command
     from compile_fsdp.tools.explain import command as explain_command
-    from compile_fsdp.tools.planning import command as planning_command
+    from compile_fsdp.tools.plan import command as plan_command
 
     parser = argparse.ArgumentParser(prog="compile-fsdp", description="FSDP2 under torch.compile.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('compile-fsdp')}")
     subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    planning_command.add_parser(subcommands)
+    plan_command.add_parser(subcommands)
     check_command.add_parser(subcommands)
     explain_command.add_parser(subcommands)
     precompile.add_parser(subcommands)

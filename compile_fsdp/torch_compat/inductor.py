@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +71,37 @@ def cpp_compiler() -> str:
     return get_cpp_compiler()
 
 
+_generates_code = True
+
+
 @needs("torch._inductor.compile_fx.compile_fx", "torch._inductor.compile_fx.compile_fx_inner")
 def inductor_compilers() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Inductor's compilers of a Dynamo graph and of each graph that AOTAutograd derives from it. (2.13.0)"""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    return compile_fx, compile_fx_inner
+    return compile_fx, compile_fx_inner if _generates_code else _run_custom_passes
+
+
+@contextmanager
+def without_code() -> Iterator[None]:
+    """Generate no code inside the block: graphs run op by op after `post_grad_custom_pre_pass`."""
+    global _generates_code
+    outer, _generates_code = _generates_code, False
+    try:
+        yield
+    finally:
+        _generates_code = outer
+
+
+@needs("torch._inductor.config.post_grad_custom_pre_pass", "torch._dynamo.backends.debugging.boxed_nop")
+def _run_custom_passes(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._inductor import config
+
+    run_passes: Any = config.post_grad_custom_pre_pass
+    run_passes(gm.graph)
+    gm.recompile()
+    return boxed_nop(gm, list(example_inputs))
 
 
 @needs("torch._functorch.partitioners.min_cut_rematerialization_partition")

@@ -50,6 +50,10 @@ class Costs:
         """
         return self.latency + shard_bytes * (ranks - 1) / self.comm_bandwidth
 
+    def all_reduce(self, size_bytes: int) -> float:
+        """Return the seconds of an all-reduce of so many bytes."""
+        return self.latency + 2 * size_bytes / self.comm_bandwidth
+
     def collectives(self, count: int, shard_bytes: int, ranks: int) -> float:
         """Return the seconds of `count` collectives, on shards of this size in total."""
         return self.collective(shard_bytes, ranks) + (count - 1) * self.latency if count else 0.0
@@ -144,7 +148,7 @@ def communication(node: fx.Node, costs: Costs) -> tuple[int, float]:
     if is_offload(node) or is_fetch(node):
         return sent, costs.transfer(sent)
     if is_all_reduce(node):
-        return sent, costs.latency + 2 * sent / costs.comm_bandwidth
+        return sent, costs.all_reduce(sent)
     ranks = ranks_of(node)
     whole = sent * ranks if is_gather(node) else sent
     return whole, costs.collective(whole // ranks, ranks)

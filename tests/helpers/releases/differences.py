@@ -23,8 +23,5 @@ PRINTS_GUARDED_PARAMETERS = torch.__version__ < "2.12"
 # compiled steps add them in the dtype in which they are computed.
 SUMS_USES_IN_FULL_PRECISION = torch.__version__ >= "2.15"
 
-# Eager FSDP2 allocates low-precision gradients, and gradients of parameters that stay unsharded, differently.
-ALLOCATES_GRADIENTS_OTHERWISE = torch.__version__ >= "2.15"
-
 # Dynamo cuts a model with graph breaks into fewer graphs.
 CUTS_FEWER_PIECES = torch.__version__ < "2.12"

@@ -45,14 +45,10 @@ What differs from release to release, beside what a release lacks:
   (shown by the same tests). Compiled steps free it, as eager ones do since 2.13, and gather it once more. The guards of
   compiled code outlive it, and so do the constants of the gathers of a model that is deleted. The setting
   `torch._dynamo.config.skip_fsdp_hooks` exists; later releases lack it.
-* 2.12: eager FSDP2 holds the input of a group's reduction until the next group's is over, which `compile-fsdp plan`
-  counts. It is 1.4 % below the peak under a policy of lower precision.
 * 2.15: eager FSDP2 reduces gradients in the parameters' own dtype, not the one they are computed in, unless the policy
   has a `reduce_dtype`; so do compiled steps. In a microbatch that is not reduced yet, eager code adds the gradients of
-  a parameter's several uses in that dtype, too, compiled steps in the one they are computed in. `compile-fsdp plan`
-  counts the gradients of earlier releases: it is up to 13 % off the eager peaks of small models under a policy of lower
-  precision, with `reshard_after_forward=False`, and with float8 layers. What it has brought and is refused stands in
-  the [parity table](parity.md#refused).
+  a parameter's several uses in that dtype, too, compiled steps in the one they are computed in. What it has
+  brought and is refused stands in the [parity table](parity.md#refused).
 
 """
 
