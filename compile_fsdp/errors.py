@@ -173,7 +173,7 @@ class OpDefinitionError(CompileFSDPError):
 
 
 class ExplainError(CompileFSDPError):
-    """A step cannot be explained: the number of ranks is missing or wrong, or rich is not installed."""
+    """A step cannot be explained: the number of ranks is missing or wrong."""
 
 
 class CommandError(CompileFSDPError):

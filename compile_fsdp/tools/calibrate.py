@@ -63,21 +63,28 @@ def run(args: argparse.Namespace) -> None:
     """Measure the costs and print them on rank 0.
 
     Raises:
-        CommandError: if there is only one rank, or the mesh does not have as many places as ranks. Under torchrun, also
-            if `--ranks` is given, or a GPU is missing.
+        CommandError: if there is one rank only, there are more ranks than GPUs, the mesh does not fit the ranks, or a
+            rank fails. Under torchrun, also if `--ranks` is given, or a GPU is missing.
     """
     if dist.is_torchelastic_launched():
         if args.ranks is not None:
             raise CommandError(f"expected no --ranks under torchrun, which starts the ranks, got {args.ranks}")
         ranks = int(os.environ["WORLD_SIZE"])
     else:
-        ranks = args.ranks or (torch.accelerator.device_count() or 2)
+        devices = torch.accelerator.device_count()
+        ranks = args.ranks or devices or 2
+        if 0 < devices < ranks:
+            raise CommandError(f"expected at most one rank per GPU of this host, got --ranks {ranks} for {devices}")
     _check(ranks, args.mesh)
     arguments = args.mesh or (ranks,), args.dtype
     if dist.is_torchelastic_launched():
         _calibrate(int(os.environ["RANK"]), *arguments)
-    else:
+        return
+    try:
         launch.run(ranks, _calibrate, *arguments)
+    except (launch.RankError, launch.RankLost) as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise CommandError(f"expected {ranks} ranks on this host, got a failed rank: {reason}") from error
 
 
 def _check(ranks: int, mesh: Sequence[int] | None) -> None:

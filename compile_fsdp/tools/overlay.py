@@ -1,252 +1,258 @@
-"""An overlay folder for a script's writes, which leaves the user's files unchanged.
+"""A tree of links in a temporary folder that takes a script's writes and leaves the user's files unchanged.
 
-The script reads its own files back. A table maps each path that the script has changed to the place of its content: a
-file or folder in the overlay, a path of the user's that the script has renamed, or None if the script has removed the
-path. A path without an entry follows its nearest parent with an entry. The table is a file, because forked workers and
-the ranks of one host share it.
+`TREE/home/user/runs/a.pt` is the script's version of `/home/user/runs/a.pt`. The tree starts as a link to `/`. A write
+replaces the links on its path: a link to a folder by a new folder, and a link to a file by a copy. The new folder gets
+links to all entries when the script lists it or removes an entry. So renames, errors and listings are those of the
+file system. Forked workers and the ranks of one host share the tree.
+
+[Note: Links to the user's files]
+A link to an unchanged file or folder of the user begins with `//`, which the system reads as `/`. All further links are
+the script's, or copies of the user's links. `Overlay.find` resolves them inside the tree.
 """
 
 from __future__ import annotations
 
+import enum
 import errno
 import fcntl
 import os
-import pickle
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-Table = dict[str, str | None]
-"""By absolute path without symbolic links: where its content is, None for a removed file."""
+_REST = "\n"  # name of the link to the user's folder, in a folder of the tree that lacks links to some entries
+
+_MOST_LINKS = 40  # as in Linux
 
 
-def _prefixes(path: str) -> Iterator[str]:
-    """Yield the path, then its parents up to the root."""
-    while True:
-        yield path
-        parent = os.path.dirname(path)
-        if parent == path:
-            return
-        path = parent
+class Access(enum.Enum):
+    """How a call uses a path."""
+
+    READ = enum.auto()  # a file or folder
+    LOOK = enum.auto()  # a symbolic link itself
+    LIST = enum.auto()  # the entries of a folder
+    CHANGE = enum.auto()  # a file or folder that keeps its content, as in appending
+    REPLACE = enum.auto()  # the whole content of a file
+    MAKE = enum.auto()  # a new entry of a folder
+    REMOVE = enum.auto()  # an entry of a folder, to remove or rename it
+
+    @property
+    def writes(self) -> bool:
+        return self not in (Access.READ, Access.LOOK, Access.LIST)
+
+    @property
+    def follows(self) -> bool:
+        """Whether the call follows a symbolic link at the path."""
+        return self not in (Access.LOOK, Access.MAKE, Access.REMOVE)
+
+    def resolve(self, path: str) -> str:
+        """Resolve the symbolic links among the user's files that the call follows."""
+        if self.follows:
+            return os.path.realpath(path)
+        return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
 
 
 def is_below(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)
 
 
-def system_error(number: int, path: Any) -> OSError:
-    """Make the OSError of an error number; Python picks the subclass, such as `FileNotFoundError`."""
-    return OSError(number, os.strerror(number), path)
-
-
 class Overlay:
-    """Map from a script's paths to the places of their content. No method changes the user's files.
+    """Places of a script's versions of files. No method except `keep` changes the user's files.
 
     Args:
-        folder: Holds the files and the table. Processes that use one folder share the script's view.
+        folder: Holds the tree. Processes that use one folder share the script's view.
     """
 
     def __init__(self, folder: str) -> None:
         self.folder = os.path.realpath(folder)
-        self._table_file = os.path.join(self.folder, "table")
-        self._known: tuple[int, int] | None = None
-        self._table: Table = {}
+        self.tree = os.path.join(self.folder, "tree")
+        with self._locked():
+            if not os.path.lexists(self.tree):
+                os.symlink("//", self.tree)
 
     @property
-    def table(self) -> Table:
-        """The table as the last writing process left it."""
-        try:
-            status = os.stat(self._table_file)
-        except FileNotFoundError:
-            return self._table
-        if (version := (status.st_ino, status.st_mtime_ns)) != self._known:
-            self._table = pickle.loads(Path(self._table_file).read_bytes())
-            self._known = version
-        return self._table
+    def is_changed(self) -> bool:
+        return not os.path.islink(self.tree)
 
-    def key(self, path: str, follow: bool = True) -> str:
-        """Return the table's key for a path: absolute and without symbolic links.
+    def key(self, path: str) -> str:
+        """Return the absolute path by which the script knows a path. After `os.chdir`, the path may be in the tree."""
+        path = os.sep + os.path.abspath(path).lstrip(os.sep)  # abspath keeps two slashes
+        return path[len(self.tree) :] or os.sep if is_below(path, self.tree) else path
+
+    def find(self, key: str, access: Access) -> str:
+        """Return the path for a call to use: in the tree if the call writes or the script has changed the path.
 
         Args:
-            path: The path that the script passes.
-            follow: Whether to resolve the last component if it is a symbolic link.
+            key: An absolute path. The tree is ready for the call when `find` returns.
+            access: How the call uses the path.
+        Raises:
+            OSError: if the path leads through a file, or through a folder that cannot be read.
         """
-        path, table = os.path.abspath(path), self.table
-        for prefix in reversed(list(_prefixes(path))):
-            if prefix in table:
-                return path  # the system follows links below `prefix`, at the place in the table
-            if (follow or prefix != path) and os.path.islink(prefix):
-                target = os.path.realpath(prefix)
-                return path if target == prefix else self.key(target + path[len(prefix) :], follow)
-        return path
+        with self._locked():
+            return self._find(key, access)
 
-    def find(self, key: str, follow: bool = True) -> str:
-        """Return the place of a path's content; a missing path if the script has removed the content."""
-        table = self.table
-        for prefix in _prefixes(key):
-            if prefix in table:
-                place = table[prefix]
-                if place is None:
-                    return os.path.join(self.folder, "removed", key.lstrip(os.sep))
-                return self._behind_links(place + key[len(prefix) :], follow)
-        return key
-
-    def _behind_links(self, place: str, follow: bool) -> str:
-        """Return the place, or its target if it leads out of the overlay through a link."""
-        folder, name = os.path.split(place)
-        real = os.path.realpath(place) if follow else os.path.join(os.path.realpath(folder), name)
-        if self.holds(place) and not self.holds(real):
-            return self.find(real, follow)
+    def _find(self, key: str, access: Access, links: int = _MOST_LINKS) -> str:
+        if links == 0:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), key)
+        place, names = self.tree, [name for name in key.split(os.sep) if name]
+        while True:
+            source = self._source(place)
+            if source is not None and not access.writes:
+                theirs = os.path.join(source, *names)
+                real = access.resolve(theirs)
+                return theirs if real == theirs else self._find(real, access, links - 1)
+            if source is not None:
+                self._detach(place, source, access, is_above=bool(names))
+            if (names or access.follows) and os.path.islink(place):
+                target = os.path.join(os.path.dirname(place), os.readlink(place), *names)
+                return self._find(self.key(target), access, links - 1)
+            if not names:
+                break
+            place = os.path.join(place, names.pop(0))
+        if access is Access.REMOVE:
+            self._fill(os.path.dirname(place))
+        if access in (Access.REMOVE, Access.LIST):
+            self._fill(place)
         return place
 
-    def holds(self, place: str) -> bool:
-        """Whether a place is in the overlay, so that it may be written."""
-        return is_below(place, self.folder)
+    def _source(self, place: str) -> str | None:
+        """The user's path that a place stands for; None if the script has changed the place."""
+        if os.path.islink(place):
+            link = os.readlink(place)
+            return link[1:] if link.startswith("//") else None
+        rest = os.path.join(os.path.dirname(place), _REST)
+        if os.path.lexists(place) or not os.path.lexists(rest):
+            return None
+        source = os.path.join(os.readlink(rest)[1:], os.path.basename(place))
+        return source if os.path.lexists(source) else None
 
-    def names(self, key: str) -> list[str]:
-        """Return the names that the script sees in a folder.
+    def _detach(self, place: str, source: str, access: Access, is_above: bool) -> None:
+        """Make a place ready for an access that writes to the place, or below it if `is_above`."""
+        if os.path.islink(source):
+            os.symlink(os.readlink(source), place)
+        elif is_above or os.path.isdir(source):
+            os.stat(os.path.join(source, "."))  # raises an error if the source is no folder
+            new = tempfile.mkdtemp(dir=self.folder)
+            os.symlink(f"/{source}", os.path.join(new, _REST))
+            if os.path.lexists(place):
+                os.remove(place)
+            os.rename(new, place)
+        elif access is Access.CHANGE:
+            new = os.path.join(tempfile.mkdtemp(dir=self.folder), "copy")
+            shutil.copyfile(source, new)
+            shutil.copymode(source, new)
+            os.replace(new, place)
+        elif access is Access.REPLACE:
+            if os.path.lexists(place):
+                os.remove(place)
+        elif not os.path.lexists(place):
+            os.symlink(f"/{source}", place)
 
-        Raises:
-            OSError: if the script sees no folder there.
-        """
-        children = {os.path.basename(path): place for path, place in self.table.items() if os.path.dirname(path) == key}
-        there = dict.fromkeys(os.listdir(self.find(key)))
-        there.update(dict.fromkeys(name for name, place in children.items() if place is not None))
-        return [name for name in there if name not in children or children[name] is not None]
-
-    def is_changed(self, key: str) -> bool:
-        """Whether the listing of a folder, or the place of an entry, differs from the user's folder."""
-        return self.find(key) != key or any(os.path.dirname(path) == key for path in self.table)
-
-    def own(self, key: str, copy: bool) -> str:
-        """Return a place in the overlay that takes the writes to a file.
-
-        Args:
-            key: Key of the file, which need not exist.
-            copy: Whether a new place starts with the file's content, for example for appending.
-        Raises:
-            OSError: if the file's folder does not exist, or the path is a folder.
-        """
-        place = self.find(key)
-        is_removed = self.table.get(key, place) is None
-        if self.holds(place) and not is_removed and os.path.isdir(os.path.dirname(place)) and not os.path.isdir(place):
-            return place
-        if os.path.isdir(place):
-            raise system_error(errno.EISDIR, key)
-        new = self.new_place(key)
-        if copy and os.path.exists(place):
-            shutil.copyfile(place, new)
-            shutil.copymode(place, new)
-        return self._enter(key, new)
-
-    def new_place(self, key: str) -> str:
-        """Make an unused path in the overlay that ends in the name of the key.
-
-        Raises:
-            OSError: if the script sees no folder at the parent of the key.
-        """
-        parent = os.path.dirname(key)
-        if not os.path.isdir(self.find(parent)):
-            raise system_error(errno.ENOTDIR if os.path.lexists(self.find(parent)) else errno.ENOENT, key)
-        return os.path.join(tempfile.mkdtemp(dir=self.folder), os.path.basename(key))
-
-    def _enter(self, key: str, place: str) -> str:
-        with self._changing() as table:
-            table[key] = place
-        return place
-
-    def make(self, key: str) -> str:
-        """Enter a new path in the overlay for a folder, link or pipe that the script makes.
-
-        Raises:
-            OSError: if the key exists already, or its parent folder does not.
-        """
-        if os.path.lexists(self.find(key, follow=False)):
-            raise system_error(errno.EEXIST, key)
-        return self._enter(key, self.new_place(key))
-
-    def remove(self, key: str, folder: bool) -> None:
-        """Remove a file or an empty folder from the script's view.
-
-        Args:
-            key: Key of the file or folder.
-            folder: Whether the key must be a folder; if False, it must not be.
-        Raises:
-            OSError: if the key does not exist, contradicts `folder`, or is a folder with entries.
-        """
-        place = self.find(key, follow=False)
-        if not os.path.lexists(place):
-            raise system_error(errno.ENOENT, key)
-        is_folder = os.path.isdir(place) and not os.path.islink(place)
-        if is_folder != folder:
-            raise system_error(errno.ENOTDIR if folder else errno.EISDIR, key)
-        if folder and self.names(key):
-            raise system_error(errno.ENOTEMPTY, key)
-        self.forget(key)
-        if self.holds(place) and not is_folder:
-            os.unlink(place)
-
-    def forget(self, key: str) -> None:
-        """Remove a path and everything below it from the script's view."""
-        with self._changing() as table:
-            for path in [path for path in table if is_below(path, key)]:
-                del table[path]
-            table[key] = None
-
-    def move(self, source: str, target: str) -> None:
-        """Rename a file or folder in the script's view.
-
-        Raises:
-            OSError: if the source or the target's folder does not exist, or the source cannot replace the target.
-        """
-        place, replaced = self.find(source, follow=False), self.find(target, follow=False)
-        if not os.path.lexists(place):
-            raise system_error(errno.ENOENT, source)
-        if not os.path.isdir(self.find(os.path.dirname(target))):
-            raise system_error(errno.ENOENT, target)
-        if source == target:
+    def _fill(self, folder: str) -> None:
+        """Add links to the entries that a folder of the tree lacks."""
+        if not os.path.lexists(rest := os.path.join(folder, _REST)):
             return
-        if os.path.isdir(replaced) and not os.path.islink(replaced):
-            if not os.path.isdir(place):
-                raise system_error(errno.EISDIR, target)
-            if self.names(target):
-                raise system_error(errno.ENOTEMPTY, target)
-        with self._changing() as table:
-            below = {path: table[path] for path in table if is_below(path, source)}
-            for path in [path for path in table if is_below(path, source) or is_below(path, target)]:
-                del table[path]
-            table.update({target + path[len(source) :]: each for path, each in below.items()})
-            table[target], table[source] = place, None
+        source = os.readlink(rest)[1:]
+        for name in os.listdir(source):
+            if not os.path.lexists(place := os.path.join(folder, name)):
+                theirs = os.path.join(source, name)
+                os.symlink(os.readlink(theirs) if os.path.islink(theirs) else f"/{theirs}", place)
+        os.remove(rest)
 
-    def changes(self, kept: Iterable[str] = ()) -> tuple[list[str], list[str]]:
-        """Return the paths that the script has written, and the user's paths that it has removed.
+    def keep(self, path: str) -> None:
+        """Copy a file from the tree to the user's files, as the command itself has written it."""
+        key = os.path.realpath(path)
+        if (place := self.find(key, Access.READ)) != key and os.path.isfile(place):
+            os.makedirs(os.path.dirname(key), exist_ok=True)
+            shutil.copyfile(place, new := f"{key}.{os.getpid()}")
+            os.replace(new, key)
+            os.remove(place)
+            os.symlink(f"/{key}", place)
+
+    def changes(self, folder: str = os.sep) -> tuple[list[str], list[str]]:
+        """Return the paths that the script has written, and the paths that it has removed, below a folder.
 
         Paths below a returned path are left out.
-
-        Args:
-            kept: Files that the command has copied to the user's folders; these and their parents are left out.
         """
-        table, kept = self.table, list(kept)
-        written = [path for path, place in table.items() if place is not None and os.path.lexists(place)]
-        written = [path for path in written if not any(is_below(each, path) for each in kept)]
-        removed = [path for path, place in table.items() if place is None and os.path.lexists(path)]
-        return _topmost(written), _topmost(removed)
+        place = f"{self.tree}{folder.rstrip(os.sep)}"
+        if os.path.islink(place):
+            return [], []
+        names, written, removed = set(os.listdir(place)), [], []
+        if _REST not in names:
+            removed = [os.path.join(folder, name) for name in os.listdir(folder) if name not in names]
+        for name in sorted(names - {_REST}):
+            own, theirs = os.path.join(place, name), os.path.join(folder, name)
+            if self._source(own) == theirs or _link(own) == _link(theirs) is not None:
+                continue
+            if os.path.islink(own) or not (os.path.isdir(own) and os.path.isdir(theirs)):
+                written.append(theirs)
+                continue
+            below = self.changes(theirs)
+            written, removed = written + below[0], removed + below[1]
+        return written, removed
 
     @contextmanager
-    def _changing(self) -> Iterator[Table]:
-        """Yield a copy of the table under a file lock, then store the copy."""
+    def _locked(self) -> Iterator[None]:
         with open(os.path.join(self.folder, "lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            table = dict(self.table)
-            yield table
-            new = f"{self._table_file}.{os.getpid()}"
-            Path(new).write_bytes(pickle.dumps(table))
-            os.replace(new, self._table_file)
+            try:
+                yield
+            finally:
+                fcntl.flock(lock, fcntl.LOCK_UN)  # closing does not unlock while a forked child has the file open
 
 
-def _topmost(paths: list[str]) -> list[str]:
-    known = set(paths)
-    return [path for path in paths if known.isdisjoint(list(_prefixes(path))[1:])]
+def _link(path: str) -> str | None:
+    return os.readlink(path) if os.path.islink(path) else None
+
+
+class Entry:
+    """An `os.DirEntry` of a folder in the overlay, by the script's path."""
+
+    def __init__(self, folder: Any, name: Any) -> None:
+        self.name = name
+        self.path = os.path.join(folder, name)
+
+    def __fspath__(self) -> Any:
+        return self.path
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        return os.stat(self.path, follow_symlinks=follow_symlinks)
+
+    def inode(self) -> int:
+        return self.stat(follow_symlinks=False).st_ino
+
+    def is_symlink(self) -> bool:
+        return os.path.islink(self.path)
+
+    def is_junction(self) -> bool:
+        return False
+
+    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
+        return os.path.isdir(self.path) and (follow_symlinks or not self.is_symlink())
+
+    def is_file(self, *, follow_symlinks: bool = True) -> bool:
+        return os.path.isfile(self.path) and (follow_symlinks or not self.is_symlink())
+
+
+class Entries:
+    """The iterator that `os.scandir` returns."""
+
+    def __init__(self, folder: Any, names: Iterable[Any]) -> None:
+        self._entries = (Entry(os.fspath(folder), name) for name in names)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return self._entries
+
+    def __next__(self) -> Entry:
+        return next(self._entries)
+
+    def __enter__(self) -> Entries:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._entries.close()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from compile_fsdp.errors import ScriptError
 from compile_fsdp.replay import bundle
 from compile_fsdp.tools.launch import fake_world
-from compile_fsdp.tools.scripts import add_script, add_steps, check_steps, run_script
+from compile_fsdp.tools.scripts import add_script, run_script
 
 DESCRIPTION = """\
 Run a training script in one process, as one rank of a world whose collectives do nothing, and write into a folder the
@@ -27,7 +27,6 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.set_defaults(run=run)
     parser.add_argument("--world", type=int, required=True, metavar="N", help="ranks of the job")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder that gets the bundles")
-    add_steps(parser)
     add_script(parser)
 
 
@@ -43,7 +42,6 @@ def run(args: argparse.Namespace) -> None:
 
     if dist.is_torchelastic_launched():
         raise ScriptError("expected one process, got ranks that torchrun has started; run the command without it")
-    check_steps(args.steps)
     with fake_world(args.world), protected_files("precompile", args.script) as files:
         with bundle.kept_in(args.out.absolute()) as outcomes, ended_after(args.steps):
             run_script(args.script, args.args)

@@ -22,18 +22,17 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 import torch.distributed as dist
 
+from compile_fsdp.tools import replaced_functions
 from compile_fsdp.tools.check.findings import list_names
-from compile_fsdp.tools.overlay import Overlay, is_below
-from compile_fsdp.tools.overlay_calls import HANDLES, Place
-from compile_fsdp.tools.replaced_functions import Handle, Replaced
+from compile_fsdp.tools.overlay import Access, Entries, Overlay, is_below
+from compile_fsdp.tools.replaced_functions import ACCESSES, find_accesses
 from compile_fsdp.torch_compat.inductor import cache_folder
 
 # Variables that name cache folders, which are not protected.
@@ -41,15 +40,7 @@ _CACHES = (
     *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_HOME", "TORCH_EXTENSIONS_DIR", "CUDA_CACHE_PATH"),
     *("TORCH_HOME", "TORCH_TRACE", "HF_HOME", "XDG_CACHE_HOME"),
 )
-_HOME_CACHES = ("~/.cache", "~/.triton", "~/.nv", "~/Library/Caches")
-_SYSTEM = ("/dev", "/proc", "/sys")
-_WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-
-# Audit events that change a file: number of leading arguments that are paths.
-_EVENTS = {
-    "os.remove": 1, "os.rmdir": 1, "os.mkdir": 1, "os.truncate": 1, "os.chmod": 1, "os.chown": 1, "os.utime": 1,
-    "os.setxattr": 1, "os.removexattr": 1, "os.rename": 2,
-}  # fmt: skip
+_FREE = ("/dev", "/proc", "/sys", "~/.cache", "~/.triton", "~/.nv", "~/Library/Caches")
 
 
 class ProtectedFiles:
@@ -63,93 +54,75 @@ class ProtectedFiles:
     def __init__(self, command: str, script: Path) -> None:
         self.command = command
         self.overlay = Overlay(_overlay_folder())
-        self._cwd = os.getcwd()
-        self._own = [os.path.realpath(self._cwd), os.path.realpath(script.parent)]
-        self._free: tuple[list[str | None], dict[str, bool]] = ([], {})
-        self._kept: set[str] = set()
-        self._is_running = False
-        self._threads: WeakSet[threading.Thread] = WeakSet()  # threads that the script leaves running
+        self.is_running = False
+        self.threads: WeakSet[threading.Thread] = WeakSet()  # threads that the script leaves running
+        self.cwd = os.getcwd()
+        self._own = [self.cwd, os.path.abspath(script.parent)]
+        self._rules: tuple[list[str | None], dict[str, bool]] = ([], {})
         cache_folder()  # makes the folder and sets TORCHINDUCTOR_CACHE_DIR
-
-    @contextmanager
-    def running(self) -> Iterator[ProtectedFiles]:
-        """Redirect the writes of the block, then print the files that were not written.
-
-        See [Note: Until the process ends].
-        """
-        atexit.register(self._remove, os.getpid())
-        before = set(threading.enumerate())
-        self._start()
-        try:
-            yield self
-        finally:
-            self._threads.update(set(threading.enumerate()) - before)
-            self._stop()
-            os.chdir(self._cwd)  # the script may have changed into a folder of the overlay
-            atexit.register(self._start)
-            self._report()
 
     def keep(self, paths: Iterable[Path]) -> None:
         """Copy files that the command itself wrote during the script from the overlay to their real paths."""
         with _unprotected():
             for path in paths:
-                key = self.overlay.key(str(path))
-                self._kept.add(key)
-                if (place := self.overlay.find(key)) != key and os.path.isfile(place):
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(place, new := f"{path}.{os.getpid()}")
-                    os.replace(new, path)
+                self.overlay.keep(str(path))
 
-    def applies(self) -> bool:
-        """Whether the calling thread runs code of the script."""
-        return self._is_running or threading.current_thread() in self._threads
-
-    def protects(self, key: str) -> bool:
-        """Whether a path without symbolic links is a user's file; the nearest folder of `_folders` decides."""
-        variables = [os.environ.get(name) for name in _CACHES]
-        if variables != self._free[0]:
-            self._free = (variables, self._folders([each for each in variables if each]))
-        folders, path = self._free[1], key
-        while path not in folders:
+    def protects(self, path: str) -> bool:
+        """Whether a path without symbolic links is a user's file; the nearest folder with a rule decides."""
+        caches = [os.environ.get(name) for name in _CACHES]
+        if caches != self._rules[0]:  # the script may set them
+            self._rules = (caches, self._make_rules([each for each in caches if each]))
+        rules = self._rules[1]
+        while path not in rules:
             path = os.path.dirname(path)
-        return folders[path]
+        return rules[path]
 
-    def _folders(self, caches: list[str]) -> dict[str, bool]:
+    def _make_rules(self, caches: list[str]) -> dict[str, bool]:
         """By folder, whether the files in it are protected."""
-        temporary = {tempfile.gettempdir(): False}
-        own = {folder: True for folder in self._own}
-        debug = os.path.join(self._cwd, "torch_compile_debug")
-        free = (*_SYSTEM, *_HOME_CACHES, *caches, debug, self.overlay.folder)
-        folders = {os.sep: True} | temporary | own | {os.path.expanduser(folder): False for folder in free}
-        return {os.path.realpath(folder): protects for folder, protects in folders.items()}
+        debug = os.path.join(self.cwd, "torch_compile_debug")
+        free = (*map(os.path.expanduser, _FREE), *caches, debug, self.overlay.folder)
+        rules = {os.sep: True, tempfile.gettempdir(): False}
+        rules |= dict.fromkeys(self._own, True) | dict.fromkeys(free, False)
+        return {os.path.realpath(folder): protects for folder, protects in rules.items()}
 
-    def place(self, path: Any, writes: bool = False, follow: bool = True, dir_fd: int | None = None) -> Place | None:
-        """Return a protected path as a `Place`; None for an open file or an unprotected path.
-
-        Args:
-            path: The argument that the script passes.
-            writes: Whether the call changes the path. A call that only reads needs no place until the script changes
-                a file.
-            follow: Whether to resolve the last component if it is a symbolic link.
-            dir_fd: Descriptor of the folder that a relative path starts from; None for the current folder.
-        """
-        if not isinstance(path, (str, bytes, os.PathLike)) or not (writes or self.overlay.table):
-            return None
+    def find(self, path: Any, access: Access) -> Any:
+        """Return the path for a call to use instead of a path; `path` itself if nothing changes."""
+        if not isinstance(path, (str, bytes, os.PathLike)) or not (access.writes or self.overlay.is_changed):
+            return path
         text = os.fsdecode(path)
-        if dir_fd is not None and not os.path.isabs(text):
-            text = os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), text)
-        key = self.overlay.key(text, follow)
-        return Place(self.overlay, key, isinstance(os.fspath(path), bytes)) if self.protects(key) else None
+        key = self.overlay.key(text)
+        real = access.resolve(key)
+        if not self.protects(real):
+            return path
+        found = self.overlay.find(key if self.protects(key) else real, access)
+        if found == real and not is_below(os.path.abspath(text), self.overlay.tree):
+            return path
+        return os.fsencode(found) if isinstance(os.fspath(path), bytes) else found
 
-    def handle(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call(self, name: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a replaced function for the script, with paths of the overlay."""
-        with _unprotected():
-            call = HANDLES[name](self, original, *args, **kwargs)
+        if name in ("os.listdir", "os.scandir") and not args:
+            args = (kwargs.pop("path", None) or ".",)
+        own: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+        has_folder = any(own.get(each) is not None for each in ("dir_fd", "src_dir_fd", "dst_dir_fd"))
         try:
-            return call()
+            with _unprotected():
+                for i, (argument, access) in enumerate(find_accesses(name, args, kwargs).items()):
+                    at = i if i in own else argument
+                    if access is None or at not in own:
+                        continue
+                    if not has_folder or os.path.isabs(own[at]):
+                        own[at] = self.find(own[at], access)
+                    elif access.writes:
+                        raise self._refusal(own[at])
+                if name == "os.scandir" and own[0] is not args[0]:
+                    return Entries(args[0], os.listdir(own[0]))
+            result = original(*(own[i] for i in range(len(args))), **{each: own[each] for each in kwargs})
+            return self.overlay.key(result) if name == "os.getcwd" else result
         except OSError as error:
-            if isinstance(error.filename, str) and self.overlay.holds(error.filename):
-                error.filename = args[0]  # the path that the script knows
+            for attribute in ("filename", "filename2"):
+                if is_below(path := str(getattr(error, attribute)), self.overlay.tree):
+                    setattr(error, attribute, self.overlay.key(path))
             raise
 
     def refuse(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -158,56 +131,55 @@ class ProtectedFiles:
         Raises:
             PermissionError: if the event changes a protected file.
         """
-        if event == "open":
-            paths = arguments[:1] if (arguments[2] or 0) & _WRITE_FLAGS else ()
-        else:
-            paths = arguments[: _EVENTS[event]]
+        name, args = ("os.open", (arguments[0], arguments[2])) if event == "open" else (event, arguments)
         with _unprotected():
-            for path in paths:
-                if self.place(path, writes=True) is not None:
-                    why = f"compile-fsdp {self.command} runs the script without its writes"
-                    raise PermissionError(errno.EACCES, f"not written: {why}", path)
+            for path, access in zip(args, find_accesses(name, args, {}).values(), strict=False):
+                is_write = access is not None and access.writes and isinstance(path, (str, bytes, os.PathLike))
+                if is_write and self.protects(access.resolve(os.path.abspath(os.fsdecode(path)))):
+                    raise self._refusal(path)
 
-    def _start(self) -> None:
-        self._is_running = True
-        _add(self)
+    def _refusal(self, path: Any) -> PermissionError:
+        why = f"not written: compile-fsdp {self.command} runs the script without its writes"
+        return PermissionError(errno.EACCES, why, path)
 
-    def _stop(self) -> None:
-        self._is_running = False
-        _drop_finished()
-
-    def _remove(self, process: int) -> None:
-        if os.getpid() != process:
-            return  # a forked child inherits this atexit function
-        self._threads.clear()
-        self._stop()
-        _leave(self.overlay.folder)
-
-    def _report(self) -> None:
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            return
-        written, removed = self.overlay.changes(self._kept)
-        for word, paths in (("written", written), ("removed", removed)):
-            if paths:
-                names = list_names(tuple(self._shown(path) for path in paths))
-                print(f"not {word}: {names} ({self.command} runs the script without its writes)", flush=True)
-
-    def _shown(self, path: str) -> str:
-        cwd = os.path.realpath(self._cwd)
-        return os.path.relpath(path, cwd) if is_below(path, cwd) else path
+    def report(self) -> None:
+        """Print the files that the script's writes have not changed."""
+        for word, paths in zip(("written", "removed"), self.overlay.changes(), strict=True):
+            names = tuple(os.path.relpath(path) if is_below(path, os.getcwd()) else path for path in paths)
+            if names:
+                why = f"({self.command} runs the script without its writes)"
+                print(f"not {word}: {list_names(names)} {why}", flush=True)
 
 
-def protected_files(command: str, script: Path) -> AbstractContextManager[ProtectedFiles]:
-    """Keep a script's writes away from the user's files inside the block; see `ProtectedFiles`.
+@contextmanager
+def protected_files(command: str, script: Path) -> Iterator[ProtectedFiles]:
+    """Keep a script's writes away from the user's files inside the block, then print the files that were not written.
+
+    See [Note: Until the process ends].
 
     Args:
         command: Name of the command, for messages.
         script: Path of the script that the command runs.
     """
-    return ProtectedFiles(command, script).running()
+    files = ProtectedFiles(command, script)
+    atexit.register(_remove, files, os.getpid())
+    before = set(threading.enumerate())
+    _start(files)
+    try:
+        yield files
+    finally:
+        files.is_running = False
+        files.threads.update(set(threading.enumerate()) - before)
+        if not files.threads:
+            _stop()
+        os.chdir(files.cwd)  # the script may have changed into a folder of the overlay
+        atexit.register(_start, files)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            files.report()
 
 
-_protections: list[ProtectedFiles] = []
+_present: ProtectedFiles | None = None  # until the script and its threads have ended
+_hooks: list[Callable[[str, tuple[Any, ...]], None]] = []
 _inside = threading.local()
 
 
@@ -221,41 +193,49 @@ def _unprotected() -> Iterator[None]:
         _inside.value = outer
 
 
-def _find() -> ProtectedFiles | None:
-    if getattr(_inside, "value", False):
+def _protection() -> ProtectedFiles | None:
+    """The protection of the calling thread; None if the thread does not run code of the script."""
+    if _present is None or getattr(_inside, "value", False):
         return None
-    return next((each for each in reversed(_protections) if each.applies()), None)
+    return _present if _present.is_running or threading.current_thread() in _present.threads else None
 
 
-def _find_handle(name: str) -> Handle | None:
-    protection = _find()
-    return None if protection is None else partial(protection.handle, name)
-
-
-_replaced = Replaced(_find_handle)
-_hooks: list[Callable[[str, tuple[Any, ...]], None]] = []
+def _call(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    files = _protection()
+    return original(*args, **kwargs) if files is None else files.call(name, original, args, kwargs)
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
-    if _protections and (event == "open" or event in _EVENTS) and (protection := _find()) is not None:
-        protection.refuse(event, arguments)
+    if event in ACCESSES and (files := _protection()) is not None:
+        files.refuse(event, arguments)
 
 
-def _add(protection: ProtectedFiles) -> None:
+def _start(files: ProtectedFiles) -> None:
+    global _present
     if not _hooks:
         sys.addaudithook(_audit)  # Python cannot remove an audit hook
         _hooks.append(_audit)
-    if not _protections:
-        _replaced.install()
-    if protection not in _protections:
-        _protections.append(protection)
+    if _present is None:
+        replaced_functions.install(_call)
+    _present, files.is_running = files, True
 
 
-def _drop_finished() -> None:
-    """Restore the original functions if no script, and no thread of a script, still runs."""
-    _protections[:] = [each for each in _protections if each._is_running or any(t.is_alive() for t in each._threads)]
-    if not _protections:
-        _replaced.undo()
+def _stop() -> None:
+    global _present
+    if _present is not None:
+        replaced_functions.undo()
+    _present = None
+
+
+def _remove(files: ProtectedFiles, process: int) -> None:
+    """Unregister this process, and remove the folder if no rank uses it any more."""
+    if os.getpid() != process:
+        return  # a forked child inherits this atexit function
+    _stop()
+    users = Path(files.overlay.folder, "users")
+    (users / str(process)).unlink(missing_ok=True)
+    if not users.exists() or not any(users.iterdir()):
+        shutil.rmtree(files.overlay.folder, ignore_errors=True)
 
 
 def _overlay_folder() -> str:
@@ -271,11 +251,3 @@ def _overlay_folder() -> str:
     os.makedirs(os.path.join(folder, "users"), exist_ok=True)
     Path(folder, "users", str(os.getpid())).touch()
     return folder
-
-
-def _leave(folder: str) -> None:
-    """Unregister this process, and remove the folder if no rank uses it any more."""
-    users = Path(folder, "users")
-    (users / str(os.getpid())).unlink(missing_ok=True)
-    if not users.exists() or not any(users.iterdir()):
-        shutil.rmtree(folder, ignore_errors=True)

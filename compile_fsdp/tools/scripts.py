@@ -15,11 +15,13 @@ import torch.distributed as dist
 
 from compile_fsdp.errors import ScriptError
 from compile_fsdp.tools.launch import fake_world
-from compile_fsdp.tools.present_group import UserFile, loading_user_files
 
 
 def add_script(parser: argparse.ArgumentParser) -> None:
-    """Add the script and the script's arguments to the end of a command line."""
+    """Add `--steps`, the script and the script's arguments to the end of a command line."""
+    parser.add_argument(
+        "--steps", type=int, default=2, metavar="N", help="end the script after so many optimizer steps (default 2)"
+    )
     parser.add_argument("script", type=Path, metavar="SCRIPT", help="a Python file")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="what the script gets as its arguments")
 
@@ -29,23 +31,6 @@ def add_world(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--world", type=int, default=None, metavar="N", help="ranks of the world, without torchrun (default 8)"
     )
-
-
-def add_steps(parser: argparse.ArgumentParser) -> None:
-    """Add `--steps`, the number of steps after which the script is ended."""
-    parser.add_argument(
-        "--steps", type=int, default=2, metavar="N", help="end the script after so many optimizer steps (default 2)"
-    )
-
-
-def check_steps(steps: int) -> None:
-    """Check the number of steps.
-
-    Raises:
-        ScriptError: if `steps` is less than 1.
-    """
-    if steps < 1:
-        raise ScriptError(f"expected --steps to be at least 1, got {steps}")
 
 
 @contextmanager
@@ -80,8 +65,7 @@ def run_script(script: Path, arguments: list[str]) -> dict[str, Any]:
     Returns:
         The global names of the script.
     Raises:
-        ScriptError: if the script does not exist, a library that it calls initialises the process group a second time,
-            or it ends with an error status.
+        ScriptError: if the script does not exist, or ends with an error status.
         Exception: if the script raises an exception.
     """
     if not script.is_file():
@@ -92,18 +76,10 @@ def run_script(script: Path, arguments: list[str]) -> dict[str, Any]:
     sys.modules["__main__"] = module = ModuleType("__main__")
     module.__file__ = str(script)
     try:
-        with loading_user_files(script):
-            exec(UserFile("__main__", str(script)).get_code("__main__"), vars(module))
+        exec(compile(script.read_bytes(), str(script), "exec", dont_inherit=True), vars(module))
     except SystemExit as end:
         if end.code not in (None, 0):
             raise ScriptError(f"expected {script} to end without an error, got exit status {end.code}") from end
-    except ValueError as error:
-        if "process group twice" not in str(error):
-            raise
-        raise ScriptError(
-            f"expected {script} to use the existing process group, got a second init_process_group(); write "
-            "`if not dist.is_initialized():` before it"
-        ) from error
     finally:
         sys.argv, sys.path[:] = argv, path
         sys.modules["__main__"] = main

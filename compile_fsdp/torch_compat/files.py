@@ -43,14 +43,21 @@ def checkpoints_of_one_rank() -> Iterator[None]:
 
 @contextmanager
 def new_groups_are_fake() -> Iterator[None]:
-    """Create new process groups with the fake backend, and ignore the backend they request. (2.13.0)"""
+    """Create new process groups with the fake backend, and keep a default process group that exists. (2.13.0)"""
     new_group: Any = distributed_c10d.new_group
+    init: Any = distributed_c10d.init_process_group
 
     def new_fake_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
         return new_group(ranks, timeout, None, *args, **kwargs)
 
+    def keep_group(*args: Any, **kwargs: Any) -> None:
+        if not distributed_c10d.is_initialized():
+            init(*args, **kwargs)
+
     torch.distributed.new_group = distributed_c10d.new_group = new_fake_group
+    torch.distributed.init_process_group = distributed_c10d.init_process_group = keep_group
     try:
         yield
     finally:
         torch.distributed.new_group = distributed_c10d.new_group = new_group
+        torch.distributed.init_process_group = distributed_c10d.init_process_group = init

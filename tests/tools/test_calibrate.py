@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from compile_fsdp.calibration import store
 from compile_fsdp.cli import main
@@ -39,6 +40,21 @@ def test_single_rank_or_wrong_mesh_size_is_refused(
 ) -> None:
     assert main(["calibrate", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_more_ranks_than_gpus_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    assert main(["calibrate", "--ranks", "4"]) == 2
+    assert "expected at most one rank per GPU of this host, got --ranks 4 for 2" in capsys.readouterr().err
+
+
+def test_failed_rank_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    assert main(["calibrate", "--ranks", "2"]) == 2
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert error.startswith("compile-fsdp: error: expected 2 ranks on this host, got a failed rank: ")
 
 
 @pytest.mark.parametrize("arguments", [["--dtype", "int8"], ["--dtype", "float33"], ["--mesh", "2by2"]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import operator
 import os
 import shutil
 import sqlite3
@@ -111,7 +112,7 @@ def test_command_leaves_the_users_files_unchanged(
     assert main([*asked, "train.py", *arguments]) == 0
     assert read_all(project) == before
     said = capsys.readouterr().out.splitlines()
-    names = "runs/model.pt, runs/best.pt, runs/sharded/__0_0.distcp, runs/sharded/.metadata and 2 more"
+    names = "runs/best.pt, runs/log0.csv, runs/model.pt, runs/sharded/.metadata and 2 more"
     assert f"not written: {names} ({command[0]} runs the script without its writes)" in said
     assert f"not removed: runs/old ({command[0]} runs the script without its writes)" in said
     assert [path.name for path in out.iterdir()] == {"check": [], "explain": ["page.html"]}.get(
@@ -166,14 +167,15 @@ def run(project: Path, source: str) -> dict[str, object]:
 def unchanged(project: Path) -> Iterator[Path]:
     """The project; fails if a test changes files other than script.py or leaves functions replaced."""
     before = read_all(project / "runs")
-    functions = builtins.open, os.stat, os.replace, shutil.rmtree, sqlite3.connect, torch.UntypedStorage.from_file
+    functions = _present_functions()
     yield project
     assert read_all(project / "runs") == before
     assert sorted(path.name for path in project.iterdir()) == ["runs", "script.py", "train.py"]
-    assert functions == (
-        *(builtins.open, os.stat, os.replace, shutil.rmtree, sqlite3.connect),
-        torch.UntypedStorage.from_file,
-    )
+    assert all(map(operator.is_, functions, _present_functions()))
+
+
+def _present_functions() -> tuple[object, ...]:
+    return builtins.open, os.stat, os.replace, shutil.rmtree, sqlite3.connect, torch.UntypedStorage.from_file
 
 
 def test_script_reads_back_its_redirected_writes(unchanged: Path) -> None:
@@ -253,6 +255,32 @@ globbed = {str(path) for path in Path("runs").rglob("*") if path.is_file()}
     assert all(torch.equal(each, torch.ones(2)) for each in (*names["tensor"], names["safe"]))  # type: ignore[misc]
     assert names["walked"] == names["globbed"]
     assert {"runs/new/deep/x.json", "runs/moved", "runs/new/db"} < names["walked"]  # type: ignore[operator]
+
+
+def test_writes_through_links_and_renamed_folders_are_redirected(unchanged: Path) -> None:
+    names = run(
+        unchanged,
+        """
+import os
+from pathlib import Path
+
+os.rename("runs/old", "runs/older")
+open("runs/older/model.pt", "a").write("more")
+os.symlink(os.path.abspath("runs/sharded"), "runs/absolute")
+open("runs/absolute/.metadata", "w").write("mine")
+os.link("runs/model.pt", "runs/hard")
+open("runs/hard", "a").write("more")
+os.chdir("runs")
+open("log0.csv", "a").write("more")
+Path("best.pt").write_text("mine")
+os.chdir("..")
+paths = ("older/model.pt", "sharded/.metadata", "model.pt", "log0.csv", "best.pt")
+contents = [Path("runs", path).read_text() for path in paths]
+""",
+    )
+    assert names["contents"] == [
+        *("the user's old/model.pt\nmore", "mine", "the user's model.pt\nmore", "the user's log0.csv\nmore", "mine")
+    ]
 
 
 @pytest.mark.parametrize(

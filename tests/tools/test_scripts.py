@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from compile_fsdp.errors import ScriptError
 from compile_fsdp.tools.launch import fake_world
 from compile_fsdp.tools.scripts import run_script
+
+INIT = dist.init_process_group
 
 
 @pytest.mark.parametrize(
@@ -19,12 +22,6 @@ from compile_fsdp.tools.scripts import run_script
     [
         (None, "expected a Python file to run, got"),
         ("raise SystemExit(3)", "got exit status 3"),
-        (
-            # `exec` stands for a library: the call is not in a file of the user.
-            "import torch.distributed as d\n"
-            "exec(\"d.init_process_group('gloo', store=d.HashStore(), rank=0, world_size=1)\")",
-            "`if not dist.is_initialized\\(\\):`",
-        ),
     ],
 )
 def test_script_mistakes_raise_script_error(tmp_path: Path, source: str | None, expected: str) -> None:
@@ -97,19 +94,4 @@ def test_init_process_group_keeps_the_fake_world(tmp_path: Path, call: str) -> N
             assert run_script(path, [])["ranks"] == 16
     finally:
         sys.modules.pop("beside", None)
-    assert not list(tmp_path.rglob("*.pyc"))
-
-
-def test_scripts_own_init_process_group_is_called(tmp_path: Path) -> None:
-    path = tmp_path / "script.py"
-    path.write_text("def init_process_group(x):\n    return x + 1\n\nmade = init_process_group(1)\n")
-    with fake_world(2):
-        assert run_script(path, [])["made"] == 2
-
-
-def test_script_line_numbers_are_preserved(tmp_path: Path) -> None:
-    path = tmp_path / "script.py"
-    path.write_text("import torch.distributed as dist\n\ndist.init_process_group(\n    backend=1 / 0,\n)\n")
-    with pytest.raises(ZeroDivisionError) as raised, fake_world(2):
-        run_script(path, [])
-    assert raised.traceback[-1].path == path and raised.traceback[-1].lineno + 1 == 4
+    assert dist.init_process_group is c10d.init_process_group is INIT

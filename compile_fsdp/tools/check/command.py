@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from compile_fsdp.tools.scripts import add_script, add_steps, add_world, check_steps, world
+from compile_fsdp.tools.scripts import add_script, add_world, world
 
 DESCRIPTION = """\
 Run a training script for two steps and say whether it compiles whole: which line breaks the graph and why, which
@@ -26,7 +26,6 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
         "check", help="say whether a script compiles whole, for CI", description=DESCRIPTION, epilog=EPILOG
     )
     parser.set_defaults(run=run)
-    add_steps(parser)
     parser.add_argument("--strict", action="store_true", help="exit with 1 for what costs, too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings")
     add_world(parser)
@@ -43,7 +42,6 @@ def run(args: argparse.Namespace) -> int:
     from compile_fsdp.tools.check.watch import check_script
     from compile_fsdp.tools.protect_files import protected_files
 
-    check_steps(args.steps)
     with world(args.world) as (rank, world_size), protected_files("check", args.script):
         report = check_script(args.script, args.args, args.steps, world_size)
     if rank == 0:

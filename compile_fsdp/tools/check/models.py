@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
@@ -71,30 +70,25 @@ class ShardedModel:
         return any(group.is_captured for group in self.groups)
 
 
-class Modules:
-    """The live modules that were sharded or compiled after this object was made."""
-
-    def __init__(self) -> None:
-        self._earlier: weakref.WeakSet[nn.Module] = weakref.WeakSet(_relevant_modules())
-
-    def find_models(self, traced: Collection[TracedGraph]) -> tuple[ShardedModel, ...]:
-        """Describe the sharded models, in the order in which the garbage collector lists their roots.
-
-        Args:
-            traced: Graphs that were compiled.
-        """
-        modules = [module for module in _relevant_modules() if module not in self._earlier]
-        sharded = [module for module in modules if isinstance(module, FSDPModule)]
-        below = {id(each) for module in sharded for each in module.modules() if each is not module}
-        compiled = [module for module in modules if _is_compiled(module)]
-        return tuple(_describe(module, compiled, traced) for module in sharded if id(module) not in below)
-
-
-def _relevant_modules() -> Iterator[nn.Module]:
+def find_modules() -> Iterator[nn.Module]:
+    """Yield the live modules that are sharded or compiled."""
     # By the type, because isinstance() may run code of an object.
     for each in gc.get_objects():
         if issubclass(type(each), nn.Module) and (issubclass(type(each), FSDPModule) or _is_compiled(each)):
             yield each
+
+
+def describe_models(modules: Collection[nn.Module], traced: Collection[TracedGraph]) -> tuple[ShardedModel, ...]:
+    """Describe the sharded models, in the order of their roots.
+
+    Args:
+        modules: Sharded and compiled modules.
+        traced: Graphs that were compiled.
+    """
+    sharded = [module for module in modules if isinstance(module, FSDPModule)]
+    below = {id(each) for module in sharded for each in module.modules() if each is not module}
+    compiled = [module for module in modules if _is_compiled(module)]
+    return tuple(_describe(module, compiled, traced) for module in sharded if id(module) not in below)
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -12,21 +12,11 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from compile_fsdp.errors import ScriptError
+
 
 class _EnoughSteps(BaseException):
     """Ends the script; not an `Exception`, because the script's handlers may catch those."""
-
-
-@dataclass(slots=True)
-class Ending:
-    """How a script was ended.
-
-    Attributes:
-        exception: Exception that ended the script; None if it ran to its own end. The exception's traceback keeps the
-            script's objects alive.
-    """
-
-    exception: BaseException | None = None
 
 
 @dataclass(slots=True)
@@ -37,13 +27,14 @@ class Steps:
         limit: Number of steps of each optimizer after which the script ends.
         by_optimizer: Number of steps by optimizer.
         made: Number of steps of the optimizer with the most steps.
-        end: How the script was ended.
+        end: The exception that ended the script; its traceback keeps the script's objects alive. Empty if the script
+            ran to its own end.
     """
 
     limit: int
     by_optimizer: weakref.WeakKeyDictionary[Optimizer, int] = field(default_factory=weakref.WeakKeyDictionary)
     made: int = 0
-    end: Ending = field(default_factory=Ending)
+    end: list[BaseException] = field(default_factory=list)
 
     def count(self, optimizer: Optimizer) -> bool:
         """Count one step; return whether the script has made enough steps.
@@ -59,24 +50,25 @@ class Steps:
 
 
 @contextmanager
-def ended_by(count: Callable[[Optimizer], bool]) -> Iterator[Ending]:
+def ended_by(count: Callable[[Optimizer], bool], end: list[BaseException] | None = None) -> Iterator[None]:
     """End the block without an error as soon as `count` returns True.
 
     Args:
         count: Called with the optimizer after each step of any optimizer; returns whether to end the block.
+        end: Gets the exception that ends the block.
     """
 
     def receive(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if count(optimizer):
             raise _EnoughSteps
 
-    ending = Ending()
     # Disabled, because Dynamo would trace the hook if a script compiles its optimizer's step.
     handle = register_optimizer_step_post_hook(torch.compiler.disable(receive))
     try:
-        yield ending
-    except _EnoughSteps as end:
-        ending.exception = end
+        yield
+    except _EnoughSteps as error:
+        if end is not None:
+            end.append(error)
     finally:
         handle.remove()
 
@@ -87,7 +79,11 @@ def ended_after(limit: int) -> Iterator[Steps]:
 
     Args:
         limit: Number of steps of each optimizer, see `Steps.count`.
+    Raises:
+        ScriptError: if `limit` is less than 1.
     """
+    if limit < 1:
+        raise ScriptError(f"expected --steps to be at least 1, got {limit}")
     steps = Steps(limit)
-    with ended_by(steps.count) as steps.end:
+    with ended_by(steps.count, steps.end):
         yield steps

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from weakref import WeakSet
 
 import torch.distributed as dist
 
 from compile_fsdp.errors import ScriptError
 from compile_fsdp.reports import reports
 from compile_fsdp.tools.check.failures import explain_failure, print_traceback, script_error
-from compile_fsdp.tools.check.models import Modules, ShardedModel
+from compile_fsdp.tools.check.models import ShardedModel, describe_models, find_modules
 from compile_fsdp.tools.check.report import CheckReport
 from compile_fsdp.tools.check.rules import Seen, find
 from compile_fsdp.tools.check.steps import ended_after
@@ -29,7 +30,7 @@ def check_script(script: Path, arguments: Sequence[str], steps: int, world_size:
     Raises:
         ScriptError: if the script raises an error that is not about compiling; see also `run_script`.
     """
-    modules, earlier_reports = Modules(), len(reports())
+    earlier_modules, earlier_reports = WeakSet(find_modules()), len(reports())
     failed: Exception | None = None
     names: object = None  # globals of the script, which keep its models alive
     with capture() as captured:
@@ -40,8 +41,9 @@ def check_script(script: Path, arguments: Sequence[str], steps: int, world_size:
                 raise
             except Exception as error:
                 failed = error
-        models = modules.find_models(captured.traced)
-    del names
+        modules = [module for module in find_modules() if module not in earlier_modules]
+        models = describe_models(modules, captured.traced)
+    del names, modules
     finding = None
     if failed is not None and (finding := explain_failure(failed, _other_backend(models))) is None:
         print_traceback(failed)

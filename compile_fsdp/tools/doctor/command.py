@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 
+from compile_fsdp.tools.doctor import caches, machine, software
 from compile_fsdp.tools.doctor.asked import NAME
-from compile_fsdp.tools.doctor.checks import run_checks
 from compile_fsdp.tools.doctor.rows import Row, State
 
 DESCRIPTION = """\
@@ -16,13 +18,31 @@ process groups, the compiler's cache. A table says what was found, with a remedy
 there is a fault; warnings do not count.
 """
 
-STYLES = {State.OK: "green", State.WARNING: "yellow", State.FAULT: "bold red", State.UNCHECKED: "dim"}
+Checks = Mapping[str, Callable[[], Row]]
+
+# A fault in one of these prevents the import of the package, so no further check runs.
+FIRST: Checks = {
+    "package": software.check_package,
+    "Python": software.check_python,
+    "torch": software.check_torch,
+    "compiler cache": caches.check_cache_folder,
+    "private names": software.check_private_names,
+}
+THEN: Checks = {
+    "Dynamo": software.check_dynamo,
+    "C++ compiler": machine.check_compiler,
+    "devices": machine.check_devices,
+    "process groups": machine.check_process_groups,
+    "fake group": machine.check_fake_group,
+    "measured costs": caches.check_costs,
+}
 
 
 def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `doctor` to the command line."""
     parser = subcommands.add_parser(NAME, help="check the installation", description=DESCRIPTION)
-    _add_options(parser)
+    parser.set_defaults(run=run)
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON, for programs")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -33,60 +53,46 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         The exit status.
     """
-    parser = argparse.ArgumentParser(prog=f"compile-fsdp {NAME}", description=DESCRIPTION)
-    _add_options(parser)
-    return run(parser.parse_args(arguments))
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run=run)
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON, for programs")
+    parser = argparse.ArgumentParser(prog="compile-fsdp")
+    add_parser(parser.add_subparsers())
+    return run(parser.parse_args([NAME, *arguments]))
 
 
 def run(args: argparse.Namespace) -> int:
     """Print all rows; return 1 if a row is a fault, else 0."""
     rows = run_checks()
     if args.json:
-        print(as_json(rows))
+        found = [{"check": name, **asdict(row), "state": row.state.value} for name, row in rows.items()]
+        print(json.dumps(found, indent=1))
     else:
         print_rows(rows)
     return int(any(row.state is State.FAULT for row in rows.values()))
 
 
-def as_json(rows: Mapping[str, Row]) -> str:
-    """Format the rows as a JSON list of objects with the fields `check`, `state`, `found` and `remedy`."""
-    fields = [
-        {"check": name, "state": row.state.value, "found": row.found, "remedy": row.remedy}
-        for name, row in rows.items()
-    ]
-    return json.dumps(fields, indent=1)
+def run_checks(first: Checks = FIRST, then: Checks = THEN) -> dict[str, Row]:
+    """Run the checks, but none after a fault in `first`; return rows by check name."""
+    rows: dict[str, Row] = {}
+    for name, check in first.items():
+        rows[name] = _run(check)
+        if rows[name].state is State.FAULT:
+            skipped = Row(State.UNCHECKED, f"see {name}")
+            return {**dict.fromkeys((*first, *then), skipped), **rows}
+    return {**rows, **{name: _run(check) for name, check in then.items()}}
+
+
+def _run(check: Callable[[], Row]) -> Row:
+    try:
+        return check()
+    except Exception as error:  # an unexpected error must not hide the remaining rows
+        return Row(State.FAULT, f"{type(error).__name__}: {error}", "report this")
 
 
 def print_rows(rows: Mapping[str, Row]) -> None:
-    """Print a table, or plain lines if rich is not installed, and the number of faults."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ModuleNotFoundError:
-        for name, row in rows.items():
-            print(f"{row.state.value:<10} {name:<15} {row.found}")
-            if row.remedy:
-                print(f"{'':<26} remedy: {row.remedy}")
-        print(summary(rows))
-        return
-    table = Table(title="Installation", title_justify="left")
-    for title in ("state", "check", "found, and remedy"):
-        table.add_column(title, overflow="fold")
+    """Print a table, and the number of faults and warnings."""
     for name, row in rows.items():
-        remedy = f"\nremedy: {row.remedy}" if row.remedy else ""
-        table.add_row(row.state.value, name, f"{row.found}{remedy}", style=STYLES[row.state])
-    console = Console(highlight=False, markup=False)
-    console.print(table)
-    console.print(summary(rows))
-
-
-def summary(rows: Mapping[str, Row]) -> str:
-    """Count faults and warnings, as in `1 fault, 2 warnings`."""
-    states = [row.state for row in rows.values()]
-    faults, warnings = states.count(State.FAULT), states.count(State.WARNING)
-    return f"{faults} fault{'s' * (faults != 1)}, {warnings} warning{'s' * (warnings != 1)}"
+        print(f"{row.state.value:<10} {name:<15} {row.found}")
+        if row.remedy:
+            print(f"{'':<26} remedy: {row.remedy}")
+    states = Counter(row.state for row in rows.values())
+    faults, warnings = states[State.FAULT], states[State.WARNING]
+    print(f"{faults} fault{'s' * (faults != 1)}, {warnings} warning{'s' * (warnings != 1)}")

@@ -10,11 +10,14 @@ import sysconfig
 import tempfile
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from compile_fsdp.tools.doctor.rows import Row, State
+
+if TYPE_CHECKING:
+    import torch
 
 COMPILE_LIMIT_S = 120.0
 
@@ -70,68 +73,43 @@ def try_compiler(compiler: str) -> str | None:
         return None if root(4.0) == 2.0 else "its compiled code returns wrong results"
 
 
-@dataclass(frozen=True, slots=True)
-class Accelerators:
-    """Accelerators that torch finds.
-
-    Attributes:
-        type: Device type of the accelerators; None if there are none.
-        names: Name and memory of each accelerator.
-        built_for: Kind and version of accelerator that this torch is built for; None for the CPU alone.
-        has_triton: Whether Triton is installed, with which Inductor compiles for CUDA and XPU.
-    """
-
-    type: str | None
-    names: tuple[str, ...]
-    built_for: str | None
-    has_triton: bool
-
-
-def find_accelerators() -> Accelerators:
-    """Find the accelerators that torch can use."""
+def check_devices() -> Row:
+    """List the devices, and check that Inductor can compile for them."""
     import torch
 
     from compile_fsdp.tools.explain.units import format_bytes
 
-    has_triton = find_spec("triton") is not None
-    versions = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": torch.version.xpu}
-    built_for = next((f"{kind} {version}" for kind, version in versions.items() if version), None)
-    if not torch.accelerator.is_available() or (device := torch.accelerator.current_accelerator()) is None:
-        return Accelerators(None, (), built_for, has_triton)
-    module = torch.get_device_module(device)
-    names = []
-    for index in range(torch.accelerator.device_count()):
-        name = getattr(module, "get_device_name", lambda _: device.type)(index)
-        properties = getattr(module, "get_device_properties", lambda _: None)(index)
-        size = getattr(properties, "total_memory", None)
-        names.append(name if size is None else f"{name}, {format_bytes(size)}")
-    return Accelerators(device.type, tuple(names), built_for, has_triton)
-
-
-def check_devices(found: Accelerators | None = None) -> Row:
-    """List the devices, and check that Inductor can compile for them.
-
-    Args:
-        found: Accelerators of the machine; by default, the accelerators that torch finds.
-    """
-    from compile_fsdp.tools.explain.units import format_bytes
-
-    found = found or find_accelerators()
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     cpu = f"CPU: {os.cpu_count()} cores, {format_bytes(memory)}"
-    if found.type is None:
-        if found.built_for is not None:
-            return Row(
-                State.WARNING,
-                f"{cpu}; torch is built for {found.built_for} and finds no device",
-                "none on a host without one; else see that the driver is there and of this version",
-            )
-        return Row(State.OK, cpu)
-    groups = (f"{count} x {name}" for name, count in Counter(found.names).items())
-    text = f"{found.type}: {'; '.join(groups)}; {cpu}"
-    if found.type in ("cuda", "xpu") and not found.has_triton:
-        return Row(State.FAULT, f"{text}; no Triton", "install the triton that this build of torch asks for")
-    return Row(State.OK, text)
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is not None:
+        text = f"{device.type}: {'; '.join(_name_accelerators(device))}; {cpu}"
+        if device.type in ("cuda", "xpu") and find_spec("triton") is None:
+            return Row(State.FAULT, f"{text}; no Triton", "install the triton that this build of torch asks for")
+        return Row(State.OK, text)
+    versions = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": torch.version.xpu}
+    if built_for := [f"{kind} {version}" for kind, version in versions.items() if version]:
+        return Row(
+            State.WARNING,
+            f"{cpu}; torch is built for {built_for[0]} and finds no device",
+            "none on a host without one; else see that the driver is there and of this version",
+        )
+    return Row(State.OK, cpu)
+
+
+def _name_accelerators(device: torch.device) -> list[str]:
+    """Number, name and memory of each kind of accelerator, as in `8 x H100, 80 GiB`."""
+    import torch
+
+    from compile_fsdp.tools.explain.units import format_bytes
+
+    module: Any = torch.get_device_module(device)
+    names: Counter[str] = Counter()
+    for index in range(torch.accelerator.device_count()):
+        name = getattr(module, "get_device_name", lambda _: device.type)(index)
+        size = getattr(getattr(module, "get_device_properties", lambda _: None)(index), "total_memory", None)
+        names[name if size is None else f"{name}, {format_bytes(size)}"] += 1
+    return [f"{count} x {name}" for name, count in names.items()]
 
 
 def check_process_groups(available: Collection[str] | None = None) -> Row:
@@ -182,7 +160,7 @@ def _try_gloo() -> str | None:
 
 
 def check_fake_group() -> Row:
-    """Check that this process can join a fake process group, which explain, plan and precompile need."""
+    """Check that this process can join a fake process group, as commands without torchrun do."""
     import torch
     import torch.distributed as dist
 
@@ -195,6 +173,6 @@ def check_fake_group() -> Row:
         return Row(
             State.FAULT,
             str(error).splitlines()[0],
-            "run compile-fsdp explain under torchrun; plan and precompile need another build of torch",
+            "run compile-fsdp check and explain under torchrun; plan and precompile need another build of torch",
         )
     return Row(State.OK, "opens")

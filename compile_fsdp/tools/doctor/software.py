@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -11,8 +10,6 @@ from compile_fsdp.tools.doctor.rows import Row, State
 from compile_fsdp.torch_compat.releases import check_version
 
 DISTRIBUTION, PACKAGE = "compile-fsdp", "compile_fsdp"
-# Extras for work on this project, not for its users.
-DEVELOPMENT_EXTRAS = frozenset({"dist", "docs", "examples", "test"})
 
 
 def check_package() -> Row:
@@ -77,28 +74,3 @@ def check_dynamo() -> Row:
     except (ImportError, AttributeError) as error:
         return Row(State.FAULT, f"the backend {PACKAGE} cannot be loaded: {error}", remedy)
     return Row(State.OK, f"has the backend {PACKAGE}")
-
-
-def check_extras() -> Row:
-    """List the extras and their missing packages; never a fault, because a command reports its missing packages."""
-    needed: dict[str, list[str]] = {}
-    for requirement in metadata.requires(DISTRIBUTION) or ():
-        if match := re.match(r"""([\w.-]+).*extra == ["']([\w-]+)["']""", requirement):
-            needed.setdefault(match[2], []).append(match[1])
-    missing = {
-        extra: [name for name in names if not _is_installed(name)]
-        for extra, names in needed.items()
-        if extra not in DEVELOPMENT_EXTRAS
-    }
-    found = [extra if not names else f"{extra} without {', '.join(names)}" for extra, names in missing.items()]
-    incomplete = ",".join(extra for extra, names in missing.items() if names)
-    remedy = f"for these commands: pip install '{DISTRIBUTION}[{incomplete}]'" if incomplete else ""
-    return Row(State.OK, "; ".join(found) or "none", remedy)
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True

@@ -10,14 +10,12 @@ from torch import fx
 from compile_fsdp.passes.analysis.collectives import (
     is_collective,
     is_fetch,
-    is_gather,
     is_offload,
-    is_rearrangement,
     is_wait,
 )
 from compile_fsdp.passes.analysis.costs import size_bytes
 from compile_fsdp.passes.analysis.live_bytes import LiveBytes
-from compile_fsdp.tools.explain.memory import is_view
+from compile_fsdp.tools.explain.memory import gathered_memory, is_view
 from compile_fsdp.tools.explain.names import GraphNames
 from compile_fsdp.torch_compat.dispatch import OpOverload
 from compile_fsdp.torch_compat.inductor import graph_input_position, is_fused
@@ -47,7 +45,7 @@ def alive_bytes(graph: fx.Graph, names: GraphNames) -> Alive:
     """
     is_backward = bool(names.gradients)
     position = {node: i for i, node in enumerate(graph.nodes)}
-    gathered = _find_gathered(graph)
+    gathered = gathered_memory(graph)
     last = _find_last_reads(graph, position)
     again = _find_again(graph) if is_backward else set()
     kept, made, away = (LiveBytes(len(position)) for _ in range(3))
@@ -67,17 +65,6 @@ def alive_bytes(graph: fx.Graph, names: GraphNames) -> Alive:
         each = made if node in again and not is_fetch(node) else kept
         each.hold(start if node.op != "placeholder" else 0, last[node], size_bytes(node))
     return Alive(kept.totals(), made.totals(), away.totals())
-
-
-def _find_gathered(graph: fx.Graph) -> set[fx.Node]:
-    """All-gathers, and nodes that only wait for, view or rearrange their outputs."""
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        inputs = node.all_input_nodes
-        is_copied = is_wait(node) or is_view(node) or is_rearrangement(node)
-        if is_gather(node) or (inputs and is_copied and all(each in found for each in inputs)):
-            found.add(node)
-    return found
 
 
 def _find_again(graph: fx.Graph) -> set[fx.Node]:

@@ -129,41 +129,33 @@ class CapturedGraph:
     windows_left: Counter[str] = field(default_factory=Counter)
 
 
+@dataclass(slots=True)
 class _Watcher:
     """Observer of one graph. A second graph is the backward of a graph without sharded modules."""
 
-    def __init__(
-        self,
-        graphs: list[CapturedGraph],
-        direction: Direction,
-        groups: tuple[GroupFacts, ...],
-        names: GraphNames,
-        costs: Costs | None,
-    ) -> None:
-        self.graphs = graphs
-        self.direction: Direction = direction
-        self.groups = groups
-        self.names = names
-        self.costs = costs
-        self.graph: CapturedGraph | None = None
+    graphs: list[CapturedGraph]
+    direction: Direction
+    groups: tuple[GroupFacts, ...]
+    names: GraphNames
+    costs: Costs | None
+    is_second: bool = False
 
     def start(self, graph: fx.Graph) -> None:
-        self.graph = CapturedGraph(self.direction if self.graph is None else "backward", self.groups)
-        self.graphs.append(self.graph)
-        self.graph.windows = self.graph.windows_left = self._count_windows(graph)
+        windows = self._count_windows(graph)
+        direction: Direction = "backward" if self.is_second else self.direction
+        self.graphs.append(CapturedGraph(direction, self.groups, windows=windows, windows_left=windows))
+        self.is_second = True
         self._add_stage("traced", f"{len(graph.nodes)} nodes", graph)
 
     def after(self, graph: fx.Graph, report: WindowReport | PassCounts) -> None:
-        assert self.graph is not None
         self._add_stage(report.name, str(report), graph)
         if isinstance(report, WindowReport):
-            self.graph.kept += tuple((fqn, reason.value) for fqn, reason in report.kept)
+            self.graphs[-1].kept += tuple((fqn, reason.value) for fqn, reason in report.kept)
         if report.name == remove_unshard_copies.__name__:
-            self.graph.windows_left = self._count_windows(graph)
+            self.graphs[-1].windows_left = self._count_windows(graph)
 
     def end(self, graph: fx.Graph) -> None:
-        assert self.graph is not None
-        self.graph.events = read_events(graph, self.names, self.costs)
+        self.graphs[-1].events = read_events(graph, self.names, self.costs)
 
     def _count_windows(self, graph: fx.Graph) -> Counter[str]:
         counts: Counter[str] = Counter()
@@ -173,11 +165,10 @@ class _Watcher:
         return counts
 
     def _add_stage(self, name: str, summary: str, graph: fx.Graph) -> None:
-        assert self.graph is not None
         unsharded, sent = trace_parameters(graph, self.names)
         labels = {node: ", ".join(sorted(fqns)) for node, fqns in unsharded.items()}
         labels |= {node: f"shards of {', '.join(sorted(fqns))}" for node, fqns in sent.items()}
-        self.graph.stages.append(Stage(name, summary, graph_lines(graph, labels)))
+        self.graphs[-1].stages.append(Stage(name, summary, graph_lines(graph, labels)))
 
 
 class Capture:

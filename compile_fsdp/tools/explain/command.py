@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from compile_fsdp.tools.scripts import add_script, add_steps, add_world, check_steps, run_script, world
+from compile_fsdp.tools.scripts import add_script, add_world, run_script, world
 
 DESCRIPTION = """\
 Run a training script and write one HTML page about what compile_fsdp has compiled in it: a timeline, the memory of
@@ -22,7 +22,6 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     parser.set_defaults(run=run)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the page to write")
-    add_steps(parser)
     add_world(parser)
     add_script(parser)
 
@@ -38,7 +37,6 @@ def run(args: argparse.Namespace) -> None:
     from compile_fsdp.tools.explain.report import make_report
     from compile_fsdp.tools.protect_files import protected_files
 
-    check_steps(args.steps)
     protected = protected_files("explain", args.script)
     with world(args.world) as (rank, world_size), protected, capture() as captured, ended_after(args.steps):
         run_script(args.script, args.args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import fx
 
@@ -25,6 +26,8 @@ from compile_fsdp.tools.explain.text import operation
 from compile_fsdp.torch_compat.inductor import graph_input_position, graph_output_positions
 
 UNKNOWN_NAME = "?"
+
+_MEMORY = ("alive_bytes", "activation_bytes", "recomputed_bytes", "offloaded_bytes")  # of an event
 
 Names = frozenset[str]
 _NONE: Names = frozenset()
@@ -86,7 +89,7 @@ class Event:
     operations: tuple[str, ...]
     size_bytes: int
     seconds: float
-    alive_bytes: int
+    alive_bytes: int = 0
     collective: int = -1
     gradients: tuple[str, ...] = ()
     activation_bytes: int = 0
@@ -114,71 +117,48 @@ class _Reader:
         self.costs = costs or (COSTS["cpu"] if collective is None else device_costs(collective))
         self.parameters, self.sent = trace_parameters(graph, names)
         self.gradients = _find_gradients(graph, names)  # parameters whose gradients a node computes or carries
-        self.alive = unsharded_bytes(graph, names)
+        self.unsharded = unsharded_bytes(graph, names)
         self.others = alive_bytes(graph, names)
         self.collectives: dict[fx.Node, int] = {}
 
     def read(self) -> list[Event]:
         events: list[Event] = []
         for i, node in enumerate(self.graph.nodes):
-            found = self._event(node, self.alive[i])
-            if found is None:
+            if node.op not in ("call_function", "call_method") or (event := self._event(node)) is None:
                 continue
-            alive = self.others
-            event = replace(
-                found,
-                activation_bytes=alive.kept[i],
-                recomputed_bytes=alive.again[i],
-                offloaded_bytes=alive.away[i],
-            )
-            last = events[-1] if events else None
-            if last is not None and _may_join(last, event):
-                events[-1] = _join(last, event)
+            alive = (self.unsharded[i], self.others.kept[i], self.others.again[i], self.others.away[i])
+            memory: dict[str, Any] = dict(zip(_MEMORY, alive, strict=True))
+            event = replace(event, operations=(operation(node),), **memory)
+            if events and _may_join(events[-1], event):
+                events[-1] = _join(events[-1], event)
             else:
                 events.append(event)
         return events
 
-    def _event(self, node: fx.Node, alive: int) -> Event | None:
-        if node.op not in ("call_function", "call_method"):
-            return None
-        if (kind := _launched_kind(node)) is not None:
-            carried = self.parameters.get(node, _NONE) | self.gradients.get(node, _NONE)
-            self.collectives[node] = len(self.collectives)
-            size, seconds = communication(node, self.costs)
-            name = (kind in TRANSFERS and module_of(node)) or _modules(carried)
-            return self._make(kind, name, carried, node, size, seconds, alive, self.collectives[node])
-        if is_wait(node):
-            launch = node.all_input_nodes[0]
+    def _event(self, node: fx.Node) -> Event | None:
+        """Make the event of a node without its memory; None for a view or an unknown op."""
+        kind = _launched_kind(node)
+        if kind is not None or is_wait(node):
+            launch = node.all_input_nodes[0] if kind is None else node
+            if kind is not None:
+                self.collectives[node] = len(self.collectives)
             carried = self.parameters.get(node, _NONE) | self.gradients.get(launch, _NONE)
+            name = (_launched_kind(launch) in TRANSFERS and module_of(node)) or _modules(carried)
+            size, seconds = (0, 0.0) if kind is None else communication(node, self.costs)
             number = self.collectives.get(launch, -1)
-            name = (is_fetch(launch) and module_of(node)) or _modules(carried)
-            return self._make(Kind.WAIT, name, carried, node, 0, 0.0, alive, number)
+            return Event(kind or Kind.WAIT, name, tuple(sorted(carried)), (), size, seconds, collective=number)
         seconds = compute_seconds(node, self.costs)
         if seconds == 0.0:
             return None
         own = self.parameters.get(node) or self.sent.get(node)
         if own:  # a copy into a gather's input or out of its output
-            return self._make(Kind.COPY, _modules(own), own, node, 0, seconds, alive)
+            return Event(Kind.COPY, _modules(own), tuple(sorted(own)), (), 0, seconds)
         read = _NONE.union(*(self.parameters.get(each, _NONE) for each in node.all_input_nodes))
         made = self.gradients.get(node, _NONE)
         name = module_of(node) or _modules(read or made)
-        kind = Kind.COPY if made and not read and is_rearrangement(node) else Kind.COMPUTE
-        if kind is Kind.COPY:
-            return self._make(kind, name, made, node, 0, seconds, alive)
-        return replace(self._make(kind, name, read, node, 0, seconds, alive), gradients=tuple(sorted(made)))
-
-    def _make(
-        self,
-        kind: Kind,
-        name: str,
-        parameters: Names,
-        node: fx.Node,
-        size: int,
-        seconds: float,
-        alive: int,
-        number: int = -1,
-    ) -> Event:
-        return Event(kind, name, tuple(sorted(parameters)), (operation(node),), size, seconds, alive, number)
+        if made and not read and is_rearrangement(node):
+            return Event(Kind.COPY, name, tuple(sorted(made)), (), 0, seconds)
+        return Event(Kind.COMPUTE, name, tuple(sorted(read)), (), 0, seconds, gradients=tuple(sorted(made)))
 
 
 def _may_join(last: Event, event: Event) -> bool:
@@ -186,18 +166,14 @@ def _may_join(last: Event, event: Event) -> bool:
 
 
 def _join(last: Event, event: Event) -> Event:
-    return Event(
-        last.kind,
-        last.name,
-        tuple(sorted({*last.parameters, *event.parameters})),
-        last.operations + event.operations,
-        0,
-        last.seconds + event.seconds,
-        max(last.alive_bytes, event.alive_bytes),
+    memory: dict[str, Any] = {name: max(getattr(last, name), getattr(event, name)) for name in _MEMORY}
+    return replace(
+        last,
+        parameters=tuple(sorted({*last.parameters, *event.parameters})),
         gradients=tuple(sorted({*last.gradients, *event.gradients})),
-        activation_bytes=max(last.activation_bytes, event.activation_bytes),
-        recomputed_bytes=max(last.recomputed_bytes, event.recomputed_bytes),
-        offloaded_bytes=max(last.offloaded_bytes, event.offloaded_bytes),
+        operations=last.operations + event.operations,
+        seconds=last.seconds + event.seconds,
+        **memory,
     )
 
 

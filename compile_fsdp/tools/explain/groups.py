@@ -70,45 +70,35 @@ def make_rows(
         windows_left: Number of windows in all graphs that the passes left, by parameter FQN.
         kept: (parameter FQN, reason) of the windows that stay.
     """
-    return tuple(_row(group, placed, windows, windows_left, kept) for group in groups)
-
-
-def _row(
-    group: GroupFacts,
-    placed: Sequence[Placed],
-    windows: Counter[str],
-    windows_left: Counter[str],
-    kept: Sequence[tuple[str, str]],
-) -> GroupRow:
-    own = set(group.parameters)
-    carried = [each for each in placed if not own.isdisjoint(each.event.parameters)]
-    traced = sum(windows[fqn] for fqn in own)
-    uses = (_use(number, carried, placed) for number in dict.fromkeys(each.graph for each in carried))
-    return GroupRow(
-        facts=group,
-        gathers=sum(each.event.kind is Kind.GATHER for each in carried),
-        reductions=sum(each.event.kind is Kind.REDUCE for each in carried),
-        windows=traced,
-        windows_removed=traced - sum(windows_left[fqn] for fqn in own),
-        kept=tuple((fqn, reason) for fqn, reason in kept if fqn in own),
-        uses=tuple(use for use in uses if use is not None),
-    )
+    rows = []
+    for group in groups:
+        own = set(group.parameters)
+        carried = [each for each in placed if not own.isdisjoint(each.event.parameters)]
+        traced = sum(windows[fqn] for fqn in own)
+        uses = (_use(number, carried, placed) for number in dict.fromkeys(each.graph for each in carried))
+        rows.append(
+            GroupRow(
+                facts=group,
+                gathers=sum(each.event.kind is Kind.GATHER for each in carried),
+                reductions=sum(each.event.kind is Kind.REDUCE for each in carried),
+                windows=traced,
+                windows_removed=traced - sum(windows_left[fqn] for fqn in own),
+                kept=tuple((fqn, reason) for fqn, reason in kept if fqn in own),
+                uses=tuple(use for use in uses if use is not None),
+            )
+        )
+    return tuple(rows)
 
 
 def _use(graph: int, carried: Sequence[Placed], placed: Sequence[Placed]) -> Use | None:
-    used = [each for each in carried if each.graph == graph and each.event.kind is Kind.COMPUTE]
+    own = [each for each in carried if each.graph == graph]
+    used = [each for each in own if each.event.kind is Kind.COMPUTE]
     if not used:
         return None
     first, last = used[0], used[-1]
-    launch = next((each for each in carried if each.graph == graph and each.event.kind is Kind.GATHER), None)
-    between = None
-    if launch is not None:
-        positions = [i for i, each in enumerate(placed) if each is launch or each is first]
-        between = sum(each.event.kind is Kind.COMPUTE for each in placed[positions[0] : positions[-1]])
-    return Use(
-        graph,
-        (first.event.name, first.start_s),
-        (last.event.name, last.start_s),
-        between,
-        max(0.0, first.start_s - launch.at_s) if launch is not None else 0.0,
-    )
+    between, seconds = None, 0.0
+    if (launch := next((each for each in own if each.event.kind is Kind.GATHER), None)) is not None:
+        ends = [i for i, each in enumerate(placed) if each is launch or each is first]
+        between = sum(each.event.kind is Kind.COMPUTE for each in placed[ends[0] : ends[-1]])
+        seconds = max(0.0, first.start_s - launch.at_s)
+    return Use(graph, (first.event.name, first.start_s), (last.event.name, last.start_s), between, seconds)

@@ -21,26 +21,31 @@ def unsharded_bytes(graph: fx.Graph, names: GraphNames) -> list[int]:
     """
     position = {node: i for i, node in enumerate(graph.nodes)}
     live = LiveBytes(len(position))
-    root: dict[fx.Node, fx.Node] = {}  # by node on gathered memory: the node that allocated the memory
-    last: dict[fx.Node, int] = {}
+    root = gathered_memory(graph)
+    last = {node: position[node] for node in root.values()}
     for node, i in position.items():
-        for each in node.all_input_nodes:
-            if each in root:
-                last[root[each]] = i
-        if is_gather(node):
-            root[node] = node
-            last[node] = i
-        elif node.all_input_nodes and all(each in root for each in node.all_input_nodes):
-            if is_wait(node) or is_view(node):
-                root[node] = root[node.all_input_nodes[0]]
-            elif is_rearrangement(node):
-                root[node] = node
-                last[node] = i
+        last.update((root[each], i) for each in node.all_input_nodes if each in root)
     for node, end in last.items():
         live.hold(position[node], end, size_bytes(node))
     for first, end, size in _windows(graph, names, position):
         live.hold(first, end - 1, size)
     return live.totals()
+
+
+def gathered_memory(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """By node on gathered memory: the node that allocates the memory.
+
+    These nodes are all-gathers, and nodes that only wait for, view or rearrange their outputs.
+    """
+    root: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        is_alias = is_wait(node) or is_view(node)
+        if is_gather(node):
+            root[node] = node
+        elif inputs and (is_alias or is_rearrangement(node)) and all(each in root for each in inputs):
+            root[node] = root[inputs[0]] if is_alias else node
+    return root
 
 
 def is_view(node: fx.Node) -> bool:

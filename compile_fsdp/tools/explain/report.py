@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +107,7 @@ class Report:
         """Return the report as dicts, lists, strings and numbers, ready for `json.dumps`."""
         seconds = ("step_s", "exposed_s", "communication_s")
         sizes = ("peak_bytes", "eager_peak_bytes", "allocated_bytes", "budget_bytes", "shard_bytes")
-        plain: dict[str, Any] = _plain(dataclasses.asdict(self))
+        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
         return {**plain, "figures": {name: getattr(self, name) for name in (*seconds, *sizes)}}
 
     def save_html(self, path: str | Path) -> None:
@@ -118,14 +117,10 @@ class Report:
         Path(path).write_text(render_page(self), encoding="utf-8")
 
     def print(self) -> None:
-        """Print a summary on the terminal.
+        """Print a summary on the terminal."""
+        from compile_fsdp.tools.explain.summary import summary_lines
 
-        Raises:
-            ExplainError: if rich is not installed.
-        """
-        from compile_fsdp.tools.explain.summary import print_summary
-
-        print_summary(self)
+        print("\n".join(summary_lines(self)))
 
 
 def make_report(captured: Capture, model: str, world_size: int) -> Report:
@@ -166,11 +161,3 @@ def make_report(captured: Capture, model: str, world_size: int) -> Report:
 
 def _first_use(row: GroupRow) -> float:
     return min((use.first[1] for use in row.uses), default=float("inf"))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [_plain(each) for each in value]
-    return value.value if isinstance(value, Enum) else value
