@@ -11,9 +11,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from compile_fsdp.errors import FSDP1Error, NotShardedError, ProcessGroupMissingError
-from compile_fsdp.runtime.module import install, is_traceable, replay_by
+from compile_fsdp.runtime.module import install, is_traceable
 from compile_fsdp.runtime.root import Replay
 from compile_fsdp.runtime.stale_optimizers import named_parameters, note_replaced
+from compile_fsdp.runtime.tracing import at_run_time
 from compile_fsdp.torch_compat.fsdp import fsdp_state
 
 
@@ -60,6 +61,13 @@ def _names(module: nn.Module | list[nn.Module]) -> str:
     return ", ".join(type(each).__name__ for each in modules)
 
 
+@at_run_time
+def _start_replay(arguments: dict[str, Any]) -> tuple[Replay | None, dict[str, Any]]:
+    from compile_fsdp.replay.model import start_replay  # imported here, because eager models do not need it
+
+    return start_replay(arguments)
+
+
 def make_traceable(model: nn.Module) -> nn.Module:
     """Make every FSDP2 module of a model traceable, after torch's own `fully_shard`.
 
@@ -88,14 +96,5 @@ def make_traceable(model: nn.Module) -> nn.Module:
         )
     for module in sharded:
         if not is_traceable(module):
-            install(module)
+            install(module, _start_replay)
     return model
-
-
-def _start_replay(arguments: dict[str, Any]) -> tuple[Replay | None, dict[str, Any]]:
-    from compile_fsdp.replay.model import start_replay  # imported here, because eager models do not need it
-
-    return start_replay(arguments)
-
-
-replay_by(_start_replay)

@@ -16,7 +16,7 @@ from compile_fsdp.backend.compiled_forward import CompiledForward
 from compile_fsdp.backend.lifetimes import weak_callable
 from compile_fsdp.backend.step import BackwardObserver
 from compile_fsdp.backend.this_run import Run, running
-from compile_fsdp.runtime.backward import expect_no_gradient, start_backward
+from compile_fsdp.runtime.backward import deliver, enter_graph, expect_no_gradient, leave_graph, start_backward
 from compile_fsdp.torch_compat.autograd import compiled_autograd, kept_hooks
 
 
@@ -98,15 +98,14 @@ class BackwardRun:
         try:
             yield
             for group in groups:
-                group.backward.deliver(group)
-                group.modules.show_unsharded(group)
+                deliver(group)
         except BaseException:
             for group in groups:
                 group.end_backward()
             raise
         finally:
             for group in groups:
-                group.backward.leave_graph(group)
+                leave_graph(group)
 
     def _prepare_groups(self) -> None:
         parameters, groups = self.forward.parameters, self.inputs.groups
@@ -117,7 +116,7 @@ class BackwardRun:
             if not group.is_unsharded:
                 group.follow_trainable()  # as eager FSDP2 does when it gathers
             cut_forward = None if position in parameters.whole else self.forward_id
-            group.backward.enter_graph(group, read, cut_forward, may_meet_eager=not self.inputs.leaves)
+            enter_graph(group, read, cut_forward, may_meet_eager=not self.inputs.leaves)
             if position in parameters.pre_backward_elsewhere:
                 group.unshard_now()
             elif position in parameters.left_unsharded:

@@ -30,7 +30,7 @@ from compile_fsdp.runtime import calls, trace_record
 from compile_fsdp.runtime.attached import module_hooks_of
 from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.runtime.group_calls import GROUP_CALLS
-from compile_fsdp.runtime.hooks import StateHooks
+from compile_fsdp.runtime.root import StateHooks
 from compile_fsdp.runtime.tracing import restore_hook_bodies_now
 from compile_fsdp.torch_compat.dynamo import copy_dynamo_graph, has_hooks_input
 from compile_fsdp.torch_compat.required import check_names

@@ -7,27 +7,28 @@ this folder through them.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
 
+from compile_fsdp.runtime.group import TraceableGroup
+from compile_fsdp.runtime.root import ModuleHooks, StateHooks
 from compile_fsdp.runtime.tracing import at_run_time, inline_only
 from compile_fsdp.torch_compat.fsdp import HAS_GRAD_DTYPES, FSDPParam, FSDPParamGroup, FSDPState
-
-if TYPE_CHECKING:
-    from compile_fsdp.runtime.group import TraceableGroup
-    from compile_fsdp.runtime.hooks import ModuleHooks, StateHooks
 
 # Up to 2.14, eager FSDP2 keeps a gradient that is not in the unsharded parameter's dtype in a separate attribute. Since
 # 2.15 it does not, so this project keeps such a gradient in its own attribute.
 _ACCUMULATED_GRAD = "_compile_fsdp_accumulated_grad" if HAS_GRAD_DTYPES else "unsharded_accumulated_grad"
 
 
-@inline_only
-def set_hooks(state: FSDPState, hooks: StateHooks) -> None:
-    """Attach the hooks of all modules of an FSDP2 state."""
-    state._compile_fsdp_hooks = hooks  # type: ignore[attr-defined]
+@at_run_time
+def attach(hooks: StateHooks) -> None:
+    """Attach the hooks of a state, of its groups and of its modules."""
+    hooks.state._compile_fsdp_hooks = hooks  # type: ignore[attr-defined]
+    for group in hooks.groups:
+        group.fsdp_group._compile_fsdp_group = group  # type: ignore[attr-defined]
+    for member in hooks.members:
+        member.module._compile_fsdp_hooks = member  # type: ignore[assignment]
 
 
 @inline_only
@@ -43,28 +44,6 @@ def find_hooks(state: FSDPState) -> StateHooks | None:
     return getattr(state, "_compile_fsdp_hooks", None)
 
 
-# Parameters that `fully_shard` replaced: the module, the name in it, and a weak reference to the parameter.
-Replaced = list[tuple[nn.Module, str, "weakref.ref[nn.Parameter]"]]
-
-
-@at_run_time
-def set_replaced(state: FSDPState, replaced: Replaced) -> None:
-    """Attach the parameters that `fully_shard` replaced in the modules of an FSDP2 state."""
-    state._compile_fsdp_replaced = replaced  # type: ignore[attr-defined]
-
-
-@at_run_time
-def replaced_of(state: FSDPState) -> Replaced:
-    """Return the replaced parameters; empty if torch's own `fully_shard` sharded the model."""
-    return getattr(state, "_compile_fsdp_replaced", [])
-
-
-@inline_only
-def set_module_hooks(module: nn.Module, hooks: ModuleHooks) -> None:
-    """Attach the two forward hooks of one module."""
-    module._compile_fsdp_hooks = hooks  # type: ignore[assignment]
-
-
 @inline_only
 def module_hooks_of(module: Any) -> ModuleHooks:
     """Return the two forward hooks of a traceable module."""
@@ -73,18 +52,12 @@ def module_hooks_of(module: Any) -> ModuleHooks:
 
 
 @inline_only
-def set_group(fsdp_group: FSDPParamGroup, group: TraceableGroup) -> None:
-    """Attach the traced counterpart of a parameter group."""
-    fsdp_group._compile_fsdp_group = group  # type: ignore[attr-defined]
-
-
-@inline_only
 def find_group(fsdp_group: FSDPParamGroup) -> TraceableGroup | None:
     """Return the traced counterpart of a parameter group, or None if it is not traceable."""
     return getattr(fsdp_group, "_compile_fsdp_group", None)
 
 
-@inline_only
+@at_run_time
 def set_owner(unsharded_param: torch.Tensor, group: TraceableGroup) -> None:
     """Attach the group to an unsharded parameter, weakly because compiled graphs keep parameters."""
     unsharded_param._compile_fsdp_owner = weakref.ref(group)  # type: ignore[attr-defined]

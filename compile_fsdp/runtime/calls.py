@@ -1,11 +1,12 @@
-"""Running calls of sharded modules, for code that follows a call from inputs to outputs."""
+"""Running calls of sharded modules, and forwards through a group that await their backward."""
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -20,6 +21,8 @@ class ModuleCall:
         module: The module.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
+        is_outermost: Whether the call is not within a call of a sharded module.
+        is_paused: Whether the call paused garbage collection.
         forward_id: Unique object that identifies this call.
         on_output: Function that gets the module's output, if set while the call runs; else None.
     """
@@ -27,6 +30,8 @@ class ModuleCall:
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    is_outermost: bool
+    is_paused: bool
     forward_id: object = field(default_factory=object)
     on_output: Callable[[Any], None] | None = None
 
@@ -43,9 +48,9 @@ _running = _Running()
 
 
 @at_run_time
-def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleCall:
+def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_paused: bool) -> ModuleCall:
     """Record the start of a call."""
-    call = ModuleCall(module, args, kwargs)
+    call = ModuleCall(module, args, kwargs, not _running.calls, is_paused)
     _running.calls.append(call)
     return call
 
@@ -60,3 +65,32 @@ def end() -> None:
 def outermost() -> ModuleCall | None:
     """Return this thread's call that began first, or None outside of a call."""
     return _running.calls[0] if _running.calls else None
+
+
+class ForwardCall(Protocol):
+    """A forward through a compiled graph, as its backward sees it."""
+
+    def is_to_come(self) -> bool:
+        """Return whether the running backward has yet to go through this forward."""
+
+
+class ForwardCalls:
+    """Forwards through one group.
+
+    Attributes:
+        calls: Forwards whose backward may still run, weakly referenced.
+        is_cut: Whether any compiled graph held only a part of a forward of the group's module.
+        from_eager: Maps the id of an unsharded parameter to the number of the last backward in which eager code
+            accumulated its gradient.
+    """
+
+    def __init__(self) -> None:
+        self.calls: weakref.WeakSet[ForwardCall] = weakref.WeakSet()
+        self.is_cut = False
+        self.from_eager: dict[int, int | None] = {}
+
+    @at_run_time
+    def add(self, call: ForwardCall, is_whole: bool) -> None:
+        """Record a forward; `is_whole` says whether its graph holds the module's whole forward."""
+        self.calls.add(call)
+        self.is_cut |= not is_whole

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import Any, NoReturn
 
 from torch import nn
 
 from compile_fsdp.errors import OutputTypeError, UnsupportedFeatureError
-from compile_fsdp.runtime.subclass_parameters import find_subclass, has_plain_parts, lost_parts
+from compile_fsdp.runtime.subclass_parameters import find_subclass, has_plain_parts
 from compile_fsdp.runtime.tracing import at_run_time, eval_at_trace_time_guarded
 from compile_fsdp.torch_compat.fsdp import (
     SYMMETRIC_MEMORY_COMMS,
@@ -18,9 +18,6 @@ from compile_fsdp.torch_compat.fsdp import (
     param_groups,
 )
 
-if TYPE_CHECKING:
-    from compile_fsdp.runtime.hooks import StateHooks
-
 
 @at_run_time
 def class_name(module: nn.Module) -> str:
@@ -29,10 +26,10 @@ def class_name(module: nn.Module) -> str:
 
 
 @at_run_time
-def describe(module: nn.Module, state: FSDPState) -> str:
-    """Return the module's FQN, once its root is known, and its class: `layers.3 (Block)`."""
+def describe(state: FSDPState) -> str:
+    """Return the first module's FQN, once its root is known, and its class: `layers.3 (Block)`."""
     fqns = [group._module_fqn for group in param_groups(state) if group._module_fqn]
-    name = class_name(module)
+    name = class_name(state._modules[0])
     return f"{fqns[0]} ({name})" if fqns else f"the root ({name})" if state._is_root else name
 
 
@@ -43,20 +40,12 @@ def check_group(group: FSDPParamGroup) -> None:
     Raises:
         UnsupportedFeatureError: names the module, the parameter and the feature.
     """
-    reason = _unsupported_structure(group)
-    if reason is not None:
-        raise UnsupportedFeatureError(_refusal(f"{group._module_fqn or 'the root'}", reason))
-
-
-@at_run_time
-def _unsupported_structure(group: FSDPParamGroup) -> str | None:
-    for comm in (group._all_gather_comm, group._reduce_scatter_comm):
-        if isinstance(comm, SYMMETRIC_MEMORY_COMMS):
-            return f"symmetric memory for its collectives ({type(comm).__name__})"
-    for param in group.fsdp_params:
-        if has_spmd_types(param):
-            return f"{param._param_fqn}: SPMD types"
-    return None
+    comms = [type(each) for each in (group._all_gather_comm, group._reduce_scatter_comm)]
+    symmetric = [comm.__name__ for comm in comms if issubclass(comm, SYMMETRIC_MEMORY_COMMS)]
+    spmd = [param._param_fqn for param in group.fsdp_params if has_spmd_types(param)]
+    if symmetric or spmd:
+        reason = f"symmetric memory for its collectives ({symmetric[0]})" if symmetric else f"{spmd[0]}: SPMD types"
+        raise UnsupportedFeatureError(_refusal(group._module_fqn or "the root", reason))
 
 
 @at_run_time
@@ -66,8 +55,11 @@ def check_shard(param: FSDPParam) -> None:
     Raises:
         UnsupportedFeatureError: names the parameter, the subclass and the parts.
     """
-    shard = param._sharded_local_tensor
-    if lost := lost_parts(shard):
+    shard: Any = param._sharded_local_tensor
+    names, context = shard.__tensor_flatten__()
+    inner = {name: getattr(shard, name) for name in names}
+    again = type(shard).__tensor_unflatten__(inner, context, shard.size(), shard.stride())
+    if lost := sorted({*names} - {*again.__tensor_flatten__()[0]}):
         reason = f"{', '.join(lost)} of its {type(shard).__name__}, which __tensor_unflatten__ leaves out"
         raise UnsupportedFeatureError(_refusal(str(param._param_fqn), reason))
 
@@ -85,20 +77,11 @@ def check_unsharded(param: FSDPParam) -> None:
         raise UnsupportedFeatureError(_refusal(str(param._param_fqn), reason))
 
 
-def unsupported_setting(group: FSDPParamGroup) -> str | None:
-    """Name the group's setting that has no traced counterpart yet; None if there is no such setting.
-
-    Dynamo traces this function with the model, so that a guard notices a later change of the setting.
-    """
-    if group._all_gather_result is not None:
-        return "a pending unshard(async_op=True): wait on its handle first, or compile with the model's own compile()"
-    return None
-
-
 @eval_at_trace_time_guarded
-def refuse(hooks: StateHooks, reason: str) -> NoReturn:
-    """Refuse to compile a module, for a reason that a step finds."""
-    raise UnsupportedFeatureError(_refusal(describe(hooks.module, hooks.state), reason))
+def refuse_pending_unshard(state: FSDPState) -> NoReturn:
+    """Refuse a module whose asynchronous unshard nobody has waited for."""
+    reason = "a pending unshard(async_op=True): wait on its handle first, or compile with the model's own compile()"
+    raise UnsupportedFeatureError(_refusal(describe(state), reason))
 
 
 @at_run_time
@@ -120,9 +103,9 @@ def explain_sharded_read(where: str) -> str:
 
 
 @eval_at_trace_time_guarded
-def refuse_output(hooks: StateHooks, types: tuple[str, ...]) -> NoReturn:
+def refuse_output(state: FSDPState, types: tuple[str, ...]) -> NoReturn:
     """Refuse an output without tensors that need a gradient but with objects of these types."""
     raise OutputTypeError(
-        f"expected the forward of {describe(hooks.module, hooks.state)} to return tensors in lists, tuples, dicts or "
+        f"expected the forward of {describe(state)} to return tensors in lists, tuples, dicts or "
         f"dataclasses, got {', '.join(types)}: FSDP2 must find the tensors to know when their backward starts"
     )

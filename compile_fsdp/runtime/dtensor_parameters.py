@@ -11,6 +11,13 @@ from torch.distributed.tensor import DTensor, Placement
 from compile_fsdp.torch_compat.distributed import DTensorSpec
 
 
+def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """Make a DTensor of this rank's part; Dynamo does not trace the constructor that takes a spec."""
+    assert spec.tensor_meta is not None
+    shape, stride = spec.tensor_meta.shape, spec.tensor_meta.stride
+    return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride)
+
+
 def wraps_as_dtensor(spec: DTensorSpec, data_parallel_dims: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function that wraps this rank's part of a parameter in a DTensor.
 
@@ -21,13 +28,9 @@ def wraps_as_dtensor(spec: DTensorSpec, data_parallel_dims: tuple[int, ...]) -> 
         spec: Spec of the DTensor.
         data_parallel_dims: Data-parallel dims of its mesh.
     """
-    assert spec.tensor_meta is not None
-    shape, stride = spec.tensor_meta.shape, spec.tensor_meta.stride
 
     def wrap(local: torch.Tensor) -> torch.Tensor:
-        wrapped = DTensor.from_local(
-            local.detach(), spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride
-        )
+        wrapped = as_dtensor(local.detach(), spec)
         return _AsDTensor.apply(local, wrapped, spec.placements, data_parallel_dims)  # type: ignore[no-any-return, no-untyped-call]
 
     # In the graph as one call, because Dynamo would trace the backward for a gradient with the parameter's placements.

@@ -45,6 +45,7 @@ class GatherPlan:
     """Constants of one group's all-gather.
 
     Attributes:
+        name: Name of the all-gather in a profile, equal to eager FSDP2's name.
         shard_count: Number of ranks that send; 1 if there is no collective.
         process_group: Name of these ranks' process group.
         device: Device to which offloaded shards move before the all-gather; None without CPU offload.
@@ -52,6 +53,7 @@ class GatherPlan:
         storage_bytes: Bytes of each unsharded parameter, or of each of its parts.
     """
 
+    name: str
     shard_count: int
     process_group: str
     device: torch.device | None
@@ -61,16 +63,20 @@ class GatherPlan:
 
 @dataclass(slots=True)
 class Launched:
-    """An all-gather in flight.
+    """A gather ahead of the use of its values.
 
     Attributes:
-        output: (shard_count * sum of numels,), not waited for yet.
+        output: (shard_count * sum of numels,), not waited for yet; None if eager code gathered and waited.
         inputs: An `Input` for each sent tensor if an extension chose the tensors. Else None, and the group's plan has
             the inputs, because numbers that Dynamo finds again behind a graph break become symbols.
     """
 
-    output: torch.Tensor
-    inputs: list[tuple[Any, ...]] | None
+    output: torch.Tensor | None
+    inputs: list[tuple[Any, ...]] | None = None
+
+
+# The gather of a group that eager code gathered ahead.
+EAGER_GATHER = Launched(None)
 
 
 def _travels_as_bytes(inputs: Sequence[Input]) -> bool:

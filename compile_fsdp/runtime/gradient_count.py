@@ -25,15 +25,11 @@ class GradientCount:
         self.pending: int | None = None
         self.cut_forward: object = None
         self.seen: set[int] = set()
+        self._read: Sequence[torch.Tensor] = ()
+        self._required: Sequence[torch.Tensor] = ()
 
     @at_run_time
-    def expect(
-        self,
-        read: Sequence[torch.Tensor],
-        required: Sequence[torch.Tensor],
-        cut_forward: object,
-        without: Collection[int],
-    ) -> None:
+    def expect(self, read: Sequence[torch.Tensor], required: Sequence[torch.Tensor], cut_forward: object) -> None:
         """Set which gradients complete the group in the next compiled backward.
 
         Args:
@@ -42,16 +38,21 @@ class GradientCount:
                 complete. Empty if the gradients of this graph are enough.
             cut_forward: None if the forward graph holds the whole forward of the group's module. Else an object that
                 identifies the forward of which the graph is a piece.
-            without: Ids of the parameters in `read` that get no gradient.
         """
-        read = [leaf for leaf in read if id(leaf) not in without]
-        expected = len([leaf for leaf in read if leaf.requires_grad])
-        if required:
-            if cut_forward is not self.cut_forward:
-                self.cut_forward, self.seen = cut_forward, set()
-            self.seen.difference_update(without)
-            self.seen.update(map(id, read))
-            if any(leaf.requires_grad and id(leaf) not in self.seen for leaf in required):
+        self._read, self._required = read, required
+        if required and cut_forward is not self.cut_forward:
+            self.cut_forward, self.seen = cut_forward, set()
+        self.expect_none(())
+
+    @at_run_time
+    def expect_none(self, parameters: Collection[int]) -> None:
+        """Expect no gradient in this backward for these unsharded parameters, given by id."""
+        self._read = [leaf for leaf in self._read if id(leaf) not in parameters]
+        expected = len([leaf for leaf in self._read if leaf.requires_grad])
+        if self._required:
+            self.seen.difference_update(parameters)
+            self.seen.update(map(id, self._read))
+            if any(leaf.requires_grad and id(leaf) not in self.seen for leaf in self._required):
                 expected += 1  # never arrives, so the group stays incomplete
         self.expected_text, self.pending = guarded_text(expected), None
 

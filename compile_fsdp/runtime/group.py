@@ -5,34 +5,34 @@ Every tensor and every state below belongs to torch's own FSDPParamGroup and FSD
 its padded local data, the unsharded parameter and the group's ShardedState. A traced step leaves them as an
 eager step would, so that the next step may run either way. State that this project adds to them lives only between
 the start and the end of one backward.
+
+[Note: One object for each backward]
+A backward may reach a group through several compiled graphs, with eager code between them. All of them share one
+`GroupBackward`, which begins empty. `start_backward` replaces it when the next backward begins; an error or a reset
+replaces it immediately. So no state of a backward leaks into the next backward.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch
 from torch.distributed.tensor import DTensor
 
 from compile_fsdp.ops import all_gather_into_tensor, issue_ticket
-from compile_fsdp.runtime import communicators, states
-from compile_fsdp.runtime.attached import set_group, set_owner
-from compile_fsdp.runtime.backward import ForwardCalls, GroupBackward, gradient_accumulated
+from compile_fsdp.runtime.calls import ForwardCalls
 from compile_fsdp.runtime.gather import GatherPlan, Launched, copy_in, copy_out, fill, free, wait_and_copy_out
-from compile_fsdp.runtime.group_names import name_in_graphs
-from compile_fsdp.runtime.module_params import ModuleParams
+from compile_fsdp.runtime.gradient_count import GradientCount
 from compile_fsdp.runtime.parameter import TraceableParam
-from compile_fsdp.runtime.reduction import process_groups
-from compile_fsdp.runtime.states import KNOWN
-from compile_fsdp.runtime.tracing import at_run_time, eval_at_trace_time_guarded, guarded_text
+from compile_fsdp.runtime.states import KNOWN, LEGAL, Memory
+from compile_fsdp.runtime.tracing import at_run_time, eval_at_trace_time, eval_at_trace_time_guarded, inline_only
 from compile_fsdp.torch_compat.distributed import functional_collectives
 from compile_fsdp.torch_compat.fsdp import (
     PLAIN_ALL_GATHERS,
-    FSDPMeshInfo,
     FSDPParamGroup,
     FSDPState,
     ShardedState,
@@ -41,6 +41,7 @@ from compile_fsdp.torch_compat.fsdp import (
 )
 
 
+@dataclass(eq=False)  # not frozen, because Dynamo guards all fields of a frozen dataclass
 class GroupConstants:
     """Constants that graphs depend on and that no step changes.
 
@@ -49,20 +50,42 @@ class GroupConstants:
         gather_group: Name of the process group of these ranks in graphs; empty if there is no collective.
         post_forward_count: Number of ranks of the smaller mesh, with `reshard_after_forward=<int>`; else 1.
         post_forward_group: Name of the process group of the smaller mesh in graphs; empty without one.
-        gather_name: Name of the all-gather in a profile, equal to eager FSDP2's name.
-        reduce_name: Name of the reduce-scatter in a profile, equal to eager FSDP2's name.
         is_extended: Whether a parameter has an all-gather extension (fsdp_pre_all_gather).
+        is_tied: Whether several modules share a parameter of the group.
         text: Rank counts and process groups above, and all `ParamPlan`s. See [Note: Numbers that stay numbers].
     """
 
+    shard_count: int = 1
+    gather_group: str = ""
+    post_forward_count: int = 1
+    post_forward_group: str = ""
+    is_extended: bool = False
+    is_tied: bool = False
+    text: str = ""
+
+
+class GroupBackward:
+    """Data of one backward of one group. See [Note: One object for each backward].
+
+    Attributes:
+        is_compiled: Whether a compiled graph runs. If not, the gradient hooks only record the gradients that arrive.
+        gradients: Count of the gradients of a compiled graph.
+        is_deferred: Whether more gradients follow in this backward, from a forward whose backward is still to come or
+            from eager code between graphs. If so, the reduction waits for them.
+        prefetch_last: Groups to gather once this group's gradients are computed.
+        reduced: For each parameter of `reduced_params`, (padded shard numel,), in the dtype of its gradient.
+        reduced_params: Positions of the parameters whose reduced gradients wait for delivery.
+        unreplicated_params: Positions of the parameters whose gradients wait for the all-reduce of a later backward.
+    """
+
     def __init__(self) -> None:
-        self.shard_count = 1
-        self.gather_group = ""
-        self.post_forward_count = 1
-        self.post_forward_group = ""
-        self.gather_name = self.reduce_name = ""
-        self.is_extended = False
-        self.text = ""
+        self.is_compiled = False
+        self.gradients = GradientCount()
+        self.is_deferred = False
+        self.prefetch_last: list[TraceableGroup] = []
+        self.reduced: Sequence[torch.Tensor] = ()
+        self.reduced_params: list[int] = []
+        self.unreplicated_params: list[int] = []
 
 
 class TraceableGroup:
@@ -72,15 +95,16 @@ class TraceableGroup:
         fsdp_group: torch's group, which holds the state.
         state: torch's state of the module, or modules, that the group belongs to.
         known: States to compare with. See [Note: States that Dynamo guards].
-        params: The group's parameters.
-        constants: Constants that graphs depend on.
+        params: The group's parameters; empty until the first trace.
+        constants: Constants that graphs depend on; defaults until the first trace.
         post_forward_rank: (1,) int64, this rank in the smaller mesh; None without a smaller mesh.
-        modules: The parameters that the group's modules hold.
-        launched: All-gather launched ahead of its use; None if none is in flight.
-        is_ahead: Whether eager code unsharded the group ahead of a use that is still to come.
+        saved: The parameters that the modules held before this forward, until it puts them back; else empty.
+        is_hidden: Whether the modules hold the sharded parameters although a backward unsharded the group, because
+            nothing in this backward looks at them.
+        ahead: Gather ahead of its use; None if there is none.
         backward_prefetch: When a backward gathers the groups that it needs next; None for no prefetch.
         forwards: Forwards through the group.
-        backward: State of the present backward; replaced when the next backward begins.
+        backward: Data of the present backward; replaced when the next backward begins.
         ticket: (1,) int64, by which `hand_over` finds the group.
     """
 
@@ -88,59 +112,16 @@ class TraceableGroup:
         self.fsdp_group = fsdp_group
         self.state = state
         self.known = KNOWN
-        set_group(fsdp_group, self)
-        self.params = [TraceableParam(param) for param in fsdp_group.fsdp_params]
+        self.params: list[TraceableParam] = []
         self.constants = GroupConstants()
         self.post_forward_rank: torch.Tensor | None = None
-        self.modules = ModuleParams(self.params)
-        self.launched: Launched | None = None
-        self.is_ahead = False
+        self.saved: Sequence[nn.Parameter | None] = ()
+        self.is_hidden = False
+        self.ahead: Launched | None = None
         self.backward_prefetch: BackwardPrefetch | None = None
         self.forwards = ForwardCalls()
         self.backward = GroupBackward()
         self.ticket = issue_ticket(self)
-
-    # Setup, before anything is traced
-
-    @at_run_time
-    def prepare(self) -> None:
-        """Create the empty unsharded parameters, and the constants that tracing needs."""
-        fsdp_group, constants = self.fsdp_group, self.constants
-        if isinstance(fsdp_group.mesh_info, FSDPMeshInfo):
-            process_group = fsdp_group.mesh_info.shard_process_group
-            constants.shard_count, constants.gather_group = process_group.size(), name_in_graphs(process_group)
-        for each in filter(None, process_groups(fsdp_group)):
-            name_in_graphs(each)  # here, so that names do not depend on the order of tracing
-        # Without this, parameters created under inference_mode would be inference tensors, which cannot be trained.
-        with torch.inference_mode(False), torch.no_grad():
-            for param in self.params:
-                param.prepare(constants.shard_count, fsdp_group.device)
-            if fsdp_group._use_post_forward_mesh:
-                self._prepare_post_forward()
-        for param in self.params:
-            for tensor in (param.unsharded_param, *param.filled):
-                set_owner(tensor, self)
-            # A weak reference, because the garbage collector does not see hooks that a tensor holds in C++.
-            param.watch_gradient(partial(gradient_accumulated, weakref.ref(self)))
-        constants.is_extended = any(param.extended for param in self.params)
-        routes = (
-            *(constants.shard_count, constants.gather_group),
-            *(constants.post_forward_count, constants.post_forward_group),
-        )
-        constants.text = guarded_text((routes, [param.plan for param in self.params]))
-        constants.gather_name = fsdp_group._with_fqn("FSDP::all_gather")
-        constants.reduce_name = fsdp_group._with_fqn("FSDP::post_backward_reduce")
-
-    @at_run_time
-    def _prepare_post_forward(self) -> None:
-        mesh_info, constants = self.fsdp_group.post_forward_mesh_info, self.constants
-        assert mesh_info is not None
-        process_group = mesh_info.shard_process_group
-        constants.post_forward_count = process_group.size()
-        constants.post_forward_group = name_in_graphs(process_group)
-        self.post_forward_rank = torch.tensor([mesh_info.shard_mesh_rank], device=self.fsdp_group.device)
-        for param in self.params:
-            param.prepare_post_forward(constants.post_forward_count)
 
     @at_run_time
     def fqn(self, unsharded_param: torch.Tensor) -> str:
@@ -161,16 +142,6 @@ class TraceableGroup:
             if param.parts is not None:
                 param.parts.adopt(self.is_unsharded)
 
-    # The state
-
-    @property
-    def is_unsharded(self) -> bool:
-        return self.fsdp_group._sharded_state is self.known.unsharded
-
-    @property
-    def is_post_forward(self) -> bool:
-        return self.fsdp_group._sharded_state is self.known.post_forward
-
     @property
     def is_frozen(self) -> bool:
         """Whether no parameter of the group gets a gradient."""
@@ -180,76 +151,146 @@ class TraceableGroup:
     def follow_trainable(self) -> None:
         """Copy `requires_grad` from the sharded to the unsharded parameters."""
         for param in self.params:
-            param.follow_trainable()
+            needs_grad = param.fsdp_param.sharded_param.requires_grad
+            if param.unsharded_param.requires_grad != needs_grad:
+                param.unsharded_param.requires_grad_(needs_grad)
 
-    # Unshard
+    # The state
+
+    @property
+    @inline_only
+    def memory(self) -> Memory:
+        """State of the group's memory."""
+        state = self.fsdp_group._sharded_state
+        if state is self.known.unsharded:
+            is_ahead = self.ahead is not None and self.ahead.output is None
+            return Memory.UNSHARDED_AHEAD if is_ahead else Memory.UNSHARDED
+        if self.ahead is not None and self.ahead.output is not None:
+            return Memory.GATHERING
+        return Memory.POST_FORWARD if state is self.known.post_forward else Memory.SHARDED
+
+    @inline_only
+    def enter(self, memory: Memory, ahead: Launched | None = None) -> None:
+        """Change the state of the group's memory, a legal step.
+
+        Args:
+            memory: The new state.
+            ahead: The gather, for the states GATHERING and UNSHARDED_AHEAD; else None.
+        """
+        _check_step(self.memory, memory)
+        if self.ahead is not ahead:
+            self.ahead = ahead
+        if memory is Memory.SHARDED:
+            self.fsdp_group._sharded_state = self.known.sharded
+        elif memory is Memory.UNSHARDED:
+            self.fsdp_group._sharded_state = self.known.unsharded
+        elif memory is Memory.POST_FORWARD:
+            self.fsdp_group._sharded_state = self.known.post_forward
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the group is unsharded for torch, and so for eager code."""
+        return self.fsdp_group._sharded_state is self.known.unsharded
+
+    @property
+    def is_post_forward(self) -> bool:
+        """Whether the group has memory over the smaller mesh, even if an all-gather is in flight."""
+        return self.fsdp_group._sharded_state is self.known.post_forward
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether the unsharded parameters have memory, regardless of the states."""
+        tensors = [each for param in self.params for each in param.filled]
+        sizes = [each for param in self.params for each in param.plan.storage_bytes]
+        return all(each.untyped_storage().nbytes() >= size for each, size in zip(tensors, sizes, strict=True))
+
+    # Unshard and reshard
 
     def launch(self) -> None:
         """Launch the all-gather, unless it is in flight or the group is unsharded."""
-        if self.launched is not None or self.is_unsharded:
+        memory = self.memory
+        if memory is not Memory.SHARDED and memory is not Memory.POST_FORWARD:
             return
         plan = self._gather_plan()
+        inputs: list[tuple[Any, ...]] | None = None
+        is_post_forward = memory is Memory.POST_FORWARD
         with torch.no_grad():
-            if self._is_extended_now():
+            if self.constants.is_extended and not is_post_forward:
                 tensors, inputs = self._extended_inputs(plan)
             else:
-                tensors, inputs = [param.gather_input(self.is_post_forward) for param in self.params], plan.inputs
-            output = copy_in(tensors, inputs, plan.device)
-            if plan.shard_count > 1 and not isinstance(self.fsdp_group._all_gather_comm, PLAIN_ALL_GATHERS):
-                output = communicators.gather(self.fsdp_group, output)
-            elif plan.shard_count > 1:
-                name = self.constants.gather_name
-                output = all_gather_into_tensor(output, plan.shard_count, plan.process_group, name)
-            self.launched = Launched(output, inputs if self._is_extended_now() else None)
+                tensors = [param.gather_input(is_post_forward) for param in self.params]
+            output = copy_in(tensors, plan.inputs if inputs is None else inputs, plan.device)
+            if plan.shard_count > 1:
+                output = self._all_gather(output, plan)
+            self.enter(Memory.GATHERING, Launched(output, inputs))
+
+    def _all_gather(self, own: torch.Tensor, plan: GatherPlan) -> torch.Tensor:
+        comm = self.fsdp_group._all_gather_comm
+        if isinstance(comm, PLAIN_ALL_GATHERS):
+            gathered: torch.Tensor = all_gather_into_tensor(own, plan.shard_count, plan.process_group, plan.name)
+            return gathered
+        # Dynamo turns the collectives that a custom communicator calls into graph ops.
+        process_group = self.fsdp_group._all_gather_process_group
+        output = comm.allocate((own.numel() * process_group.size(),), dtype=own.dtype, device=own.device)
+        comm(output_tensor=output, input_tensor=own, group=process_group, async_op=False)
+        return output
+
+    @inline_only
+    def drop_launched(self) -> None:
+        """Forget an all-gather in flight, even if eager code gathered the group in the meantime."""
+        if self.ahead is None or self.ahead.output is None:
+            return
+        state = self.fsdp_group._sharded_state
+        if state is self.known.unsharded:
+            self.enter(Memory.UNSHARDED)
+        else:
+            self.enter(Memory.POST_FORWARD if state is self.known.post_forward else Memory.SHARDED)
 
     def _gather_plan(self) -> GatherPlan:
         return _plan_gather(self, self.constants.text, self.fsdp_group._sharded_state)
-
-    def _is_extended_now(self) -> bool:
-        return self.constants.is_extended and not self.is_post_forward
 
     def _extended_inputs(self, plan: GatherPlan) -> tuple[list[torch.Tensor], list[tuple[Any, ...]]]:
         tensors: list[torch.Tensor] = []
         inputs: list[tuple[Any, ...]] = []
         for param, described in zip(self.params, plan.inputs, strict=True):
-            if param.extended:
-                own = param.extended_inputs()
+            if param.extension is not None:
+                own = param.extension.inputs(param.fsdp_param)
                 tensors += own
                 inputs += [(each.numel(), each.dtype) for each in own]
             else:
-                tensors.append(param.gather_input(self.is_post_forward))
+                tensors.append(param.fsdp_param._sharded_param_data)
                 inputs.append(described)
         return tensors, inputs
 
     def unshard(self) -> None:
         """All-gather the shards, allocate the unsharded parameters and fill them."""
         self.launch()
-        launched, self.launched = self.launched, None
-        assert launched is not None
-        plan = self._gather_plan()
-        filled = self._filled()
+        launched = self.ahead
+        assert launched is not None and launched.output is not None
+        plan, filled = self._gather_plan(), self._filled()
         with torch.no_grad():
-            if self._is_extended_now():
-                assert launched.inputs is not None
+            if launched.inputs is None:
+                wait_and_copy_out(launched.output, plan.shard_count, plan.inputs, filled, plan.storage_bytes)
+            else:
                 output = launched.output
                 if plan.shard_count > 1:
                     output = functional_collectives.wait_tensor(output)
                 values = self._extended_values(copy_out(output, plan.shard_count, launched.inputs))
                 fill(filled, values, plan.storage_bytes)
-            else:
-                wait_and_copy_out(launched.output, plan.shard_count, plan.inputs, filled, plan.storage_bytes)
         if self.is_post_forward:
-            for param in self.params:
-                param.free_post_forward()
-        states.enter(self, self.known.unsharded)
+            self._free_post_forward()
+        self.enter(Memory.UNSHARDED)
 
     def _extended_values(self, gathered: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         values: list[torch.Tensor] = []
         first = 0
         for param in self.params:
-            count = len(param.gather_sizes) if param.extended else 1
+            count = 1 if param.extension is None else len(param.extension.sizes)
             own = list(gathered[first : first + count])
-            values += param.extended_values(own) if param.extended else own
+            if param.extension is None:
+                values += own
+            else:
+                values += param.extension.values(param.fsdp_param, param.unsharded_param, param.parts, own)
             first += count
         return values
 
@@ -266,11 +307,6 @@ class TraceableGroup:
         self.fsdp_group.wait_for_unshard()
         self.adopt_parts()
 
-    @property
-    def is_filled(self) -> bool:
-        """Whether the unsharded parameters have memory, regardless of the states."""
-        return all(param.is_filled for param in self.params)
-
     @at_run_time
     def resume_unsharded(self) -> None:
         """Enter UNSHARDED without a gather if a forward left the storages filled but the states sharded.
@@ -280,43 +316,39 @@ class TraceableGroup:
         the group is sharded again, so that Dynamo neither guards nor writes them for each backward.
         """
         if not self.is_unsharded and self.is_filled:
-            states.enter(self, self.known.unsharded)
-            self.modules.keep_sharded(self)
-
-    # Reshard
+            self.enter(Memory.UNSHARDED)
+            self.is_hidden = True
 
     def reshard(self) -> None:
         """Free the unsharded parameters, or the shards of the smaller mesh."""
-        if self.fsdp_group._sharded_state is self.known.sharded:
-            return
-        if self.is_post_forward:
-            for param in self.params:
-                param.free_post_forward()
-        else:
+        if self.is_unsharded:
             self._free()
-        states.enter(self, self.known.sharded)
+        elif self.is_post_forward:
+            self._free_post_forward()
+        else:
+            return
+        self.enter(Memory.SHARDED)
+
+    def keep_slices(self) -> None:
+        """Keep this rank's slices over the smaller mesh, and free the unsharded parameters."""
+        assert self.post_forward_rank is not None
+        with torch.no_grad():
+            for param in self.params:
+                assert param.post_forward is not None
+                rank, count = self.post_forward_rank, self.constants.post_forward_count
+                param.post_forward.fill(param.fsdp_param, param.unsharded_param, count, rank)
+        self._free()
+        self.enter(Memory.POST_FORWARD)
 
     def _free(self) -> None:
         free(self._filled(), self._gather_plan().storage_bytes)
 
-    def reshard_after_forward(self) -> None:
-        """Apply the group's `reshard_after_forward`, and register the parameters that it leaves."""
-        mesh_info = self.fsdp_group.post_forward_mesh_info
-        if mesh_info is self.fsdp_group.mesh_info:
-            self.reshard()
-            self.modules.restore(self)
-        elif mesh_info is None:
-            self.modules.register_left_unsharded(self)
-        else:
-            assert self.post_forward_rank is not None
-            with torch.no_grad():
-                for param in self.params:
-                    param.keep_slice(self.constants.post_forward_count, self.post_forward_rank)
-            self._free()
-            states.enter(self, self.known.post_forward)
-            self.modules.register_post_forward(self)
+    def _free_post_forward(self) -> None:
+        for param in self.params:
+            assert param.post_forward is not None
+            param.post_forward.free(param.fsdp_param)
 
-    # Between backwards
+    # Gradients
 
     @at_run_time
     def receive(self, reduced: Sequence[torch.Tensor], params: Sequence[int]) -> None:
@@ -343,34 +375,26 @@ class TraceableGroup:
 
     @at_run_time
     def end_backward(self) -> None:
-        """Discard the state of a finished or failed backward."""
+        """Discard the data of a finished or failed backward."""
         self.backward = GroupBackward()
-        self.modules.forget()
-        self.launched = None
+        self.saved, self.is_hidden = (), False
+        self.drop_launched()
 
-    @at_run_time
-    def reset(self) -> None:
-        """Shard the group after an exception, and drop the gradients of the interrupted step.
 
-        An interrupted graph changes storages but no states. An interrupted eager backward leaves gradients, to which
-        the next backward would add.
-        """
-        self.end_backward()
-        self.forwards.calls.clear()
-        self.is_ahead = False
-        states.reset(self)
-        for param in self.params:
-            param.reset()
+@eval_at_trace_time
+def _check_step(before: Memory, after: Memory) -> None:
+    assert before in LEGAL[after], f"an illegal step of a parameter group's memory, from {before} to {after}"
 
 
 @eval_at_trace_time_guarded
 def _plan_gather(group: TraceableGroup, text: str, state: ShardedState) -> GatherPlan:
     # `text` is an argument so that Dynamo guards it. See [Note: Numbers that stay numbers].
-    params, constants = group.params, group.constants
+    params, constants, name = group.params, group.constants, group.fsdp_group._with_fqn("FSDP::all_gather")
     storage_bytes = [each for param in params for each in param.plan.storage_bytes]
     if state is KNOWN.post_forward:
-        inputs = [tuple(param.post_forward_input()) for param in params]
-        return GatherPlan(constants.post_forward_count, constants.post_forward_group, None, inputs, storage_bytes)
+        shards = [(param.post_forward, param.plan.size) for param in params]
+        inputs = [tuple(shard.input(size)) for shard, size in shards if shard is not None]
+        return GatherPlan(name, constants.post_forward_count, constants.post_forward_group, None, inputs, storage_bytes)
     device = group.fsdp_group.device if params[0].fsdp_param.offload_to_cpu else None
-    inputs = [tuple(param.input()) for param in params]
-    return GatherPlan(constants.shard_count, constants.gather_group, device, inputs, storage_bytes)
+    inputs = [tuple(param.plan.input(param.unsharded_param.dtype)) for param in params]
+    return GatherPlan(name, constants.shard_count, constants.gather_group, device, inputs, storage_bytes)

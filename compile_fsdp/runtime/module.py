@@ -1,29 +1,40 @@
-"""Class of sharded modules, which compiles a module's own hooks together with its forward."""
+"""Class of sharded modules, which compiles a module's own hooks together with its forward.
+
+[Note: Code of its own for every module]
+Dynamo counts compilations by code object, and stops at the recompile limit, 8 by default. If roots shared the code
+object of `_call_impl`, Dynamo could not compile the ninth model. Behind a graph break, Dynamo also compiles each
+module's hooks as separate frames, so each hook has a separate code object, too.
+"""
 
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from functools import cache
 from itertools import chain
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
 from compile_fsdp.runtime import calls, trace_record
-from compile_fsdp.runtime.attached import find_hooks, hooks_of
+from compile_fsdp.runtime.attached import attach, find_hooks, hooks_of, module_hooks_of
 from compile_fsdp.runtime.checks import describe, explain_sharded_read
-from compile_fsdp.runtime.hooks import StateHooks, settle_hook_order, with_own_code
+from compile_fsdp.runtime.hooks import post_forward, pre_forward
 from compile_fsdp.runtime.pause import pause_collection
-from compile_fsdp.runtime.reset import reset_iter_state
-from compile_fsdp.runtime.root import Replay, Root
+from compile_fsdp.runtime.reset import reset_step
+from compile_fsdp.runtime.root import ModuleHooks, Replay, Root, StateHooks
+from compile_fsdp.runtime.subclass_parameters import is_extended
 from compile_fsdp.runtime.tracing import at_run_time, inline_only, restore_hook_bodies_now
-from compile_fsdp.torch_compat.dynamo import TorchRuntimeError, Unsupported, compiles_frames
-from compile_fsdp.torch_compat.fsdp import fsdp_state, param_groups
+from compile_fsdp.torch_compat.dynamo import TorchRuntimeError, Unsupported, compiles_frames, skip_code
+from compile_fsdp.torch_compat.fsdp import FSDPState, fsdp_state, param_groups
 from compile_fsdp.torch_compat.global_state import is_forced_eager
+
+# Returns the object that replays a model's steps, or None, and the arguments for torch.compile, from the user's.
+StartReplay = Callable[[dict[str, Any]], tuple[Replay | None, dict[str, Any]]]
 
 
 class TraceableModule:
@@ -37,28 +48,12 @@ class TraceableModule:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        is_outermost = calls.outermost() is None
-        is_paused = is_outermost and _prepare_call(self)
-        if self._compiled_call_impl is not None:  # type: ignore[attr-defined]
-            _complete_unshard(self, is_outermost)
-        call = calls.begin(self, args, kwargs)  # type: ignore[arg-type]
-        replay = _replay_of(self) if is_outermost else None
+        call = _begin(self, args, kwargs)
         try:
-            if replay is None:
-                output = super().__call__(*args, **kwargs)  # type: ignore[misc]
-            else:
-                output = replay.call(self, args, kwargs, super().__call__)  # type: ignore[misc, arg-type]
-        except (Unsupported, TorchRuntimeError) as error:
-            _name_module(error)
-            raise
+            output = _run(call, super().__call__)  # type: ignore[misc]
         finally:
-            calls.end()
-            _end_trace(is_paused)
-        if is_outermost:
-            _root_of(self).drop_prefetched()
-        if call.on_output is not None:
-            call.on_output(output)
-        return output
+            _end(call)
+        return _finish(call, output)
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
         return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
@@ -68,50 +63,31 @@ class TraceableModule:
         _take_own_code(self)
         root = _root_of(self)
         root.was_called, root.replay = False, None
-        if kwargs.get("backend") == "compile_fsdp" and _start_replay is not None:
-            root.replay, kwargs = _start_replay(kwargs)
+        if kwargs.get("backend") == "compile_fsdp":
+            root.replay, kwargs = self._start_replay(kwargs)  # type: ignore[attr-defined]
         super().compile(*args, **kwargs)  # type: ignore[misc]
 
     @at_run_time
     def reset_iter_state(self) -> None:
         """Reset torch's state of the root after an exception, and free what a graph left unsharded."""
-        state = fsdp_state(self)  # type: ignore[arg-type]
-        assert state is not None
-        reset_iter_state(state)
-        hooks_of(state).root.reset()
+        reset_step(_state_of(self))
+
+
+# The stages of a call that Dynamo does not trace into.
 
 
 @at_run_time
-def _replay_of(module: Any) -> Replay | None:
-    """Return the object that replays the model's steps; None if the model has none or it must not run.
-
-    It must not run if Dynamo would compile its frames, or under the stance "force_eager".
-    """
-    is_compiled = module._compiled_call_impl is not None and not compiles_frames() and not is_forced_eager()
-    return _root_of(module).replay if is_compiled else None
-
-
-# Returns the object that replays a compiled model's steps, and the torch.compile arguments to trace it. Set from
-# outside, because the runtime does not depend on replay.
-_start_replay: Callable[[dict[str, Any]], tuple[Replay | None, dict[str, Any]]] | None = None
-
-
-def replay_by(start: Callable[[dict[str, Any]], tuple[Replay | None, dict[str, Any]]]) -> None:
-    """Let `start` choose how models that are compiled from now on replay their steps."""
-    global _start_replay
-    _start_replay = start
-
-
-@inline_only
-def _root_of(module: Any) -> Root:
-    state = fsdp_state(module)
-    assert state is not None
-    return hooks_of(state).root
+def _begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> calls.ModuleCall:
+    """Prepare the objects that a trace reads, and record the start of the call."""
+    is_paused = calls.outermost() is None and _prepare_call(module)
+    if module._compiled_call_impl is not None:
+        _complete_unshard(module)
+    return calls.begin(module, args, kwargs, is_paused)
 
 
 @at_run_time
 def _prepare_call(module: Any) -> bool:
-    """Prepare the objects that a trace reads, before the outermost call.
+    """Prepare the outermost call.
 
     Returns:
         Whether this call paused garbage collection. Only the first call does, because it compiles.
@@ -121,30 +97,70 @@ def _prepare_call(module: Any) -> bool:
     root.follow_trainable()
     is_first, root.was_called = not root.was_called, True
     if is_first:
-        settle_hook_order(module)
+        _settle_hook_order(module)
     return is_first and pause_collection()
 
 
 @at_run_time
-def _complete_unshard(module: Any, is_outermost: bool) -> None:
+def _complete_unshard(module: nn.Module) -> None:
     """Wait for the user's unshard(async_op=True), because a graph cannot."""
-    state = fsdp_state(module)
-    assert state is not None
+    state = _state_of(module)
     states = [state]
-    if is_outermost and state._is_root is None:  # torch does not know the states below yet
-        states = [each for each in map(fsdp_state, module.modules()) if each is not None]
-    elif is_outermost:
-        states = state._state_ctx.all_states
+    if calls.outermost() is None:
+        # torch does not know the states below before the first forward.
+        found = map(fsdp_state, module.modules()) if state._is_root is None else state._state_ctx.all_states
+        states = [each for each in found if each is not None]
     for fsdp_group in chain.from_iterable(map(param_groups, states)):
         if fsdp_group._all_gather_result is not None:
             fsdp_group.wait_for_unshard()
 
 
 @at_run_time
-def _end_trace(is_paused: bool) -> None:
-    if is_paused:
+def _run(call: calls.ModuleCall, run: Callable[..., Any]) -> Any:
+    """Run the forward, by a replay if the model has one, and name the module in Dynamo's errors.
+
+    No replay runs if Dynamo would compile its frames, or under the stance "force_eager".
+    """
+    module: Any = call.module
+    replay = _root_of(module).replay if call.is_outermost else None
+    try:
+        if replay is None or module._compiled_call_impl is None or compiles_frames() or is_forced_eager():
+            return run(*call.args, **call.kwargs)
+        return replay.call(module, call.args, call.kwargs, run)
+    except (Unsupported, TorchRuntimeError) as error:
+        _name_module(error)
+        raise
+
+
+@at_run_time
+def _end(call: calls.ModuleCall) -> None:
+    """Record the end of the call, also after an error."""
+    calls.end()
+    if call.is_paused:
         gc.enable()
     restore_hook_bodies_now()  # in case a trace stopped before it restored them
+
+
+@at_run_time
+def _finish(call: calls.ModuleCall, output: Any) -> Any:
+    """Drop the gathers that the call did not use, and show the output to the code that follows the call."""
+    if call.is_outermost:
+        _root_of(call.module).drop_prefetched()
+    if call.on_output is not None:
+        call.on_output(output)
+    return output
+
+
+@at_run_time
+def _state_of(module: Any) -> FSDPState:
+    state = fsdp_state(module)
+    assert state is not None
+    return state
+
+
+@at_run_time
+def _root_of(module: Any) -> Root:
+    return hooks_of(_state_of(module)).root
 
 
 @at_run_time
@@ -152,7 +168,19 @@ def _take_own_code(module: Any) -> None:
     # See [Note: Code of its own for every module]. Only for a root, because graphs would call the parts of a submodule
     # `self._call_impl` and not by their names.
     if "_call_impl" not in module.__dict__:
-        module.__dict__["_call_impl"] = MethodType(with_own_code(TraceableModule._call_impl), module)
+        module.__dict__["_call_impl"] = MethodType(_with_own_code(TraceableModule._call_impl), module)
+
+
+_copies = itertools.count()
+
+
+@at_run_time
+def _with_own_code(function: Any) -> Any:
+    """Copy a function with its code object. See [Note: Code of its own for every module]."""
+    # A new name, because Dynamo's tables would not tell equal code objects apart.
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_copies)}")
+    # Copied globals, because Dynamo stores results of our functions there and never removes them.
+    return FunctionType(code, dict(function.__globals__), function.__name__, closure=function.__closure__)
 
 
 @at_run_time
@@ -160,7 +188,7 @@ def _name_module(error: Exception) -> None:
     """Add the sharded module to Dynamo's error, and the remedy if it read a sharded parameter."""
     hooks = trace_record.abandon()
     if hooks is not None and error.args:
-        where = describe(hooks.module, hooks.state)
+        where = describe(hooks.state)
         remedy = explain_sharded_read(where) if "mixed torch.Tensor and DTensor" in str(error) else ""
         error.args = (f"while compiling {where}:\n{remedy}{error.args[0]}", *error.args[1:])
 
@@ -176,8 +204,9 @@ def belongs_to_traceable(parameter: nn.Parameter) -> bool:
 
 
 @cache
-def _traceable_class(cls: type[Any]) -> type[Any]:
-    return type(cls.__name__, (TraceableModule, cls), {"__module__": cls.__module__})
+def _traceable_class(cls: type[Any], start_replay: StartReplay) -> type[Any]:
+    attributes = {"__module__": cls.__module__, "_start_replay": staticmethod(start_replay)}
+    return type(cls.__name__, (TraceableModule, cls), attributes)
 
 
 @at_run_time
@@ -186,12 +215,46 @@ def is_traceable(module: nn.Module) -> bool:
 
 
 @at_run_time
-def install(module: nn.Module) -> None:
-    """Make a module that `fully_shard` sharded traceable; its eager runs do not change."""
-    state = fsdp_state(module)
-    assert state is not None
-    hooks = find_hooks(state) or StateHooks(state)
-    next(member for member in hooks.members if member.module is module).install()
+def install(module: nn.Module, start_replay: StartReplay) -> None:
+    """Make a module that `fully_shard` sharded traceable; its eager runs do not change.
+
+    Args:
+        module: The module.
+        start_replay: Sets up the replay of the model's steps, if the module is compiled by its own `compile()`.
+    """
+    state = _state_of(module)
+    if find_hooks(state) is None:
+        attach(StateHooks(state))
+    _replace_hooks(module_hooks_of(module))
     cls: Any = type(module)
-    module.__class__ = _traceable_class(cls)
+    module.__class__ = _traceable_class(cls, start_replay)
     _installed.add(module)
+
+
+@at_run_time
+def _replace_hooks(member: ModuleHooks) -> None:
+    """Replace torch's hooks in place, to keep their order among the user's hooks."""
+    own = _with_own_code(pre_forward), _with_own_code(post_forward)
+    member.module._forward_pre_hooks[member.pre_id], member.module._forward_hooks[member.post_id] = own
+    if any(is_extended(param) for group in member.hooks.groups for param in group.fsdp_group.fsdp_params):
+        # Keep Dynamo from compiling these frames behind a graph break, because a graph that returns a tensor
+        # subclass to the modules would get a plain gradient for the subclass.
+        for hook in own:
+            skip_code(hook.__code__)
+    _settle_hook_order(member.module)  # torch moved its hooks to the front, and a caller may be compiled
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # Dynamo would compile the frames that it calls.
+def _settle_hook_order(model: nn.Module) -> None:
+    """Reinsert all modules' forward hooks in the order in which they run. (2.11.0)
+
+    Dynamo before 2.12 looks a hook up by its position of registration. If `prepend=True` moved the hook, Dynamo finds
+    the wrong hook there.
+    """
+    if torch.__version__ >= "2.12":
+        return
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            in_order = list(hooks.items())
+            hooks.clear()
+            hooks.update(in_order)

@@ -1,129 +1,108 @@
-"""Parameters that the modules of a group hold, in a step and after a forward.
-
-[Note: Parts of a group do not know it]
-`ModuleParams` and `GroupBackward` are parts of a `TraceableGroup`, and their methods get the group as an argument. If
-they kept a reference to the group or to its attributes, Dynamo would guard before each step that both references lead
-to one object.
-"""
+"""Parameters that the modules of a group hold, in a step and after a forward."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-from torch import nn
+import torch
 
 from compile_fsdp.runtime.calls import outermost
-from compile_fsdp.runtime.parameter import TraceableParam
-from compile_fsdp.runtime.states import KNOWN
+from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.runtime.tracing import at_run_time, eval_at_trace_time
-
-if TYPE_CHECKING:
-    from compile_fsdp.runtime.group import TraceableGroup
+from compile_fsdp.torch_compat.fsdp import FSDPParam
 
 
-class ModuleParams:
-    """Parameters that the modules of one group hold. See [Note: Parts of a group do not know it].
+def save(group: TraceableGroup) -> None:
+    """Remember the parameters that the modules hold, if they must hold them again after the forward.
 
-    Attributes:
-        is_tied: Whether several modules share a parameter of the group.
-        hold: Which parameters the modules hold now.
-        saved: The parameters that the modules held before this forward, until `restore` puts them back; else empty.
+    For Dynamo, a dict that gets its old values back is unchanged. Dynamo neither writes it after each step, nor makes
+    the sharded parameters graph inputs, nor guards them. This code has no function for each parameter, because Dynamo
+    takes a millisecond to enter a function.
     """
+    fsdp_group = group.fsdp_group
+    ends_sharded = fsdp_group.post_forward_mesh_info is fsdp_group.mesh_info
+    if ends_sharded and not group.constants.is_tied and not group.is_post_forward and _is_below_a_call():
+        infos = [param.fsdp_param._module_info for param in group.params]
+        group.saved = [info.module._parameters[info.param_name] for info in infos]
 
-    def __init__(self, params: Sequence[TraceableParam]) -> None:
-        self.is_tied = any(param.fsdp_param._module_info.shared_modules for param in params)
-        self.hold = KNOWN.by_state
-        self.saved: Sequence[nn.Parameter | None] = ()
 
-    def save(self, group: TraceableGroup) -> None:
-        """Remember the parameters that the modules hold, if they must hold them again after the forward.
+def restore(group: TraceableGroup) -> None:
+    """Put the saved parameters back after a forward, or else register the sharded parameters."""
+    if not group.saved:
+        register_sharded(group)
+        return
+    for param, value in zip(group.params, group.saved, strict=True):
+        info = param.fsdp_param._module_info
+        info.module._parameters[info.param_name] = value
+    group.saved = ()
 
-        For Dynamo, a dict that gets its old values back is unchanged. Dynamo neither writes it after each step, nor
-        makes the sharded parameters graph inputs, nor guards them. This code is not a method of the parameters, because
-        Dynamo takes a millisecond to enter each function.
-        """
-        fsdp_group = group.fsdp_group
-        ends_sharded = fsdp_group.post_forward_mesh_info is fsdp_group.mesh_info
-        is_post_forward = fsdp_group._sharded_state is group.known.post_forward
-        if ends_sharded and not self.is_tied and not is_post_forward and _is_below_a_call():
-            infos = [param.fsdp_param._module_info for param in group.params]
-            self.saved = [info.module._parameters[info.param_name] for info in infos]
-            self.hold = group.known.until_restored
 
-    def restore(self, group: TraceableGroup) -> None:
-        """Put the saved parameters back after a forward, or else register the sharded parameters."""
-        if self.hold is not group.known.until_restored:
-            self.register_sharded(group)
-            return
-        for param, value in zip(group.params, self.saved, strict=True):
-            info = param.fsdp_param._module_info
-            info.module._parameters[info.param_name] = value
-        self.saved = ()
-        self.hold = group.known.by_state
+def register_unsharded(group: TraceableGroup) -> None:
+    """Let the modules hold the tensors that the graph computes with."""
+    if not group.saved:  # else `restore` undoes it before code outside reads the states
+        sync_states(group)
+        group.is_hidden = False
+    for param in group.params:
+        register(param.fsdp_param, param.traced())
 
-    def register_unsharded(self, group: TraceableGroup) -> None:
-        """Let the modules hold the tensors that the graph computes with."""
-        if self.hold is not group.known.until_restored:  # else `restore` undoes it before code outside reads the states
-            self.sync_states(group)
-            self.hold = group.known.by_state
+
+def register_sharded(group: TraceableGroup) -> None:
+    """Let the modules hold the sharded parameters of a group that is sharded."""
+    sync_states(group)
+    for param in group.params:
+        register(param.fsdp_param, param.fsdp_param.sharded_param)
+
+
+def register_resharded(group: TraceableGroup) -> None:
+    """Let the modules hold the sharded parameters after a backward, if they do not yet."""
+    if not group.is_hidden:
+        register_sharded(group)
+    group.is_hidden = False
+
+
+def reshard_after_forward(group: TraceableGroup) -> None:
+    """Apply the group's `reshard_after_forward`, and register the parameters that it leaves."""
+    mesh_info = group.fsdp_group.post_forward_mesh_info
+    if mesh_info is group.fsdp_group.mesh_info:
+        group.reshard()
+        restore(group)
+    elif mesh_info is None:
         for param in group.params:
-            param.register_unsharded()
-
-    def register_sharded(self, group: TraceableGroup) -> None:
-        """Let the modules hold the sharded parameters of a group that is sharded."""
-        self.sync_states(group)
-        self.hold = group.known.by_state
+            if param.fsdp_param.is_dtensor or param.parts is not None:
+                register(param.fsdp_param, param.fsdp_param._unsharded_param)  # for eager code
+    else:
+        group.keep_slices()
+        sync_states(group)
         for param in group.params:
-            param.register_sharded()
+            assert param.post_forward is not None
+            register(param.fsdp_param, param.post_forward.parameter)
 
-    def register_left_unsharded(self, group: TraceableGroup) -> None:
-        """Let the modules hold torch's unsharded parameters after a forward that does not reshard."""
-        for param in group.params:
-            param.register_left_unsharded()
 
-    def register_post_forward(self, group: TraceableGroup) -> None:
-        """Let the modules hold the parameters over the smaller mesh."""
-        self.sync_states(group)
-        for param in group.params:
-            param.register_post_forward()
+def sync_states(group: TraceableGroup) -> None:
+    """Set the parameters' states to the group's state.
 
-    def keep_sharded(self, group: TraceableGroup) -> None:
-        """Leave the sharded parameters in the modules while a backward unshards the group.
+    Only code outside of graphs reads them. Dynamo takes milliseconds to write each state, so a backward that unshards
+    and reshards a group leaves them alone.
+    """
+    state = group.fsdp_group._sharded_state
+    for param in group.params:
+        param.fsdp_param.sharded_state = state
 
-        No code reads the modules in such a backward.
-        """
-        self.hold = group.known.modules_sharded
 
-    def register_resharded(self, group: TraceableGroup) -> None:
-        """Let the modules hold the sharded parameters after a backward, if they do not yet."""
-        if self.hold is not group.known.modules_sharded:
-            self.register_sharded(group)
-        self.hold = group.known.by_state
+@at_run_time
+def show_unsharded(group: TraceableGroup) -> None:
+    """Register the unsharded parameters after a graph that leaves the group unsharded.
 
-    def sync_states(self, group: TraceableGroup) -> None:
-        """Set the parameters' states to the group's state.
+    Eager code and torch's final callback read them.
+    """
+    if group.is_hidden and group.is_unsharded:
+        register_unsharded(group)
 
-        Only code outside of graphs reads them. Dynamo takes milliseconds to write each state, so a backward that
-        unshards and reshards a group leaves them alone.
-        """
-        state = group.fsdp_group._sharded_state
-        for param in group.params:
-            param.fsdp_param.sharded_state = state
 
-    @at_run_time
-    def show_unsharded(self, group: TraceableGroup) -> None:
-        """Register the unsharded parameters after a graph that leaves the group unsharded.
-
-        Eager code and torch's final callback read them.
-        """
-        if self.hold is group.known.modules_sharded and group.fsdp_group._sharded_state is group.known.unsharded:
-            self.register_unsharded(group)
-
-    @at_run_time
-    def forget(self) -> None:
-        """Discard the state of a finished or failed step."""
-        self.hold, self.saved = KNOWN.by_state, ()
+def register(fsdp_param: FSDPParam, value: torch.Tensor) -> None:
+    """Let the modules that share a parameter hold `value` in its place."""
+    info = fsdp_param._module_info
+    info.module._parameters[info.param_name] = value  # type: ignore[assignment]
+    for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+        module._parameters[name] = value  # type: ignore[assignment]
 
 
 @eval_at_trace_time

@@ -36,7 +36,7 @@ def check_parameters(module: nn.Module, state: FSDPState) -> None:
         ParameterDeviceError: a parameter is on meta, or not on the device of the mesh or of its offload policy.
         ParameterDtypeError: trainable parameters of a group differ in dtype.
     """
-    where = describe(module, state)
+    where = describe(state)
     if not dist.is_initialized():
         raise ProcessGroupMissingError(
             f"expected an initialised process group while compiling {where}, found none; "

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from compile_fsdp.ops import copy_
-from compile_fsdp.runtime.tracing import guarded_text
+from compile_fsdp.runtime.gather import Input
+from compile_fsdp.runtime.tracing import at_run_time, guarded_text
 from compile_fsdp.torch_compat.dynamo import mark_static
 from compile_fsdp.torch_compat.fsdp import FSDPParam, free_storage
 
@@ -35,6 +36,11 @@ class PostForwardShard:
         )
         mark_static(self.data)
         free_storage(self.data)
+
+    @at_run_time
+    def input(self, size: tuple[int, ...]) -> Input:
+        """Describe how the shards of the smaller mesh form the unsharded value of this size."""
+        return Input(self.data.numel(), self.data.dtype, kind="flat", size=size)
 
     def fill(
         self, fsdp_param: FSDPParam, unsharded_param: torch.Tensor, shard_count: int, rank: torch.Tensor

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from compile_fsdp.ops import reduce_scatter_tensor
-from compile_fsdp.runtime import communicators
+from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.runtime.group_calls import group_call
 from compile_fsdp.runtime.group_names import name_in_graphs
 from compile_fsdp.runtime.tracing import at_run_time, eval_at_trace_time_guarded
@@ -28,19 +26,22 @@ from compile_fsdp.torch_compat.fsdp import (
     reduce_dtype,
 )
 
-if TYPE_CHECKING:
-    from compile_fsdp.runtime.group import TraceableGroup
-
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """Averaging of gradients over the ranks, without overflow in the reduce dtype.
+    """Reduction of some gradients of a group: an average over the ranks, without overflow in the reduce dtype.
 
     Each factor or divisor is None if nothing is multiplied or divided there.
 
     Attributes:
+        name: Name of the reduce-scatter in a profile, equal to eager FSDP2's name.
+        dims: Sharded dim of each parameter.
+        numels: Number of elements of each padded shard.
+        dtype: Dtype of the reduction; None for the gradients' own dtype.
+        final_dtypes: Dtype of each reduced gradient, None for the dtype of the reduction; a single dtype if all are
+            equal.
         shard_count: Number of ranks of the reduce-scatter; 1 if there is no reduce-scatter.
-        scatter_group: Name of the reduce-scatter's process group.
+        scatter_group: Name of the reduce-scatter's process group; empty without one.
         scatter_op: Operation of the reduce-scatter, "avg" or "sum".
         replica_group: Name of the all-reduce's process group (HSDP, replicate); empty if there is no all-reduce.
         replica_op: Operation of the all-reduce, "avg" or "sum".
@@ -50,15 +51,20 @@ class Reduction:
         post_divisor: Divisor after all collectives.
     """
 
+    name: str
+    dims: list[int]
+    numels: list[int]
+    dtype: torch.dtype | None
+    final_dtypes: list[torch.dtype | None]
     shard_count: int
     scatter_group: str
+    scatter_op: str
     replica_group: str
+    replica_op: str
+    pre_factor: float | None
+    pre_divisor: float | None
     lone_divisor: float | None
-    scatter_op: str = "sum"
-    replica_op: str = "sum"
-    pre_factor: float | None = None
-    pre_divisor: float | None = None
-    post_divisor: float | None = None
+    post_divisor: float | None
 
 
 @at_run_time
@@ -69,38 +75,58 @@ def process_groups(fsdp_group: FSDPParamGroup) -> tuple[dist.ProcessGroup | None
     return scatter, replica
 
 
-@at_run_time
-def plan_reduction(fsdp_group: FSDPParamGroup, dtype: torch.dtype) -> Reduction:
-    """Plan the reduction that eager FSDP2 chooses for `dtype` and the group's present settings."""
+@eval_at_trace_time_guarded
+def _plan(
+    group: TraceableGroup, text: str, arrived: list[int], computed: list[torch.dtype], *settings: object
+) -> Reduction:
+    """Plan the reduction that eager FSDP2 chooses for gradients of these dtypes and the group's present settings."""
+    # `text` and `settings` are arguments so that Dynamo guards them. See [Note: Numbers that stay numbers].
+    fsdp_group, params = group.fsdp_group, [group.params[index] for index in arrived]
+    fsdp_params = [param.fsdp_param for param in params]
+    wanted = reduce_dtype(fsdp_group, fsdp_params, computed)
+    final_dtypes = [gradient_dtype(param) for param in fsdp_params]
     scatter, replica = process_groups(fsdp_group)
     shard_count = 1 if scatter is None else scatter.size()
-    factor = fsdp_group.gradient_divide_factor
-    scatter_name = "" if scatter is None else name_in_graphs(scatter)
-    replica_name = "" if replica is None else name_in_graphs(replica)
-    lone_divisor = factor if shard_count == 1 else None
+    factor, dtype = fsdp_group.gradient_divide_factor, wanted or computed[0]
     is_safe = dtype in (torch.float32, torch.bfloat16) and not fsdp_group.force_sum_reduction_for_comms
+    pre_factor: float | None = None
+    pre: float | None = None
+    post: float | None = None
+    scatter_op: object = dist.ReduceOp.SUM
+    replica_op: object = dist.ReduceOp.SUM
     if is_safe and factor is not None and factor != shard_count:
         # Eager FSDP2 lets the collective multiply, which only NCCL supports.
         pre_factor = 1 / factor if shard_count > 1 else None
-        return Reduction(shard_count, scatter_name, replica_name, lone_divisor, pre_factor=pre_factor)
-    pre, post, scatter_op, replica_op = gradient_divide_factors(
-        scatter, replica, dtype, fsdp_group.device.type, factor, fsdp_group.force_sum_reduction_for_comms
-    )
+    else:
+        pre, post, scatter_op, replica_op = gradient_divide_factors(
+            scatter, replica, dtype, fsdp_group.device.type, factor, fsdp_group.force_sum_reduction_for_comms
+        )
     return Reduction(
-        shard_count,
-        scatter_name,
-        replica_name,
-        lone_divisor,
-        scatter_op=_op_name(scatter_op),
-        replica_op=_op_name(replica_op),
+        name=fsdp_group._with_fqn("FSDP::post_backward_reduce"),
+        dims=[param.plan.shard_dim for param in params],
+        numels=[param.plan.shard_numel for param in params],
+        dtype=wanted,
+        final_dtypes=final_dtypes[:1] if len(set(final_dtypes)) == 1 else final_dtypes,
+        shard_count=shard_count,
+        scatter_group="" if scatter is None else name_in_graphs(scatter),
+        scatter_op="avg" if scatter_op == dist.ReduceOp.AVG else "sum",
+        replica_group="" if replica is None else name_in_graphs(replica),
+        replica_op="avg" if replica_op == dist.ReduceOp.AVG else "sum",
+        pre_factor=pre_factor,
         pre_divisor=None if pre == 1 else pre,
+        lone_divisor=factor if shard_count == 1 else None,
         post_divisor=None if post == 1 else post,
     )
 
 
-@at_run_time
-def _op_name(op: object) -> str:
-    return "avg" if op == dist.ReduceOp.AVG else "sum"
+@eval_at_trace_time_guarded
+def accumulation_dtypes(group: TraceableGroup, text: str) -> list[torch.dtype | None]:
+    """Return the dtype to which each parameter's unsharded gradient is cast before it is accumulated.
+
+    None if the gradient keeps its dtype.
+    """
+    # `text` is an argument so that Dynamo guards it. See [Note: Numbers that stay numbers].
+    return [accumulation_dtype(param.fsdp_param) for param in group.params]
 
 
 def reduce_gradients(
@@ -117,21 +143,14 @@ def reduce_gradients(
         backward does the all-reduce over the replicas.
     """
     fsdp_group = group.fsdp_group
-    dims, numels = _shard_layout(group, group.constants.text)
-    ranks = group.constants.shard_count
-    rows = [_rows_first(grad, dims[i], ranks) for i, grad in zip(arrived, grads, strict=True)]
-    wanted, dtypes = _dtypes(group, fsdp_group._reduce_dtype, arrived, [each.dtype for each in grads])
-    if wanted is not None:
-        rows = [each.to(wanted) for each in rows]
-    # The settings are arguments so that Dynamo guards them, and traces again when a setting changes.
     own_group = getattr(fsdp_group.mesh_info, "reduce_scatter_process_group", None)
-    settings = fsdp_group.gradient_divide_factor, fsdp_group.force_sum_reduction_for_comms, own_group
-    reduction = _plan(group, rows[0].dtype, *settings)
-    plain = isinstance(fsdp_group._reduce_scatter_comm, PLAIN_REDUCE_SCATTERS)
-    custom = None if plain else partial(communicators.reduce, fsdp_group)
-    flat = reduce_scatter(rows, reduction, group.constants.reduce_name, custom)
-    sizes = [numels[i] for i in arrived]
-    if reduction.replica_group:
+    settings = fsdp_group._reduce_dtype, fsdp_group.gradient_divide_factor, fsdp_group.force_sum_reduction_for_comms
+    plan = _plan(group, group.constants.text, arrived, [each.dtype for each in grads], *settings, own_group)
+    rows = [_rows_first(grad, dim, plan.shard_count) for dim, grad in zip(plan.dims, grads, strict=True)]
+    if plan.dtype is not None:
+        rows = [each.to(plan.dtype) for each in rows]
+    flat = _reduce_scatter(group, rows, plan)
+    if plan.replica_group:
         partial_output = fsdp_group._partial_reduce_output
         if partial_output is not None:
             flat = flat + partial_output
@@ -139,16 +158,18 @@ def reduce_gradients(
             fsdp_group._partial_reduce_output = flat
             return None
         fsdp_group._partial_reduce_output = None
-        flat = all_reduce(flat, reduction)
+        launched = functional_collectives.all_reduce(flat, plan.replica_op, plan.replica_group)
+        flat = functional_collectives.wait_tensor(launched)
     if fsdp_group._all_reduce_hook is not None:
         fsdp_group._all_reduce_hook(flat)
-    if reduction.post_divisor is not None:
-        flat = flat / reduction.post_divisor
+    if plan.post_divisor is not None:
+        flat = flat / plan.post_divisor
+    dtypes = plan.final_dtypes
     if len(dtypes) == 1 and dtypes[0] is not None:
         flat = flat.to(dtypes[0])
     if group.params[0].fsdp_param.offload_to_cpu:
         flat = flat.to("cpu")
-    shards = split_shards(flat, sizes)
+    shards = split_shards(flat, plan.numels)
     if len(dtypes) == 1:
         return shards
     return tuple([shard.to(dtype or shard.dtype) for shard, dtype in zip(shards, dtypes, strict=True)])
@@ -159,76 +180,24 @@ def _rows_first(grad: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
     return grad if dim == 0 or ranks == 1 else torch.cat(grad.chunk(ranks, dim=dim))
 
 
-@eval_at_trace_time_guarded
-def _shard_layout(group: TraceableGroup, text: str) -> tuple[list[int], list[int]]:
-    # `text` is an argument so that Dynamo guards it. See [Note: Numbers that stay numbers].
-    plans = [param.plan for param in group.params]
-    return [plan.shard_dim for plan in plans], [plan.shard_numel for plan in plans]
-
-
-@eval_at_trace_time_guarded
-def accumulation_dtypes(group: TraceableGroup, text: str) -> list[torch.dtype | None]:
-    """Return the dtype to which each parameter's unsharded gradient is cast before it is accumulated.
-
-    None if the gradient keeps its dtype.
-    """
-    # `text` is an argument so that Dynamo guards it. See [Note: Numbers that stay numbers].
-    return [accumulation_dtype(param.fsdp_param) for param in group.params]
-
-
-@eval_at_trace_time_guarded
-def _dtypes(
-    group: TraceableGroup, policy: torch.dtype | None, arrived: list[int], computed: list[torch.dtype]
-) -> tuple[torch.dtype | None, list[torch.dtype | None]]:
-    """Return the reduce dtype, None to keep the gradients' dtype, and the final dtype of each gradient.
-
-    The list has a single dtype if all final dtypes are equal.
-    """
-    # `policy` is an argument so that Dynamo guards it.
-    params = [group.params[index].fsdp_param for index in arrived]
-    dtypes = [gradient_dtype(param) for param in params]
-    return reduce_dtype(group.fsdp_group, params, computed), dtypes[:1] if len(set(dtypes)) == 1 else dtypes
-
-
-@eval_at_trace_time_guarded
-def _plan(group: TraceableGroup, dtype: torch.dtype, *settings: object) -> Reduction:
-    return plan_reduction(group.fsdp_group, dtype)
-
-
-def reduce_scatter(
-    grads: list[torch.Tensor],
-    reduction: Reduction,
-    name: str,
-    custom: Callable[[torch.Tensor, str], torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """Reduce-scatter gradients into this rank's padded shards, concatenated into a 1-D tensor.
-
-    Args:
-        grads: Unsharded gradients of one dtype, in which a rank's shard is a block of rows.
-        reduction: Process group and averaging.
-        name: Name of the range in a profile.
-        custom: The user's communicator, called with the flat gradients and "avg" or "sum"; None for the plain op.
-    """
-    flat: torch.Tensor = chunk_cat(grads, 0, reduction.shard_count).view(-1)
-    if reduction.pre_factor is not None:
-        flat = flat * reduction.pre_factor
-    if reduction.pre_divisor is not None:
-        flat = flat / reduction.pre_divisor
-    if custom is not None and reduction.shard_count > 1:
-        flat = custom(flat, reduction.scatter_op)
-    elif reduction.shard_count > 1:
-        launched = reduce_scatter_tensor(
-            flat, reduction.scatter_op, reduction.shard_count, reduction.scatter_group, name
-        )
-        flat = functional_collectives.wait_tensor(launched)
-    elif reduction.lone_divisor is not None:
-        flat = flat / reduction.lone_divisor
-    return flat
-
-
-def all_reduce(flat: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-    """All-reduce flat gradients over the replicas."""
-    launched = functional_collectives.all_reduce(flat, reduction.replica_op, reduction.replica_group)
+def _reduce_scatter(group: TraceableGroup, rows: list[torch.Tensor], plan: Reduction) -> torch.Tensor:
+    """Reduce-scatter gradients of one dtype into this rank's padded shards, concatenated into a 1-D tensor."""
+    flat: torch.Tensor = chunk_cat(rows, 0, plan.shard_count).view(-1)
+    if plan.pre_factor is not None:
+        flat = flat * plan.pre_factor
+    if plan.pre_divisor is not None:
+        flat = flat / plan.pre_divisor
+    if plan.shard_count == 1:
+        return flat if plan.lone_divisor is None else flat / plan.lone_divisor
+    comm = group.fsdp_group._reduce_scatter_comm
+    if not isinstance(comm, PLAIN_REDUCE_SCATTERS):
+        # Dynamo turns the collectives that a custom communicator calls into graph ops.
+        process_group = group.fsdp_group._reduce_scatter_process_group
+        output = comm.allocate((flat.numel() // process_group.size(),), dtype=flat.dtype, device=flat.device)
+        op = dist.ReduceOp.AVG if plan.scatter_op == "avg" else dist.ReduceOp.SUM
+        comm(output_tensor=output, input_tensor=flat, group=process_group, op=op, async_op=False)
+        return output
+    launched = reduce_scatter_tensor(flat, plan.scatter_op, plan.shard_count, plan.scatter_group, plan.name)
     waited: torch.Tensor = functional_collectives.wait_tensor(launched)
     return waited
 

@@ -1,19 +1,76 @@
-"""Data that only the root of a model's FSDP2 modules has."""
+"""Data of a model's FSDP2 modules: hooks of one module, hooks that several modules share, and the root."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from torch import nn
 
-from compile_fsdp.runtime.attached import hooks_of
-from compile_fsdp.runtime.tracing import at_run_time, inline_only
-from compile_fsdp.torch_compat.fsdp import FSDPState, order_gather_streams
+from compile_fsdp.runtime.group import TraceableGroup
+from compile_fsdp.runtime.states import Memory
+from compile_fsdp.runtime.tracing import at_run_time
+from compile_fsdp.torch_compat.fsdp import FSDPState, order_gather_streams, param_groups
 
-if TYPE_CHECKING:
-    from compile_fsdp.runtime.group import TraceableGroup
-    from compile_fsdp.runtime.hooks import StateHooks
+
+class ModuleHooks:
+    """Pre- and post-forward hook of one module, in place of torch's two hooks.
+
+    Attributes:
+        hooks: Hooks that the modules of one `fully_shard` call share.
+        module: The module.
+        is_awaited: Whether the module has still to run in the present forward of its state's modules; always False
+            if the state has a single module.
+        eager_pre_forward: torch's own pre-forward hook.
+        eager_post_forward: torch's own post-forward hook.
+    """
+
+    def __init__(self, hooks: StateHooks, module: nn.Module) -> None:
+        self.hooks = hooks
+        self.module = module
+        self.is_awaited = False
+        handle = hooks.state._pre_forward_hook_handle
+        handles = getattr(handle, "handles", (handle, hooks.state._post_forward_hook_handle))
+        ids = {each.id for each in handles}
+        before, after = module._forward_pre_hooks, module._forward_hooks
+        (self.pre_id,), (self.post_id,) = ids & before.keys(), ids & after.keys()
+        self.eager_pre_forward: Callable[..., Any] = before[self.pre_id]
+        self.eager_post_forward: Callable[..., Any] = after[self.post_id]
+
+
+class StateHooks:
+    """Hooks around the forward of the module, or modules, of one `fully_shard` call.
+
+    Attributes:
+        state: torch's state of the module or modules.
+        groups: The state's parameter groups; more than one if `shard_placement_fn` returns several meshes.
+        members: Hooks of each module.
+        root: Data of the root that the modules belong to.
+        replaced: Parameters that `fully_shard` replaced: the module, the name in it, and a weak reference. Empty if
+            torch's own `fully_shard` sharded the modules.
+    """
+
+    def __init__(self, state: FSDPState) -> None:
+        self.state = state
+        self.groups = [TraceableGroup(group, state) for group in param_groups(state)]
+        self.members = [ModuleHooks(self, module) for module in state._modules]
+        self.root = Root(state)
+        self.replaced: list[tuple[nn.Module, str, weakref.ref[nn.Parameter]]] = []
+
+    @property
+    def module(self) -> nn.Module:
+        return self.state._modules[0]
+
+    @property
+    def awaits_members(self) -> bool:
+        """Whether any module has still to run in the present forward of several modules."""
+        return any([member.is_awaited for member in self.members])
+
+    def await_members(self, is_awaited: bool) -> None:
+        """Begin or end a forward of several modules."""
+        for member in self.members:
+            member.is_awaited = is_awaited
 
 
 class Replay(Protocol):
@@ -51,23 +108,17 @@ class Root:
         self.ahead: list[TraceableGroup] = []
 
     @at_run_time
-    def adopt(self) -> None:
+    def adopt(self, hooks: list[StateHooks]) -> None:
         """Become the root of all modules of the model, after torch initialised their states.
 
         The modules share one root and one list of hooks. With separate roots, Dynamo's guard path to a module's root
         would lead through the roots of all modules before it.
         """
-        hooks = [hooks_of(state) for state in self.state._state_ctx.all_states]
         if self.all_hooks != hooks:
             self.all_hooks = hooks
             self.shared = [each for each in reversed(hooks) if len(each.members) > 1]
             for each in hooks:
                 each.root = self
-
-    @inline_only
-    def _groups(self) -> Iterator[TraceableGroup]:
-        for state in self.state._state_ctx.all_states:
-            yield from hooks_of(state).groups
 
     @at_run_time
     def follow_trainable(self) -> None:
@@ -75,9 +126,10 @@ class Root:
 
         Not of an unsharded group, because its modules show the unsharded parameters, and the user has set those.
         """
-        for group in self._groups():
-            if not group.is_unsharded:
-                group.follow_trainable()
+        for hooks in self.all_hooks:
+            for group in hooks.groups:
+                if not group.is_unsharded:
+                    group.follow_trainable()
 
     @at_run_time
     def order_gathers(self) -> None:
@@ -94,14 +146,6 @@ class Root:
         """
         ahead, self.ahead = self.ahead, []
         for group in ahead:
-            if group.is_ahead:
-                group.is_ahead = False
+            if group.memory is Memory.UNSHARDED_AHEAD:
+                group.enter(Memory.UNSHARDED)
                 group.fsdp_group.reshard()
-
-    @at_run_time
-    def reset(self) -> None:
-        """Discard the state of an interrupted step."""
-        self.is_traced = False
-        self.ahead = []
-        for state in self.state._state_ctx.all_states:
-            hooks_of(state).reset()

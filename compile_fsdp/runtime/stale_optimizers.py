@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from compile_fsdp.errors import StaleOptimizerWarning
-from compile_fsdp.runtime.attached import Replaced, replaced_of, set_replaced
+from compile_fsdp.runtime.attached import find_hooks, hooks_of
 from compile_fsdp.runtime.tracing import at_run_time
 from compile_fsdp.torch_compat.fsdp import FSDPState, fsdp_state
 
@@ -26,10 +26,9 @@ def named_parameters(modules: Sequence[nn.Module]) -> list[tuple[nn.Module, str,
 def note_replaced(state: FSDPState, before: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> None:
     """Remember, by weak reference, the parameters that the state's modules no longer hold."""
     present = {id(parameter) for module in state._modules for parameter in module.parameters()}
-    replaced: Replaced = [
+    hooks_of(state).replaced = [
         (module, name, weakref.ref(each)) for module, name, each in before if id(each) not in present
     ]
-    set_replaced(state, replaced)
 
 
 @at_run_time
@@ -43,12 +42,13 @@ def warn_of_stale_optimizers(model: nn.Module) -> None:
     stale = {}
     fqns = {id(module): fqn for fqn, module in model.named_modules()}
     for state in dict.fromkeys(state for state in map(fsdp_state, model.modules()) if state is not None):
-        replaced = replaced_of(state)
+        if (hooks := find_hooks(state)) is None:
+            continue
+        replaced, hooks.replaced = hooks.replaced, []
         for module, name, reference in replaced:
             parameter = reference()
             if parameter is not None:
                 stale[id(parameter)] = (parameter, ".".join(filter(None, (fqns.get(id(module)), name))))
-        replaced.clear()
     if not stale:  # the usual case, without a search through all objects of the process
         return
     for optimizer in gc.get_objects():

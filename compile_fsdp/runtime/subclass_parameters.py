@@ -9,7 +9,8 @@ never has memory and gets the gradient of the whole subclass.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,14 +25,6 @@ from compile_fsdp.torch_compat.fsdp import FSDPParam, free_storage
 def is_extended(param: FSDPParam) -> bool:
     """Return whether the shard is a tensor subclass with an all-gather extension."""
     return hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather")
-
-
-def lost_parts(shard: Any) -> list[str]:
-    """List the parts of a sharded tensor subclass that flatten and unflatten lose."""
-    names, context = shard.__tensor_flatten__()
-    inner = {name: getattr(shard, name) for name in names}
-    again = type(shard).__tensor_unflatten__(inner, context, shard.size(), shard.stride())
-    return sorted({*names} - {*again.__tensor_flatten__()[0]})
 
 
 def find_subclass(param: FSDPParam) -> type[torch.Tensor] | None:
@@ -49,6 +42,63 @@ def has_plain_parts(param: FSDPParam) -> bool:
     return is_wrapper_subclass(whole) and all(
         type(getattr(whole, name)) is torch.Tensor for name in whole.__tensor_flatten__()[0]
     )
+
+
+class Extension:
+    """All-gather extension of one parameter's shard.
+
+    Attributes:
+        pre_all_gather: The extension's `fsdp_pre_all_gather`.
+        post_all_gather: The extension's `fsdp_post_all_gather`.
+        takes_all_arguments: Whether `pre_all_gather` takes five arguments instead of only the mesh.
+        metadata: Value that `pre_all_gather` returned for `post_all_gather`; None if no gather is in flight.
+        sizes: Sizes of the tensors that `pre_all_gather` returned; empty if no gather is in flight.
+    """
+
+    def __init__(self, param: FSDPParam) -> None:
+        kind: Any = type(param._sharded_local_tensor)
+        # Plain functions, because Dynamo traces into them but makes a tensor's method a graph node.
+        self.pre_all_gather: Callable[..., Any] = kind.fsdp_pre_all_gather
+        self.post_all_gather: Callable[..., Any] = kind.fsdp_post_all_gather
+        self.takes_all_arguments = len(inspect.signature(self.pre_all_gather).parameters) == 6
+        self.metadata: Any = None
+        self.sizes: list[torch.Size] = []
+
+    def inputs(self, param: FSDPParam) -> list[torch.Tensor]:
+        """Return the all-gather inputs, 1-D tensors on the group's device."""
+        shard: Any = param._sharded_local_tensor
+        if param.offload_to_cpu:
+            shard = shard.to(param.device, non_blocking=True)
+        if self.takes_all_arguments:
+            module, size, stride = param._module_info.module, param._orig_size, param._contiguous_orig_stride
+            inputs, self.metadata = self.pre_all_gather(shard, param.shard_mesh, size, stride, module, param.mp_policy)
+        else:
+            inputs, self.metadata = self.pre_all_gather(shard, param.shard_mesh)
+        self.sizes = [each.size() for each in inputs]
+        return [each.reshape(-1) for each in inputs]
+
+    def values(
+        self, param: FSDPParam, unsharded_param: torch.Tensor, parts: Parts | None, gathered: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """Return the values of the parts, or of the unsharded parameter if it has no parts.
+
+        Args:
+            param: torch's parameter.
+            unsharded_param: The unsharded parameter.
+            parts: Its parts; None if it is a plain tensor.
+            gathered: All ranks' inputs, each (ranks, numel of the input).
+        """
+        shard: Any = param._sharded_local_tensor
+        outputs = [
+            rows.reshape(rows.shape[0] * size[0], *size[1:]) for rows, size in zip(gathered, self.sizes, strict=True)
+        ]
+        metadata, self.metadata, self.sizes = self.metadata, None, []
+        if parts is not None:
+            return parts.take(shard, metadata, *outputs)
+        value: torch.Tensor
+        value, _ = self.post_all_gather(shard, tuple(outputs), metadata, param.param_dtype or param.orig_dtype)
+        length = unsharded_param.shape[0]
+        return [value if value.shape[0] == length else value[:length]]
 
 
 class Parts:

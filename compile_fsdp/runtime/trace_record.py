@@ -6,13 +6,9 @@ failed trace leaves its record behind. The next trace has a different tracing co
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from compile_fsdp.runtime.root import StateHooks
 from compile_fsdp.runtime.tracing import at_run_time
 from compile_fsdp.torch_compat.dynamo import tracing_context
-
-if TYPE_CHECKING:
-    from compile_fsdp.runtime.hooks import StateHooks
 
 
 class TraceRecord:

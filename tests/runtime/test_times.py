@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import compile_fsdp
-from compile_fsdp.runtime.backward import GroupBackward
-from compile_fsdp.runtime.hooks import StateHooks
+from compile_fsdp.runtime.backward import reduce
+from compile_fsdp.runtime.hooks import before_forward, complete
 from compile_fsdp.runtime.tracing import RUN_TIME
 from helpers.ranks.fake_world import fake_world
 
@@ -49,7 +49,7 @@ def test_dynamo_never_traces_run_time_functions() -> None:
     finally:
         logger.setLevel(level)
         logger.removeHandler(handler)
-    traced = {function.__code__ for function in (StateHooks.before_forward, StateHooks.complete, GroupBackward.reduce)}
+    traced = {function.__code__ for function in (before_forward, complete, reduce)}
     assert traced <= handler.found
     assert [code.co_name for code in RUN_TIME & handler.found] == []
     assert len(RUN_TIME) > 40

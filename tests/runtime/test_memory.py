@@ -1,0 +1,82 @@
+"""A group's memory state follows eager and compiled steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import compile_fsdp
+from compile_fsdp.runtime.attached import find_group, hooks_of
+from compile_fsdp.runtime.gather import EAGER_GATHER
+from compile_fsdp.runtime.group import TraceableGroup
+from compile_fsdp.runtime.root import Root
+from compile_fsdp.runtime.states import Memory
+from compile_fsdp.torch_compat.fsdp import fsdp_state, param_groups
+from helpers.ranks.fake_world import fake_world
+
+
+@pytest.fixture
+def model() -> Iterator[nn.Sequential]:
+    with fake_world(2):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        for module in (model[0], model):
+            compile_fsdp.fully_shard(module)
+        model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
+        yield model
+
+
+def _group(module: nn.Module) -> TraceableGroup:
+    state = fsdp_state(module)
+    assert state is not None
+    group = find_group(param_groups(state)[0])
+    assert group is not None
+    return group
+
+
+def _root(module: nn.Module) -> Root:
+    state = fsdp_state(module)
+    assert state is not None
+    return hooks_of(state).root
+
+
+def test_root_stays_unsharded_from_forward_to_backward(model: nn.Sequential) -> None:
+    block, root = _group(model[0]), _group(model)
+    assert (block.memory, root.memory) == (Memory.SHARDED, Memory.SHARDED)
+    loss = model(torch.ones(2, 4)).sum()
+    assert (block.memory, root.memory) == (Memory.SHARDED, Memory.UNSHARDED)
+    loss.backward()
+    assert (block.memory, root.memory) == (Memory.SHARDED, Memory.SHARDED)
+
+
+def test_memory_follows_eager_unshard_and_reshard(model: nn.Sequential) -> None:
+    model(torch.ones(2, 4)).sum().backward()
+    model[0].unshard()
+    assert _group(model[0]).memory is Memory.UNSHARDED
+    model[0].reshard()
+    assert _group(model[0]).memory is Memory.SHARDED
+
+
+def test_group_gathered_ahead_in_vain_is_resharded(model: nn.Sequential) -> None:
+    model(torch.ones(2, 4)).sum().backward()
+    group, root = _group(model[0]), _root(model)
+    model[0].unshard()
+    group.enter(Memory.UNSHARDED_AHEAD, EAGER_GATHER)
+    root.ahead.append(group)
+    assert group.memory is Memory.UNSHARDED_AHEAD
+    root.drop_prefetched()
+    assert group.memory is Memory.SHARDED
+
+
+def test_illegal_step_is_refused(model: nn.Sequential) -> None:
+    with pytest.raises(AssertionError, match="illegal step"):
+        _group(model[0]).enter(Memory.POST_FORWARD)
+
+
+def test_reset_shards_a_group_left_unsharded(model: nn.Sequential) -> None:
+    model(torch.ones(2, 4))
+    assert _group(model).memory is Memory.UNSHARDED
+    model.reset_iter_state()
+    assert _group(model).memory is Memory.SHARDED
