@@ -125,10 +125,11 @@ def measure_link(
     """Measure the latency of the shortest collective and the bandwidth of longer collectives."""
     ranks = group.size()
     shards = [SHORT_SHARD, *(whole // ranks for whole in _amounts(device).wholes)]
+    inputs = [torch.zeros(shard // 4, dtype=torch.float32, device=device) for shard in shards]
     counts = [SHORT_RUN, *(LONG_RUN for _ in shards[1:])]
     latency, *seconds = (
-        _measure_collective(collective(_zeros(shard, device), group), count, device)
-        for shard, count in zip(shards, counts, strict=True)
+        _measure_collective(collective(shard, group), count, device)
+        for shard, count in zip(inputs, counts, strict=True)
     )
     # On a fast link, latency can be nearly all of the time.
     sending = sum(max(each - latency, each / 10) for each in seconds)
@@ -148,12 +149,8 @@ def _measure_collective(launch: Callable[[], torch.Tensor], count: int, device: 
         compute()
         functional_collectives.wait_tensor(launched)
 
-    def repeat(run: Callable[[], None]) -> None:
-        for _ in range(count):
-            run()
-
-    seconds = _shortest(partial(repeat, both), device)
-    return max(seconds - _shortest(partial(repeat, compute), device), seconds / 10) / count
+    seconds = _shortest(both, device, count=count)
+    return max(seconds - _shortest(compute, device, count=count), seconds / 10) / count
 
 
 def measure_copies(device: torch.device) -> float:
@@ -191,16 +188,16 @@ def _reduce_scatter(shard: torch.Tensor, group: dist.ProcessGroup) -> Callable[[
     return partial(functional_collectives.reduce_scatter_tensor, whole, "sum", group.size(), group.group_name)
 
 
-def _zeros(size: int, device: torch.device) -> torch.Tensor:
-    return torch.zeros(size // 4, dtype=torch.float32, device=device)
+def _shortest(run: Callable[[], object], device: torch.device, limit_s: float = math.inf, count: int = 1) -> float:
+    """Seconds of the shortest of `RUNS` runs, of `count` calls each, after a warm-up.
 
-
-def _shortest(run: Callable[[], object], device: torch.device, limit_s: float = math.inf) -> float:
-    """Seconds of the shortest of `RUNS` runs after a warm-up. Stops after `limit_s` seconds, but not before one run."""
+    Stops after `limit_s` seconds, but not before one run.
+    """
     seconds: list[float] = []
     while len(seconds) <= RUNS and (len(seconds) < 2 or sum(seconds) < limit_s):
         start = time.perf_counter()
-        run()
+        for _ in range(count):
+            run()
         if device.type != "cpu":
             torch.get_device_module(device).synchronize(device)
         seconds.append(time.perf_counter() - start)

@@ -2,8 +2,8 @@
 
 from compile_fsdp.state.checkpoint import PendingSave, async_save, save
 from compile_fsdp.state.folder import find_latest
-from compile_fsdp.state.info import ParamInfo, param_info
 from compile_fsdp.state.layout import Region
+from compile_fsdp.state.names import ParamInfo, param_info
 from compile_fsdp.state.optim import load_optim_state_dict, optim_state_dict
 from compile_fsdp.state.rekey import rekey_optim_state
 from compile_fsdp.state.restore import load

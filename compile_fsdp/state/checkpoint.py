@@ -108,8 +108,7 @@ def save(
         CheckpointError: files cannot be written; raised on all ranks with equal text.
         ForeignParameterError: the optimizer holds parameters that are not in the model.
     """
-    state = _collect(model, optim, step)
-    part = _begin(path, step)
+    state, part = _prepare(model, optim, path, step)
     write_tensors(state, part)
     return on_first(lambda: complete(part, files or {}))
 
@@ -130,8 +129,7 @@ def async_save(
     Returns:
         A handle. All ranks must call its `wait()` before they exit; `wait()` raises if the save failed.
     """
-    state = _collect(model, optim, step)
-    part = _begin(path, step)
+    state, part = _prepare(model, optim, path, step)
     group = dist.new_group(backend="gloo") if dist.is_initialized() else None
     written = async_save_tensors(state, checkpoint_id=part, process_group=group)
     assert isinstance(written, Future)
@@ -149,16 +147,15 @@ def write_tensors(state: dict[str, Any], folder: Path) -> None:
         raise CheckpointError(f"cannot write {folder}: {text_of(error)}") from error
 
 
-def _collect(model: nn.Module, optim: torch.optim.Optimizer, step: int) -> dict[str, Any]:
+def _prepare(
+    model: nn.Module, optim: torch.optim.Optimizer, path: str | os.PathLike[str], step: int
+) -> tuple[dict[str, Any], Path]:
+    """The state to save, and the folder for its files."""
     optimizer = optim_state_dict(model, optim)
     optimizer["state"] = {fqn: encode(entries) for fqn, entries in optimizer["state"].items()}
-    return {"model": get_model_state_dict(model), "optimizer": optimizer, "step": step}
-
-
-def _begin(path: str | os.PathLike[str], step: int) -> Path:
+    state = {"model": get_model_state_dict(model), "optimizer": optimizer, "step": step}
     finish_running(path)
-    folder = Path(path).absolute()
-    return on_first(lambda: begin(folder, step))
+    return state, on_first(lambda: begin(Path(path).absolute(), step))
 
 
 def finish_running(path: str | os.PathLike[str]) -> None:
@@ -171,9 +168,6 @@ def finish_running(path: str | os.PathLike[str]) -> None:
 @contextlib.contextmanager
 def quietly_alone() -> Iterator[None]:
     """Suppress torch.distributed.checkpoint's warning about a missing process group."""
-    if dist.is_initialized():
-        yield
-        return
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         yield

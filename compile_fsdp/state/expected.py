@@ -12,7 +12,6 @@ the list are accepted unchecked.
 from __future__ import annotations
 
 from collections import defaultdict
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,14 +43,9 @@ class Probe:
         self._known: dict[tuple[int, TensorSpec, torch.device], Expected] = {}
 
     def expected(self, parameter: nn.Parameter, number: int, options: dict[str, Any]) -> Expected:
-        """The entries that the optimizer keeps for a parameter. See [Note: A twin takes the step].
+        """The entries that the optimizer keeps for a parameter of the group `number`.
 
-        Collective if the optimizer's arithmetic issues collectives.
-
-        Args:
-            parameter: A parameter of the optimizer.
-            number: Index of the parameter's group.
-            options: Options of that group.
+        Collective if the optimizer's arithmetic issues collectives. See [Note: A twin takes the step].
         """
         key = (number, TensorSpec.of(parameter), parameter.device)
         if key not in self._known:
@@ -65,7 +59,9 @@ class Probe:
         twin.__dict__.update(self.optim.__dict__)
         twin.state = defaultdict(dict)
         is_complete = True
-        with _kept_random_state(parameter.device):  # the step may draw random numbers
+        on_host = parameter.device.type in ("cpu", "meta")
+        devices, kind = ([], "cuda") if on_host else ([parameter.device], parameter.device.type)
+        with torch.random.fork_rng(devices, device_type=kind):  # the step may draw random numbers
             try:
                 copy = nn.Parameter(torch.zeros_like(parameter, requires_grad=False))
                 copy.grad = torch.zeros_like(copy, requires_grad=False)
@@ -75,12 +71,6 @@ class Probe:
                 is_complete = False
         (kept,) = [*twin.state.values()] or [{}]
         return Expected(describe(kept), frozenset(describe(kept)), is_complete)
-
-
-def _kept_random_state(device: torch.device) -> AbstractContextManager[None]:
-    if device.type in ("cpu", "meta"):
-        return torch.random.fork_rng([])
-    return torch.random.fork_rng([device], device_type=device.type)
 
 
 def describe(state: Any) -> dict[str, TensorSpec | None]:

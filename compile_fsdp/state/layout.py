@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
+from compile_fsdp.state.ranks import broadcast
 from compile_fsdp.torch_compat.distributed import local_tensor, shard_extent
 
 
@@ -159,29 +160,26 @@ def distribute_from_first(whole: Tensor | None, spec: TensorSpec, device: torch.
     Rank 0 broadcasts the tensor in chunks of rows, and each rank keeps its region of each chunk.
     """
     if spec.mesh is None:
-        carried = [whole.cpu() if whole is not None else None]
-        dist.broadcast_object_list(carried, src=0)
-        assert carried[0] is not None
-        return carried[0] if whole is None else whole.clone()
+        copied = broadcast(whole.cpu() if whole is not None else None)
+        assert copied is not None
+        return copied if whole is None else whole.clone()
     region, wire = region_here(spec), spec.mesh.device_type
     local = torch.empty(region.sizes, dtype=spec.dtype, device=device)
-    if not spec.shape:
-        chunk = torch.empty(spec.shape, dtype=spec.dtype, device=wire) if whole is None else whole.to(wire)
-        dist.broadcast(_as_bytes(chunk), src=0)
-        return wrap_local(local.copy_(chunk), spec)
-    row_bytes = math.prod(spec.shape[1:]) * spec.dtype.itemsize
+    rows, *row_shape = spec.shape or (1,)  # a tensor without dims is a row
+    row_bytes = math.prod(row_shape) * spec.dtype.itemsize
     step = max(1, CHUNK_BYTES // max(1, row_bytes))
-    first, last = region.offsets[0], region.offsets[0] + region.sizes[0]
-    for start in range(0, spec.shape[0] if row_bytes else 0, step):
-        stop = min(start + step, spec.shape[0])
+    first, count = (region.offsets or (0,))[0], (region.sizes or (1,))[0]
+    for start in range(0, rows if row_bytes else 0, step):
+        stop = min(start + step, rows)
         if whole is not None:
-            chunk = whole[start:stop].to(wire).contiguous()
+            chunk = whole.reshape(rows, *row_shape)[start:stop].to(wire).contiguous()
         else:
-            chunk = torch.empty((stop - start, *spec.shape[1:]), dtype=spec.dtype, device=wire)
+            chunk = torch.empty((stop - start, *row_shape), dtype=spec.dtype, device=wire)
         dist.broadcast(_as_bytes(chunk), src=0)
-        low, high = max(start, first), min(stop, last)
+        low, high = max(start, first), min(stop, first + count)
         if low < high:
-            local[low - first : high - first] = chunk[(slice(low - start, high - start), *region.slices[1:])]
+            part = chunk[(slice(low - start, high - start), *region.slices[1:])]
+            local.view(count, *region.sizes[1:])[low - first : high - first] = part
     return wrap_local(local, spec)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,22 +14,21 @@ from torch.distributed.tensor import DTensor, Replicate
 from compile_fsdp.errors import StateError
 from compile_fsdp.state.containers import leaves, map_leaves
 from compile_fsdp.state.expected import Expected, Probe
-from compile_fsdp.state.groups import Group, match_groups
 from compile_fsdp.state.layout import TensorSpec
-from compile_fsdp.state.names import NamedParameter, named_groups
+from compile_fsdp.state.names import NamedParameter, named_groups, options_of
 from compile_fsdp.state.verify import Differences
+
+Group = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
     """The saved state that is loaded for each parameter. All names are names in the saved state."""
 
-    sources: tuple[str, ...]
-    """Names of the parameters with a saved state, in the order of the optimizer's groups."""
     parameters: Mapping[str, nn.Parameter]
-    """The parameters of `sources`, by saved name."""
+    """The parameters with a saved state, in the order of the optimizer's groups."""
     expected: Mapping[str, Expected]
-    """The entries that the optimizer keeps for each of `parameters`, by saved name."""
+    """The entries that the optimizer keeps for each of `parameters`."""
     kept: frozenset[nn.Parameter]
     """Parameters that the saved state does not name: their state stays as it is."""
     merge: bool
@@ -49,40 +49,33 @@ class LoadPlan:
         parameter = self.parameters[fqn]
         if not isinstance(parameter, DTensor) or not saved.shape:
             return TensorSpec(saved.shape, saved.dtype)
-        placements = (
-            tuple(parameter.placements)
-            if saved.shape == parameter.shape
-            else (Replicate(),) * parameter.device_mesh.ndim
-        )
-        return TensorSpec(saved.shape, saved.dtype, parameter.device_mesh, placements)
+        mesh = parameter.device_mesh
+        is_alike = saved.shape == parameter.shape
+        placements = tuple(parameter.placements) if is_alike else (Replicate(),) * mesh.ndim
+        return TensorSpec(saved.shape, saved.dtype, mesh, placements)
 
     def apply(self, optim: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Load the state with the optimizer's `load_state_dict`; if that raises, the optimizer is unchanged.
 
-        Args:
-            optim: The optimizer that this plan was made for.
-            state: State by saved name, whose tensors have the layouts of `target`; the optimizer keeps these tensors.
+        The tensors of `state` have the layouts of `target`; the optimizer keeps them.
         """
-        ids = {
-            parameter: index
-            for index, parameter in enumerate(p for group in optim.param_groups for p in group["params"])
-        }
-        loaded = {}
-        for name in self.sources:
-            present = optim.state.get(self.parameters[name], {}) if self.merge else {}
-            loaded[ids[self.parameters[name]]] = {**present, **state[name]}
-        kept = {ids[parameter]: optim.state[parameter] for parameter in self.kept if parameter in optim.state}
-        groups = []
-        for group, options in zip(optim.param_groups, self.options, strict=True):
-            groups.append({**options, "params": [ids[parameter] for parameter in group["params"]]})
+        every = chain.from_iterable(group["params"] for group in optim.param_groups)
+        ids = {parameter: index for index, parameter in enumerate(every)}
+        loaded = {ids[parameter]: optim.state[parameter] for parameter in self.kept if parameter in optim.state}
+        for name, parameter in self.parameters.items():
+            present = optim.state.get(parameter, {}) if self.merge else {}
+            loaded[ids[parameter]] = {**present, **state[name]}
+        groups = [
+            {**options, "params": [ids[parameter] for parameter in group["params"]]}
+            for group, options in zip(optim.param_groups, self.options, strict=True)
+        ]
         before = optim.state, optim.param_groups
         try:
-            optim.load_state_dict({"state": {**kept, **loaded}, "param_groups": groups})
+            optim.load_state_dict({"state": loaded, "param_groups": groups})
         except BaseException:
             optim.state, optim.param_groups = before
             raise
-        for name in self.sources:
-            parameter = self.parameters[name]
+        for name, parameter in self.parameters.items():
             optim.state[parameter] = _undo_casts(optim.state[parameter], state[name])
 
 
@@ -91,33 +84,27 @@ def plan_load(
     optim: torch.optim.Optimizer,
     groups: Sequence[Group],
     outline: Mapping[str, Any],
-    strict: bool,
-    what: str,
-    differences: Differences | None = None,
+    differences: Differences,
 ) -> LoadPlan:
     """Match a saved state with the optimizer, and refuse a state that does not fit. Collective.
 
     Args:
-        model: The model that holds the optimizer's parameters.
-        optim: The optimizer, which does not change.
         groups: The saved groups, whose `params` are FQNs.
         outline: The saved state by FQN, with a `TensorSpec` in place of every tensor. Equal on all ranks.
-        strict: Whether missing and unexpected entries are refused.
-        what: Name of the state in the error message.
-        differences: Differences found so far, raised together with new differences; None for no earlier differences.
+        differences: Differences found so far, raised together with new differences.
     Raises:
         StateError: the saved groups hold parameter ids.
         StateMismatchError: the state does not fit; raised on all ranks with equal text.
     """
-    differences = Differences(strict) if differences is None else differences
-    if any(not isinstance(name, str) for group in groups for name in group["params"]):
+    in_groups = list(chain.from_iterable(group["params"] for group in groups))
+    if any(not isinstance(name, str) for name in in_groups):
         raise StateError(
             "expected parameter groups that name their parameters, got parameter ids; "
             'convert them with rekey_optim_state(state, model, to="fqn")'
         )
     named = named_groups(model, optim)
-    options = match_groups(named, optim.param_groups, groups, differences)
-    saved_names = dict.fromkeys([*(name for group in groups for name in group["params"]), *outline])
+    options = _match_groups(named, optim.param_groups, groups, differences)
+    saved_names = {*in_groups, *outline}
     probe = Probe(optim)
     parameters: dict[str, nn.Parameter] = {}
     expected: dict[str, Expected] = {}
@@ -125,7 +112,7 @@ def plan_load(
     matched = set()
     for number, members in enumerate(named):
         for member in members:
-            name = _saved_name(member, saved_names)
+            name = next((name for name in member.names if name in saved_names), None)
             if name is None:
                 differences.missing(member.fqn)
                 kept.add(member.parameter)
@@ -134,21 +121,45 @@ def plan_load(
             if name in outline:
                 parameters[name] = member.parameter
                 expected[name] = probe.expected(member.parameter, number, options[number])
-                got = {entry: _spec(leaf) for entry, leaf in leaves(outline[name])}
+                got = {key: leaf if isinstance(leaf, TensorSpec) else None for key, leaf in leaves(outline[name])}
                 differences.compare_state(member.fqn, expected[name], got)
-    for name in saved_names.keys() - matched:
+    for name in saved_names - matched:
         differences.unexpected(str(name))
-    differences.raise_together(what)
-    return LoadPlan(tuple(parameters), parameters, expected, frozenset(kept), not strict, options)
+    differences.raise_together()
+    return LoadPlan(parameters, expected, frozenset(kept), not differences.strict, options)
 
 
-def _saved_name(member: NamedParameter, saved: Mapping[str, None]) -> str | None:
-    """The name under which a parameter was saved; None if it was not saved."""
-    return next((name for name in member.names if name in saved), None)
+def _match_groups(
+    named: Sequence[Sequence[NamedParameter]],
+    present: Sequence[Group],
+    saved: Sequence[Group],
+    differences: Differences,
+) -> list[dict[str, Any]]:
+    """Options of each present group, overwritten by the saved options of its parameters.
+
+    The user may split or merge groups after the save if the parameters of each present group were saved with equal
+    options. A group without parameters keeps its options, unless the saved group at its index is empty, too, and the
+    numbers of saved and present groups are equal.
+    """
+    by_name = {name: options_of(group) for group in saved for name in group["params"]}
+    matched = []
+    for number, (members, group) in enumerate(zip(named, present, strict=True)):
+        found = [(member.fqn, by_name[name]) for member in members for name in member.names if name in by_name]
+        if not members and len(saved) == len(present) and not saved[number]["params"]:
+            found = [("", options_of(saved[number]))]
+        options: dict[str, Any] = found[0][1] if found else {}
+        for fqn, others in found[1:]:
+            keys = sorted(key for key in {**options, **others} if not _same(options.get(key), others.get(key)))
+            if keys:
+                differences.other_options(f"{fqn} ({', '.join(keys)}; group {number})")
+        matched.append({**options_of(group), **options})
+    return matched
 
 
-def _spec(leaf: Any) -> TensorSpec | None:
-    return leaf if isinstance(leaf, TensorSpec) else None
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return torch.equal(left.cpu(), right.cpu())
+    return type(left) is type(right) and bool(left == right)
 
 
 def _undo_casts(loaded: dict[Any, Any], wanted: dict[Any, Any]) -> dict[Any, Any]:

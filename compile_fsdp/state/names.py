@@ -1,4 +1,4 @@
-"""Names of parameters that do not change with sharding, compilation or activation checkpointing.
+"""Names of parameters that do not change with sharding, compilation or activation checkpointing, and their shards.
 
 [Note: FQNs are relative to the module that was given]
 An FQN is the path from the module that is the function's argument, as in that module's `named_parameters()`: names
@@ -8,20 +8,24 @@ start at the model if the argument is the whole model, and at the submodule if i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from compile_fsdp.errors import ForeignParameterError
-from compile_fsdp.torch_compat.fsdp import FSDPParam, fsdp_state, param_groups, parameter_owners
+from compile_fsdp.state.layout import Region, regions
+from compile_fsdp.torch_compat.fsdp import fsdp_state, param_groups, parameter_owners
 from compile_fsdp.torch_compat.nn import wrapped_child
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NamedParameter:
-    """A parameter with all its names and its FSDP2 objects."""
+    """A parameter with all its names and its FSDP2 group."""
 
     fqn: str
     """The parameter's first FQN, in the order of the modules."""
@@ -29,8 +33,6 @@ class NamedParameter:
     """Further FQNs of the parameter, if modules share it."""
     parameter: nn.Parameter
     """The parameter that an optimizer holds: the sharded one, also while the model is unsharded."""
-    managed: FSDPParam | None
-    """FSDP2's object for the parameter; None if no `fully_shard` call manages it."""
     group: tuple[str, ...]
     """FQNs of the modules whose FSDP2 group has the parameter; empty if no `fully_shard` call manages it."""
 
@@ -39,51 +41,97 @@ class NamedParameter:
         return (self.fqn, *self.aliases)
 
 
-def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (FQN, module) for `root` and every module below it, parents first, once for each path.
+@dataclass(frozen=True, slots=True)
+class ParamInfo:
+    """A parameter that `fully_shard` manages: its shape and dtype before sharding, and its shards."""
+
+    group: tuple[str, ...]
+    """FQNs of the modules of the parameter's group: one, unless `fully_shard` got a list. "" is the root."""
+    shape: torch.Size
+    """Shape before sharding; with tensor parallelism, the shape of the whole DTensor."""
+    dtype: torch.dtype
+    """The original dtype, not `param_dtype` of mixed precision."""
+    mesh: DeviceMesh
+    """The mesh of the sharded parameter, with the dims of tensor parallelism."""
+    placements: tuple[Placement, ...]
+    """Placements of the sharded parameter, one for each dim of `mesh`."""
+    aliases: tuple[str, ...]
+    """Other FQNs of the parameter, where modules share it."""
+
+    @property
+    def regions(self) -> dict[int, Region]:
+        """Offsets and sizes of each rank's shard, by global rank in `mesh`; computed on access.
+
+        See [Note: Ranks may see different meshes].
+        """
+        return regions(self.shape, self.mesh, self.placements)
+
+
+def named_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(FQN, module) for `root` and every module below it, parents first, once for each path.
 
     See [Note: FQNs are relative to the module that was given].
     """
-    fqns: dict[str, str] = {}
-    modules: dict[str, nn.Module] = {}
+    found = {"": ("", root)}  # by path
     for path, module in root.named_modules(remove_duplicate=False):
-        parent, _, name = path.rpartition(".")
-        if not path:
-            fqns[path] = ""
-        elif wrapped_child(modules[parent]) == name:
-            fqns[path] = fqns[parent]
-        else:
-            fqns[path] = join(fqns[parent], name)
-        modules[path] = module
-        yield fqns[path], module
+        if path:
+            parent, _, name = path.rpartition(".")
+            fqn, holder = found[parent]
+            found[path] = (fqn if wrapped_child(holder) == name else join(fqn, name), module)
+    return list(found.values())
 
 
 def named_parameters(root: nn.Module) -> list[NamedParameter]:
     """Each parameter below `root` once, in the order of `root.named_parameters()`."""
-    modules = list(named_modules(root))
+    modules = named_modules(root)
     first_names: dict[nn.Module, str] = {}
     for fqn, module in modules:
         first_names.setdefault(module, fqn)
-    managed: dict[tuple[nn.Module, str], tuple[FSDPParam, tuple[str, ...]]] = {}
+    managed: dict[tuple[nn.Module, str], tuple[nn.Parameter, tuple[str, ...]]] = {}
     for module in first_names:
         state = fsdp_state(module)
         for group in [] if state is None else param_groups(state):
             fqns = tuple(first_names[each] for each in group.modules if each in first_names)
             for fsdp_param in group.fsdp_params:
-                managed.update((owner, (fsdp_param, fqns)) for owner in parameter_owners(fsdp_param))
+                managed.update((owner, (fsdp_param.sharded_param, fqns)) for owner in parameter_owners(fsdp_param))
 
     names: dict[nn.Parameter, list[str]] = {}
-    owners: dict[nn.Parameter, tuple[FSDPParam | None, tuple[str, ...]]] = {}
+    groups: dict[nn.Parameter, tuple[str, ...]] = {}
     for fqn, module in modules:
         for name, held in module.named_parameters(recurse=False, remove_duplicate=False):
-            manager, group_fqns = managed.get((module, name), (None, ()))
-            parameter = held if manager is None else manager.sharded_param
+            parameter, group_fqns = managed.get((module, name), (held, ()))
             names.setdefault(parameter, []).append(join(fqn, name))
-            owners.setdefault(parameter, (manager, group_fqns))
+            groups.setdefault(parameter, group_fqns)
     return [
-        NamedParameter(first, tuple(dict.fromkeys(others)), parameter, *owners[parameter])
+        NamedParameter(first, tuple(dict.fromkeys(others)), parameter, groups[parameter])
         for parameter, (first, *others) in names.items()
     ]
+
+
+def param_info(model: nn.Module) -> dict[str, ParamInfo]:
+    """Describe every parameter that `fully_shard` manages. Not collective.
+
+    Args:
+        model: A module that is sharded, contains sharded modules, or is part of a sharded module.
+    Returns:
+        A description by FQN, in the order of `model.named_parameters()`. A shared parameter appears once, under its
+        first name. FQNs start at `model`, see [Note: FQNs are relative to the module that was given].
+    """
+    found = {}
+    for named in named_parameters(model):
+        if not named.group:  # no `fully_shard` call manages the parameter
+            continue
+        sharded = named.parameter
+        assert isinstance(sharded, DTensor)
+        found[named.fqn] = ParamInfo(
+            group=named.group,
+            shape=sharded.shape,
+            dtype=sharded.dtype,
+            mesh=sharded.device_mesh,
+            placements=tuple(sharded.placements),
+            aliases=named.aliases,
+        )
+    return found
 
 
 def named_groups(root: nn.Module, optim: torch.optim.Optimizer) -> list[list[NamedParameter]]:
@@ -105,6 +153,11 @@ def named_groups(root: nn.Module, optim: torch.optim.Optimizer) -> list[list[Nam
             "make the optimizer after the last fully_shard() call, and pass the module that has all its parameters"
         )
     return [[by_parameter[parameter] for parameter in group["params"]] for group in optim.param_groups]
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of an optimizer's parameter group that are options."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def join(prefix: str, name: str) -> str:

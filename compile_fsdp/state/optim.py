@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from compile_fsdp.errors import StateError, StateMismatchError
 from compile_fsdp.state.containers import leaves, map_leaves
 from compile_fsdp.state.expected import describe
-from compile_fsdp.state.groups import options_of
 from compile_fsdp.state.layout import TensorSpec, collect_on_first, collect_whole, cut, distribute_from_first
 from compile_fsdp.state.loading import LoadPlan, plan_load
-from compile_fsdp.state.names import named_groups
-from compile_fsdp.state.ranks import gather, is_first
+from compile_fsdp.state.names import named_groups, options_of
+from compile_fsdp.state.ranks import broadcast, gather, is_first
+from compile_fsdp.state.verify import Differences
 
 OptimState = dict[str, Any]
 """`{"state": {fqn: {entry: value}}, "param_groups": [{"params": [fqn, ...], option: value}]}`"""
@@ -53,15 +53,12 @@ def optim_state_dict(
         raise StateError("expected full=True with rank0_only=True, got full=False; pass full=True, or neither")
     named = named_groups(model, optim)
     by_id = optim.state_dict()
-    groups = [
-        {"params": [each.fqn for each in parameters], **options_of(group)}
-        for parameters, group in zip(named, by_id["param_groups"], strict=True)
-    ]
-    fqns = {
-        index: each.fqn
-        for parameters, group in zip(named, by_id["param_groups"], strict=True)
-        for each, index in zip(parameters, group["params"], strict=True)
-    }
+    groups: list[dict[str, Any]] = []
+    fqns: dict[Any, str] = {}
+    for parameters, group in zip(named, by_id["param_groups"], strict=True):
+        names = [each.fqn for each in parameters]
+        groups.append({"params": names, **options_of(group)})
+        fqns.update(zip(group["params"], names, strict=True))
     if others := by_id["state"].keys() - fqns.keys():
         raise StateError(
             f"expected optimizer state that belongs to parameters, got other entries: {sorted(map(str, others))}; "
@@ -69,14 +66,12 @@ def optim_state_dict(
         )
     state = {fqn: by_id["state"][index] for index, fqn in fqns.items() if by_id["state"].get(index)}
     if full:
-        _require_same_structure(state)
-    keep = not rank0_only or is_first()
-    converted = {}
-    for fqn, entries in state.items():
-        entries = map_leaves(entries, lambda _, leaf: _convert(leaf, full, cpu_offload, rank0_only))
-        if keep:
-            converted[fqn] = entries
-    return {"state": converted, "param_groups": groups} if keep else {}
+        _refuse_differences(state, gather(_digest(state)))
+    converted = {
+        fqn: map_leaves(entries, lambda _, leaf: _convert(leaf, full, cpu_offload, rank0_only))
+        for fqn, entries in state.items()
+    }
+    return {"state": converted, "param_groups": groups} if not rank0_only or is_first() else {}
 
 
 def _convert(leaf: Any, full: bool, cpu_offload: bool, rank0_only: bool) -> Any:
@@ -114,8 +109,7 @@ def load_optim_state_dict(
         StateMismatchError: entries are missing, unexpected, of wrong shape or dtype, or differ between ranks.
         ForeignParameterError: the optimizer holds parameters that are not in the model.
     """
-    is_partial = isinstance(state, dict) and bool(state) and not {"state", "param_groups"} <= state.keys()
-    if not isinstance(state, dict) or is_partial:
+    if not isinstance(state, dict) or (state and not {"state", "param_groups"} <= state.keys()):
         got = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
         raise StateError(
             f'expected an optimizer state with the keys "state" and "param_groups", got {got}; pass what '
@@ -127,12 +121,10 @@ def load_optim_state_dict(
         "state": {fqn: map_leaves(entries, _outline) for fqn, entries in state.get("state", {}).items()},
     }
     if from_first:
-        carried = [outline if is_first() else None]
-        dist.broadcast_object_list(carried, src=0)
-        assert carried[0] is not None
-        outline = carried[0]
-    plan = plan_load(model, optim, outline["param_groups"], outline["state"], strict, "the optimizer state")
-    plan.apply(optim, {fqn: _place(plan, fqn, outline, state, from_first) for fqn in plan.sources})
+        outline = broadcast(outline)
+    differences = Differences("the optimizer state", strict)
+    plan = plan_load(model, optim, outline["param_groups"], outline["state"], differences)
+    plan.apply(optim, {fqn: _place(plan, fqn, outline, state, from_first) for fqn in plan.parameters})
 
 
 def _outline(_: str, leaf: Any) -> Any:
@@ -143,8 +135,7 @@ def _outline(_: str, leaf: Any) -> Any:
 def _place(plan: LoadPlan, fqn: str, outline: OptimState, state: OptimState, from_first: bool) -> Any:
     """Build a parameter's state, with every tensor on the parameter's device and in the layout of the plan."""
     device = plan.parameters[fqn].device
-    here = not from_first or is_first()
-    sources = dict(leaves(state["state"][fqn])) if here else {}
+    sources = dict(leaves(state.get("state", {}).get(fqn, {})))
 
     def place(name: str, leaf: Any) -> Any:
         if not isinstance(leaf, TensorSpec):
@@ -169,28 +160,23 @@ def _is_on_first_alone(state: OptimState) -> bool:
         StateError: some ranks have no state, and this is not a full state on rank 0 alone.
         StateMismatchError: the states of the ranks differ in structure.
     """
-    tensors = [leaf for entries in state.get("state", {}).values() for _, leaf in leaves(entries)]
-    sharded = any(isinstance(leaf, DTensor) for leaf in tensors)
-    digests = gather((_digest(state.get("state", {})) if state else "", sharded))
-    with_state = [rank for rank, (digest, _) in enumerate(digests) if digest]
-    on_first_alone = with_state == [0] and len(digests) > 1
-    if on_first_alone and not digests[0][1]:
+    entries = state.get("state", {})
+    is_sharded = any(isinstance(leaf, DTensor) for _, leaf in leaves(entries))
+    digests, sharded = zip(*gather((_digest(entries) if state else "", is_sharded)), strict=True)
+    with_state = [rank for rank, digest in enumerate(digests) if digest]
+    if with_state == [0] and len(digests) > 1 and not sharded[0]:
         return True
     if len(with_state) < len(digests):
-        kind = "a sharded one" if any(is_sharded for _, is_sharded in digests) else "one"
         raise StateError(
             "expected an optimizer state on every rank, or a full one on rank 0 and {} on the others, got "
-            f"{kind} on ranks {with_state} of {len(digests)}; load it on all of them"
+            f"{'a sharded one' if any(sharded) else 'one'} on ranks {with_state} of {len(digests)}; load it on all of "
+            "them"
         )
-    _refuse_differences(state.get("state", {}), [digest for digest, _ in digests])
+    _refuse_differences(entries, digests)
     return False
 
 
-def _require_same_structure(state: dict[str, Any]) -> None:
-    _refuse_differences(state, gather(_digest(state)))
-
-
-def _refuse_differences(state: dict[str, Any], digests: list[str]) -> None:
+def _refuse_differences(state: dict[str, Any], digests: Sequence[str]) -> None:
     """Raise on all ranks, with the entries' names, if some ranks lack an entry or its shape or dtype differs."""
     if len(set(digests)) == 1:
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -25,9 +25,12 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return values
 
 
-def unite(texts: Iterable[str]) -> list[str]:
-    """The distinct texts of all ranks, sorted."""
-    return sorted({text for theirs in gather(list(texts)) for text in theirs})
+def broadcast(value: T) -> T:
+    """Return rank 0's value on every rank."""
+    carried = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(carried, src=0)
+    return carried[0]
 
 
 def on_first(function: Callable[[], T]) -> T:
@@ -45,13 +48,7 @@ def on_first(function: Callable[[], T]) -> T:
         except Exception as error:
             outcome[1] = CheckpointError(f"{type(error).__name__}: {error}")
             outcome[1].__cause__ = error
-    if dist.is_initialized():
-        message = None if outcome[1] is None else (type(outcome[1]), str(outcome[1]))
-        carried = [outcome[0], message]
-        dist.broadcast_object_list(carried, src=0)
-        if not is_first():
-            kind_and_text = carried[1]
-            outcome = [carried[0], None if kind_and_text is None else kind_and_text[0](kind_and_text[1])]
+    outcome = broadcast(outcome)
     if outcome[1] is not None:
         raise outcome[1]
     result: T = outcome[0]

@@ -11,8 +11,7 @@ from torch import nn
 
 from compile_fsdp.errors import RekeyError
 from compile_fsdp.state.containers import leaves
-from compile_fsdp.state.groups import options_of
-from compile_fsdp.state.names import NamedParameter, named_groups, named_parameters
+from compile_fsdp.state.names import NamedParameter, named_groups, named_parameters, options_of
 
 OptimState = dict[str, Any]
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from compile_fsdp.state.checkpoint import finish_running, quietly_alone, text_of
 from compile_fsdp.state.containers import Place, decode, map_leaves
 from compile_fsdp.state.folder import find_checkpoint
 from compile_fsdp.state.layout import TensorSpec, empty
-from compile_fsdp.state.loading import LoadPlan, plan_load
+from compile_fsdp.state.loading import plan_load
 from compile_fsdp.state.ranks import on_first
 from compile_fsdp.state.safe import SafePlanner, SafeReader
 from compile_fsdp.state.verify import Differences
+from compile_fsdp.torch_compat.distributed import unflatten_state_dict
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,22 +66,33 @@ def load(
     """
     finish_running(path)
     outline = on_first(lambda: read_outline(find_checkpoint(path)))
-    differences = Differences(strict)
+    differences = Differences(f"the checkpoint {outline.folder}", strict)
     present = get_model_state_dict(model)
     _compare_model(present, outline.model, differences)
     if outline.step is None:
         differences.missing("step")
     decoded = {fqn: decode(entries) for fqn, entries in outline.state.items()}
-    what = f"the checkpoint {outline.folder}"
-    plan = plan_load(model, optim, outline.groups, decoded, strict, what, differences)
+    plan = plan_load(model, optim, outline.groups, decoded, differences)
 
     tensors: dict[str, Tensor] = {}  # tensors to read into, by their names in the checkpoint
+
+    def room_in_model(name: str, leaf: Any) -> Any:
+        if isinstance(leaf, TensorSpec):
+            like: Any = present.get(name.removeprefix("model."))
+            room = torch.empty_like(like) if isinstance(like, Tensor) else torch.empty(leaf.shape, dtype=leaf.dtype)
+            leaf = tensors[name] = room
+        return leaf
+
+    def room_in_state(fqn: str, entry: str, leaf: Any) -> Any:
+        if isinstance(leaf, TensorSpec):
+            device = plan.parameters[fqn].device if leaf.shape else torch.device("cpu")
+            leaf = tensors[f"optimizer.state.{fqn}.{entry}"] = empty(plan.target(fqn, entry, leaf), device)
+        return leaf
+
     model_state = {
-        fqn: _make_room(f"model.{fqn}", value, present[fqn], tensors)
-        for fqn, value in outline.model.items()
-        if fqn in present
+        fqn: map_leaves(value, room_in_model, f"model.{fqn}") for fqn, value in outline.model.items() if fqn in present
     }
-    optim_state = {fqn: _make_room_for_state(fqn, outline.state[fqn], plan, tensors) for fqn in plan.sources}
+    optim_state = {fqn: map_leaves(outline.state[fqn], partial(room_in_state, fqn)) for fqn in plan.parameters}
     _read(tensors, outline.folder)
     plan.apply(optim, {fqn: decode(entries) for fqn, entries in optim_state.items()})
     set_model_state_dict(model, model_state, options=StateDictOptions(strict=strict))
@@ -95,7 +108,7 @@ def read_outline(folder: Path) -> Outline:
     try:
         reader = SafeReader(folder)
         metadata = reader.read_metadata()
-        paths: Mapping[str, tuple[str | int, ...]] = metadata.planner_data
+        paths = metadata.planner_data
         values: dict[str, Any] = {}
         small: dict[str, Any] = {}
         for name, stored in metadata.state_dict_metadata.items():
@@ -110,7 +123,7 @@ def read_outline(folder: Path) -> Outline:
         planner.set_up_planner(small, metadata, is_coordinator=True)
         reader.set_up_storage_reader(metadata, is_coordinator=True)
         reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
-        nested = _nest((paths[name], value) for name, value in {**values, **small}.items())
+        nested: dict[str, Any] = unflatten_state_dict({**values, **small}, paths)
         optimizer = nested.get("optimizer", {})
     except Exception as error:
         raise CheckpointError(f"cannot read the checkpoint {folder}: {type(error).__name__}: {error}") from error
@@ -136,62 +149,9 @@ def _compare_model(present: Mapping[str, Any], saved: Mapping[str, Any], differe
             differences.unexpected(fqn)
 
 
-def _make_room(name: str, saved: Any, present: Any, tensors: dict[str, Tensor]) -> Any:
-    """Build an entry of the model's state from new tensors, and add these to `tensors` to be read."""
-
-    def room(leaf_name: str, leaf: Any) -> Any:
-        if not isinstance(leaf, TensorSpec):
-            return leaf
-        like = isinstance(present, Tensor)
-        tensors[leaf_name] = torch.empty_like(present) if like else torch.empty(leaf.shape, dtype=leaf.dtype)
-        return tensors[leaf_name]
-
-    return map_leaves(saved, room, name)
-
-
-def _make_room_for_state(
-    fqn: str, saved: Mapping[str, Any], plan: LoadPlan, tensors: dict[str, Tensor]
-) -> dict[str, Any]:
-    """Build a parameter's optimizer state from new tensors, and add these to `tensors` to be read."""
-    prefix = f"optimizer.state.{fqn}."
-    device = plan.parameters[fqn].device
-
-    def room(name: str, leaf: Any) -> Any:
-        if not isinstance(leaf, TensorSpec):
-            return leaf
-        tensors[name] = empty(plan.target(fqn, name.removeprefix(prefix), leaf), device if leaf.shape else _CPU)
-        return tensors[name]
-
-    return {key: map_leaves(value, room, f"{prefix}{key}") for key, value in saved.items()}
-
-
-_CPU = torch.device("cpu")
-
-
 def _read(tensors: dict[str, Tensor], folder: Path) -> None:
     try:
         with quietly_alone():
             load_tensors(tensors, storage_reader=SafeReader(folder))
     except CheckpointException as error:
         raise CheckpointError(f"cannot read the checkpoint {folder}: {text_of(error)}") from error
-
-
-def _nest(items: Iterable[tuple[tuple[str | int, ...], Any]]) -> dict[str, Any]:
-    """Build nested dicts and lists from (path, leaf) pairs; an int in a path is a list index."""
-    root: dict[Any, Any] = {}
-    for path, value in items:
-        inner = root
-        for key in path[:-1]:
-            inner = inner.setdefault(key, {})
-        inner[path[-1]] = value
-
-    def to_lists(value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        converted = {key: to_lists(each) for key, each in value.items()}
-        if converted and all(isinstance(key, int) for key in converted):
-            return [converted[index] for index in sorted(converted)]
-        return converted
-
-    nested: dict[str, Any] = {key: to_lists(value) for key, value in root.items()}
-    return nested

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from compile_fsdp.errors import StateMismatchError
 from compile_fsdp.state.expected import Expected
 from compile_fsdp.state.layout import TensorSpec
-from compile_fsdp.state.ranks import unite
+from compile_fsdp.state.ranks import gather
 
 _KINDS = ("missing", "unexpected", "wrong shape", "wrong dtype", "saved with other options than the rest of its group")
 
@@ -15,20 +15,26 @@ _KINDS = ("missing", "unexpected", "wrong shape", "wrong dtype", "saved with oth
 class Differences:
     """Differences between a state's entries and the expected entries, by FQN."""
 
-    def __init__(self, strict: bool) -> None:
+    def __init__(self, source: str, strict: bool) -> None:
+        """
+        Args:
+            source: Name of the state in the error message.
+            strict: Whether missing and unexpected entries are differences.
+        """
         self.strict = strict
-        self._found: list[tuple[int, str]] = []
+        self._source = source
+        self._found: list[str] = []  # the index of a kind in _KINDS, and a name
 
     def missing(self, name: str) -> None:
         if self.strict:
-            self._found.append((0, name))
+            self._found.append(f"0{name}")
 
     def unexpected(self, name: str) -> None:
         if self.strict:
-            self._found.append((1, name))
+            self._found.append(f"1{name}")
 
     def other_options(self, name: str) -> None:
-        self._found.append((4, name))
+        self._found.append(f"4{name}")
 
     def compare(self, name: str, expected: TensorSpec | None, got: TensorSpec | None) -> None:
         """Compare the expected and the actual entry of a name; None stands for an entry that is not a tensor.
@@ -39,11 +45,11 @@ class Differences:
         if expected == got or (expected is not None and got is None and not expected.shape):
             return
         if expected is None or got is None:
-            self._found.append((2, f"{name} (expected {_text(expected)}, got {_text(got)})"))
+            self._found.append(f"2{name} (expected {_text(expected)}, got {_text(got)})")
         elif expected.shape != got.shape:
-            self._found.append((2, f"{name} (expected {list(expected.shape)}, got {list(got.shape)})"))
+            self._found.append(f"2{name} (expected {list(expected.shape)}, got {list(got.shape)})")
         elif expected.dtype != got.dtype:
-            self._found.append((3, f"{name} (expected {expected.dtype}, got {got.dtype})"))
+            self._found.append(f"3{name} (expected {expected.dtype}, got {got.dtype})")
 
     def compare_state(self, fqn: str, expected: Expected, got: Mapping[str, TensorSpec | None]) -> None:
         """Compare a parameter's optimizer state entry by entry."""
@@ -55,21 +61,17 @@ class Differences:
             elif expected.is_complete:
                 self.unexpected(f"{fqn}: {name}")
 
-    def raise_together(self, what: str) -> None:
-        """Raise on all ranks if any rank has found differences; the error lists all of them. Collective.
-
-        Args:
-            what: Name of the state in the error message.
-        """
+    def raise_together(self) -> None:
+        """Raise on all ranks if any rank has found differences; the error lists all of them. Collective."""
         by_kind: dict[int, list[str]] = {}
-        for text in unite(f"{kind}{text}" for kind, text in self._found):
+        for text in sorted({text for found_there in gather(self._found) for text in found_there}):
             by_kind.setdefault(int(text[0]), []).append(text[1:])
         if not by_kind:
             return
         found = "; ".join(f"{_KINDS[kind]}: {', '.join(texts)}" for kind, texts in sorted(by_kind.items()))
         raise StateMismatchError(
-            f"expected {what} to fit the model and its optimizer, got {found}. Nothing was changed; load into the "
-            "model and optimizer that it was saved from, or with strict=False what both have"
+            f"expected {self._source} to fit the model and its optimizer, got {found}. Nothing was changed; load into "
+            "the model and optimizer that it was saved from, or with strict=False what both have"
         )
 
 

@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch._dynamo
 from torch._dynamo import compiled_autograd as _compiled_autograd
 
 from compile_fsdp.torch_compat.declarations import needs, needs_attributes
+from compile_fsdp.torch_compat.global_state import is_forced_eager
 
 # Hooks, the version counter of in-place writes, and a view's base. (2.11.0 to 2.15.0)
 needs_attributes(torch.Tensor, "_backward_hooks", "_base", "_post_accumulate_grad_hooks", "_version")
@@ -28,6 +28,16 @@ BelowAutograd: Callable[[], AbstractContextManager[object]] = torch._C._AutoDisp
 
 # Whether a profiler is on in this thread. (2.13.0)
 is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+
+# Whether the running backward was called with retain_graph=True. (2.13.0)
+keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+
+# Run a function when the running backward ends. (2.13.0)
+after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+
+# Compiled autograd's nodes, and the function that it calls for a kind of autograd node. (2.13.0)
+_Op = _compiled_autograd.Op
+compiled_autograd_function: Callable[[str], Callable[..., Any]] = _compiled_autograd.ops.get
 
 
 def get_versions(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -47,12 +57,6 @@ def current_backward() -> int | None:
     """The number of this thread's running backward; None outside a backward. (2.13.0)"""
     number = torch._C._current_graph_task_id()
     return None if number == -1 else number
-
-
-@needs("torch._C._autograd._get_current_graph_task_keep_graph")
-def keeps_graph() -> bool:
-    """Whether the running backward was called with retain_graph=True. (2.13.0)"""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def is_compiled_node(node: Any) -> bool:
@@ -91,12 +95,6 @@ def kept_hooks(outputs: Sequence[torch.Tensor]) -> Iterator[None]:
         for node, hooks in nodes.items():
             if node._compiled_autograd_backward_state is None:
                 node._compiled_autograd_backward_state = hooks
-
-
-@needs("torch.autograd.Variable._execution_engine.queue_callback")
-def after_backward(callback: Callable[[], None]) -> None:
-    """Run a function when the running backward ends. (2.13.0)"""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 @needs("torch._C._will_engine_execute_node")
@@ -150,7 +148,7 @@ def without_saved_tensor_hooks() -> Iterator[bool]:
             torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
-@needs("torch._dynamo.compiled_autograd._enable", "torch._dynamo.eval_frame._stance.stance")
+@needs("torch._dynamo.compiled_autograd._enable")
 @contextlib.contextmanager
 def compiled_autograd(
     compiler: Callable[[torch.fx.GraphModule], Callable[..., Any]], has_sizes: bool
@@ -162,7 +160,7 @@ def compiled_autograd(
         has_sizes: Whether sizes in the graph are dynamic from the start. If False, a size is static until it changes.
     """
     with contextlib.ExitStack() as stack:
-        if torch._dynamo.eval_frame._stance.stance == "force_eager":
+        if is_forced_eager():
             # The user set the stance after the forward was compiled, and its backward must be compiled, too.
             stack.enter_context(torch.compiler.set_stance("default"))
         stack.enter_context(_compiled_autograd._enable(compiler, dynamic=has_sizes))
@@ -193,23 +191,14 @@ def set_compiled_autograd_flag(value: bool) -> None:
     _compiled_autograd.compiled_autograd_enabled = value
 
 
-@needs("torch._dynamo.compiled_autograd.ops.get")
-def compiled_autograd_function(name: str) -> Callable[..., Any]:
-    """The function that compiled autograd calls for a kind of autograd node. (2.13.0)"""
-    bound: Callable[..., Any] = _compiled_autograd.ops.get(name)
-    return bound
-
-
-@needs("torch._dynamo.compiled_autograd.Op")
 def is_accumulate_grad(target: object) -> bool:
     """Whether a node's target is compiled autograd's gradient accumulation. (2.13.0)"""
-    return isinstance(target, _compiled_autograd.Op) and target.__name__ == "AccumulateGrad"
+    return isinstance(target, _Op) and target.__name__ == "AccumulateGrad"
 
 
-@needs("torch._dynamo.compiled_autograd.Op")
 def may_hand_on(target: object) -> bool:
     """Whether a node's target is a compiled autograd function that may return its arguments. (2.13.0)"""
-    if isinstance(target, _compiled_autograd.Op):
+    if isinstance(target, _Op):
         return target.__name__ == "validate_outputs"
     return getattr(target, "__name__", "") == "call_aot_bwd_prologue"
 

@@ -7,12 +7,13 @@ beside the code that uses it, and `required.py` looks it up.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import Any, TypeVar
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 NAMES: list[str] = []
-"""Full names that functions of this folder import, or look up, when they are called."""
+"""Full names that this folder imports, or looks up, only when they are used."""
 
 ATTRIBUTES: dict[type, tuple[str, ...]] = {}
 """By class of torch, what this package reads and writes of its objects."""
@@ -30,3 +31,18 @@ def needs(*names: str) -> Callable[[_Function], _Function]:
 def needs_attributes(cls: type, *names: str) -> None:
     """Declare attributes of a class's objects, defined by the class or set by one of its methods."""
     ATTRIBUTES[cls] = (*ATTRIBUTES.get(cls, ()), *names)
+
+
+class Late:
+    """A declared name that is looked up at each use, because the import of its module takes long."""
+
+    def __init__(self, name: str) -> None:
+        NAMES.append(name)
+        self.name = name
+
+    @property
+    def value(self) -> Any:
+        return resolve_name(self.name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.value(*args, **kwargs)

@@ -13,7 +13,7 @@ import torch
 from torch._subclasses import fake_tensor
 from torch.utils import _python_dispatch, _pytree
 
-from compile_fsdp.torch_compat.declarations import needs, needs_attributes
+from compile_fsdp.torch_compat.declarations import Late, needs, needs_attributes
 
 # Targets of call_function nodes besides plain functions: one overload of an op, an op with all its overloads, and an
 # op that takes graphs. (2.13.0)
@@ -112,12 +112,12 @@ def packet_overloads(packet: OpOverloadPacket) -> tuple[OpOverload, ...]:
     return tuple(getattr(packet, name) for name in packet.overloads())
 
 
-@needs("torch.utils.flop_counter.flop_registry")
+_flop_registry = Late("torch.utils.flop_counter.flop_registry")
+
+
 def flop_formula(op: OpOverload) -> Callable[..., int] | None:
     """torch's formula for the flops of a call, given its arguments and result; None if it has none. (2.13.0)"""
-    from torch.utils.flop_counter import flop_registry
-
-    return cast("Callable[..., int] | None", flop_registry.get(op.overloadpacket))
+    return cast("Callable[..., int] | None", _flop_registry.value.get(op.overloadpacket))
 
 
 @needs("torch._C._ForceDispatchKeyGuard")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
 import torch
 import torch._C._distributed_c10d
 from torch.distributed import distributed_c10d
-from torch.distributed.tensor import _dtensor_spec
+from torch.distributed.tensor import _dtensor_spec, _utils
 
-from compile_fsdp.torch_compat.declarations import needs, needs_attributes
+from compile_fsdp.torch_compat.declarations import Late, needs, needs_attributes
 
 # The key-value store through which the ranks of a process group rendezvous. (2.13.0)
 Store = torch._C._distributed_c10d.Store
@@ -21,26 +21,32 @@ Store = torch._C._distributed_c10d.Store
 # The collectives as ops of a graph. (2.13.0)
 functional_collectives = torch.ops._c10d_functional
 
+# The process group that ops of a graph refer to by this name. (2.13.0)
+resolve_group: Callable[[Any], torch.distributed.ProcessGroup] = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+
+# Make `wait_tensor` of the tensor wait for the work. (2.13.0)
+register_work: Callable[[torch.Tensor, torch.distributed.Work], object] = torch._C._distributed_c10d._register_work
+
 # How a DTensor is sharded. (2.13.0)
 DTensorSpec = _dtensor_spec.DTensorSpec
+
+# Nested dicts and lists from values by flat name and the path of each name in a checkpoint. (2.13.0)
+unflatten_state_dict: Callable[[Mapping[str, Any], Any], dict[str, Any]] = Late(
+    "torch.distributed.checkpoint._nested_dict.unflatten_state_dict"
+)
+
+# Shape and offset of a rank's shard. (2.13.0)
+_local_shape_and_offset = _utils._compute_local_shape_and_global_offset
+
+_FakeStore = Late("torch.testing._internal.distributed.fake_pg.FakeStore")
 
 # The backend that runs a process group's collectives on a device type. (2.13.0)
 needs_attributes(torch.distributed.ProcessGroup, "_get_backend")
 
 
-@needs("torch.testing._internal.distributed.fake_pg.FakeStore")
 def init_fake_process_group(world_size: int, rank: int = 0) -> None:
     """Make this process a rank of a world whose collectives do nothing. (2.13.0)"""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-
-
-@needs("torch.distributed.distributed_c10d._resolve_process_group")
-def resolve_group(name: str) -> torch.distributed.ProcessGroup:
-    """The process group that ops of a graph refer to by this name. (2.13.0)"""
-    group: torch.distributed.ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
-    return group
+    torch.distributed.init_process_group("fake", store=_FakeStore(), rank=rank, world_size=world_size)
 
 
 @needs(
@@ -77,18 +83,11 @@ def backend_name(group: torch.distributed.ProcessGroup, device_type: str) -> str
         return None
 
 
-@needs("torch._C._distributed_c10d._register_work")
-def register_work(tensor: torch.Tensor, work: torch.distributed.Work) -> None:
-    """Make `wait_tensor` of the tensor wait for the work. (2.13.0)"""
-    torch._C._distributed_c10d._register_work(tensor, work)
-
-
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A DTensor's local tensor itself, not a view of it; a plain tensor itself. (2.13.0)"""
     return getattr(tensor, "_local_tensor", tensor)
 
 
-@needs("torch.distributed.tensor._utils._compute_local_shape_and_global_offset")
 def shard_extent(
     shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -96,9 +95,7 @@ def shard_extent(
 
     An empty shard has the dim's size as its offset.
     """
-    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
-
-    return _compute_local_shape_and_global_offset(tuple(shape), tuple(mesh_shape), list(coordinate), placements)
+    return _local_shape_and_offset(tuple(shape), tuple(mesh_shape), list(coordinate), placements)
 
 
 @needs("torch._C._distributed_c10d._dump_fr_trace")

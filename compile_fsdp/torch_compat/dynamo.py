@@ -8,17 +8,16 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
 from types import CodeType
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch._dynamo
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._dynamo import eval_frame, exc, symbolic_convert, tensor_version_op, utils
+from torch._dynamo import convert_frame, eval_frame, exc, symbolic_convert, tensor_version_op, utils
 from torch.fx.experimental import _backward_state
 
-from compile_fsdp.torch_compat.declarations import needs, needs_attributes
+from compile_fsdp.torch_compat.declarations import Late, needs, needs_attributes
 from compile_fsdp.torch_compat.dispatch import OpOverload
 
 # Dynamo re-raises ShortenTraceback and its subclasses unchanged, and turns all other exceptions raised in a trace into
@@ -67,11 +66,17 @@ _BackwardState = _backward_state.BackwardState
 needs_attributes(torch.fx.GraphModule, "_tracer_cls")
 needs_attributes(torch.fx.Node, "_rename")
 
+# The context object of Dynamo's current attempt to trace a frame; None outside a trace. (2.13.0)
+tracing_context: Callable[[], object] = torch._guards.TracingContext.try_get
 
-@needs("torch._guards.TracingContext.try_get")
-def tracing_context() -> object:
-    """The context object of Dynamo's current attempt to trace a frame; None outside a trace. (2.13.0)"""
-    return torch._guards.TracingContext.try_get()
+# Let Dynamo make a dim of a graph input dynamic, unless the graph specializes its size. (2.13.0)
+mark_changing: Callable[[torch.Tensor, int], None] = torch._dynamo.maybe_mark_dynamic
+
+# The Dynamo backend registered under a name. (2.13.0)
+lookup_backend: Callable[[str], Callable[..., Any]] = torch._dynamo.lookup_backend
+
+# Metrics of the last 64 frame compilations, as Dynamo records them. (2.13.0)
+last_compilations: Callable[[], list[Any]] = utils.get_compilation_metrics
 
 
 @needs("torch._guards.CompileContext.current_compile_id")
@@ -100,19 +105,11 @@ def mark_static(tensor: torch.Tensor) -> None:
             each._has_dynamo_dim_marking = True  # type: ignore[attr-defined]
 
 
-@needs("torch._dynamo.maybe_mark_dynamic")
-def mark_changing(tensor: torch.Tensor, dim: int) -> None:
-    """Let Dynamo make a dim of a graph input dynamic, unless the graph specializes its size. (2.13.0)"""
-    torch._dynamo.maybe_mark_dynamic(tensor, dim)
-
-
 @needs("torch._dynamo.eval_frame.check_if_dynamo_supported")
 def why_dynamo_refuses() -> str | None:
     """The reason why Dynamo does not support this interpreter; None if it does. (2.13.0)"""
-    from torch._dynamo.eval_frame import check_if_dynamo_supported
-
     try:
-        check_if_dynamo_supported()
+        eval_frame.check_if_dynamo_supported()
     except RuntimeError as error:
         return str(error)
     return None
@@ -122,12 +119,6 @@ def why_dynamo_refuses() -> str | None:
 def list_backends() -> list[str]:
     """Names of the registered Dynamo backends, debugging ones included. (2.13.0)"""
     return list(torch._dynamo.list_backends(exclude_tags=()))
-
-
-@needs("torch._dynamo.lookup_backend")
-def lookup_backend(name: str) -> Callable[..., Any]:
-    """The Dynamo backend registered under a name. (2.13.0)"""
-    return cast(Callable[..., Any], torch._dynamo.lookup_backend(name))
 
 
 def compile_for_many(
@@ -148,8 +139,7 @@ def compile_for_many(
     return compiled
 
 
-@dataclass(frozen=True, slots=True)
-class CompileSettings:
+class CompileSettings(NamedTuple):
     """Settings of a compiled module or function.
 
     Attributes:
@@ -202,12 +192,7 @@ def guard_facts(entries: Sequence[Any]) -> list[GuardFact]:
 @contextlib.contextmanager
 def on_bytecode(see: Callable[[CodeType, CodeType], None]) -> Iterator[None]:
     """Call `see` with the original and the new code of every frame that Dynamo compiles inside. (2.13.0)"""
-    from torch._dynamo import convert_frame
-
-    def hook(code: CodeType, new_code: CodeType) -> None:
-        see(code, new_code)
-
-    handle = convert_frame.register_bytecode_hook(hook)
+    handle = convert_frame.register_bytecode_hook(cast(Any, see))
     try:
         yield
     finally:
@@ -250,12 +235,6 @@ def dynamo_counters() -> Mapping[str, MutableMapping[str, int]]:
     return cast(Mapping[str, MutableMapping[str, int]], utils.counters)
 
 
-@needs("torch._dynamo.utils.get_compilation_metrics")
-def last_compilations() -> list[Any]:
-    """Metrics of the last 64 frame compilations, as Dynamo records them. (2.13.0)"""
-    return list(utils.get_compilation_metrics())
-
-
 @needs("torch._logging.getArtifactLogger")
 def graph_break_logger() -> logging.Logger:
     """The logger that gets, at level DEBUG, the user's code line and the reason of each graph break. (2.13.0)"""
@@ -264,17 +243,13 @@ def graph_break_logger() -> logging.Logger:
     )
 
 
-@needs("torch._logging._internal.trace_structured")
+_trace_structured = Late("torch._logging._internal.trace_structured")
+
+
 def trace_artifact(name: str, payload: Callable[[], str]) -> None:
     """Write a JSON artifact to torch's structured trace, if TORCH_TRACE enables it. (2.13.0)"""
-    from torch._logging._internal import trace_structured
-
-    trace_structured(
-        "artifact",
-        metadata_fn=lambda: {"name": name, "encoding": "json"},
-        payload_fn=payload,
-        expect_trace_id=False,
-    )
+    metadata = {"name": name, "encoding": "json"}
+    _trace_structured("artifact", metadata_fn=lambda: metadata, payload_fn=payload, expect_trace_id=False)
 
 
 def copy_dynamo_graph(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:

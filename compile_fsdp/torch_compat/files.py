@@ -17,8 +17,7 @@ from compile_fsdp.torch_compat.declarations import needs
 @needs("torch._C.PyTorchFileWriter")
 def file_writer() -> Callable[..., Any]:
     """The class that opens torch.save's output, given a path or a Python file. (2.13.0)"""
-    writer: Callable[..., Any] = torch._C.PyTorchFileWriter
-    return writer
+    return torch._C.PyTorchFileWriter
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from functools import reduce
 
 import torch
 from torch import nn
+from torch.distributed._composable_state import _get_module_state
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_collectives,
     _fsdp_common,
@@ -20,7 +21,7 @@ from torch.distributed.fsdp._fully_shard import (
 )
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from compile_fsdp.torch_compat.declarations import needs, needs_attributes
+from compile_fsdp.torch_compat.declarations import needs_attributes
 from compile_fsdp.torch_compat.dynamo import skip_code
 
 # The state that `fully_shard` attaches to each module it is applied to. (2.13.0)
@@ -108,11 +109,8 @@ HAS_GRAD_DTYPES = torch.__version__ >= "2.15"
 _UNSHARDED_SPEC = "_unsharded_dtensor_spec" if torch.__version__ >= "2.12" else "_tp_spec"
 
 
-@needs("torch.distributed._composable_state._get_module_state")
 def fsdp_state(module: nn.Module) -> FSDPState | None:
     """The FSDP2 state of a module; None if `fully_shard` was not applied to it. (2.13.0)"""
-    from torch.distributed._composable_state import _get_module_state
-
     state = _get_module_state(module)
     return state if isinstance(state, FSDPState) else None
 
@@ -126,8 +124,8 @@ def param_groups(state: FSDPState) -> list[FSDPParamGroup]:
 
 
 # A model may call these before it is traced. Dynamo must not compile their frames, whose guards it may fail to read.
-for _each in (fsdp_state, param_groups):
-    skip_code(_each.__code__)
+skip_code(fsdp_state.__code__)
+skip_code(param_groups.__code__)
 
 
 def order_gather_streams(state: FSDPState) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch._functorch.config
 from torch._inductor import custom_graph_pass
 
-from compile_fsdp.torch_compat.declarations import needs
+from compile_fsdp.torch_compat.declarations import Late
 from compile_fsdp.torch_compat.dispatch import OpOverload
 
 # Base classes of a pass and of a partitioner. Inductor caches a graph only if its pass and partitioner derive from
@@ -30,56 +30,55 @@ CACHEABLE_FUNCTIONS = "unsafe_marked_cacheable_functions"
 # if the first node lacks the key. (2.13.0)
 MUTATION_REGION_KEY = "mutation_region_id"
 
+# Names of Inductor's options, and the options of a mode of `torch.compile`; RuntimeError for an unknown mode. (2.13.0)
+inductor_option_names: Callable[[], Collection[str]] = Late("torch._inductor.list_options")
+inductor_mode_options: Callable[[str], dict[str, Any]] = Late("torch._inductor.list_mode_options")
 
-@needs("torch._inductor.list_options")
-def inductor_option_names() -> frozenset[str]:
-    """Inductor's option names in `torch.compile(options=...)`. (2.13.0)"""
-    from torch._inductor import list_options
+# The command of Inductor's C++ compiler; RuntimeError or OSError if no compiler starts. (2.13.0)
+cpp_compiler: Callable[[], str] = Late("torch._inductor.cpp_builder.get_cpp_compiler")
 
-    return frozenset(list_options())
+# Partition a joint graph with Inductor's default choice of saved tensors. (2.13.0)
+min_cut_partition: Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModule]] = Late(
+    "torch._functorch.partitioners.min_cut_rematerialization_partition"
+)
+
+_captures_cuda_graphs = Late("torch._inductor.config.triton.cudagraphs")
+_inductor_hash = Late("torch._inductor.config.get_hash")
+_cache_dir = Late("torch._inductor.runtime.cache_dir_utils.cache_dir")
+_compile_fx = Late("torch._inductor.compile_fx.compile_fx")
+_compile_fx_inner = Late("torch._inductor.compile_fx.compile_fx_inner")
+_aot_autograd = Late("torch._dynamo.backends.common.aot_autograd")
+_custom_pre_pass = Late("torch._inductor.config.post_grad_custom_pre_pass")
+_boxed_nop = Late("torch._dynamo.backends.debugging.boxed_nop")
+_get_default_op_list = Late("torch._functorch.partitioners.get_default_op_list")
+_select_decomp_table = Late("torch._inductor.decomposition.select_decomp_table")
+_output_code = Late("torch._inductor.output_code.OutputCode")
+_lowerings = Late("torch._inductor.lowering.lowerings")
+_register_lowering = Late("torch._inductor.lowering.register_lowering")
+_add_layout_constraint = Late("torch._inductor.lowering.add_layout_constraint")
+_constrain_to_fx_strides = Late("torch._inductor.lowering.constrain_to_fx_strides")
+_create_collective = Late("torch._inductor.ir._CollectiveKernel.create_out_of_place")
+_create_tensor_box = Late("torch._inductor.ir.TensorBox.create")
+_deserialize = Late("torch._functorch._aot_autograd.aot_autograd_result.deserialize_bundled_cache_entry")
+_flatten_graph_inputs = Late("torch._dynamo.utils.flatten_graph_inputs")
 
 
-@needs("torch._inductor.list_mode_options")
-def inductor_mode_options(mode: str) -> dict[str, Any]:
-    """Inductor's options for a `torch.compile(mode=...)`; RuntimeError for an unknown mode. (2.13.0)"""
-    from torch._inductor import list_mode_options
-
-    return dict(list_mode_options(mode))
-
-
-@needs("torch._inductor.config.triton.cudagraphs")
 def cuda_graphs_by_default() -> bool:
     """Whether Inductor's global config captures CUDA graphs. (2.13.0)"""
-    from torch._inductor import config
-
-    return bool(config.triton.cudagraphs)
+    return bool(_captures_cuda_graphs.value)
 
 
-@needs("torch._inductor.runtime.cache_dir_utils.cache_dir")
 def cache_folder() -> Path:
     """Inductor's cache folder: TORCHINDUCTOR_CACHE_DIR or this user's default. (2.13.0)"""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return Path(cache_dir())
-
-
-@needs("torch._inductor.cpp_builder.get_cpp_compiler")
-def cpp_compiler() -> str:
-    """The command of Inductor's C++ compiler; RuntimeError or OSError if no compiler starts. (2.13.0)"""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    return get_cpp_compiler()
+    return Path(_cache_dir())
 
 
 _generates_code = True
 
 
-@needs("torch._inductor.compile_fx.compile_fx", "torch._inductor.compile_fx.compile_fx_inner")
 def inductor_compilers() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Inductor's compilers of a Dynamo graph and of each graph that AOTAutograd derives from it. (2.13.0)"""
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-
-    return compile_fx, compile_fx_inner if _generates_code else _run_custom_passes
+    return _compile_fx.value, _compile_fx_inner.value if _generates_code else _run_custom_passes
 
 
 @contextmanager
@@ -93,39 +92,22 @@ def without_code() -> Iterator[None]:
         _generates_code = outer
 
 
-@needs("torch._inductor.config.post_grad_custom_pre_pass", "torch._dynamo.backends.debugging.boxed_nop")
 def _run_custom_passes(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-    from torch._dynamo.backends.debugging import boxed_nop
-    from torch._inductor import config
-
-    run_passes: Any = config.post_grad_custom_pre_pass
-    run_passes(gm.graph)
+    _custom_pre_pass.value(gm.graph)
     gm.recompile()
-    return boxed_nop(gm, list(example_inputs))
+    return _boxed_nop(gm, list(example_inputs))
 
 
-@needs("torch._functorch.partitioners.min_cut_rematerialization_partition")
-def min_cut_partition(
-    gm: torch.fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
-) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-    """Partition a joint graph with Inductor's default choice of saved tensors. (2.13.0)"""
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-
-    return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-
-
-@needs("torch._dynamo.backends.common.aot_autograd", "torch._dynamo.backends.debugging.boxed_nop")
 def compile_op_by_op(
     gm: torch.fx.GraphModule, example_inputs: Sequence[Any], partition: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Compile with torch's backend aot_eager and a given partitioner of the joint graph. (2.11.0, 2.13.0)"""
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._dynamo.backends.debugging import boxed_nop
-
-    backend = aot_autograd(
-        fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=partition, keep_inference_input_mutations=True
+    compiler = _boxed_nop.value
+    backend = _aot_autograd(
+        fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition, keep_inference_input_mutations=True
     )
-    return backend(gm, list(example_inputs))
+    compiled: Callable[..., Any] = backend(gm, list(example_inputs))
+    return compiled
 
 
 def is_fused(op: OpOverload) -> bool:
@@ -138,20 +120,16 @@ def is_decomposed(op: OpOverload) -> bool:
     return op in _decomposed() and "scaled_dot_product" not in str(op)
 
 
-@needs("torch._functorch.partitioners.get_default_op_list")
 @functools.cache
 def _fusible_packets() -> Collection[Any]:
-    from torch._functorch.partitioners import get_default_op_list
+    packets: Collection[Any] = _get_default_op_list().fusible_ops
+    return packets
 
-    return get_default_op_list().fusible_ops
 
-
-@needs("torch._inductor.decomposition.select_decomp_table")
 @functools.cache
 def _decomposed() -> Collection[Any]:
-    from torch._inductor.decomposition import select_decomp_table
-
-    return select_decomp_table()
+    table: Collection[Any] = _select_decomp_table()
+    return table
 
 
 def graph_input_position(node: torch.fx.Node) -> int | None:
@@ -164,12 +142,9 @@ def graph_output_positions(output: torch.fx.Node) -> list[int | None]:
     return [getattr(each, "idx", None) for each in output.meta.get("desc") or ()]
 
 
-@needs("torch._inductor.output_code.OutputCode")
 def inductor_output_type() -> Any:
     """The class of Inductor's compiled graphs, which AOTAutograd's cache stores. (2.13.0)"""
-    from torch._inductor.output_code import OutputCode
-
-    return OutputCode
+    return _output_code.value
 
 
 def copy_cache_key(source: Any, target: Any) -> None:
@@ -178,42 +153,24 @@ def copy_cache_key(source: Any, target: Any) -> None:
         setattr(target, name, getattr(source, name, None))
 
 
-@needs("torch._inductor.lowering.lowerings")
 def inductor_lowerings() -> Mapping[Any, Callable[..., object]]:
     """Inductor's lowerings by op. (2.13.0)"""
-    from torch._inductor.lowering import lowerings
-
+    lowerings: Mapping[Any, Callable[..., object]] = _lowerings.value
     return lowerings
 
 
-@needs("torch._inductor.lowering.register_lowering")
 def register_inductor_lowering(op: OpOverload, lowering: Callable[..., object]) -> None:
     """Register a lowering without type promotion of its arguments. (2.13.0)"""
-    from torch._inductor.lowering import register_lowering
-
-    register_lowering(op, type_promotion_kind=None)(lowering)
+    _register_lowering(op, type_promotion_kind=None)(lowering)
 
 
-@needs(
-    "torch._inductor.ir.TensorBox.create",
-    "torch._inductor.ir._CollectiveKernel.create_out_of_place",
-    "torch._inductor.lowering.add_layout_constraint",
-    "torch._inductor.lowering.constrain_to_fx_strides",
-)
 def register_collective_lowering(op: OpOverload) -> None:
     """Lower an op that starts a collective as Inductor lowers the functional collectives. (2.13.0)
 
     Inductor then leaves the send and receive buffers unchanged until the wait.
     """
-    from torch._inductor import ir
-    from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides
-
-    def lower(tensor: Any, *args: object) -> object:
-        launched: Any = ir._CollectiveKernel.create_out_of_place(op, tensor, *args)
-        return ir.TensorBox.create(launched)
-
-    add_layout_constraint(op, constrain_to_fx_strides)
-    register_inductor_lowering(op, lower)
+    _add_layout_constraint(op, _constrain_to_fx_strides.value)
+    register_inductor_lowering(op, lambda *args: _create_tensor_box(_create_collective(op, *args)))
 
 
 def stored_graph(compiled: Any) -> Callable[[], Any] | None:
@@ -225,17 +182,12 @@ def stored_graph(compiled: Any) -> Callable[[], Any] | None:
     return store
 
 
-@needs("torch._functorch._aot_autograd.aot_autograd_result.deserialize_bundled_cache_entry")
 def load_graph(stored: Any) -> Callable[[list[Any]], Any]:
     """Load a serialized compiled graph. It takes its inputs as one list, and empties the list. (2.13.0)"""
-    from torch._functorch._aot_autograd.aot_autograd_result import deserialize_bundled_cache_entry
-
-    compiled: Any = deserialize_bundled_cache_entry(stored)
-    loaded: Callable[[list[Any]], Any] = compiled.__wrapped__
+    loaded: Callable[[list[Any]], Any] = _deserialize(stored).__wrapped__
     return loaded
 
 
-@needs("torch._dynamo.utils.flatten_graph_inputs")
 def compile_flat(
     gm: torch.fx.GraphModule, inputs: Sequence[Any], compile_graph: Callable[..., Any]
 ) -> tuple[Callable[..., Any], Any]:
@@ -244,24 +196,19 @@ def compile_flat(
     Returns:
         A callable that takes the graph's inputs, and the result of `compile_graph`, which takes list items as inputs.
     """
-    from torch._dynamo.utils import flatten_graph_inputs
-
     inner: list[Any] = []
 
     def compile_inner(flat_gm: torch.fx.GraphModule, flat_inputs: Sequence[Any]) -> Any:
         inner.append(compile_graph(flat_gm, flat_inputs))
         return inner[0]
 
-    return flatten_graph_inputs(gm, inputs, compile_inner), inner[0]
+    return _flatten_graph_inputs(gm, inputs, compile_inner), inner[0]
 
 
-@needs("torch._inductor.config.get_hash")
 def settings_hash() -> str:
     """Hash the settings of AOTAutograd and Inductor that a compiled graph depends on. (2.13.0)
 
     Dynamo's settings are left out, because their hash depends on set order and differs in each process.
     """
-    from torch._inductor import config
-
     aot_autograd: Any = functorch_config
-    return f"{aot_autograd.get_hash().hex()} {config.get_hash().hex()}"
+    return f"{aot_autograd.get_hash().hex()} {_inductor_hash().hex()}"

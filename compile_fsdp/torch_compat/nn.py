@@ -7,8 +7,10 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
-from compile_fsdp.torch_compat.declarations import needs, needs_attributes
+from compile_fsdp.torch_compat.declarations import needs_attributes
+from compile_fsdp.torch_compat.dynamo import OptimizedModule
 
 # A module's hooks, the eager and compiled calls that run them, and its direct parameters by name. (2.11.0 to 2.15.0)
 needs_attributes(
@@ -16,15 +18,9 @@ needs_attributes(
 )
 
 
-@needs(
-    "torch._dynamo.OptimizedModule",
-    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper",
-)
 def wrapped_child(module: nn.Module) -> str | None:
     """The child name of a wrapper module, which FQNs leave out; None if the module is no wrapper. (2.13.0)"""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
-
-    if isinstance(module, torch._dynamo.OptimizedModule):
+    if isinstance(module, OptimizedModule):
         return "_orig_mod"
     if isinstance(module, ActivationWrapper):  # activation checkpointing and activation offloading
         return "_checkpoint_wrapped_module"

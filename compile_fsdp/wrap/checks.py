@@ -27,7 +27,7 @@ from compile_fsdp.torch_compat.fsdp import fsdp_state
 from compile_fsdp.wrap.groups import Draft, collect_all, find_shared, merge_shared
 from compile_fsdp.wrap.layout import local_shape, shard_count, shard_of, unsharded_bytes
 from compile_fsdp.wrap.policies import Policy, Selection
-from compile_fsdp.wrap.tree import ROOT, has_forward, has_parameters, names_of
+from compile_fsdp.wrap.tree import has_forward, has_parameters, names_of
 
 
 def check_ignored(root: nn.Module, ignored_modules: Collection[nn.Module]) -> None:
@@ -83,9 +83,8 @@ def check_modules(root: nn.Module, modules: Collection[nn.Module]) -> None:
         )
 
 
-def check_arguments(root: nn.Module, drafts: Iterable[Draft]) -> None:
+def check_arguments(drafts: Iterable[Draft]) -> None:
     """Refuse arguments that `fully_shard` would refuse only after part of the model is sharded."""
-    names = names_of(root)
     known = [name for name in inspect.signature(fully_shard).parameters if name != "module"]
     wrong: dict[str, list[str]] = {}
     for draft in drafts:
@@ -97,7 +96,7 @@ def check_arguments(root: nn.Module, drafts: Iterable[Draft]) -> None:
         elif not (factor is None or isinstance(factor, bool) or _divides(factor, shard_count(kwargs))):
             problems.append(f"reshard_after_forward={factor} is no factor of {shard_count(kwargs)} ranks")
         if problems:
-            wrong[draft.name(names)] = problems
+            wrong[draft.name] = problems
     if wrong:
         raise PolicyError(f"expected arguments of fully_shard, {known}, got {wrong}; correct the policy, or the call")
 
@@ -111,42 +110,26 @@ def check_shared(root: nn.Module, drafts: Sequence[Draft]) -> None:
     shared = find_shared(drafts)
     if not shared:
         return
-    names = names_of(root)
+    merge_shared(root, drafts)  # raises if fix_shared=True would not help
     fqns: dict[nn.Parameter, list[str]] = {}
     for fqn, parameter in root.named_parameters(remove_duplicate=False):
         fqns.setdefault(parameter, []).append(fqn)
-    paths: dict[nn.Module, list[str]] = {}
-    for fqn, module in root.named_modules(remove_duplicate=False):
-        paths.setdefault(module, []).append(fqn or ROOT)
-    modules: dict[str, list[str]] = {}
-    parameters: dict[str, list[str]] = {}
-    for parameter, by_draft in shared.items():
-        groups = [draft.name(names) for draft in by_draft]
-        holders = {module for held in by_draft.values() for module in held}
-        if len(holders) == 1:
-            modules[" = ".join(paths[holders.pop()])] = groups
-        else:
-            parameters[" = ".join(fqns[parameter])] = groups
-    found = [f"shared {kind} {each}" for kind, each in (("modules", modules), ("parameters", parameters)) if each]
-    itself = "select a shared module itself, if it is only ever called, or " if modules else ""
-    merged = merge_shared(root, drafts)
-    gone = [draft.name(names) for draft in drafts if draft not in merged]
-    made = [draft.name(names) for draft in merged if draft not in drafts]
+    found = {" = ".join(fqns[parameter]): [draft.name for draft in taking] for parameter, taking in shared.items()}
     raise SharedParameterError(
-        f"expected every parameter in one group, got {' and '.join(found)}; {itself}pass fix_shared=True, which makes "
-        f"of the groups {gone} these: {made}"
+        f"expected every parameter in one group, got parameters in several groups, {found}; pass fix_shared=True to "
+        "merge these groups, or select a shared module itself, if it is only ever called"
     )
 
 
 def check_parameters(root: nn.Module, drafts: Sequence[Draft]) -> None:
     """Refuse parameters that `fully_shard` cannot shard."""
-    names = names_of(root)
-    wrong: dict[str, str] = {}
-    for draft, held in zip(drafts, collect_all(drafts), strict=True):
-        for parameter, module, name in held:
-            reason = _unshardable(parameter, draft.kwargs)
-            if reason is not None:
-                wrong[parameter_name(names, module, name)] = reason
+    fqns = {parameter: fqn for fqn, parameter in root.named_parameters()}
+    wrong = {
+        fqns[parameter]: reason
+        for draft, parameters in collect_all(drafts).items()
+        for parameter in parameters
+        if (reason := _unshardable(parameter, draft.kwargs)) is not None
+    }
     if wrong:
         raise UnshardableParameterError(
             f"expected parameters that can be sharded, got {wrong}; reshape them, or ignore their modules"
@@ -167,13 +150,13 @@ def _unshardable(parameter: nn.Parameter, kwargs: Mapping[str, Any]) -> str | No
 
 def check_full_precision(root: nn.Module, modules: Collection[nn.Module]) -> None:
     """Refuse modules that would not compute in full precision."""
-    names = names_of(root)
+    inside = {parameter for module in modules for parameter in module.parameters()}
     wrong = {
-        parameter_name(names, module, name): str(parameter.dtype)
-        for module in modules
-        for name, parameter in module.named_parameters()
-        if parameter.is_floating_point() and parameter.dtype.itemsize < 4
+        fqn: str(parameter.dtype)
+        for fqn, parameter in root.named_parameters()
+        if parameter in inside and parameter.is_floating_point() and parameter.dtype.itemsize < 4
     }
+    names = names_of(root)
     wrong.update({names[module]: "a forward of its own" for module in modules if "forward" in vars(module)})
     if wrong:
         raise PrecisionOverrideError(
@@ -192,24 +175,17 @@ def check_process_group(kwargs: Iterable[Mapping[str, Any]]) -> None:
     )
 
 
-def frozen_warnings(root: nn.Module, drafts: Sequence[Draft]) -> tuple[str, ...]:
+def frozen_warnings(drafts: Sequence[Draft]) -> tuple[str, ...]:
     """Warnings for groups that have both trainable and frozen parameters."""
-    names = names_of(root)
     found = []
-    for draft, held in zip(drafts, collect_all(drafts), strict=True):
-        parameters = {each.parameter: parameter_name(names, each.module, each.name) for each in held}
+    for draft, parameters in collect_all(drafts).items():
         frozen = [parameter for parameter in parameters if not parameter.requires_grad]
         if frozen and len(frozen) < len(parameters):
             size = sum(unsharded_bytes(parameter, draft.kwargs) for parameter in frozen)
             trainable = len(parameters) - len(frozen)
             found.append(
-                f"{draft.name(names)}: {len(frozen)} frozen parameters are in one group with {trainable} trainable "
-                f"ones; they get no gradients, but each backward gathers their {size:,} bytes as well and holds them "
-                "until the last gradient of the group is reduced; select modules that hold either kind alone"
+                f"{draft.name}: {len(frozen)} frozen parameters are in one group with {trainable} trainable ones; "
+                f"they get no gradients, but each backward gathers their {size:,} bytes as well and holds them until "
+                "the last gradient of the group is reduced; select modules that hold either kind alone"
             )
     return tuple(found)
-
-
-def parameter_name(names: Mapping[nn.Module, str], module: nn.Module, name: str) -> str:
-    """FQN of a parameter that a module holds under `name`."""
-    return name if names[module] == ROOT else f"{names[module]}.{name}"

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 from compile_fsdp.errors import SharedParameterError
 from compile_fsdp.torch_compat.fsdp import fsdp_state
-from compile_fsdp.wrap.tree import below, group_name, in_post_order, names_of
+from compile_fsdp.wrap.tree import ROOT, below, in_post_order
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,30 +24,23 @@ class Draft:
     """A call of `fully_shard`: its arguments and its modules, which do not contain each other."""
 
     modules: tuple[nn.Module, ...]
+    fqns: tuple[str, ...]
     kwargs: Mapping[str, Any]
 
-    def name(self, names: Mapping[nn.Module, str]) -> str:
-        """The name of the group: `layers.0`, or `[embedding, head]` for several modules."""
-        return group_name([names[module] for module in self.modules])
+    @property
+    def name(self) -> str:
+        """The name of the group: `layers.0`, `[embedding, head]` or `the root`."""
+        names = [fqn or ROOT for fqn in self.fqns]
+        return names[0] if len(names) == 1 else f"[{', '.join(names)}]"
 
 
-class Held(NamedTuple):
-    """A parameter, a module that holds it, and its name in that module."""
+def collect(draft: Draft, borders: Set[nn.Module]) -> list[nn.Parameter]:
+    """The parameters that `fully_shard` takes for a draft, in torch's order, each parameter once.
 
-    parameter: nn.Parameter
-    module: nn.Module
-    name: str
-
-
-def collect(draft: Draft, borders: Set[nn.Module]) -> list[Held]:
-    """The parameters that `fully_shard` takes for a draft, in torch's order, once for each module that holds them.
-
-    Args:
-        draft: The call of `fully_shard`.
-        borders: The modules of all drafts, at which the search for parameters stops.
+    The search for parameters stops at `borders`, the modules of all drafts.
     """
     ignored = set(draft.kwargs.get("ignored_params") or ())
-    found: list[Held] = []
+    found: dict[nn.Parameter, None] = {}
     seen: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> None:
@@ -55,27 +48,26 @@ def collect(draft: Draft, borders: Set[nn.Module]) -> list[Held]:
         for child in module.children():
             if child not in seen and child not in borders and fsdp_state(child) is None:
                 visit(child)
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter not in ignored:
-                found.append(Held(parameter, module, name))
+        found.update(dict.fromkeys(each for each in module.parameters(recurse=False) if each not in ignored))
 
     for module in draft.modules:
         visit(module)
-    return found
+    return list(found)
 
 
-def collect_all(drafts: Sequence[Draft]) -> list[list[Held]]:
+def collect_all(drafts: Sequence[Draft]) -> dict[Draft, list[nn.Parameter]]:
+    """The parameters of each draft; see `collect`."""
     borders = {module for draft in drafts for module in draft.modules}
-    return [collect(draft, borders) for draft in drafts]
+    return {draft: collect(draft, borders) for draft in drafts}
 
 
-def find_shared(drafts: Sequence[Draft]) -> dict[nn.Parameter, dict[Draft, list[nn.Module]]]:
-    """Map each parameter that several drafts take to these drafts and the modules that hold the parameter in each."""
-    holders: dict[nn.Parameter, dict[Draft, list[nn.Module]]] = {}
-    for draft, held in zip(drafts, collect_all(drafts), strict=True):
-        for parameter, module, _ in held:
-            holders.setdefault(parameter, {}).setdefault(draft, []).append(module)
-    return {parameter: by_draft for parameter, by_draft in holders.items() if len(by_draft) > 1}
+def find_shared(drafts: Sequence[Draft]) -> dict[nn.Parameter, list[Draft]]:
+    """Map each parameter that several drafts take to these drafts."""
+    takers: dict[nn.Parameter, list[Draft]] = {}
+    for draft, parameters in collect_all(drafts).items():
+        for parameter in parameters:
+            takers.setdefault(parameter, []).append(draft)
+    return {parameter: taking for parameter, taking in takers.items() if len(taking) > 1}
 
 
 def in_order(root: nn.Module, drafts: Sequence[Draft]) -> list[Draft]:
@@ -113,8 +105,7 @@ def merge_shared(root: nn.Module, drafts: Sequence[Draft]) -> list[Draft]:
 
 
 def _find_pair(drafts: Sequence[Draft]) -> tuple[Draft, Draft] | None:
-    for by_draft in find_shared(drafts).values():
-        first, second, *_ = by_draft
+    for first, second, *_ in find_shared(drafts).values():
         return first, second
     # Two groups of several modules may each contain a module of the other, so neither can be sharded first.
     several = [(draft, below(draft.modules)) for draft in drafts if len(draft.modules) > 1]
@@ -126,7 +117,6 @@ def _find_pair(drafts: Sequence[Draft]) -> tuple[Draft, Draft] | None:
 
 
 def _merge(root: nn.Module, first: Draft, second: Draft) -> Draft:
-    names = names_of(root)
     differing = {
         key: [_given(draft, key) for draft in (first, second)]
         for key in sorted({*first.kwargs, *second.kwargs})
@@ -134,12 +124,12 @@ def _merge(root: nn.Module, first: Draft, second: Draft) -> Draft:
     }
     if differing:
         raise SharedParameterError(
-            f"expected the same arguments for {first.name(names)} and {second.name(names)}, which share parameters and "
-            f"can only be one group, got {differing}; give both the same arguments, or leave one of them out"
+            f"expected the same arguments for {first.name} and {second.name}, which share parameters and can only be "
+            f"one group, got {differing}; give both the same arguments, or leave one of them out"
         )
-    together = {*first.modules, *second.modules}
-    inside = below(together)
-    return Draft(tuple(module for module in names if module in together and module not in inside), first.kwargs)
+    outermost = {*first.modules, *second.modules} - below({*first.modules, *second.modules})
+    fqns = {module: fqn for fqn, module in root.named_modules() if module in outermost}
+    return Draft(tuple(fqns), tuple(fqns.values()), first.kwargs)
 
 
 def _given(draft: Draft, key: str) -> Any:

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from compile_fsdp.wrap.groups import Draft
 from compile_fsdp.wrap.layout import shard_count
-from compile_fsdp.wrap.tree import ROOT, group_name, names_of
+from compile_fsdp.wrap.tree import names_of
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class Group(Draft):
     """A call of `fully_shard`, and the parameters that are gathered and reduced together.
 
     Attributes:
@@ -28,17 +29,9 @@ class Group:
         bytes_per_rank: Bytes of the parameters' shards on each rank, padding included; equal on all ranks.
     """
 
-    modules: tuple[nn.Module, ...]
-    fqns: tuple[str, ...]
-    kwargs: Mapping[str, Any]
     parameters: tuple[str, ...]
     numel: int
     bytes_per_rank: int
-
-    @property
-    def name(self) -> str:
-        """The name of the group: `layers.0`, `[embedding, head]` or `the root`."""
-        return group_name([fqn or ROOT for fqn in self.fqns])
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +51,12 @@ class Plan:
     warnings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        root_kwargs = self.groups[-1].kwargs
+        *inner, root = self.groups
         rows = [("FQN", "class", "parameters", "bytes per rank", "kwargs")]
-        for group in self.groups:
-            adopted = {} if group is self.groups[-1] else root_kwargs
-            rows.append(
-                (
-                    group.name,
-                    ", ".join(type(module).__name__ for module in group.modules),
-                    f"{group.numel:,}",
-                    f"{group.bytes_per_rank:,}",
-                    _show_kwargs(group.kwargs, adopted),
-                )
-            )
+        for group, adopted in [*((each, root.kwargs) for each in inner), (root, {})]:
+            classes = ", ".join(type(module).__name__ for module in group.modules)
+            kwargs = _show_kwargs(group.kwargs, adopted)
+            rows.append((group.name, classes, f"{group.numel:,}", f"{group.bytes_per_rank:,}", kwargs))
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
         lines = [
             f"{fqn:<{widths[0]}}  {cls:<{widths[1]}}  {numel:>{widths[2]}}  {size:>{widths[3]}}  {kwargs}".rstrip()
@@ -78,7 +64,7 @@ class Plan:
         ]
         numel, size = sum(group.numel for group in self.groups), sum(group.bytes_per_rank for group in self.groups)
         lines.append(
-            f"{len(self.groups)} groups over {shard_count(root_kwargs)} ranks: "
+            f"{len(self.groups)} groups over {shard_count(root.kwargs)} ranks: "
             f"{numel:,} parameters, {size:,} bytes per rank"
         )
         if self.full_precision:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from torch import nn
 
@@ -24,11 +24,6 @@ def has_parameters(module: nn.Module) -> bool:
 def names_of(root: nn.Module) -> dict[nn.Module, str]:
     """The first FQN of each module, in pre-order; `ROOT` for the root itself."""
     return {module: fqn or ROOT for fqn, module in root.named_modules()}
-
-
-def group_name(names: Sequence[str]) -> str:
-    """The name of a group: its module's name, or `[embedding, head]` for several modules."""
-    return names[0] if len(names) == 1 else f"[{', '.join(names)}]"
 
 
 def in_post_order(root: nn.Module) -> list[nn.Module]:

@@ -21,7 +21,6 @@ from compile_fsdp.errors import (
     UnsupportedFeatureError,
 )
 from compile_fsdp.integrations import fabric, lightning, torchtitan, transformers
-from compile_fsdp.integrations.sharded import CompilesSharded
 from helpers.ranks.fake_world import fake_world
 from helpers.ranks.fresh import run_fresh
 
@@ -55,29 +54,17 @@ def test_import_loads_no_trainer_and_missing_extra_is_named() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("compiles", "remedy"),
-    [
-        (transformers.CompileFSDP(), "TrainingArguments(fsdp=True)"),
-        (lightning.CompileFSDP(), "configure_model calls fully_shard"),
-    ],
-)
-def test_unsharded_model_error_names_trainer_setting(compiles: CompilesSharded, remedy: str) -> None:
-    with pytest.raises(NotShardedError) as error:
-        compiles.compile(nn.Linear(2, 2))
-    assert remedy in str(error.value)
-
-
-def test_fsdp1_error_names_trainer_setting() -> None:
-    with fake_world(2), pytest.raises(FSDP1Error) as error:
-        transformers.CompileFSDP().compile(FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu")))
-    assert "TrainingArguments(fsdp=True)" in str(error.value)
-
-
-def test_function_that_does_not_shard_raises() -> None:
-    with fake_world(2), pytest.raises(NotShardedError) as error:
-        fabric.compiled(lambda model, mesh: model)(nn.Linear(2, 2), init_device_mesh("cpu", (2,)))
-    assert "the function given to compiled() calls fully_shard" in str(error.value)
+def test_error_about_sharding_names_trainer_setting() -> None:
+    with fake_world(2):
+        linear, mesh = nn.Linear(2, 2), init_device_mesh("cpu", (2,))
+        fsdp1 = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
+        with pytest.raises(NotShardedError, match="configure_model calls fully_shard"):
+            lightning.CompileFSDP().compile(linear)
+        with pytest.raises(NotShardedError, match=r"the function given to compiled\(\) calls fully_shard"):
+            fabric.compiled(lambda model, mesh: model)(linear, mesh)
+        for model, error in ((linear, NotShardedError), (fsdp1, FSDP1Error)):
+            with pytest.raises(error, match=r"TrainingArguments\(fsdp=True\)"):
+                transformers.CompileFSDP().compile(model)
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:

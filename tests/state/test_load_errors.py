@@ -73,8 +73,7 @@ def _refused(rank: int, kind: str, with_state: bool) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("with_state", [False, True], ids=["fresh optimizer", "with state"])
-@pytest.mark.parametrize("kind", ["everywhere", "on rank 0"])
+@pytest.mark.parametrize(("kind", "with_state"), [("everywhere", True), ("on rank 0", False)])
 def test_all_mismatched_entries_are_named(kind: str, with_state: bool) -> None:
     messages = run_ranks(2, _refused, kind, with_state)
     assert messages[0] == messages[1]
@@ -153,14 +152,13 @@ def test_mismatched_checkpoint_is_refused(tmp_path: Path) -> None:
         assert part in messages[0]
 
 
-def _a_damaged_file(rank: int, folder: str, kept: float) -> str:
+def _a_damaged_file(rank: int, folder: str) -> str:
     mesh = init_device_mesh("cpu", (2,))
     model, optim = _trained(mesh)
     target = save(model, optim, folder, 2)
     if rank == 0:
         file = target / "__1_0.distcp"
-        whole_file = file.read_bytes()
-        file.write_bytes(whole_file[: int(len(whole_file) * kept)])
+        file.write_bytes(file.read_bytes()[:-200])
     dist.barrier()
     train(model, optim, range(2, 4))
     before = _snapshot(model, optim)
@@ -169,9 +167,8 @@ def _a_damaged_file(rank: int, folder: str, kept: float) -> str:
     return message
 
 
-@pytest.mark.parametrize("kept", [0.1, 0.9])
-def test_damaged_checkpoint_file_is_refused_and_changes_nothing(kept: float, tmp_path: Path) -> None:
-    messages = run_ranks(2, _a_damaged_file, str(tmp_path), kept)
+def test_damaged_checkpoint_file_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    messages = run_ranks(2, _a_damaged_file, str(tmp_path))
     assert messages[0] == messages[1]
     assert f"cannot read the checkpoint {tmp_path}/step-00000002: " in messages[0]
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Shard
 
 import compile_fsdp
 from compile_fsdp.errors import ForeignParameterError
@@ -17,8 +15,6 @@ from compile_fsdp.state import Region, optim_state_dict, param_info
 from helpers.models.optimizers import everything
 from helpers.models.reference import Stack
 from helpers.ranks.fake_world import fake_world
-from helpers.ranks.meshes import shared_mesh
-from helpers.ranks.pools import run_ranks
 
 
 def _stack(layers: int = 2, dim: int = 8) -> Stack:
@@ -119,47 +115,3 @@ def test_optimizer_created_before_sharding_is_refused() -> None:
         compile_fsdp.fully_shard(model)
         with pytest.raises(ForeignParameterError, match=r"group 0, parameter 0, shape \[8, 8\]; group 0, parameter 1"):
             optim_state_dict(model, optim)
-
-
-def _fill(model: nn.Module) -> None:
-    """Set each element to its index in the parameter."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.arange(parameter.numel(), dtype=parameter.dtype).view(parameter.shape))
-
-
-def _every_rank_holds_its_region(rank: int, layout: str) -> None:
-    model = _stack(layers=2, dim={"fsdp": 7, "hsdp": 7, "tensor parallel": 6}.get(layout, 8))
-    _fill(model)
-    wholes = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    if layout == "fsdp":
-        mesh = init_device_mesh("cpu", (4,))
-        compile_fsdp.fully_shard(model, mesh=mesh)
-    elif layout == "columns":
-        mesh = init_device_mesh("cpu", (4,))
-        compile_fsdp.fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1))
-    elif layout == "hsdp":
-        mesh = shared_mesh("cpu", (2, 2), ("replicate", "shard"))
-        compile_fsdp.fully_shard(model, mesh=mesh)
-    elif layout == "replicate":
-        mesh = init_device_mesh("cpu", (4,))
-        replicate(model, mesh=mesh)
-    else:
-        mesh = shared_mesh("cpu", (2, 2), ("dp", "tp"))
-        for block in model.layers:
-            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        compile_fsdp.fully_shard(model, mesh=mesh["dp"])
-    infos = param_info(model)
-    assert list(infos) == list(wholes)
-    for name, parameter in model.named_parameters():
-        info = infos[name]
-        assert info.shape == wholes[name].shape and isinstance(parameter, DTensor)
-        assert torch.equal(parameter.to_local(), wholes[name][info.regions[rank].slices]), (layout, name)
-    if layout == "hsdp":
-        info = infos["inp.weight"]
-        assert info.placements == (Replicate(), Shard(0)) and info.regions[0] == info.regions[2]
-
-
-@pytest.mark.parametrize("layout", ["fsdp", "columns", "hsdp", "replicate", "tensor parallel"])
-def test_local_shard_of_each_rank_is_its_region(layout: str) -> None:
-    run_ranks(4, _every_rank_holds_its_region, layout)

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import compile_fsdp
-from compile_fsdp.state import load, load_optim_state_dict, optim_state_dict, rekey_optim_state, save
+from compile_fsdp.state import load, load_optim_state_dict, optim_state_dict, param_info, rekey_optim_state, save
 from helpers.models.optimizers import OPTIMIZERS, assert_same, everything, groups_of, train, whole
 from helpers.models.reference import Stack
 from helpers.ranks.meshes import shared_mesh
@@ -57,7 +58,7 @@ def test_checkpoint_loads_across_world_sizes_and_wrappings(name: str, tmp_path: 
     run_ranks(4, _through_world_sizes, str(tmp_path), name)
 
 
-LAYOUTS = ("1-d", "hsdp", "columns", "unsharded", "tensor parallel", "list")
+LAYOUTS = ("1-d", "hsdp", "columns", "unsharded", "tensor parallel", "list", "replicate")
 
 
 def _build(layout: str) -> nn.Module:
@@ -81,10 +82,23 @@ def _build(layout: str) -> nn.Module:
             parallelize_module(block, grid["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
             compile_fsdp.fully_shard(block, mesh=grid["dp"])
         compile_fsdp.fully_shard(model, mesh=grid["dp"])
+    elif layout == "replicate":
+        replicate(model, mesh=line)
     elif layout == "list":
         compile_fsdp.fully_shard(list(model.layers), mesh=line)
         compile_fsdp.fully_shard(model, mesh=line)
     return model
+
+
+def _check_regions(model: nn.Module, rank: int) -> None:
+    """Check that the rank's shard of each parameter is its region in `param_info`."""
+    whole_model = _build("unsharded")
+    parameters = dict(model.named_parameters())
+    infos = param_info(model)
+    assert list(infos) == [name for name, parameter in parameters.items() if isinstance(parameter, DTensor)]
+    for name, info in infos.items():
+        local: Any = parameters[name]
+        assert torch.equal(local.to_local(), whole_model.get_parameter(name)[info.regions[rank].slices])
 
 
 def _step(model: nn.Module, optim: torch.optim.Optimizer) -> None:
@@ -99,6 +113,7 @@ def _from_each_layout_to_the_next(rank: int, folder: str) -> None:
     expected: Any = None
     for layout in (*LAYOUTS, LAYOUTS[0]):
         model = _build(layout)
+        _check_regions(model, rank)
         optim = torch.optim.AdamW(model.parameters(), foreach=False)
         if state is None:
             _step(model, optim)
@@ -124,23 +139,3 @@ def _from_each_layout_to_the_next(rank: int, folder: str) -> None:
 
 def test_state_and_checkpoint_load_across_layouts(tmp_path: Path) -> None:
     run_ranks(4, _from_each_layout_to_the_next, str(tmp_path))
-
-
-def test_sharded_checkpoint_loads_without_a_process_group(tmp_path: Path) -> None:
-    """Load a sharded run's checkpoint into an unsharded run."""
-    run_ranks(4, _save_sharded, str(tmp_path))
-    model = everything()
-    optim = OPTIMIZERS["adamw_foreach"](groups_of(model))
-    assert load(model, optim, tmp_path) == 2
-    expected = everything()
-    expected_optim = OPTIMIZERS["adamw_foreach"](groups_of(expected))
-    train(expected, expected_optim, range(2))
-    by_name = rekey_optim_state(expected_optim.state_dict(), expected, to="fqn", optim=expected_optim)
-    assert_same(optim_state_dict(model, optim), by_name, exact=False)
-
-
-def _save_sharded(rank: int, folder: str) -> None:
-    model = everything(init_device_mesh("cpu", (4,)))
-    optim = OPTIMIZERS["adamw_foreach"](groups_of(model))
-    train(model, optim, range(2))
-    save(model, optim, folder, 2)

@@ -29,26 +29,18 @@ def _by_name(model: Any, optim: torch.optim.Optimizer) -> Any:
     return rekey_optim_state(optim.state_dict(), model, to="fqn", optim=optim)
 
 
-def _sharded_run_has_the_state_of_the_unsharded_one(rank: int, name: str) -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    model, optim = _unsharded(name, steps=3)
-    sharded = everything(mesh)
-    sharded_optim = OPTIMIZERS[name](groups_of(sharded))
-    assert optim_state_dict(sharded, sharded_optim)["state"] == {}
-    train(sharded, sharded_optim, range(3))
-    expected = _by_name(model, optim)
-    state = optim_state_dict(sharded, sharded_optim)
-    assert_same(state, expected, exact=False)
-    full = optim_state_dict(sharded, sharded_optim, full=True)
+def _check_forms(model: Any, optim: torch.optim.Optimizer) -> None:
+    """Check full states, on all ranks and on rank 0, and each rank's shards against the sharded state."""
+    state = optim_state_dict(model, optim)
+    full = optim_state_dict(model, optim, full=True)
     assert_same(full, state)
-    alone = optim_state_dict(sharded, sharded_optim, full=True, rank0_only=True, cpu_offload=True)
-    if rank == 0:
+    alone = optim_state_dict(model, optim, full=True, rank0_only=True, cpu_offload=True)
+    if torch.distributed.get_rank() == 0:
         assert_same(alone, full)
     else:
         assert alone == {}
-    for form in (full, alone):
-        assert not any(isinstance(leaf, DTensor) for _, leaf in leaves(form))
-    _check_shards(sharded, state, full)
+    assert not any(isinstance(leaf, DTensor) for form in (full, alone) for _, leaf in leaves(form))
+    _check_shards(model, state, full)
 
 
 def _check_shards(model: Any, state: Any, full: Any) -> None:
@@ -61,17 +53,13 @@ def _check_shards(model: Any, state: Any, full: Any) -> None:
                 assert torch.equal(leaf.to_local(), value[infos[fqn].regions[rank].slices])
 
 
-@pytest.mark.parametrize("name", STEPPING)
-def test_sharded_optimizer_state_equals_unsharded_state(name: str) -> None:
-    run_ranks(2, _sharded_run_has_the_state_of_the_unsharded_one, name)
-
-
 def _from_unsharded_to_sharded_and_back(rank: int, name: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
     model, optim = _unsharded(name, steps=2)
     state = _by_name(model, optim)
     sharded = everything(mesh)
     sharded_optim = OPTIMIZERS[name](groups_of(sharded))
+    assert optim_state_dict(sharded, sharded_optim)["state"] == {}
     weights = everything().state_dict()
     rng = torch.get_rng_state()
     load_optim_state_dict(sharded, sharded_optim, state)  # steps a copy of the optimizer
@@ -84,6 +72,7 @@ def _from_unsharded_to_sharded_and_back(rank: int, name: str) -> None:
         train(sharded, sharded_optim, range(2, 4))
         copy, copy_optim = _unsharded(name, steps=4)
         assert_same(optim_state_dict(sharded, sharded_optim), _by_name(copy, copy_optim), exact=False)
+        _check_forms(sharded, sharded_optim)
         load_optim_state_dict(sharded, sharded_optim, state)
 
     back = rekey_optim_state(optim_state_dict(sharded, sharded_optim, full=True), model, to="id")

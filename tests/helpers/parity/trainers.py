@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -72,6 +73,24 @@ def train_both(train: Callable[[bool], Trained]) -> Comparison:
     eager = train(False)
     assert compile_fsdp.reports() == ()
     return compare_trained(eager, train(True))
+
+
+def compare_resumed(
+    result: Comparison, expected: Trained | None, resume: Callable[[bool, bool], Trained]
+) -> Comparison:
+    """Add the differences of runs that resume from a checkpoint, for eager and compiled savers and resumers.
+
+    Args:
+        result: Comparison of the uninterrupted runs.
+        expected: The rest of the uninterrupted eager run; None to compare with the first resumed run.
+        resume: Resumes a run, given whether the saver and the resumer compile.
+    """
+    for saved_by, resumed_by in itertools.product((False, True), repeat=2):
+        again = resume(saved_by, resumed_by)
+        expected = expected or again
+        differing = compare_trained(expected, again).differing
+        result.differing += [f"{saved_by} to {resumed_by}: {name}" for name in differing]
+    return result
 
 
 def run_scenario(scenarios: Mapping[str, Callable[[], Comparison]], name: str) -> None:

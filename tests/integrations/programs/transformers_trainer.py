@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 import compile_fsdp
 from compile_fsdp.integrations.transformers import CompileFSDP
-from helpers.parity.trainers import Comparison, Trained, compare_trained, run_scenario, train_both
+from helpers.parity.trainers import Comparison, Trained, compare_resumed, compare_trained, run_scenario, train_both
 
 AOT_EAGER = {"inner_backend": "aot_eager"}
 
@@ -101,14 +101,13 @@ def resume() -> Comparison:
         running = trainer(compiled, **settings)
         running.train()
         whole[compiled] = finish(running)
-    result = compare_trained(whole[False], whole[True])
-    for saved_by in (False, True):
-        for resumed_by in (False, True):
-            running = trainer(resumed_by, **settings)
-            running.train(resume_from_checkpoint=str(Path(f"run_{saved_by}") / "checkpoint-2"))
-            again = compare_trained(whole[False], finish(running))
-            result.differing += [f"{saved_by} to {resumed_by}: {name}" for name in again.differing]
-    return result
+
+    def start(saved_by: bool, resumed_by: bool) -> Trained:
+        running = trainer(resumed_by, **settings)
+        running.train(resume_from_checkpoint=str(Path(f"run_{saved_by}") / "checkpoint-2"))
+        return finish(running)
+
+    return compare_resumed(compare_trained(whole[False], whole[True]), whole[False], start)
 
 
 SCENARIOS: dict[str, Callable[[], Comparison]] = {
