@@ -28,7 +28,8 @@ CONSTRAINTS ?= constraints.txt
 # Two tests at a time: ranks wait for one another, and so do processes for the compiler.
 PARALLEL ?= -n 2 --dist worksteal
 # What `make test-all` runs on the emulated device, too.
-ON_A_DEVICE := tests/backend/test_verify.py $(addprefix tests/distributed/test_,exceptions.py features.py loops.py programs.py)
+ON_A_DEVICE := tests/backend/test_verify.py tests/runtime/test_exceptions.py \
+	$(addprefix tests/parity/test_,parity_table.py random_loops.py random_programs.py)
 BIN := $(VENV)/bin
 
 PACKAGE_FILES := pyproject.toml README.md LICENSE $(shell find compile_fsdp passes ops -name '*.py' -o -name py.typed -o -name 'page.*')
@@ -67,7 +68,7 @@ test-matrix:
 	PYTEST_ADDOPTS="$(PARALLEL)" $(PYTHON) tests/helpers/releases/matrix.py $(TORCHES) -- $(MATRIX_ARGS)
 
 parity: setup
-	$(BIN)/pytest -m 'slow or not slow' tests/distributed/test_features.py \
+	$(BIN)/pytest -m 'slow or not slow' tests/parity/test_parity_table.py \
 		--parity-report docs/parity.md
 
 mutate: setup

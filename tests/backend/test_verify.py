@@ -29,7 +29,7 @@ def _train(rank: int, case: str, inner_backend: str) -> tuple[list[str], float, 
 SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in ("transformer_tied", "graph_break")]
 
 
-@pytest.mark.parametrize("case", ["batch_norm", "frozen", "checkpoint_inside", *SLOW])
+@pytest.mark.parametrize("case", ["batch_norm", "frozen_checkpoint", *SLOW])
 def test_verified_models_match_eager_fsdp2(case: str) -> None:
     for differing, _, graphs in run_ranks(2, _train, case, "aot_eager"):
         assert differing == []

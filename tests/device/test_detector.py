@@ -22,26 +22,10 @@ def _error_of(run: Callable[[], object]) -> str:
     return ""
 
 
-def _nothing(x: torch.Tensor, side: torch.Stream) -> None:
-    pass
-
-
-def _wait(x: torch.Tensor, side: torch.Stream) -> None:
-    side.wait_stream(torch.emulated.current_stream())
-
-
 def _wait_for_event(x: torch.Tensor, side: torch.Stream) -> None:
     event = torch.emulated.Event()
     event.record()
     side.wait_event(event)
-
-
-def _wait_on_the_host(x: torch.Tensor, side: torch.Stream) -> None:
-    torch.emulated.current_stream().synchronize()
-
-
-def _read_a_number(x: torch.Tensor, side: torch.Stream) -> None:
-    x.sum().item()
 
 
 def _wait_for_a_third(x: torch.Tensor, side: torch.Stream) -> None:
@@ -61,12 +45,20 @@ def _wait_for_an_old_event(x: torch.Tensor, side: torch.Stream) -> None:
     side.wait_event(event)
 
 
-def _wait_for_an_event_of_nobody(x: torch.Tensor, side: torch.Stream) -> None:
-    side.wait_event(torch.emulated.Event())
-
-
-ORDERED = [_wait, _wait_for_event, _wait_on_the_host, _read_a_number, _wait_for_a_third]
-UNORDERED = [_nothing, _wait_too_early, _wait_for_an_old_event, _wait_for_an_event_of_nobody]
+# Synchronizations that order, or do not order, a write of `x` on the current stream before a read on the stream `side`.
+ORDERED: dict[str, Callable[[torch.Tensor, torch.Stream], object]] = {
+    "stream": lambda x, side: side.wait_stream(torch.emulated.current_stream()),
+    "event": _wait_for_event,
+    "host": lambda x, side: torch.emulated.current_stream().synchronize(),
+    "number": lambda x, side: x.sum().item(),
+    "third stream": _wait_for_a_third,
+}
+UNORDERED: dict[str, Callable[[torch.Tensor, torch.Stream], object]] = {
+    "nothing": lambda x, side: None,
+    "too early": _wait_too_early,
+    "old event": _wait_for_an_old_event,
+    "event that nobody records": lambda x, side: side.wait_event(torch.emulated.Event()),
+}
 
 
 def _read_elsewhere(rank: int, order: str) -> str:
@@ -74,7 +66,7 @@ def _read_elsewhere(rank: int, order: str) -> str:
     install().name_storage(x, "layers.0.weight")
     x.add_(1)
     side = torch.emulated.Stream()
-    globals()[order](x, side)
+    {**ORDERED, **UNORDERED}[order](x, side)
 
     def read() -> None:
         with torch.emulated.stream(side):
@@ -84,15 +76,13 @@ def _read_elsewhere(rank: int, order: str) -> str:
 
 
 @pytest.mark.parametrize("order", ORDERED)
-def test_synchronized_read_is_no_race(order: Callable[..., None]) -> None:
-    assert run_ranks(1, _read_elsewhere, order.__name__, device="emulated") == [""]
+def test_synchronized_read_is_no_race(order: str) -> None:
+    assert run_ranks(1, _read_elsewhere, order, device="emulated") == [""]
 
 
 @pytest.mark.parametrize("order", UNORDERED)
-def test_unsynchronized_read_reports_both_operations_streams_and_the_parameter(
-    order: Callable[..., None],
-) -> None:
-    (message,) = run_ranks(1, _read_elsewhere, order.__name__, device="emulated")
+def test_unsynchronized_read_reports_both_operations_streams_and_the_parameter(order: str) -> None:
+    (message,) = run_ranks(1, _read_elsewhere, order, device="emulated")
     assert message.startswith("race on layers.0.weight: aten::sum")
     assert "reads what aten::add" in message
     assert "on stream 0 writes, and stream" in message

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helpers.device.install import install
+from helpers.device.install import delayed, install
 from helpers.parity.check import Outcome, check_parity
 from helpers.parity.features import FEATURES
 from helpers.ranks.pools import run_ranks
@@ -38,14 +38,11 @@ def _is_asynchronous(rank: int) -> tuple[bool, float]:
     function = torch.compile(lambda x: (x.sin() + 1) * 2)
     x = torch.ones(8)
     function(x)
-    try:
-        torch.emulated.synchronize()
-        install().set_delays(0, 200_000.0)
+    torch.emulated.synchronize()
+    with delayed(0, 200_000.0):
         result = function(x)
         event = torch.emulated.current_stream().record_event()
         was_running = not event.query()
-    finally:
-        install().set_delays(0, 0.0)
     return was_running, result.sum().item()
 
 
@@ -82,13 +79,12 @@ def test_kernel_that_does_not_wait_for_its_input_is_a_race() -> None:
 
 
 def _train(rank: int) -> Outcome:
-    install().set_delays(rank, 100.0)
-    try:
+    with delayed(rank, 100.0):
         return check_parity(FEATURES["even"], "inductor", steps=2)
-    finally:
-        install().set_delays(0, 0.0)
 
 
+# Slow, because test_offloading.py also trains a sharded model with Inductor.
+@pytest.mark.slow
 def test_sharded_model_trains_with_the_passes_and_matches_eager() -> None:
     for outcome in run_ranks(2, _train, device=DEVICE):
         assert outcome.worst <= 1e-5, outcome.differing

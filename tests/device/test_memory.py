@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from helpers.device.install import install
+from helpers.device.install import held, install
 from helpers.ranks.pools import run_ranks
 
 TESTS = Path(__file__).parents[1]
@@ -47,19 +48,16 @@ def test_freed_memory_is_reused_at_once_by_its_own_stream_only() -> None:
 
 
 def _recorded(rank: int) -> tuple[bool, bool, bool]:
-    extension = install()
     side = torch.emulated.Stream()
     tensor = torch.ones(1000)
     address = tensor.data_ptr()
     side.wait_stream(torch.emulated.current_stream())
-    extension.set_delays(0, 0.0)
-    extension.hold_streams(True)
-    with torch.emulated.stream(side):
-        sums = tensor + 1
-    tensor.record_stream(side)
-    del tensor
-    early = torch.empty(1000).data_ptr()
-    extension.hold_streams(False)
+    with held():
+        with torch.emulated.stream(side):
+            sums = tensor + 1
+        tensor.record_stream(side)
+        del tensor
+        early = torch.empty(1000).data_ptr()
     side.synchronize()
     late = torch.empty(1000).data_ptr()
     return early == address, late == address, bool((sums.cpu() == 2).all())
@@ -114,7 +112,7 @@ def test_growing_a_storage_keeps_its_data_and_reading_a_freed_one_raises() -> No
 
 READ = """
 import ctypes, torch
-from helpers.device.install import install
+from helpers.device.install import held, install
 install()
 tensor = torch.ones(4, device="emulated")
 torch.emulated.synchronize()
@@ -123,13 +121,8 @@ print(ctypes.c_float.from_address(tensor.data_ptr()).value)
 
 
 def test_host_access_to_device_memory_kills_the_process() -> None:
-    done = subprocess.run([sys.executable, "-c", READ], cwd=TESTS, capture_output=True, text=True, env=_environment())
+    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+    done = subprocess.run([sys.executable, "-c", READ], cwd=TESTS, capture_output=True, text=True, env=environment)
     assert done.returncode < 0
     assert "host code touched device memory" in done.stderr
     assert done.stdout == ""
-
-
-def _environment() -> dict[str, str]:
-    import os
-
-    return {**os.environ, "PYTHONPATH": str(TESTS)}

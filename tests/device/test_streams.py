@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator
 
 import torch
 
-from helpers.device.install import install
+from helpers.device.install import delayed, held
 from helpers.ranks.pools import run_ranks
-
-
-@contextlib.contextmanager
-def _held() -> Iterator[None]:
-    """Keep all streams from starting tasks."""
-    install().hold_streams(True)
-    try:
-        yield
-    finally:
-        install().hold_streams(False)
 
 
 def _asynchronous(rank: int) -> tuple[bool, bool, float]:
     module = torch.emulated
     x = torch.ones(4)
     module.synchronize()
-    with _held():
+    with held():
         y = x + 1
         event = module.current_stream().record_event()
         before = event.query()
@@ -40,8 +28,7 @@ def test_kernel_launch_does_not_block_the_host() -> None:
 
 def _ordered(rank: int) -> list[float]:
     module = torch.emulated
-    install().set_delays(7, 2000.0)
-    try:
+    with delayed(7, 2000.0):
         side = module.Stream()
         total = torch.zeros(1)
         for step in range(20):
@@ -51,8 +38,6 @@ def _ordered(rank: int) -> list[float]:
             module.current_stream().wait_event(side.record_event())
             total.add_(step)
         return total.tolist()
-    finally:
-        install().set_delays(0, 0.0)
 
 
 def test_synchronized_streams_compute_the_sequential_result() -> None:
@@ -65,8 +50,7 @@ def test_synchronized_streams_compute_the_sequential_result() -> None:
 def _timed(rank: int) -> float:
     module = torch.emulated
     first, last = module.Event(enable_timing=True), module.Event(enable_timing=True)
-    install().set_delays(1, 4000.0)
-    try:
+    with delayed(1, 4000.0):
         first.record()
         x = torch.ones(4)
         for _ in range(10):
@@ -74,8 +58,6 @@ def _timed(rank: int) -> float:
         last.record()
         last.synchronize()
         return first.elapsed_time(last)
-    finally:
-        install().set_delays(0, 0.0)
 
 
 def test_events_measure_elapsed_time() -> None:
@@ -87,7 +69,7 @@ def _copied(rank: int) -> tuple[bool, list[float], list[float], bool]:
     pinned = torch.zeros(4, device="cpu", pin_memory=True)
     plain = torch.arange(4.0, device="cpu")
     x = torch.ones(4)
-    with _held():
+    with held():
         x.add_(1)
         pinned.copy_(x, non_blocking=True)
         is_early = bool((pinned == 0).all())

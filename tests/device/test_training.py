@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 import compile_fsdp
+from helpers.device.install import delayed
 from helpers.models.reference import CASES
 from helpers.parity.check import build, full, loss_of
 from helpers.ranks.pools import device_type, run_ranks
@@ -26,12 +29,8 @@ def _train(rank: int, is_compiled: bool, seed: int) -> tuple[list[float], list[l
     if is_compiled:
         case.model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
     optimizer = torch.optim.AdamW(case.model.parameters(), lr=0.01)
-    if device_type() == "emulated":
-        from helpers.device.install import install
-
-        install().set_delays(seed + rank, 300.0)
-    try:
-        losses = []
+    losses = []
+    with delayed(seed + rank, 300.0) if device_type() == "emulated" else nullcontext():
         for step in range(STEPS):
             with torch.device("cpu"):
                 torch.manual_seed(100 * step + rank)
@@ -43,9 +42,6 @@ def _train(rank: int, is_compiled: bool, seed: int) -> tuple[list[float], list[l
             losses.append(loss.detach())
         parameters = [full(each.detach()).flatten().tolist() for each in case.model.parameters()]
         return [each.item() for each in losses], parameters
-    finally:
-        if device_type() == "emulated":
-            install().set_delays(0, 0.0)
 
 
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +22,7 @@ from compile_fsdp.errors import NotPortableError, UnknownOptionError
 from compile_fsdp.passes import cache_key
 from compile_fsdp.replay import bundle
 from compile_fsdp.torch_compat.distributed import executed_collectives
+from helpers.logs import logged
 from helpers.models.replays import count_replays
 from helpers.ranks.fake_world import fake_world
 from helpers.ranks.fresh import run_fresh
@@ -269,44 +268,21 @@ def _refusals(rank: int, folder: str) -> list[str]:
     _train(_model(path))
     content = path.read_bytes()
     problems = []
-    for change, batch in ((_scale, 3), (_freeze, 3), (_add_hook, 3), (_do_nothing, 5)):
+    changes: list[tuple[Callable[[Any], object], int]] = [
+        (lambda model: setattr(model[1], "scale", 3.0), 3),
+        (lambda model: model[1].linear.bias.requires_grad_(False), 3),
+        (lambda model: model[0].register_forward_hook(lambda module, args, output: output), 3),
+        (lambda model: None, 5),
+    ]
+    for change, batch in changes:
         model = _model(path)
         change(model)
-        with _logged() as messages:
+        with logged() as messages:
             model(torch.randn(batch, 4)).square().mean().backward()
         problems.append(messages[0])
         assert count_replays(model) == (0, 0)
         path.write_bytes(content)
     return problems
-
-
-@contextmanager
-def _logged() -> Iterator[list[str]]:
-    """Collect the log messages of this package."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("compile_fsdp").addHandler(handler)
-    try:
-        yield messages
-    finally:
-        logging.getLogger("compile_fsdp").removeHandler(handler)
-
-
-def _scale(model: Any) -> None:
-    model[1].scale = 3.0
-
-
-def _freeze(model: Any) -> None:
-    model[1].linear.bias.requires_grad_(False)
-
-
-def _add_hook(model: Any) -> None:
-    model[0].register_forward_hook(lambda module, args, output: output)
-
-
-def _do_nothing(model: Any) -> None:
-    pass
 
 
 def test_bundle_of_a_changed_step_is_refused_with_the_difference(tmp_path: Path) -> None:

@@ -87,6 +87,10 @@ class _Step:
     retain_graph: bool = False
     around_backward: AbstractContextManager[Any] = field(default_factory=nullcontext)
 
+    @property
+    def block(self) -> Any:
+        return self.model.blocks[0]
+
     def run(self) -> list[torch.Tensor | None]:
         with self.around:
             loss = self.loss(self.model(self.x, **self.kwargs))
@@ -124,93 +128,19 @@ def _step(model: Any) -> _Step:
     return _Step(model, torch.randn(3, 4), {}, nullcontext(), _mean)
 
 
-# Changes between two steps that affect the forward.
+class _OtherReLU(nn.ReLU):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 3.0
 
 
-def _evaluation(step: _Step) -> None:
-    step.model.eval()
+def _replace_by_class_of_the_same_name(step: _Step) -> None:
+    _OtherReLU.__module__, _OtherReLU.__qualname__ = nn.ReLU.__module__, nn.ReLU.__qualname__
+    step.block.act = _OtherReLU()
 
 
-def _number(step: _Step) -> None:
-    step.model.blocks[0].scale = 3.0
-
-
-def _setting(step: _Step) -> None:
-    step.model.blocks[0].settings.shift = 0.75
-
-
-def _list(step: _Step) -> None:
-    step.model.blocks[0].shifts.append(1.0)
-
-
-def _list_item(step: _Step) -> None:
-    step.model.blocks[0].shifts[0] = 1.0
-
-
-def _new_attribute(step: _Step) -> None:
-    step.model.blocks[0].bonus = 1.0
-
-
-def _own_forward(step: _Step) -> None:
-    step.model.blocks[0].linear.forward = MethodType(lambda self, x: x @ self.weight, step.model.blocks[0].linear)
-
-
-def _hook(step: _Step) -> None:
-    step.model.blocks[0].linear.register_forward_hook(lambda module, args, output: output * 2)
-
-
-def _hook_before(step: _Step) -> None:
-    step.model.blocks[0].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
-
-
-def _other_module(step: _Step) -> None:
-    step.model.blocks[0].act = nn.Tanh()
-
-
-def _more_modules(step: _Step) -> None:
-    step.model.blocks[0].extra["more"] = nn.Tanh()
-
-
-def _class_of_the_same_name(step: _Step) -> None:
-    class Tanh(nn.ReLU):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * 3.0
-
-    Tanh.__module__, Tanh.__qualname__ = nn.ReLU.__module__, nn.ReLU.__qualname__
-    step.model.blocks[0].act = Tanh()
-
-
-def _frozen(step: _Step) -> None:
-    step.model.blocks[0].linear.bias.requires_grad_(False)
-
-
-def _longer(step: _Step) -> None:
-    step.x = torch.randn(5, 4)
-
-
-def _other_dtype(step: _Step) -> None:
+def _cast_under_autocast(step: _Step) -> None:
     step.around = torch.autocast("cpu", torch.bfloat16)
     step.x = step.x.to(torch.bfloat16)
-
-
-def _other_strides(step: _Step) -> None:
-    step.x = step.x.t().contiguous().t()
-
-
-def _needs_gradient(step: _Step) -> None:
-    step.x = step.x.clone().requires_grad_()
-
-
-def _argument(step: _Step) -> None:
-    step.kwargs["twice"] = True
-
-
-def _autocast(step: _Step) -> None:
-    step.around = torch.autocast("cpu", torch.bfloat16)
-
-
-def _deterministic(step: _Step) -> None:
-    step.around = deterministic()
 
 
 class _Mode(TorchFunctionMode):
@@ -218,22 +148,10 @@ class _Mode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _mode(step: _Step) -> None:
-    step.around = _Mode()
-
-
 @contextmanager
 def _all_eager() -> Iterator[None]:
     with torch.compiler.set_stance("force_eager"):
         yield
-
-
-def _stance(step: _Step) -> None:
-    step.around = _all_eager()
-
-
-def _code(step: _Step) -> None:
-    step.around = _with_other_activation()
 
 
 @contextmanager
@@ -246,63 +164,68 @@ def _with_other_activation() -> Iterator[None]:
         _activation = own
 
 
-def _stays_unsharded(step: _Step) -> None:
-    step.model.blocks[0].set_reshard_after_forward(False)
-
-
-def _is_unsharded(step: _Step) -> None:
-    step.model.blocks[0].unshard()
-
-
-FORWARD = (
-    *(_evaluation, _number, _setting, _list, _list_item, _new_attribute, _own_forward, _hook_before),
-    *(_other_module, _more_modules, _class_of_the_same_name, _frozen, _longer, _other_dtype, _other_strides),
-    *(_needs_gradient, _argument, _autocast, _deterministic, _mode, _stance, _code, _stays_unsharded, _is_unsharded),
-)
-
-
-# Changes between two steps that affect only the backward.
-
-
-def _gradient_strides(step: _Step) -> None:
-    step.loss = torch.sum
-
-
-def _is_not_reduced(step: _Step) -> None:
-    step.model.set_requires_gradient_sync(False)
-
-
-def _accumulates(step: _Step) -> None:
+def _accumulate(step: _Step) -> None:
     step.model.set_requires_gradient_sync(False)
     step.run()
     step.model.set_requires_gradient_sync(True)
 
 
-def _stays_unsharded_after(step: _Step) -> None:
-    step.model.set_reshard_after_backward(False)
+_Changes = dict[str, Callable[[_Step], object]]
 
+# Changes between two steps that affect the forward.
+FORWARD: _Changes = {
+    "eval": lambda step: step.model.eval(),
+    "number": lambda step: setattr(step.block, "scale", 3.0),
+    "setting": lambda step: setattr(step.block.settings, "shift", 0.75),
+    "longer list": lambda step: step.block.shifts.append(1.0),
+    "list item": lambda step: step.block.shifts.__setitem__(0, 1.0),
+    "new attribute": lambda step: setattr(step.block, "bonus", 1.0),
+    "forward of an instance": lambda step: setattr(
+        step.block.linear, "forward", MethodType(lambda self, x: x @ self.weight, step.block.linear)
+    ),
+    "pre-hook": lambda step: step.block.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
+    "other module": lambda step: setattr(step.block, "act", nn.Tanh()),
+    "more modules": lambda step: step.block.extra.update({"more": nn.Tanh()}),
+    "class of the same name": _replace_by_class_of_the_same_name,
+    "frozen": lambda step: step.block.linear.bias.requires_grad_(False),
+    "more rows": lambda step: setattr(step, "x", torch.randn(5, 4)),
+    "dtype": _cast_under_autocast,
+    "strides": lambda step: setattr(step, "x", step.x.t().contiguous().t()),
+    "input gradient": lambda step: setattr(step, "x", step.x.clone().requires_grad_()),
+    "argument": lambda step: step.kwargs.update(twice=True),
+    "autocast": lambda step: setattr(step, "around", torch.autocast("cpu", torch.bfloat16)),
+    "deterministic": lambda step: setattr(step, "around", deterministic()),
+    "function mode": lambda step: setattr(step, "around", _Mode()),
+    "stance": lambda step: setattr(step, "around", _all_eager()),
+    "global function": lambda step: setattr(step, "around", _with_other_activation()),
+    "reshard_after_forward": lambda step: step.block.set_reshard_after_forward(False),
+    "unsharded": lambda step: step.block.unshard(),
+}
 
-def _divided(step: _Step) -> None:
-    for block in step.model.blocks:
-        block.set_gradient_divide_factor(4.0)
+# Changes between two steps that affect only the backward.
+BACKWARD: _Changes = {
+    "gradient strides": lambda step: setattr(step, "loss", torch.sum),
+    "not reduced": lambda step: step.model.set_requires_gradient_sync(False),
+    "accumulated": _accumulate,
+    "reshard_after_backward": lambda step: step.model.set_reshard_after_backward(False),
+    "divided": lambda step: step.block.set_gradient_divide_factor(4.0),
+    "kept graph": lambda step: setattr(step, "retain_graph", True),
+    "anomaly mode": lambda step: setattr(step, "around_backward", torch.autograd.set_detect_anomaly(True)),
+}
 
+HOOK: _Changes = {"hook": lambda step: step.block.linear.register_forward_hook(lambda module, args, output: output * 2)}
 
-def _keeps_graph(step: _Step) -> None:
-    step.retain_graph = True
-
-
-def _anomalies(step: _Step) -> None:
-    step.around_backward = torch.autograd.set_detect_anomaly(True)
-
-
-BACKWARD = (
-    *(_gradient_strides, _is_not_reduced, _accumulates, _stays_unsharded_after, _divided, _keeps_graph, _anomalies),
-)
+# Equal values in new objects.
+NONE: _Changes = {
+    "nothing": lambda step: None,
+    "new settings": lambda step: setattr(step.block, "settings", _Settings()),
+    "new list": lambda step: setattr(step.block, "shifts", [0.5]),
+}
+CHANGES = {**FORWARD, **BACKWARD, **HOOK, **NONE}
 
 
 def _path(rank: int, name: str) -> tuple[bool, bool, bool]:
     """Whether forward and backward are replayed after a change, and match eager FSDP2."""
-    change: Callable[[_Step], None] = globals()[name]
     torch.manual_seed(0)
     source = _Model()
     replayed, eager = _make(source), _shard(source, torch_fully_shard)
@@ -312,7 +235,7 @@ def _path(rank: int, name: str) -> tuple[bool, bool, bool]:
     grads = []
     for model in (replayed, eager):
         step = _step(model)
-        change(step)
+        CHANGES[name](step)
         before = count_replays(replayed)
         grads.append(step.run())
         if model is replayed:
@@ -321,40 +244,25 @@ def _path(rank: int, name: str) -> tuple[bool, bool, bool]:
     return forward, backward, is_right
 
 
-def _nothing(step: _Step) -> None:
-    pass
-
-
-def _new_objects(step: _Step) -> None:
-    """Replace settings and shifts with equal objects."""
-    step.model.blocks[0].settings = _Settings()
-    step.model.blocks[0].shifts = [0.5]
-
-
 def _paths(rank: int, names: Sequence[str]) -> dict[str, tuple[bool, bool, bool]]:
     return {name: _path(rank, name) for name in names}
 
 
-def _check(changes: Sequence[Callable[[_Step], None]], expected: tuple[bool, bool, bool]) -> None:
-    names = [change.__name__ for change in changes]
-    assert run_ranks(1, _paths, names) == [dict.fromkeys(names, expected)]
-
-
-def test_no_graph_is_replayed_after_a_forward_change() -> None:
-    _check(FORWARD, (False, False, True))
-
-
-def test_only_the_forward_is_replayed_after_a_backward_change() -> None:
-    _check(BACKWARD, (True, False, True))
-
-
-def test_unchanged_step_is_replayed() -> None:
-    _check((_nothing, _new_objects), (True, True, True))
+@pytest.mark.parametrize(
+    ("changes", "is_forward_replayed", "is_backward_replayed"),
+    [(FORWARD, False, False), (BACKWARD, True, False), (NONE, True, True)],
+    ids=["forward", "backward", "none"],
+)
+def test_graphs_are_replayed_until_a_change_affects_them(
+    changes: _Changes, is_forward_replayed: bool, is_backward_replayed: bool
+) -> None:
+    expected = dict.fromkeys(changes, (is_forward_replayed, is_backward_replayed, True))
+    assert run_ranks(1, _paths, list(changes)) == [expected]
 
 
 def test_first_forward_hook_stops_forward_replay() -> None:
     """Dynamo runs its cached graph, because skip_nnmodule_hook_guards hides a first hook."""
-    (path,) = run_ranks(1, _path, _hook.__name__)
+    (path,) = run_ranks(1, _path, "hook")
     assert path[:2] == (False, True)
 
 
@@ -375,9 +283,9 @@ def _path_without(rank: int, kind: str, name: str) -> bool:
 
 # Kind of condition, and a change that only this kind detects.
 ALONE = (
-    *(("CONSTANT_MATCH", _number), ("CONSTANT_MATCH", _evaluation), ("SEQUENCE_LENGTH", _list)),
-    *(("EMPTY_NN_MODULE_HOOKS_DICT", _hook), ("NOT_PRESENT_IN_GENERIC_DICT", _own_forward)),
-    ("TENSOR_MATCH", _other_strides),
+    *(("CONSTANT_MATCH", "number"), ("CONSTANT_MATCH", "eval"), ("SEQUENCE_LENGTH", "longer list")),
+    *(("EMPTY_NN_MODULE_HOOKS_DICT", "hook"), ("NOT_PRESENT_IN_GENERIC_DICT", "forward of an instance")),
+    ("TENSOR_MATCH", "strides"),
 )
 
 
@@ -386,13 +294,12 @@ def _paths_without(rank: int, pairs: Sequence[tuple[str, str]]) -> list[bool]:
 
 
 def test_changed_forward_is_replayed_without_the_condition_that_detects_it() -> None:
-    pairs = [(kind, change.__name__) for kind, change in ALONE]
-    assert run_ranks(1, _paths_without, pairs) == [[True] * len(pairs)]
+    assert run_ranks(1, _paths_without, ALONE) == [[True] * len(ALONE)]
 
 
 def _has_replay(rank: int) -> bool:
     return _make(_Model(), replay=False)._compile_fsdp_hooks.hooks.root.replay is not None
 
 
-def test_replay_option_disables_replay() -> None:
+def test_model_without_a_bundle_does_not_replay() -> None:
     assert run_ranks(1, _has_replay) == [False]

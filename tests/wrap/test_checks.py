@@ -15,8 +15,9 @@ from torch.distributed.tensor import Shard
 import compile_fsdp
 from compile_fsdp import errors
 from compile_fsdp.wrap import CustomPolicy, ModuleWrapPolicy, Policy, apply, auto_shard, plan
-from helpers.models.reference import CASES, Block
+from helpers.models.reference import CASES
 from helpers.models.sharded import groups_of, snapshot
+from helpers.models.stacks import Block
 from helpers.ranks.fake_world import fake_world
 
 

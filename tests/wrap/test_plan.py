@@ -32,8 +32,9 @@ from compile_fsdp.wrap import (
     plan,
 )
 from helpers.graphs.render import render
-from helpers.models.reference import CASES, Block, Case
+from helpers.models.reference import CASES, Case
 from helpers.models.sharded import groups_of, snapshot
+from helpers.models.stacks import Block
 from helpers.parity.check import loss_of
 from helpers.ranks.fake_world import fake_world
 

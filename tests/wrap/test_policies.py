@@ -12,7 +12,8 @@ from torch import nn
 
 from compile_fsdp.errors import PolicyError
 from compile_fsdp.wrap import CustomPolicy, ModuleWrapPolicy, Policy, RepeatedBlocksPolicy, SizePolicy
-from helpers.models.reference import CASES, Block, Pair
+from helpers.models.reference import CASES
+from helpers.models.stacks import Block, Pair
 
 
 def selected(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -38,6 +40,26 @@ def install() -> ModuleType:
 
 def _make_process_group(extension: ModuleType, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     return extension.make_process_group(dist.ProcessGroupGloo(store, rank, size, timeout))
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """Keep all streams from starting tasks."""
+    install().hold_streams(True)
+    try:
+        yield
+    finally:
+        install().hold_streams(False)
+
+
+@contextlib.contextmanager
+def delayed(seed: int, most_us: float) -> Iterator[None]:
+    """Delay each task by a random time of at most `most_us` microseconds."""
+    install().set_delays(seed, most_us)
+    try:
+        yield
+    finally:
+        install().set_delays(0, 0.0)
 
 
 def name_parameters(model: nn.Module) -> None:

@@ -325,40 +325,6 @@ def _compare_end(outcome: Outcome, who: str, ours: Trainer, eager: Trainer) -> N
     compare_all(outcome, pairs)
 
 
-def train_both(
-    rank: int, case_name: str, inner_backend: str, steps: int, fullgraph: bool = True, **kwargs: Any
-) -> Parity:
-    """Train eager and compiled with SGD; compare losses and gradients each step."""
-    eager = build(case_name, torch_fully_shard, **kwargs)
-    ours = build(case_name, compile_fsdp.fully_shard, **kwargs)
-    ours.model.compile(
-        backend="compile_fsdp", fullgraph=fullgraph, options={"inner_backend": inner_backend}
-    )
-    optimizers = [torch.optim.SGD(case.model.parameters(), lr=LEARNING_RATE) for case in (eager, ours)]
-    result = Parity()
-    graphs_after_first_step = 0
-    for step in range(steps):
-        torch.manual_seed(1000 * step + rank)
-        batch = eager.batch()
-        losses = []
-        for case in (eager, ours):
-            loss = loss_of(case.model, batch)
-            loss.backward()
-            losses.append(loss.detach())
-        compare(result, f"step {step}: loss", losses[1], losses[0])
-        compare_grads(result, f"step {step}", ours.model, eager.model)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        if step == 0:
-            graphs_after_first_step = len(compile_fsdp.reports())
-    reports = compile_fsdp.reports()
-    result.directions = [report.direction for report in reports]
-    result.compiled_after_first_step = len(reports) - graphs_after_first_step
-    result.windows_removed = sum(report.windows_removed for report in reports)
-    return result
-
-
 def compare_grads(result: Parity, where: str, ours: nn.Module, eager: nn.Module) -> bool:
     pairs = []
     for (name, mine), (other_name, theirs) in zip(ours.named_parameters(), eager.named_parameters(), strict=True):

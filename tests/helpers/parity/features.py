@@ -18,7 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from compile_fsdp.torch_compat.fsdp import FSDPMeshInfo
 from helpers.models.reference import Case
 from helpers.models.tensor_subclasses import Float8Weight, Int8RowsWeight, Int8Weight, use
-from helpers.parity.check import Feature, Trainer
+from helpers.parity import steps
+from helpers.parity.check import Feature
 from helpers.ranks.meshes import shared_mesh
 from helpers.ranks.pools import device_type
 
@@ -92,94 +93,6 @@ def _output_in_fp64(case: Case, fully_shard: Any, mesh: DeviceMesh, arguments: d
     fully_shard(case.model, mesh=mesh, mp_policy=MixedPrecisionPolicy(output_dtype=torch.float64))
 
 
-def set_on(model: Any, setting: str, *arguments: Any) -> None:
-    """Call a setter of FSDP2; the model that trains without sharding has none."""
-    if hasattr(model, setting):
-        getattr(model, setting)(*arguments)
-
-
-def accumulate(trainer: Trainer, step: int) -> None:
-    set_on(trainer.model, "set_requires_gradient_sync", False)
-    trainer.forward(0).backward()
-    trainer.forward(1).backward()
-    set_on(trainer.model, "set_requires_gradient_sync", True)
-    trainer.forward(2).backward()
-
-
-def _accumulate_sharded(trainer: Trainer, step: int) -> None:
-    trainer.forward(0).backward()
-    trainer.forward(1).backward()
-
-
-def _not_the_last(trainer: Trainer, step: int) -> None:
-    set_on(trainer.model, "set_is_last_backward", False)
-    trainer.forward(0).backward()
-    set_on(trainer.model, "set_is_last_backward", True)
-    trainer.forward(1).backward()
-
-
-def _accumulate_unreplicated(trainer: Trainer, step: int) -> None:
-    set_on(trainer.model, "set_requires_all_reduce", False)
-    trainer.forward(0).backward()
-    set_on(trainer.model, "set_requires_all_reduce", True)
-    trainer.forward(1).backward()
-
-
-def _accumulate_unsharded(trainer: Trainer, step: int) -> None:
-    set_on(trainer.model, "set_reshard_after_backward", False)
-    set_on(trainer.model, "set_requires_gradient_sync", False)
-    trainer.forward(0).backward()
-    set_on(trainer.model, "set_reshard_after_backward", True)
-    set_on(trainer.model, "set_requires_gradient_sync", True)
-    trainer.forward(1).backward()
-
-
-def two_forwards(trainer: Trainer, step: int) -> None:
-    first, second = trainer.forward(0), trainer.forward(1)
-    (first + second).backward()
-
-
-def _scale_the_loss(trainer: Trainer, step: int) -> None:
-    (trainer.forward(0) * trainer.model.scale.exp()).sum().backward()
-
-
-def _penalize(*names: str) -> Callable[[Trainer, int], None]:
-    """Return a step that penalizes parameters which stay unsharded after the forward."""
-
-    def step(trainer: Trainer, number: int) -> None:
-        loss = trainer.forward(0)
-        penalties = [trainer.model.get_parameter(name).square().sum() for name in names]
-        (loss + 0.01 * torch.stack(penalties).sum()).backward()
-
-    return step
-
-
-def _penalize_first(trainer: Trainer, step: int) -> None:
-    """Compute a penalty between two forwards; its backward runs between theirs."""
-    first = trainer.forward(0)
-    penalty = trainer.model.out.weight.square().sum()
-    second = trainer.forward(1)
-    (first + 0.01 * penalty + second).backward()
-
-
-def _square_of_logits(trainer: Trainer, step: int) -> None:
-    loss = trainer.model(**trainer.batches[0]).square().mean()
-    trainer.losses.append(loss.detach())
-    loss.backward()
-
-
-def _two_forwards_two_backwards(trainer: Trainer, step: int) -> None:
-    first, second = trainer.forward(0), trainer.forward(1)
-    second.backward()
-    first.backward()
-
-
-def _with_no_grad(trainer: Trainer, step: int) -> None:
-    with torch.no_grad():
-        trainer.forward(1)
-    trainer.forward(0).backward()
-
-
 def _prefetch(case: Case) -> None:
     first, second, third = case.blocks[:3]
     case.model.set_modules_to_forward_prefetch([first, second])
@@ -211,36 +124,6 @@ def _materialise(case: Case) -> None:
 def _load(case: Case, step: int) -> None:
     state = {name: value.clone() * 0.9 for name, value in case.model.state_dict().items()}
     case.model.load_state_dict(state, assign=step == 2)
-
-
-def _clip_and_update(trainer: Trainer) -> None:
-    nn.utils.clip_grad_norm_(trainer.model.parameters(), 0.1)
-    trainer.step_optimizer()
-
-
-def _average_and_update(trainer: Trainer) -> None:
-    """Replace the sharded parameters by their exponential moving average after each step."""
-    trainer.step_optimizer()
-    parameters = list(trainer.model.parameters())
-    averages = trainer.extras.setdefault("ema", [parameter.detach().clone() for parameter in parameters])
-    with torch.no_grad():
-        for average, parameter in zip(averages, parameters, strict=True):
-            average.mul_(0.5).add_(parameter, alpha=0.5)
-            parameter.copy_(average)
-
-
-def _scale_and_update(trainer: Trainer) -> None:
-    # Unscales the gradients and checks them for infinities; the scale grows after every step.
-    scaler = trainer.extras.setdefault("scaler", torch.amp.GradScaler(device_type(), init_scale=2.0, growth_interval=1))
-    scaler.unscale_(trainer.optimizer)
-    scaler.step(trainer.optimizer)
-    scaler.update()
-    trainer.optimizer.zero_grad()
-
-
-def _scaled(trainer: Trainer, step: int) -> None:
-    scaler = trainer.extras.setdefault("scaler", torch.amp.GradScaler(device_type(), init_scale=2.0, growth_interval=1))
-    scaler.scale(trainer.forward(0)).backward()
 
 
 def _optimizer_in_backward(case: Case) -> None:
@@ -337,27 +220,29 @@ FEATURES: dict[str, Feature] = {
         data_mesh=("efsdp",),
         parallelize=_parallelize_experts,
         shard=_shard_experts,
-        step=_square_of_logits,
+        step=steps.square_of_logits,
         has_reference=False,
     ),
     "views of views": Feature(case="batched_products"),
-    "scale in the loss": Feature(case="scaled_outside", step=_scale_the_loss),
-    "penalty in the loss": Feature(step=_penalize("out.weight", "inp.bias")),
+    "scale in the loss": Feature(case="scaled_outside", step=steps.scale_the_loss),
+    "penalty in the loss": Feature(step=steps.penalize("out.weight", "inp.bias")),
     "penalty in the loss, kept": Feature(
-        arguments=always(reshard_after_forward=False), step=_penalize("layers.0.up.weight", "out.weight")
+        arguments=always(reshard_after_forward=False), step=steps.penalize("layers.0.up.weight", "out.weight")
     ),
-    "penalty between forwards": Feature(step=_penalize_first, graphs=TWICE),
+    "penalty between forwards": Feature(step=steps.penalize_first, graphs=TWICE),
     "hsdp": Feature(mesh={"replicate": 2, "shard": 0}),
     "hsdp, one shard": Feature(mesh={"replicate": 0, "shard": 1}),
     "hsdp, all-reduce later": Feature(
-        mesh={"replicate": 2, "shard": 0}, step=_accumulate_unreplicated, graphs=("forward", "backward", "backward")
+        mesh={"replicate": 2, "shard": 0},
+        step=steps.accumulate_unreplicated,
+        graphs=("forward", "backward", "backward"),
     ),
     "reshard": Feature(arguments=always(reshard_after_forward=True)),
     "keep": Feature(arguments=always(reshard_after_forward=False)),
     "reshard to 2": Feature(arguments=always(reshard_after_forward=2)),
     "reshard set later": Feature(configure=_each("set_reshard_after_forward", False)),
     "keep after backward": Feature(
-        step=_accumulate_unsharded, graphs=("forward", "backward", "forward", "backward")
+        step=steps.accumulate_unsharded, graphs=("forward", "backward", "forward", "backward")
     ),
     "no unshard in backward": Feature(
         case="embedded", configure=lambda case: case.model.embedding.set_unshard_in_backward(False)
@@ -399,18 +284,18 @@ FEATURES: dict[str, Feature] = {
     "unused, reduced": Feature(
         case="unused_parameter", configure=_each("set_reduce_scatter_unused_params", True), has_reference=False
     ),
-    "accumulate": Feature(step=accumulate, graphs=ACCUMULATED),
+    "accumulate": Feature(step=steps.accumulate, graphs=ACCUMULATED),
     "accumulate in fp32": Feature(
-        step=accumulate,
+        step=steps.accumulate,
         graphs=("forward", "backward", "backward"),  # torch itself keeps gradients of microbatches in fp32
         arguments=always(mp_policy=BF16_FP32),
         low_precision=True,
     ),
-    "accumulate sharded": Feature(step=_accumulate_sharded),
-    "not the last backward": Feature(step=_not_the_last),
-    "two forwards": Feature(step=two_forwards, graphs=TWICE),
-    "two forwards, two backwards": Feature(step=_two_forwards_two_backwards, graphs=TWICE),
-    "no_grad forward": Feature(step=_with_no_grad, graphs=("forward", "forward", "backward")),
+    "accumulate sharded": Feature(step=steps.accumulate_sharded),
+    "not the last backward": Feature(step=steps.not_the_last),
+    "two forwards": Feature(step=steps.two_forwards, graphs=TWICE),
+    "two forwards, two backwards": Feature(step=steps.two_forwards_two_backwards, graphs=TWICE),
+    "no_grad forward": Feature(step=steps.with_no_grad, graphs=("forward", "forward", "backward")),
     "used three times": Feature(case="used_three_times"),
     "checkpoint inside": Feature(case="checkpoint_inside"),
     "checkpoint in nested modules": Feature(case="nested_checkpoint"),
@@ -439,9 +324,9 @@ FEATURES: dict[str, Feature] = {
         arguments=always(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
         low_precision=True,
     ),
-    "clipped": Feature(update=_clip_and_update, has_reference=False),
-    "averaged": Feature(update=_average_and_update, has_reference=False),
-    "grad scaler": Feature(step=_scaled, update=_scale_and_update, has_reference=False),
+    "clipped": Feature(update=steps.clip_and_update, has_reference=False),
+    "averaged": Feature(update=steps.average_and_update, has_reference=False),
+    "grad scaler": Feature(step=steps.scaled, update=steps.scale_and_update, has_reference=False),
     "optimizer in backward": Feature(configure=_optimizer_in_backward, has_reference=False),
     "adam in backward": Feature(configure=_adam_in_backward, has_reference=False),
     "adam, foreach": Feature(optimizer=_adam),

@@ -10,7 +10,8 @@ from typing import Any
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from helpers.parity.check import Feature
-from helpers.parity.features import BF16_FP32, FEATURES, accumulate, always, tensor_parallel, two_forwards
+from helpers.parity.features import BF16_FP32, FEATURES, always, tensor_parallel
+from helpers.parity.steps import accumulate, two_forwards
 
 DIMENSIONS: dict[str, dict[str, Feature]] = {
     "model": {
@@ -104,7 +105,7 @@ PAIRS = _pairs()
 # from eager FSDP2; `make test-all` has a row per feature, which shows the feature at fault.
 _TOGETHER = (
     ("odd sizes", "adam, fused", "moved between steps"),
-    ("columns", "custom communication", "clipped"),
+    ("columns", "custom communication", "clipped", "scale in the loss"),
     ("keep", "unused", "state dicts loaded"),
     ("cpu offload", "shared parameters", "not the last backward"),
     ("inputs not cast", "selective checkpoint", "grad scaler"),
@@ -117,8 +118,11 @@ _TOGETHER = (
     ("fp16", "checkpoint in nested modules"),
     ("below a wrapper", "moved to bf16"),
     ("replicated", "frozen"),
-    ("output in fp64", "averaged"),
+    ("output in fp64", "averaged", "convolutions"),
     ("int8 gather, uneven", "divisor set between"),
+    ("views of views", "penalty in the loss"),
+    ("penalty in the loss, kept", "reduce-scatter group of its own"),
+    ("no unshard in backward", "two forwards, two backwards"),
+    ("unused, reduced", "frozen between"),
 )
 TOGETHER = {" + ".join(names): combine([FEATURES[name] for name in names]) for names in _TOGETHER}
-IN_TOGETHER = {name for names in _TOGETHER for name in names}

@@ -107,60 +107,6 @@ primals_5: f32[4, 4]
 return (%15, primals_1, primals_5, %8, %15)
 """)
 
-    def test_backward_graph_before_passes(self) -> None:
-        self.assertExpectedInline(self.ranks[0][2], """\
-arg0_1: f32[2, 4]
-arg1_1: f32[2, 4]
-arg2_1: f32[4, 4]
-arg3_1: f32[2, 4]
-arg4_1: f32[2, 4]
-arg5_1: f32[4, 4]
-arg6_1: f32[8]
-arg7_1: f32[8]
-%0: f32[2, 4] = clone(arg0_1, memory_format=torch.contiguous_format)
-%1: f32[16] = all_gather_into_tensor(arg6_1, 2, dp)
-%2: f32[16] = wait_tensor(%1)
-%3: f32[2, 8] = reshape(%2, [2, 8])
-%4 = split_with_sizes(%3, [8], 1)
-%5: f32[2, 8] = getitem(%4, 0)
-%6: f32[4, 4] = reshape(%5, [4, 4])
-resize_storage_bytes_(arg2_1, 64)
-copy_(arg2_1, %6)
-%7: f32[16] = all_gather_into_tensor(arg7_1, 2, dp)
-%8: f32[4, 2] = permute(arg3_1, [1, 0])
-%9: f32[2, 4] = mul(arg4_1, arg4_1)
-%10: f32[2, 4] = sub(1, %9)
-%11: f32[2, 4] = mul(%0, %10)
-%12: f32[4, 4] = mm(%8, %11)
-%13: f32[4, 4] = new_empty_strided(%12, [4, 4], [4, 1], dtype=torch.float32, layout=torch.strided, device=device(type='cpu'))
-%14: f32[2, 8] = reshape(%12, [2, -1])
-%15: f32[16] = reshape(%14, [-1])
-%16: f32[8] = reduce_scatter_tensor(%15, 'avg', 2, dp)
-%17: f32[8] = wait_tensor(%16)
-%18: f32[4, 4] = permute(arg2_1, [1, 0])
-%19: f32[2, 4] = mm(%11, %18)
-resize_storage_bytes_(arg2_1, 0)
-%20: f32[16] = wait_tensor(%7)
-%21: f32[2, 8] = reshape(%20, [2, 8])
-%22 = split_with_sizes(%21, [8], 1)
-%23: f32[2, 8] = getitem(%22, 0)
-%24: f32[4, 4] = reshape(%23, [4, 4])
-resize_storage_bytes_(arg5_1, 64)
-copy_(arg5_1, %24)
-%25: f32[4, 2] = permute(arg1_1, [1, 0])
-%26: f32[2, 4] = mul(arg3_1, arg3_1)
-%27: f32[2, 4] = sub(1, %26)
-%28: f32[2, 4] = mul(%19, %27)
-%29: f32[4, 4] = mm(%25, %28)
-%30: f32[4, 4] = new_empty_strided(%29, [4, 4], [4, 1], dtype=torch.float32, layout=torch.strided, device=device(type='cpu'))
-resize_storage_bytes_(arg5_1, 0)
-%31: f32[2, 8] = reshape(%29, [2, -1])
-%32: f32[16] = reshape(%31, [-1])
-%33: f32[8] = reduce_scatter_tensor(%32, 'avg', 2, dp)
-%34: f32[8] = wait_tensor(%33)
-return (%17, %34)
-""")
-
     def test_backward_graph_after_passes(self) -> None:
         self.assertExpectedInline(self.ranks[0][3], """\
 arg0_1: f32[2, 4]

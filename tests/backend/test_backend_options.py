@@ -14,7 +14,7 @@ from compile_fsdp.errors import UnknownOptionError
 from compile_fsdp.passes import COSTS
 
 
-def test_defaults() -> None:
+def test_default_options() -> None:
     assert Options.parse(None) == Options(
         inner_backend="inductor",
         disabled_passes=frozenset(),

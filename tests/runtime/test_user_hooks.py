@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -15,10 +13,14 @@ from torch.utils.checkpoint import checkpoint
 
 import compile_fsdp
 from compile_fsdp.torch_compat.distributed import executed_collectives
+from helpers.logs import logged
 from helpers.models.reference import Case
 from helpers.models.sharded import unsharded_bytes
 from helpers.parity.check import build, loss_of
+from helpers.parity.twins import AOT_EAGER
 from helpers.ranks.pools import run_ranks
+
+_BOTH = (torch_fully_shard, compile_fsdp.fully_shard)
 
 
 def _watch(case: Case, seen: list[str]) -> None:
@@ -39,19 +41,23 @@ def _watch(case: Case, seen: list[str]) -> None:
         )
 
 
+def _build(case_name: str, fully_shard: Any, configure: Callable[[Case], object]) -> Case:
+    """Build the case, register its hooks, and compile it if compile_fsdp shards it."""
+    case = build(case_name, fully_shard)
+    configure(case)
+    if fully_shard is compile_fsdp.fully_shard:
+        case.model.compile(backend="compile_fsdp", fullgraph=True, options=AOT_EAGER)
+    return case
+
+
 def _forward_hooks(rank: int) -> tuple[list[str], list[str]]:
-    records = []
-    for fully_shard in (torch_fully_shard, compile_fsdp.fully_shard):
-        case = build("mlp", fully_shard)
-        seen: list[str] = []
-        _watch(case, seen)
-        if fully_shard is compile_fsdp.fully_shard:
-            case.model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
+    records: tuple[list[str], list[str]] = [], []
+    for fully_shard, seen in zip(_BOTH, records, strict=True):
+        case = _build("mlp", fully_shard, lambda case, seen=seen: _watch(case, seen))  # type: ignore[misc]
         torch.manual_seed(rank)
         for _ in range(2):
             loss_of(case.model, case.batch()).backward()
-        records.append(seen)
-    return records[0], records[1]
+    return records
 
 
 def test_forward_hooks_run_as_in_eager() -> None:
@@ -60,51 +66,33 @@ def test_forward_hooks_run_as_in_eager() -> None:
         assert compiled == eager
 
 
-def _gradients_equal(rank: int, case_name: str, configure: Callable[[Case], None]) -> list[bool]:
-    """Return for each parameter whether eager and compiled steps with hooks give equal gradients."""
+def _change_output(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    """Double the output, and halve its gradient in a tensor hook."""
+    output = output * 2.0
+    if output.requires_grad:
+        output.register_hook(lambda grad: grad * 0.5)
+    return output
+
+
+def _register_changes(case: Case) -> None:
+    case.blocks[0].register_forward_hook(_change_output)
+    case.blocks[1].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,))
+
+
+def _gradients_equal(rank: int) -> bool:
+    """Whether eager and compiled steps with hooks that change values give equal gradients."""
     results = []
-    for fully_shard in (torch_fully_shard, compile_fsdp.fully_shard):
-        case = build(case_name, fully_shard)
-        configure(case)
-        if fully_shard is compile_fsdp.fully_shard:
-            case.model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
+    for fully_shard in _BOTH:
+        case = _build("nested", fully_shard, _register_changes)
         torch.manual_seed(rank)
         for _ in range(2):
             loss_of(case.model, case.batch()).backward()
         results.append([parameter.grad.full_tensor() for parameter in case.model.parameters()])  # type: ignore[union-attr]
-    return [torch.equal(ours, eager) for eager, ours in zip(*results, strict=True)]
+    return all(map(torch.equal, *results))
 
 
-def _output_hooks(rank: int, name: str) -> list[bool]:
-    """A forward hook that changes the output, and a tensor hook that scales its gradient."""
-
-    def change(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        output = output * 2.0
-        if output.requires_grad:
-            output.register_hook(lambda grad: grad * 0.5)
-        return output
-
-    return _gradients_equal(rank, name, lambda case: case.blocks[0].register_forward_hook(change))
-
-
-@pytest.mark.parametrize("case", ["mlp", "nested"])
-def test_hooks_that_change_outputs_and_gradients_match_eager(case: str) -> None:
-    for equal in run_ranks(2, _output_hooks, case):
-        assert all(equal)
-
-
-def _module_backward_hooks(rank: int) -> list[bool]:
-    """A full backward hook on a block that halves its input's gradient."""
-
-    def halve(module: nn.Module, inputs: Any, outputs: Any) -> Any:
-        return (inputs[0] * 0.5,)
-
-    return _gradients_equal(rank, "mlp", lambda case: case.blocks[1].register_full_backward_hook(halve))
-
-
-def test_full_backward_hook_that_changes_gradients_matches_eager() -> None:
-    for equal in run_ranks(2, _module_backward_hooks):
-        assert all(equal)
+def test_hooks_that_change_outputs_and_gradients_match_eager() -> None:
+    assert run_ranks(2, _gradients_equal) == [True] * 2
 
 
 class _Recomputed(nn.Module):
@@ -125,36 +113,23 @@ def _untraceable(grad: torch.Tensor) -> torch.Tensor:
     return grad * 0.5
 
 
-class _Messages(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def _backward_op_by_op(rank: int) -> tuple[bool, list[str], int]:
     """Return whether gradients equal eager's, the log messages and the bytes that stay unsharded."""
     results = []
-    messages, logger = _Messages(), logging.getLogger("compile_fsdp")
-    logger.addHandler(messages)
-    try:
-        for fully_shard in (torch_fully_shard, compile_fsdp.fully_shard):
+    with logged() as messages:
+        for fully_shard in _BOTH:
             torch.manual_seed(0)
             model = _Recomputed()
             fully_shard(model.first)
             fully_shard(model.second)
             fully_shard(model)
             if fully_shard is compile_fsdp.fully_shard:
-                model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
+                model.compile(backend="compile_fsdp", fullgraph=True, options=AOT_EAGER)
             torch.manual_seed(rank)
             for _ in range(2):
                 model(torch.randn(3, 4)).backward()
             results.append([parameter.grad.full_tensor() for parameter in model.second.parameters()])  # type: ignore[union-attr]
-    finally:
-        logger.removeHandler(messages)
-    return all(map(torch.equal, *results)), messages.texts, unsharded_bytes(model)
+    return all(map(torch.equal, *results)), messages, unsharded_bytes(model)
 
 
 def test_backward_run_op_by_op_gathers_parameters_for_recomputation() -> None:
@@ -170,8 +145,7 @@ class _Undo(RuntimeError):
 
 def _optimizer_in_backward(rank: int) -> tuple[list[tuple[str, int]], bool, bool, str, bool]:
     """Run post-accumulate-grad hooks; return calls (parameter, collectives so far) and check results."""
-    case = build("mlp", compile_fsdp.fully_shard)
-    case.model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
+    case = _build("mlp", compile_fsdp.fully_shard, lambda case: None)
     names = {parameter: name for name, parameter in case.model.named_parameters()}
     calls: list[tuple[str, int]] = []
     kept: list[torch.Tensor] = []

@@ -72,8 +72,9 @@ def _train(fully_shard: Any, mesh: DeviceMesh, schedule_class: Any, reshards: bo
     return results + [parameter.full_tensor().detach() for model in models for parameter in model.parameters()]
 
 
-def _as_eager(rank: int, name: str, reshards: bool) -> bool:
-    mesh = shared_mesh(device_type(), (2, 2), ("pp", "dp"))
+def _as_eager(rank: int, name: str, reshards: bool, has_tensor_parallelism: bool) -> bool:
+    sizes = {"pp": 2, "dp": 2, "tp": 2} if has_tensor_parallelism else {"pp": 2, "dp": 2}
+    mesh = shared_mesh(device_type(), tuple(sizes.values()), tuple(sizes))
     eager, ours = (
         _train(shard, mesh, getattr(schedules, name), reshards)
         for shard in (torch_fully_shard, compile_fsdp.fully_shard)
@@ -81,42 +82,31 @@ def _as_eager(rank: int, name: str, reshards: bool) -> bool:
     return len(ours) == len(eager) and all(map(torch.equal, ours, eager))
 
 
+# (schedule, whether the forward reshards, whether stages are tensor parallel)
+QUICK = [
+    ("Schedule1F1B", False, False),
+    # This schedule computes input gradients and parameter gradients separately.
+    ("ScheduleInterleavedZeroBubble", False, False),
+]
+SLOW = [
+    ("Schedule1F1B", True, False),
+    ("Schedule1F1B", False, True),
+    ("ScheduleGPipe", False, False),
+    ("ScheduleInterleaved1F1B", True, False),
+    ("ScheduleLoopedBFS", False, False),
+    ("ScheduleZBVZeroBubble", False, False),
+    ("ScheduleDualPipeV", False, False),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "reshards"),
-    [
-        ("Schedule1F1B", False),
-        # This schedule computes input gradients and parameter gradients separately.
-        ("ScheduleInterleavedZeroBubble", False),
-        *(
-            pytest.param(name, reshards, marks=pytest.mark.slow)
-            for name, reshards in (
-                ("Schedule1F1B", True),
-                ("ScheduleGPipe", False),
-                ("ScheduleInterleaved1F1B", True),
-                ("ScheduleLoopedBFS", False),
-                ("ScheduleZBVZeroBubble", False),
-                ("ScheduleDualPipeV", False),
-            )
-        ),
-    ],
+    ("name", "reshards", "has_tensor_parallelism"),
+    [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)],
 )
-def test_pipeline_schedules_are_bitwise_equal_to_eager(name: str, reshards: bool) -> None:
+def test_pipeline_schedules_are_bitwise_equal_to_eager(name: str, reshards: bool, has_tensor_parallelism: bool) -> None:
     if "ZeroBubble" in name or name == "ScheduleDualPipeV":
         skip_before("2.13")  # before, it reads attributes that Python autograd nodes lack
-    assert all(run_ranks(4, _as_eager, name, reshards))
-
-
-def _with_tensor_parallelism(rank: int) -> bool:
-    mesh = shared_mesh(device_type(), (2, 2, 2), ("pp", "dp", "tp"))
-    eager, ours = (
-        _train(shard, mesh, schedules.Schedule1F1B, False) for shard in (torch_fully_shard, compile_fsdp.fully_shard)
-    )
-    return len(ours) == len(eager) and all(map(torch.equal, ours, eager))
-
-
-@pytest.mark.slow
-def test_stages_with_tensor_parallelism_are_bitwise_equal_to_eager() -> None:
-    assert all(run_ranks(8, _with_tensor_parallelism))
+    assert all(run_ranks(8 if has_tensor_parallelism else 4, _as_eager, name, reshards, has_tensor_parallelism))
 
 
 def _refused(rank: int) -> str:

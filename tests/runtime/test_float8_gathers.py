@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import compile_fsdp
 from compile_fsdp.errors import UnsupportedFeatureError
+from helpers.models.stacks import Block
 from helpers.parity.check import more_collectives
+from helpers.ranks.meshes import shared_mesh
 from helpers.ranks.pools import run_ranks
 from helpers.ranks.recording import Collective, collectives_of
 
@@ -23,76 +23,22 @@ pytest.importorskip("torchao", reason="torchao comes with the extra for the exam
 _WIDTH = 16
 
 
-class _Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(_WIDTH)
-        self.up, self.down = nn.Linear(_WIDTH, 2 * _WIDTH), nn.Linear(2 * _WIDTH, _WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class _CutBlock(_Block):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.up(self.norm(x)))
-        torch._dynamo.graph_break()
-        return self.down(x)  # type: ignore[no-any-return]
-
-
-def _shard(
-    fully_shard: Any, mesh: Any, block: type[_Block] = _Block, prepare: Any = lambda model: None, **arguments: Any
-) -> Any:
+def _build(fully_shard: Any, way: str) -> Any:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    torch.manual_seed(0)
-    model: Any = nn.Sequential(block(), block())
-    # emulate=True is for machines without float8 hardware.
-    convert_to_float8_training(model, config=Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=True))
-    prepare(model)
-    for module in (*model, model):
-        fully_shard(module, mesh=mesh, **arguments)
-    return model
-
-
-def _plain(fully_shard: Any) -> Any:
-    return _shard(fully_shard, init_device_mesh("cpu", (2,)))
-
-
-def _kept(fully_shard: Any) -> Any:
-    return _shard(fully_shard, init_device_mesh("cpu", (2,)), reshard_after_forward=False)
-
-
-def _cut(fully_shard: Any) -> Any:
-    return _shard(fully_shard, init_device_mesh("cpu", (2,)), _CutBlock)
-
-
-def _frozen(fully_shard: Any) -> Any:
-    return _shard(
-        fully_shard, init_device_mesh("cpu", (2,)), prepare=lambda model: model[0].up.weight.requires_grad_(False)
-    )
-
-
-def _checkpointed(fully_shard: Any) -> Any:
-    def wrap(model: Any) -> None:
-        model[0], model[1] = checkpoint_wrapper(model[0]), checkpoint_wrapper(model[1])
-
-    return _shard(fully_shard, init_device_mesh("cpu", (2,)), prepare=wrap)
-
-
-def _tensor_parallel(fully_shard: Any) -> Any:
     from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-
-    def parallelize(model: Any) -> None:
-        for block in model:
-            parallelize_module(block, mesh["tp"], {"up": Float8ColwiseParallel(), "down": Float8RowwiseParallel()})
-
-    return _shard(fully_shard, mesh["dp"], prepare=parallelize)
-
-
-_WAYS = {each.__name__.strip("_"): each for each in (_plain, _kept, _cut, _frozen, _checkpointed, _tensor_parallel)}
+    torch.manual_seed(0)
+    blocks = 1 if way == "tensor_parallel" else 2
+    model: Any = nn.Sequential(*(Block(_WIDTH, breaks=way == "cut") for _ in range(blocks)))
+    # emulate=True is for machines without float8 hardware.
+    convert_to_float8_training(model, config=Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=True))
+    mesh = shared_mesh("cpu", (2, 2), ("dp", "tp")) if way == "tensor_parallel" else shared_mesh("cpu", (2,), ("dp",))
+    if way == "tensor_parallel":
+        for each in model:
+            parallelize_module(each, mesh["tp"], {"up": Float8ColwiseParallel(), "down": Float8RowwiseParallel()})
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh["dp"], reshard_after_forward=False if way == "kept" else None)
+    return model
 
 
 def _losses_and_gradients(model: Any, batch: int, eager_step: int | None = None) -> list[torch.Tensor]:
@@ -121,7 +67,7 @@ def _last_collectives(model: Any) -> list[Collective]:
 def _differences(
     rank: int, way: str, inner_backend: str, eager_step: int | None
 ) -> tuple[float, list[Collective], list[Collective]]:
-    eager, ours = _WAYS[way](torch_fully_shard), _WAYS[way](compile_fsdp.fully_shard)
+    eager, ours = _build(torch_fully_shard, way), _build(compile_fsdp.fully_shard, way)
     options = {"inner_backend": inner_backend, "verify": True}
     ours.compile(backend="compile_fsdp", fullgraph=way != "cut", options=options)
     batch = rank // 2 if way == "tensor_parallel" else rank
@@ -130,37 +76,30 @@ def _differences(
     return worst, _last_collectives(ours), _last_collectives(eager)
 
 
-def _check(way: str, inner_backend: str, tolerance: float, eager_step: int | None = None) -> None:
+# parity/test_parity_table.py trains frozen and checkpointed layers with subclasses that are unsharded weights.
+@pytest.mark.parametrize(
+    ("way", "inner_backend", "eager_step"),
+    [
+        ("cut", "aot_eager", None),
+        ("tensor_parallel", "aot_eager", None),
+        ("kept", "aot_eager", 2),
+        *(
+            pytest.param(way, "inductor", None, marks=pytest.mark.slow)
+            for way in ("plain", "kept", "cut", "tensor_parallel")
+        ),
+    ],
+)
+def test_float8_gathers_match_eager(way: str, inner_backend: str, eager_step: int | None) -> None:
     ranks = 4 if way == "tensor_parallel" else 2
     for worst, ours, eager in run_ranks(ranks, _differences, way, inner_backend, eager_step):
-        assert worst <= tolerance
+        assert worst <= (0 if inner_backend == "aot_eager" else 1e-5)
         assert more_collectives(ours, eager) == []
-
-
-# The parity table covers the slow variants, except "kept", which the next test covers.
-_QUICK = ("cut", "tensor_parallel")
-
-
-@pytest.mark.parametrize("way", [pytest.param(way, marks=() if way in _QUICK else pytest.mark.slow) for way in _WAYS])
-def test_aot_eager_is_bitwise_equal_to_eager(way: str) -> None:
-    _check(way, "aot_eager", tolerance=0)
-
-
-@pytest.mark.parametrize("way", [pytest.param("plain", marks=pytest.mark.slow), "kept"])
-def test_eager_step_between_compiled_steps_is_bitwise_equal(way: str) -> None:
-    _check(way, "aot_eager", tolerance=0, eager_step=2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", _WAYS)
-def test_inductor_is_equal_to_eager_within_1e_5(way: str) -> None:
-    _check(way, "inductor", tolerance=1e-5)
 
 
 def _precompute(rank: int) -> tuple[str, float]:
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
-    model = _plain(compile_fsdp.fully_shard)
+    model = _build(compile_fsdp.fully_shard, "plain")
     model.compile(backend="compile_fsdp", options={"inner_backend": "aot_eager"})
     precompute_float8_dynamic_scale_for_fsdp(model)
     x = torch.ones(6, _WIDTH)

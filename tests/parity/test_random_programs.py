@@ -1,7 +1,7 @@
 """Random programs give equal results in three eager and three compiled steps.
 
 Op by op, most programs must be bitwise equal. With Inductor, the passes run and rounding differs.
-Pass another seed to draw new programs: `pytest -m slow --hypothesis-seed=N distributed/test_programs.py`.
+Pass another seed to draw new programs: `pytest -m slow --hypothesis-seed=N parity/test_random_programs.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import compile_fsdp
 from compile_fsdp.errors import MemoryBudgetError
-from helpers.models.random_programs import PROGRAMS, Part, Program, Training, comparable, drop_gathered_ahead, reshard
+from helpers.models.program_training import Training, drop_gathered_ahead, reshard
+from helpers.models.random_programs import PROGRAMS, Part, Program, comparable
 from helpers.models.replays import compile_with_replay
 from helpers.parity.check import Parity, compare, full
 from helpers.ranks.pools import device_type, run_ranks
@@ -72,220 +73,130 @@ def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
     return None if parameter.grad is None else full(parameter.grad).clone()
 
 
-LINEAR = Part("linear")
-SHARDED = replace(LINEAR, is_sharded=True)
-# Shrunk from programs that once failed.
+def _of(kind: str) -> Callable[..., Part]:
+    return lambda *children, **fields: Part(kind, children, **fields)
+
+
+chain, gate, breaks = _of("chain"), _of("gate"), _of("break")
+LINEAR, SHARDED = Part("linear"), Part("linear", is_sharded=True)
+SCALE, FROZEN_SCALE = Part("scale", is_sharded=True), Part("scale", frozen="all", is_sharded=True)
 APART = ("apart", "plain", "plain")
+NEVER = (False, False, False)  # flags of the steps
+
+# Shrunk from programs that once failed.
 KEPT = {
-    "no parameters behind a break": Program(
-        Part("chain", (Part("gate", (LINEAR,)), Part("buffer", is_sharded=True)))
-    ),
-    "a break in a checkpoint": Program(
-        Part("chain", (Part("break", (LINEAR,), is_checkpointed=True, is_sharded=True), LINEAR))
-    ),
+    "no parameters behind a break": Program(chain(gate(LINEAR), Part("buffer", is_sharded=True))),
+    "a break in a checkpoint": Program(chain(breaks(LINEAR, is_checkpointed=True, is_sharded=True), LINEAR)),
     "a break in a frozen checkpoint": Program(
-        Part("chain", (LINEAR, Part("gate", (replace(LINEAR, frozen="all"),), is_checkpointed=True, is_sharded=True)))
+        chain(LINEAR, gate(replace(LINEAR, frozen="all"), is_checkpointed=True, is_sharded=True))
     ),
     # On the emulated device, ops after the optimizer's step have to wait for it.
-    "a sharded layer in a checkpoint that breaks": Program(
-        Part("chain", (SHARDED, Part("break", (LINEAR,))), is_checkpointed=True)
-    ),
+    "a sharded layer in a checkpoint that breaks": Program(chain(SHARDED, breaks(LINEAR), is_checkpointed=True)),
     "an eager hook gathers ahead what a graph uses": Program(
-        Part("gate", (Part("chain", (LINEAR, Part("int8"))), Part("chain", (LINEAR,), is_sharded=True))),
-        flags=(False, False, False),
-        prefetches=True,
+        gate(chain(LINEAR, Part("int8")), chain(LINEAR, is_sharded=True)), flags=NEVER, prefetches=True
     ),
     "a graph that is kept, with hooks inside of a checkpoint": Program(
-        Part("gate", (SHARDED, Part("chain", (Part("norm"), Part("again", times=2)), is_checkpointed=True))),
+        gate(SHARDED, chain(Part("norm"), Part("again", times=2), is_checkpointed=True)),
         ("plain", "kept", "plain"),
         (True, False, True),
     ),
-    "eager code saves what a second forward fills": Program(
-        Part("chain", (Part("break", (Part("scale"),), times=2),), keeps=False), APART
-    ),
+    "eager code saves what a second forward fills": Program(chain(breaks(Part("scale"), times=2), keeps=False), APART),
     # Both blocks run twice, and Dynamo reaches its recompile limit at the second block.
     "frozen layers run in a graph, and before by eager code": Program(
-        Part(
-            "break",
-            (
-                Part(
-                    "break",
-                    (
-                        Part(
-                            "chain",
-                            (
-                                Part("scale", frozen="all"),
-                                Part("scale", frozen="all", is_sharded=True),
-                                Part("scale", is_checkpointed=True, is_sharded=True, keeps=True),
-                            ),
-                            is_sharded=True,
-                            keeps=True,
-                        ),
+        breaks(
+            *(
+                breaks(
+                    chain(
+                        Part("scale", frozen="all"),
+                        FROZEN_SCALE,
+                        Part("scale", is_checkpointed=True, is_sharded=True, keeps=True),
+                        is_sharded=True,
+                        keeps=True,
                     ),
                     times=2,
                 ),
             )
-            * 2,
+            * 2
         ),
         ("no_grad", "plain", "plain"),
     ),
     "a checkpoint begins with frozen layers": Program(
-        Part("chain", (Part("scale", frozen="all", is_sharded=True), LINEAR), is_checkpointed=True),
-        ("accumulate", "sum", "apart"),
+        chain(FROZEN_SCALE, LINEAR, is_checkpointed=True), ("accumulate", "sum", "apart")
     ),
     "a checkpoint inside begins with frozen layers": Program(
-        Part(
-            "chain",
-            (
-                Part("chain", (Part("scale", frozen="all", is_sharded=True), LINEAR), is_checkpointed=True),
-                SHARDED,
-            ),
-        ),
-        ("plain", "no_grad", "apart"),
+        chain(chain(FROZEN_SCALE, LINEAR, is_checkpointed=True), SHARDED), ("plain", "no_grad", "apart")
     ),
     "frozen layers that the partitioner computes again": Program(
-        Part(
-            "chain",
-            (Part("scale", frozen="all", is_sharded=True), Part("scale", is_checkpointed=True, is_sharded=True)),
-        ),
-        APART,
+        chain(FROZEN_SCALE, replace(SCALE, is_checkpointed=True)), APART
     ),
     "eager code frees what an earlier compiled backward has counted": Program(
-        Part(
-            "break",
-            (
-                Part("chain", (LINEAR,), is_sharded=True),
-                Part(
-                    "dict",
-                    (
-                        Part("scale", is_sharded=True),
-                        Part("gate", (Part("again", is_checkpointed=True), LINEAR), is_sharded=True),
-                    ),
-                ),
-            ),
+        breaks(
+            chain(LINEAR, is_sharded=True),
+            Part("dict", (SCALE, gate(Part("again", is_checkpointed=True), LINEAR, is_sharded=True))),
         ),
         ("accumulate", "plain", "plain"),
         (False, True, True),
     ),
     "two backwards of a checkpoint with a break": Program(
-        Part(
-            "gate",
-            (Part("chain", (Part("mlp"), Part("norm", frozen="all", is_sharded=True))),),
-            is_checkpointed=True,
-        ),
-        APART,
+        gate(chain(Part("mlp"), Part("norm", frozen="all", is_sharded=True)), is_checkpointed=True), APART
     ),
     "a state that Dynamo did not guard": Program(
-        Part("chain", (LINEAR, Part("chain", (LINEAR,), is_sharded=True, keeps=True)), keeps=False),
-        ("apart", "plain", "plain"),
+        chain(LINEAR, chain(LINEAR, is_sharded=True, keeps=True), keeps=False),
+        APART,
         in_bfloat16=True,
         budget=("memory_budget", 2**20),
     ),
     "an unused parameter in two forwards before their backward": Program(
-        Part("break", (Part("chain", (Part("scale"), Part("norm"))),)), ("apart", "sum", "plain")
+        breaks(chain(Part("scale"), Part("norm"))), ("apart", "sum", "plain")
     ),
     "a gather that is on its way at a break": Program(
-        Part("chain", (Part("scale", is_sharded=True), Part("break", (SHARDED,)))),
-        ("accumulate", "plain", "plain"),
-        prefetches=True,
+        chain(SCALE, breaks(SHARDED)), ("accumulate", "plain", "plain"), prefetches=True
     ),
-    "a gather that eager code has sent": Program(
-        Part(
-            "chain",
-            (Part("gate", (SHARDED,), is_checkpointed=True), SHARDED),
-        ),
-        prefetches=True,
-    ),
+    "a gather that eager code has sent": Program(chain(gate(SHARDED, is_checkpointed=True), SHARDED), prefetches=True),
     "a backward by eager code after a compiled one": Program(
-        Part(
-            "chain",
-            (Part("break", (Part("scale", is_sharded=True), Part("again", number=4, is_checkpointed=True))),),
-        ),
-        ("sum", "plain", "plain"),
-        prefetches=True,
+        chain(breaks(SCALE, Part("again", number=4, is_checkpointed=True))), ("sum", "plain", "plain"), prefetches=True
     ),
     "eager code gathers ahead what does not run": Program(
-        Part(
-            "chain",
-            (Part("gate", (Part("linear", frozen="all", is_sharded=True), Part("buffer")), is_sharded=True),),
-            is_checkpointed=True,
-        ),
-        flags=(False, False, False),
+        chain(gate(replace(SHARDED, frozen="all"), Part("buffer"), is_sharded=True), is_checkpointed=True),
+        flags=NEVER,
         prefetches=True,
     ),
     "a gather sent ahead inside two checkpoints": Program(
-        Part(
-            "chain",
-            (
-                Part("chain", (Part("chain", (SHARDED,), is_checkpointed=True),), is_checkpointed=True),
-                SHARDED,
-            ),
-        ),
-        prefetches=True,
+        chain(chain(chain(SHARDED, is_checkpointed=True), is_checkpointed=True), SHARDED), prefetches=True
     ),
     "gathered ahead in an evaluation, and changed": Program(
-        Part("chain", (LINEAR, LINEAR, Part("gate", (replace(SHARDED, frozen="all"), LINEAR)))),
+        chain(LINEAR, LINEAR, gate(replace(SHARDED, frozen="all"), LINEAR)),
         ("eval", "plain", "plain"),
         (False, True, False),
         prefetches=True,
     ),
-    "a module that eager code runs once and a graph once": Program(
-        Part("chain", (Part("gate", (SHARDED,), times=2, is_sharded=True),))
-    ),
+    "a module that eager code runs once and a graph once": Program(chain(gate(SHARDED, times=2, is_sharded=True))),
     "a module that a graph runs and, behind it in the backward, eager code, without a reduction": Program(
-        Part(
-            "chain",
-            (
-                Part(
-                    "break",
-                    (Part("int8", is_checkpointed=True, is_sharded=True), SHARDED),
-                    times=2,
-                    is_sharded=True,
-                ),
-            ),
-        ),
+        chain(breaks(Part("int8", is_checkpointed=True, is_sharded=True), SHARDED, times=2, is_sharded=True)),
         ("plain", "accumulate", "plain"),
-        (True, True, True),
     ),
     "a frozen module that eager code of a checkpoint runs again behind its backward": Program(
-        Part(
-            "chain",
-            (
-                Part(
-                    "chain",
-                    (Part("scale", frozen="all", is_sharded=True), Part("break", (LINEAR,))),
-                    times=2,
-                    is_checkpointed=True,
-                ),
-            ),
-        ),
+        chain(chain(FROZEN_SCALE, breaks(LINEAR), times=2, is_checkpointed=True))
     ),
     "a frozen module in a checkpoint that is all eager code": Program(
-        Part(
-            "break",
-            (
-                Part(
-                    "break",
-                    (Part("scale", frozen="all", is_checkpointed=True, is_sharded=True), SHARDED),
-                    times=2,
-                    is_checkpointed=True,
-                    is_sharded=True,
-                    keeps=True,
-                ),
-            ),
-        ),
+        breaks(
+            breaks(
+                replace(FROZEN_SCALE, is_checkpointed=True),
+                SHARDED,
+                times=2,
+                is_checkpointed=True,
+                is_sharded=True,
+                keeps=True,
+            )
+        )
     ),
     "a DTensor out of a checkpoint with a sharded module": Program(
-        Part("chain", (Part("chain", (SHARDED, LINEAR, Part("dtensor")), is_checkpointed=True),)),
-        ("plain", "accumulate", "plain"),
+        chain(chain(SHARDED, LINEAR, Part("dtensor"), is_checkpointed=True)), ("plain", "accumulate", "plain")
     ),
     "kept in an evaluation, and changed": Program(
-        Part(
-            "chain",
-            (
-                Part("linear", frozen="vectors", is_checkpointed=True, is_sharded=True, keeps=True),
-                Part("again", number=0),
-            ),
+        chain(
+            Part("linear", frozen="vectors", is_checkpointed=True, is_sharded=True, keeps=True),
+            Part("again", number=0),
         ),
         ("eval", "plain", "plain"),
     ),

@@ -7,29 +7,19 @@ from typing import Any
 
 import compile_fsdp
 from helpers.graphs.caches import without_graph_caches
+from helpers.logs import logged
 from helpers.parity.check import build, loss_of
 from helpers.ranks.fake_world import fake_world
 
 
 def _step(options: dict[str, Any], backward: bool = True) -> tuple[list[compile_fsdp.GraphReport], list[str]]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("compile_fsdp")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
     compile_fsdp.reset_reports()  # drop reports of earlier tests
-    try:
-        with fake_world(2), without_graph_caches():
-            case = build("mlp", compile_fsdp.fully_shard)
-            case.model.compile(backend="compile_fsdp", fullgraph=True, options=options)
-            loss = loss_of(case.model, case.batch())
-            if backward:
-                loss.backward()
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+    with logged(logging.INFO) as lines, fake_world(2), without_graph_caches():
+        case = build("mlp", compile_fsdp.fully_shard)
+        case.model.compile(backend="compile_fsdp", fullgraph=True, options=options)
+        loss = loss_of(case.model, case.batch())
+        if backward:
+            loss.backward()
     reports = list(compile_fsdp.reports())
     compile_fsdp.reset_reports()
     assert compile_fsdp.reports() == ()

@@ -1,7 +1,7 @@
 """Random programs train correctly within random memory budgets.
 
 Gradients match a step without a budget, and peak memory stays within the budget. To draw new programs, change the seed:
-`pytest -m slow --hypothesis-seed=N distributed/test_budgeted_programs.py`.
+`pytest -m slow --hypothesis-seed=N parity/test_budgeted_programs.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch import nn
 import compile_fsdp
 from compile_fsdp.errors import MemoryBudgetError
 from compile_fsdp.tools.bench.measure import peak_bytes
-from helpers.models.random_programs import PROGRAMS, Part, Program, build, comparable, in_one_graph, tensor_of
+from helpers.models.program_training import build, tensor_of
+from helpers.models.random_programs import PROGRAMS, Part, Program, comparable, in_one_graph
 from helpers.parity.check import full
 from helpers.ranks.pools import run_ranks
 
@@ -139,18 +140,14 @@ def test_named_program_trains_within_its_smallest_budget(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
-@given(WIDE, PERCENT)
-def test_random_programs_train_within_their_budget(program: Program, percent: int) -> None:
-    assume(_check(program, percent))
+@pytest.mark.parametrize(("inner_backend", "examples"), [("aot_eager", 50), ("inductor", 10)])
+def test_random_programs_train_within_their_budget(inner_backend: str, examples: int) -> None:
+    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(WIDE, PERCENT)
+    def check(program: Program, percent: int) -> None:
+        assume(_check(comparable(replace(program, inner_backend=inner_backend)), percent))
 
-
-@pytest.mark.slow
-@pytest.mark.timeout(0)
-@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
-@given(WIDE, PERCENT)
-def test_random_programs_train_within_their_budget_with_inductor(program: Program, percent: int) -> None:
-    assume(_check(comparable(replace(program, inner_backend="inductor")), percent))
+    check()
 
 
 def _check(program: Program, percent: int) -> bool:

@@ -1,7 +1,7 @@
 """Random training loops observe equal values in eager and compiled runs.
 
 Loops are drawn from consecutive seeds. To run more or different loops:
-`COMPILE_FSDP_TEST_LOOPS=500 COMPILE_FSDP_TEST_FIRST_LOOP=1000 pytest -m slow distributed/test_loops.py`.
+`COMPILE_FSDP_TEST_LOOPS=500 COMPILE_FSDP_TEST_FIRST_LOOP=1000 pytest -m slow parity/test_random_loops.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import compile_fsdp
 from compile_fsdp.errors import CompileFSDPError
-from helpers.models.random_loops import Action, Loop, Seen, Training, Verdict, random_loop
+from helpers.models.loop_training import Seen, Training, Verdict
+from helpers.models.random_loops import Action, Loop, random_loop
 from helpers.models.replays import compile_with_replay
 from helpers.parity.check import full, relative_difference
 from helpers.ranks.pools import device_type, run_ranks
@@ -175,11 +176,6 @@ def test_random_loop_matches_eager_or_is_refused(seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-def test_many_random_loops_match_eager() -> None:
-    _check_many(OP_BY_OP, "aot_eager")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(0)
-def test_many_random_loops_match_eager_with_inductor() -> None:
-    _check_many(WITH_PASSES, "inductor")
+@pytest.mark.parametrize(("inner_backend", "count"), [("aot_eager", OP_BY_OP), ("inductor", WITH_PASSES)])
+def test_many_random_loops_match_eager(inner_backend: str, count: int) -> None:
+    _check_many(count, inner_backend)

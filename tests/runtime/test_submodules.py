@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import compile_fsdp
+from helpers.models.stacks import Block
+from helpers.parity.check import full
 from helpers.parity.twins import AOT_EAGER
 from helpers.ranks.pools import run_ranks
 from helpers.ranks.recording import collectives_of
@@ -21,19 +22,10 @@ from helpers.releases.differences import PRINTS_GUARDED_PARAMETERS
 from helpers.releases.skip import skip_before
 
 
-class _Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
 class _Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([_Block() for _ in range(3)])
+        self.layers = nn.ModuleList([Block(4) for _ in range(3)])
         self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 6)
 
     def forward(self, x: torch.Tensor, with_head: bool = True) -> torch.Tensor:
@@ -91,22 +83,13 @@ _PROGRAMS: dict[str, Callable[[Any, torch.Tensor, int], torch.Tensor]] = {
 }
 
 
-def _compile_root(model: Any, program: Any) -> Any:
-    model.compile(backend="compile_fsdp", options=AOT_EAGER)
-    return program
-
-
-def _compile_each(model: Any, program: Any) -> Any:
-    for module in (*model.layers, model.norm, model.head, model):
+def _compile(model: Any, program: Any, way: str) -> Any:
+    """Compile the root, each sharded module or a function; return the program to train with."""
+    if way == "function":
+        return torch.compile(program, backend="compile_fsdp", options=AOT_EAGER)
+    for module in (*model.layers, model.norm, model.head, model) if way == "each" else (model,):
         module.compile(backend="compile_fsdp", options=AOT_EAGER)
     return program
-
-
-def _compile_function(model: Any, program: Any) -> Any:
-    return torch.compile(program, backend="compile_fsdp", options=AOT_EAGER)
-
-
-_WAYS = {each.__name__.removeprefix("_compile_"): each for each in (_compile_root, _compile_each, _compile_function)}
 
 
 def _train(model: Any, program: Any) -> list[torch.Tensor]:
@@ -128,26 +111,22 @@ def _as_eager(rank: int, name: str, way: str, together: bool) -> list[int]:
     """Return the positions of results that differ between eager and compiled training."""
     program = _PROGRAMS[name]
     eager, ours = (_build(shard, together) for shard in (torch_fully_shard, compile_fsdp.fully_shard))
-    expected, found = _train(eager, program), _train(ours, _WAYS[way](ours, program))
+    expected, found = _train(eager, program), _train(ours, _compile(ours, program, way))
     pairs = enumerate(zip(found, expected, strict=True))
     return [i for i, (one, other) in pairs if not torch.equal(one, other)]
 
 
-_FAST = {
-    ("head_in_chunks", "function", True),
-    ("layer_alone", "each", True),
-    ("toggled", "each", False),
-}
+_FAST = {("head_in_chunks", "function", True), ("layer_alone", "each", True), ("toggled", "each", False)}
 
 
 @pytest.mark.parametrize(
     ("name", "way", "together"),
     [
         pytest.param(*case, marks=() if case in _FAST else pytest.mark.slow)
-        for case in itertools.product(_PROGRAMS, _WAYS, (False, True))
+        for case in itertools.product(_PROGRAMS, ("root", "each", "function"), (False, True))
     ],
 )
-def test_programs(name: str, way: str, together: bool) -> None:
+def test_separately_called_or_compiled_modules_match_eager(name: str, way: str, together: bool) -> None:
     if PRINTS_GUARDED_PARAMETERS and (name, way) == ("toggled", "function"):
         skip_before("2.12")
     assert run_ranks(2, _as_eager, name, way, together) == [[], []]
@@ -175,8 +154,7 @@ def _without_a_root(rank: int, inner_backend: str) -> tuple[float, list[int], li
             optimizer.step()
             optimizer.zero_grad()
         issued.append(counts)
-        parameters: list[Any] = list(model.parameters())
-        results.append([each.full_tensor() if isinstance(each, DTensor) else each for each in parameters])
+        results.append([full(each) for each in model.parameters()])
     differences = [(one - other).abs().max().item() for one, other in zip(*results, strict=True)]
     return max(differences), issued[1], issued[0]
 

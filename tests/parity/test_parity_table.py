@@ -10,40 +10,25 @@ import pytest
 from compile_fsdp.tools.launch import RankError
 from helpers.parity.check import Outcome, check_parity, more_collectives
 from helpers.parity.features import FEATURES, FOUR_RANKS, SINCE
-from helpers.parity.pairs import IN_TOGETHER, PAIRS, TOGETHER, cover_pairs
+from helpers.parity.pairs import PAIRS, TOGETHER, cover_pairs
 from helpers.parity.table import ParityTable
 from helpers.ranks.pools import device_type, run_ranks
 from helpers.releases.differences import KEEPS_GROUPS_IN_PART, SUMS_USES_IN_FULL_PRECISION
 from helpers.releases.skip import skip_before
 
-QUICK_WITH_INDUCTOR = {"bf16, reduced in fp32"}
-# Rows that `make test` covers elsewhere: with Inductor, in a row that combines features, in another test file or in an
-# example.
-COVERED = QUICK_WITH_INDUCTOR | IN_TOGETHER | {
-    "accumulate",
-    "accumulate in fp32",
-    "adam in backward",
-    "adam, foreach",
-    "checkpoint inside",
-    "checkpoint outside",
-    "even",
-    "float8 gather",
-    "frozen layers, checkpointed",
-    "hsdp",
-    "hsdp, one shard",
-    "int8 gather",
-    "keep after backward",
-    "lora",
-    "reshard",
-    "subclass gather",
-    "subclass gather, checkpointed",
-    "subclass gather, frozen layers",
-    "subclass gather, uneven",
-    "tensor parallel",
-    "two forwards",
-    "uneven",
-    "used three times",
+# The remaining rows are slow. `make test` covers them in TOGETHER, in PAIRS, or in another test file or example.
+QUICK = {
+    "expert parallel",
+    "group of modules, in part",
+    "hsdp and tensor parallel",
+    "hsdp, all-reduce later",
+    "meshes by parameter",
+    "penalty between forwards",
+    "prefetch",
+    "reshard to 2",
+    "tensor parallel, uneven",
 }
+QUICK_WITH_INDUCTOR = {"bf16, reduced in fp32"}
 
 # Only eager FSDP2 has this race (2.13.0). The all-reduce stream adds an all-reduce hook's output to the accumulated
 # gradient and frees it. The next reduce-scatter reuses that memory without waiting for the all-reduce stream.
@@ -57,14 +42,14 @@ def _train(rank: int, row: str, inner_backend: str) -> Outcome:
 
 
 def _check(row: str, inner_backend: str, tolerance: float, table: ParityTable | None) -> None:
-    if row in SINCE:
-        skip_before(SINCE[row])
+    names = row.split(" + ")
+    skip_before(max(SINCE.get(name, "2.11") for name in names))
     if row in RACES_IN_EAGER and device_type() == "emulated":
         with pytest.raises(RankError, match="race on a tensor without a name: a new allocation"):
             run_ranks(2, _train, row, inner_backend)
         return
     feature = ROWS[row]
-    world_size = 4 if row in FOUR_RANKS or row in PAIRS else 2
+    world_size = 2 if FOUR_RANKS.isdisjoint(names) and row not in PAIRS else 4
     outcomes = run_ranks(world_size, _train, row, inner_backend, timeout_s=280.0)
     if table is not None:
         table.add(row, inner_backend, world_size, outcomes)
@@ -89,18 +74,18 @@ def _slow_unless(quick: set[str], rows: dict[str, Any]) -> list[Any]:
     return [pytest.param(row, marks=[] if row in quick else [pytest.mark.slow]) for row in rows]
 
 
-@pytest.mark.parametrize("row", _slow_unless(FEATURES.keys() - COVERED, FEATURES))
-def test_bitwise_equal_to_eager(row: str, parity_table: ParityTable) -> None:
+@pytest.mark.parametrize("row", _slow_unless(QUICK, FEATURES))
+def test_feature_is_bitwise_equal_to_eager(row: str, parity_table: ParityTable) -> None:
     _check(row, "aot_eager", FEATURES[row].tolerance, parity_table)
 
 
 @pytest.mark.parametrize("row", _slow_unless(QUICK_WITH_INDUCTOR, FEATURES))
-def test_inductor_equal_to_eager(row: str, parity_table: ParityTable) -> None:
+def test_feature_with_inductor_is_equal_to_eager(row: str, parity_table: ParityTable) -> None:
     _check(row, "inductor", 1e-5, parity_table)
 
 
 @pytest.mark.parametrize("row", _slow_unless(set(list(PAIRS)[12::12]), PAIRS))
-def test_pairs_of_features(row: str, parity_table: ParityTable) -> None:
+def test_pairs_of_features_match_eager(row: str, parity_table: ParityTable) -> None:
     rounds = SUMS_USES_IN_FULL_PRECISION and {"used twice", "bf16", "accumulated"} <= set(row.split(", "))
     _check(row, "aot_eager", 2**-6 if rounds else PAIRS[row].tolerance, parity_table)
 

@@ -9,34 +9,20 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-import compile_fsdp
-from helpers.parity.twins import AOT_EAGER
+from helpers.models.stacks import Block
+from helpers.parity.twins import build_both
 from helpers.ranks.pools import run_ranks
 from helpers.releases.skip import skip_before
 
-_BOTH = (torch_fully_shard, compile_fsdp.fully_shard)
 _BF16, _FP32 = torch.bfloat16, torch.float32
 
 
-class _Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 7), nn.Linear(7, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
 def _build(fully_shard: Any, prepare: Callable[[Any], None], policy: MixedPrecisionPolicy) -> Any:
-    torch.manual_seed(0)
-    model: Any = nn.Sequential(_Block(), _Block())
+    model: Any = nn.Sequential(Block(4), Block(4))
     prepare(model)
     for module in (*model, model):
         fully_shard(module, mp_policy=policy)
-    if fully_shard is not torch_fully_shard:
-        model.compile(backend="compile_fsdp", fullgraph=True, options=AOT_EAGER)
     return model
 
 
@@ -75,7 +61,7 @@ _DTYPES = {each.__name__.strip("_"): each for each in (_all_in_fp32, _some_in_bf
 
 
 def _with_dtypes(rank: int, dtypes: str, policy: str) -> list[str]:
-    models = [_build(shard, _DTYPES[dtypes], _POLICIES[policy]) for shard in _BOTH]
+    models = build_both(lambda shard: _build(shard, _DTYPES[dtypes], _POLICIES[policy]))
     wrong = []
     for step in range(3):
         for model in models:
@@ -97,7 +83,7 @@ def test_gradients_match_eager_if_grad_dtype_is_set(dtypes: str, policy: str) ->
 
 
 def _by_hand(rank: int) -> list[str]:
-    models = [_build(shard, lambda model: None, MixedPrecisionPolicy()) for shard in _BOTH]
+    models = build_both(lambda shard: _build(shard, lambda model: None, MixedPrecisionPolicy()))
     wrong = []
     for step in range(4):
         for model in models:

@@ -51,25 +51,11 @@ def _train_on(
 SHAPES = [(4, 6), (5, 6), (7, 9), (3, 11), (4, 6), (9, 4)]
 
 
-@pytest.mark.slow
-def test_sizes_marked_dynamic_compile_once() -> None:
-    for result, compiled in run_ranks(2, _train_on, "embedded", SHAPES, True, None):
+@pytest.mark.parametrize(("mark", "dynamic"), [(False, True), pytest.param(True, None, marks=pytest.mark.slow)])
+def test_dynamic_sizes_compile_once(mark: bool, dynamic: bool | None) -> None:
+    for result, compiled in run_ranks(2, _train_on, "embedded", SHAPES, mark, dynamic):
         assert result.differing == []
         assert compiled == ["forward backward", "", "", "", "", ""]
-
-
-def test_dynamic_true_compiles_once() -> None:
-    for result, compiled in run_ranks(2, _train_on, "embedded", SHAPES, False, True):
-        assert result.differing == []
-        assert compiled == ["forward backward", "", "", "", "", ""]
-
-
-@pytest.mark.slow
-def test_unmarked_size_recompiles_at_its_first_change() -> None:
-    for result, compiled in run_ranks(2, _train_on, "embedded", SHAPES, False, None):
-        assert result.differing == []
-        # Dynamo assumes a constant size until it changes: the batch size in step 1, the length in step 2.
-        assert compiled == ["forward backward", "forward backward", "forward backward", "", "", ""]
 
 
 # (batch size, length) of rank 0; rank 1 adds (1, 2).

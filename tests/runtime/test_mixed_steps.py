@@ -1,0 +1,154 @@
+"""Compiled and eager steps in any order train as eager FSDP2, because they share state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+import compile_fsdp
+from helpers.parity.check import Parity, build, compare_grads, loss_of
+from helpers.parity.twins import AOT_EAGER, Twins
+from helpers.ranks.pools import run_ranks
+
+
+def _eager_and_compiled_steps(rank: int) -> Parity:
+    twins = Twins(rank)
+    for compiled in (True, False, True, True, False, False, True):
+        with torch.compiler.set_stance("default" if compiled else "force_eager"):
+            twins.train()
+    losses = [loss_of(case.model, twins.batch()) for case in (twins.eager, twins.ours)]
+    with torch.compiler.set_stance("force_eager"):
+        for loss in losses:
+            loss.backward()
+    compare_grads(twins.result, "backward under force_eager", twins.ours.model, twins.eager.model)
+    return twins.result
+
+
+def _unshard_and_reshard(rank: int) -> Parity:
+    twins = Twins(rank)
+    twins.train()
+    for case in (twins.eager, twins.ours):
+        case.model.unshard()
+        case.blocks[0].unshard()
+    twins.train()
+    for case in (twins.eager, twins.ours):
+        case.blocks[1].unshard()
+        case.blocks[1].reshard()
+    twins.train()
+    return twins.result
+
+
+def _recompile_limit(rank: int) -> Parity:
+    twins = Twins(rank, fullgraph=False, dynamic=False)
+    rows = iter([4, 5, 6, 7, 4, 8])
+    twins.eager.batch = lambda: {"x": torch.randn(next(rows), 8)}  # type: ignore[method-assign]
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for _ in range(6):
+            twins.train()
+    return twins.result
+
+
+def _frozen_values_change_between(rank: int, is_listed: bool) -> Parity:
+    twins = Twins(rank, "frozen_first")
+    for case in (twins.eager, twins.ours):
+        if is_listed:
+            frozen, trained = case.blocks
+            trained.set_modules_to_backward_prefetch([frozen])
+    twins.train()
+    for _ in range(2):
+        # The next step must not use a copy of the frozen block that a backward gathered before this change.
+        for case in (twins.eager, twins.ours):
+            with torch.no_grad():
+                for parameter in case.blocks[0].parameters():
+                    parameter.mul_(1.5)
+        twins.train()
+    assert len(compile_fsdp.reports()) == 2
+    return twins.result
+
+
+def _frozen_values_change(rank: int) -> Parity:
+    return _frozen_values_change_between(rank, is_listed=False)
+
+
+def _frozen_and_prefetched_values_change(rank: int) -> Parity:
+    return _frozen_values_change_between(rank, is_listed=True)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        _eager_and_compiled_steps,
+        _unshard_and_reshard,
+        _recompile_limit,
+        _frozen_values_change,
+        _frozen_and_prefetched_values_change,
+    ],
+    ids=lambda program: program.__name__.removeprefix("_"),
+)
+def test_mixed_steps_are_bitwise_equal_to_eager(program: Callable[[int], Parity]) -> None:
+    for result in run_ranks(2, program):
+        assert result.differing == []
+
+
+class _Called(nn.Module):
+    """A model that is called through a function, for the loops of `Twins`."""
+
+    def __init__(self, model: nn.Module, function: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.model, self.function = model, function
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.function(x, y)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model.named_parameters(*args, **kwargs)
+
+
+def _train_compiled_by(rank: int, way: str) -> Parity:
+    twins = Twins(rank)
+    model, reference = twins.ours.model, twins.eager.model
+    model._compiled_call_impl = None  # type: ignore[assignment]  # undo Twins' own compile
+    if way == "torch.compile":
+        compiled = torch.compile(model, backend="compile_fsdp", fullgraph=True, options=AOT_EAGER)
+        twins.ours.model = _Called(model, compiled)
+    elif way == "function":
+
+        def scaled(x: torch.Tensor, y: torch.Tensor, model: nn.Module) -> torch.Tensor:
+            return model(x * 2.0, y) / 2.0
+
+        compiled = torch.compile(scaled, backend="compile_fsdp", fullgraph=True, options=AOT_EAGER)
+        twins.ours.model = _Called(model, lambda x, y: compiled(x, y, model))
+        twins.eager.model = _Called(reference, lambda x, y: scaled(x, y, reference))
+    else:
+        twins.ours = build("mlp", torch_fully_shard)
+        for _ in range(2):  # the second call changes nothing
+            assert compile_fsdp.make_traceable(twins.ours.model) is twins.ours.model
+        twins.ours.model.compile(backend="compile_fsdp", fullgraph=True, options=AOT_EAGER)
+        twins.optimizers[1] = torch.optim.SGD(twins.ours.model.parameters(), lr=0.1)
+    for _ in range(3):
+        twins.train()
+    twins.result.directions = [report.direction for report in compile_fsdp.reports()]
+    return twins.result
+
+
+@pytest.mark.parametrize("way", ["torch.compile", "function", "make_traceable"])
+def test_each_way_to_compile_makes_one_forward_and_one_backward_graph(way: str) -> None:
+    for result in run_ranks(2, _train_compiled_by, way):
+        assert result.differing == []
+        assert result.directions == ["forward", "backward"]
+
+
+def _train(rank: int) -> Parity:
+    twins = Twins(rank)
+    for _ in range(3):
+        twins.train()
+    return twins.result
+
+
+def test_single_rank_is_bitwise_equal_to_eager() -> None:
+    assert run_ranks(1, _train)[0].differing == []
