@@ -8,7 +8,7 @@ parameters, and collectives that take no time. `nccl1` is NCCL with one rank. Th
 bench`; those of SimpleFSDP need torchtitan on PYTHONPATH. Each runs in a process of its own, since a card holds one
 such model at a time, and the modes take turns in every round.
 Any other device than `cuda` is a rehearsal with a tiny model, whose figures mean nothing: `cpu`, an accelerator that
-torch knows, or with `tests/` on PYTHONPATH the emulated device (docs/devices.md).
+torch knows, or with `tests/` on PYTHONPATH the emulated device (docs/contributing.md).
 """
 
 from __future__ import annotations

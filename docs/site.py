@@ -1,11 +1,9 @@
-"""What MkDocs does not do by itself, run as its hooks.
+"""MkDocs hooks for API pages and for pages outside of docs/.
 
-* The API pages are made of the package that is installed. The folder of the same name in a checkout lacks `passes` and
-  `ops`, and an installation in editable mode has no folder with all of it: so its parts are put together in one.
-  Sections of docstrings follow each other without a blank line, and the parser wants one.
-* The changelog, the measurements and the examples are pages, too. Pages link to each other by their places in the
-  repository, where GitHub finds them; the site has no folder docs/, and what lies beside it in the repository lies
-  below it there.
+* API pages come from the imported package. A checkout has `passes` and `ops` beside the package, so all parts are
+  copied into one folder. Sections of docstrings lack the blank line that the parser needs.
+* The changelog, the benchmark results and the examples are pages, too. Links are relative to the repository; the site
+  has no folder docs/, so links lose this folder.
 """
 
 from __future__ import annotations
@@ -28,13 +26,16 @@ BESIDE = ("CHANGELOG.md", "benchmarks/results/*.md", "examples/*.md", "examples/
 # The title of a section of a docstring, right below other text.
 _SECTION = re.compile(r"(?<=[^\n])\n( +(?:Args|Returns|Raises|Yields|Attributes|Source):)")
 
+# The first cell of an error's row, which becomes an anchor.
+_ERROR = re.compile(r"^\| `(\w+)` \|", flags=re.MULTILINE)
+
 _staged = tempfile.TemporaryDirectory(prefix="compile_fsdp_site_")
 
 
 @event_priority(100)  # before mkdocstrings reads its paths
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     for name in (PACKAGE, *(f"{PACKAGE}.{part}" for part in PARTS)):
-        (installed,) = importlib.import_module(name).__path__
+        installed, *_ = importlib.import_module(name).__path__
         target = Path(_staged.name, *name.split("."))
         shutil.copytree(installed, target, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
     for path in Path(_staged.name).rglob("*.py"):
@@ -52,6 +53,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    if page.file.src_uri == "errors.md":
+        markdown = _ERROR.sub(lambda found: f'| <a id="{found[1].lower()}"></a>`{found[1]}` |', markdown)
     if page.file.generated_by is not None:  # from beside docs/
         return re.sub(r"\]\(((?:\.\./)*)docs/", r"](\1", markdown)
     return markdown if "/" in page.file.src_uri else markdown.replace("](../", "](")

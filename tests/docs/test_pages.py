@@ -1,6 +1,6 @@
 """Code blocks of the docs run and print the output shown below them.
 
-tests/examples/test_readme.py runs the README's example under torchrun; test_tutorial.py runs the tutorial.
+tests/examples/test_readme.py runs the README's example under torchrun.
 """
 
 from __future__ import annotations
@@ -81,11 +81,10 @@ SETTINGS = {
     "performance.md": Setting(before=GIVEN),
     "quickstart.md": Setting(inner_backend="inductor"),
     "state_dicts.md": Setting(before=GIVEN),
-    "wrap.md": Setting(fake_ranks=2),
 }
 
 
-PAGES = [page for page in sorted(DOCS.rglob("*.md")) if read_blocks(page, "python", "py") and page.stem != "tutorial"]
+PAGES = [page for page in sorted(DOCS.rglob("*.md")) if read_blocks(page, "python", "py")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -93,11 +92,6 @@ def test_python_blocks(page: Path, tmp_path: Path) -> None:
     if page.stem == "performance":
         skip_before("2.13")  # whose bundles the page shows
     run_page(page, SETTINGS.get(page.name, Setting()), tmp_path)
-
-
-def test_readme_saves_and_resumes(tmp_path: Path) -> None:
-    assert read_blocks(README, "py")
-    run_page(README, Setting(before=GIVEN, languages=("py",)), tmp_path)
 
 
 def _shell_lines(program: str) -> list[str]:

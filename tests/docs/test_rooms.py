@@ -157,7 +157,8 @@ def exists(text: str) -> bool:
 
 
 def test_every_folder_is_listed_once() -> None:
-    own = {f"{path.parent.relative_to(ROOT).as_posix()}/" for path in files()}
+    folders = {path.parent.relative_to(ROOT) for path in files()}
+    own = {f"{folder.as_posix()}/" for folder in folders if len(folder.parts) < 3}  # one row for all commands
     assert own
     assert sorted(listed((DOCS / "architecture.md").read_text())) == sorted(own)
 

@@ -11,55 +11,54 @@ from helpers.parity.check import Outcome, more_collectives
 _HEAD = """\
 # Parity with eager FSDP2
 
-Written by `make parity` from a test run ({torch}, gloo, CPU); `tests/helpers/parity/features.py`
-says what each row sets. In every row the same model is trained without sharding (where that computes the same), by
-torch's eager `fully_shard`, by ours run eagerly, and by ours compiled with `fullgraph=True`. Compared: the losses and
-gradients of every step; at the end the parameters, buffers, optimizer state and the state_dict's keys, placements and
-dtypes; the collectives of the last step, as the backend executed them.
+For users and contributors who ask how closely a compiled step follows eager FSDP2. `make parity` writes this page
+({torch}, gloo, CPU). Each row trains a model by eager `fully_shard`, by ours run eagerly, and by ours compiled
+with `fullgraph=True`; `tests/helpers/parity/features.py` defines the rows. Losses and gradients of every step are
+compared, and at the end parameters, buffers, optimizer state and state dicts. If training without sharding computes
+equal values, the error to it is at most 1e-5, except in 16 bits. Rows that combine features run with aot_eager only.
 
-* difference: the largest relative one to eager FSDP2; 0 is bit by bit.
-* error: the largest relative difference to training without sharding in float32, compiled and eager. Empty where
-  training without sharding computes something else; unless it is in 16 bits, it was checked to be at most 1e-5.
+* aot_eager, inductor: largest relative difference to eager FSDP2 with this inner backend; 0 is bit by bit.
 * graphs: compiled in all, and after the first step.
-* collectives, sent: of one compiled step, and of the eager one; never one that the eager step does not issue.
-* peak: most bytes allocated in a step over what was there before, compiled and eager. These models have a few
-  thousand parameters, so the figure shows what lives together, not what a real model saves. `aot_eager` runs the
-  graphs op by op and keeps what no pass has taken out.
+* calls: collectives of one compiled step; "of" the eager step's number, if it is larger.
+* sent: bytes of these collectives, compiled / eager.
+* peak: bytes that a step allocates, compiled / eager, with aot_eager and with inductor. These models have a few
+  thousand parameters; aot_eager keeps the copies that passes remove.
+
+| row | ranks | aot_eager | inductor | graphs | calls | sent | peak |
+| --- | --- | --- | --- | --- | --- | --- | --- |
 """
 
 _TAIL = """
-## Further ways to train
+## More tests
 
-Each is held against eager FSDP2 by a test of its own in `tests/distributed/`, bit by bit with `aot_eager`:
+Files in `tests/` that compare with eager FSDP2, bit by bit with aot_eager:
 
-| what | test |
+| training | file |
 | --- | --- |
-| all schedules of `torch.distributed.pipelining`, with tensor parallelism too | `test_pipeline.py` |
-| DTensors as inputs and outputs, experts on a mesh of their own, `dp_mesh_dims` | `test_dtensor_activations.py` |
-| modules called and compiled by themselves, several roots in one graph | `test_submodules.py` |
+| schedules of `torch.distributed.pipelining`, with tensor parallelism | `test_pipeline_stages.py` |
+| DTensors as inputs and outputs, `dp_mesh_dims` | `test_dtensor_activations.py` |
+| separately called or compiled modules, several roots in one graph | `test_submodules.py` |
 | outputs that the loss does not use | `test_undefined_gradients.py` |
-| gradients by inputs, a graph that is kept for a second backward | `test_input_gradients.py` |
+| gradients by inputs, a second backward through a kept graph | `test_input_gradients.py` |
 | pending unshards, shared communication contexts | `test_user_gathers.py` |
-| a parameter's own `grad_dtype`, `finalize_backward()`, since torch 2.15 | `test_gradient_dtypes.py` |
-| torchao's float8 all-gather: kept, frozen, checkpointed, cut, tensor parallel | `test_float8_gathers.py` |
-| routed and grouped experts, context parallelism, lengths, Muon, averages, adapters | `test_training_styles.py` |
+| a parameter's `grad_dtype`, `finalize_backward()`, since torch 2.15 | `test_gradient_dtypes.py` |
+| torchao's float8 all-gather | `test_float8_gathers.py` |
+| routed experts, context parallelism, lengths, Muon, averages, adapters | `test_training_styles.py` |
 
 ## Differences by rule
 
-* A checkpointed block that writes a buffer: eager FSDP2 runs the block twice and writes twice; a compiled step writes
-  once, in the forward.
-* `x + block(x)` with the addition outside of the sharded block: the two gradients of `x` are added in another order and
-  may differ by a rounding, 3e-8 in float32. So are the gradients of a weight that the forward reads twice and the loss
-  once more.
-* In compiled code a parameter of a sharded module is a plain unsharded tensor everywhere. Eager FSDP2 shows code
-  outside of the module the sharded DTensor, so `hasattr(parameter, "full_tensor")` and `isinstance(parameter, DTensor)`
-  are True there and False in compiled code. Ask `isinstance(module, FSDPModule)` instead.
+* A checkpointed block that writes a buffer: eager FSDP2 writes twice, because it runs the block twice; a compiled step
+  writes once.
+* `x + block(x)` outside of the sharded block: the two gradients of `x` are added in a different order, which may round
+  differently. So are the gradients of a weight that the forward reads twice and the loss once more.
+* In compiled code a parameter is a plain unsharded tensor everywhere, so `isinstance(parameter, DTensor)` is False. Ask
+  `isinstance(module, FSDPModule)` instead.
 
 ## Refused
 
-Before any collective, with the module's name; the same model trains eagerly.
+Before any collective, with the module's name; the model trains eagerly.
 
-| what | why |
+| refused | because |
 | --- | --- |
 | `set_symm_mem_for_comm` | a graph cannot allocate symmetric memory |
 | a pending `unshard(async_op=True)` in `torch.compile(model)` | a graph cannot wait; `model.compile()` does |
@@ -71,56 +70,77 @@ Before any collective, with the module's name; the same model trains eagerly.
 | `create_graph=True`, `torch.autograd.grad` by sharded parameters | see `BackwardError` |
 """
 
+_BACKENDS = ("aot_eager", "inductor")
+
+
+@dataclass
+class Row:
+    """Figures of a row.
+
+    Attributes:
+        shared: Ranks, graphs, calls and sent bytes, of the backend that ran last.
+        differences: Largest relative difference to eager FSDP2, by inner backend.
+        peaks: Peak of a compiled step over that of an eager step, by inner backend.
+    """
+
+    shared: tuple[str, str, str, str] = ("", "", "", "")
+    differences: dict[str, str] = field(default_factory=dict)
+    peaks: dict[str, str] = field(default_factory=dict)
+
+    def render(self, name: str) -> str:
+        ranks, *counts = self.shared
+        differences = [self.differences.get(backend, "") for backend in _BACKENDS]
+        peaks = ", ".join(self.peaks[backend] for backend in _BACKENDS if backend in self.peaks)
+        return f"| {' | '.join((name, ranks, *differences, *counts, peaks))} |\n"
+
+    @classmethod
+    def parse(cls, line: str) -> tuple[str, Row]:
+        name, ranks, *differences, graphs, calls, sent, peak = (cell.strip() for cell in line.split("|")[1:-1])
+        ran = {backend: text for backend, text in zip(_BACKENDS, differences, strict=True) if text}
+        return name, cls((ranks, graphs, calls, sent), ran, dict(zip(ran, peak.split(", "), strict=True)))
+
 
 @dataclass
 class ParityTable:
     """Rows of the parity table, in the order of their tests."""
 
-    rows: dict[tuple[str, str], str] = field(default_factory=dict)  # (inner backend, row): line
+    rows: dict[str, Row] = field(default_factory=dict)
 
     def add(self, row: str, inner_backend: str, world_size: int, outcomes: Sequence[Outcome]) -> None:
-        """Add a row: all ranks' worst difference and error, rank 0's remaining figures."""
+        """Add a row: the worst difference of all ranks, rank 0's remaining figures."""
         first = outcomes[0]
         compiled, eager = first.collectives
-        passed = not any(more_collectives(*outcome.collectives) for outcome in outcomes)
-        cells = (
-            row,
+        later = first.compiled_after_first_step
+        calls = str(len(compiled)) if len(compiled) == len(eager) else f"{len(compiled)} of {len(eager)}"
+        if any(more_collectives(*outcome.collectives) for outcome in outcomes):
+            calls += " (others)"
+        found = self.rows.setdefault(row, Row())
+        found.shared = (
             str(world_size),
-            f"{max(outcome.worst for outcome in outcomes):.1e}".replace("0.0e+00", "0"),
-            " / ".join(f"{max(each):.1e}" for each in zip(*(o.unsharded for o in outcomes), strict=True))
-            if any(first.unsharded)
-            else "",
-            f"{len(first.directions)} + {first.compiled_after_first_step}"
-            if first.compiled_after_first_step
-            else str(len(first.directions)),
-            f"{len(compiled)} / {len(eager)}" + ("" if passed else " (others)"),
-            f"{sum(each.bytes for each in compiled)} / {sum(each.bytes for each in eager)}",
-            f"{first.peak_bytes[0]} / {first.peak_bytes[1]} ({first.peak_bytes[0] / first.peak_bytes[1]:.2f}x)",
+            f"{len(first.directions)} + {later}" if later else str(len(first.directions)),
+            calls,
+            _ratio(sum(each.bytes for each in compiled), sum(each.bytes for each in eager)),
         )
-        self.rows[inner_backend, row] = f"| {' | '.join(cells)} |"
+        found.differences[inner_backend] = f"{max(outcome.worst for outcome in outcomes):.1e}".replace("0.0e+00", "0")
+        found.peaks[inner_backend] = _ratio(*first.peak_bytes)
 
     def write(self, path: Path, torch_version: str) -> None:
-        """Write the file; keep its rows that this run does not have."""
-        rows = {**_read(path), **self.rows}
-        parts = [_HEAD.format(torch=f"torch {torch_version}")]
-        for backend in dict.fromkeys(backend for backend, _ in rows):
-            parts.append(
-                f"\n## {backend}\n\n"
-                "| row | ranks | difference | error | graphs | collectives | sent, bytes | peak, bytes |\n"
-                "| --- | --- | --- | --- | --- | --- | --- | --- |\n"
-            )
-            parts += [f"{line}\n" for (each, _), line in rows.items() if each == backend]
-        path.write_text("".join(parts) + _TAIL)
+        """Write the file; keep the figures of rows and backends that this run does not have."""
+        rows = _read(path)
+        for name, new in self.rows.items():
+            old = rows.setdefault(name, Row())
+            rows[name] = Row(new.shared, {**old.differences, **new.differences}, {**old.peaks, **new.peaks})
+        lines = [row.render(name) for name, row in rows.items()]
+        path.write_text(_HEAD.format(torch=f"torch {torch_version}") + "".join(lines) + _TAIL)
 
 
-def _read(path: Path) -> dict[tuple[str, str], str]:
+def _ratio(compiled: float, eager: float) -> str:
+    return "1" if compiled == eager else f"{compiled / eager:.2f}"
+
+
+def _read(path: Path) -> dict[str, Row]:
     """Read the rows that `ParityTable.write` wrote; none without a file."""
-    rows = {}
-    backend = ""
-    figures = path.read_text().split("\n## Further", 1)[0] if path.exists() else ""
-    for line in figures.splitlines():
-        if line.startswith("## "):
-            backend = line.removeprefix("## ")
-        elif line.startswith("| ") and not line.startswith(("| row ", "| --- ")):
-            rows[backend, line.split("|")[1].strip()] = line
-    return rows
+    text = path.read_text() if path.exists() else ""
+    _, _, table = text.partition("| --- |")
+    lines = table.partition("\n\n")[0].splitlines()[1:]
+    return dict(Row.parse(line) for line in lines)

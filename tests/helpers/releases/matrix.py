@@ -23,32 +23,24 @@ PAGE = ROOT / "docs" / "compatibility.md"
 
 HEAD = """# Compatibility
 
-The tests with every supported release of torch: `make test-matrix` writes this page. A torch outside of the range is
-refused at import, and so is one that lacks a private name, or an attribute of FSDP2's objects, that the package uses:
-by that name, and before the first graph at the latest. The development version, which `make test` runs with, is the one
-in `constraints.txt`.
+For users who choose a release of torch. `make test-matrix` writes this page from a run of the tests with each supported
+release. A release outside of the range is refused at import. A release that lacks a private name which the package uses
+is refused by that name, before the first graph. `constraints.txt` has the release that `make test` runs with.
 
-What differs from release to release, beside what a release lacks:
+Releases differ:
 
-* 2.11: Dynamo calls functions of ours with constants only, so that objects reach them by their id. Without sharding,
-  too, `aot_eager` rounds some gradients otherwise than eager code: 13 of 21 of the Llama of the parity table, by up to
-  2.2e-8 in float32, and less than 1 % in bfloat16 (shown with torch alone by `tests/torch_compat/test_releases.py`).
-  AOTAutograd writes a clone as one op, and Dynamo cuts a model with breaks into fewer pieces. Dynamo looks hooks up in
-  the order of their registration: before the first step they are registered anew, in the order in which they run.
-  DTensor's cache of operations grows in the first 600 steps of AdamW, after eager FSDP2 as well. An operation with
-  several outputs, called through the dispatcher by stack, uses the outputs' memory after it has dropped them: extension
-  devices have to hold them. Of all runs one rank died with `free(): invalid pointer`, in "frozen between", and one of
-  an eager run as it ended; in six and in twelve further ones none did. Dynamo prints a parameter that a compiled
-  function guards by its identity, and dies of one that is freed: `set_reshard_after_forward()` inside of a function
-  under `torch.compile` (a loop over `{freed_tensor: 1}.items()` in such a function shows it with torch alone).
-* 2.11 and 2.12: eager FSDP2 keeps a group of several modules unsharded into the backward if one of them does not run
-  (shown by the same tests). Compiled steps free it, as eager ones do since 2.13, and gather it once more. The guards of
-  compiled code outlive it, and so do the constants of the gathers of a model that is deleted. The setting
-  `torch._dynamo.config.skip_fsdp_hooks` exists; later releases lack it.
-* 2.15: eager FSDP2 reduces gradients in the parameters' own dtype, not the one they are computed in, unless the policy
-  has a `reduce_dtype`; so do compiled steps. In a microbatch that is not reduced yet, eager code adds the gradients of
-  a parameter's several uses in that dtype, too, compiled steps in the one they are computed in. What it has
-  brought and is refused stands in the [parity table](parity.md#refused).
+* 2.11: without sharding, too, `aot_eager` rounds some gradients differently from eager code, by up to 2.2e-8 in float32
+  (`tests/torch_compat/test_releases.py` shows this with torch alone). Dynamo cuts a model with graph breaks into fewer
+  pieces. DTensor's cache of operations grows in the first 600 steps of AdamW, also after eager FSDP2. Dynamo fails on
+  `set_reshard_after_forward()` inside of a function under `torch.compile`. Two processes ended with
+  `free(): invalid pointer`, which eighteen further runs did not repeat.
+* 2.11 and 2.12: eager FSDP2 keeps a group of several modules unsharded into the backward if one of them does not run;
+  compiled steps free it and gather it again, as eager steps do since 2.13. Guards and constants of a deleted model stay
+  in memory.
+* 2.15: eager FSDP2 reduces gradients in the parameters' dtype instead of the dtype in which they are computed, unless
+  the policy has a `reduce_dtype`; so do compiled steps. In a microbatch that is not reduced yet, eager code also adds
+  the gradients of a parameter's several uses in the parameters' dtype; compiled steps add them in the dtype of the
+  computation. The [parity table](parity.md#refused) lists refused features of this release.
 
 """
 

@@ -170,7 +170,7 @@ def test_script_ends_when_optimizers_reach_the_step_limit(order: str, steps: int
 
 
 def test_check_page_lists_every_rule() -> None:
-    page = (ROOT / "docs" / "check.md").read_text()
+    page = (ROOT / "docs" / "explain.md").read_text()
     listed = re.findall(r"^\| `([a-z-]+)` \| (\w+) \|", page, flags=re.MULTILINE)
     made = set()
     for file in Path(rules_file.__file__).parent.glob("*.py"):
