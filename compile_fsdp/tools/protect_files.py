@@ -103,7 +103,7 @@ class ProtectedFiles:
         """Call a replaced function for the script, with paths of the overlay."""
         if name in ("os.listdir", "os.scandir") and not args:
             args = (kwargs.pop("path", None) or ".",)
-        own: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+        own: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         has_folder = any(own.get(each) is not None for each in ("dir_fd", "src_dir_fd", "dst_dir_fd"))
         try:
             with _unprotected():
@@ -134,8 +134,9 @@ class ProtectedFiles:
         name, args = ("os.open", (arguments[0], arguments[2])) if event == "open" else (event, arguments)
         with _unprotected():
             for path, access in zip(args, find_accesses(name, args, {}).values(), strict=False):
-                is_write = access is not None and access.writes and isinstance(path, (str, bytes, os.PathLike))
-                if is_write and self.protects(access.resolve(os.path.abspath(os.fsdecode(path)))):
+                if access is None or not access.writes or not isinstance(path, (str, bytes, os.PathLike)):
+                    continue
+                if self.protects(access.resolve(os.path.abspath(os.fsdecode(path)))):
                     raise self._refusal(path)
 
     def _refusal(self, path: Any) -> PermissionError:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Container
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,9 @@ def expand_group_calls(graph: fx.Graph, functions: Container[Callable[..., Any]]
 
 def _expand(node: fx.Node) -> None:
     tracer = fx.proxy.GraphAppendingTracer(node.graph)
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda argument: fx.Proxy(argument, tracer))
+    arguments: Any = node.args, node.kwargs
+    to_proxy: Any = partial(fx.Proxy, tracer=tracer)
+    args, kwargs = fx.node.map_arg(arguments, to_proxy)
     before = node.prev
     with node.graph.inserting_before(node):
         assert callable(node.target)
