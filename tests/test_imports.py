@@ -10,7 +10,6 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("compile_fsdp", "passes", "ops")
-CHECKED = "compile_fsdp.runtime"
 
 
 def _name(path: Path) -> str:
@@ -68,16 +67,15 @@ def graph() -> dict[str, set[str]]:
 
 
 def test_no_file_is_on_a_circle(graph: dict[str, set[str]]) -> None:
-    circles = [sorted(each) for each in _circles(graph)]
-    circles = [each for each in circles if any(name.startswith(CHECKED) for name in each)]  # delete to check all files
-    assert circles == []
+    assert _circles(graph) == []
 
 
-def test_runtime_imports_neither_backend_nor_replay(graph: dict[str, set[str]]) -> None:
-    runtime = {name: imported for name, imported in graph.items() if name.startswith(CHECKED)}
-    assert len(runtime) > 20
-    above = ("compile_fsdp.backend", "compile_fsdp.replay")
-    assert [(name, each) for name, imported in runtime.items() for each in imported if each.startswith(above)] == []
+@pytest.mark.parametrize(("room", "above"), [("runtime", ("backend", "replay")), ("backend", ("replay",))])
+def test_room_imports_no_room_above(room: str, above: tuple[str, ...], graph: dict[str, set[str]]) -> None:
+    files = {name: imported for name, imported in graph.items() if name.startswith(f"compile_fsdp.{room}.")}
+    assert len(files) > 15
+    refused = tuple(f"compile_fsdp.{each}" for each in above)
+    assert [(name, each) for name, imported in files.items() for each in imported if each.startswith(refused)] == []
 
 
 def test_circles_through_types_and_functions_are_found() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -73,9 +74,7 @@ def on_own_ranks(arguments: Sequence[str], ranks: int) -> int:
 
 
 def _run_command(rank: int, arguments: Sequence[str]) -> None:
-    from compile_fsdp.cli import main
-
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
-    if (status := main(arguments)) != 0:
-        sys.exit(status)
+    sys.argv = ["compile-fsdp", *arguments]
+    runpy.run_module("compile_fsdp", run_name="__main__")

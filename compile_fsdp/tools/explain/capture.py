@@ -17,7 +17,6 @@ from types import FrameType
 import torch
 from torch import fx
 
-import compile_fsdp
 from compile_fsdp.passes import PassCounts, WindowReport
 from compile_fsdp.passes.analysis.costs import Costs
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
@@ -32,7 +31,7 @@ from compile_fsdp.torch_compat.dynamo import current_compile_id, graph_break_log
 from compile_fsdp.torch_compat.inductor import graph_input_position
 
 _BREAK = re.compile(r"in user code at (.+?):(\d+)\nGraph Break Reason: (.*)", re.DOTALL)
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(compile_fsdp.__file__).parent))
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 _OPTIMIZERS = str(Path(torch.optim.__file__).parent)
 
 

@@ -14,13 +14,13 @@ from difflib import SequenceMatcher
 from importlib.resources import files
 from typing import Any
 
-from compile_fsdp.tools.explain.report import GraphView, Report
+from compile_fsdp.tools.explain.report_data import GraphView, ReportData
 from compile_fsdp.tools.explain.summary import prefetch_text
 
 Edit = tuple[str, list[int]]  # " ", "-" or "+", and positions in the graph's table of lines
 
 
-def render_page(report: Report) -> str:
+def render_page(report: ReportData) -> str:
     """Render the HTML page of a report."""
     here = files("compile_fsdp.tools.explain")
     page = (here / "page.html").read_text(encoding="utf-8")
@@ -34,7 +34,7 @@ def render_page(report: Report) -> str:
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
 
 
-def page_data(report: Report) -> dict[str, Any]:
+def page_data(report: ReportData) -> dict[str, Any]:
     """Make the page's data: the report, with each graph line stored once and each pass as edits."""
     data = report.to_dict()
     for row, group in zip(data["groups"], report.groups, strict=True):

@@ -2,124 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
-from compile_fsdp.reports import Direction
-from compile_fsdp.tools.explain.capture import Capture, GraphBreak, Recompile, Stage
-from compile_fsdp.tools.explain.events import TRANSFERS, Kind
+from compile_fsdp.tools.explain.capture import Capture
 from compile_fsdp.tools.explain.groups import GroupRow, make_rows
+from compile_fsdp.tools.explain.html import render_page
 from compile_fsdp.tools.explain.names import GroupFacts
-from compile_fsdp.tools.explain.timeline import Placed, place
+from compile_fsdp.tools.explain.report_data import GraphView, ReportData
+from compile_fsdp.tools.explain.summary import summary_lines
+from compile_fsdp.tools.explain.timeline import place
 
 
-@dataclass(frozen=True, slots=True)
-class GraphView:
-    """A compiled graph: its direction, and the graph after each pass."""
-
-    direction: Direction
-    stages: tuple[Stage, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """How a step was compiled, and its estimated times. See `compile_fsdp.passes.Costs` for the estimates.
-
-    Attributes:
-        model: Name of the model's class, or of the script.
-        world_size: Number of ranks of the process group.
-        torch_version: Version of torch that compiled the step.
-        graphs: The compiled graphs, in the order of their compilation.
-        timeline: The events of all graphs, in the order of `graphs`.
-        groups: The parameter groups, in the order of their first use.
-        breaks: Graph breaks of the forward.
-        recompiles: Graphs that were compiled more than once.
-        notes: Further remarks, such as warnings.
-        decisions: Decisions for a `memory_budget`, one for each forward graph; empty without a budget.
-    """
-
-    model: str
-    world_size: int
-    torch_version: str
-    graphs: tuple[GraphView, ...]
-    timeline: tuple[Placed, ...]
-    groups: tuple[GroupRow, ...]
-    breaks: tuple[GraphBreak, ...]
-    recompiles: tuple[Recompile, ...]
-    notes: tuple[str, ...]
-    decisions: tuple[BudgetDecision, ...] = ()
-
-    @property
-    def step_s(self) -> float:
-        """Estimated seconds of all graphs together."""
-        return sum(
-            each.exposed_s if each.event.kind is Kind.WAIT else each.event.seconds
-            for each in self.timeline
-            if each.event.collective < 0 or each.event.kind is Kind.WAIT
-        )
-
-    @property
-    def exposed_s(self) -> float:
-        """Estimated seconds in which compute waits for communication."""
-        return sum(each.exposed_s for each in self.timeline)
-
-    @property
-    def communication_s(self) -> float:
-        """Estimated seconds of all collectives, hidden behind compute or not."""
-        launches = (each.event for each in self.timeline if each.event.kind is not Kind.WAIT)
-        return sum(event.seconds for event in launches if event.collective >= 0 and event.kind not in TRANSFERS)
-
-    @property
-    def peak_bytes(self) -> int:
-        """Most bytes of unsharded parameters alive at a time."""
-        return max((each.event.alive_bytes for each in self.timeline), default=0)
-
-    @property
-    def eager_peak_bytes(self) -> int:
-        """Most bytes of unsharded parameters that eager FSDP2 would hold, by the model of `timeline.eager_bytes`."""
-        return max((each.eager_bytes for each in self.timeline), default=0)
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Most bytes above the sharded state that are alive at a time, by the reads of the graphs."""
-        events = (each.event for each in self.timeline)
-        alive = (each.alive_bytes + each.activation_bytes + each.recomputed_bytes for each in events)
-        return max(alive, default=0)
-
-    @property
-    def budget_bytes(self) -> int | None:
-        """The smallest memory budget of the graphs in bytes; None without a budget."""
-        return min((decision.budget for decision in self.decisions), default=None)
-
-    @property
-    def shard_bytes(self) -> int:
-        """Bytes of the parameters' shards on this rank."""
-        return sum(row.facts.shard_bytes for row in self.groups)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as dicts, lists, strings and numbers, ready for `json.dumps`."""
-        seconds = ("step_s", "exposed_s", "communication_s")
-        sizes = ("peak_bytes", "eager_peak_bytes", "allocated_bytes", "budget_bytes", "shard_bytes")
-        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
-        return {**plain, "figures": {name: getattr(self, name) for name in (*seconds, *sizes)}}
+class Report(ReportData):
+    """How a step was compiled, and its estimated times; see `ReportData` for the attributes."""
 
     def save_html(self, path: str | Path) -> None:
         """Write the report as an HTML page that loads no file and needs no network."""
-        from compile_fsdp.tools.explain.html import render_page
-
         Path(path).write_text(render_page(self), encoding="utf-8")
 
     def print(self) -> None:
         """Print a summary on the terminal."""
-        from compile_fsdp.tools.explain.summary import summary_lines
-
         print("\n".join(summary_lines(self)))
 
 

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
 from compile_fsdp.tools.explain.groups import GroupRow
-from compile_fsdp.tools.explain.report import Report
+from compile_fsdp.tools.explain.report_data import ReportData
 from compile_fsdp.tools.explain.units import format_bytes, format_seconds
 
 MOST_CHOICES = 12  # number of choices that the terminal shows; the page shows all
 
 
-def summary_lines(report: Report) -> Iterator[str]:
+def summary_lines(report: ReportData) -> Iterator[str]:
     """Yield lines with figures, groups, graph breaks and recompiles."""
     yield f"{report.model} on {report.world_size} ranks"
     yield from _columns(_figures(report))
@@ -31,7 +31,7 @@ def summary_lines(report: Report) -> Iterator[str]:
         yield f"note: {note}"
 
 
-def _figures(report: Report) -> list[tuple[str, str]]:
+def _figures(report: ReportData) -> list[tuple[str, str]]:
     directions = [graph.direction for graph in report.graphs]
     exposed = f"{format_seconds(report.communication_s)}, of which {format_seconds(report.exposed_s)} exposed"
     eager = f"(eager FSDP2, modelled: {format_bytes(report.eager_peak_bytes)})"
@@ -50,7 +50,7 @@ def _figures(report: Report) -> list[tuple[str, str]]:
     return rows
 
 
-def _groups(report: Report) -> Sequence[tuple[str, ...]]:
+def _groups(report: ReportData) -> Sequence[tuple[str, ...]]:
     rows = [("group", "unsharded", "gathers", "reductions", "windows removed", "prefetch", "kept")]
     for row in report.groups:
         counts = (str(row.gathers), str(row.reductions), f"{row.windows_removed} of {row.windows}")
@@ -76,7 +76,7 @@ def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
         yield "  " + "  ".join(map(str.ljust, row, widths)).rstrip()
 
 
-def prefetch_text(report: Report, row: GroupRow) -> str:
+def prefetch_text(report: ReportData, row: GroupRow) -> str:
     """Time from a group's gather to its use in each graph, as in `forward 3.1 ms, backward 0 us`."""
     gathered = (use for use in row.uses if use.prefetch_events is not None)
     times = (f"{report.graphs[use.graph].direction} {format_seconds(use.prefetch_s)}" for use in gathered)
