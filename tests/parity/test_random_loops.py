@@ -160,6 +160,13 @@ KEPT = {
     "a block is frozen between forward and backward": Loop(
         "mlp", ((FORWARD, Action("requires_grad", "blocks.1", False), BACKWARD), (FORWARD, BACKWARD))
     ),
+    "a block is frozen while it is unsharded, before another block runs alone": Loop(
+        "kept",
+        (
+            (FORWARD, BACKWARD),
+            (FORWARD, Action("requires_grad", "blocks.0", False), Action("part", "blocks.1"), BACKWARD),
+        ),
+    ),
 }
 
 

@@ -118,14 +118,18 @@ class Loop(NamedTuple):
         actions = [action for step in self.steps for action in step]
         if self.model == "resharded" and any(action.value in ("scaled", "chunks") for action in actions):
             return False  # eager code multiplies by a DTensor, whose gradient covers only this rank's batch
-        is_gathered = False
+        is_gathered = is_shown = False  # whether parameters are gathered, and whether modules show gathered ones
         for action in actions:
             if action.kind in ("backward", "input_gradient"):
-                is_gathered = False
+                is_gathered = is_shown = False
             elif action.kind == "step" and is_gathered:
                 return False  # the next forward computes with parameters that FSDP2 gathered before the update
+            elif action.kind == "zero_grad" and action.target and is_shown:
+                return False  # the module's gradients are those of its gathered parameters
             elif action.kind in ("part", "evaluate", "no_grad"):
-                is_gathered = True
+                is_gathered = is_shown = True
+            elif action.kind == "forward":
+                is_shown = True
         return all(action.kind in _COMMON and action.value != "gradient" for action in actions)
 
 
