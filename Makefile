@@ -1,22 +1,21 @@
-# Everything a fresh machine with Python needs:
+# Commands for a fresh machine with Python:
 #
-#   make demo    train a small model on every GPU, or on two CPU ranks; results in demo-out/
+#   make demo    train a small model on all GPUs, or on two CPU ranks; results in demo-out/
 #   make test    check and test the installed package
-#   make test-all    the same with the slow rows of the parity table, and what trains once more on the emulated device
-#                    (hours on two cores)
+#   make test-all    also run the slow tests, and train on the emulated device (hours on two cores)
 #   make test-matrix    run the tests with every supported torch, and write docs/compatibility.md (hours; MATRIX_ARGS for
 #                       pytest; where there is no GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu)
 #   make parity  write docs/parity.md from a run of the whole parity table (half an hour on two cores)
-#   make bench   run every benchmark (an hour on two cores); TORCHTITAN is a checkout of it, for SimpleFSDP, with what
-#                that imports in the virtual environment: tyro, spmd_types
+#   make bench   run most benchmarks (an hour on two cores); TORCHTITAN is a checkout of torchtitan, for SimpleFSDP, which
+#                needs tyro and spmd_types in the virtual environment
 #   make mutate  disable each precondition of each pass in turn; a test must fail (half an hour on one core)
 #   make docs    build the documentation into site/, with warnings as errors
-#   make dist    build the wheel and the sdist into dist/; the same bytes from the same commit, with the versions of
+#   make dist    build the wheel and the sdist into dist/; equal commits give equal bytes, with the versions of
 #                constraints.txt and one release of Python
-#   make setup   create the virtual environment with everything for both
+#   make setup   create the virtual environment, with the package and everything that the tests need
 #
-# PYTHON chooses the interpreter, VENV the place of the virtual environment, DEMO_ARGS adds options to the demo,
-# PARALLEL is how pytest runs tests side by side; empty for one after the other.
+# PYTHON is the interpreter, VENV the folder of the virtual environment, DEMO_ARGS adds options to the demo, PARALLEL has
+# pytest's options for parallel tests; empty for one test at a time.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -25,9 +24,9 @@ TORCHTITAN ?=
 TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 MATRIX_ARGS ?=
 CONSTRAINTS ?= constraints.txt
-# Two tests at a time: ranks wait for one another, and so do processes for the compiler.
+# Two tests at a time, because ranks wait for their peers, and for processes of the compiler.
 PARALLEL ?= -n 2 --dist worksteal
-# What `make test-all` runs on the emulated device, too.
+# Tests that `make test-all` also runs on the emulated device.
 ON_A_DEVICE := tests/backend/test_verify.py tests/runtime/test_exceptions.py \
 	$(addprefix tests/parity/test_,parity_table.py random_loops.py random_programs.py)
 BIN := $(VENV)/bin

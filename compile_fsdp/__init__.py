@@ -10,7 +10,7 @@ if not (_Path(__file__).parent / "passes").exists():
 
 from compile_fsdp.tools.doctor.asked import is_asked_for as _doctor_is_asked_for
 
-if not _doctor_is_asked_for():  # See [Note: A doctor for what does not import]
+if not _doctor_is_asked_for():  # See [Note: A doctor for a failing import]
     import compile_fsdp.torch_compat.required as _required  # noqa: F401  # first: refuses unsupported torch versions
     from compile_fsdp.api import fully_shard, make_traceable
     from compile_fsdp.options import Options

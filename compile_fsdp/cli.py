@@ -13,7 +13,7 @@ from compile_fsdp.tools.doctor.asked import NAME as DOCTOR
 
 
 def build_parser() -> argparse.ArgumentParser:
-    # Imported here because the doctor must run without them, see [Note: A doctor for what does not import].
+    # Imported here because the doctor must run without them, see [Note: A doctor for a failing import].
     from compile_fsdp.tools import calibrate, precompile
     from compile_fsdp.tools.bench import command as bench_command
     from compile_fsdp.tools.check import command as check_command

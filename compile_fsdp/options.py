@@ -161,7 +161,7 @@ def _checked(ours: dict[str, Any]) -> dict[str, Any]:
         raise UnknownOptionError(f"expected bundle to be the path of a file or None, got {bundle!r}")
     if bundle is not None and (ours.get("verify") or backend != "inductor"):
         raise UnknownOptionError(
-            "expected no bundle together with verify=True or another inner_backend than inductor"
+            "expected no bundle together with verify=True or an inner_backend other than inductor"
         )
     if bundle is not None and not CAN_REPLAY:
         raise UnknownOptionError(f"expected torch 2.13 or later for a bundle, got {torch.__version__}")

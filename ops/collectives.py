@@ -12,7 +12,7 @@ end at one moment, this memory is freed twice: "malloc(): unaligned tcache chunk
 some steps later. The gather below calls the out variant, which runs as ALLGATHER, a name that fits in place.
 docs/passes.md has a program that shows the crash.
 
-[Note: What gloo does for two ranks]
+[Note: gloo between two ranks]
 torch (2.13.0) runs a reduce-scatter on gloo as an all-reduce of a copy of the input, and takes the rank's part out of
 the result. Between two ranks, this sends twice the necessary bytes and allocates a second buffer as large as the input.
 An all-gather on gloo also takes longer than its bytes need. So two ranks on gloo exchange one message each way, by an
@@ -100,7 +100,7 @@ def _reduce_scatter(input: Tensor, reduce_op: str, group_size: int, group_name: 
 def _find_gloo_pair(input: Tensor, group_size: int, group_name: str) -> ProcessGroup | None:
     """Return the process group if two ranks exchange messages, else None.
 
-    See [Note: What gloo does for two ranks].
+    See [Note: gloo between two ranks].
     """
     if group_size != 2 or input.device.type != "cpu" or input.numel() == 0:
         return None

@@ -42,15 +42,15 @@ def check_backward(call: GraphCall, leaf: torch.Tensor, edges: Sequence[Any]) ->
     own = len(call.inputs.differentiable) + len(call.inputs.leaves)
     if any(map(asks_for, edges[own + 1 :])):
         raise PartialBackwardError(
-            "expected loss.backward(), or gradients by the model's inputs alone, got torch.autograd.grad() or "
-            "backward(inputs=...) by sharded parameters: their gradients end in their .grad; call loss.backward() "
-            "and read them"
+            "expected loss.backward(), or gradients with respect to the model's inputs only, got "
+            "torch.autograd.grad() or backward(inputs=...) with respect to sharded parameters, whose gradients are "
+            "only stored in .grad; call loss.backward() and read .grad"
         )
     if keeps_graph() and runs_below(split_backward_code(), call.place.thread) and not _can_split(call):
         raise UnsupportedFeatureError(
             "expected a pipeline stage compiled whole by its own compile(), without tensor parallelism, for a "
-            "schedule that computes the gradients of inputs and of parameters apart, got one whose parameters such "
-            "a schedule does not find; take another schedule, such as 1F1B"
+            "schedule that computes the gradients of inputs and of parameters separately, got a stage whose "
+            "parameters such a schedule does not find; use a different schedule, such as 1F1B"
         )
     return [i for i, node in enumerate(edges[:own]) if asks_for(node)]
 

@@ -167,6 +167,6 @@ class GraphCall:
 def _warn_of_saved_tensor_hooks() -> None:
     # A captured backward would call the hooks that unpack saved tensors, and could not be compiled.
     _log.warning(
-        "a compiled graph keeps what it saves for its backward, though a checkpoint around it, save_on_cpu() or other "
-        "hooks on saved tensors would not: put the checkpoint inside of what is compiled"
+        "a compiled graph keeps its saved tensors in memory, although a checkpoint around it, save_on_cpu() or other "
+        "hooks on saved tensors would drop or move them: put the checkpoint inside the compiled module"
     )

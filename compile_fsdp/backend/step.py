@@ -1,4 +1,4 @@
-"""Decisions about a forward graph and its backward, and what observes both."""
+"""Decisions about a forward graph and its backward, and observers of both."""
 
 from __future__ import annotations
 

@@ -44,11 +44,11 @@ def difference(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> s
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return f"is {got.dtype} of shape {tuple(got.shape)}, not {expected.dtype} of shape {tuple(expected.shape)}"
     if not (got.is_floating_point() or got.is_complex()):
-        return "" if torch.equal(got, expected) else "has other values"
+        return "" if torch.equal(got, expected) else "has different values"
     wide = torch.complex128 if got.is_complex() else torch.float64
     got, expected = got.detach().to(wide), expected.detach().to(wide)
     if not torch.equal(got.isfinite(), expected.isfinite()):
-        return "is not finite at other places"
+        return "is not finite at different places"
     got, expected = got.masked_fill(~got.isfinite(), 0), expected.masked_fill(~expected.isfinite(), 0)
     largest = expected.abs().max().item() if expected.numel() else 0.0
     error = (got - expected).abs().max().item() if expected.numel() else 0.0
@@ -137,9 +137,9 @@ class VerifiedGraph:
         problem = share_problem(self._collectives, self._what, problem, self._limit_s)
         if problem:
             raise VerificationError(
-                f"expected the compiled {self._what} to give what the traced one does, but {problem}; find out which "
-                "pass it is with the option disabled_passes, or leave the compiler out with inner_backend='aot_eager', "
-                "and report it"
+                f"expected the compiled {self._what} to equal the traced graph, but {problem}; find the pass at fault "
+                "with the option disabled_passes, or leave the compiler out with inner_backend='aot_eager', and report "
+                "it"
             )
         return outputs
 
@@ -160,7 +160,7 @@ class VerifiedGraph:
                 return f"output {i} {problem}"
         for i, (tensor, contents) in enumerate(zip(inputs, after, strict=True)):
             if problem := difference(_Contents(tensor).tensor, contents.tensor, tolerance):
-                return f"what it leaves in input {i} {problem}"
+                return f"after the run input {i} {problem}"
         return ""
 
 
@@ -249,11 +249,11 @@ class VerifiedStep:
         for name, parameter in named.items():
             got, expected = ours[name], parameter.grad
             if (got is None) != (expected is None):
-                return f"{name} has {'none' if got is None else 'one where eager FSDP2 has none'}"
+                return f"{name} has {'no gradient' if got is None else 'a gradient, but none in eager FSDP2'}"
             if got is not None and expected is not None:
                 problem = difference(local_tensor(got), local_tensor(expected), tolerance)
                 if problem:
-                    return f"that of {name} {problem}"
+                    return f"the gradient of {name} {problem}"
         return ""
 
 

@@ -1,6 +1,6 @@
 """Store measured costs for later processes: a file for each device and mesh, beside Inductor's caches.
 
-[Note: What a measurement holds for]
+[Note: Validity of a measurement]
 A measurement is valid for one device, thread count, release of torch, process-group backend and matrix dtype. It also
 depends on the number of ranks in the process group, the distance between their rank numbers, and the number of the
 job's ranks per host. If any of these differs, the costs are measured again. So a mesh within a host and a mesh across
@@ -31,7 +31,7 @@ Circumstances = Mapping[str, Any]
 
 
 def circumstances(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> Circumstances:
-    """The key of a measurement. See [Note: What a measurement holds for]."""
+    """The key of a measurement. See [Note: Validity of a measurement]."""
     ranks = dist.get_process_group_ranks(group)
     return {
         "device": _device_name(device),

@@ -173,7 +173,7 @@ class BackwardRecord:
         self.problem: str | None = None
         self._tensors = Tensors(parameters, outputs, grads) if _is_one_node(outputs) else None
         if self._tensors is None:
-            self.problem = "its outputs are not those of its graph"
+            self.problem = "its outputs are not the outputs of its graph"
 
     def begin(
         self, function: FunctionType, arguments: Sequence[Any], undefined: Sequence[int]
@@ -199,7 +199,7 @@ class BackwardRecord:
             self.problem = str(error)
             return None
         if len(sizes) or len(scalars) or not all(_is_own(hook, tensors.node) for hook in hooks):
-            self.problem = "its backward has sizes, numbers or hooks of its own"
+            self.problem = "its backward depends on symbolic sizes, on numbers, or on unknown hooks"
             return None
         gradients = [i for i, (name, _) in enumerate(self.places) if name == "gradient"]
         scope = {"L": {"inputs": _not_saved(self.places, tensors), "state": state}, "G": function.__globals__}

@@ -1,6 +1,6 @@
 """Bundles: files with a traced step and the facts it depends on.
 
-[Note: What a bundle is made of]
+[Note: Contents of a bundle]
 A line of JSON has the facts; they are compared before the rest of the file is unpickled. Then comes a pickle: code,
 conditions, compiled graphs. Unpickling runs code from the file, so a file is read only if it belongs to this user or
 root, and not everybody may write it: see docs/performance.md.
@@ -156,7 +156,7 @@ def read(path: Path, facts: Mapping[str, Any]) -> tuple[Any, str]:
         raise NotPortableError(f"it cannot be read: {error}") from error
     magic, _, rest = content.partition(b"\n")
     if magic + b"\n" != _MAGIC:
-        raise NotPortableError("the file is no bundle, or that of another version")
+        raise NotPortableError("the file is no bundle, or a bundle of a different version")
     line, _, body = rest.partition(b"\n")
     try:
         head = json.loads(line)
@@ -165,9 +165,9 @@ def read(path: Path, facts: Mapping[str, Any]) -> tuple[Any, str]:
         raise NotPortableError(f"its first lines are damaged: {error}") from error
     for name in sorted({*made, *facts}):
         if made.get(name) != facts.get(name):
-            raise NotPortableError(f"it was made with other {name}: {made.get(name)}, not {facts.get(name)}")
+            raise NotPortableError(f"it was made with different {name}: {made.get(name)}, not {facts.get(name)}")
     if hashlib.sha256(body).hexdigest() != digest:
-        raise NotPortableError(f"it is damaged: {len(body)} bytes of {head.get('bytes')}, or others")
+        raise NotPortableError(f"it is damaged: {len(body)} of {head.get('bytes')} bytes, or changed bytes")
     try:
         return pickle.loads(body), digest
     except Exception as error:  # pickled classes may raise any exception

@@ -9,7 +9,7 @@ Two classes of a process may have equal names. A result computed at trace time d
 the attributes that the graph reads. So once the conditions hold in a process, they require its classes and objects from
 then on, as Dynamo's guards do.
 
-[Note: The same objects]
+[Note: Two paths to one object]
 If two paths lead to one object, Dynamo makes one variable of it, and guards this only if the object is an input of the
 graph. So the conditions also store which paths led to one object when the graph was traced.
 """
@@ -98,7 +98,7 @@ class Conditions:
         paths: Paths to the objects that the graph depends on.
         conditions: Conditions on these objects.
         pairs: Pairs of positions that Dynamo guards to be one object, constants included.
-        same: By position: the first position of an identical object; see [Note: The same objects].
+        same: By position: the first position of an identical object; see [Note: Two paths to one object].
         state: torch's global state before the trace, which must hold again.
     """
 
@@ -119,7 +119,7 @@ class Conditions:
         try:
             values = self.paths.values(scope)
         except (LookupError, AttributeError, TypeError) as error:
-            raise NotPortableError(f"the graph depends on what is not there: {error!r}") from error
+            raise NotPortableError(f"the graph depends on a missing object: {error!r}") from error
         self.conditions: list[Condition] = []
         for guard, position in looks:
             if guard.kind not in _LOOKS:

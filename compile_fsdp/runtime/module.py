@@ -1,6 +1,6 @@
 """Class of sharded modules, which compiles a module's own hooks together with its forward.
 
-[Note: Code of its own for every module]
+[Note: Separate code for every module]
 Dynamo counts compilations by code object, and stops at the recompile limit, 8 by default. If roots shared the code
 object of `_call_impl`, Dynamo could not compile the ninth model. Behind a graph break, Dynamo also compiles each
 module's hooks as separate frames, so each hook has a separate code object, too.
@@ -69,7 +69,7 @@ class TraceableModule:
 
     @at_run_time
     def reset_iter_state(self) -> None:
-        """Reset torch's state of the root after an exception, and free what a graph left unsharded."""
+        """Reset torch's state of the root after an exception, and free groups that a graph left unsharded."""
         reset_step(_state_of(self))
 
 
@@ -165,7 +165,7 @@ def _root_of(module: Any) -> Root:
 
 @at_run_time
 def _take_own_code(module: Any) -> None:
-    # See [Note: Code of its own for every module]. Only for a root, because graphs would call the parts of a submodule
+    # See [Note: Separate code for every module]. Only for a root, because graphs would call the parts of a submodule
     # `self._call_impl` and not by their names.
     if "_call_impl" not in module.__dict__:
         module.__dict__["_call_impl"] = MethodType(_with_own_code(TraceableModule._call_impl), module)
@@ -176,7 +176,7 @@ _copies = itertools.count()
 
 @at_run_time
 def _with_own_code(function: Any) -> Any:
-    """Copy a function with its code object. See [Note: Code of its own for every module]."""
+    """Copy a function with its code object. See [Note: Separate code for every module]."""
     # A new name, because Dynamo's tables would not tell equal code objects apart.
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(_copies)}")
     # Copied globals, because Dynamo stores results of our functions there and never removes them.

@@ -67,8 +67,8 @@ def _check_root(module: nn.Module, where: str) -> None:
     roots = [f"{fqn} ({class_name(each)})" for fqn, each, state in below if state is not None and state._is_root]
     if roots:
         raise RootError(
-            f"expected the first forward to be that of {where}, got forwards of {', '.join(roots)} before it, "
-            "each a root of its own since; shard the model anew, and call it as a whole before any of its parts"
+            f"expected the first forward to be of {where}, got earlier forwards of {', '.join(roots)}, which made each "
+            "of them a root; shard the model again, and call the whole model before any of its parts"
         )
 
 

@@ -1,6 +1,6 @@
 """Pause of garbage collection while the compiler traces.
 
-[Note: What a trace makes stays]
+[Note: Objects of a trace stay]
 A trace makes millions of objects that live until its end, or as long as the compiled code. Python's collector scans
 them repeatedly and finds almost no garbage. The scans took a sixth of a first step of 24 blocks (2026-11-24).
 """

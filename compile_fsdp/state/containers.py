@@ -1,6 +1,6 @@
 """Walk and encode a parameter's optimizer state: tensors, numbers, and nested containers of both.
 
-[Note: What DCP does to containers]
+[Note: Containers in DCP]
 torch.distributed.checkpoint saves each tensor in nested dicts and lists separately. But it turns every dict key into a
 string, drops empty dicts, and pickles a tuple whole, including its tensors. `encode` converts state that DCP would
 change into a flat dict of its tensors and a picture of its containers, in which a `Place` stands for each tensor.
@@ -47,7 +47,7 @@ def leaves(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def encode(state: dict[Any, Any]) -> dict[str, Any]:
-    """Encode a parameter's state so that DCP restores it unchanged. See [Note: What DCP does to containers]."""
+    """Encode a parameter's state so that DCP restores it unchanged. See [Note: Containers in DCP]."""
     if all(isinstance(key, str) and _is_plain(value) for key, value in state.items()):
         return state
     tensors: dict[str, Any] = {}

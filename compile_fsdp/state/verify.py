@@ -71,7 +71,7 @@ class Differences:
         found = "; ".join(f"{_KINDS[kind]}: {', '.join(texts)}" for kind, texts in sorted(by_kind.items()))
         raise StateMismatchError(
             f"expected {self._source} to fit the model and its optimizer, got {found}. Nothing was changed; load into "
-            "the model and optimizer that it was saved from, or with strict=False what both have"
+            "the model and optimizer that it was saved from, or load only the common entries with strict=False"
         )
 
 

@@ -29,7 +29,9 @@ TIMEOUT_S = 300.0
 
 def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `calibrate` to the command line."""
-    parser = subcommands.add_parser("calibrate", help="measure what the passes decide by", description=DESCRIPTION)
+    parser = subcommands.add_parser(
+        "calibrate", help="measure the costs by which the passes decide", description=DESCRIPTION
+    )
     parser.set_defaults(run=run)
     parser.add_argument(
         "--ranks", type=int, default=None, metavar="N", help="without torchrun (default: the GPUs, or 2 on CPUs)"

@@ -14,7 +14,7 @@ from compile_fsdp.tools.scripts import add_script, run_script
 
 DESCRIPTION = """\
 Run a training script in one process, as one rank of a world whose collectives do nothing, and write into a folder the
-bundles that its models name with the option `bundle`. A job of so many ranks that finds them there traces nothing. The
+bundles that its models name with the option `bundle`. A job of N ranks that finds these bundles traces nothing. The
 script's own writes do not reach its files.
 """
 

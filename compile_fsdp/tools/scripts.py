@@ -20,10 +20,10 @@ from compile_fsdp.tools.launch import fake_world
 def add_script(parser: argparse.ArgumentParser) -> None:
     """Add `--steps`, the script and the script's arguments to the end of a command line."""
     parser.add_argument(
-        "--steps", type=int, default=2, metavar="N", help="end the script after so many optimizer steps (default 2)"
+        "--steps", type=int, default=2, metavar="N", help="end the script after N optimizer steps (default 2)"
     )
     parser.add_argument("script", type=Path, metavar="SCRIPT", help="a Python file")
-    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="what the script gets as its arguments")
+    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
 
 
 def add_world(parser: argparse.ArgumentParser) -> None:

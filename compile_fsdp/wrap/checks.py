@@ -45,7 +45,7 @@ def check_selection(root: nn.Module, policy: Policy, selection: Selection, ignor
     if foreign:
         raise PolicyError(
             f"expected {policy!r} to select modules of {type(root).__name__}, got {', '.join(foreign)}; "
-            "select what root.modules() yields"
+            "select modules that root.modules() yields"
         )
     inside = [names[module] for module in selection if module in ignored]
     if inside:
@@ -73,7 +73,7 @@ def check_modules(root: nn.Module, modules: Collection[nn.Module]) -> None:
     if sharded:
         raise AlreadyShardedError(
             f"expected modules that are not sharded yet, got {sharded}; plan before any fully_shard(), "
-            "or pass what is sharded by hand as ignored_modules"
+            "or pass modules that are sharded by hand as ignored_modules"
         )
     passive = {names[module]: type(module).__name__ for module in modules if not has_forward(module)}
     if passive:
@@ -186,6 +186,6 @@ def frozen_warnings(drafts: Sequence[Draft]) -> tuple[str, ...]:
             found.append(
                 f"{draft.name}: {len(frozen)} frozen parameters are in one group with {trainable} trainable ones; "
                 f"they get no gradients, but each backward gathers their {size:,} bytes as well and holds them until "
-                "the last gradient of the group is reduced; select modules that hold either kind alone"
+                "the last gradient of the group is reduced; select modules that hold only one kind"
             )
     return tuple(found)

@@ -26,7 +26,7 @@ class Costs:
     """Alpha-beta model of communication, and roofline model of compute.
 
     Attributes:
-        latency: Seconds that a collective takes whatever its size.
+        latency: Seconds that a collective of any size takes.
         comm_bandwidth: Bytes per second that a rank receives.
         memory_bandwidth: Bytes per second that a kernel reads and writes together.
         flops: Floating-point operations per second.

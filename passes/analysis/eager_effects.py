@@ -1,6 +1,6 @@
 """Reads, writes and ordering of nodes in a Dynamo-level graph.
 
-[Note: Names tell what torch functions write]
+[Note: Names tell the writes]
 Before AOTAutograd a graph calls torch functions, operators and tensor methods, which have no schema, but whose names
 follow rules. A function whose name ends in an underscore, and an in-place operator, write their first argument; `out=`
 and `inplace=` declare a write. A callable from outside of torch may do anything.
@@ -86,7 +86,7 @@ class EagerEffects(Effects):
     def written_inputs(self, node: fx.Node) -> Sequence[fx.Node]:
         """Return the inputs that the node may write.
 
-        See [Note: Names tell what torch functions write].
+        See [Note: Names tell the writes].
         """
         if not is_torch_function(node):
             return super().written_inputs(node)

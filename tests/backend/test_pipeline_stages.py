@@ -127,4 +127,4 @@ def _refused(rank: int) -> str:
 def test_split_backward_of_separately_compiled_layers_raises() -> None:
     skip_before("2.13")
     for message in run_ranks(1, _refused):
-        assert "take another schedule, such as 1F1B" in message
+        assert "use a different schedule, such as 1F1B" in message

@@ -84,7 +84,7 @@ def _train_wrongly(rank: int, wrong_graph: int, verify: bool) -> tuple[str, list
 def test_wrong_graph_on_one_rank_raises_on_all_ranks(wrong_graph: int, direction: str) -> None:
     (first, _), (second, _) = results = run_ranks(2, _train_wrongly, wrong_graph, True)
     assert first == second
-    assert f"expected the compiled {direction} graph to give what the traced one does" in first
+    assert f"expected the compiled {direction} graph to equal the traced graph" in first
     assert "differs by" in first
     assert [differing for _, differing in results] == [[], []]
 
@@ -120,7 +120,7 @@ def _train_otherwise(rank: int) -> tuple[str, bool]:
 def test_step_that_differs_from_eager_fsdp2_raises_on_all_ranks() -> None:
     results = run_ranks(2, _train_otherwise)
     assert results[0][0] == results[1][0]
-    assert "expected the gradients of torch's eager FSDP2, but that of " in results[0][0]
+    assert "expected the gradients of torch's eager FSDP2, but the gradient of " in results[0][0]
     assert all(unchanged for _, unchanged in results)
 
 
@@ -165,5 +165,5 @@ def test_tolerance_depends_on_dtype(dtype: torch.dtype, factor: float, is_right:
 def test_difference_allows_rounding_but_not_other_values_or_shapes() -> None:
     assert difference(torch.tensor([1e-9]), torch.tensor([0.0]), tolerance_of([torch.float32])) == ""
     assert difference(torch.tensor([1e-3]), torch.tensor([0.0]), tolerance_of([torch.float32])) != ""
-    assert difference(torch.tensor([1, 2]), torch.tensor([1, 3]), 1.0) == "has other values"
+    assert difference(torch.tensor([1, 2]), torch.tensor([1, 3]), 1.0) == "has different values"
     assert "shape" in difference(torch.zeros(2), torch.zeros(3), 1.0)

@@ -36,8 +36,8 @@ modes:
   simple_block    SimpleFSDP with buckets of a block's size
 
 --script runs a training script of yours until enough of its steps are measured. Eager and compiled steps take turns.
-The script really trains, so its own writes happen. The command then says what compiling gains, and estimates what would
-gain more.
+The script really trains, so its own writes happen. The command then prints the gain of compiling, and estimates
+further gains.
 """
 
 DEFAULT_MODES = ("eager", "block", "compile")
@@ -143,7 +143,7 @@ def _check(args: argparse.Namespace) -> None:
         except ModuleNotFoundError as error:
             raise CommandError(
                 f"compile-fsdp bench needs {error.name} for these options; put a checkout of torchtitan on PYTHONPATH; "
-                "install what that imports: tyro, spmd_types"
+                "install its imports: tyro, spmd_types"
             ) from error
 
 

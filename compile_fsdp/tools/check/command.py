@@ -10,9 +10,9 @@ from compile_fsdp.tools.scripts import add_script, add_world, world
 
 DESCRIPTION = """\
 Run a training script for two steps and say whether it compiles whole: which line breaks the graph and why, which
-modules are in no graph, which parameters stay unsharded, what was compiled again, which settings cost, and what to
-change for each. Alone, the process is one rank of a world of any size whose collectives do nothing; under torchrun, the
-ranks are real, and the first one writes. The script's own writes do not reach its files.
+modules are in no graph, which parameters stay unsharded, which graphs were recompiled, and which settings are costly,
+with a remedy for each. Without torchrun, the process is one rank of a world of any size whose collectives do nothing;
+under torchrun, the ranks are real, and rank 0 writes. The script's own writes do not reach its files.
 """
 
 EPILOG = """\
@@ -26,7 +26,7 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
         "check", help="say whether a script compiles whole, for CI", description=DESCRIPTION, epilog=EPILOG
     )
     parser.set_defaults(run=run)
-    parser.add_argument("--strict", action="store_true", help="exit with 1 for what costs, too")
+    parser.add_argument("--strict", action="store_true", help="also exit with 1 for costly settings")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings")
     add_world(parser)
     add_script(parser)

@@ -235,7 +235,7 @@ def _kept_by_settings(model: ShardedModel) -> Iterator[Finding]:
             f"{list_names(_names(kept))} of {model.name} are sharded with reshard_after_forward=False: "
             f"{format_bytes(sum(group.unsharded_bytes for group in kept))} stay unsharded from the forward to the "
             "backward.",
-            "Leave reshard_after_forward out, or set the option memory_budget, which keeps what there is room for.",
+            "Leave reshard_after_forward out, or set the option memory_budget, which keeps the parameters that fit.",
             names=tuple(fqn for group in kept for fqn in group.parameters),
         )
 

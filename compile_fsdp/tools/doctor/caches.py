@@ -35,7 +35,7 @@ def check_cache_folder(least_free_bytes: int = LEAST_FREE_BYTES) -> Row:
     free = shutil.disk_usage(folder).free
     text = f"{folder}, {format_bytes(free)} free"
     if free < least_free_bytes:
-        return Row(State.WARNING, text, f"delete what is old in it, or {remedy}")
+        return Row(State.WARNING, text, f"delete old files in it, or {remedy}")
     return Row(State.OK, text)
 
 

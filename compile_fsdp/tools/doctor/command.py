@@ -13,8 +13,8 @@ from compile_fsdp.tools.doctor.asked import NAME
 from compile_fsdp.tools.doctor.rows import Row, State
 
 DESCRIPTION = """\
-Look for whatever keeps compile_fsdp from working here: versions, private names of torch, a C++ compiler, devices,
-process groups, the compiler's cache. A table says what was found, with a remedy for each fault. The exit status is 1 if
+Check that compile_fsdp works on this host: versions, private names of torch, a C++ compiler, devices, process groups,
+the compiler's cache. Print a table of the results, with a remedy for each fault. The exit status is 1 if
 there is a fault; warnings do not count.
 """
 
@@ -46,7 +46,7 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run this command alone, see [Note: A doctor for what does not import].
+    """Run this command alone, see [Note: A doctor for a failing import].
 
     Args:
         arguments: Arguments after `doctor`.

@@ -8,17 +8,17 @@ from pathlib import Path
 from compile_fsdp.tools.scripts import add_script, add_world, run_script, world
 
 DESCRIPTION = """\
-Run a training script and write one HTML page about what compile_fsdp has compiled in it: a timeline, the memory of
-unsharded parameters, the groups, the graphs pass by pass, graph breaks and recompiles. Alone, the process is one rank
-of a world of any size whose collectives do nothing; under torchrun, the ranks are real, and the first one writes. The
-script's own writes do not reach its files.
+Run a training script and write one HTML page about its compiled steps: a timeline, the memory of unsharded parameters,
+the groups, the graphs pass by pass, graph breaks and recompiles. Without torchrun, the process is one rank of a world
+of any size whose collectives do nothing; under torchrun, the ranks are real, and rank 0 writes. The script's own writes
+do not reach its files.
 """
 
 
 def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `explain` to the command line."""
     parser = subcommands.add_parser(
-        "explain", help="report on what a script compiles, as an HTML page", description=DESCRIPTION
+        "explain", help="report on the compiled steps of a script, as an HTML page", description=DESCRIPTION
     )
     parser.set_defaults(run=run)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the page to write")

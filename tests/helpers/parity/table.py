@@ -12,13 +12,14 @@ _HEAD = """\
 # Parity with eager FSDP2
 
 For users and contributors who ask how closely a compiled step follows eager FSDP2. `make parity` writes this page
-({torch}, gloo, CPU). Each row trains a model by eager `fully_shard`, by ours run eagerly, and by ours compiled
-with `fullgraph=True`; `tests/helpers/parity/features.py` defines the rows. Losses and gradients of every step are
-compared, and at the end parameters, buffers, optimizer state and state dicts. If training without sharding computes
-equal values, the error to it is at most 1e-5, except in 16 bits. Rows that combine features run with aot_eager only.
+({torch}, gloo, CPU). Each row trains a model three times: with torch's `fully_shard`, with ours run eagerly, and
+with ours compiled with `fullgraph=True`; `tests/helpers/parity/features.py` defines the rows. Losses and gradients of
+every step are compared, and at the end parameters, buffers, optimizer state and state dicts. If training without
+sharding computes equal values, the difference to it is at most 1e-5, except in 16 bits. Rows that combine features run
+with aot_eager only.
 
 * aot_eager, inductor: largest relative difference to eager FSDP2 with this inner backend; 0 is bit by bit.
-* graphs: compiled in all, and after the first step.
+* graphs: number compiled in all; after "+", compiled after the first step.
 * calls: collectives of one compiled step; "of" the eager step's number, if it is larger.
 * sent: bytes of these collectives, compiled / eager.
 * peak: bytes that a step allocates, compiled / eager, with aot_eager and with inductor. These models have a few
@@ -35,28 +36,29 @@ Files in `tests/` that compare with eager FSDP2, bit by bit with aot_eager:
 
 | training | file |
 | --- | --- |
-| schedules of `torch.distributed.pipelining`, with tensor parallelism | `test_pipeline_stages.py` |
-| DTensors as inputs and outputs, `dp_mesh_dims` | `test_dtensor_activations.py` |
-| separately called or compiled modules, several roots in one graph | `test_submodules.py` |
-| outputs that the loss does not use | `test_undefined_gradients.py` |
-| gradients by inputs, a second backward through a kept graph | `test_input_gradients.py` |
-| pending unshards, shared communication contexts | `test_user_gathers.py` |
-| a parameter's `grad_dtype`, `finalize_backward()`, since torch 2.15 | `test_gradient_dtypes.py` |
-| torchao's float8 all-gather | `test_float8_gathers.py` |
-| routed experts, context parallelism, lengths, Muon, averages, adapters | `test_training_styles.py` |
+| schedules of `torch.distributed.pipelining`, with tensor parallelism | `backend/test_pipeline_stages.py` |
+| DTensors as inputs and outputs, `dp_mesh_dims` | `runtime/test_dtensor_activations.py` |
+| separately called or compiled modules, several roots in one graph | `runtime/test_submodules.py` |
+| outputs that the loss does not use | `backend/test_undefined_gradients.py` |
+| gradients with respect to inputs, a second backward through a kept graph | `backend/test_input_gradients.py` |
+| pending unshards, shared communication contexts | `runtime/test_user_gathers.py` |
+| a parameter's `grad_dtype`, `finalize_backward()`, since torch 2.15 | `runtime/test_gradient_dtypes.py` |
+| torchao's float8 all-gather | `runtime/test_float8_gathers.py` |
+| routed experts, context parallelism, lengths, Muon, averages, adapters | `parity/test_training_styles.py` |
 
 ## Differences by rule
 
 * A checkpointed block that writes a buffer: eager FSDP2 writes twice, because it runs the block twice; a compiled step
   writes once.
 * `x + block(x)` outside of the sharded block: the two gradients of `x` are added in a different order, which may round
-  differently. So are the gradients of a weight that the forward reads twice and the loss once more.
+  differently. The gradients of a weight that the forward reads twice and the loss once more are also added in a
+  different order.
 * In compiled code a parameter is a plain unsharded tensor everywhere, so `isinstance(parameter, DTensor)` is False. Ask
   `isinstance(module, FSDPModule)` instead.
 
 ## Refused
 
-Before any collective, with the module's name; the model trains eagerly.
+These raise an error before any collective, with the module's name. The model trains eagerly.
 
 | refused | because |
 | --- | --- |
@@ -67,7 +69,7 @@ Before any collective, with the module's name; the model trains eagerly.
 | torchao's `precompute_float8_dynamic_scale_for_fsdp` | its `__tensor_unflatten__` loses the scales |
 | a zero-bubble schedule on a stage compiled in parts, or with tensor parallelism | it does not find the parameters |
 | an in-place write of a gathered parameter in the forward, `max_norm` of an embedding | the write would be lost |
-| `create_graph=True`, `torch.autograd.grad` by sharded parameters | see `BackwardError` |
+| `create_graph=True`, `torch.autograd.grad` with respect to sharded parameters | see `BackwardError` |
 """
 
 _BACKENDS = ("aot_eager", "inductor")

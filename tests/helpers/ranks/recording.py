@@ -24,7 +24,7 @@ class Collective:
     """One collective as the backend executed it.
 
     gloo executes a reduce-scatter as an all-reduce. The runtime's gathers and reduce-scatters between two ranks on gloo
-    are all-to-alls of this rank's share: see [Note: What gloo does for two ranks].
+    are all-to-alls of this rank's share: see [Note: gloo between two ranks].
     """
 
     kind: str  # "all_gather", "all_reduce", ...

@@ -24,15 +24,16 @@ PAGE = ROOT / "docs" / "compatibility.md"
 HEAD = """# Compatibility
 
 For users who choose a release of torch. `make test-matrix` writes this page from a run of the tests with each supported
-release. A release outside of the range is refused at import. A release that lacks a private name which the package uses
-is refused by that name, before the first graph. `constraints.txt` has the release that `make test` runs with.
+release. Counts and names of tests are of the day of the run. A release outside of the range is refused at import. A
+release that lacks a private name which the package uses is refused at import or before the first graph; the error names
+it. `constraints.txt` has the release that `make test` runs with.
 
 Releases differ:
 
 * 2.11: without sharding, too, `aot_eager` rounds some gradients differently from eager code, by up to 2.2e-8 in float32
-  (`tests/torch_compat/test_releases.py` shows this with torch alone). Dynamo cuts a model with graph breaks into fewer
-  pieces. DTensor's cache of operations grows in the first 600 steps of AdamW, also after eager FSDP2. Dynamo fails on
-  `set_reshard_after_forward()` inside of a function under `torch.compile`. Two processes ended with
+  (`tests/torch_compat/test_releases.py` shows this without compile_fsdp). Dynamo cuts a model with graph breaks into
+  fewer pieces. DTensor's cache of operations grows in the first 600 steps of AdamW, also after eager FSDP2. Dynamo
+  fails on `set_reshard_after_forward()` inside of a function under `torch.compile`. Two processes ended with
   `free(): invalid pointer`, which eighteen further runs did not repeat.
 * 2.11 and 2.12: eager FSDP2 keeps a group of several modules unsharded into the backward if one of them does not run;
   compiled steps free it and gather it again, as eager steps do since 2.13. Guards and constants of a deleted model stay
