@@ -8,6 +8,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any, NamedTuple, cast
 
@@ -139,7 +140,8 @@ def compile_for_many(
     return compiled
 
 
-class CompileSettings(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class CompileSettings:
     """Settings of a compiled module or function.
 
     Attributes:

@@ -49,6 +49,8 @@ _compile_fx = Late("torch._inductor.compile_fx.compile_fx")
 _compile_fx_inner = Late("torch._inductor.compile_fx.compile_fx_inner")
 _aot_autograd = Late("torch._dynamo.backends.common.aot_autograd")
 _custom_pre_pass = Late("torch._inductor.config.post_grad_custom_pre_pass")
+_reorders_for_locality = Late("torch._inductor.config.reorder_for_locality")
+_reorder_for_locality = Late("torch._inductor.fx_passes.post_grad.reorder_for_locality")
 _boxed_nop = Late("torch._dynamo.backends.debugging.boxed_nop")
 _get_default_op_list = Late("torch._functorch.partitioners.get_default_op_list")
 _select_decomp_table = Late("torch._inductor.decomposition.select_decomp_table")
@@ -93,6 +95,8 @@ def without_code() -> Iterator[None]:
 
 
 def _run_custom_passes(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+    if kwargs.get("is_inference") and _reorders_for_locality.value:  # as Inductor does before the custom pass
+        _reorder_for_locality(gm.graph)
     _custom_pre_pass.value(gm.graph)
     gm.recompile()
     return _boxed_nop(gm, list(example_inputs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -77,9 +78,11 @@ def _process_group_destroyed() -> None:
 
 def _process_group_missing() -> None:
     dist.destroy_process_group()
+    rank = os.environ.pop("RANK")
     try:
         compile_fsdp.fully_shard(nn.Linear(8, 8))
     finally:
+        os.environ["RANK"] = rank
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         _start_counting()
 

@@ -145,7 +145,8 @@ def test_unshardable_parameters_are_refused() -> None:
     assert "in dim 1 over 4 ranks, where only dim 0 may be split unevenly" in message
 
 
-def test_missing_process_group_is_refused() -> None:
+def test_missing_process_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK")
     mesh = init_device_mesh("cpu", (4,))
     with_mesh = CustomPolicy(lambda module: isinstance(module, Block) and {"mesh": mesh})  # but not for the root
     torch.distributed.destroy_process_group()

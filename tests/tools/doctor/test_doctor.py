@@ -18,7 +18,7 @@ import torch
 from compile_fsdp.calibration import store
 from compile_fsdp.calibration.measure import Link, Measurements
 from compile_fsdp.cli import main
-from compile_fsdp.tools import scripts
+from compile_fsdp.tools import launch
 from compile_fsdp.tools.doctor import caches, command, machine, software
 from compile_fsdp.tools.doctor.rows import Row, State
 from compile_fsdp.torch_compat import declarations, dynamo
@@ -220,10 +220,10 @@ def test_missing_process_group_backend_is_a_fault() -> None:
 
 
 def test_missing_fake_process_group_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(world_size: int) -> None:
+    def refuse(world_size: int, rank: int) -> None:
         raise ImportError("No module named torch.testing")
 
-    monkeypatch.setattr(scripts, "init_fake_process_group", refuse)
+    monkeypatch.setattr(launch, "init_fake_process_group", refuse)
     assert machine.check_fake_group().state is State.FAULT
 
 
