@@ -54,7 +54,7 @@ demo: $(VENV)/.deps-demo $(VENV)/.package
 test: setup
 	$(BIN)/ruff check .
 	$(BIN)/codespell *.md compile_fsdp passes ops tests docs examples benchmarks
-	cd tests && { PYTHONPATH=. $(abspath $(BIN))/python -m helpers.device.build & building=$$!; \
+	cd tests && { PYTHONPATH=. $(abspath $(BIN))/python -m helpers.device.extension & building=$$!; \
 		$(abspath $(BIN))/mypy --config-file ../pyproject.toml -p compile_fsdp; checked=$$?; \
 		wait $$building && exit $$checked; }
 	$(BIN)/pytest $(PARALLEL)

@@ -8,8 +8,7 @@ from torch import nn
 
 import compile_fsdp
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
-from helpers.graphs.caches import without_graph_caches
-from helpers.graphs.capture import events, render_step
+from helpers.graphs.capture import events, render_step, without_graph_caches
 from helpers.ranks.fake_world import fake_world
 
 

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 import compile_fsdp
-from helpers.graphs.caches import without_graph_caches
+from helpers.graphs.capture import without_graph_caches
 from helpers.logs import logged
 from helpers.parity.check import build, loss_of
 from helpers.ranks.fake_world import fake_world

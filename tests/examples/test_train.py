@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from helpers.device.build import build
+from helpers.device.extension import build
 from helpers.ranks.forked import run_forked
 
 TEXT = "the quick brown fox jumps over the lazy dog; " * 400

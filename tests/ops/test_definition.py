@@ -39,10 +39,6 @@ def test_missing_kernels_are_supplied(definition: OpDefinition, library: Library
     tensor = torch.zeros(2, 3)
     op(tensor, torch.arange(3))
     assert tensor.tolist() == [[0.0, 1.0, 2.0]] * 2
-
-
-def test_second_call_supplies_nothing(definition: OpDefinition, library: Library) -> None:
-    ensure_definition(definition, library)
     assert ensure_definition(definition, library) == ()
 
 
@@ -73,9 +69,7 @@ def test_supplied_kernels_live_as_long_as_their_library(definition: OpDefinition
         pytest.param("copy_(Tensor tensor, Tensor data) -> ()", id="declares no write"),
         pytest.param("copy_(Tensor(a!) tensor, Tensor(b!) data) -> ()", id="writes its source"),
         pytest.param("copy_(Tensor(a!) tensor, Tensor data) -> Tensor(a!)", id="returns its destination"),
-        pytest.param(
-            "copy_(Tensor(a!) tensor, Tensor data, bool non_blocking=False) -> ()", id="more arguments"
-        ),
+        pytest.param("copy_(Tensor(a!) tensor, Tensor data, bool non_blocking=False) -> ()", id="more arguments"),
         pytest.param("copy_(Tensor data, Tensor(a!) tensor) -> ()", id="other order"),
     ],
 )
@@ -103,9 +97,7 @@ def test_error_names_missing_kernels_that_only_torch_has(namespace: str, library
 
 def test_error_names_a_missing_op_that_only_torch_defines(namespace: str) -> None:
     definition = OpDefinition(f"{namespace}::absent", "() -> ()")
-    with pytest.raises(
-        OpDefinitionError, match=rf"expected the op {namespace}::absent\(\) -> \(\), found none"
-    ):
+    with pytest.raises(OpDefinitionError, match=rf"expected the op {namespace}::absent\(\) -> \(\), found none"):
         get_op(definition)
 
 

@@ -95,11 +95,7 @@ def broadcast_source(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[int, ...]
 @settings(deadline=None, max_examples=200)
 @given(st.data(), shapes, st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.sampled_from(LAYOUTS))
 def test_copy_equals_tensor_copy(
-    data: st.DataObject,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    source_dtype: torch.dtype,
-    view: Layout,
+    data: st.DataObject, shape: tuple[int, ...], dtype: torch.dtype, source_dtype: torch.dtype, view: Layout
 ) -> None:
     base = values(shape, dtype, start=1)
     # Half of the sources fit; the rest are arbitrary and mostly refused.

@@ -28,7 +28,5 @@ assert flags() == flags_before
 
 
 def test_import_changes_no_setting() -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=240, check=False
-    )
+    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=240, check=False)
     assert run.returncode == 0, run.stderr

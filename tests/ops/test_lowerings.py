@@ -34,9 +34,7 @@ def test_torchs_lowerings_are_kept() -> None:
 
 def test_error_names_a_missing_lowering_that_only_torch_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(lowerings, resize_storage_bytes_)
-    with pytest.raises(
-        OpDefinitionError, match="Inductor lowering of inductor::resize_storage_bytes_, found none"
-    ):
+    with pytest.raises(OpDefinitionError, match="Inductor lowering of inductor::resize_storage_bytes_, found none"):
         ensure_lowerings()
 
 
@@ -80,9 +78,7 @@ def fill(tensor: Tensor, data: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("shape", [(3,), (2, 1)])
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)])
-def test_torchs_lowering_broadcasts_and_widens(
-    shape: tuple[int, ...], dtypes: tuple[torch.dtype, torch.dtype]
-) -> None:
+def test_torchs_lowering_broadcasts_and_widens(shape: tuple[int, ...], dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     tensor, data = torch.zeros(2, 3, dtype=dtypes[0]), torch.ones(shape, dtype=dtypes[1])
     assert fill(tensor, data).tolist() == [[3.0] * 3] * 2
     assert tensor.tolist() == [[2.0] * 3] * 2

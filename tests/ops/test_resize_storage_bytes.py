@@ -32,9 +32,7 @@ def test_schema_and_kernels() -> None:
 
 def test_different_definition_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     # Change the expected definition, because a test cannot change torch's op.
-    needed = replace(
-        resize_storage_bytes.DEFINITION, signature="(Tensor(a!) variable, SymInt new_size) -> ()"
-    )
+    needed = replace(resize_storage_bytes.DEFINITION, signature="(Tensor(a!) variable, SymInt new_size) -> ()")
     monkeypatch.setattr(resize_storage_bytes, "DEFINITION", needed)
     with pytest.raises(OpDefinitionError, match=r"found inductor::resize_storage_bytes_\(Tensor variable, "):
         ensure_ops()
@@ -54,14 +52,6 @@ def test_resize_frees_fake_tensors() -> None:
         tensor = torch.ones(4)
         resize_storage_bytes_(tensor, 0)
         assert tensor.untyped_storage().nbytes() == 0 and tensor.shape == (4,)
-
-
-def test_resize_is_not_dead_code() -> None:
-    graph = fx.Graph()
-    resize = graph.call_function(resize_storage_bytes_, (graph.placeholder("tensor"), 0))
-    graph.output(())
-    graph.eliminate_dead_code()
-    assert resize in graph.nodes
 
 
 def test_a_traced_window_keeps_its_three_ops_in_order() -> None:

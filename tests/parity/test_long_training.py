@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 import compile_fsdp
-from helpers.graphs.caches import without_graph_caches
+from helpers.graphs.capture import without_graph_caches
 from helpers.parity.check import LEARNING_RATE, Parity
 from helpers.parity.twins import Twins
 from helpers.ranks.pools import run_ranks

@@ -15,13 +15,11 @@ import torch
 
 import compile_fsdp
 from compile_fsdp.backend.derived_backward import Partitioner
-from compile_fsdp.ops import copy_, resize_storage_bytes_
 from compile_fsdp.passes import COSTS, PASSES, Costs, Pipeline, WindowReport, cache_key, pipelines
 from compile_fsdp.passes.report import Names, node_name
 from compile_fsdp.passes.runner import PostGradPass
 from compile_fsdp.torch_compat.inductor import CustomGraphPass
 from helpers.graphs.build import one_window
-from helpers.graphs.execution import freed
 
 ALL_DISABLED = frozenset(p.__name__ for p in PASSES)
 
@@ -149,34 +147,3 @@ def test_pipeline_pickles() -> None:
     custom_pass = Pipeline(passes(), ignore, ALL_DISABLED)
     assert isinstance(custom_pass, CustomGraphPass)
     assert pickle.loads(pickle.dumps(custom_pass)).uuid() == custom_pass.uuid()
-
-
-def test_inductor_compiles_without_the_windows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    # With a filled cache, Inductor would return the graph without a run of the pass.
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    targets: list[object] = []
-    reports: list[tuple[WindowReport, ...]] = []
-
-    class Recording(Pipeline):
-        def __call__(self, graph: torch.fx.Graph) -> None:
-            super().__call__(graph)
-            targets.extend(node.target for node in graph.nodes)
-
-    def step(weight: torch.Tensor, shard: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        for scale in (2, 3):
-            gathered = torch.cat([shard, shard * scale])
-            resize_storage_bytes_(weight, 64)
-            copy_(weight, gathered)
-            x = torch.relu(x @ weight.t())
-            resize_storage_bytes_(weight, 0)
-        return x
-
-    options = {"post_grad_custom_pre_pass": Recording(passes(), reports.append)}
-    inputs = (freed(4, 4), torch.randn(2, 4), torch.randn(3, 4))
-    with torch.no_grad():
-        expected = step(*inputs)
-        compiled = torch.compile(step, backend="inductor", fullgraph=True, options=options)
-        torch.testing.assert_close(compiled(*inputs), expected)
-    assert inputs[0].untyped_storage().nbytes() == 0
-    assert copy_ not in targets and resize_storage_bytes_ not in targets
-    assert reports[0][0].windows_removed == 2

@@ -30,10 +30,7 @@ def test_each_mesh_dim_is_measured_and_stored(
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        (["--ranks", "1"], "expected two ranks or more, got 1"),
-        (["--ranks", "4", "--mesh", "2x3"], "got 2x3 for 4"),
-    ],
+    [(["--ranks", "1"], "expected two ranks or more, got 1"), (["--ranks", "4", "--mesh", "2x3"], "got 2x3 for 4")],
 )
 def test_single_rank_or_wrong_mesh_size_is_refused(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
@@ -42,9 +39,7 @@ def test_single_rank_or_wrong_mesh_size_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_more_ranks_than_gpus_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     assert main(["calibrate", "--ranks", "4"]) == 2
     assert "expected at most one rank per GPU of this host, got --ranks 4 for 2" in capsys.readouterr().err

@@ -32,8 +32,16 @@ def _get_rank(rank: int) -> int:
     return rank
 
 
-def _rank_one_hangs(rank: int) -> None:
-    if rank == 1:
+def _rank_one_fails(rank: int, how: str) -> None:
+    if rank == 0:
+        time.sleep(600 if how in ("exits", "crashes") else 0)
+    elif how == "raises":
+        raise ValueError("only here")
+    elif how == "exits":
+        sys.exit(7)
+    elif how == "crashes":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    else:
         time.sleep(600)
 
 
@@ -43,26 +51,9 @@ def _rank_one_raises_while_rank_zero_waits(rank: int) -> None:
     dist.barrier()
 
 
-def _rank_one_raises(rank: int) -> None:
-    if rank == 1:
-        raise ValueError("only here")
-
-
-def _rank_one_exits(rank: int) -> None:
-    if rank == 1:
-        sys.exit(7)
-    time.sleep(600)
-
-
-def _rank_one_crashes(rank: int) -> None:
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGSEGV)
-    time.sleep(600)
-
-
 def test_error_names_its_rank_and_the_ranks_stay_usable() -> None:
     with pytest.raises(RankError, match=r"rank 1:(.|\n)*ValueError: only here"):
-        run_ranks(2, _rank_one_raises)
+        run_ranks(2, _rank_one_fails, "raises")
     assert run_ranks(2, _get_rank) == [0, 1]
 
 
@@ -73,20 +64,20 @@ def test_error_ends_a_rank_that_waits_for_the_failed_rank() -> None:
 
 def test_timeout_shows_only_the_stack_of_the_hanging_rank() -> None:
     run_ranks(2, _get_rank)  # the ranks are up
-    with pytest.raises(RankLost, match=r"not finished after 2 s\nrank 1 was at:(.|\n)*_rank_one_hangs") as error:
-        run_ranks(2, _rank_one_hangs, timeout_s=2.0)
+    with pytest.raises(RankLost, match=r"not finished after 2 s\nrank 1 was at:(.|\n)*_rank_one_fails") as error:
+        run_ranks(2, _rank_one_fails, "hangs", timeout_s=2.0)
     assert "rank 0 was at:" not in str(error.value) and error.value.exit_code is None
 
 
 def test_exited_rank_is_reported_with_its_exit_code() -> None:
     with pytest.raises(RankLost, match="rank 1 ended with exit code 7") as error:
-        run_ranks(2, _rank_one_exits)
+        run_ranks(2, _rank_one_fails, "exits")
     assert error.value.exit_code == 7
 
 
 def test_crashed_rank_shows_its_stack() -> None:
-    with pytest.raises(RankLost, match=r"exit code -11(.|\n)*Segmentation fault(.|\n)*_rank_one_crashes"):
-        run_ranks(2, _rank_one_crashes)
+    with pytest.raises(RankLost, match=r"exit code -11(.|\n)*Segmentation fault(.|\n)*_rank_one_fails"):
+        run_ranks(2, _rank_one_fails, "crashes")
 
 
 def test_spawned_ranks_return_results_and_end() -> None:

@@ -17,7 +17,7 @@ import torch
 from compile_fsdp.cli import main
 from compile_fsdp.tools.protect_files import protected_files
 from compile_fsdp.tools.scripts import run_script
-from helpers.ranks.forked import run_forked
+from helpers.ranks.forked import COMMAND, run_forked
 from helpers.releases.skip import skip_before
 
 _SCRIPT = """\
@@ -146,10 +146,8 @@ def test_steps_option_ends_script_and_must_be_positive(project: Path, capsys: py
 
 @pytest.mark.slow
 def test_ranks_read_redirected_writes_of_each_other(project: Path) -> None:
-    command = project / "command.py"
-    command.write_text("import sys\nfrom compile_fsdp.cli import main\nsys.exit(main())\n")
     before = read_all(project / "runs")
-    out = run_forked(project, command, "check", "train.py")
+    out = run_forked(project, COMMAND, "check", "train.py")
     assert out.count("train.py on 2 ranks, 2 steps: compiles whole") == 1
     assert out.count("not written: ") == 1
     assert read_all(project / "runs") == before
@@ -246,10 +244,7 @@ globbed = {str(path) for path in Path("runs").rglob("*") if path.is_file()}
         "final": "by handle",
         "renamed": ("the user's old/model.pt\n", False),
         "linked": ("the user's old/model.pt\n", True),
-        "names": (
-            ["best.pt", "log0.csv", "model.pt", "moved", "new"],
-            ["best.pt", "log0.csv", "model.pt", "moved"],
-        ),
+        "names": (["best.pt", "log0.csv", "model.pt", "moved", "new"], ["best.pt", "log0.csv", "model.pt", "moved"]),
     }
     assert {name: names[name] for name in expected} == expected
     assert all(torch.equal(each, torch.ones(2)) for each in (*names["tensor"], names["safe"]))  # type: ignore[misc]

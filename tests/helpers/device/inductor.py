@@ -11,15 +11,11 @@ from typing import Any
 import torch
 from torch._dynamo.device_interface import CpuInterface, register_interface_for_device
 from torch._inductor import config
-from torch._inductor.codegen.common import (
-    DeviceOpOverrides,
-    register_backend_for_device,
-    register_device_op_overrides,
-)
+from torch._inductor.codegen.common import DeviceOpOverrides, register_backend_for_device, register_device_op_overrides
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 
-from helpers.device.build import load_extension
+from helpers.device.extension import load_extension
 from helpers.device.module import NAME
 
 

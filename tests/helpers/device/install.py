@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from compile_fsdp.torch_compat.fsdp import fsdp_state, param_groups
-from helpers.device.build import load_extension
+from helpers.device.extension import load_extension
 from helpers.device.inductor import register as register_compiler
 from helpers.device.module import NAME, make_module
 

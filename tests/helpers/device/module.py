@@ -55,38 +55,23 @@ def make_module(extension: ModuleType) -> ModuleType:
     def current_stream(device: Any = None) -> torch.Stream:
         return torch.accelerator.current_stream()
 
-    def set_stream(stream: torch.Stream) -> None:
-        torch.accelerator.set_stream(stream)
-
     @contextlib.contextmanager
     def stream(stream: torch.Stream | None) -> Iterator[None]:
         if stream is None:
             yield
             return
         before = current_stream()
-        set_stream(stream)
+        torch.accelerator.set_stream(stream)
         try:
             yield
         finally:
-            set_stream(before)
-
-    def synchronize(device: Any = None) -> None:
-        torch.accelerator.synchronize()
-
-    def manual_seed(seed: int) -> None:
-        generator.manual_seed(seed)
+            torch.accelerator.set_stream(before)
 
     def get_rng_state(device: Any = NAME) -> torch.Tensor:
         return generator.get_state()
 
     def set_rng_state(state: torch.Tensor, device: Any = NAME) -> None:
         generator.set_state(state)
-
-    def memory_allocated(device: Any = None) -> int:
-        return int(extension.statistics()["allocated_bytes"])
-
-    def max_memory_allocated(device: Any = None) -> int:
-        return int(extension.statistics()["peak_bytes"])
 
     def get_device_properties(device: Any = None) -> Any:
         return types.SimpleNamespace(name=NAME, multi_processor_count=1, total_memory=2**36, major=0, minor=0)
@@ -109,16 +94,16 @@ def make_module(extension: ModuleType) -> ModuleType:
         "is_available": lambda: True,
         "is_bf16_supported": lambda including_emulation=False: True,
         "is_initialized": lambda: True,
-        "manual_seed": manual_seed,
-        "manual_seed_all": manual_seed,
-        "max_memory_allocated": max_memory_allocated,
-        "memory_allocated": memory_allocated,
+        "manual_seed": generator.manual_seed,
+        "manual_seed_all": generator.manual_seed,
+        "max_memory_allocated": lambda device=None: int(extension.statistics()["peak_bytes"]),
+        "memory_allocated": lambda device=None: int(extension.statistics()["allocated_bytes"]),
         "reset_peak_memory_stats": lambda device=None: extension.reset_peak(),
         "set_device": lambda device: None,
         "set_rng_state": set_rng_state,
-        "set_stream": set_stream,
+        "set_stream": torch.accelerator.set_stream,
         "stream": stream,
-        "synchronize": synchronize,
+        "synchronize": lambda device=None: torch.accelerator.synchronize(),
     }
     for name, value in contents.items():
         setattr(module, name, value)

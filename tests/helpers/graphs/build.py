@@ -39,9 +39,7 @@ class GraphBuilder:
     def value(self, node: fx.Node) -> Any:
         return node.meta[self._meta_key]
 
-    def input(
-        self, name: str, shape: Sequence[int | torch.SymInt], dtype: torch.dtype = torch.float32
-    ) -> fx.Node:
+    def input(self, name: str, shape: Sequence[int | torch.SymInt], dtype: torch.dtype = torch.float32) -> fx.Node:
         with self.fake_mode:
             return self.input_like(name, torch.empty(tuple(shape), dtype=dtype))
 
@@ -60,9 +58,7 @@ class GraphBuilder:
             node.meta[self._meta_key] = value
         return node
 
-    def call_opaque(
-        self, target: Callable[..., Any], *args: Any, value: object = None, **kwargs: Any
-    ) -> fx.Node:
+    def call_opaque(self, target: Callable[..., Any], *args: Any, value: object = None, **kwargs: Any) -> fx.Node:
         """Add a call with a given value, without running it; None: unknown."""
         node = self.graph.call_function(target, args, kwargs)
         if value is not None:
@@ -149,6 +145,16 @@ class Layer:
 
     def free(self) -> None:
         self.build.free(self.weight)
+
+
+def subgraph_with_window(build: GraphBuilder) -> fx.Node:
+    """Add a subgraph of x and w; it fills w with -x, multiplies x by w, and frees w."""
+    body = GraphBuilder(fake_mode=build.fake_mode)
+    x, w = body.input("x", (4, 4)), body.input("w", (4, 4))
+    body.fill(w, body.call(aten.neg.default, x))
+    product = body.call(aten.mm.default, x, w)
+    body.free(w)
+    return build.subgraph("region", body.output_module(product))
 
 
 def gather(build: GraphBuilder, shards: Sequence[fx.Node], ranks: int, group: str = "dp") -> list[fx.Node]:

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch._functorch.config
+import torch._inductor.config
 from torch import fx, nn
 
 import compile_fsdp.backend.inductor as backend
 from compile_fsdp.passes import Pipeline
-from helpers.graphs.caches import without_graph_caches
 from helpers.graphs.render import render
 
 
@@ -25,6 +26,14 @@ class _Rendering(Pipeline):
         self.graphs.append(render(graph))
         super().__call__(graph)
         self.graphs.append(render(graph))
+
+
+@contextmanager
+def without_graph_caches() -> Iterator[None]:
+    """Disable graph caches, because passes skip cached graphs. Compiled C++ may still come from a cache."""
+    forward, both = torch._inductor.config, torch._functorch.config
+    with forward.patch(fx_graph_cache=False), both.patch(enable_autograd_cache=False):
+        yield
 
 
 @contextmanager

@@ -6,7 +6,8 @@ of the input or a read of the output between launch and wait.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,3 +98,22 @@ def _results(kind: str, op: object, sent: list[torch.Tensor]) -> list[torch.Tens
     total = torch.stack(sent).sum(0)
     total = total / len(sent) if op == "avg" else total
     return [total.clone() for _ in sent] if kind == "all_reduce" else list(total.chunk(len(sent)))
+
+
+@contextmanager
+def same_results(graph: fx.Graph, ranks: int = 2) -> Iterator[None]:
+    """Check that the block changes no result of the graph, on random whole numbers with exact sums and products."""
+    values = {str(node.target): node.meta["val"] for node in graph.find_nodes(op="placeholder")}
+
+    def draw() -> dict[str, torch.Tensor]:
+        return {name: torch.randint(-2, 3, each.shape).to(each.dtype) for name, each in values.items()}
+
+    given = [draw() for _ in range(ranks)]
+
+    def results() -> list[list[torch.Tensor]]:
+        return run_ranks(graph, [{name: tensor.clone() for name, tensor in each.items()} for each in given])
+
+    before = results()
+    yield
+    graph.lint()
+    torch.testing.assert_close(results(), before, rtol=0, atol=0)

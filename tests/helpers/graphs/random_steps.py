@@ -79,12 +79,7 @@ def _actions(draw: st.DrawFn) -> tuple[Action, ...]:
     return tuple(draw(st.lists(action, min_size=2, max_size=14)))
 
 
-step_plans = st.builds(
-    StepPlan,
-    st.lists(_group_plans, min_size=1, max_size=3).map(tuple),
-    _actions(),
-    st.booleans(),
-)
+step_plans = st.builds(StepPlan, st.lists(_group_plans, min_size=1, max_size=3).map(tuple), _actions(), st.booleans())
 
 
 @dataclass

@@ -43,6 +43,11 @@ def render(graph: fx.Graph) -> str:
     return text + "".join(_render_subgraph(node) for node in graph.nodes if node.op == "get_attr")
 
 
+def render_calls(graph: fx.Graph) -> str:
+    """Render a graph without its inputs."""
+    return "".join(line for line in render(graph).splitlines(keepends=True) if "(" in line)
+
+
 def _render_subgraph(node: fx.Node) -> str:
     module = getattr(node.graph.owning_module, str(node.target), None)
     if not isinstance(module, fx.GraphModule):

@@ -67,7 +67,6 @@ MODULES: dict[str, tuple[str, ...]] = {
 
 # Tests that start a compiler or a process, which does not run the mutant's code, and tests of this file.
 _LEFT_OUT = (
-    "test_inductor_compiles_without_the_windows",
     "test_uuid_is_the_same_in_another_process",
     "test_the_keys_change_with_all_code_that_decides",
     "test_mutation.py",

@@ -35,6 +35,11 @@ class Parity:
     compiled_after_first_step: int = 0
     windows_removed: int = 0
 
+    def fail(self, difference: str) -> None:
+        """Add a difference that no number measures."""
+        self.differing.append(difference)
+        self.worst = math.inf
+
 
 @dataclass
 class Outcome(Parity):
@@ -307,14 +312,12 @@ def _reference_step(
 def _compare_end(outcome: Outcome, who: str, ours: Trainer, eager: Trainer) -> None:
     got, expected = ours.model.state_dict(), eager.model.state_dict()
     if list(got) != list(expected):
-        outcome.differing.append(f"{who}: state_dict has {list(got)}, not {list(expected)}")
-        outcome.worst = float("inf")
+        outcome.fail(f"{who}: state_dict has {list(got)}, not {list(expected)}")
         return
     for name, theirs in expected.items():
         mine = got[name]
         if isinstance(theirs, DTensor) and (theirs.placements, theirs.dtype) != (mine.placements, mine.dtype):
-            outcome.differing.append(f"{who}: {name}: {mine.placements} {mine.dtype}")
-            outcome.worst = float("inf")
+            outcome.fail(f"{who}: {name}: {mine.placements} {mine.dtype}")
     pairs: list[Pair] = [(f"{who}: state_dict {name}", got[name], theirs) for name, theirs in expected.items()]
     for mine, theirs in zip(ours.model.parameters(), eager.model.parameters(), strict=True):
         states = ours.optimizer.state.get(mine, {}), eager.optimizer.state.get(theirs, {})
@@ -353,8 +356,7 @@ def compare_all(result: Parity, pairs: Sequence[Pair]) -> bool:
         if mine is not None and theirs is not None:
             compare(result, where, full(mine), full(theirs))
         elif mine is not theirs:
-            result.differing.append(f"{where}: None on one side only")
-            result.worst = float("inf")
+            result.fail(f"{where}: None on one side only")
     return False
 
 

@@ -114,6 +114,11 @@ def _with_ends(case: Case) -> list[Any]:
     return [*case.blocks, [case.model.norm, case.model.embedding, case.model.head]]
 
 
+def _gather_as(weight: type[Any], case: str = "mlp") -> Feature:
+    """All weights as tensor subclasses with their own all-gather."""
+    return Feature(case=case, prepare=lambda case: use([case.model], weight), has_reference=False)
+
+
 def _materialise(case: Case) -> None:
     case.model.to_empty(device=device_type())
     torch.manual_seed(0)
@@ -149,12 +154,8 @@ def _adam_in_backward(case: Case) -> None:
         parameter.register_post_accumulate_grad_hook(update)
 
 
-def _adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
-
-
-def _fused(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+def _adam(**options: bool) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    return lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
 
 
 # Names since torch 2.12, and before.
@@ -169,12 +170,7 @@ class _Loud(AllGather, ReduceScatter):
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: Any,
-        op: Any = None,
-        async_op: bool = False,
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any = None, async_op: Any = False
     ) -> Any:
         if op is None:
             return _ALL_GATHER(output_tensor, input_tensor, group=group, async_op=async_op)
@@ -233,9 +229,7 @@ FEATURES: dict[str, Feature] = {
     "hsdp": Feature(mesh={"replicate": 2, "shard": 0}),
     "hsdp, one shard": Feature(mesh={"replicate": 0, "shard": 1}),
     "hsdp, all-reduce later": Feature(
-        mesh={"replicate": 2, "shard": 0},
-        step=steps.accumulate_unreplicated,
-        graphs=("forward", "backward", "backward"),
+        mesh={"replicate": 2, "shard": 0}, step=steps.accumulate_unreplicated, graphs=("forward", *["backward"] * 2)
     ),
     "reshard": Feature(arguments=always(reshard_after_forward=True)),
     "keep": Feature(arguments=always(reshard_after_forward=False)),
@@ -248,10 +242,7 @@ FEATURES: dict[str, Feature] = {
         case="embedded", configure=lambda case: case.model.embedding.set_unshard_in_backward(False)
     ),
     "bf16, reduced in fp32": Feature(arguments=always(mp_policy=BF16_FP32), low_precision=True),
-    "fp16": Feature(
-        arguments=always(mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16)),
-        low_precision=True,
-    ),
+    "fp16": Feature(arguments=always(mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16)), low_precision=True),
     "output in fp64": Feature(shard=_output_in_fp64),
     "inputs not cast": Feature(
         arguments=always(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64, cast_forward_inputs=False))
@@ -302,20 +293,12 @@ FEATURES: dict[str, Feature] = {
     "checkpoint outside": Feature(case="checkpoint_outside"),
     "selective checkpoint": Feature(case="selective"),
     "float8 gather": Feature(prepare=lambda case: use(case.blocks, Float8Weight), has_reference=False),
-    "int8 gather": Feature(prepare=lambda case: use([case.model], Int8Weight), has_reference=False),
-    "int8 gather, uneven": Feature(
-        case="uneven", prepare=lambda case: use([case.model], Int8Weight), has_reference=False
-    ),
-    "subclass gather": Feature(prepare=lambda case: use([case.model], Int8RowsWeight), has_reference=False),
-    "subclass gather, uneven": Feature(
-        case="uneven", prepare=lambda case: use([case.model], Int8RowsWeight), has_reference=False
-    ),
-    "subclass gather, frozen layers": Feature(
-        case="frozen_layers", prepare=lambda case: use([case.model], Int8RowsWeight), has_reference=False
-    ),
-    "subclass gather, checkpointed": Feature(
-        case="checkpoint_inside", prepare=lambda case: use([case.model], Int8RowsWeight), has_reference=False
-    ),
+    "int8 gather": _gather_as(Int8Weight),
+    "int8 gather, uneven": _gather_as(Int8Weight, "uneven"),
+    "subclass gather": _gather_as(Int8RowsWeight),
+    "subclass gather, uneven": _gather_as(Int8RowsWeight, "uneven"),
+    "subclass gather, frozen layers": _gather_as(Int8RowsWeight, "frozen_layers"),
+    "subclass gather, checkpointed": _gather_as(Int8RowsWeight, "checkpoint_inside"),
     "from meta": Feature(on_meta=True, configure=_materialise, has_reference=False),
     "state dicts loaded": Feature(before_step=_load, has_reference=False),
     "moved between steps": Feature(before_step=lambda case, step: case.model.to(device_type()), has_reference=False),
@@ -329,8 +312,8 @@ FEATURES: dict[str, Feature] = {
     "grad scaler": Feature(step=steps.scaled, update=steps.scale_and_update, has_reference=False),
     "optimizer in backward": Feature(configure=_optimizer_in_backward, has_reference=False),
     "adam in backward": Feature(configure=_adam_in_backward, has_reference=False),
-    "adam, foreach": Feature(optimizer=_adam),
-    "adam, fused": Feature(optimizer=_fused),
+    "adam, foreach": Feature(optimizer=_adam(foreach=True)),
+    "adam, fused": Feature(optimizer=_adam(fused=True)),
     "custom communication": Feature(configure=_custom_communication),
     "all-reduce hook": Feature(configure=_each("set_all_reduce_hook", _halve), has_reference=False),
     "hsdp and tensor parallel": Feature(
@@ -359,13 +342,6 @@ SINCE = {
 
 # Rows whose meshes need four ranks.
 FOUR_RANKS = {
-    "expert parallel",
-    "tensor parallel, uneven",
-    "meshes by parameter",
-    "tensor parallel",
-    "hsdp",
-    "hsdp, one shard",
-    "hsdp, all-reduce later",
-    "hsdp and tensor parallel",
-    "reshard to 2",
-}
+    "expert parallel", "tensor parallel", "tensor parallel, uneven", "meshes by parameter", "reshard to 2",
+    "hsdp", "hsdp, one shard", "hsdp, all-reduce later", "hsdp and tensor parallel",
+}  # fmt: skip

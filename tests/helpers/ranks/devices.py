@@ -8,7 +8,7 @@ def missing_for(device: str, world_size: int) -> str | None:
     if device == "cpu":
         return None
     if device == "emulated":
-        from helpers.device.build import build
+        from helpers.device.extension import build
 
         build()  # here, because ranks have a timeout
         return None

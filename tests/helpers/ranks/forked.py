@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 from compile_fsdp.tools.launch import Ranks
 
 TESTS = Path(__file__).parents[2]
+COMMAND = TESTS.parent / "compile_fsdp" / "__main__.py"  # the command `compile-fsdp`
 TIMEOUT_S = 600.0  # compiling takes minutes on a busy machine
 
 _PRELOADED = [

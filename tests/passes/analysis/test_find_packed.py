@@ -8,13 +8,7 @@ from collections.abc import Callable
 import pytest
 from torch import fx
 
-from compile_fsdp.passes.analysis.collectives import (
-    WAIT,
-    find_packed,
-    is_gather,
-    is_rearrangement,
-    is_reduction,
-)
+from compile_fsdp.passes.analysis.collectives import WAIT, find_packed, is_gather, is_rearrangement, is_reduction
 from helpers.graphs.build import GATHER, REDUCE, GraphBuilder, aten, c10d, gather, reduce
 
 

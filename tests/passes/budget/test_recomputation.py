@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx
@@ -19,7 +20,8 @@ from helpers.graphs.build import GraphBuilder, checkpoint
 COSTS = Costs(latency=1e-3, comm_bandwidth=1e9, memory_bandwidth=1e10, flops=1e9)
 RANKS, ROWS, DIM = 2, 256, 16
 
-Body = Callable[..., fx.Node]
+Call = Callable[..., fx.Node]
+Body = Callable[[Call, fx.Node, fx.Node], fx.Node]
 
 
 class Forward:
@@ -38,7 +40,7 @@ class Forward:
         self._groups = 0
 
     def module(self, body: Body, frees: bool = True, fills: bool = True, rows: int = DIM) -> fx.Node:
-        """Add a module with one matrix; its body gets the input and the matrix."""
+        """Add a module with one matrix; its body gets a function that adds a call, the input and the matrix."""
         build = self.build
         with build.fake_mode:
             weight = build.input_like(f"w{self._groups}", torch.empty(rows, DIM, requires_grad=True))
@@ -48,227 +50,164 @@ class Forward:
         self._groups += 1
         if fills:
             build.fill(weight, value)
-        self.x = body(self.x, weight)
+        self.x = body(build.call, self.x, weight)
         if frees:
             build.free(weight)
         return self.x
 
-    def call(self, *args: Any) -> fx.Node:
-        return self.build.call(*args)
-
     def choices(self, *outputs: fx.Node) -> tuple[Step, list[Choice]]:
-        step = read_step(self.build.output(*outputs), self._parameters)
+        """The step that returns the sum of the last result, and its choices."""
+        total = self.build.call(torch.sum, self.x)
+        step = read_step(self.build.output(total, *outputs), self._parameters)
         return step, list(find_choices(Timeline(step, RANKS, COSTS)))
 
 
-def targets(step: Step, choices: Sequence[Choice]) -> list[Any]:
+def choices_of(body: Body, **options: Any) -> tuple[Step, list[Choice]]:
+    """Step and choices of a forward of one module."""
+    forward = Forward()
+    forward.module(body, **options)
+    return forward.choices()
+
+
+def again(step: Step, choices: Sequence[Choice]) -> list[Any]:
+    """Targets of the ops that may run again."""
     return [step.ops[choice.op].target for choice in choices if choice.op >= 0]
+
+
+def saved(step: Step) -> set[Any]:
+    return {step.ops[value.made_at].target for value in step.values if value.is_saved}
+
+
+def product(call: Call, x: fx.Node, w: fx.Node) -> fx.Node:
+    return call(F.linear, x, w)
+
+
+def between_products(op: Callable[..., Any]) -> Body:
+    return lambda call, x, w: call(F.linear, call(op, call(F.linear, x, w)), w)
 
 
 def test_group_that_is_never_freed_is_no_choice() -> None:
     forward = Forward()
     for frees in (True, False):
-        forward.module(lambda x, w: forward.call(F.linear, x, w), frees)
-    _, found = forward.choices(forward.call(torch.sum, forward.x))
+        forward.module(product, frees)
+    _, found = forward.choices()
     assert [choice.group for choice in found if choice.group >= 0] == [0]
 
 
-def test_group_that_another_graph_fills_is_no_choice() -> None:
-    forward = Forward()
-    forward.module(lambda x, w: forward.call(F.linear, x, w), fills=False)
-    _, found = forward.choices(forward.call(torch.sum, forward.x))
+@pytest.mark.parametrize("options", [{"fills": False}, {"rows": 0}], ids=["filled by another graph", "empty"])
+def test_group_without_a_gather_is_no_choice(options: dict[str, Any]) -> None:
+    _, found = choices_of(product, **options)
     assert all(choice.size for choice in found)
     assert not any(choice.group >= 0 for choice in found)
 
 
-def test_an_empty_parameter_is_no_choice() -> None:
-    forward = Forward()
-    forward.module(lambda x, w: forward.call(F.linear, x, w), rows=0)
-    _, found = forward.choices(forward.call(torch.sum, forward.x))
-    assert not any(choice.group >= 0 for choice in found)
-
-
 def test_a_forward_that_reads_no_parameter_has_no_packs() -> None:
-    forward = Forward()
-    forward.module(lambda x, w: forward.call(torch.sin, x))
-    _, found = forward.choices(forward.call(torch.sum, forward.x))
+    _, found = choices_of(lambda call, x, w: call(torch.sin, x))
     assert all(choice.size for choice in found)
     assert not any(choice.op < 0 for choice in found)
 
 
 def test_a_random_op_is_not_run_again() -> None:
-    forward = Forward()
-
-    def body(x: fx.Node, w: fx.Node) -> fx.Node:
-        hidden = forward.call(F.dropout, forward.call(F.linear, x, w), 0.5)
-        return forward.call(F.linear, hidden, w)
-
-    forward.module(body)
-    step, found = forward.choices(forward.call(torch.sum, forward.x))
-    saved = {step.ops[value.made_at].target for value in step.values if value.is_saved}
-    assert F.dropout in saved or any(step.internal)
-    assert F.dropout not in targets(step, found)
+    step, found = choices_of(lambda call, x, w: call(F.linear, call(F.dropout, call(F.linear, x, w), 0.5), w))
+    assert F.dropout in saved(step) or any(step.internal)
+    assert F.dropout not in again(step, found)
 
 
 def test_op_that_needs_an_unsaved_random_result_is_not_run_again() -> None:
-    forward = Forward()
+    def body(call: Call, x: fx.Node, w: fx.Node) -> fx.Node:
+        return call(F.linear, call(torch.mul, call(torch.add, x, call(torch.rand_like, x)), 2.0), w)
 
-    def body(x: fx.Node, w: fx.Node) -> fx.Node:
-        noise = forward.call(torch.rand_like, x)
-        hidden = forward.call(torch.mul, forward.call(torch.add, x, noise), 2.0)
-        return forward.call(F.linear, hidden, w)
-
-    forward.module(body)
-    step, found = forward.choices(forward.call(torch.sum, forward.x))
-    assert torch.mul in {step.ops[value.made_at].target for value in step.values if value.is_saved}
-    assert torch.mul not in targets(step, found)
+    step, found = choices_of(body)
+    assert torch.mul in saved(step)
+    assert torch.mul not in again(step, found)
 
 
 def test_op_whose_result_the_graph_returns_is_not_run_again() -> None:
-    forward = Forward()
-    hidden: list[fx.Node] = []
-
-    def body(x: fx.Node, w: fx.Node) -> fx.Node:
-        hidden.append(forward.call(F.gelu, forward.call(F.linear, x, w)))
-        return forward.call(F.linear, hidden[0], w)
-
-    forward.module(body)
-    inner, found = forward.choices(forward.call(torch.sum, forward.x))
-    assert F.gelu in targets(inner, found)
+    step, found = choices_of(between_products(F.gelu))
+    assert F.gelu in again(step, found)
 
     forward = Forward()
-    hidden.clear()
-    forward.module(body)
-    outer, found = forward.choices(forward.call(torch.sum, forward.x), hidden[0])
-    assert F.gelu not in targets(outer, found)
+    forward.module(between_products(F.gelu))
+    hidden = next(node for node in forward.build.graph.nodes if node.target is F.gelu)
+    step, found = forward.choices(hidden)
+    assert F.gelu not in again(step, found)
 
 
 def test_op_that_reads_the_parameter_of_another_module_is_not_run_again() -> None:
     """The second module also computes with the matrix of the first module."""
     forward = Forward()
-    first: list[fx.Node] = []
-
-    def body(x: fx.Node, w: fx.Node) -> fx.Node:
-        first.append(w)
-        return forward.call(F.linear, x, w)
-
-    forward.module(body, frees=False)
-
-    def second(x: fx.Node, w: fx.Node) -> fx.Node:
-        hidden = forward.call(F.linear, x, first[0])
-        return forward.call(F.linear, forward.call(F.gelu, hidden), w)
-
-    forward.module(second)
-    forward.build.free(first[0])
-    step, found = forward.choices(forward.call(torch.sum, forward.x))
-    again = [choice.op for choice in found if choice.op >= 0 and step.ops[choice.op].target is F.linear]
-    assert not any(group.number == 0 for op in again for group in step.read[op] if op > 0)
+    forward.module(product, frees=False)
+    (first,) = (node for node in forward.build.graph.find_nodes(op="placeholder") if node.name == "w0")
+    forward.module(lambda call, x, w: call(F.linear, call(F.gelu, call(F.linear, x, first)), w))
+    forward.build.free(first)
+    step, found = forward.choices()
+    products = [choice.op for choice in found if choice.op >= 0 and step.ops[choice.op].target is F.linear]
+    assert not any(group.number == 0 for op in products for group in step.read[op] if op > 0)
 
 
 def test_op_that_needs_an_unsaved_value_of_another_module_is_not_run_again() -> None:
     """A cheap result of the first module is not saved, and the second module computes with it."""
+
+    def first(call: Call, x: fx.Node, w: fx.Node) -> fx.Node:
+        call(torch.neg, x)
+        return product(call, x, w)
+
     forward = Forward()
-    cheap: list[fx.Node] = []
-
-    def first(x: fx.Node, w: fx.Node) -> fx.Node:
-        cheap.append(forward.call(torch.neg, x))
-        return forward.call(F.linear, x, w)
-
-    def second(x: fx.Node, w: fx.Node) -> fx.Node:
-        return forward.call(F.linear, forward.call(torch.mul, forward.call(torch.cos, cheap[0]), 2.0), w)
-
     forward.module(first)
-    forward.module(second)
-    step, found = forward.choices(forward.call(torch.sum, forward.x))
-    values = {step.ops[value.made_at].target: value for value in step.values}
-    assert values[torch.mul].is_saved
-    assert not values[torch.neg].is_saved
-    assert torch.mul not in targets(step, found)
+    (cheap,) = forward.build.graph.find_nodes(op="call_function", target=torch.neg)
+    forward.module(lambda call, x, w: call(F.linear, call(torch.mul, call(torch.cos, cheap), 2.0), w))
+    step, found = forward.choices()
+    assert torch.mul in saved(step) and torch.neg not in saved(step)
+    assert torch.mul not in again(step, found)
 
 
 def test_cost_includes_a_product_that_must_run_first() -> None:
     """Running neg again runs the product again, too, because the product is not saved."""
-    forward = Forward()
-
-    def body(x: fx.Node, w: fx.Node) -> fx.Node:
-        hidden = forward.call(torch.neg, forward.call(F.linear, x, w))
-        return forward.call(F.linear, hidden, w)
-
-    forward.module(body)
-    step, found = forward.choices(forward.call(torch.sum, forward.x))
+    step, found = choices_of(between_products(torch.neg))
     seconds = {step.ops[choice.op].target: choice.seconds for choice in found if choice.op >= 0}
-    timeline = Timeline(step, RANKS, COSTS)
-    products = [timeline.seconds[at] for at, op in enumerate(step.ops) if op.target is F.linear]
-    assert seconds[torch.neg] > products[0]
+    assert [op.target for op in step.ops[:2]] == [F.linear, torch.neg]
+    assert seconds[torch.neg] > Timeline(step, RANKS, COSTS).seconds[0]
 
 
 def test_cost_excludes_a_cheap_op_that_must_run_first() -> None:
     """A cheap op runs in the kernel of its reader."""
-    forward = Forward()
-
-    def body(x: fx.Node, w: fx.Node) -> fx.Node:
-        hidden = forward.call(torch.sin, forward.call(torch.cos, x))
-        return forward.call(F.linear, hidden, w)
-
-    forward.module(body)
-    step, found = forward.choices(forward.call(torch.sum, forward.x))
-    timeline = Timeline(step, RANKS, COSTS)
-    at = next(at for at, op in enumerate(step.ops) if op.target is torch.sin)
-    assert [choice.seconds for choice in found if choice.op == at] == [timeline.seconds[at]]
-    assert torch.cos not in targets(step, found)  # its result is not saved
+    step, found = choices_of(lambda call, x, w: call(F.linear, call(torch.sin, call(torch.cos, x)), w))
+    assert step.ops[1].target is torch.sin
+    assert [choice.seconds for choice in found if choice.op == 1] == [Timeline(step, RANKS, COSTS).seconds[1]]
+    assert torch.cos not in again(step, found)  # its result is not saved
 
 
 def test_cost_includes_a_product_with_two_readers_once() -> None:
-    forward = Forward()
+    def body(call: Call, x: fx.Node, w: fx.Node) -> fx.Node:
+        hidden = call(F.linear, x, w)
+        return call(F.linear, call(torch.sub, call(torch.neg, hidden), call(torch.mul, hidden, 2.0)), w)
 
-    def body(x: fx.Node, w: fx.Node) -> fx.Node:
-        hidden = forward.call(F.linear, x, w)
-        both = forward.call(torch.sub, forward.call(torch.neg, hidden), forward.call(torch.mul, hidden, 2.0))
-        return forward.call(F.linear, both, w)
-
-    forward.module(body)
-    step, found = forward.choices(forward.call(torch.sum, forward.x))
-    timeline = Timeline(step, RANKS, COSTS)
+    step, found = choices_of(body)
+    seconds = Timeline(step, RANKS, COSTS).seconds
     at = {op.target: at for at, op in reversed(list(enumerate(step.ops)))}
-    expected = timeline.seconds[at[torch.sub]] + timeline.seconds[at[F.linear]]
+    expected = seconds[at[torch.sub]] + seconds[at[F.linear]]
     assert [choice.seconds for choice in found if choice.op == at[torch.sub]] == [expected]
 
 
 def test_op_whose_parameter_stays_unsharded_may_run_again() -> None:
-    forward = Forward()
-
-    def body(x: fx.Node, w: fx.Node) -> fx.Node:
-        return forward.call(F.linear, forward.call(F.gelu, forward.call(F.linear, x, w)), w)
-
-    forward.module(body, frees=False)
-    step, found = forward.choices(forward.call(torch.sum, forward.x))
-    assert F.linear in targets(step, found)
+    step, found = choices_of(between_products(F.gelu), frees=False)
+    assert F.linear in again(step, found)
 
 
 def test_op_that_reads_the_result_of_a_checkpoint_may_run_again() -> None:
     """The result is not saved, but the checkpoint runs again where it is needed."""
     forward = Forward()
-
-    def product(body: GraphBuilder, x: fx.Node, w: fx.Node) -> fx.Node:
-        return body.call(F.linear, x, w)
-
-    def body(x: fx.Node, w: fx.Node) -> fx.Node:
-        return forward.call(F.linear, forward.call(F.gelu, forward.call(F.linear, x, w)), w)
-
-    forward.module(lambda x, w: checkpoint(forward.build, x, w, product))
-    forward.module(body)
-    step, found = forward.choices(forward.call(torch.sum, forward.x))
-    assert F.linear in targets(step, found)
+    forward.module(lambda _, x, w: checkpoint(forward.build, x, w, lambda body, *given: product(body.call, *given)))
+    forward.module(between_products(F.gelu))
+    step, found = forward.choices()
+    assert F.linear in again(step, found)
 
 
 def test_choices_are_named_by_op_and_module() -> None:
-    forward = Forward()
-
-    def body(x: fx.Node, w: fx.Node) -> fx.Node:
-        hidden = forward.call(F.linear, x, w)
+    def body(call: Call, x: fx.Node, w: fx.Node) -> fx.Node:
+        hidden = call(F.linear, x, w)
         hidden.meta["nn_module_stack"] = {"": ("L['self'].blocks._modules['0'].up", torch.nn.Linear)}
-        return forward.call(F.linear, forward.call(F.gelu, hidden), w)
+        return call(F.linear, call(F.gelu, hidden), w)
 
-    forward.module(body)
-    _, found = forward.choices(forward.call(torch.sum, forward.x))
+    _, found = choices_of(body)
     assert {"run gelu again", "run linear of blocks.0.up again"} <= {choice.name for choice in found}

@@ -82,13 +82,10 @@ def _of_chain(*functions: Callable[..., Any], **kwargs: Any) -> Timeline:
 # Values and their gradients.
 
 
-def test_result_fused_with_its_reader_takes_no_memory() -> None:
+def test_result_that_a_kernel_makes_or_does_not_fuse_takes_memory() -> None:
     chain = torch.sin, torch.cos, F.linear
     assert _held(_of_chain(*chain, has_gradient=False)) == [0, 16, 32, 0, 0, 0]
     assert _held(_of_chain(*chain, has_gradient=False, fuses=False)) == [16, 32, 32, 0, 0, 0]
-
-
-def test_kernel_result_takes_memory() -> None:
     assert _held(_of_chain(F.linear, torch.neg, has_gradient=False)) == [16, 32, 0, 0]
 
 
@@ -130,13 +127,10 @@ def test_saved_value_is_held_until_its_backward() -> None:
     assert _held(_of_chain(F.dropout, torch.cos)) == [32, 48, 64, 32]
 
 
-def test_recomputed_value_is_held_only_for_the_backward_that_reads_it() -> None:
-    """Without fusion, the backward of cos recomputes the result of sin."""
-    assert _held(_of_chain(torch.sin, torch.cos, F.linear, fuses=False)) == [16, 32, 32, 32, 48, 16]
-
-
 def test_recomputation_without_fusion_recomputes_all_sources() -> None:
-    """The backward of the second sin needs the result of cos, so it recomputes the first sin, too."""
+    # The backward of cos recomputes the result of sin.
+    assert _held(_of_chain(torch.sin, torch.cos, F.linear, fuses=False)) == [16, 32, 32, 32, 48, 16]
+    # The backward of the second sin needs the result of cos, so it recomputes the first sin, too.
     chain = torch.sin, torch.cos, torch.sin, F.linear
     assert _held(_of_chain(*chain, fuses=False)) == [16, 32, 32, 32, 32, 64, 48, 16]
 

@@ -70,15 +70,6 @@ return (%6, %5)
 """)
 
 
-def test_expanded_graph_computes_the_results_of_its_calls() -> None:
-    x, y = torch.randn(6), torch.randn(6)
-    graph = _graph()
-    expand_group_calls(graph, {halves, total})
-    summed, second = fx.GraphModule({}, graph)(x.clone(), y.clone())
-    parts = halves(x, [4, 2], [y])
-    assert torch.equal(summed, parts[0].sum()) and torch.equal(second, parts[1])
-
-
 def test_other_calls_stay() -> None:
     graph = _graph()
     before = render(graph)

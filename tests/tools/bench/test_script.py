@@ -165,20 +165,6 @@ def test_unmeasurable_script_is_a_one_line_error(
     assert len(said) == 1 and expected in said[0]
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (["--script"], "expected a training script behind --script, got nothing"),
-        (["--modes", "eager", "--script", "train.py"], "expected no --modes and no --model with --script"),
-        (["--rounds", "1", "--script", "train.py"], "expected at least 2 rounds and 1 rank, got --rounds 1"),
-    ],
-)
-def test_bad_options_are_one_line_errors(options: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", *options]) == 2
-    error = capsys.readouterr().err
-    assert expected in error and error.count("\n") == 1
-
-
 def test_bench_starts_two_ranks(tmp_path: Path) -> None:
     script = write(tmp_path)
     options = ["--ranks", "2", "--rounds", "2", "--json", "out.json"]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from compile_fsdp.cli import main
 from helpers.pages.code_blocks import ROOT
-from helpers.ranks.forked import run_forked
+from helpers.ranks.forked import COMMAND, run_forked
 
 WriteScript = Callable[..., Path]
 
@@ -252,7 +252,5 @@ def test_inductor_removes_copy_windows(check: Check, tmp_path: Path) -> None:
 def test_check_runs_on_real_ranks(write_script: WriteScript) -> None:
     script = write_script()
     script.write_text(script.read_text().replace('"nccl"', '"gloo"'))
-    command = script.parent / "command.py"
-    command.write_text("import sys\nfrom compile_fsdp.cli import main\nsys.exit(main())\n")
-    out = run_forked(script.parent, command, "check", script)
+    out = run_forked(script.parent, COMMAND, "check", script)
     assert out.count("train.py on 2 ranks, 2 steps: compiles whole") == 1

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from compile_fsdp.cli import main
-from helpers.ranks.forked import run_forked
+from helpers.ranks.forked import COMMAND, run_forked
 
 SCRIPT = """\
 import sys
@@ -76,8 +76,6 @@ def test_missing_script_is_a_one_line_error(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.slow
 def test_rank_0_reports_a_job_with_real_ranks(script: Path) -> None:
     page = script.parent / "report.html"
-    command = script.parent / "command.py"
-    command.write_text("import sys\nfrom compile_fsdp.cli import main\nsys.exit(main())\n")
-    out = run_forked(script.parent, command, "explain", "--out", page, script, "--width", "8")
+    out = run_forked(script.parent, COMMAND, "explain", "--out", page, script, "--width", "8")
     assert "script.py on 2 ranks" in out and out.count(f"wrote {page}") == 1
     assert [graph["direction"] for graph in _data(page)["graphs"]] == ["forward", "backward"]
