@@ -134,8 +134,8 @@ def _run(model: nn.Module, batch: dict[str, Any], settings: Settings, network: N
         "memory_budget": settings.memory_budget,
         "progress": False,
     }
-    compiled = torch.compile(model, backend=partial(compile_fsdp, options=options), fullgraph=True)
-    output = compiled(**batch)
+    model.compile(backend=partial(compile_fsdp, options=options), fullgraph=True)
+    output = model(**batch)
     loss = getattr(output, "loss", output)
     del output
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:

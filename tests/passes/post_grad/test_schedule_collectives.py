@@ -13,6 +13,7 @@ from torch import fx
 
 from compile_fsdp import ops
 from compile_fsdp.passes import Costs
+from compile_fsdp.passes.analysis.collectives import is_collective
 from compile_fsdp.passes.post_grad.schedule_collectives import schedule_collectives
 from helpers.graphs.build import GraphBuilder, aten, c10d, gather, reduce
 from helpers.graphs.lockstep import same_results
@@ -29,11 +30,11 @@ def taking(latency: float) -> Costs:
 class Model:
     """(8, 8) layers on two ranks, each layer's weight gathered where it is used."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, rows: int = 8) -> None:
         self.build = GraphBuilder()
-        self.x = self.build.input("x", (8, 8))
+        self.x = self.build.input("x", (rows, 8))
         self.shards = [self.build.input(f"w{i}", (32,)) for i in range(layers)]
-        self.saved = [self.build.input(f"h{i}", (8, 8)) for i in range(layers)]
+        self.saved = [self.build.input(f"h{i}", (rows, 8)) for i in range(layers)]
 
     def gather(self, layer: int) -> fx.Node:
         rows = gather(self.build, [self.shards[layer]], 2)[0]
@@ -50,17 +51,17 @@ class Model:
         return self.build.call(aten.mm.default, left, right)
 
 
-def forward(layers: int = 3) -> fx.Graph:
-    model = Model(layers)
+def forward(layers: int = 3, rows: int = 8) -> fx.Graph:
+    model = Model(layers, rows)
     x = model.x
     for layer in range(layers):
         x = model.mm(x, model.gather(layer))
     return model.build.output(x)
 
 
-def backward(layers: int = 3) -> fx.Graph:
+def backward(layers: int = 3, rows: int = 8) -> fx.Graph:
     """A backward that gathers each weight one layer early, as BACKWARD_PRE does."""
-    model = Model(layers)
+    model = Model(layers, rows)
     grad, gradients = model.x, []
     weight = model.gather(layers - 1)
     for layer in reversed(range(layers)):
@@ -194,6 +195,18 @@ def test_gather_of_activations_is_left_alone() -> None:
     before = render(graph)
     assert dict(schedule_collectives(graph, costs=taking(1)).counts)["left_in_place"] == 1
     assert render(graph) == before
+
+
+@given(st.integers(1, 6), st.floats(0, 10), st.booleans(), st.booleans(), st.sampled_from([1, 3, 80, 8000]))
+def test_order_of_collectives_does_not_depend_on_the_batch_size(
+    layers: int, latency: float, is_forward: bool, hoist: bool, rows: int
+) -> None:
+    orders = []
+    for each in (8, rows):
+        graph = forward(layers, each) if is_forward else backward(layers, each)
+        scheduled(graph, latency, hoist)
+        orders.append([node.name for node in graph.nodes if is_collective(node)])
+    assert orders[0] == orders[1]
 
 
 @given(st.integers(1, 6), st.floats(0, 10), st.booleans(), st.booleans())

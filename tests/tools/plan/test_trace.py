@@ -177,7 +177,7 @@ def test_measured_peak_of_compiled_training(checkpoint: Checkpoint) -> None:
         auto_shard(model)
         model.compile(backend="compile_fsdp", fullgraph=True, options={"costs": COSTS["cpu"]})
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-        for _ in range(6):
+        for _ in range(2):
             model(**batch).backward()
             optimizer.step()
             optimizer.zero_grad()
