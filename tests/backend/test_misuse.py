@@ -205,7 +205,7 @@ CASES: list[tuple[Callable[[], None], type[Exception], str]] = [
     (_on_meta, errors.ParameterDeviceError, "layers.0.norm.weight"),
     (_offloaded_on_meta, errors.ParameterDeviceError, "layers.0.norm.weight"),
     (_mixed_dtypes, errors.ParameterDtypeError, "torch.float32 and {'layers.0.norm.bias': 'torch.bfloat16'}"),
-    (_part_called_first, errors.RootError, "forwards of layers.0 (Block) before it"),
+    (_part_called_first, errors.RootError, "earlier forwards of layers.0 (Block)"),
     (_replaced_parameter, errors.ReplacedParameterError, "['inp.weight']"),
     (_unknown_output_type, errors.OutputTypeError, "_ReturnsOpaque"),
     (_unknown_option, errors.UnknownOptionError, "innerbackend"),

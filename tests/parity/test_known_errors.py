@@ -221,7 +221,7 @@ CLAIMS: dict[str, tuple[Callable[[Way], object], str | None]] = {
     "reentrant checkpoints": (lambda way: way.build(_Checkpointed)(X).backward(), None),
 }
 
-PAGE = (DOCS / "errors.md").read_text().partition("## Texts of torch")[2]
+PAGE = (DOCS / "errors.md").read_text().partition("## Error texts of torch")[2]
 # Cause, remedy and outcome with compile_fsdp, by message.
 ENTRIES = {
     heading: cells.split(" | ")

@@ -195,14 +195,14 @@ _FACTS = (
         (lambda path: path.unlink(), "none yet"),
         (_bytes(lambda content: b""), "no bundle"),
         (_bytes(lambda content: b"PK" + content), "no bundle"),
-        (_bytes(lambda content: content.replace(b"bundle 1", b"bundle 2", 1)), "another version"),
+        (_bytes(lambda content: content.replace(b"bundle 1", b"bundle 2", 1)), "different version"),
         (_bytes(lambda content: content[:40]), "first lines are damaged"),
         (_bytes(lambda content: content.replace(b'"sha256"', b'"sha255"', 1)), "first lines are damaged"),
         (_bytes(lambda content: content[:-1]), "damaged"),
         (_bytes(lambda content: content + b"."), "damaged"),
         (_bytes(lambda content: content[:-9] + b"!" + content[-8:]), "damaged"),
         (lambda path: path.chmod(0o606), "everybody may write"),
-        *((_fact(name), f"other {name}") for name in _FACTS),
+        *((_fact(name), f"different {name}") for name in _FACTS),
     ],
 )
 def test_unusable_bundle_is_refused_with_the_reason(

@@ -77,4 +77,8 @@ def _run_command(rank: int, arguments: Sequence[str]) -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     sys.argv = ["compile-fsdp", *arguments]
-    runpy.run_module("compile_fsdp", run_name="__main__")
+    try:
+        runpy.run_module("compile_fsdp", run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import linecache
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -74,7 +75,9 @@ def test_group_kept_unsharded_by_budget_is_a_note() -> None:
     assert (found.level, found.rule, found.names) == (Level.NOTE, "kept-unsharded", ("0.weight",))
 
 
-def test_eager_backward_is_a_break() -> None:
+def test_eager_backward_is_a_break(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    linecache.clearcache()  # of a train.py of an earlier test
     seen = _seen(model=replace(_MODEL, backward_graphs=0))
     seen.captured.notes.append(
         f"{FALLS_BACK}Dynamic control flow\n  Explanation: It depends on data.\n  Hint: Use torch.where.\n\n"
