@@ -1,4 +1,4 @@
-"""torch's dispatcher: ops and their schemas, dispatch keys, functionalization, fake tensors.
+"""torch's dispatcher: ops and their schemas, dispatch keys, fake tensors.
 
 A tree is nested tuples, lists and dicts with values at its leaves.
 """
@@ -51,14 +51,6 @@ tree_map_only = _pytree.tree_map_only
 # Whether an op has a kernel for exactly this dispatch key, both given by name. Fallbacks and kernels of alias keys do
 # not count. (2.13.0)
 has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
-
-# Functionalization's tensor wrapper: test for the wrapper, apply its pending writes, unwrap it. (2.13.0)
-_is_functional_tensor = torch._is_functional_tensor
-_sync: Callable[[torch.Tensor], None] = torch._sync  # type: ignore[attr-defined]
-_from_functional_tensor = torch._from_functional_tensor
-
-# Functionalization's dispatch key. (2.13.0)
-_FUNCTIONALIZE = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
 
 # Dispatch keys included, and dispatch keys excluded, outside any op's kernel. (2.13.0)
 _DISPATCH_KEYS_OF_EAGER_CODE = (
@@ -127,20 +119,6 @@ def plain_dispatch() -> contextlib.AbstractContextManager[None]:
     Without this context the dispatch keys above the kernel are excluded.
     """
     return torch._C._ForceDispatchKeyGuard(*_DISPATCH_KEYS_OF_EAGER_CODE)
-
-
-@needs("torch._C._ExcludeDispatchKeyGuard")
-def below_functionalization() -> contextlib.AbstractContextManager[None]:
-    """Dispatch ops to the kernels below functionalization. (2.13.0)"""
-    return torch._C._ExcludeDispatchKeyGuard(_FUNCTIONALIZE)
-
-
-def unwrap_functional(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that functionalization wraps, with pending writes applied; a plain tensor itself. (2.13.0)"""
-    if not _is_functional_tensor(tensor):
-        return tensor
-    _sync(tensor)
-    return _from_functional_tensor(tensor)
 
 
 def plain_tensors(values: Any) -> Iterator[torch.Tensor]:

@@ -99,9 +99,6 @@ SYMMETRIC_MEMORY_COMMS = tuple(
 # The divisors of gradients before and after their reduction, and the reduce ops. (2.13.0)
 gradient_divide_factors = _fsdp_collectives._get_gradient_divide_factors
 
-# Whether FSDP2 keeps a reduce-scatter input until the next group's reduce-scatter ends. (2.12.0)
-HOLDS_REDUCE_INPUT = "2.12" <= torch.__version__ < "2.13"
-
 # Whether FSDP2 chooses gradient dtypes by `Tensor.grad_dtype`. (2.13.0, 2.15.0)
 HAS_GRAD_DTYPES = torch.__version__ >= "2.15"
 
