@@ -17,7 +17,6 @@ from compile_fsdp.errors import ExplainError
 from compile_fsdp.runtime.outputs import find_tensors
 from compile_fsdp.tools.explain.capture import capture
 from compile_fsdp.tools.explain.report import Report, make_report
-from compile_fsdp.torch_compat.distributed import init_fake_process_group
 from compile_fsdp.torch_compat.fsdp import fsdp_state
 
 
@@ -80,11 +79,10 @@ def _world(world_size: int | None, is_sharded: bool) -> Iterator[None]:
         )
     if world_size < 1:
         raise ExplainError(f"expected world_size to be at least 1, got {world_size}")
-    init_fake_process_group(world_size)
-    try:
+    from compile_fsdp.tools.launch import fake_world  # imported here, because it loads torch's checkpoints
+
+    with fake_world(world_size):
         yield
-    finally:
-        dist.destroy_process_group()
 
 
 def _sharded_copy(model: nn.Module, example_inputs: tuple[Any, ...]) -> nn.Module:
