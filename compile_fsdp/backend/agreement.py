@@ -176,7 +176,7 @@ def real_groups(names: Collection[str]) -> Iterator[tuple[str, dist.ProcessGroup
     """
     for name in sorted(names):
         group = resolve_group(name)
-        if group.size() > 1 and dist.get_backend(group) != _FAKE:
+        if group.size() > 1 and _FAKE not in dist.get_backend_config(group):
             yield name, group
 
 

@@ -45,8 +45,12 @@ needs_attributes(torch.distributed.ProcessGroup, "_get_backend")
 
 
 def init_fake_process_group(world_size: int, rank: int = 0) -> None:
-    """Make this process a rank of a world whose collectives do nothing. (2.13.0)"""
-    torch.distributed.init_process_group("fake", store=_FakeStore(), rank=rank, world_size=world_size)
+    """Make this process a rank of a world whose collectives do nothing. (2.11.0, 2.13.0)"""
+    # torch's own list of devices for this backend lacks accelerators that an extension adds.
+    accelerator = torch.accelerator.current_accelerator()
+    devices = dict.fromkeys(["cpu", "cuda", *([accelerator.type] if accelerator else [])])
+    backends = ",".join(f"{device}:fake" for device in devices)
+    torch.distributed.init_process_group(backends, store=_FakeStore(), rank=rank, world_size=world_size)
 
 
 @needs(

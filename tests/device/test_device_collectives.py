@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
+from compile_fsdp.tools import launch
 from helpers.device.install import held, install
+from helpers.ranks.devices import prepare
 from helpers.ranks.pools import run_ranks
 
 
@@ -131,3 +133,15 @@ def _on_a_slow_link(rank: int) -> list[float]:
 def test_set_link_slows_collectives_down() -> None:
     for fast, slow in run_ranks(2, _on_a_slow_link, device="emulated"):
         assert fast < 0.05 + 2**14 / 2**17 <= slow
+
+
+def _gather_in_fake_world(rank: int) -> list[float]:
+    prepare("emulated", rank)
+    with launch.fake_world(2):
+        gathered = torch.empty(4)
+        dist.all_gather_into_tensor(gathered, torch.ones(2))
+        return gathered.tolist()
+
+
+def test_fake_world_has_an_accelerator_of_an_extension() -> None:
+    assert launch.run(1, _gather_in_fake_world) == [[1.0] * 4]
