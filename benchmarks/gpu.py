@@ -4,9 +4,9 @@
                              [--rounds 2] [--json FILE] [--device cuda]
 
 `fake8` and `fake64` are rank 0 of 8 and of 64 on the fake process group: shards of that size, gathered into full
-parameters, and collectives that take no time. `nccl1` is NCCL with one rank. The modes are those of `compile-fsdp
-bench`; those of SimpleFSDP need torchtitan on PYTHONPATH. Each runs in a process of its own, since a card holds one
-such model at a time, and the modes take turns in every round.
+parameters by one kernel each, and other collectives that take no time. `nccl1` is NCCL with one rank. The modes are
+those of `compile-fsdp bench`; those of SimpleFSDP need torchtitan on PYTHONPATH. Each runs in a process of its own,
+since a card holds one such model at a time, and the modes take turns in every round.
 Any other device than `cuda` is a rehearsal with a tiny model, whose figures mean nothing: `cpu`, an accelerator that
 torch knows, or with `tests/` on PYTHONPATH the emulated device (docs/contributing.md).
 """
@@ -72,36 +72,55 @@ def _measure(mode: str, world: str, size: Decoder, device: str) -> dict[str, Any
 
         prepare(device, 0)
     target = torch.device(device)
-    with launch.fake_world(WORLDS[world]) if world.startswith("fake") else _alone(target):
+    with _fake(WORLDS[world], target) if world.startswith("fake") else _alone(target):
         torch.set_default_dtype(torch.bfloat16)
         with target:
             run = Run(mode, size, rank=0)
-            start = time.perf_counter()
+        start = time.perf_counter()
+        run.step()
+        synchronize(target)
+        first = time.perf_counter() - start
+        for _ in range(WARM_UP):
             run.step()
-            synchronize(target)
-            first = time.perf_counter() - start
-            for _ in range(WARM_UP):
-                run.step()
-            synchronize(target)
-            start, cpu_start = time.perf_counter(), time.process_time()
-            for _ in range(STEPS):
-                run.step()
-            cpu_s = (time.process_time() - cpu_start) / STEPS  # until everything is launched
-            synchronize(target)
-            seconds = (time.perf_counter() - start) / STEPS
-            held = 0 if device == "cpu" else torch.get_device_module(target).memory_allocated()
-            peak = held + run.peak_bytes()
-            kernels = _kernels(run) if device == "cuda" else 0
+        synchronize(target)
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            run.step()
+        launched_s = (time.perf_counter() - start) / STEPS
+        synchronize(target)
+        seconds = (time.perf_counter() - start) / STEPS
+        held = 0 if device == "cpu" else torch.get_device_module(target).memory_allocated()
+        peak = held + run.peak_bytes()
+        kernels = _kernels(run) if device == "cuda" else 0
     mfu = flops_per_step(size) / seconds / PEAK_FLOPS
     return {
         "ms": 1e3 * seconds,
         "tokens_per_s": size.batch * size.seq_len / seconds,
         "mfu": mfu,
-        "cpu_ms": 1e3 * cpu_s,
+        "launched_ms": 1e3 * launched_s,  # until the CPU has launched everything
         "peak_gib": peak / 2**30,
         "kernels": kernels,
         "first_step_s": first,
     }
+
+
+@contextmanager
+def _fake(ranks: int, device: torch.device) -> Iterator[None]:
+    """A fake process group whose all-gathers are one kernel, as NCCL's; torch's copy to each rank's part in turn."""
+    with launch.fake_world(ranks):
+        op, group = torch.ops.c10d._allgather_base_.default, dist.group.WORLD.boxed()
+        _, done = op(torch.empty(ranks, device=device), torch.empty(1, device=device), group)
+
+        def gather(output: torch.Tensor, input: torch.Tensor, *_: object) -> tuple[torch.Tensor, object]:
+            # Eager FSDP2 gathers in place: its input is the first rank's part of the output.
+            parts = output.view(ranks, -1)
+            parts[int(input.data_ptr() == output.data_ptr()) :].copy_(input.view(-1))
+            return output, done
+
+        library = torch.library.Library("c10d", "IMPL")
+        library.impl("_allgather_base_", gather, device.type.upper())
+        yield
+        library._destroy()
 
 
 @contextmanager
@@ -166,13 +185,15 @@ def main() -> None:
             for mode in modes:
                 if (figures := _start(mode, world, options)) is not None:
                     rows[mode].append(figures)
-            print(_format(world, rows), flush=True)
+                    # A run that is cut off has told all that it knew.
+                    print(f"{world}, {mode}: " + ", ".join(f"{n} {v:.4g}" for n, v in figures.items()), flush=True)
+            print("\n" + _format(world, rows), flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps(tables, indent=1) + "\n")
 
 
 def _format(world: str, table: dict[str, list[dict[str, Any]]]) -> str:
-    columns = ("ms", "tokens_per_s", "mfu", "cpu_ms", "peak_gib", "kernels")
+    columns = ("ms", "tokens_per_s", "mfu", "launched_ms", "peak_gib", "kernels")
     head = f"| {world} | " + " | ".join(columns) + " | ms of each round | first step of each round, s |"
     lines = [head, "| --- |" + " ---: |" * (len(columns) + 2)]
     for mode, rounds in table.items():
