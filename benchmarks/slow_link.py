@@ -1,4 +1,4 @@
-"""Do measured costs pay where the link is not what the built-in costs expect? On two ranks of the emulated device.
+"""Do measured costs pay where the link is slower than the built-in costs expect? On two ranks of the emulated device.
 
     PYTHONPATH=tests python benchmarks/slow_link.py [--model compute] [--slower 10] [--rounds 7]
 
@@ -10,32 +10,34 @@ the result is the median over the rounds of measured over built-in, with quartil
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import tempfile
 from functools import partial
+
+import torch
+import torch.distributed as dist
 
 from compile_fsdp.passes.analysis.costs import COSTS
 from compile_fsdp.reports import reports
 from compile_fsdp.tools.bench.measure import STEPS_PER_TURN, Run
 from compile_fsdp.tools.bench.modes import MODES
 from compile_fsdp.tools.bench.workloads import SIZES
+from compile_fsdp.tools.calibrate.measure import measure
 
 SETTINGS = {"default": {}, "budget": {"memory_budget": 100 * 2**20}}  # of the model `compute`, which takes 135 MiB
 
 
-def compare(rank: int, model: str, slower: float, rounds: int, cache: str) -> list[str]:
+def compare(rank: int, model: str, slower: float, rounds: int) -> list[str]:
     """The lines of the result."""
     from helpers.device.install import install
 
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
     install().set_detecting(False)
     usual = COSTS["cpu"]
     install().set_link(usual.latency * slower, usual.comm_bandwidth / slower)
+    measured_costs = measure(dist.group.WORLD, torch.device("emulated"), torch.float32).costs(COSTS["cuda"])
     lines = []
     for name, options in SETTINGS.items():
         runs = []
-        for costs in (usual, "measured"):
+        for costs in (usual, measured_costs):
             MODES["of these costs"] = partial(MODES["compile"], costs=costs, **options)
             runs.append(Run("of these costs", SIZES[model], rank))
             for _ in range(2):
@@ -64,8 +66,5 @@ if __name__ == "__main__":
     parser.add_argument("--slower", type=float, default=10.0)
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        found = run_ranks(
-            2, compare, args.model, args.slower, args.rounds, folder, device="emulated", timeout_s=3600.0
-        )
+    found = run_ranks(2, compare, args.model, args.slower, args.rounds, device="emulated", timeout_s=3600.0)
     print("\n".join(found[0]))

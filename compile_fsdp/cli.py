@@ -14,8 +14,9 @@ from compile_fsdp.tools.doctor.asked import NAME as DOCTOR
 
 def build_parser() -> argparse.ArgumentParser:
     # Imported here because the doctor must run without them, see [Note: A doctor for a failing import].
-    from compile_fsdp.tools import calibrate, precompile
+    from compile_fsdp.tools import precompile
     from compile_fsdp.tools.bench import command as bench_command
+    from compile_fsdp.tools.calibrate import command as calibrate_command
     from compile_fsdp.tools.check import command as check_command
     from compile_fsdp.tools.explain import command as explain_command
     from compile_fsdp.tools.plan import command as plan_command
@@ -28,7 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
     explain_command.add_parser(subcommands)
     precompile.add_parser(subcommands)
     bench_command.add_parser(subcommands)
-    calibrate.add_parser(subcommands)
+    calibrate_command.add_parser(subcommands)
     doctor_command.add_parser(subcommands)
     return parser
 

@@ -11,9 +11,11 @@ in one run (pytorch issue 183451). So CUDA graphs are refused, not skipped silen
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -50,10 +52,9 @@ class Options:
             unsharded parameters, buffers of collectives, activations, gradients. "auto" means the device's free memory
             less a reserve. Parameters and activations that fit stay in memory; the rest are gathered again or
             recomputed: docs/passes.md. With None, only `reshard_after_forward` and the user's checkpoints decide.
-        costs: Costs by which the passes decide. "measured": the speed of collectives, copies and matmuls on this
-            machine, which the first compile measures once for each device and mesh. "constants": the numbers of
-            `compile_fsdp.passes.COSTS`. Or a `Costs`, equal on all ranks. None: the value of the environment variable
-            COMPILE_FSDP_COSTS, by default "measured".
+        costs: Costs by which the passes decide, equal on all ranks; or the path of a file that `compile-fsdp calibrate`
+            wrote, which is read at once. None: the file named by the environment variable COMPILE_FSDP_COSTS, else
+            the device's costs in `compile_fsdp.passes.COSTS`.
         progress: Whether rank 0 reports on stderr each trace or compilation that takes more than two seconds.
         agreement_timeout_s: Seconds that a rank waits for other ranks to compile before a graph first runs.
         verify: Whether to compare each compiled graph with its traced graph on the first run, compare the first step's
@@ -69,24 +70,12 @@ class Options:
     disabled_passes: frozenset[str] = frozenset()
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
     memory_budget: int | Literal["auto"] | None = None
-    costs: Costs | Literal["measured", "constants"] | None = None
+    costs: Costs | None = None
     progress: bool = True
     agreement_timeout_s: float = DEFAULT_LIMIT_S
     verify: bool = False
     bundle: str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def known_costs(self) -> Costs | None:
-        """The costs if they are given as numbers; None stands for the device's costs."""
-        return self.costs if isinstance(self.costs, Costs) else None
-
-    @property
-    def measures_costs(self) -> bool:
-        """Whether the first compile may measure the machine's costs."""
-        if self.inner_backend != "inductor":  # without Inductor, no pass changes collectives
-            return False
-        return (self.costs or os.environ.get(COSTS_VARIABLE, "measured")) == "measured"
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None, mode: str | None = None) -> Options:
@@ -127,6 +116,24 @@ class Options:
         return cls(**checked, inductor=inductor)
 
 
+def _read_costs(given: object) -> Costs | None:
+    where = "costs"
+    if given is None and COSTS_VARIABLE in os.environ:
+        given, where = os.environ[COSTS_VARIABLE], f"the environment variable {COSTS_VARIABLE}"
+    if given is None or isinstance(given, Costs):
+        return given
+    wanted = f"expected {where} to be the path of a file that compile-fsdp calibrate wrote, or a compile_fsdp.Costs"
+    if not isinstance(given, (str, os.PathLike)):
+        raise UnknownOptionError(f"{wanted}, got {given!r}")
+    try:
+        costs = Costs(**json.loads(Path(given).read_text()))
+        if not all(isinstance(number, (int, float)) for number in dataclasses.astuple(costs)):
+            raise ValueError("a value is no number")
+        return costs
+    except (OSError, ValueError, TypeError) as error:
+        raise UnknownOptionError(f"{wanted}, got {os.fspath(given)!r}: {error}") from error
+
+
 def _checked(ours: dict[str, Any]) -> dict[str, Any]:
     backend = ours.get("inner_backend", "inductor")
     if backend not in (valid := list_backends()) or backend == "compile_fsdp":
@@ -142,12 +149,7 @@ def _checked(ours: dict[str, Any]) -> dict[str, Any]:
     budget = ours.get("memory_budget")
     if not (budget in (None, "auto") or (type(budget) is int and budget >= 0)):
         raise UnknownOptionError(f'expected memory_budget to be a number of bytes, "auto" or None, got {budget!r}')
-    costs = ours.get("costs") or os.environ.get(COSTS_VARIABLE, "measured")
-    if not (isinstance(costs, Costs) or costs in ("measured", "constants")):
-        raise UnknownOptionError(
-            'expected costs to be compile_fsdp.passes.Costs, "measured" or "constants", or one of the two words in the '
-            f"environment variable {COSTS_VARIABLE}, got {costs!r}"
-        )
+    ours = {**ours, "costs": _read_costs(ours.get("costs"))}
     for name in ("progress", "verify"):
         if not isinstance(value := ours.get(name, True), bool):
             raise UnknownOptionError(f"expected {name} to be True or False, got {value!r}")

@@ -8,8 +8,7 @@ from pathlib import Path
 
 # Read here and in the processes that tests start. A compile worker pool in each process costs more than it saves.
 os.environ.update({"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"})
-# Constant costs make decisions independent of the machine's load. Tests of measured costs override this.
-os.environ["COMPILE_FSDP_COSTS"] = "constants"
+os.environ.pop("COMPILE_FSDP_COSTS", None)
 
 import hypothesis
 import pytest

@@ -45,7 +45,7 @@ def inductor_config(
     if options.verify:
         config["fallback_random"] = True  # the traced graph uses torch's random numbers
     merge = decision is not None and decision.has_large_packs
-    passes = pipelines.post_grad(inputs.name, hoist=direction == "forward", merge=merge, costs=options.known_costs)
+    passes = pipelines.post_grad(inputs.name, hoist=direction == "forward", merge=merge, costs=options.costs)
     config["post_grad_custom_pre_pass"] = Pipeline(
         passes, recorder, options.disabled_passes, observer=observer, check=options.verify
     )

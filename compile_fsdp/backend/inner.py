@@ -89,7 +89,7 @@ def compile_traced(graph: TracedGraph, unfilled: Sequence[int] = ()) -> Callable
     original = copy_dynamo_graph(graph.gm) if graph.is_compared and is_repeatable(graph.gm.graph) else None
     decision = graph.step.decision if graph.direction == "forward" else None
     options, nodes = graph.options, len(graph.gm.graph.nodes)
-    recorder = Recorder(graph.direction, options.inner_backend, nodes, decision, options.known_costs, graph.groups)
+    recorder = Recorder(graph.direction, options.inner_backend, nodes, decision, options.costs, graph.groups)
     compiled, stored = _call_inner_backend(graph, recorder)
     collectives = recorder.finish() or traced
     if unfilled:
@@ -122,7 +122,7 @@ def _call_inner_backend(
     gm, options = graph.gm, graph.options
     observer = None
     if (watching := present_observer()) is not None:
-        observer = watching.begin(graph.direction, gm, graph.inputs.groups, options.known_costs)
+        observer = watching.begin(graph.direction, gm, graph.inputs.groups, options.costs)
     # The backward computes views of unsharded parameters again from the parameter, because a saved view would keep the
     # storage alive, or read it after it was freed.
     settings: dict[str, Any] = {"recompute_views": True}

@@ -64,7 +64,7 @@ def budget_pass(inputs: GraphInputs, options: Options) -> Pass | None:
         return None
     device = groups[0].fsdp_group.device
     budget = options.memory_budget if options.memory_budget != "auto" else _free_bytes(device, groups)
-    costs, fuses = options.known_costs, options.inner_backend == "inductor"
+    costs, fuses = options.costs, options.inner_backend == "inductor"
     assert costs is not None  # `settle_costs` has run
     return partial(
         fit_memory_budget,

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import CellType
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -119,7 +119,7 @@ class StoredStep:
     accumulated: tuple[bool, ...]
     undefined: tuple[Place, ...]
     unfilled: tuple[int, ...]
-    costs: Costs | Literal["measured", "constants"] | None
+    costs: Costs | None
     decision: BudgetDecision | None
 
     @classmethod

@@ -1,9 +1,9 @@
 """Costs of compute, copies and collectives, by which passes decide.
 
 [Note: Costs are equal on all ranks]
-Ranks that decided differently would issue different collectives, and hang. So costs are constants, or values that one
-rank has measured for all (`compile_fsdp/backend/costs.py`). Decisions by these costs depend on sizes that all ranks
-share: padded shards and whole parameters.
+Ranks that decided differently would issue different collectives, and hang. So costs are constants, or the user gives
+equal costs to all ranks. Decisions by these costs depend on sizes that all ranks share: padded shards and whole
+parameters.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Costs:
         memory_bandwidth: Bytes per second that a kernel reads and writes together.
         flops: Floating-point operations per second.
         rows: Tokens, or batch rows, that a rank computes with at a time. Decisions that all ranks share use this
-            number, not the rank's own number of rows.
+            number, not the rank's own number of rows. 0: the rows of the largest batch among the ranks.
         offload_bandwidth: Bytes per second between device and host memory, each way. 0 if nothing is offloaded, as on a
             CPU.
     """
@@ -40,7 +40,7 @@ class Costs:
     comm_bandwidth: float
     memory_bandwidth: float
     flops: float
-    rows: int = 256
+    rows: int = 0
     offload_bandwidth: float = 0.0
 
     def collective(self, shard_bytes: int, ranks: int) -> float:

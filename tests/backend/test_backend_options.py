@@ -11,7 +11,6 @@ from torch.distributed.fsdp import BackwardPrefetch
 
 from compile_fsdp import Options
 from compile_fsdp.errors import UnknownOptionError
-from compile_fsdp.passes import COSTS
 
 
 def test_default_options() -> None:
@@ -82,7 +81,7 @@ def test_cuda_graphs_in_inductor_config_are_refused() -> None:
         ({"memory_budget": -1}, ["expected memory_budget to be a number of bytes"]),
         ({"memory_budget": 1.5}, ["expected memory_budget to be a number of bytes"]),
         ({"memory_budget": "all"}, ["expected memory_budget to be a number of bytes", "'all'"]),
-        ({"costs": 3}, ["expected costs to be compile_fsdp.passes.Costs"]),
+        ({"costs": 3}, ["expected costs to be the path of a file", "a compile_fsdp.Costs, got 3"]),
         ({"post_grad_custom_pre_pass": None}, ["post_grad_custom_pre_pass"]),
     ],
 )
@@ -91,30 +90,3 @@ def test_invalid_option_is_named_with_expected_values(given: dict[str, Any], nam
         Options.parse(given)
     for text in named:
         assert text in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("given", "variable", "measures"),
-    [
-        ({}, None, True),
-        ({"costs": None}, "measured", True),
-        ({}, "constants", False),
-        ({"costs": "measured"}, "constants", True),
-        ({"costs": "constants"}, "measured", False),
-        ({"costs": COSTS["cpu"]}, "measured", False),
-        ({"inner_backend": "aot_eager"}, None, False),
-    ],
-)
-def test_costs_are_measured_unless_options_or_environment_disable_it(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], variable: str | None, measures: bool
-) -> None:
-    monkeypatch.delenv("COMPILE_FSDP_COSTS")
-    if variable is not None:
-        monkeypatch.setenv("COMPILE_FSDP_COSTS", variable)
-    assert Options.parse(given).measures_costs is measures
-
-
-def test_invalid_costs_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COMPILE_FSDP_COSTS", "guessed")
-    with pytest.raises(UnknownOptionError, match=r"COMPILE_FSDP_COSTS, got 'guessed'"):
-        Options.parse(None)

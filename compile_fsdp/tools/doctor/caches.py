@@ -1,8 +1,7 @@
-"""Checks of the data kept between processes: the compiler's cache and measured costs."""
+"""Checks of the data kept between processes: the compiler's cache."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 
@@ -37,22 +36,3 @@ def check_cache_folder(least_free_bytes: int = LEAST_FREE_BYTES) -> Row:
     if free < least_free_bytes:
         return Row(State.WARNING, text, f"delete old files in it, or {remedy}")
     return Row(State.OK, text)
-
-
-def check_costs() -> Row:
-    """Check for stored costs of this torch; with them, the first compile of a job measures nothing."""
-    import torch
-
-    from compile_fsdp.calibration import store
-    from compile_fsdp.options import COSTS_VARIABLE
-
-    kept = store.kept()
-    broken = [path.name for path, under in kept.items() if under is None]
-    if broken:
-        return Row(State.WARNING, f"not readable in {store.folder()}: {', '.join(broken)}", "delete these files")
-    if os.environ.get(COSTS_VARIABLE) == "constants":
-        return Row(State.OK, f"not used: {COSTS_VARIABLE}=constants")
-    ours = [under for under in kept.values() if under is not None and under.get("torch") == torch.__version__]
-    if not ours:
-        return Row(State.OK, "none kept for this torch: the first compile measures them, or compile-fsdp calibrate")
-    return Row(State.OK, f"{len(ours)} kept for this torch, in {store.folder()}")

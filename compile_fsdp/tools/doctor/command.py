@@ -34,7 +34,6 @@ THEN: Checks = {
     "devices": machine.check_devices,
     "process groups": machine.check_process_groups,
     "fake group": machine.check_fake_group,
-    "measured costs": caches.check_costs,
 }
 
 

@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from compile_fsdp.calibration import store
-from compile_fsdp.calibration.measure import Link, Measurements
 from compile_fsdp.cli import main
 from compile_fsdp.tools import launch
 from compile_fsdp.tools.doctor import caches, command, machine, software
@@ -218,21 +216,6 @@ def test_low_disk_space_is_a_warning(cache: Path) -> None:
     assert row.state is State.WARNING
     assert row.found.startswith(str(cache))
     assert caches.check_cache_folder(least_free_bytes=1).state is State.OK
-
-
-def test_stored_costs_are_counted_and_broken_files_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("COMPILE_FSDP_COSTS", raising=False)
-    assert caches.check_costs().found.startswith("none kept")
-    link = Link(1e-4, 1e9)
-    for version in (software.check_torch().found, "2.11.0"):
-        store.write({"torch": version}, Measurements(link, link, 1e10, 1e11))
-    assert caches.check_costs().found == f"1 kept for this torch, in {store.folder()}"
-    monkeypatch.setenv("COMPILE_FSDP_COSTS", "constants")
-    assert caches.check_costs() == Row(State.OK, "not used: COMPILE_FSDP_COSTS=constants")
-    (store.folder() / "broken.json").write_text("{")
-    row = caches.check_costs()
-    assert row.state is State.WARNING
-    assert row.found.endswith(": broken.json")
 
 
 def test_unexpected_error_in_a_check_is_a_fault_of_that_row() -> None:

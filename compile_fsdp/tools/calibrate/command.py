@@ -1,27 +1,29 @@
-"""`compile-fsdp calibrate`: measure, store and print the costs that the passes use, before the first job."""
+"""`compile-fsdp calibrate`: measure and print the costs that the passes use, and write them to a file."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from compile_fsdp.calibration import store
-from compile_fsdp.calibration.measure import Measurements, measure
 from compile_fsdp.errors import CommandError
 from compile_fsdp.passes import Costs
 from compile_fsdp.passes.analysis.costs import usual_costs
 from compile_fsdp.tools import launch
+from compile_fsdp.tools.calibrate.measure import Measurements, measure
 
 DESCRIPTION = """\
 Measure latency and bandwidth of all-gathers and reduce-scatters over each dim of a mesh, and the speed of copies and
-matrix products on the device. Store the numbers, so that the first compile of a job on an equal device and mesh does
-not measure them. Runs on new ranks, or on the ranks of torchrun.
+matrix products on the device. Write the costs over the last dim, over which HSDP shards, to a file for the option
+`costs`. Runs on new ranks, or on the ranks of torchrun.
 """
 
 TIMEOUT_S = 300.0
@@ -40,11 +42,10 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
         "--mesh", type=_shape, default=None, metavar="NxN", help="sizes of the dims, such as 2x8 (default: one dim)"
     )
     parser.add_argument(
-        "--dtype",
-        type=_dtypes,
-        default="float32,bfloat16",
-        metavar="NAME,NAME",
-        help="of the matrices (default %(default)s)",
+        "--dtype", type=_dtype, default="bfloat16", metavar="NAME", help="of the matrices (default %(default)s)"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("costs.json"), metavar="FILE", help="default %(default)s"
     )
 
 
@@ -52,17 +53,15 @@ def _shape(text: str) -> tuple[int, ...]:
     return tuple(int(size) for size in text.split("x"))
 
 
-def _dtypes(text: str) -> tuple[torch.dtype, ...]:
-    names = text.split(",")
-    named = (getattr(torch, name, None) for name in names)
-    found = tuple(each for each in named if isinstance(each, torch.dtype) and each.is_floating_point)
-    if len(found) < len(names):
-        raise argparse.ArgumentTypeError(f"expected names of floating-point dtypes, got {text}")
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise argparse.ArgumentTypeError(f"expected the name of a floating-point dtype, got {name}")
     return found
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure the costs and print them on rank 0.
+    """Measure the costs; rank 0 prints and writes them.
 
     Raises:
         CommandError: if there is one rank only, there are more ranks than GPUs, the mesh does not fit the ranks, or a
@@ -77,8 +76,9 @@ def run(args: argparse.Namespace) -> None:
         ranks = args.ranks or devices or 2
         if 0 < devices < ranks:
             raise CommandError(f"expected at most one rank per GPU of this host, got --ranks {ranks} for {devices}")
-    _check(ranks, args.mesh)
-    arguments = args.mesh or (ranks,), args.dtype
+    shape = args.mesh or (ranks,)
+    _check(ranks, shape)
+    arguments = shape, args.dtype, args.output
     if dist.is_torchelastic_launched():
         _calibrate(int(os.environ["RANK"]), *arguments)
         return
@@ -89,15 +89,15 @@ def run(args: argparse.Namespace) -> None:
         raise CommandError(f"expected {ranks} ranks on this host, got a failed rank: {reason}") from error
 
 
-def _check(ranks: int, mesh: Sequence[int] | None) -> None:
-    if ranks < 2:
-        raise CommandError(f"expected two ranks or more, got {ranks}: one rank gathers nothing")
-    if mesh is not None and (min(mesh) < 1 or math.prod(mesh) != ranks):
+def _check(ranks: int, mesh: Sequence[int]) -> None:
+    if mesh[-1] == 1:
+        raise CommandError(f"expected two ranks or more in the last dim, got {mesh[-1]}: one rank gathers nothing")
+    if min(mesh) < 1 or math.prod(mesh) != ranks:
         shown = "x".join(map(str, mesh))
         raise CommandError(f"expected --mesh with as many places as ranks, got {shown} for {ranks}; see --ranks")
 
 
-def _calibrate(rank: int, shape: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
+def _calibrate(rank: int, shape: Sequence[int], dtype: torch.dtype, output: Path) -> None:
     device = launch.use_device()
     if device.type == "cpu":
         torch.set_num_threads(1)
@@ -107,22 +107,19 @@ def _calibrate(rank: int, shape: Sequence[int], dtypes: Sequence[torch.dtype]) -
         usual = usual_costs(device)
         lines: list[str] = []
         for dim, size in enumerate(shape):
-            group = mesh.get_group(dim)
-            for dtype in dtypes if size > 1 else ():
-                key, measured = store.circumstances(group, device, dtype), measure(group, device, dtype)
-                if group.rank() == 0:
-                    store.write(key, measured)
-                lines += _describe(dim, size, dtype, measured, usual, str(store.path_of(key)))
+            if size > 1:
+                measured = measure(mesh.get_group(dim), device, dtype)
+                costs = measured.costs(usual)
+                lines += _describe(dim, size, dtype, measured, costs)
         if rank == 0:
+            output.write_text(json.dumps(asdict(costs), indent=1) + "\n")
             print("\n".join(lines))
+            print(f'costs over dim {dim} in {output}: options={{"costs": "{output}"}}, or COMPILE_FSDP_COSTS={output}')
     finally:
         dist.destroy_process_group()
 
 
-def _describe(
-    dim: int, size: int, dtype: torch.dtype, measured: Measurements, usual: Costs, path: str
-) -> Iterator[str]:
-    costs = measured.costs(usual)
+def _describe(dim: int, size: int, dtype: torch.dtype, measured: Measurements, costs: Costs) -> Iterator[str]:
     yield f"mesh dim {dim}, {size} ranks, {str(dtype).removeprefix('torch.')}"
     for name, link in (("all-gather", measured.gather), ("reduce-scatter", measured.reduction)):
         yield f"  {name:14} {link.latency * 1e6:8.0f} us  {link.bandwidth / 1e9:8.2f} GB/s"
@@ -131,7 +128,7 @@ def _describe(
     if measured.offload_bandwidth:
         yield f"  {'to the host':14} {'':8}     {measured.offload_bandwidth / 1e9:8.2f} GB/s"
     yield (
-        f"  decided by     {costs.latency * 1e6:8.0f} us  {costs.comm_bandwidth / 1e9:8.2f} GB/s, copies "
+        f"  costs          {costs.latency * 1e6:8.0f} us  {costs.comm_bandwidth / 1e9:8.2f} GB/s, copies "
         f"{costs.memory_bandwidth / 1e9:.0f} GB/s, {costs.flops / 1e9:.0f} GFLOP/s"
     )
-    yield f"  kept in {path}"
+

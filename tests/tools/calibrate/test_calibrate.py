@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from compile_fsdp.calibration import store
 from compile_fsdp.cli import main
+from compile_fsdp.options import Options
 
 
-def test_each_mesh_dim_is_measured_and_stored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_every_mesh_dim_is_measured_and_the_file_is_an_option(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    assert main(["calibrate", "--ranks", "4", "--mesh", "2x2", "--dtype", "float32"]) == 0
+    path = tmp_path / "costs.json"
+    assert main(["calibrate", "--ranks", "4", "--mesh", "2x2", "--dtype", "float32", "--output", str(path)]) == 0
     printed = capfd.readouterr().out
-    kept = list((tmp_path / "compile_fsdp" / "costs").glob("*.json"))
-    # Ranks 0 and 2 are farther apart than 0 and 1, and may be on different hosts.
-    assert sorted(json.loads(path.read_text())["under"]["apart"] for path in kept) == [1, 2]
-    for path in kept:
-        assert f"kept in {path}" in printed
-        assert store.read(json.loads(path.read_text())["under"]) is not None
     for text in ("mesh dim 0, 2 ranks, float32", "mesh dim 1, 2 ranks, float32", "all-gather", "reduce-scatter"):
         assert text in printed
+    assert f"costs over dim 1 in {path}" in printed
+    assert Options.parse({"costs": str(path)}).costs is not None
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--ranks", "1"], "expected two ranks or more, got 1"), (["--ranks", "4", "--mesh", "2x3"], "got 2x3 for 4")],
+    [
+        (["--ranks", "1"], "expected two ranks or more in the last dim, got 1"),
+        (["--ranks", "4", "--mesh", "2x3"], "got 2x3 for 4"),
+    ],
 )
 def test_single_rank_or_wrong_mesh_size_is_refused(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]

@@ -81,8 +81,8 @@ class Measurements:
     def costs(self, usual: Costs) -> Costs:
         """Round each speed to a power-of-two multiple of the built-in cost.
 
-        Decisions by costs are part of compiler cache keys. Two measurements are never equal, but their rounded values
-        are, and each is within a factor of 1.4 of its measurement.
+        Costs are part of compiler cache keys. Two measurements are never equal, but their rounded values are, and each
+        is within a factor of 1.4 of its measurement.
 
         Args:
             usual: Built-in costs of the device.
@@ -94,7 +94,6 @@ class Measurements:
             comm_bandwidth=_near(comm_bandwidth, usual.comm_bandwidth),
             memory_bandwidth=_near(self.copy_bandwidth, usual.memory_bandwidth),
             flops=_near(self.flops, usual.flops),
-            rows=usual.rows,
             offload_bandwidth=_near(self.offload_bandwidth, usual.offload_bandwidth) if self.offload_bandwidth else 0.0,
         )
 

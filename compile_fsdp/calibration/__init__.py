@@ -1,1 +1,0 @@
-"""Measure the costs of this machine's collectives, copies and matmuls once, and store them."""

@@ -1,0 +1,1 @@
+"""`compile-fsdp calibrate`: measure the costs by which the passes decide."""
