@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from compile_fsdp.passes.analysis.costs import Costs, plan_gathers, plan_packs, plan_reductions
 from compile_fsdp.passes.budget.choose import SAVED_LATENCIES
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
-from compile_fsdp.passes.report import format_mib
+from compile_fsdp.passes.report import count, format_mib
 
 # Share of a step's time below which a gain is not reported, because the estimate's error may be larger.
 LEAST_SHARE = 0.02
@@ -150,7 +150,7 @@ def _with_more_memory(
             backward=saved * reductions + sum(_gather(group, group.backward_ranks, costs) for group in again),
         )
         more = sum(group.size for group in again)
-        keeps = f"keeps {len(again)} groups unsharded for the backward" if again else "gathers in larger packs"
+        keeps = f"keeps {count(len(again), 'group')} unsharded for the backward" if again else "gathers in larger packs"
         yield f'a memory_budget ("auto", or bytes: about {format_mib(more)} more than now) that {keeps}', then
     elif decision.choices:
         groups_again = sum(choice.seconds for choice in decision.choices if choice.group >= 0)
@@ -181,7 +181,8 @@ def _with_larger_groups(
     fewer = len(small) - left
     trained = sum(bool(group.reduced) for group in small) * (1 - left / len(small))
     then = now.less(forward=costs.latency * fewer, backward=costs.latency * (again + trained))
-    yield f"{left} groups in the place of {len(small)} small ones (a policy of compile_fsdp.wrap that takes more)", then
+    fewer_groups = f"{count(left, 'group')} in the place of {len(small)} small ones"
+    yield f"{fewer_groups} (a policy of compile_fsdp.wrap that takes more)", then
 
 
 def _gathers(group: GroupFigures, ranks: int, costs: Costs) -> int:

@@ -15,6 +15,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,9 +50,10 @@ class Options:
             torch.distributed.fsdp.BackwardPrefetch or its name. A module's set_modules_to_backward_prefetch overrides
             which modules are gathered.
         memory_budget: Most bytes that a forward and its backward may allocate above the sharded state, on any rank:
-            unsharded parameters, buffers of collectives, activations, gradients. "auto" means the device's free memory
-            less a reserve. Parameters and activations that fit stay in memory; the rest are gathered again or
-            recomputed: docs/passes.md. With None, only `reshard_after_forward` and the user's checkpoints decide.
+            unsharded parameters, buffers of collectives, activations, gradients. A string such as "24GiB" is parsed;
+            "auto" means the device's free memory less a reserve. Parameters and activations that fit stay in memory;
+            the rest are gathered again or recomputed: docs/passes.md. With None, only `reshard_after_forward` and the
+            user's checkpoints decide.
         costs: Costs by which the passes decide, equal on all ranks; or the path of a file that `compile-fsdp calibrate`
             wrote, which is read at once. None: the file named by the environment variable COMPILE_FSDP_COSTS, else
             the device's costs in `compile_fsdp.passes.COSTS`.
@@ -91,7 +93,7 @@ class Options:
         own = {f.name for f in dataclasses.fields(cls)} - {"inductor"}
         ours: dict[str, Any] = {}
         inductor = inductor_mode_options(mode) if mode is not None else {}
-        unknown = []
+        unknown: list[str] = []
         known_to_inductor = inductor_option_names()
         for name, value in (given or {}).items():
             if name in own:
@@ -103,8 +105,11 @@ class Options:
             else:
                 unknown.append(name)
         if unknown:
+            near = {name: get_close_matches(name, [*own, *known_to_inductor], 1) for name in unknown}
+            hints = [f"{found[0]} in place of {name}" for name, found in near.items() if found]
             raise UnknownOptionError(
                 f"expected options {sorted(own)} or Inductor's own (torch._inductor.list_options()), got {unknown}"
+                + (f"; did you mean {', '.join(hints)}?" if hints else "")
             )
         checked = _checked(ours)
         if inductor.get("triton.cudagraphs", cuda_graphs_by_default()) or checked.get("inner_backend") == "cudagraphs":
@@ -114,6 +119,20 @@ class Options:
                 'unsharded, at other addresses in every step; leave it out, or use mode="max-autotune-no-cudagraphs"'
             )
         return cls(**checked, inductor=inductor)
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes of a size such as `24GiB`, `1.5 MiB` or `4096`.
+
+    Raises:
+        ValueError: the text is no such size.
+    """
+    number = text.rstrip("KMGTiB ")
+    units = {"": 1, "B": 1, **{f"{prefix}iB": 2 ** (10 * i) for i, prefix in enumerate("KMGT", start=1)}}
+    try:
+        return int(float(number) * units[text[len(number) :].strip()])
+    except (ValueError, KeyError, OverflowError):
+        raise ValueError(f"a size such as 24GiB or 4096, got {text!r}") from None
 
 
 def _read_costs(given: object) -> Costs | None:
@@ -147,8 +166,15 @@ def _checked(ours: dict[str, Any]) -> dict[str, Any]:
         names = list(BackwardPrefetch.__members__)
         raise UnknownOptionError(f"expected backward_prefetch to be one of {names} or None, got {prefetch!r}")
     budget = ours.get("memory_budget")
+    if isinstance(budget, str) and budget != "auto":
+        try:
+            ours = {**ours, "memory_budget": (budget := parse_bytes(budget))}
+        except ValueError as error:
+            raise UnknownOptionError(f'expected memory_budget to be "auto" or {error}') from None
     if not (budget in (None, "auto") or (type(budget) is int and budget >= 0)):
-        raise UnknownOptionError(f'expected memory_budget to be a number of bytes, "auto" or None, got {budget!r}')
+        raise UnknownOptionError(
+            f'expected memory_budget to be a number of bytes, a size such as "24GiB", "auto" or None, got {budget!r}'
+        )
     ours = {**ours, "costs": _read_costs(ours.get("costs"))}
     for name in ("progress", "verify"):
         if not isinstance(value := ours.get(name, True), bool):

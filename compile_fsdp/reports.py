@@ -14,6 +14,7 @@ from torch import fx
 from compile_fsdp.advice import Advice, GroupFigures, advise
 from compile_fsdp.passes import Costs, GraphObserver
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
+from compile_fsdp.passes.report import count
 from compile_fsdp.torch_compat.dynamo import dynamo_counters
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class GraphReport:
         kept = "".join(f"; kept {fqn}: {reason}" for fqn, reason in self.kept[:3])
         more = f" and {len(self.kept) - 3} more" if len(self.kept) > 3 else ""
         return (
-            f"{self.direction} graph ({self.inner_backend}): {self.windows_removed} windows removed, "
+            f"{self.direction} graph ({self.inner_backend}): {count(self.windows_removed, 'window')} removed, "
             f"{self.nodes_before} -> {self.nodes_after} nodes in {self.seconds * 1e3:.1f} ms{kept}{more}"
             + (f"; {self.decision}" if self.decision is not None else "")
             + "".join(f"; {each}" for each in self.advice[:1])

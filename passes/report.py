@@ -169,6 +169,11 @@ class LegalizeReport:
         return line + _describe_kept(self.unmoved)
 
 
+def count(number: int, noun: str) -> str:
+    """Return the number with its noun, as in `1 group` and `2 groups`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def format_mib(size_bytes: int) -> str:
     return f"{size_bytes / MIB:.3g} MiB" if size_bytes < 100 * MIB else f"{size_bytes / MIB:.0f} MiB"
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from compile_fsdp.passes.report import count
 from compile_fsdp.wrap.groups import Draft
 from compile_fsdp.wrap.layout import shard_count
 from compile_fsdp.wrap.tree import names_of
@@ -64,7 +65,7 @@ class Plan:
         ]
         numel, size = sum(group.numel for group in self.groups), sum(group.bytes_per_rank for group in self.groups)
         lines.append(
-            f"{len(self.groups)} groups over {shard_count(root.kwargs)} ranks: "
+            f"{count(len(self.groups), 'group')} over {count(shard_count(root.kwargs), 'rank')}: "
             f"{numel:,} parameters, {size:,} bytes per rank"
         )
         if self.full_precision:

@@ -28,7 +28,7 @@ from compile_fsdp.passes.budget.choose import Choice, fit
 from compile_fsdp.passes.budget.read_step import read_step
 from compile_fsdp.passes.budget.step_memory import Sharding
 from compile_fsdp.passes.budget.timeline import Timeline
-from compile_fsdp.passes.report import format_mib
+from compile_fsdp.passes.report import count, format_mib
 from compile_fsdp.torch_compat.dynamo import request_offload, request_recomputation
 
 # Small steps exceeded the estimate by up to 10 %: benchmarks/results/memory_budget_cpu_202611.md.
@@ -69,8 +69,9 @@ class BudgetDecision:
         packs = ", in large packs" if self.has_large_packs else ""
         away = f", {len(self.offloaded)} offloaded" if self.offloaded else ""
         peak, fastest = format_mib(self.peak_bytes), format_mib(self.fastest_bytes)
+        kept = f"{count(len(self.kept), 'group')} kept{packs}"
         return (
-            f"memory budget: {len(self.kept)} groups kept{packs}, {len(self.recomputed)} of {self.ops} ops computed "
+            f"memory budget: {kept}, {len(self.recomputed)} of {self.ops} ops computed "
             f"again{away}; about {peak}, where the fastest step takes {fastest} and {self.seconds * 1e3:.1f} ms less"
         )
 

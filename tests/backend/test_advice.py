@@ -62,7 +62,7 @@ def test_advice_with_negligible_gain_is_omitted(change: dict[str, Any], costs: d
 def test_advises_merging_small_groups() -> None:
     tiny = GroupFigures("tiny", (8 * 2**10,), (8 * 2**10,), 2 * 2**10, ranks=8, backward_ranks=1)
     keep, larger = sorted(advise([tiny] * 40, COSTS, None), key=lambda each: "in the place of" in each.change)
-    assert "1 groups in the place of 40 small ones" in larger.change
+    assert "1 group in the place of 40 small ones" in larger.change
     # One all-gather and one reduction replace 40 of each.
     assert larger.most_seconds == pytest.approx(2 * 39 * 0.5e-3)
     assert keep.most_seconds == pytest.approx(3 / 4 * 2 * 40 * 0.5e-3)

@@ -74,13 +74,17 @@ def test_cuda_graphs_in_inductor_config_are_refused() -> None:
     ("given", "named"),
     [
         ({"inner": "inductor"}, ["['inner']", "inner_backend", "disabled_passes"]),
+        ({"memory_bugdet": 1}, ["['memory_bugdet']; did you mean memory_budget in place of memory_bugdet?"]),
+        ({"max_autotun": True}, ["; did you mean max_autotune in place of max_autotun?"]),
         ({"inner_backend": "inductr"}, ["'inductr'", "'inductor'", "'aot_eager'"]),
         ({"inner_backend": "compile_fsdp"}, ["'compile_fsdp'"]),
         ({"disabled_passes": {"no_such_pass"}}, ["no_such_pass", "remove_unshard_copies"]),
         ({"disabled_passes": "remove_unshard_copies"}, ["expected disabled_passes to be a set"]),
         ({"memory_budget": -1}, ["expected memory_budget to be a number of bytes"]),
         ({"memory_budget": 1.5}, ["expected memory_budget to be a number of bytes"]),
-        ({"memory_budget": "all"}, ["expected memory_budget to be a number of bytes", "'all'"]),
+        ({"memory_budget": "all"}, ['expected memory_budget to be "auto" or a size such as 24GiB', "'all'"]),
+        ({"memory_budget": "-1GiB"}, ["expected memory_budget to be a number of bytes, a size such as"]),
+        ({"memory_budget": "1e999GiB"}, ["a size such as 24GiB or 4096"]),
         ({"costs": 3}, ["expected costs to be the path of a file", "a compile_fsdp.Costs, got 3"]),
         ({"post_grad_custom_pre_pass": None}, ["post_grad_custom_pre_pass"]),
     ],
@@ -90,3 +94,8 @@ def test_invalid_option_is_named_with_expected_values(given: dict[str, Any], nam
         Options.parse(given)
     for text in named:
         assert text in str(error.value)
+
+
+@pytest.mark.parametrize(("text", "size"), [("24GiB", 24 * 2**30), ("1.5 MiB", 3 * 2**19), ("4096", 4096)])
+def test_memory_budget_takes_a_size_with_a_unit(text: str, size: int) -> None:
+    assert Options.parse({"memory_budget": text}).memory_budget == size

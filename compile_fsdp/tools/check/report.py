@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from compile_fsdp.passes.report import count
 from compile_fsdp.tools.check.findings import Finding, Level
 from compile_fsdp.tools.check.models import ShardedModel
 
@@ -54,22 +55,18 @@ class CheckReport:
 
     def _lines(self) -> Iterator[str]:
         verdict = "compiles whole" if self.compiles_whole else "does not compile whole"
-        yield f"{self.script} on {self.world_size} ranks, {_count(self.steps, 'step')}: {verdict}"
+        yield f"{self.script} on {self.world_size} ranks, {count(self.steps, 'step')}: {verdict}"
         for model in self.models:
             forward, backward = model.forward_graphs, model.backward_graphs
             yield (
-                f"  {model.name}: {_count(len(model.groups), 'group')}, {_count(forward, 'forward graph')}, "
-                f"{_count(backward, 'backward graph')}"
+                f"  {model.name}: {count(len(model.groups), 'group')}, {count(forward, 'forward graph')}, "
+                f"{count(backward, 'backward graph')}"
             )
         if self.windows_removed or self.windows_kept:
-            yield f"  copies of gathers: {self.windows_removed} windows removed, {self.windows_kept} kept"
+            yield f"  copies of gathers: {count(self.windows_removed, 'window')} removed, {self.windows_kept} kept"
         for finding in self.findings:
             yield ""
             yield from _format(finding)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _format(finding: Finding) -> Iterator[str]:

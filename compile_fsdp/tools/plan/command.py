@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from compile_fsdp.errors import EstimateError, MemoryBudgetError
+from compile_fsdp.options import parse_bytes
 from compile_fsdp.passes import COSTS
 from compile_fsdp.tools.plan.checkpointing import Checkpoint
 from compile_fsdp.tools.plan.models import PRESETS, Build, build_from_config, find_factory, read_config
@@ -79,14 +80,10 @@ def _dtype(text: str) -> str:
 
 
 def _size(text: str) -> int | None:
-    if text == "none":
-        return None
-    number = text.rstrip("KMGTiB ")
-    units = {"": 1, "B": 1, **{f"{prefix}iB": 2 ** (10 * i) for i, prefix in enumerate("KMGT", start=1)}}
     try:
-        return int(float(number) * units[text[len(number) :].strip()])
-    except (ValueError, KeyError):
-        raise ValueError(f"expected none or a size such as 24GiB or 4096, got {text!r}") from None
+        return None if text == "none" else parse_bytes(text)
+    except ValueError as error:
+        raise ValueError(f"expected none or {error}") from None
 
 
 def run(args: argparse.Namespace) -> None:
