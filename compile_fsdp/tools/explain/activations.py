@@ -36,14 +36,13 @@ class Alive:
     away: list[int]
 
 
-def alive_bytes(graph: fx.Graph, names: GraphNames) -> Alive:
+def alive_bytes(graph: fx.Graph, names: GraphNames, is_backward: bool) -> Alive:
     """Estimate live bytes at each node, without gathered parameters, from the graph's reads.
 
     A node's result has memory unless Inductor fuses the node with its readers, as it does with pointwise ops. The
     memory lives until its last read; a result of the graph lives to the end. A backward's input from its forward lives
     from the beginning. A forward's inputs do not count, because the caller owns them.
     """
-    is_backward = bool(names.gradients)
     position = {node: i for i, node in enumerate(graph.nodes)}
     gathered = gathered_memory(graph)
     last = _find_last_reads(graph, position)

@@ -154,7 +154,8 @@ class _Watcher:
             self.graphs[-1].windows_left = self._count_windows(graph)
 
     def end(self, graph: fx.Graph) -> None:
-        self.graphs[-1].events = read_events(graph, self.names, self.costs)
+        latest = self.graphs[-1]
+        latest.events = read_events(graph, self.names, self.costs, is_backward=latest.direction == "backward")
 
     def _count_windows(self, graph: fx.Graph) -> Counter[str]:
         counts: Counter[str] = Counter()

@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from compile_fsdp.passes.analysis.collectives import (
+    aten,
     find_packed,
     is_all_reduce,
     is_fetch,
@@ -97,7 +98,9 @@ class Event:
     offloaded_bytes: int = 0
 
 
-def read_events(graph: fx.Graph, names: GraphNames, costs: Costs | None = None) -> list[Event]:
+def read_events(
+    graph: fx.Graph, names: GraphNames, costs: Costs | None = None, *, is_backward: bool = False
+) -> list[Event]:
     """Read the events of a post-grad graph, in node order.
 
     Consecutive computations in one module are one event, and so are consecutive copies.
@@ -106,19 +109,20 @@ def read_events(graph: fx.Graph, names: GraphNames, costs: Costs | None = None) 
         graph: The graph after the passes.
         names: FQNs of the parameters behind the graph's inputs and results.
         costs: Costs of collectives and compute; by default, the costs of the device.
+        is_backward: Whether the graph is a backward.
     """
-    return _Reader(graph, names, costs).read()
+    return _Reader(graph, names, costs, is_backward).read()
 
 
 class _Reader:
-    def __init__(self, graph: fx.Graph, names: GraphNames, costs: Costs | None) -> None:
+    def __init__(self, graph: fx.Graph, names: GraphNames, costs: Costs | None, is_backward: bool) -> None:
         self.graph = graph
         collective = next((node for node in graph.nodes if _launched_kind(node)), None)
         self.costs = costs or (COSTS["cpu"] if collective is None else device_costs(collective))
         self.parameters, self.sent = trace_parameters(graph, names)
         self.gradients = _find_gradients(graph, names)  # parameters whose gradients a node computes or carries
         self.unsharded = unsharded_bytes(graph, names)
-        self.others = alive_bytes(graph, names)
+        self.others = alive_bytes(graph, names, is_backward)
         self.collectives: dict[fx.Node, int] = {}
 
     def read(self) -> list[Event]:
@@ -242,4 +246,6 @@ def _find_gradients(graph: fx.Graph, names: GraphNames) -> dict[fx.Node, Names]:
 
 
 def _carries(node: fx.Node) -> bool:
-    return is_rearrangement(node) or is_wait(node) or _launched_kind(node) in (Kind.REDUCE, Kind.ALL_REDUCE)
+    is_sum = node.target == aten.add.Tensor  # with the gradient of earlier microbatches
+    launched = _launched_kind(node)
+    return is_sum or is_rearrangement(node) or is_wait(node) or launched in (Kind.REDUCE, Kind.ALL_REDUCE)

@@ -34,6 +34,7 @@ _REDUCTIONS = (
     functional_collectives.reduce_scatter_tensor,
     functional_collectives.reduce_scatter_tensor.default,
 )
+_SUMS = (operator.add, operator.iadd, torch.add)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +111,13 @@ def name_graph(gm: fx.GraphModule, groups: Collection[TraceableGroup]) -> GraphN
     return names
 
 
-def _find_gradient(node: fx.Node, unsharded: dict[tuple[fx.Node, int], str]) -> str | None:
-    """FQN of the parameter whose reduced gradient a node holds; None if the data cannot be followed."""
-    item = 0
-    reduced = False
+def _find_gradient(
+    node: fx.Node, unsharded: dict[tuple[fx.Node, int], str], item: int = 0, *, reduced: bool = False
+) -> str | None:
+    """FQN of the parameter whose reduced gradient a node holds; None if the data cannot be followed.
+
+    `item`: the part of a list that is followed. `reduced`: whether a reduction has been passed.
+    """
     while not (node.target is accumulate_gradient or is_accumulate_grad(node.target)):
         inputs = node.all_input_nodes
         if node.target in (chunk_cat, chunk_cat.default):
@@ -123,6 +127,9 @@ def _find_gradient(node: fx.Node, unsharded: dict[tuple[fx.Node, int], str]) -> 
                 return None
             node = part
             continue
+        if node.target in _SUMS:  # with the gradient of earlier microbatches
+            found = (_find_gradient(each, unsharded, item, reduced=reduced) for each in inputs)
+            return next(filter(None, found), None)
         if len(inputs) != 1:
             return None
         if node.target is operator.getitem and isinstance(node.args[1], int):

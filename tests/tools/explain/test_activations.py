@@ -19,8 +19,7 @@ from helpers.pages.open_page import OpenPage
 
 ROWS, DIM = 8, 4
 SIZE = ROWS * DIM * 4
-FORWARD = GraphNames({}, {}, {})
-BACKWARD = GraphNames({}, {}, {0: "w"})
+NAMES = GraphNames({}, {}, {})
 
 
 def test_forward_holds_results_until_last_read() -> None:
@@ -31,8 +30,8 @@ def test_forward_holds_results_until_last_read() -> None:
     second = build.call(aten.mm.default, fused, w)
     graph = build.output(build.call(aten.sum.default, second))
     # x, w, mm, neg (fused), relu and its input, mm and its input, sum and its input, output
-    assert alive_bytes(graph, FORWARD).kept == [0, 0, SIZE, SIZE, 2 * SIZE, 2 * SIZE, SIZE + 4, 4]
-    assert not any(alive_bytes(graph, FORWARD).again)
+    assert alive_bytes(graph, NAMES, is_backward=False).kept == [0, 0, SIZE, SIZE, 2 * SIZE, 2 * SIZE, SIZE + 4, 4]
+    assert not any(alive_bytes(graph, NAMES, is_backward=False).again)
 
 
 def test_result_lives_until_last_read_of_its_views() -> None:
@@ -41,7 +40,7 @@ def test_result_lives_until_last_read_of_its_views() -> None:
     made = build.call(aten.mm.default, build.call(aten.permute.default, x, [1, 0]), w)
     view = build.call(aten.permute.default, made, [1, 0])
     graph = build.output(build.call(aten.mm.default, made, view))
-    assert alive_bytes(graph, FORWARD).kept == [0, 0, 0, 64, 64, 128, 64]
+    assert alive_bytes(graph, NAMES, is_backward=False).kept == [0, 0, 0, 64, 64, 128, 64]
 
 
 def test_backward_holds_saved_and_recomputed_activations() -> None:
@@ -51,7 +50,7 @@ def test_backward_holds_saved_and_recomputed_activations() -> None:
     again = build.call(aten.mm.default, saved, w)
     hidden = build.call(aten.mm.default, gradient, w)
     graph = build.output(build.call(aten.mm.default, build.call(aten.permute.default, hidden, [1, 0]), again))
-    found = alive_bytes(graph, BACKWARD)
+    found = alive_bytes(graph, NAMES, is_backward=True)
     weight = DIM * DIM * 4
     inputs = 2 * SIZE + weight
     assert found.kept == [inputs, inputs, inputs, inputs, SIZE + weight + SIZE, SIZE, SIZE + weight, weight]
@@ -113,7 +112,7 @@ def test_offloaded_tensor_counts_as_host_memory_until_fetched() -> None:
     first = build.call(aten.mm.default, x, w)
     away = build.call(ops.offload, first, [], True)
     forward = build.output(build.call(aten.mm.default, x, w), away)
-    found = alive_bytes(forward, FORWARD)
+    found = alive_bytes(forward, NAMES, is_backward=False)
     assert found.away == [0, 0, 0, SIZE, SIZE, SIZE]
     assert found.kept == [0, 0, SIZE, SIZE, SIZE, SIZE]
 
@@ -121,7 +120,7 @@ def test_offloaded_tensor_counts_as_host_memory_until_fetched() -> None:
     gradient, saved = build.input("gradient", (ROWS, DIM)), build.input("saved", (ROWS, DIM))
     fetched = build.call(c10d.wait_tensor.default, build.call(ops.fetch, saved, torch.device("cpu")))
     backward = build.output(build.call(aten.mm.default, build.call(aten.permute.default, fetched, [1, 0]), gradient))
-    found = alive_bytes(backward, BACKWARD)
+    found = alive_bytes(backward, NAMES, is_backward=True)
     product = DIM * DIM * 4
     assert found.away == [SIZE, SIZE, SIZE, 0, 0, 0, 0]
     assert found.kept == [SIZE, SIZE, 2 * SIZE, 2 * SIZE, 2 * SIZE, 2 * SIZE + product, product]

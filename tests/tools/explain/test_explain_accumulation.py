@@ -1,0 +1,46 @@
+"""Reports of steps that accumulate gradients over microbatches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import compile_fsdp
+from compile_fsdp.tools.explain.capture import capture
+from compile_fsdp.tools.explain.events import Kind
+from compile_fsdp.tools.explain.report import Report, make_report
+from helpers.ranks.fake_world import fake_world
+
+WIDTH, ROWS = 64, 32
+
+
+def _explained(policy: MixedPrecisionPolicy, syncs: tuple[bool, ...]) -> Report:
+    """Report on one backward for each entry, which says whether the backward reduces gradients."""
+    with fake_world(2), capture() as captured:
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(2)))
+        for block in model:
+            compile_fsdp.fully_shard(block, mp_policy=policy)
+        compile_fsdp.fully_shard(model, mp_policy=policy)
+        model.compile(backend="compile_fsdp", fullgraph=True)
+        for syncs_now in syncs:
+            model.set_requires_gradient_sync(syncs_now)
+            model(torch.randn(ROWS, WIDTH)).sum().backward()
+    return make_report(captured, "model", 2)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_reductions_of_accumulated_gradients_are_named(dtype: torch.dtype | None) -> None:
+    report = _explained(MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32), (False, True))
+    assert [group.reductions for group in report.groups] == [1, 1]
+    names = {each.event.name for each in report.timeline if each.event.kind is Kind.REDUCE}
+    assert names
+    assert "?" not in names
+
+
+def test_backward_without_reductions_holds_activations() -> None:
+    report = _explained(MixedPrecisionPolicy(), (False,))
+    assert [graph.direction for graph in report.graphs] == ["forward", "backward"]
+    backward = [each for each in report.timeline if each.graph == 1]
+    assert backward[0].event.activation_bytes >= ROWS * WIDTH * 4  # the activation that the forward saved
