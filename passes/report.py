@@ -184,9 +184,11 @@ def _describe_kept(kept: Iterable[tuple[str, enum.Enum]]) -> str:
         by_reason.setdefault(reason, []).append(fqn)
     if not by_reason:
         return ""
-    groups = (f"{reason.value}: {_abbreviate(fqns)}" for reason, fqns in by_reason.items())
+    groups = (f"{reason.value}: {abbreviate(fqns)}" for reason, fqns in by_reason.items())
     return f"; kept {sum(map(len, by_reason.values()))} ({'; '.join(groups)})"
 
 
-def _abbreviate(fqns: list[str]) -> str:
+def abbreviate(fqns: Iterable[str]) -> str:
+    """Join the first few names."""
+    fqns = list(fqns)
     return ", ".join(fqns[:_NAMES_PER_REASON] + ["..."] * (len(fqns) > _NAMES_PER_REASON))

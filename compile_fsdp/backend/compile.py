@@ -66,7 +66,9 @@ def compile_fsdp(
     _check_bundle(parsed, traced)
     step, graph = _decide(gm, example_inputs, parsed)
     parameters = _parameter_inputs(step, graph, traced)
-    if not graph.inputs.managed:
+    if graph.inputs.managed:
+        graph.inputs.warn_of_unreduced()
+    else:
         graph.inputs.check_sharded()
     compiled: Callable[..., Any] = compile_traced(graph)
     if graph.inputs.managed:

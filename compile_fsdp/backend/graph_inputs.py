@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Iterable
 from typing import Any
 
 from torch import fx, nn
+from torch.distributed.tensor import DTensor
 
 from compile_fsdp.errors import NotShardedError, UnsupportedFeatureError
 from compile_fsdp.passes.analysis.eager_effects import is_upkeep
 from compile_fsdp.passes.analysis.parameter_writes import find_refused_writes
 from compile_fsdp.passes.analysis.sequence import CollectiveSequence
 from compile_fsdp.passes.analysis.unfilled_reads import find_unfilled_reads
+from compile_fsdp.passes.report import abbreviate, count
 from compile_fsdp.runtime.attached import owner_of
 from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.runtime.group_names import name_in_graphs
 from compile_fsdp.runtime.module import belongs_to_traceable
 from compile_fsdp.runtime.reduction import process_groups
-from compile_fsdp.torch_compat.dynamo import graph_input_example
+from compile_fsdp.torch_compat.distributed import resolve_group
+from compile_fsdp.torch_compat.dynamo import graph_input_example, input_fqn
 from compile_fsdp.torch_compat.inductor import graph_input_position
+
+_log = logging.getLogger("compile_fsdp")
 
 
 class GraphInputs:
@@ -36,11 +42,13 @@ class GraphInputs:
         self._fqns: dict[int, str] = {}
         self._parts: list[int] = []
         self._positions: dict[fx.Node, int] = {}
-        self._parameters: list[nn.Parameter] = []
+        self._parameters: dict[str, nn.Parameter] = {}  # by FQN, those of no group
         flat: list[Any] = []
         for node in gm.graph.find_nodes(op="placeholder"):
             self._positions[node] = len(flat)
             example = graph_input_example(node)
+            if isinstance(example, nn.Parameter) and owner_of(example) is None:
+                self._parameters[input_fqn(node)] = example
             flat += example if isinstance(example, list) else [example]
         for position, example in enumerate(flat):
             group = owner_of(example)
@@ -49,8 +57,6 @@ class GraphInputs:
                 self._fqns[position] = group.fqn(example)
                 if group.param_of(example).unsharded_param is not example:
                     self._parts.append(position)
-            elif isinstance(example, nn.Parameter):
-                self._parameters.append(example)
 
     @property
     def groups(self) -> list[TraceableGroup]:
@@ -148,10 +154,24 @@ class GraphInputs:
         Raises:
             NotShardedError: the graph has such parameters.
         """
-        foreign = [p for p in self._parameters if not belongs_to_traceable(p)]
-        if foreign:
+        if foreign := self._foreign():
             raise NotShardedError(
-                f"expected a sharded model, got a graph with {len(foreign)} parameters (first of shape "
-                f"{tuple(foreign[0].shape)}) of a model that was never made traceable; shard it with "
+                f"expected a sharded model, got a graph with the {count(len(foreign), 'parameter')} "
+                f"{abbreviate(foreign)} of a model that was never made traceable; shard it with "
                 "compile_fsdp.fully_shard(), or call compile_fsdp.make_traceable() on one that is sharded"
             )
+
+    def warn_of_unreduced(self) -> None:
+        """Log a warning if the graph reads trainable parameters outside of every sharded module."""
+        foreign = self._foreign().items()
+        found = [fqn for fqn, each in foreign if each.requires_grad and not isinstance(each, DTensor)]
+        if found and any(resolve_group(name).size() > 1 for name in self.process_groups()):
+            _log.warning(
+                "the gradients of %s are not reduced, because no sharded module holds them, and each rank trains them "
+                "differently: call fully_shard() on the whole model as well, after its blocks",
+                abbreviate(found),
+            )
+
+    def _foreign(self) -> dict[str, nn.Parameter]:
+        """Parameters of no group that no traceable module ignores, by FQN."""
+        return {fqn: each for fqn, each in self._parameters.items() if not belongs_to_traceable(each)}

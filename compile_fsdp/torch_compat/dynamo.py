@@ -270,6 +270,14 @@ def copy_dynamo_graph(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
     return copied
 
 
+def input_fqn(node: torch.fx.Node) -> str:
+    """FQN of the parameter behind a placeholder of a Dynamo graph, below the object that holds the model. (2.11.0)"""
+    source = getattr(node, "_dynamo_source", None)
+    name = getattr(source, "name", node.name)
+    text = name if isinstance(name, str) else name()  # a method before 2.12
+    return ".".join(re.findall(r"\._(?:modules|parameters)\['([^']+)'\]", text)) or node.name
+
+
 def set_tracer(gm: torch.fx.GraphModule, tracer: type[torch.fx.Tracer]) -> None:
     """Set the tracer class that rebuilds the graph from the module's code on unpickling. (2.13.0)"""
     gm._tracer_cls = tracer

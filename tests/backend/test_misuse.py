@@ -197,7 +197,7 @@ def _renormalizes_parameter() -> None:
 
 
 CASES: list[tuple[Callable[[], None], type[Exception], str]] = [
-    (_never_sharded, errors.NotShardedError, "never made traceable"),
+    (_never_sharded, errors.NotShardedError, "2 parameters weight, bias of a model that was never made traceable"),
     (_make_traceable_never_sharded, errors.NotShardedError, "found no FSDP2 module in Linear"),
     (_fsdp1, errors.FSDP1Error, "FullyShardedDataParallel at ['0']"),
     (_process_group_destroyed, errors.ProcessGroupMissingError, "init_process_group()"),
