@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import compile_fsdp
 from compile_fsdp.errors import CompileFSDPError
+from compile_fsdp.tools.launch import RankError, RankLost
 from helpers.models.loop_training import Seen, Training, Verdict
 from helpers.models.random_loops import Action, Loop, random_loop
 from helpers.models.replays import compile_with_replay
@@ -110,10 +111,10 @@ def _check(loop: Loop) -> Verdict:
     """Return the worst verdict of all ranks on a loop."""
     try:
         verdicts = run_ranks(2, _train, loop, timeout_s=120.0)
-    except AssertionError as error:  # a rank hung, died or raised outside of the loop
+    except (RankError, RankLost) as error:  # a rank hung, died or raised outside of the loop
         try:
             run_ranks(2, _train_eager_alone, loop, timeout_s=30.0)
-        except AssertionError as of_eager:  # it read a parameter that FSDP2 had freed
+        except (RankError, RankLost) as of_eager:  # it read a parameter that FSDP2 had freed
             return Verdict(REFUSED_BY_EAGER, str(of_eager).splitlines()[0])
         return Verdict(FAILED, str(error))
     for outcome in (FAILED, REFUSED_BY_NAME, REFUSED_BY_EAGER):
