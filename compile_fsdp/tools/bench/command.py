@@ -16,6 +16,7 @@ from compile_fsdp.tools.bench.measure import Result, measure
 from compile_fsdp.tools.bench.modes import MODES, SIMPLE_FSDP
 from compile_fsdp.tools.bench.report import Tables, describe_gain, format_table, write_json
 from compile_fsdp.tools.bench.script import measure_script, on_own_ranks
+from compile_fsdp.tools.bench.turns import steps_needed
 from compile_fsdp.tools.bench.workloads import SIZES, Decoder
 from compile_fsdp.torch_compat.dynamo import recompile_limit
 
@@ -118,7 +119,12 @@ def _run_script(args: argparse.Namespace) -> int:
         options = [f"--rounds={args.rounds}", *([f"--json={args.json}"] if args.json else [])]
         return on_own_ranks(["bench", *options, "--script", *args.script], args.ranks)
     if os.environ["RANK"] == "0":
-        print("really trains: the script's own writes happen", flush=True)
+        steps, fewest = steps_needed(args.rounds), steps_needed(2)
+        print(
+            f"really trains: the script's own writes happen; measures {steps} optimizer steps or fewer "
+            f"({fewest} with --rounds 2)",
+            flush=True,
+        )
     table = measure_script(script, arguments, args.rounds)
     if os.environ["RANK"] == "0":
         ranks = int(os.environ["WORLD_SIZE"])

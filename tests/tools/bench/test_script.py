@@ -110,7 +110,8 @@ def test_modes_take_turns_and_losses_match_the_eager_script(
     assert main(["bench", *options, "--script", str(script), "1000", str(tmp_path)]) == 0
     assert not dist.is_initialized()
     out = capsys.readouterr().out
-    assert out.startswith("really trains: the script's own writes happen\n")
+    assert out.startswith("really trains: the script's own writes happen; measures ")
+    assert "optimizer steps or fewer (37 with --rounds 2)" in out
     assert "| `eager` | 1.00 |" in out and "| `compile` |" in out
     results = json.loads(found.read_text())["results"]["train.py"]
     ratio, collectives = results["compile"]["ratio"], results["compile"]["collectives"]
