@@ -149,11 +149,15 @@ class TraceableGroup:
 
     @at_run_time
     def follow_trainable(self) -> None:
-        """Copy `requires_grad` from the sharded to the unsharded parameters."""
-        for param in self.params:
+        """Copy `requires_grad` from the sharded to the unsharded parameters.
+
+        Not of an unsharded group, because its modules show the unsharded parameters, and the user has set those.
+        """
+        for param in () if self.is_unsharded else self.params:
             needs_grad = param.fsdp_param.sharded_param.requires_grad
-            if param.unsharded_param.requires_grad != needs_grad:
-                param.unsharded_param.requires_grad_(needs_grad)
+            for tensor in (param.unsharded_param, param.fsdp_param._unsharded_param):
+                if tensor.requires_grad != needs_grad:
+                    tensor.requires_grad_(needs_grad)
 
     # The state
 

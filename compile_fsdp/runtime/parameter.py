@@ -154,8 +154,6 @@ class TraceableParam:
         param = self.fsdp_param
         if self.extension is not None:
             check_shard(param)
-        for tensor in (param._unsharded_param, self.unsharded_param):
-            tensor.requires_grad_(param.sharded_param.requires_grad)
         # torch.compile(dynamic=True) would make shard sizes symbols, and unify them with an equal batch size.
         for shard in (param._sharded_param_data, param.sharded_param, local_tensor(param.sharded_param)):
             mark_static(shard)

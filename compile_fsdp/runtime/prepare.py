@@ -51,6 +51,7 @@ def prepare_groups(modules: Iterable[StateHooks]) -> None:
             check_group(group.fsdp_group)
             if not group.params:
                 _create(group)
+            group.follow_trainable()
             for param in group.params:
                 # A weak reference, because the garbage collector does not see hooks that a tensor holds in C++.
                 param.refresh(partial(gradient_accumulated, weakref.ref(group)))

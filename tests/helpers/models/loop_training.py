@@ -206,7 +206,7 @@ class Training:
                 optimizer.zero_grad(set_to_none=action.value)
 
     def requires_grad(self, action: Action) -> None:
-        """Freeze or unfreeze a block."""
+        """Freeze or unfreeze a module."""
         self.model.get_submodule(action.target).requires_grad_(action.value)
 
     def load_state_dict(self, action: Action) -> None:

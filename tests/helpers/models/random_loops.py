@@ -197,7 +197,7 @@ _DRAWS: dict[str, Callable[[random.Random], Action]] = {
     "gather": _gather,
     "part": lambda draw: Action("part", draw.choice(BLOCKS)),
     "penalty": lambda draw: Action("penalty", draw.choice(PARAMETERS), draw.choice((None, None, "detached"))),
-    "requires_grad": lambda draw: Action("requires_grad", draw.choice(BLOCKS), draw.random() < 0.4),
+    "requires_grad": lambda draw: Action("requires_grad", draw.choice(("end", *BLOCKS)), draw.random() < 0.4),
     "set": lambda draw: Action("set", draw.choice(("", "", *BLOCKS)), (draw.choice(SETTERS), draw.random() < 0.5)),
     "stance": lambda draw: Action("stance", value="force_eager"),
     "state": lambda draw: Action(draw.choice(("state_dict", "load_state_dict"))),
