@@ -10,7 +10,6 @@ import torch.distributed._functional_collectives as functional
 
 from compile_fsdp.tools import launch
 from helpers.device.install import held, install
-from helpers.ranks.devices import prepare
 from helpers.ranks.pools import run_ranks
 
 
@@ -136,7 +135,7 @@ def test_set_link_slows_collectives_down() -> None:
 
 
 def _gather_in_fake_world(rank: int) -> list[float]:
-    prepare("emulated", rank)
+    dist.destroy_process_group()
     with launch.fake_world(2):
         gathered = torch.empty(4)
         dist.all_gather_into_tensor(gathered, torch.ones(2))
@@ -144,4 +143,4 @@ def _gather_in_fake_world(rank: int) -> list[float]:
 
 
 def test_fake_world_has_an_accelerator_of_an_extension() -> None:
-    assert launch.run(1, _gather_in_fake_world) == [[1.0] * 4]
+    assert run_ranks(1, _gather_in_fake_world, device="emulated") == [[1.0] * 4]
