@@ -149,15 +149,9 @@ class TraceableGroup:
 
     @at_run_time
     def follow_trainable(self) -> None:
-        """Copy `requires_grad` from the sharded to the unsharded parameters.
-
-        Not of an unsharded group, because its modules show the unsharded parameters, and the user has set those.
-        """
+        """Copy `requires_grad` from the sharded to the unsharded parameters, unless the user sees and sets those."""
         for param in () if self.is_unsharded else self.params:
-            needs_grad = param.fsdp_param.sharded_param.requires_grad
-            for tensor in (param.unsharded_param, param.fsdp_param._unsharded_param):
-                if tensor.requires_grad != needs_grad:
-                    tensor.requires_grad_(needs_grad)
+            param.follow_trainable()
 
     # The state
 

@@ -161,6 +161,14 @@ class TraceableParam:
             self.is_watched = True
             self.unsharded_param.register_post_accumulate_grad_hook(hook)
 
+    @at_run_time
+    def follow_trainable(self) -> None:
+        """Copy `requires_grad` from the sharded to the unsharded parameter."""
+        needs_grad = self.fsdp_param.sharded_param.requires_grad
+        for tensor in (self.unsharded_param, self.fsdp_param._unsharded_param):
+            if tensor.requires_grad != needs_grad:
+                tensor.requires_grad_(needs_grad)
+
     @property
     def filled(self) -> list[torch.Tensor]:
         """Tensors that a gather fills: the unsharded parameter, or its parts."""
