@@ -24,3 +24,6 @@ class CompileFSDP(CompilesSharded, Callback):
 
     # Validation, test and prediction may run without a fit before them.
     on_validation_start = on_test_start = on_predict_start = on_fit_start
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.reshard(pl_module)

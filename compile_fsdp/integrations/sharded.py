@@ -59,6 +59,16 @@ class CompilesSharded:
                 root.compile(backend="compile_fsdp", **self._settings)
                 self._compiled.add(root)
 
+    def reshard(self, model: nn.Module) -> None:
+        """Free the parameters that stay unsharded after an evaluation.
+
+        FSDP2 keeps parameters such as the root's unsharded for a backward, which an evaluation does not run. A training
+        step that starts with unsharded parameters would be compiled again.
+        """
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
 
 def _outermost_sharded(module: nn.Module) -> Iterator[nn.Module]:
     if isinstance(module, FSDPModule):

@@ -94,8 +94,6 @@ def _prepare_call(module: Any) -> bool:
     """
     _take_own_code(module)
     root = _root_of(module)
-    if _is_compiled(module):
-        root.evaluation.begin_forward(root.groups)
     root.follow_trainable()
     is_first, root.was_called = not root.was_called, True
     if is_first:
@@ -126,7 +124,7 @@ def _run(call: calls.ModuleCall, run: Callable[..., Any]) -> Any:
     module: Any = call.module
     replay = _root_of(module).replay if call.is_outermost else None
     try:
-        if replay is None or not _is_compiled(module) or compiles_frames():
+        if replay is None or module._compiled_call_impl is None or compiles_frames() or is_forced_eager():
             return run(*call.args, **call.kwargs)
         return replay.call(module, call.args, call.kwargs, run)
     except (Unsupported, TorchRuntimeError) as error:
@@ -147,18 +145,10 @@ def _end(call: calls.ModuleCall) -> None:
 def _finish(call: calls.ModuleCall, output: Any) -> Any:
     """Drop the gathers that the call did not use, and show the output to the code that follows the call."""
     if call.is_outermost:
-        root = _root_of(call.module)
-        root.drop_prefetched()
-        if _is_compiled(call.module):
-            root.evaluation.end_forward(root.groups)
+        _root_of(call.module).drop_prefetched()
     if call.on_output is not None:
         call.on_output(output)
     return output
-
-
-@at_run_time
-def _is_compiled(module: Any) -> bool:
-    return module._compiled_call_impl is not None and not is_forced_eager()
 
 
 @at_run_time

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from compile_fsdp.runtime.evaluation import Evaluation
 from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.runtime.states import Memory
 from compile_fsdp.runtime.tracing import at_run_time
@@ -95,7 +94,6 @@ class Root:
         awaited_backward: Number of the backward that drops leftover gathers at its end; None before the first.
         replay: Replays the model's steps without tracing; None without replay.
         ahead: Groups that eager code in a partly compiled forward gathered ahead.
-        evaluation: Groups that forwards without gradients left unsharded.
     """
 
     def __init__(self, state: FSDPState) -> None:
@@ -108,12 +106,6 @@ class Root:
         self.awaited_backward: int | None = None
         self.replay: Replay | None = None
         self.ahead: list[TraceableGroup] = []
-        self.evaluation = Evaluation()
-
-    @property
-    def groups(self) -> list[TraceableGroup]:
-        """All parameter groups of the model; empty before the first trace."""
-        return [group for hooks in self.all_hooks for group in hooks.groups]
 
     @at_run_time
     def adopt(self, hooks: list[StateHooks]) -> None:
@@ -130,9 +122,14 @@ class Root:
 
     @at_run_time
     def follow_trainable(self) -> None:
-        """Copy `requires_grad` from the sharded to the unsharded parameters, which Dynamo reads."""
-        for group in self.groups:
-            group.follow_trainable()
+        """Copy `requires_grad` from the sharded to the unsharded parameters, which Dynamo reads.
+
+        Not of an unsharded group, because its modules show the unsharded parameters, and the user has set those.
+        """
+        for hooks in self.all_hooks:
+            for group in hooks.groups:
+                if not group.is_unsharded:
+                    group.follow_trainable()
 
     @at_run_time
     def order_gathers(self) -> None:

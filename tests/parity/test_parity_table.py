@@ -63,10 +63,7 @@ def _check(row: str, inner_backend: str, tolerance: float, table: ParityTable | 
         assert tuple(outcome.directions) == feature.graphs or row in PAIRS
         assert outcome.compiled_after_first_step == feature.later_graphs
         more = more_collectives(*outcome.collectives)
-        if "no_grad forward" in names:
-            assert len(more) <= 1, more  # a step behind an evaluation gathers the root again
-        else:
-            assert len(more) == (1 if KEEPS_GROUPS_IN_PART and row == "group of modules, in part" else 0), more
+        assert len(more) == (1 if KEEPS_GROUPS_IN_PART and row == "group of modules, in part" else 0), more
         assert compiled <= 1e-5 or feature.low_precision
     sequences = [[(each.kind, each.dtype, each.numel) for each in outcome.collectives[0]] for outcome in outcomes]
     peers = 2 if row == "tensor parallel, uneven" else 1  # only ranks of one data-parallel group have equal shard sizes

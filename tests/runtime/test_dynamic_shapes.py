@@ -105,7 +105,8 @@ def _switch(rank: int) -> tuple[Parity, list[str]]:
     return result, compiled
 
 
-def test_alternating_train_and_eval_stops_compiling_after_two_steps() -> None:
+def test_alternating_train_and_eval_stops_compiling_after_three_steps() -> None:
     for result, compiled in run_ranks(2, _switch):
         assert result.differing == []
-        assert compiled == ["forward backward", "forward", "", "", "", ""]
+        # Step 2 recompiles, because evaluation leaves the root unsharded and its gather is not needed.
+        assert compiled == ["forward backward", "forward", "forward backward", "", "", ""]
