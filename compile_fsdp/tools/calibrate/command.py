@@ -131,4 +131,3 @@ def _describe(dim: int, size: int, dtype: torch.dtype, measured: Measurements, c
         f"  costs          {costs.latency * 1e6:8.0f} us  {costs.comm_bandwidth / 1e9:8.2f} GB/s, copies "
         f"{costs.memory_bandwidth / 1e9:.0f} GB/s, {costs.flops / 1e9:.0f} GFLOP/s"
     )
-
