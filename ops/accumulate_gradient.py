@@ -1,7 +1,7 @@
 """Gradient accumulation of a captured backward under an importable name.
 
-Compiled autograd binds its functions, when it first meets them, to names that cannot be imported. A graph that calls
-such a name is never cached. This module's name is equal in every process.
+Compiled autograd binds its functions to names that cannot be imported, and a graph that calls such a name is never
+cached. This module's name is equal in every process.
 """
 
 from __future__ import annotations
@@ -16,11 +16,7 @@ from compile_fsdp.torch_compat.autograd import compiled_autograd_function
 def accumulate_gradient(
     grads: Sequence[Tensor], leaf: Tensor, earlier: Tensor | None, has_post_hooks: bool
 ) -> Sequence[Tensor | None]:
-    """Return the value of `leaf.grad` after `grads[0]` arrives.
-
-    `earlier` is its present value. The result is a sequence of one item.
-    """
-    accumulated: Sequence[Tensor | None] = compiled_autograd_function("AccumulateGrad")(
-        grads, leaf, earlier, has_post_hooks
-    )
+    """Return, as the only item, the value of `leaf.grad` after `grads[0]` is added to `earlier`."""
+    accumulate = compiled_autograd_function("AccumulateGrad")
+    accumulated: Sequence[Tensor | None] = accumulate(grads, leaf, earlier, has_post_hooks)
     return accumulated

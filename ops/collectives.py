@@ -7,10 +7,9 @@ change before.
 [Note: Two gathers at a time end the process]
 torch (2.13.0) runs `_c10d_functional.all_gather_into_tensor` on gloo as ALLGATHER_COALESCED. After each collective, a
 worker thread of `ProcessGroupGloo` assigns the collective's name to a string that all its threads share, without a
-lock. A string stores up to 15 characters in place; this name is longer, so the string allocates memory. If two gathers
-end at one moment, this memory is freed twice: "malloc(): unaligned tcache chunk detected", or a segmentation fault,
-some steps later. The gather below calls the out variant, which runs as ALLGATHER, a name that fits in place.
-docs/passes.md has a program that shows the crash.
+lock. This name is too long to be stored in place (15 characters), so the string allocates memory. If two gathers end at
+one moment, the memory is freed twice: "malloc(): unaligned tcache chunk detected", or a segmentation fault, some steps
+later. The gather below calls the out variant, which runs as ALLGATHER. A program in docs/passes.md shows the crash.
 
 [Note: gloo between two ranks]
 torch (2.13.0) runs a reduce-scatter on gloo as an all-reduce of a copy of the input, and takes the rank's part out of
@@ -21,8 +20,7 @@ all-to-all whose splits leave nothing for the rank itself. On two cores, a gathe
 0.5 (2026-11-24).
 
 Both ranks decide alike, because they decide by the process group, the dtype and the size. A sum of two ranks has only
-one order, so all bits are equal to gloo's. A sum of more ranks could have a different order than gloo's, so gloo's
-collectives stay there.
+one order, so all bits are equal to gloo's. More ranks use gloo's collectives, because the order could differ.
 """
 
 from __future__ import annotations
@@ -98,10 +96,7 @@ def _reduce_scatter(input: Tensor, reduce_op: str, group_size: int, group_name: 
 
 
 def _find_gloo_pair(input: Tensor, group_size: int, group_name: str) -> ProcessGroup | None:
-    """Return the process group if two ranks exchange messages, else None.
-
-    See [Note: gloo between two ranks].
-    """
+    """Return the process group if two ranks exchange messages, else None. See [Note: gloo between two ranks]."""
     if group_size != 2 or input.device.type != "cpu" or input.numel() == 0:
         return None
     group = resolve_group(group_name)
@@ -123,14 +118,7 @@ def _send_and_receive(sent: Tensor, received: Tensor, group: ProcessGroup) -> Wo
 
 
 class _Addition(Work):
-    """Work that receives the peer's half and adds this rank's half.
-
-    Args:
-        message: Work that receives the peer's half.
-        received: Buffer for the peer's half, and then for the result.
-        own: This rank's half, added once.
-        is_mean: Whether the result is half the sum.
-    """
+    """Work that receives the peer's half in `received`, adds `own` once, and halves the sum if `is_mean`."""
 
     def __init__(self, message: Work, received: Tensor, own: Tensor, is_mean: bool) -> None:
         super().__init__()

@@ -2,9 +2,8 @@
 
 [Note: torch's definitions come first]
 torch 2.11 to 2.15 define both ops with their functionalization and lowerings, eager FSDP2 runs on these definitions,
-and a device plugin may register its own kernels. So this module replaces nothing: it adds the kernel of a device
-without one, and names and refuses a definition that differs. It does not repair the definition, because unrelated code
-in the process may rely on it.
+and a device plugin may register its own kernels. So this module only adds the kernel of a device without one, and
+refuses a definition that differs. It does not repair it, because unrelated code in the process may rely on it.
 """
 
 from __future__ import annotations
@@ -41,6 +40,10 @@ class OpDefinition:
     signature: str
     kernel: Callable[..., object] | None = None
 
+    @property
+    def schema(self) -> str:
+        return self.name + self.signature
+
 
 def get_op(definition: OpDefinition) -> OpOverload:
     """Return the op without checking its schema.
@@ -51,19 +54,16 @@ def get_op(definition: OpDefinition) -> OpOverload:
     namespace, name = definition.name.split("::")
     op: OpOverload | None = getattr(getattr(getattr(torch.ops, namespace), name, None), "default", None)
     if op is None:
-        raise OpDefinitionError(f"expected the op {_schema(definition)}, found none; {_REMEDY}")
+        raise OpDefinitionError(f"expected the op {definition.schema}, found none; {_REMEDY}")
     return op
 
 
-def ensure_definition(
-    definition: OpDefinition, library: torch.library.Library | None = None
-) -> tuple[str, ...]:
+def ensure_definition(definition: OpDefinition, library: torch.library.Library | None = None) -> tuple[str, ...]:
     """Check the op's schema, add kernels of missing devices, and mark its side effect.
 
     Args:
         definition: The definition that this project needs.
-        library: Owner of the added kernels, which vanish when it is collected. None if the definition has no kernel to
-            add.
+        library: Owner of the added kernels, which vanish when it is collected. None if there is no kernel to add.
     Returns:
         The dispatch keys that this call added; a second call adds none.
     Raises:
@@ -71,9 +71,9 @@ def ensure_definition(
     """
     op = get_op(definition)
     found_schema = dispatch.op_schema(op)
-    if found_schema != _schema(definition):
-        raise OpDefinitionError(f"expected the op {_schema(definition)}, found {found_schema}; {_REMEDY}")
-    missing = [key for key in (*DEVICE_KEYS, "Functionalize") if not _has_kernel(definition, key)]
+    if found_schema != definition.schema:
+        raise OpDefinitionError(f"expected the op {definition.schema}, found {found_schema}; {_REMEDY}")
+    missing = [key for key in (*DEVICE_KEYS, "Functionalize") if not _has_kernel(definition.name, key)]
     if unavailable := [key for key in missing if definition.kernel is None or key == "Functionalize"]:
         raise OpDefinitionError(
             f"expected {definition.name} to have kernels for every device and Functionalize, "
@@ -88,21 +88,11 @@ def ensure_definition(
 
 
 def check_lowering(definition: OpDefinition) -> None:
-    """Check that Inductor has a lowering of the op. Imports Inductor.
-
-    Raises:
-        OpDefinitionError: The lowering is missing.
-    """
+    """Raise OpDefinitionError if Inductor, which this imports, has no lowering of the op."""
     if get_op(definition) not in inductor.inductor_lowerings():
         raise OpDefinitionError(f"expected an Inductor lowering of {definition.name}, found none; {_REMEDY}")
 
 
-def _has_kernel(definition: OpDefinition, key: str) -> bool:
+def _has_kernel(name: str, key: str) -> bool:
     # Fallbacks do not count, because the effect of a device plugin's catch-all fallback on this op is unknown.
-    return dispatch.has_kernel(definition.name, key) or (
-        key in DEVICE_KEYS and dispatch.has_kernel(definition.name, _COMPOSITE_KEY)
-    )
-
-
-def _schema(definition: OpDefinition) -> str:
-    return definition.name + definition.signature
+    return dispatch.has_kernel(name, key) or (key in DEVICE_KEYS and dispatch.has_kernel(name, _COMPOSITE_KEY))

@@ -22,9 +22,7 @@ def ensure_ops() -> None:
 
 
 def ensure_lowerings() -> None:
-    """Check that Inductor knows both ops, and make it know the ops that `wait_tensor` awaits.
-
-    Imports Inductor.
+    """Check that Inductor knows both ops, and make it know the ops that `wait_tensor` awaits. Imports Inductor.
 
     Raises:
         OpDefinitionError: A lowering is missing.

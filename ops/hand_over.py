@@ -26,10 +26,7 @@ class Receiver(Protocol):
     """Owner of gradients."""
 
     def receive(self, reduced: Sequence[Tensor], params: Sequence[int]) -> None:
-        """Take `reduced`, 1-D tensors that nothing else holds.
-
-        They are the gradients of the parameters at the positions `params`.
-        """
+        """Take the gradients of the parameters at the positions `params`: 1-D tensors that nothing else holds."""
 
 
 _receivers: WeakValueDictionary[int, Receiver] = WeakValueDictionary()
@@ -37,10 +34,7 @@ _numbers = itertools.count()
 
 
 def issue_ticket(receiver: Receiver) -> Tensor:
-    """Return a ticket for the receiver: (1,) int64 on the CPU.
-
-    `hand_over` finds the receiver by the ticket as long as the receiver lives.
-    """
+    """Return a ticket for the receiver, (1,) int64 on the CPU, valid as long as the receiver lives."""
     number = next(_numbers)
     _receivers[number] = receiver
     return torch.tensor([number])

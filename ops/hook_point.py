@@ -3,8 +3,8 @@
 [Note: Hooks by number]
 Dynamo defers a tensor's hook to the backward by a node that holds Python objects, which no compiler cache can store.
 The forward graph calls `watch` instead, which names the hook by a number. So the backward that AOTAutograd derives
-contains this op, and when the whole backward is traced, the hook of that number is called there. Both functions stand
-in `ops/`, because the sources of `ops/` are part of every cache key.
+contains this op, and when the whole backward is traced, that hook is called there. Both functions stand in `ops/`,
+because its sources are part of every cache key.
 """
 
 from __future__ import annotations
@@ -28,10 +28,7 @@ def _(grad: Tensor, number: int) -> Tensor:
 
 
 def watch(tensor: Tensor, number: int) -> None:
-    """Mark where the backward of `tensor` calls the hook of this number.
-
-    `tensor`: an intermediate of the forward.
-    """
+    """Mark where the backward of `tensor`, an intermediate of the forward, calls the hook of this number."""
     tensor.register_hook(partial(_mark, number))
 
 
@@ -41,6 +38,5 @@ def _mark(number: int, grad: Tensor) -> Tensor:
             marked: Tensor = hook_point(grad, number)
             return marked
         local = hook_point(grad.to_local(), number)
-        return DTensor.from_local(
-            local, grad.device_mesh, grad.placements, run_check=False, shape=grad.shape, stride=grad.stride()
-        )
+        mesh, placements = grad.device_mesh, grad.placements
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=grad.shape, stride=grad.stride())

@@ -2,9 +2,9 @@
 
 [Note: One stream for both ways]
 All these copies run on one stream of the device. So a fetch begins behind the offload that it reads, and nothing else
-has to wait for the end of that offload. Memory that a compiled graph reuses must not be overwritten before it is
-copied. So `offload` takes the tensors offloaded before it: they stay allocated until this call, which makes the
-computing stream wait for the copies so far. The last offload of a graph also waits for its own copy.
+waits for that offload. A compiled graph must not overwrite memory before it is copied. So `offload` takes the tensors
+offloaded before it: they stay allocated until this call, which makes the computing stream wait for the copies so far.
+The last offload of a graph also waits for its own copy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _transfers: dict[torch.device, Any] = {}
 
 
 def _transfer_stream(device: torch.device) -> Any:
-    """Return the device's copy stream: see [Note: One stream for both ways]."""
+    # See [Note: One stream for both ways].
     if device not in _transfers:
         _transfers[device] = torch.get_device_module(device).Stream(device=device)
     return _transfers[device]
@@ -44,15 +44,10 @@ def _on_host(input: Tensor, sent: Sequence[Tensor], is_last: bool) -> Tensor:
 
 @torch.library.impl(_LIBRARY, "offload", "CompositeExplicitAutograd")
 def _offload(input: Tensor, sent: Sequence[Tensor], is_last: bool) -> Tensor:
-    """Return a copy of `input` in pinned host memory, with equal strides.
-
-    Only `fetch` may read the copy, because the copy may still be in flight.
-    """
+    """Return a copy with equal strides in pinned host memory. Only `fetch` may read it, because it may be in flight."""
     device = input.device
     if device.type == "cpu":
-        output = _on_host(input, sent, is_last)
-        output.copy_(input)
-        return output
+        return _on_host(input, sent, is_last).copy_(input)
     output = torch.empty_strided(input.shape, input.stride(), dtype=input.dtype, device=_HOST, pin_memory=True)
     module, transfers = torch.get_device_module(device), _transfer_stream(device)
     computing = module.current_stream(device)
@@ -75,8 +70,7 @@ def _fetch(input: Tensor, device: torch.device) -> Tensor:
     """Return an offloaded tensor on the device, ready after `wait_tensor`."""
     output = _on_device(input, device)
     if device.type == "cpu":
-        output.copy_(input)
-        return output
+        return output.copy_(input)
     module, transfers = torch.get_device_module(device), _transfer_stream(device)
     transfers.wait_stream(module.current_stream(device))
     with module.stream(transfers):
@@ -87,12 +81,7 @@ def _fetch(input: Tensor, device: torch.device) -> Tensor:
 
 
 class _Arrival(Work):
-    """Work that makes the computing stream wait for a copy.
-
-    Args:
-        device: Destination of the copy.
-        event: Recorded behind the copy.
-    """
+    """Work that makes the device's computing stream wait for the event behind a copy."""
 
     def __init__(self, device: torch.device, event: Any) -> None:
         super().__init__()

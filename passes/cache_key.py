@@ -13,28 +13,19 @@ _FOLDERS = ("ops", "passes", "torch_compat", "backend", "runtime", "replay")
 
 
 def cache_key(*options: object) -> str:
-    """Hash the sources of `_FOLDERS` and the `repr` of the options.
-
-    Nothing else changes the key.
-    """
+    """Hash the sources of `_FOLDERS` and the `repr` of the options."""
     return hashlib.sha256(json.dumps([hash_sources(), *map(repr, options)]).encode()).hexdigest()
 
 
 @functools.cache
 def hash_sources() -> str:
-    """Return the hash of the code that shapes graphs.
-
-    Computed once, because running code does not change with its file.
-    """
+    """Return the hash of the code that shapes graphs, computed once: running code does not change with its file."""
     return _hash_folders(*(f"compile_fsdp.{name}" for name in _FOLDERS))
 
 
 @functools.cache
 def hash_package() -> str:
-    """Return the hash of all code of the package.
-
-    A step is traced from this code, and a stored step holds objects of it.
-    """
+    """Return the hash of all code of the package: a stored step is traced from it, and holds objects of it."""
     return _hash_folders("compile_fsdp", "compile_fsdp.passes", "compile_fsdp.ops")
 
 

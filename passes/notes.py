@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from compile_fsdp.torch_compat.dynamo import dynamo_counters
 
-# Prefix that tells notes from the names of Inductor's counts.
-_NOTE = "compile_fsdp "
+_NOTE = "compile_fsdp "  # Prefix that tells notes from the names of Inductor's counts.
 
 
 def leave_note(note: str) -> None:
@@ -18,10 +17,7 @@ def leave_note(note: str) -> None:
 
 
 def take_notes() -> list[str]:
-    """Return the notes since the last call, each once.
-
-    They belong to graphs that were compiled or came from a cache.
-    """
+    """Return the notes of graphs compiled or taken from a cache since the last call, each once."""
     counts = dynamo_counters()["inductor"]
     names = [name for name in counts if name.startswith(_NOTE)]
     for name in names:

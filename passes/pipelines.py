@@ -31,11 +31,7 @@ Function = Callable[..., Any]
 
 
 def forward(
-    functions: Collection[Function],
-    *,
-    lifts_hooks: bool,
-    fitted: Pass | None,
-    frozen: Collection[fx.Node],
+    functions: Collection[Function], *, lifts_hooks: bool, fitted: Pass | None, frozen: Collection[fx.Node]
 ) -> tuple[Pass, ...]:
     """Return the passes for a forward that Dynamo has traced.
 

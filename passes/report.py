@@ -15,7 +15,6 @@ MIB = 2**20
 # Most parameter names per reason in the log line; the report has all names.
 _NAMES_PER_REASON = 3
 
-
 # Returns the parameter FQN of a placeholder, for reports.
 Names = Callable[[fx.Node], str]
 
@@ -25,10 +24,7 @@ def node_name(node: fx.Node) -> str:
 
 
 class Kept(enum.Enum):
-    """Why a window stays in the graph.
-
-    A kept window is correct, and costs its copy and its memory.
-    """
+    """Why a window stays in the graph, which is correct, and costs its copy and its memory."""
 
     OPEN_AT_START = "open at start"
     OPEN_AT_RETURN = "open at return"
@@ -73,8 +69,7 @@ class WindowReport:
         windows_removed: Number of complete windows removed from the graph.
         copies_removed: Number of `fsdp.copy_` ops removed.
         resizes_removed: Number of `inductor.resize_storage_bytes_` ops removed.
-        bytes_removed: Bytes that the removed windows allocated. A symbolic size counts with its hint, or 0 without a
-            hint.
+        bytes_removed: Bytes that the removed windows allocated. A symbolic size counts as its hint, if any, or as 0.
         kept: (parameter FQN, reason) of each kept window, parameters in graph order.
         nodes_before: Number of nodes before the pass.
         nodes_after: Number of nodes after the pass.
@@ -93,8 +88,8 @@ class WindowReport:
 
     def __str__(self) -> str:
         windows = self.windows_removed + len(self.kept)
-        line = f"{self.name}: {self.windows_removed} of {windows} windows removed, {format_mib(self.bytes_removed)}"
-        return line + _describe_kept(self.kept)
+        removed = f"{self.windows_removed} of {windows} windows removed, {format_mib(self.bytes_removed)}"
+        return f"{self.name}: {removed}{_describe_kept(self.kept)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +100,7 @@ class PassCounts:
         name: Name of the pass.
         nodes_before: Number of nodes before the pass.
         nodes_after: Number of nodes after the pass.
-        counts: (label, count) pairs. The pass's file defines the labels; a label that begins with "bytes_" counts
-            bytes.
+        counts: (label, count) pairs. The pass defines the labels; a label that begins with "bytes_" counts bytes.
         seconds: Seconds in the pass, without linting and logging, as the pipeline measures them.
     """
 
@@ -138,16 +132,14 @@ def to_json(reports: Iterable[Report]) -> str:
 
 
 def from_json(text: str) -> tuple[Report, ...]:
-    """Parse the reports that `to_json` wrote."""
     return tuple(_from_row(row) for row in json.loads(text))
 
 
 def _from_row(row: dict[str, Any]) -> Report:
     if "counts" in row:
-        counts = tuple((label, count) for label, count in row.pop("counts"))
-        return PassCounts(**row, counts=counts)
-    kept = tuple((each["parameter"], Kept(each["reason"])) for each in row.pop("kept"))
-    return WindowReport(**row, kept=kept)
+        return PassCounts(**{**row, "counts": tuple(map(tuple, row["counts"]))})
+    kept = tuple((each["parameter"], Kept(each["reason"])) for each in row["kept"])
+    return WindowReport(**{**row, "kept": kept})
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +157,8 @@ class LegalizeReport:
     unmoved: tuple[tuple[str, Unmoved], ...]
 
     def __str__(self) -> str:
-        line = f"legalize_windows: {self.nodes_sunk} nodes sunk, {self.frees_delayed} frees delayed"
-        return line + _describe_kept(self.unmoved)
+        kept = _describe_kept(self.unmoved)
+        return f"legalize_windows: {self.nodes_sunk} nodes sunk, {self.frees_delayed} frees delayed{kept}"
 
 
 def count(number: int, noun: str) -> str:
@@ -189,6 +181,5 @@ def _describe_kept(kept: Iterable[tuple[str, enum.Enum]]) -> str:
 
 
 def abbreviate(fqns: Iterable[str]) -> str:
-    """Join the first few names."""
     fqns = list(fqns)
     return ", ".join(fqns[:_NAMES_PER_REASON] + ["..."] * (len(fqns) > _NAMES_PER_REASON))

@@ -28,7 +28,6 @@ from compile_fsdp.torch_compat.inductor import CustomGraphPass
 # A function of the graph, with its remaining arguments bound.
 Pass = Callable[[fx.Graph], object]
 PostGradPass = Callable[[fx.Graph], Report]
-OnReport = Callable[[tuple[Report, ...]], None]
 
 _Result = TypeVar("_Result")
 
@@ -47,7 +46,6 @@ class Run:
         self._results: dict[Callable[..., object], Any] = {function_of(each): each(graph) for each in passes}
 
     def result(self, function: Callable[..., _Result]) -> _Result:
-        """Return the result of a pass of the list."""
         result: _Result = self._results[function]
         return result
 
@@ -67,27 +65,18 @@ class GraphObserver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GraphNote:
-    """Data that is stored with a graph.
-
-    Attributes:
-        reports: Reports of the passes, in order.
-        collectives: Collectives that the graph issues.
-    """
+    """Data that is stored with a graph: reports of the passes in order, and collectives that the graph issues."""
 
     reports: tuple[Report, ...]
     collectives: CollectiveSequence
 
 
 def take_graph_notes() -> list[GraphNote]:
-    """Return the notes of all graphs since the last call.
-
-    The graphs were compiled or came from a cache.
-    """
-    return [_parse_note(*json.loads(text)) for text in take_notes()]
-
-
-def _parse_note(reports: str, calls: list[tuple[str, str]]) -> GraphNote:
-    return GraphNote(from_json(reports), CollectiveSequence(tuple((text, group) for text, group in calls)))
+    """Return the notes of graphs compiled or taken from a cache since the last call."""
+    return [
+        GraphNote(from_json(reports), CollectiveSequence(tuple((text, group) for text, group in calls)))
+        for reports, calls in map(json.loads, take_notes())
+    ]
 
 
 class Pipeline(CustomGraphPass):
@@ -108,7 +97,7 @@ class Pipeline(CustomGraphPass):
     def __init__(
         self,
         passes: Sequence[PostGradPass],
-        on_report: OnReport,
+        on_report: Callable[[tuple[Report, ...]], None],
         disabled: frozenset[str] = frozenset(),
         *,
         observer: GraphObserver | None = None,
@@ -137,10 +126,7 @@ class Pipeline(CustomGraphPass):
         self._on_report(reports)
 
     def uuid(self) -> str:
-        """Return a cache key of the passes and their arguments.
-
-        It changes with the sources that `cache_key` hashes, too.
-        """
+        """Return a cache key of the passes, their arguments, and the sources that `cache_key` hashes."""
         return cache_key(*((_name(each), _options(each)) for each in self._passes))
 
     def _run(self, each: PostGradPass, graph: fx.Graph) -> Report:

@@ -73,27 +73,20 @@ class Aliases:
 
     def _find_keys(self, node: fx.Node, effects: Effects, unknown_key: int) -> tuple[int, ...]:
         value = fake_value(node)
-        if value is UNKNOWN:
-            return self._keys_without_value(node, effects, unknown_key)
-        keys = tuple(dict.fromkeys(unknown_key if key is None else key for key in storage_keys(value)))
-        for source in effects.view_inputs(node) if keys else ():
-            for key in self._keys.get(source, ()):
-                self._join(keys[0], key)
-        return keys
-
-    def _keys_without_value(self, node: fx.Node, effects: Effects, unknown_key: int) -> tuple[int, ...]:
-        if not effects.has_result(node) or effects.subgraph(node) is not None:
+        if value is not UNKNOWN:
+            keys = tuple(dict.fromkeys(unknown_key if key is None else key for key in storage_keys(value)))
+            sources = effects.view_inputs(node) if keys else ()
+        elif effects.has_result(node) and effects.subgraph(node) is None:
+            keys, sources = (unknown_key,), node.all_input_nodes
+        else:
             return ()
-        for source in node.all_input_nodes:
-            for key in self._keys.get(source, ()):
-                self._join(unknown_key, key)
-        return (unknown_key,)
+        for key in self.classes_of(sources):
+            self._join(keys[0], key)
+        return keys
 
     def _root(self, key: int) -> int:
         while (parent := self._joined.get(key)) is not None:
-            # Halving the path keeps chains of joins short.
-            if (grandparent := self._joined.get(parent)) is not None:
-                self._joined[key] = grandparent
+            self._joined[key] = self._joined.get(parent, parent)  # Halving the path keeps chains of joins short.
             key = parent
         return key
 

@@ -24,14 +24,7 @@ from compile_fsdp.torch_compat.dispatch import OpOverload, argument_aliasing, tr
 
 @contextmanager
 def checking(graph: fx.Graph, name: str) -> Iterator[None]:
-    """Check the pass that runs inside, except for faults that existed before.
-
-    Args:
-        graph: The graph.
-        name: Name of the pass.
-    Raises:
-        VerificationError: The pass has made a fault.
-    """
+    """Raise VerificationError if the pass that runs inside makes a fault; earlier faults do not count."""
     before = Counter(_find_faults(graph))
     yield
     if made := Counter(_find_faults(graph)) - before:
@@ -65,8 +58,9 @@ def _window_faults(graph: fx.Graph) -> Iterator[str]:
 
 def _size_faults(graph: fx.Graph) -> Iterator[str]:
     for node in graph.nodes:
-        noted = fake_value(node)
-        if not _is_repeatable(node):
+        target, noted = node.target, fake_value(node)
+        # An op that writes would change the graph's fake tensors.
+        if not isinstance(target, OpOverload) or any(each.written for each in argument_aliasing(target)):
             continue
         args, kwargs = fake_arguments((node.args, node.kwargs))
         leaves = tree_leaves((args, kwargs))
@@ -75,18 +69,12 @@ def _size_faults(graph: fx.Graph) -> Iterator[str]:
         if not any(isinstance(each, torch.Tensor) for each in leaves):
             continue  # Without a fake argument, the op would make a real tensor.
         try:
-            given = node.target(*args, **kwargs)
+            given = target(*args, **kwargs)
         except RuntimeError as error:
             yield f"{node.name} cannot run: {error}"
             continue
         if _describe(given) != _describe(noted):
             yield f"{node.name} gives {_describe(given)}, noted is {_describe(noted)}"
-
-
-def _is_repeatable(node: fx.Node) -> bool:
-    """Return whether running the node on fake tensors changes none of them."""
-    target = node.target
-    return isinstance(target, OpOverload) and not any(each.written for each in argument_aliasing(target))
 
 
 def _is_symbolic(value: object) -> bool:

@@ -64,23 +64,14 @@ _COPIES = (
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A collective on a packed buffer.
+    """A collective on a packed buffer."""
 
-    Attributes:
-        pack: The `cat`.
-        inputs: Tensors that the `cat` joins, by parameter: a shard, or the rows of a gradient.
-        before: Nodes from the `cat` to the collective, both excluded.
-        collective: The all-gather or reduce-scatter.
-        after: Nodes from the collective to the split, both excluded; the first is the wait.
-        outputs: By parameter, the item of the split; None if nothing reads the item.
-    """
-
-    pack: fx.Node
-    inputs: tuple[fx.Node, ...]
-    before: tuple[fx.Node, ...]
+    pack: fx.Node  # the `cat`
+    inputs: tuple[fx.Node, ...]  # of the `cat`, by parameter: a shard, or the rows of a gradient
+    before: tuple[fx.Node, ...]  # from the `cat` to the collective, both excluded
     collective: fx.Node
-    after: tuple[fx.Node, ...]
-    outputs: tuple[fx.Node | None, ...]
+    after: tuple[fx.Node, ...]  # from the collective to the split, both excluded; the first is the wait
+    outputs: tuple[fx.Node | None, ...]  # items of the split, by parameter; None if nothing reads the item
 
     @property
     def ranks(self) -> int:
@@ -107,12 +98,10 @@ class Packed:
 
 
 def is_gather(node: fx.Node) -> bool:
-    """Return whether the node launches an all-gather."""
     return node.target in _GATHERS
 
 
 def is_reduction(node: fx.Node) -> bool:
-    """Return whether the node launches a reduce-scatter."""
     return node.target in _REDUCTIONS
 
 
@@ -126,10 +115,7 @@ def is_offload(node: fx.Node) -> bool:
 
 
 def is_fetch(node: fx.Node) -> bool:
-    """Return whether the node launches the copy of an offloaded tensor back.
-
-    `wait_tensor` waits for the copy as for a collective.
-    """
+    """Return whether the node launches the copy of an offloaded tensor back; `wait_tensor` waits for it."""
     return node.target is fetch
 
 
@@ -138,15 +124,11 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def settings_of(collective: fx.Node) -> tuple[Any, ...]:
-    """Return the arguments of a collective without its tensor and its name.
-
-    The number of ranks and the process group come last.
-    """
+    """Return the arguments of an all-gather or reduce-scatter between tensor and name; last: ranks, process group."""
     return collective.args[1 : 3 if is_gather(collective) else 4]
 
 
 def ranks_of(collective: fx.Node) -> int:
-    """Return the number of ranks of an all-gather or reduce-scatter."""
     *_, ranks, _ = settings_of(collective)
     assert isinstance(ranks, int)
     return ranks
@@ -158,19 +140,13 @@ def group_of(collective: fx.Node) -> str:
 
 
 def name_of(collective: fx.Node) -> str:
-    """Return the name that a profile shows of an all-gather or reduce-scatter.
-
-    Empty for an unnamed collective, and for torch's.
-    """
+    """Return the name that a profile shows; empty for an unnamed collective, and for torch's."""
     name = collective.args[1 + len(settings_of(collective)) :]
     return str(name[0]) if name else ""
 
 
 def find_packed(graph: fx.Graph, is_kind: Callable[[fx.Node], bool]) -> list[Packed]:
-    """Return the packed collectives of one kind, in graph order.
-
-    `is_kind`: `is_gather` or `is_reduction`.
-    """
+    """Return the packed collectives of a kind, `is_gather` or `is_reduction`, in graph order."""
     found = (_match(node) for node in graph.nodes if is_kind(node))
     return [each for each in found if each is not None]
 
@@ -206,20 +182,13 @@ def _match(collective: fx.Node) -> Packed | None:
 
 
 def _is_link(node: fx.Node) -> bool:
-    """Return whether the node may link pack, collective and split.
-
-    A link has one input and one user.
-    """
-    if len(node.users) != 1 or len(node.all_input_nodes) != 1:
-        return False
-    return node.target in RESHAPES or node.target in _ELEMENTWISE
+    """Return whether the node may link pack, collective and split."""
+    has_one_path = len(node.users) == 1 and len(node.all_input_nodes) == 1
+    return has_one_path and (node.target in RESHAPES or node.target in _ELEMENTWISE)
 
 
 def is_rearrangement(node: fx.Node) -> bool:
-    """Return whether the node is a view, copy, pack or item.
-
-    Elementwise ops of `_ELEMENTWISE` count, too.
-    """
+    """Return whether the node is a view, copy, pack, item or elementwise op of `_ELEMENTWISE`."""
     target = node.target
     if target is operator.getitem or target in _ELEMENTWISE or target in _COPIES:
         return True
@@ -240,33 +209,22 @@ def rearranged(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def numel(node: fx.Node) -> int:
-    """Return the numel of a node's tensor.
-
-    -1 if there is no tensor, or its size is symbolic.
-    """
+    """Return the numel of a node's tensor; -1 if there is no tensor, or its size is symbolic."""
     tensor = find_fake_tensor(node)
     size = -1 if tensor is None else tensor.numel()
     return size if isinstance(size, int) else -1
 
 
 def insert(graph: fx.Graph, target: Callable[..., Any], *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
-    """Add a call at the graph's insertion point, with its fake value.
-
-    The call gets the stack trace and the modules of `like`.
-    """
+    """Add a call at the graph's insertion point, with its fake value, and stack trace and modules of `like`."""
     node = graph.call_function(target, args, kwargs)
-    for key in ("stack_trace", "nn_module_stack"):
-        if key in like.meta:
-            node.meta[key] = like.meta[key]
+    node.meta.update((key, like.meta[key]) for key in ("stack_trace", "nn_module_stack") if key in like.meta)
     node.meta["val"] = _infer(target, *fake_arguments(args), **kwargs)
     return node
 
 
 def _infer(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return the fake value of a call.
-
-    Collectives are not run, because that takes ten times as long.
-    """
+    """Return the fake value of a call; collectives are not run, because that takes ten times as long."""
     if target in _GATHERS:
         tensor, ranks, *_ = args
         return tensor.new_empty(tensor.numel() * ranks)
@@ -277,15 +235,11 @@ def _infer(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Return whether a node launches a collective."""
     return collective_arguments(node) is not None
 
 
 def collective_arguments(node: fx.Node) -> dict[str, object] | None:
-    """Return the arguments of a collective by name, and its "kind".
-
-    None if the node calls no collective.
-    """
+    """Return the arguments of a collective by name, and its "kind"; None if the node calls no collective."""
     target = node.target
     op = target.default if isinstance(target, OpOverloadPacket) and hasattr(target, "default") else target
     if not isinstance(op, OpOverload) or op.namespace not in ("_c10d_functional", "compile_fsdp"):

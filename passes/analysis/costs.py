@@ -44,10 +44,7 @@ class Costs:
     offload_bandwidth: float = 0.0
 
     def collective(self, shard_bytes: int, ranks: int) -> float:
-        """Return the seconds of a collective on shards of this size.
-
-        The collective is an all-gather of the shards, or a reduce-scatter into them.
-        """
+        """Return the seconds of an all-gather of shards of this size, or of a reduce-scatter into them."""
         return self.latency + shard_bytes * (ranks - 1) / self.comm_bandwidth
 
     def all_reduce(self, size_bytes: int) -> float:
@@ -73,8 +70,8 @@ class Costs:
     def pack_bytes(self, ranks: int, *, is_spare: bool = False) -> int:
         """Return the most shard bytes that share a collective.
 
-        A pack is in memory from its first use to its last, so small packs are better. Latency is a third of the time of
-        a pack of this size; a ninth if memory is to spare (`is_spare`).
+        A pack is in memory from its first use to its last, so small packs are better. Latency is a third of a pack's
+        time; a ninth if memory is to spare (`is_spare`).
         """
         return int((8 if is_spare else 2) * self.latency * self.comm_bandwidth / max(ranks - 1, 1))
 
@@ -109,10 +106,7 @@ def device_costs(collective: fx.Node) -> Costs:
 
 
 def size_bytes(node: fx.Node) -> int:
-    """Return the bytes of a node's tensor.
-
-    0 if there is no tensor, or its size is symbolic.
-    """
+    """Return the bytes of a node's tensor; 0 if there is no tensor, or its size is symbolic."""
     tensor = find_fake_tensor(node)
     if tensor is None or not all(isinstance(size, int) for size in tensor.shape):
         return 0
@@ -125,10 +119,7 @@ def are_contiguous(nodes: Sequence[fx.Node]) -> bool:
 
 
 def compute_seconds(node: fx.Node, costs: Costs) -> float:
-    """Return the seconds that a node computes; views are free.
-
-    A node takes time for its flops, if torch counts them, and for writing its result.
-    """
+    """Return the seconds of a node's flops, if torch counts them, or of its writes if longer; views are free."""
     target = node.target
     if not isinstance(target, OpOverload) or is_declared_view(node):
         return 0.0
@@ -140,10 +131,7 @@ def compute_seconds(node: fx.Node, costs: Costs) -> float:
 
 
 def communication(node: fx.Node, costs: Costs) -> tuple[int, float]:
-    """Return the bytes and the seconds of a collective, or of a copy from or to the host.
-
-    The bytes are those of the whole tensor: of an all-gather's output, or else of the input.
-    """
+    """Return the bytes and seconds of a collective or host copy: bytes of an all-gather's output, else of the input."""
     sent = size_bytes(node.all_input_nodes[0])
     if is_offload(node) or is_fetch(node):
         return sent, costs.transfer(sent)
@@ -164,33 +152,24 @@ def usual_compute_seconds(node: fx.Node, parameter_numel: int, costs: Costs) -> 
 
 
 def plan_gathers(shards: Sequence[int], ranks: int, costs: Costs, *, is_spare: bool = False) -> list[list[int]]:
-    """Plan which shards are gathered together, by their bytes; see `Costs.pack_bytes`.
-
-    A shard whose copies in and out take longer than a launch gets its own all-gather.
-    """
+    """Plan which shards are gathered together, by their bytes; see `Costs.pack_bytes` and `plan_packs`."""
+    # A shard whose copies in and out take longer than a launch gets its own all-gather.
     are_alone = [costs.copy(size) + costs.copy(size * ranks) > costs.latency for size in shards]
     return plan_packs(shards, are_alone, costs.pack_bytes(ranks, is_spare=is_spare))
 
 
 def plan_reductions(gradients: Sequence[int], ranks: int, costs: Costs, *, is_spare: bool = False) -> list[list[int]]:
-    """Plan which gradients are reduced together, by their bytes; see `Costs.pack_bytes`.
-
-    A gradient whose copy in takes longer than a launch gets its own reduce-scatter.
-    """
+    """Plan which gradients are reduced together, by their bytes; see `Costs.pack_bytes` and `plan_packs`."""
+    # A gradient whose copy in takes longer than a launch gets its own reduce-scatter.
     are_alone = [costs.copy(size) > costs.latency for size in gradients]
     return plan_packs(gradients, are_alone, costs.pack_bytes(ranks, is_spare=is_spare) * ranks)
 
 
 def plan_packs(sizes: Sequence[int], are_alone: Sequence[bool], limit: int) -> list[list[int]]:
-    """Plan which tensors share a collective.
+    """Return the positions of the tensors in each collective, in the order of their first position.
 
-    Args:
-        sizes: (n,) bytes of each tensor.
-        are_alone: (n,) whether the tensor gets a separate collective.
-        limit: Most bytes in a collective of several tensors.
-    Returns:
-        Positions by collective, none empty, in the order of their first position.
-    Source: next-fit, because consecutive tensors are used together.
+    Next-fit, because consecutive tensors are used together. `sizes` are the bytes of each tensor, and `limit` the most
+    bytes in a collective of several tensors. A tensor of `are_alone` gets a separate collective.
     """
     packs: list[list[int]] = []
     free = -1  # bytes that still fit into the last shared pack

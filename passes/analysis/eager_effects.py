@@ -40,18 +40,12 @@ _INPLACE_OPERATORS = frozenset(
 
 
 def is_version_op(node: fx.Node) -> bool:
-    """Return whether the node reads or sets version counters.
-
-    Version counters concern a tensor's history, not its data.
-    """
+    """Return whether the node reads or sets version counters, which concern a tensor's history, not its data."""
     return node.target is tensor_version or is_version_setter(node)
 
 
 def is_upkeep(node: fx.Node) -> bool:
-    """Return whether a node fills or frees a parameter without computing.
-
-    Includes the reads and writes of version counters.
-    """
+    """Return whether a node fills or frees a parameter, or reads or sets version counters, without computing."""
     return is_resize(node) or is_copy(node) or is_version_op(node)
 
 
@@ -60,10 +54,9 @@ def is_version_setter(node: fx.Node) -> bool:
 
 
 def is_passed_through(node: fx.Node) -> bool:
-    """Return whether the node hands on its inputs without reading their data.
+    """Return whether the node is an input, or compiled autograd's prologue of an AOTAutograd backward, or its item.
 
-    Compiled autograd's prologue of an AOTAutograd backward takes all saved tensors and gradients and returns them.
-    Items of the prologue and inputs count, too.
+    The prologue returns all saved tensors and gradients without reading their data.
     """
     source = node.args[0] if node.target is operator.getitem else node
     is_prologue = isinstance(source, fx.Node) and target_name(source) == "call_aot_bwd_prologue"
@@ -84,10 +77,7 @@ class EagerEffects(Effects):
     """`Effects` that also understands torch functions, operators and tensor methods."""
 
     def written_inputs(self, node: fx.Node) -> Sequence[fx.Node]:
-        """Return the inputs that the node may write.
-
-        See [Note: Names tell the writes].
-        """
+        """Return the inputs that the node may write; see [Note: Names tell the writes]."""
         if not is_torch_function(node):
             return super().written_inputs(node)
         name = target_name(node)
@@ -97,10 +87,7 @@ class EagerEffects(Effects):
         return tuple(nodes_in((first, node.kwargs.get("out"))))
 
     def is_ordered(self, node: fx.Node) -> bool:
-        """Return whether the node must keep its order among random ops.
-
-        True for random ops, and for callables that may run random ops.
-        """
+        """Return whether the node may run a random op, so that it keeps its order among random ops."""
         if node.op not in ("call_function", "call_method", "call_module"):
             return False
         if isinstance(node.target, OpOverload):

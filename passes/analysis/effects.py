@@ -52,10 +52,7 @@ _STORAGE_HIGHER_ORDER_OPS = frozenset({"auto_functionalized_v2"})
 
 
 def is_call_to(node: fx.Node, op: OpOverload) -> bool:
-    """Return whether the node calls this op.
-
-    A graph calls the overload after AOTAutograd, and its packet before.
-    """
+    """Return whether the node calls this op: its overload after AOTAutograd, its packet before."""
     return node.target is op or node.target is op.overloadpacket
 
 
@@ -104,14 +101,16 @@ class _Selection:
     names: tuple[str, ...]
 
     def nodes(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        if not self.names:
+            return ()
         positional = [node.args[i] for i in self.positions if i < len(node.args)]
         return tuple(nodes_in(positional + [node.kwargs[n] for n in self.names if n in node.kwargs]))
 
 
 @dataclass(frozen=True, slots=True)
 class _Schema:
-    written: _Selection | None
-    aliased: _Selection | None
+    written: _Selection
+    aliased: _Selection
     returns_nothing: bool
 
 
@@ -124,14 +123,10 @@ class _Summary:
 
 
 class Effects:
-    """Effects of a graph's nodes; analyses each operator and subgraph once.
-
-    Args:
-        module: Owner of the graph, and of the subgraphs of its higher-order ops.
-    """
+    """Effects of a graph's nodes; analyses each operator and subgraph once."""
 
     def __init__(self, module: fx.GraphModule | None) -> None:
-        self._module = module
+        self._module = module  # owner of the graph, and of the subgraphs of its higher-order ops
         self._schemas: dict[int, _Schema] = {}  # by id, because an op outlives the graph, and is slow to hash
         self._summaries: dict[int, _Summary] = {}
 
@@ -150,11 +145,9 @@ class Effects:
             return ()
         target = node.target
         if isinstance(target, OpOverload):
-            written = self._schema(target).written
-            return () if written is None else written.nodes(node)
+            return self._schema(target).written.nodes(node)
         if isinstance(target, OpOverloadPacket):  # Only before AOTAutograd.
-            chosen = (self._schema(op).written for op in packet_overloads(target))
-            return tuple(n for written in chosen if written is not None for n in written.nodes(node))
+            return tuple(n for op in packet_overloads(target) for n in self._schema(op).written.nodes(node))
         if target is operator.getitem:
             return ()
         if isinstance(target, HigherOrderOperator) and not self._summary_of_call(node).writes:
@@ -163,10 +156,7 @@ class Effects:
 
     def view_inputs(self, node: fx.Node) -> Sequence[fx.Node]:
         """Return the inputs that the node's results alias, by its schema."""
-        if not isinstance(node.target, OpOverload):
-            return ()
-        aliased = self._schema(node.target).aliased
-        return () if aliased is None else aliased.nodes(node)
+        return self._schema(node.target).aliased.nodes(node) if isinstance(node.target, OpOverload) else ()
 
     def has_result(self, node: fx.Node) -> bool:
         if isinstance(node.target, OpOverload):
@@ -209,8 +199,7 @@ class Effects:
 
     def _summary_of_callable(self, item: object) -> _Summary | None:
         if isinstance(item, OpOverload):
-            writes = self._schema(item).written is not None
-            return _Summary(writes=writes, reads_storage=item in _STORAGE_OPS)
+            return _Summary(writes=bool(self._schema(item).written.names), reads_storage=item in _STORAGE_OPS)
         if isinstance(item, (HigherOrderOperator, OpOverloadPacket)):
             return _Summary(writes=True, reads_storage=True)
         module = self.subgraph(item) if isinstance(item, fx.Node) else None
@@ -237,20 +226,17 @@ def _read_schema(op: OpOverload) -> _Schema:
     if op_name(op) in _UNDECLARED_VIEWS:
         aliased = {arguments[0].name}
 
-    def select(names: set[str]) -> _Selection | None:
+    def select(names: set[str]) -> _Selection:
         chosen = [(i, a) for i, a in enumerate(arguments) if a.name in names]
         positions = tuple(i for i, a in chosen if not a.keyword_only)
-        return _Selection(positions, tuple(a.name for _, a in chosen)) if chosen else None
+        return _Selection(positions, tuple(a.name for _, a in chosen))
 
     return _Schema(select(written), select(aliased), returns_nothing(op))
 
 
 def _leaves(argument: object) -> Iterator[object]:
-    if isinstance(argument, (tuple, list)):
-        for item in argument:
-            yield from _leaves(item)
-    elif isinstance(argument, dict):
-        for item in argument.values():
+    if isinstance(argument, (tuple, list, dict)):
+        for item in argument.values() if isinstance(argument, dict) else argument:
             yield from _leaves(item)
     else:
         yield argument

@@ -32,10 +32,7 @@ def size_hint(size: int | SymInt | None) -> int:
 
 
 def needed_bytes(tensor: torch.Tensor) -> int | SymInt:
-    """Return the bytes from the storage's start to the tensor's last element.
-
-    The tensor must be strided.
-    """
+    """Return the bytes from the storage's start to the last element of a strided tensor."""
     if _is_known(tensor.numel() == 0):
         return 0
     last: int | SymInt = tensor.storage_offset()
@@ -49,12 +46,10 @@ def is_zero(size: int | SymInt | None) -> bool:
 
 
 def is_free(node: fx.Node) -> bool:
-    """Return whether the node is a `resize(0)`."""
     return is_resize(node) and is_zero(get_size(get_argument(node, 1, "new_size")))
 
 
 def find_freed(graph: fx.Graph) -> set[fx.Node | None]:
-    """Return the parameters that the graph frees."""
     return {parameter_of(node) for node in find_resizes(graph) if is_free(node)}
 
 
@@ -66,10 +61,7 @@ def is_full(size: int | SymInt | None, tensor: torch.Tensor | None) -> bool:
 
 
 def find_copy_fault(param: torch.Tensor | None, value: torch.Tensor | None) -> Kept | None:
-    """Return why copying `value` into `param` is visible to readers.
-
-    None if the copy only moves bytes.
-    """
+    """Return why copying `value` into `param` is visible to readers; None if the copy only moves bytes."""
     if param is None or value is None or not (param.layout is value.layout is torch.strided):
         return Kept.UNKNOWN_LAYOUT
     if param.dtype != value.dtype or param.device != value.device or _bits(param) != _bits(value):

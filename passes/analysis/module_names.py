@@ -14,12 +14,8 @@ _CHILD = re.compile(r"""\._modules\[['"](.*?)['"]\]""")
 
 
 def module_fqn(node: fx.Node) -> str | None:
-    """Return the FQN of the innermost module, "" for the outermost module.
-
-    None if the node's metadata does not tell it.
-    """
-    name = innermost_module(node)
-    if name is None:
+    """Return the FQN of the innermost module, "" for the outermost module; None if the node's metadata lacks it."""
+    if (name := innermost_module(node)) is None:
         return None
     names: list[str] = []
     while (match := _GETATTR.fullmatch(name)) is not None:  # for a name that is no identifier

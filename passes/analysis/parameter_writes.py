@@ -20,11 +20,8 @@ def find_refused_writes(graph: fx.Graph, parameters: Iterable[fx.Node]) -> dict[
     fills an embedding table and renormalizes it, AOTAutograd makes the renormalization a copy into a copy, which it
     then refuses (torch 2.13.0).
 
-    Args:
-        graph: A forward, as Dynamo has traced it, with fake tensors under meta["example_value"].
-        parameters: Placeholders of unsharded parameters.
-    Returns:
-        The first node that writes each of them. Only proven writes count; functions outside of torch may write more.
+    Returns the first node that writes each of these placeholders of a Dynamo forward. Only proven writes count;
+    functions outside of torch may write more.
     """
     freed = find_freed(graph)
     by_storage = {key: node for node in parameters for key in _storages(node)}
@@ -39,10 +36,7 @@ def find_refused_writes(graph: fx.Graph, parameters: Iterable[fx.Node]) -> dict[
 
 
 def _writers(graph: fx.Graph, by_storage: Mapping[int, fx.Node]) -> Iterator[fx.Node]:
-    """Yield the nodes that compute, also in the bodies of higher-order ops.
-
-    The bodies share the graph's fake tensors.
-    """
+    """Yield the nodes that compute, also in the bodies of higher-order ops, which share the graph's fake tensors."""
     effects = EagerEffects(graph.owning_module)
     for node in graph.nodes if by_storage else ():
         if (body := effects.subgraph(node)) is not None:

@@ -13,15 +13,12 @@ from compile_fsdp.passes.analysis.collectives import collective_arguments
 
 _GROUP = "{group}"  # stands for a process group's number
 
+
 @dataclass(frozen=True, slots=True)
 class CollectiveSequence:
-    """Collectives of a graph, in issue order.
+    """Collectives of a graph, in issue order."""
 
-    Attributes:
-        calls: (description, name of the process group) of each collective.
-    """
-
-    calls: tuple[tuple[str, str], ...]
+    calls: tuple[tuple[str, str], ...]  # (description, name of the process group)
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -29,10 +26,9 @@ class CollectiveSequence:
         return tuple(dict.fromkeys(group for _, group in self.calls))
 
     def lines(self, groups: Collection[str]) -> tuple[str, ...]:
-        """Return the collectives in some process groups, as lines of text.
+        """Return the collectives in some process groups, as lines of text that are comparable between ranks.
 
-        Lines are equal on all ranks that issue equal collectives in these groups. Names of process groups differ from
-        rank to rank, so a line shows a group by its number in the order of first use.
+        Names of process groups differ from rank to rank, so a line shows a group's number in the order of first use.
         """
         numbers: dict[str, int] = {}
         shown = [(text, numbers.setdefault(name, len(numbers))) for text, name in self.calls if name in groups]
@@ -47,8 +43,7 @@ def read_collectives(graph: fx.Graph) -> CollectiveSequence:
     """Read the collectives of an expanded Dynamo graph, or a post-grad graph."""
     calls = []
     for node in graph.nodes:
-        arguments = collective_arguments(node)
-        if arguments is None:
+        if (arguments := collective_arguments(node)) is None:
             continue
         label = f" for {arguments['name']}" if arguments.get("name") else ""
         kind = str(arguments["kind"])
@@ -62,9 +57,6 @@ def _describe(node: fx.Node, kind: str) -> str:
 
 
 def _numel(tensor: torch.Tensor, kind: str) -> object:
-    """Return the size that ranks must agree on.
-
-    "any" for a symbolic size, and for an all-to-all, whose size may differ by rank.
-    """
+    """Return the size that ranks must agree on; "any" if symbolic, or of an all-to-all, which may differ by rank."""
     size = tensor.numel()
     return "any" if not isinstance(size, int) or kind.startswith("all_to_all") else size

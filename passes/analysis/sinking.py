@@ -39,33 +39,22 @@ class Move:
 class Fill:
     """First fill of a parameter that arrives freed.
 
-    Attributes:
-        position: Position of `behind` in the graph; position of the resize if `behind` is None.
-        behind: Node behind which reads sink: the last of the consecutive copies and version-counter ops at the fill.
-            None if no copy follows the resize.
+    Reads sink behind the last of the consecutive copies and version-counter ops at the fill.
     """
 
-    position: int
-    behind: fx.Node | None
+    position: int  # of `behind` in the graph; of the resize if `behind` is None
+    behind: fx.Node | None  # None if no copy follows the resize
 
 
 @dataclass(slots=True)
 class Scan:
-    """Facts about the parameters of a graph, from one scan.
+    """Facts about the parameters of a graph, from one scan."""
 
-    Attributes:
-        parameters: Inputs that the graph resizes.
-        by_class: Parameters in each alias class.
-        fills: First fill of each parameter that arrives freed.
-        mutated: Parameters that a node may write without filling or resizing them.
-        autocast_switches: (n,) number of autocast switches before each node.
-    """
-
-    parameters: set[fx.Node]
-    by_class: dict[int, list[fx.Node]] = field(default_factory=dict)
-    fills: dict[fx.Node, Fill] = field(default_factory=dict)
-    mutated: set[fx.Node] = field(default_factory=set)
-    autocast_switches: list[int] = field(default_factory=list)
+    parameters: set[fx.Node]  # inputs that the graph resizes
+    by_class: dict[int, list[fx.Node]] = field(default_factory=dict)  # parameters in each alias class
+    fills: dict[fx.Node, Fill] = field(default_factory=dict)  # of each parameter that arrives freed
+    mutated: set[fx.Node] = field(default_factory=set)  # a node may write them without filling or resizing them
+    autocast_switches: list[int] = field(default_factory=list)  # (n,) number of autocast switches before each node
 
     def find_event(self, node: fx.Node) -> fx.Node | None:
         """Return the parameter that the node resizes or fills."""
@@ -77,13 +66,12 @@ class Scan:
         return dict.fromkeys(p for key in aliases.classes_of(nodes) for p in self.by_class.get(key, ()))
 
 
-def scan_parameters(
-    graph: fx.Graph, parameters: set[fx.Node], effects: EagerEffects, aliases: Aliases
-) -> Scan:
+def scan_parameters(graph: fx.Graph, parameters: set[fx.Node], effects: EagerEffects, aliases: Aliases) -> Scan:
     scan = Scan(parameters)
     events: dict[fx.Node, list[int]] = {}
+    nodes = list(graph.nodes)
     switches = 0
-    for position, node in enumerate(graph.nodes):
+    for position, node in enumerate(nodes):
         scan.autocast_switches.append(switches)
         switches += is_autocast_switch(node)
         if node in parameters:
@@ -93,12 +81,9 @@ def scan_parameters(
             events.setdefault(event, []).append(position)
         written = scan.aliased_by(effects.written_inputs(node), aliases)
         scan.mutated.update(parameter for parameter in written if parameter is not event)
-    nodes = list(graph.nodes)
-    scan.fills |= {
-        parameter: _find_fill(nodes, positions)
-        for parameter, positions in events.items()
-        if _is_opening(nodes[positions[0]])
-    }
+    for parameter, positions in events.items():
+        if _is_opening(nodes[positions[0]]):
+            scan.fills[parameter] = _find_fill(nodes, positions)
     return scan
 
 
@@ -117,16 +102,11 @@ def _is_opening(node: fx.Node) -> bool:
 
 
 class Sinking:
-    """Plan of moves, made by visiting every node in order.
-
-    Attributes:
-        moves: Nodes that sink, in graph order.
-        faults: Parameters that the moves cannot repair. If there are any, no move may be made.
-    """
+    """Plan of moves, made by visiting every node in order."""
 
     def __init__(self, scan: Scan, effects: EagerEffects, aliases: Aliases) -> None:
-        self.moves: list[Move] = []
-        self.faults: dict[fx.Node, Unmoved] = {}
+        self.moves: list[Move] = []  # in graph order
+        self.faults: dict[fx.Node, Unmoved] = {}  # parameters that the moves cannot repair; if any, no move may be made
         self._scan = scan
         self._effects = effects
         self._aliases = aliases
@@ -146,9 +126,9 @@ class Sinking:
         is_ordered = self._effects.is_ordered(node)
         depth = max(
             self._depth_of_reads(position, node, event),
-            max((self._sunk.get(source, -1) for source in node.all_input_nodes), default=-1),
-            max((self._writers.get(key, -1) for key in read), default=-1),
-            max((self._readers.get(key, -1) for key in written), default=-1),
+            *(self._sunk.get(source, -1) for source in node.all_input_nodes),
+            *(self._writers.get(key, -1) for key in read),
+            *(self._readers.get(key, -1) for key in written),
             self._ordered if is_ordered else -1,
         )
         if depth < position:  # Equal: the fill itself depends on a node that sinks behind it.
@@ -165,10 +145,7 @@ class Sinking:
         self._ordered = max(depth, self._ordered) if is_ordered else self._ordered
 
     def _depth_of_reads(self, position: int, node: fx.Node, event: fx.Node | None) -> int:
-        """Return the position to sink behind because of the node's own reads.
-
-        -1 if the node's reads need no sinking.
-        """
+        """Return the position to sink behind because of the node's own reads; -1 if they need no sinking."""
         depth = -1
         for parameter in self._scan.aliased_by(node.all_input_nodes, self._aliases):
             fill = self._scan.fills.get(parameter)
@@ -184,10 +161,7 @@ class Sinking:
         return depth
 
     def _shared_classes(self, nodes: Iterable[fx.Node]) -> list[int]:
-        """Return the nodes' alias classes whose reads do not float.
-
-        See [Note: Reads float over their parameter's events].
-        """
+        """Return the classes whose reads do not float: see [Note: Reads float over their parameter's events]."""
         return [
             key
             for key in self._aliases.classes_of(nodes)

@@ -8,14 +8,7 @@ from itertools import accumulate
 
 
 class Clock:
-    """Start seconds of nodes that compute one after the other, if no node has to wait.
-
-    Args:
-        seconds: (n,) seconds of each node.
-
-    Attributes:
-        starts: (n,) seconds from the beginning of the first node.
-    """
+    """Seconds (n,) from the beginning of the first node to the start of each node, if no node has to wait."""
 
     def __init__(self, seconds: Iterable[float]) -> None:
         self.starts = [0.0, *accumulate(seconds)][:-1]
@@ -30,14 +23,10 @@ class Clock:
 
 
 class Link:
-    """A link that carries one collective, or one copy, at a time.
-
-    Attributes:
-        free: Seconds from the beginning of the step until the link is free.
-    """
+    """A link that carries one collective, or one copy, at a time."""
 
     def __init__(self) -> None:
-        self.free = 0.0
+        self.free = 0.0  # seconds from the beginning of the step until the link is free
 
     def send(self, launched: float, seconds: float) -> float:
         """Return when a transfer of so many seconds begins, if launched at this second."""

@@ -16,10 +16,7 @@ from compile_fsdp.torch_compat.dispatch import HigherOrderOperator
 
 
 def find_window_subgraphs(graph: fx.Graph) -> list[tuple[str, fx.GraphModule]]:
-    """Return (attribute path, module) of subgraphs with resizes and private inputs.
-
-    Inner subgraphs come first. See [Note: A subgraph is rewritten if no call aliases its inputs].
-    """
+    """Return (attribute path, module) of subgraphs with resizes and private inputs, inner subgraphs first."""
     search = _Search()
     search.visit(graph, path="")
     return [(path, module) for path, module in search.found.values() if id(module) not in search.shared]

@@ -13,12 +13,7 @@ from compile_fsdp.passes.analysis.effects import is_copy, parameter_of
 
 
 def find_unfilled_reads(graph: fx.Graph, parameters: Iterable[fx.Node]) -> list[fx.Node]:
-    """Return the parameters that a Dynamo-level graph reads and never fills.
-
-    Args:
-        graph: A backward graph, with fake values under meta["example_value"].
-        parameters: Unsharded parameters: placeholders, or items of a placeholder.
-    """
+    """Return the unsharded parameters (placeholders or their items) that a Dynamo-level graph reads and never fills."""
     filled = {parameter_of(node) for node in graph.nodes if is_copy(node)}
     unfilled = [parameter for parameter in parameters if parameter not in filled]
     if not unfilled:

@@ -14,6 +14,7 @@ graph's output is no read, because the output saves the input and not its data.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -26,79 +27,52 @@ from compile_fsdp.passes.analysis.layout import get_size, is_full, is_zero
 
 @dataclass(slots=True, eq=False)
 class Span:
-    """One parameter from one of its resizes to the next.
+    """One parameter from one of its resizes to the next."""
 
-    Attributes:
-        resize: Op that starts the span. None for the first span, which starts with the graph.
-        filled_at: Position of the copy in the graph; of the last copy if there are several.
-        end: Position of the next span's resize, or the number of nodes.
-        size_bytes: Bytes that `resize` asks for; None if unknown.
-        frees: Whether `resize` asks for 0 bytes.
-        full: Whether `resize` surely makes room for the whole parameter.
-        copies: Fills: `fsdp.copy_` into the parameter itself.
-        readers: Nodes that take the parameter or a view of it, and do not fill it.
-        uses: Number of nodes, without `resize` and the output, that take the parameter or a view of it.
-        has_stale_view: Whether a view made in this span is used in a different span, or the reverse.
-        view_escapes: Whether the graph returns a view made in this span.
-    """
-
-    resize: fx.Node | None
-    size_bytes: int | SymInt | None = None
-    frees: bool = False
-    full: bool = False
-    filled_at: int = 0
-    end: int = 0
-    copies: list[fx.Node] = field(default_factory=list)
-    readers: list[fx.Node] = field(default_factory=list)
-    uses: int = 0
+    resize: fx.Node | None  # starts the span; None for the first span, which starts with the graph
+    size_bytes: int | SymInt | None = None  # that `resize` asks for; None if unknown
+    frees: bool = False  # `resize` asks for 0 bytes
+    full: bool = False  # `resize` surely makes room for the whole parameter
+    filled_at: int = 0  # position of the last copy in the graph
+    end: int = 0  # position of the next span's resize, or the number of nodes
+    copies: list[fx.Node] = field(default_factory=list)  # fills: `fsdp.copy_` into the parameter itself
+    readers: list[fx.Node] = field(default_factory=list)  # take the parameter or a view of it, and do not fill it
+    uses: int = 0  # number of copies and readers
     read_before_copy: bool = False
     read_by_storage: bool = False
     fills_another: bool = False
     mutated: bool = False
-    has_stale_view: bool = False
-    view_escapes: bool = False
+    has_stale_view: bool = False  # a view made in this span is used in a different span, or the reverse
+    view_escapes: bool = False  # the graph returns a view made in this span
 
 
 @dataclass(slots=True, eq=False)
 class Parameter:
-    """An unsharded parameter: a placeholder that the graph resizes.
-
-    Attributes:
-        node: The placeholder.
-        spans: Spans in graph order, which tile the graph.
-        shares_storage: Whether a second input or attribute may lie in its storage.
-    """
+    """An unsharded parameter: a placeholder that the graph resizes."""
 
     node: fx.Node
-    spans: list[Span]
-    shares_storage: bool = False
+    spans: list[Span]  # in graph order; they tile the graph
+    shares_storage: bool = False  # a second input or attribute may lie in its storage
 
 
 @dataclass(frozen=True, slots=True)
 class Lifetimes:
-    """Resized parameters of a graph, and facts about storages for a rewrite.
-
-    Attributes:
-        parameters: Resized parameters in graph order.
-        writes: By alias class, ascending positions of the nodes that may write or resize it.
-        resized: Alias classes that some node resizes.
-    """
+    """Resized parameters of a graph, in graph order, and facts about storages for a rewrite."""
 
     parameters: tuple[Parameter, ...]
-    writes: dict[int, list[int]]
-    resized: frozenset[int]
+    writes: dict[int, list[int]]  # by alias class, ascending positions of the nodes that may write or resize it
+    resized: frozenset[int]  # alias classes that some node resizes
 
 
 def match_lifetimes(graph: fx.Graph, effects: Effects, aliases: Aliases) -> Lifetimes:
     """Match the lifetimes of parameters in one pass over the graph."""
     matcher = _Matcher(resized_placeholders(graph), effects, aliases)
-    position = -1
     for position, node in enumerate(graph.nodes):
         if node.op in ("placeholder", "get_attr"):
             matcher.visit_input(node)
         else:
             matcher.visit(position, node)
-    return matcher.finish(position + 1)
+    return matcher.finish(len(graph.nodes))
 
 
 def resized_placeholders(graph: fx.Graph) -> set[fx.Node]:
@@ -113,15 +87,14 @@ class _Matcher:
         self._aliases = aliases
         self._parameters: list[Parameter] = []
         self._by_class: dict[int, list[Parameter]] = {}
-        self._inputs_by_class: dict[int, int] = {}  # number of inputs and attributes, by alias class
+        self._inputs_by_class = Counter[int]()  # number of inputs and attributes, by alias class
         self._home: dict[fx.Node, Span] = {}  # by view, the span that made it
         self._writes: dict[int, list[int]] = {}
         self._resized: set[int] = set()
 
     def visit_input(self, node: fx.Node) -> None:
         classes = self._aliases.classes(node)
-        for key in classes:
-            self._inputs_by_class[key] = self._inputs_by_class.get(key, 0) + 1
+        self._inputs_by_class.update(classes)
         if node in self._resized_placeholders:
             parameter = Parameter(node, [Span(None)])
             self._parameters.append(parameter)

@@ -28,51 +28,29 @@ SAVED_LATENCIES = 3 / 4
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One way to save memory.
+    """One way to save memory."""
 
-    Attributes:
-        seconds: Seconds that it adds to the step, by the estimate.
-        size: Bytes that are not held between forward and backward.
-        group: Number of the group that is gathered again, or -1.
-        op: Position of the op that is run again or offloaded, or -1. If `group` is -1 as well, packs stay small.
-        name: Description with the op or group and its module, for reports.
-        is_offload: Whether the op's results wait in host memory. If False, the op is run again.
-    """
-
-    seconds: float
-    size: int
-    group: int = -1
-    op: int = -1
-    name: str = ""
-    is_offload: bool = False
+    seconds: float  # that it adds to the step, by the estimate
+    size: int  # bytes that are not held between forward and backward
+    group: int = -1  # number of the group that is gathered again, or -1
+    op: int = -1  # position of the op that is run again or offloaded, or -1; if `group` is -1 as well, packs stay small
+    name: str = ""  # description with the op or group and its module, for reports
+    is_offload: bool = False  # the op's results wait in host memory; if False, the op is run again
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How a step fits into its budget.
+    """How a step fits into its budget."""
 
-    Attributes:
-        choices: Choices of the step; all choices that save memory if the step does not fit.
-        fits: Whether the step fits.
-        peak: Most bytes that the step allocates, by the estimate.
-        fastest: Most bytes of the step that keeps and saves everything.
-        made: The choices that were made, in order.
-    """
-
-    choices: Choices
+    choices: Choices  # all choices that save memory if the step does not fit
     fits: bool
-    peak: int
-    fastest: int
-    made: tuple[Choice, ...]
+    peak: int  # most bytes that the step allocates, by the estimate
+    fastest: int  # most bytes of the step that keeps and saves everything
+    made: tuple[Choice, ...]  # in order
 
 
 def fit(timeline: Timeline, budget: int) -> Fit:
-    """Make as few choices as the budget allows.
-
-    Args:
-        timeline: The step.
-        budget: Most bytes above the sharded state.
-    """
+    """Make as few choices as the budget allows, which bounds the bytes above the sharded state."""
     ordered = sorted(find_choices(timeline), key=lambda each: (each.seconds / each.size, each.op))
     keepable = frozenset(group.number for group in timeline.step.groups if _is_keepable(group))
 

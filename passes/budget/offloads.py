@@ -15,11 +15,7 @@ def find_offloads(timeline: Timeline, recomputation: Mapping[int, float]) -> dic
     A result leaves behind its last use in the forward, and the link carries one result at a time. A result is chosen if
     the link is free meanwhile, and if the copy arrives by the end of the forward. A result that the graph returns
     leaves too late. The backward takes longer than the forward, so it has time for the fetch. Results that take longest
-    to recompute per byte come first.
-
-    Args:
-        timeline: The step.
-        recomputation: Seconds to run an op again, by op that the backward could run again.
+    to recompute per byte come first; `recomputation` has the seconds of each op that the backward could run again.
     """
     step, costs = timeline.step, timeline.costs
     if not costs.offload_bandwidth:

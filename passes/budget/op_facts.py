@@ -46,35 +46,23 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class OpFacts:
-    """Costs and saved tensors of one op.
-
-    Attributes:
-        kind: How the compiler treats the op.
-        saved_inputs: Positions, in `tensor_arguments`, of the inputs that autograd saves.
-        saves_result: Whether autograd saves a result.
-        internal_bytes: Bytes that autograd saves besides inputs and results.
-        flops: Floating-point operations of the forward.
-        moved_bytes: Bytes that the forward reads and writes.
-        is_repeatable: Whether a second run computes equal results.
-    """
+    """Costs and saved tensors of one op."""
 
     kind: Kind
-    saved_inputs: frozenset[int]
-    saves_result: bool
-    internal_bytes: int
-    flops: int
-    moved_bytes: int
-    is_repeatable: bool
+    saved_inputs: frozenset[int]  # positions, in `tensor_arguments`, of the inputs that autograd saves
+    saves_result: bool  # autograd saves a result
+    internal_bytes: int  # that autograd saves besides inputs and results
+    flops: int  # floating-point operations of the forward
+    moved_bytes: int  # that the forward reads and writes
+    is_repeatable: bool  # a second run computes equal results
 
 
 def tensor_arguments(node: fx.Node) -> list[torch.Tensor]:
     """Return the fake tensors that a node takes, each once."""
-    found = {id(each): each for each in _tensors(fake_arguments((node.args, node.kwargs)))}
-    return list(found.values())
+    return list({id(each): each for each in _tensors(fake_arguments((node.args, node.kwargs)))}.values())
 
 
 def result_tensors(node: fx.Node) -> list[torch.Tensor]:
-    """Return the fake tensors that a node returns."""
     return list(_tensors(fake_value(node)))
 
 
@@ -85,9 +73,8 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 class OpMeasure:
     """Measure ops; ops with equal calls are measured once.
 
-    Args:
-        fuses: Whether ops that Inductor decomposes into pointwise ops and reductions count as fused. If False, only the
-            partitioner's fusible ops do.
+    If `fuses`, ops that Inductor decomposes into pointwise ops and reductions count as fused; otherwise only the
+    partitioner's fusible ops do.
     """
 
     def __init__(self, *, fuses: bool = True) -> None:
@@ -96,10 +83,7 @@ class OpMeasure:
         self._mode = FakeTensorMode()
 
     def facts(self, node: fx.Node) -> OpFacts:
-        """Return the costs and saved tensors of one op.
-
-        An op that cannot run alone is assumed to save its inputs.
-        """
+        """Return the facts of an op; an op that cannot run alone is assumed to save its inputs."""
         arguments = fake_arguments((node.args, node.kwargs))
         if not _can_run(node, arguments):
             return _unknown(node)
@@ -115,10 +99,8 @@ class OpMeasure:
         return facts
 
     def _run(self, node: fx.Node, arguments: Any) -> OpFacts:
-        inputs: dict[int, torch.Tensor] = {}
         with self._mode, torch.enable_grad():
-            for each in tensor_arguments(node):
-                inputs[id(each)] = _stand_in(each)
+            inputs = {id(each): _stand_in(each) for each in tensor_arguments(node)}
             args, kwargs = tree_map_only(torch.Tensor, lambda each: inputs[id(each)], arguments)
             args, kwargs = tree_map_only((SymInt, SymFloat, SymBool), _hint, (args, kwargs))
             saved: list[torch.Tensor] = []
@@ -177,21 +159,15 @@ def _is_view(op: OpOverload) -> bool:
 
 
 def _can_run(node: fx.Node, arguments: Any) -> bool:
-    """Return whether the node calls torch on plain tensors, and no collective.
-
-    The effects of any further call are unknown.
-    """
+    """Return whether the node calls torch on plain tensors, and no collective; other calls have unknown effects."""
     is_torch = isinstance(node.target, OpOverload) or is_torch_function(node)
-    return is_torch and not is_collective(node) and all(not _is_subclass(each) for each in _tensors(arguments))
-
-
-def _is_subclass(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "__tensor_flatten__")
+    has_subclass = any(hasattr(each, "__tensor_flatten__") for each in _tensors(arguments))
+    return is_torch and not is_collective(node) and not has_subclass
 
 
 def _unknown(node: fx.Node) -> OpFacts:
     tensors = tensor_arguments(node)
-    moved = sum(_bytes(each) for each in [*tensors, *result_tensors(node)])
+    moved = sum(size_hint(each.numel()) * each.itemsize for each in [*tensors, *result_tensors(node)])
     return OpFacts(Kind.HEAVY, frozenset(range(len(tensors))), False, 0, 0, moved, is_repeatable=False)
 
 
@@ -214,7 +190,3 @@ def _describe(value: Any) -> Any:
 
 def _hint(value: Any) -> Any:
     return value.node.hint if isinstance(value, (SymInt, SymFloat, SymBool)) else value
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return size_hint(tensor.numel()) * tensor.itemsize

@@ -11,26 +11,17 @@ from compile_fsdp.passes.budget.step_memory import Choices, Group, Parameter, St
 
 
 class ParameterMemory:
-    """Memory of the parameters and gradients of a step.
-
-    Args:
-        step: The step.
-        ranks: Number of ranks that share the parameters.
-        clock: When the step reaches its places.
-        costs: Costs of the device.
-
-    Attributes:
-        packs: Number of packs gathered in the forward and reduced in the backward.
-        large_pack_bytes: Bytes that large packs gather too early, or hold too long for a reduction.
-    """
+    """Memory of the parameters and gradients of a step, whose places the clock reaches."""
 
     def __init__(self, step: Step, ranks: int, clock: Clock, costs: Costs) -> None:
         self._step, self._ranks, self._clock, self._costs = step, ranks, clock, costs
         self._gathers = {group: _gathered_together(group, ranks, costs) for group in step.groups}
         reduced = [pack for group in step.groups for pack in _reduced_together(group, ranks, costs)]
         self._reductions = sorted(reduced, key=lambda pack: -pack.first)
+        # Number of packs gathered in the forward and reduced in the backward.
         self.packs = sum(map(len, self._gathers.values())) + len(self._reductions)
         parameters = sum(group.size for group in step.groups)
+        # Bytes that large packs gather too early, or hold too long for a reduction.
         self.large_pack_bytes = min(2 * costs.pack_bytes(ranks, is_spare=True) * ranks, parameters)
 
     def hold(self, held: LiveBytes, choices: Choices) -> None:
@@ -110,14 +101,12 @@ class _Pack:
 def _gathered_together(group: Group, ranks: int, costs: Costs) -> list[_Pack]:
     """Return the packs that `pack_gathers` makes."""
     used = [parameter for parameter in group.parameters if parameter.uses]
-    shards = [parameter.size // ranks for parameter in used]
-    packs = plan_gathers(shards, ranks, costs)
+    packs = plan_gathers([parameter.size // ranks for parameter in used], ranks, costs)
     return [_Pack(tuple(used[i] for i in pack)) for pack in packs]
 
 
 def _reduced_together(group: Group, ranks: int, costs: Costs) -> list[_Pack]:
     """Return the packs that `pack_reductions` makes."""
     trained = [parameter for parameter in group.parameters if parameter.uses and parameter.needs_grad]
-    sizes = [parameter.sharding.reduced_bytes for parameter in trained]
-    packs = plan_reductions(sizes, ranks, costs)
+    packs = plan_reductions([parameter.sharding.reduced_bytes for parameter in trained], ranks, costs)
     return [_Pack(tuple(trained[i] for i in pack)) for pack in packs]

@@ -30,14 +30,12 @@ def read_step(
     is_body: bool = False,
     measure: OpMeasure | None = None,
 ) -> Step:
-    """Return the step of a forward graph.
+    """Return the step of a forward graph, or of a checkpoint's body: see [Note: Bodies of checkpoints].
 
     Args:
         graph: The graph, with fake values under meta["example_value"].
         parameters: Shardings of the unsharded parameters among its placeholders.
         fuses: Whether pointwise ops are compiled together with their readers.
-        is_body: Whether the graph is the body of a checkpoint: see [Note: Bodies of checkpoints].
-        measure: Measures ops. None: a new measure.
     """
     reader = _Reader(graph, parameters)
     measure, upkeep = measure or OpMeasure(fuses=fuses), _find_upkeep(graph)
@@ -75,11 +73,7 @@ def read_step(
 
 
 class _Reader:
-    """Ops and values read so far; see `Step`.
-
-    Attributes:
-        groups: Groups by number.
-    """
+    """Ops and values read so far; see `Step`."""
 
     def __init__(self, graph: fx.Graph, parameters: Mapping[fx.Node, Sharding]) -> None:
         self.ops: list[fx.Node] = []
@@ -87,7 +81,7 @@ class _Reader:
         self.made: list[list[Value]] = []
         self.read: list[list[Group]] = []
         self.internal: list[int] = []
-        self.groups: dict[int, Group] = {}
+        self.groups: dict[int, Group] = {}  # by number
         self._values: dict[int | None, Value] = {}
         self._parameters: dict[int | None, tuple[Group, Parameter]] = {}
         for node, sharding in parameters.items():
@@ -174,10 +168,7 @@ def _find_saved(step: Step) -> None:
 
 
 def _is_from_checkpoint(step: Step, value: Value) -> bool:
-    """Return whether a checkpoint returns the value, and no checkpoint takes it.
-
-    False within a body, because nothing runs again there.
-    """
+    """Return whether a checkpoint returns the value, and none takes it. Nothing runs again within a body."""
     is_result = not step.is_body and is_checkpoint(step.ops[value.made_at])
     return is_result and not any(is_checkpoint(step.ops[each]) for each in value.uses)
 
@@ -188,10 +179,7 @@ def _is_cheap(step: Step, value: Value) -> bool:
 
 
 def _find_origins(step: Step, value: Value) -> list[Value] | None:
-    """Return the values at hand from which cheap ops compute the value.
-
-    None if the computation needs a value that is neither at hand nor cheap.
-    """
+    """Return the values at hand from which cheap ops compute the value; None if other ops must run."""
     found: dict[Value, None] = {}
     seen = {value}
     stack = list(value.sources)
@@ -210,10 +198,7 @@ def _find_origins(step: Step, value: Value) -> list[Value] | None:
 
 
 def _find_body(node: fx.Node, effects: Effects) -> tuple[fx.Graph, list[tuple[fx.Node, Any]]] | None:
-    """Return the graph that an op runs, and (placeholder, operand) pairs.
-
-    None if the op runs no graph.
-    """
+    """Return the graph that an op runs, if any, and (placeholder, operand) pairs."""
     for attribute in node.args[:1]:
         if isinstance(attribute, fx.Node) and (body := effects.subgraph(attribute)) is not None:
             placeholders = body.graph.find_nodes(op="placeholder")
@@ -223,10 +208,7 @@ def _find_body(node: fx.Node, effects: Effects) -> tuple[fx.Graph, list[tuple[fx
 
 
 def _find_upkeep(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes that only fill and free parameters.
-
-    Includes the nodes that only they need: the gathers and their views.
-    """
+    """Return the nodes that only fill and free parameters, and gathers and views that only these nodes need."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node.op not in ("call_function", "call_method"):

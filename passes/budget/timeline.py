@@ -19,25 +19,14 @@ from compile_fsdp.passes.budget.value_memory import ValueMemory, find_recomputat
 
 
 class Timeline:
-    """Places of a step, in time and in memory.
-
-    Args:
-        step: The forward, and the values that its backward needs.
-        ranks: Number of ranks that share the parameters.
-        costs: Costs of the device.
-
-    Attributes:
-        seconds: (n,) seconds of the forward, per op.
-        backward_seconds: (n,) seconds of the backward, per op.
-        parameters: Memory of the parameters.
-    """
+    """Places of a step whose parameters `ranks` ranks share, in time and in memory."""
 
     def __init__(self, step: Step, ranks: int, costs: Costs) -> None:
         self.step, self.ranks, self.costs = step, ranks, costs
-        self.seconds = [
+        self.seconds = [  # (n,) of the forward, per op
             costs.compute(each.flops, each.moved_bytes) * (each.kind is not Kind.VIEW) for each in step.facts
         ]
-        # The backward of a matrix product has two products.
+        # (n,) per op. The backward of a matrix product has two products.
         self.backward_seconds = [
             seconds * (2 if each.flops else 1) for seconds, each in zip(self.seconds, step.facts, strict=True)
         ]
@@ -48,10 +37,7 @@ class Timeline:
         self._bodies = {at: _Body(Timeline(body, ranks, costs)) for at, body in step.bodies.items()}
 
     def held(self, choices: Choices) -> list[int]:
-        """Return the bytes above the sharded state at each place.
-
-        n ops have 2 n places.
-        """
+        """Return the bytes above the sharded state at each of the 2 n places."""
         held = LiveBytes(2 * len(self.step.ops))
         begins = find_recomputations(self.step, frozenset(choices.recomputed))
         self._values.hold(held, choices, begins)
@@ -85,24 +71,15 @@ class Timeline:
         return int(self.costs.latency * self.costs.offload_bandwidth)
 
     def leaves_at(self, op: int) -> float:
-        """Return when the forward last uses the results of an op.
-
-        The time is in seconds from the beginning of the step.
-        """
+        """Return the seconds from the beginning of the step to the forward's last use of an op's results."""
         return self._clock.starts[max(self._values.lifetimes.last[value] for value in self.step.made[op]) + 1]
 
 
 class _Body:
-    """Bytes that the body of a checkpoint holds.
-
-    Attributes:
-        peak: Most bytes in its forward and backward.
-        forward_peak: Most bytes in its forward.
-        saved_bytes: Bytes that its forward saves for its backward.
-    """
+    """Bytes that the body of a checkpoint holds."""
 
     def __init__(self, timeline: Timeline) -> None:
         held = timeline.held(Choices())
         self.peak = max(held, default=0)
         self.forward_peak = max(held[: len(held) // 2], default=0)
-        self.saved_bytes = timeline.saved_bytes
+        self.saved_bytes = timeline.saved_bytes  # by its forward for its backward

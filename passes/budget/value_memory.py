@@ -13,27 +13,20 @@ from compile_fsdp.passes.budget.step_memory import Choices, Step, Value
 
 
 class Lifetimes:
-    """Lifetimes of a step's values: see [Note: A timeline of both halves].
-
-    Attributes:
-        last: By value, the last op of the forward that reads it. An op whose result takes no memory runs where its
-            readers run.
-    """
+    """Lifetimes of a step's values: see [Note: A timeline of both halves]."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
-        self._in_memory = {value: not step.fuses or self._is_in_memory(value) for value in step.values}
+        # By value, whether it is written to memory, and not only used inside a kernel.
+        self.in_memory = {value: not step.fuses or self._is_in_memory(value) for value in step.values}
         self._joined: list[int] = []  # by op, the first op that is fused into its kernel
         for at, made in enumerate(step.made):
-            sources = (source for value in made for source in value.sources if not self._in_memory[source])
+            sources = (source for value in made for source in value.sources if not self.in_memory[source])
             self._joined.append(min([at, *(self._joined[source.made_at] for source in sources)]))
+        # By value, the last op of the forward that reads it. An op whose result takes no memory runs with its readers.
         self.last: dict[Value, int] = {}
         for value in reversed(list(step.values)):
             self.last[value] = self._find_last(value)
-
-    def has_memory(self, value: Value) -> bool:
-        """Return whether the value is written to memory, and not only used inside a kernel."""
-        return self._in_memory[value]
 
     def backward_of(self, op: int) -> int:
         """Return where the backward of an op ends, with the ops that are fused with it."""
@@ -44,10 +37,7 @@ class Lifetimes:
         return self._step.mirrored(max(value.saved_by))
 
     def last_read(self, value: Value) -> int:
-        """Return where the backward last reads a saved value.
-
-        If ops are fused, their backwards are fused, too.
-        """
+        """Return where the backward last reads a saved value. If ops are fused, their backwards are fused, too."""
         return self._step.mirrored(min(self._joined[each] for each in value.saved_by))
 
     def _is_in_memory(self, value: Value) -> bool:
@@ -66,22 +56,13 @@ class Lifetimes:
         last = value.made_at
         for use in value.uses:
             made = self._step.made[use]
-            is_fused = made and not any(self._in_memory[each] for each in made)
+            is_fused = made and not any(self.in_memory[each] for each in made)
             last = max([last, *(self.last[each] for each in made)] if is_fused else [last, use])
         return last
 
 
 class ValueMemory:
-    """Memory of the values of a step.
-
-    Args:
-        step: The step.
-        clock: When the step reaches its places.
-        costs: Costs of the device.
-
-    Attributes:
-        lifetimes: Where values are made and read.
-    """
+    """Memory of the values of a step, whose places the clock reaches."""
 
     def __init__(self, step: Step, clock: Clock, costs: Costs) -> None:
         self.lifetimes = Lifetimes(step)
@@ -98,10 +79,7 @@ class ValueMemory:
         self._hold_values_behind_checkpoints(held)
 
     def _hold_offloaded(self, held: LiveBytes, values: Sequence[Value], begins: Mapping[int, int]) -> None:
-        """Hold each value until the next offload, and again from its fetch.
-
-        See [Note: One stream for both ways].
-        """
+        """Hold each value until the next offload, and from its fetch: see [Note: One stream for both ways]."""
         leaving = sorted(values, key=lambda value: (self.lifetimes.last[value], value.made_at))
         for value, following in zip(leaving, [*leaving[1:], *leaving[-1:]], strict=True):
             held.hold(value.made_at, self.lifetimes.last[following], value.size)
@@ -131,7 +109,7 @@ class ValueMemory:
             pass  # `_hold_offloaded` counts it
         elif value.is_saved and not is_recomputed:
             held.hold(value.made_at, max(self.lifetimes.last_read(value), last), value.size)
-        elif self.lifetimes.has_memory(value):
+        elif self.lifetimes.in_memory[value]:
             held.hold(value.made_at, last, value.size)
             if value.saved_by:
                 first = self.lifetimes.first_read(value)
@@ -141,7 +119,7 @@ class ValueMemory:
                 held.hold(first, last_read, value.size)
             elif begins is not None:
                 held.hold(begins, begins, value.size)
-        if value.needs_grad and self.lifetimes.has_memory(value):
+        if value.needs_grad and self.lifetimes.in_memory[value]:
             held.hold(self._step.mirrored(last), self.lifetimes.backward_of(value.made_at), value.size)
 
     def _hold_values_behind_checkpoints(self, held: LiveBytes) -> None:
@@ -153,7 +131,7 @@ class ValueMemory:
         for value in (value for value in self._step.values if value.is_from_checkpoint):
             until = self._step.mirrored(value.made_at)
             readers = [op for op in set(value.saved_by) if self._step.read[op]]
-            for made in (made for op in readers for made in self._step.made[op] if self.lifetimes.has_memory(made)):
+            for made in (made for op in readers for made in self._step.made[op] if self.lifetimes.in_memory[made]):
                 begin = self.lifetimes.backward_of(made.made_at) + 1
                 is_made_again = bool(made.saved_by) and not made.is_saved
                 held.hold(begin, until, made.size * (made.needs_grad + is_made_again))

@@ -21,12 +21,9 @@ from torch import fx
 def call_tensor_hooks(graph: fx.Graph, hooks: Sequence[str]) -> None:
     """Replace each hook point by a call of its hook.
 
-    Args:
-        graph: The captured backward.
-        hooks: By number, the name of the hook's attribute on the object.
+    `hooks`: by number, the name of the hook's attribute on the object that holds the hooks.
     """
-    last = graph.find_nodes(op="placeholder")[-1]
-    with graph.inserting_after(last):
+    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
         state = graph.placeholder("state")
     for node in graph.find_nodes(op="call_function", target=torch.ops.compile_fsdp.hook_point.default):
         grad, number = node.args

@@ -31,9 +31,7 @@ from compile_fsdp.torch_compat.dynamo import rename
 def canonicalize_backward(graph: fx.Graph, fake_mode: Any) -> None:
     """Rewrite a backward graph; its values stay equal.
 
-    Args:
-        graph: A graph with fake values under meta["example_value"]; new nodes get fake values, too.
-        fake_mode: The mode that made the fake values.
+    `fake_mode`: the mode that made the graph's fake values; new nodes get fake values, too.
     """
     for node in list(graph.nodes):
         if node.op != "call_function":
@@ -47,13 +45,10 @@ def canonicalize_backward(graph: fx.Graph, fake_mode: Any) -> None:
             rename(node, f"node_{number}")  # part of the cache key; names differ if the forward came from a cache
 
 
-def _is_plain_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and not is_wrapper_subclass(value)
-
-
 def _inline(graph: fx.Graph, node: fx.Node, fake_mode: Any) -> None:
-    inputs = [each for each in node.all_input_nodes if _is_plain_tensor(fake_value(each))]
-    if len(inputs) < len(node.all_input_nodes):
+    inputs = node.all_input_nodes
+    fakes = [fake_value(each) for each in inputs]
+    if not all(isinstance(fake, torch.Tensor) and not is_wrapper_subclass(fake) for fake in fakes):
         return  # symbolic sizes, or subclasses, which the call takes apart
     used = [user.args[1] for user in node.users]
 
@@ -65,7 +60,7 @@ def _inline(graph: fx.Graph, node: fx.Node, fake_mode: Any) -> None:
         return [results[i] for i in used]
 
     with fake_mode, torch.no_grad():
-        traced = make_fx(call)(*(fake_value(each) for each in inputs))
+        traced = make_fx(call)(*fakes)
     copies = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
     with graph.inserting_before(node):
         for each in traced.graph.nodes:

@@ -47,9 +47,9 @@ def drop_undefined_gradients(graph: fx.Graph, has_gradient: Sequence[bool], inpu
     """Remove the computations that an ordinary backward would not run.
 
     Args:
-        graph: The graph.
+        graph: A backward as compiled autograd has captured it.
         has_gradient: By result of the forward graph, whether it has a gradient at all.
-        inputs: Inputs of the graph in the backward that runs.
+        inputs: Inputs of the graph in the backward that runs; its first placeholder is the list of them.
     Returns:
         Positions, in the list of inputs, of the leaves that get no gradient. Also empty if a forward changes its inputs
         or returns views that share a storage, because their gradients stand elsewhere: the zeros stay.
@@ -88,9 +88,7 @@ def _find_gradients(graph: fx.Graph, has_gradient: Sequence[bool]) -> tuple[list
     return defined, undefined
 
 
-def _only_behind(
-    graph: fx.Graph, defined: Collection[fx.Node], undefined: Collection[fx.Node]
-) -> dict[fx.Node, None]:
+def _only_behind(graph: fx.Graph, defined: Collection[fx.Node], undefined: Collection[fx.Node]) -> dict[fx.Node, None]:
     """Return the nodes that depend on undefined but no defined gradients."""
     behind_defined, only = set(defined), dict.fromkeys(undefined)
     for node in graph.nodes:
@@ -102,10 +100,7 @@ def _only_behind(
 
 
 def _do_without(node: fx.Node, dropped: Collection[fx.Node], values: Mapping[fx.Node, Any]) -> None:
-    """Free a node from dropped inputs whose shapes are known.
-
-    A sum becomes its remaining input, if shape and dtype are equal. In all remaining cases the node reads new zeros.
-    """
+    """Read new zeros for dropped inputs of known shape; a sum becomes its other input if shape and dtype are equal."""
     for each in node.all_input_nodes:
         if each not in dropped or not isinstance(zero := values.get(each), torch.Tensor):
             continue
@@ -129,15 +124,7 @@ def _position(leaf: fx.Node) -> int:
 
 
 def _find_values(graph: fx.Graph, inputs: Sequence[Any]) -> dict[fx.Node, Any]:
-    """Return the nodes' fake results for the inputs of one run.
-
-    Args:
-        graph: A backward as compiled autograd has captured it. Its first placeholder is the list of inputs.
-        inputs: The inputs.
-    Returns:
-        Fake results by node. Nodes with unknown results are missing, for example those that compute with tensor
-        subclasses.
-    """
+    """Return fake results by node where they are known. Results of tensor subclasses, for example, are missing."""
     first, *_ = graph.find_nodes(op="placeholder")
     values: dict[fx.Node, Any] = {}
     with FakeTensorMode() as mode:

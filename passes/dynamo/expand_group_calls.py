@@ -25,12 +25,10 @@ from compile_fsdp.passes.analysis.eager_effects import is_upkeep
 
 
 def expand_group_calls(graph: fx.Graph, functions: Container[Callable[..., Any]]) -> None:
-    """Expand each call of a function in `functions`.
+    """Expand each call of a function in `functions`; new nodes get fake values, too.
 
-    Args:
-        graph: A graph with fake values under meta["example_value"]; new nodes get fake values, too.
-        functions: They take tensors, constants, and lists and tuples of both, and return a tensor, a tuple of tensors
-            or nothing.
+    The functions take tensors, constants, and lists and tuples of both, and return a tensor, a tuple of tensors or
+    nothing.
     """
     for node in list(graph.nodes):
         if node.target in functions:
@@ -39,9 +37,8 @@ def expand_group_calls(graph: fx.Graph, functions: Container[Callable[..., Any]]
 
 def _expand(node: fx.Node) -> None:
     tracer = fx.proxy.GraphAppendingTracer(node.graph)
-    arguments: Any = node.args, node.kwargs
     to_proxy: Any = partial(fx.Proxy, tracer=tracer)
-    args, kwargs = fx.node.map_arg(arguments, to_proxy)
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), to_proxy)
     before = node.prev
     with node.graph.inserting_before(node):
         assert callable(node.target)
@@ -59,11 +56,7 @@ def _expand(node: fx.Node) -> None:
 
 
 def _evaluate(node: fx.Node) -> None:
-    """Set the node's fake value.
-
-    A fill or free gets None and does not run, because it wrote when Dynamo ran the call.
-    """
-    if is_upkeep(node):
+    if is_upkeep(node):  # A fill or free does not run, because it wrote when Dynamo ran the call.
         node.meta["example_value"] = None
         return
     args, kwargs = fake_arguments((node.args, node.kwargs))

@@ -68,15 +68,11 @@ class BudgetDecision:
     def __str__(self) -> str:
         packs = ", in large packs" if self.has_large_packs else ""
         away = f", {len(self.offloaded)} offloaded" if self.offloaded else ""
-        peak, fastest = format_mib(self.peak_bytes), format_mib(self.fastest_bytes)
-        kept = f"{count(len(self.kept), 'group')} kept{packs}"
         return (
-            f"memory budget: {kept}, {len(self.recomputed)} of {self.ops} ops computed "
-            f"again{away}; about {peak}, where the fastest step takes {fastest} and {self.seconds * 1e3:.1f} ms less"
+            f"memory budget: {count(len(self.kept), 'group')} kept{packs}, "
+            f"{len(self.recomputed)} of {self.ops} ops computed again{away}; about {format_mib(self.peak_bytes)}, "
+            f"where the fastest step takes {format_mib(self.fastest_bytes)} and {self.seconds * 1e3:.1f} ms less"
         )
-
-
-Settle = Callable[[BudgetDecision], BudgetDecision]
 
 
 def fit_memory_budget(
@@ -85,7 +81,7 @@ def fit_memory_budget(
     ranks: int,
     budget: int,
     costs: Costs,
-    settle: Settle,
+    settle: Callable[[BudgetDecision], BudgetDecision],
     *,
     fuses: bool = True,
 ) -> BudgetDecision:

@@ -29,11 +29,7 @@ _FEWEST = 3  # fewest ops that are worth a call
 
 
 def join_op_runs(graph: fx.Graph) -> set[Callable[..., Any]]:
-    """Join neighbouring ops; the graph computes equal values.
-
-    Returns:
-        The functions that the graph calls now.
-    """
+    """Join neighbouring ops, and return the functions that the graph calls now."""
     functions: set[Callable[..., Any]] = set()
     _, *others = graph.find_nodes(op="placeholder")
     if any(node.users for node in others if node.target in ("sizes", "scalars")):

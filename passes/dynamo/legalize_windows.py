@@ -33,14 +33,7 @@ from compile_fsdp.passes.report import LegalizeReport, Names, Unmoved, node_name
 
 
 def legalize_windows(graph: fx.Graph, names: Names = node_name) -> LegalizeReport:
-    """Reorder a Dynamo-level backward so that all parameter reads lie in windows.
-
-    Args:
-        graph: The graph, with fake values under meta["example_value"] (or "val"); only its order changes.
-        names: Parameter FQN of a placeholder.
-    Returns:
-        Counts of the moves, and parameters whose reads or frees stay.
-    """
+    """Reorder a Dynamo-level backward so that all parameter reads lie in windows."""
     resized = (parameter_of(node) for node in graph.nodes if is_resize(node))
     nodes = {node for node in resized if node is not None and is_input(node)}
     if not nodes:
@@ -65,10 +58,7 @@ def legalize_windows(graph: fx.Graph, names: Names = node_name) -> LegalizeRepor
 
 
 def _find_delays(graph: fx.Graph, scan: Scan, aliases: Aliases) -> dict[fx.Node, list[Move]]:
-    """Return, by parameter, the moves of frees behind later reads.
-
-    A resize(0) moves behind the last read before the next resize or fill.
-    """
+    """Return, by parameter, the moves of each resize(0) behind the last read before the next resize or fill."""
     freed: dict[fx.Node, fx.Node] = {}
     last_read: dict[fx.Node, fx.Node] = {}
     delays: dict[fx.Node, list[Move]] = {}

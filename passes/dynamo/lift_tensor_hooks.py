@@ -12,8 +12,7 @@ See [Note: Hooks by number]. `call_tensor_hooks` lets the backward call them.
 
 [Note: Hooks within a checkpoint]
 No number can stand for hooks in the body of a checkpoint. If there are any, the input stays, and so do all hooks on
-plain tensors, which AOTAutograd traces itself. AOTAutograd has no rule for hooks on tensor subclasses, so these are
-taken out.
+plain tensors, which AOTAutograd traces itself. It has no rule for hooks on tensor subclasses, so these are taken out.
 """
 
 from __future__ import annotations
@@ -52,13 +51,10 @@ class DeferredHooks:
 
 
 def lift_tensor_hooks(graph: fx.Graph) -> DeferredHooks | None:
-    """Take the hooks out; None if none can be taken out.
-
-    See [Note: Hooks within a checkpoint].
+    """Take the hooks out; None if none can be taken out. See [Note: Hooks within a checkpoint].
 
     Raises:
-        UnsupportedFeatureError: A hook of the user is on a tensor subclass, such as a DTensor. The hook would get the
-            local tensor of the gradient.
+        UnsupportedFeatureError: A hook of the user is on a tensor subclass, such as a DTensor.
     """
     placeholders = graph.find_nodes(op="placeholder")
     position = next((i for i, node in enumerate(placeholders) if is_hooks_input(node)), None)

@@ -4,15 +4,14 @@ Precondition  a forward graph, as Dynamo has traced it
 Match         ops on frozen parameters, whose results need no gradient
 Rewrite       AOTAutograd's partitioner may not compute them again in the backward
 
-Eager code saves them, too. No hook gathers the parameters of such layers in the backward, because no gradient passes
-through: recomputing would need an all-gather that eager FSDP2 does without. And the partitioner weighs activations, so
-ranks whose batches differ in size would not agree on the ops. The body of a checkpoint is a separate graph, and is
-recomputed as the user asks.
+Eager code saves them, too. No gradient passes through such layers, so no hook gathers their parameters in the backward,
+and recomputing would need an all-gather. And the partitioner weighs activations, so ranks whose batches differ in size
+would not agree on the ops. The body of a checkpoint is a separate graph, and is recomputed as the user asks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 import torch
 from torch import fx
@@ -23,16 +22,11 @@ from compile_fsdp.torch_compat.dispatch import HigherOrderOperator, tree_leaves
 from compile_fsdp.torch_compat.dynamo import ban_recomputation
 
 
-def save_frozen_outputs(graph: fx.Graph, frozen: Iterable[fx.Node]) -> int:
-    """Mark gradient-free results of frozen parameters to be saved if needed.
+def save_frozen_outputs(graph: fx.Graph, frozen: Collection[fx.Node]) -> int:
+    """Mark gradient-free results of frozen parameters to be saved if needed, and return their number.
 
-    Args:
-        graph: The graph, with fake values under meta["example_value"].
-        frozen: Placeholders of unsharded parameters that need no gradient.
-    Returns:
-        The number of marked ops.
+    `frozen`: placeholders of unsharded parameters that need no gradient.
     """
-    frozen = list(frozen)
     if not frozen:
         return 0
     aliases = Aliases(graph, EagerEffects(graph.owning_module))

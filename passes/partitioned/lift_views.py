@@ -44,8 +44,5 @@ def lift_views(graph: fx.Graph) -> int:
 
 
 def _is_only_returned(node: fx.Node) -> bool:
-    """Return whether the graph returns a view without reading its data.
-
-    A reader would read freed memory, and must fail.
-    """
+    """Return whether the graph only returns a view. A reader of its data, which is freed, must fail."""
     return all(user.op == "output" or (is_declared_view(user) and _is_only_returned(user)) for user in node.users)

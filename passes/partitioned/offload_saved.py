@@ -29,10 +29,8 @@ from compile_fsdp.torch_compat.dynamo import least_offloaded_bytes
 def offload_saved(forward: fx.Graph, backward: fx.Graph, results: int) -> int:
     """Offload the marked tensors and return their number.
 
-    Args:
-        forward: Returns the user's results, then the saved tensors.
-        backward: Takes the saved tensors under equal names.
-        results: Number of the user's results.
+    `forward` returns the user's results, `results` in number, and then the saved tensors. `backward` takes these under
+    equal names.
     """
     output = forward.output_node()
     returned = output.args[0]
@@ -66,10 +64,7 @@ def _leaves(node: fx.Node) -> bool:
 
 
 def _find_last_uses(graph: fx.Graph, order: dict[fx.Node, int]) -> dict[fx.Node, fx.Node]:
-    """Map each node to the last reader of it or its views.
-
-    The return does not count. A node without readers maps to itself.
-    """
+    """Map each node to the last reader of it or its views, the return excluded, or else to itself."""
     last: dict[fx.Node, fx.Node] = {}
     for node in reversed(graph.nodes):
         read = [last[user] if is_declared_view(user) else user for user in node.users if user.op != "output"]
@@ -78,10 +73,7 @@ def _find_last_uses(graph: fx.Graph, order: dict[fx.Node, int]) -> dict[fx.Node,
 
 
 def _fetch(saved: fx.Node, away: fx.Node) -> None:
-    """Fetch a saved tensor before its first use in the backward.
-
-    The backward takes the host copy as its input.
-    """
+    """Let the backward take the host copy `away`, and fetch it before its first use."""
     tensor = find_fake_tensor(saved)
     assert tensor is not None
     users = set(saved.users)

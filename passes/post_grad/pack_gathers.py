@@ -5,7 +5,7 @@ Match         shards whose copies into and out of the pack cost more than a sepa
               than `Costs.pack_bytes`; with `merge`, packs whose parameters stay unsharded
 Rewrite       such a shard gets its own all-gather, straight from the shard and into the parameter's own buffer;
               `plan_packs` packs the remaining shards
-Report        gathers before and after; parameters that are gathered by themselves; bytes no longer copied
+Report        gathers before and after; parameters gathered by themselves; bytes no longer copied
 
     before                                    after
     packed = cat([wide, narrow])              %0 = wait_tensor(all_gather_into_tensor(wide))
@@ -16,9 +16,8 @@ Report        gathers before and after; parameters that are gathered by themselv
     n = reshape(clone(parts[1]), [4])
 
 [Note: Who pays for a merged pack]
-An early gather holds memory until its value is used. Parameters that stay unsharded to the end of the graph all exist
-in the end, so gathering them together raises the peak by at most the pack. Packs of parameters that the graph frees are
-never merged.
+An early gather holds memory until its value is used. Parameters that stay unsharded all exist at the end of the graph,
+so gathering them together raises the peak by at most the pack. Packs of parameters that the graph frees stay separate.
 """
 
 from __future__ import annotations
@@ -28,20 +27,13 @@ from collections.abc import Sequence
 from torch import fx
 
 from compile_fsdp.ops import split_with_sizes_copy
-from compile_fsdp.passes.analysis.collectives import (
-    WAIT,
-    Packed,
-    aten,
-    insert,
-    is_gather,
-    numel,
-    rearranged,
-)
+from compile_fsdp.passes.analysis.collectives import WAIT, Packed, aten, insert, is_gather, numel, rearranged
 from compile_fsdp.passes.analysis.costs import Costs, plan_gathers
 from compile_fsdp.passes.analysis.effects import is_copy, parameter_of
 from compile_fsdp.passes.analysis.layout import find_freed
 from compile_fsdp.passes.post_grad.packing import (
     Kind,
+    MayJoin,
     Part,
     Places,
     is_merged,
@@ -55,43 +47,27 @@ from compile_fsdp.passes.report import PassCounts
 
 
 def pack_gathers(graph: fx.Graph, *, merge: bool = False, costs: Costs | None = None) -> PassCounts:
-    """Pack the graph's all-gathers anew.
-
-    Args:
-        graph: A post-grad graph.
-        merge: Whether packs may be joined. See [Note: Who pays for a merged pack].
-        costs: Costs to decide by. None: the built-in costs of the graph's device.
-    """
-    return pack_anew(graph, _GATHERS, _Joining(graph) if merge else None, costs)
+    """Pack the graph's all-gathers anew; for `merge`, see [Note: Who pays for a merged pack]."""
+    return pack_anew(graph, _GATHERS, _joining(graph) if merge else None, costs)
 
 
-class _Joining:
-    """Whether a packed gather may be issued with an earlier gather.
+def _joining(graph: fx.Graph) -> MayJoin:
+    freed, places = find_freed(graph), Places(graph)
+    stays: dict[fx.Node, bool] = {}  # by pack
 
-    See [Note: Who pays for a merged pack]. The shards of the later gather must exist, unchanged, at the earlier gather.
-    """
+    def may_join(earlier: Packed, later: Packed) -> bool:
+        for each in (earlier, later):
+            if each.pack not in stays:
+                stays[each.pack] = _stays_unsharded(each, freed)
+        # The shards of the later gather must exist, unchanged, at the earlier gather.
+        is_unchanged = not places.is_written_between(earlier.pack, later.pack)
+        return stays[earlier.pack] and stays[later.pack] and is_unchanged
 
-    def __init__(self, graph: fx.Graph) -> None:
-        self._freed = find_freed(graph)
-        self._places = Places(graph)
-        self._stays: dict[fx.Node, bool] = {}
-
-    def __call__(self, earlier: Packed, later: Packed) -> bool:
-        if not (self._stays_unsharded(earlier) and self._stays_unsharded(later)):
-            return False
-        return not self._places.is_written_between(earlier.pack, later.pack)
-
-    def _stays_unsharded(self, packed: Packed) -> bool:
-        if packed.pack not in self._stays:
-            self._stays[packed.pack] = _stays_unsharded(packed, self._freed)
-        return self._stays[packed.pack]
+    return may_join
 
 
 def _stays_unsharded(packed: Packed, freed: set[fx.Node | None]) -> bool:
-    """Return whether the pack fills only parameters that are never freed.
-
-    False as well if it gathers anything but inputs of the graph.
-    """
+    """Return whether the pack gathers only inputs, into parameters that are never freed."""
     # The shard is an input, or the cast of an input.
     sources = [shard.all_input_nodes or [shard] for shard in packed.inputs]
     if any(node.op != "placeholder" for nodes in sources for node in nodes):

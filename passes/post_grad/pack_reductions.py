@@ -3,8 +3,7 @@
 Precondition  packed reduce-scatters, see `collectives.py`; their results are returned parameter by parameter
 Match         gradients whose copy into the pack costs more than a separate collective; packs of more bytes than
               `Costs.pack_bytes`; with `merge`, packs of several groups
-Rewrite       such a gradient gets its own reduce-scatter, from where it lies; `plan_reductions` packs the remaining
-              gradients
+Rewrite       such a gradient gets its own reduce-scatter, from where it lies; `plan_reductions` packs the rest
 Report        reductions before and after; gradients that are reduced by themselves; bytes no longer copied
 
     before                                                  after
@@ -30,25 +29,15 @@ from compile_fsdp.passes.report import PassCounts
 
 
 def pack_reductions(graph: fx.Graph, *, merge: bool = False, costs: Costs | None = None) -> PassCounts:
-    """Pack the graph's reduce-scatters anew.
-
-    Args:
-        graph: A post-grad graph.
-        merge: Whether packs of several groups may be joined.
-        costs: Costs to decide by. None: the built-in costs of the graph's device.
-    """
+    """Pack the graph's reduce-scatters anew; with `merge`, also those of several groups together."""
     return pack_anew(graph, _REDUCTIONS, partial(_may_join, Places(graph)) if merge else None, costs)
 
 
 def _may_join(places: Places, earlier: Packed, later: Packed) -> bool:
-    """Return whether the earlier gradients may be reduced with the later gradients.
-
-    They must be unchanged until then, and no node before may read their results.
-    """
+    # The earlier gradients wait for the later gradients: unchanged, and with no reader of their results before.
     readers = (user for item in earlier.outputs if item is not None for user in item.users)
-    if not all(places.is_behind(reader, later.pack) for reader in readers):
-        return False
-    return not places.is_written_between(earlier.pack, later.pack)
+    is_unread = all(places.is_behind(reader, later.pack) for reader in readers)
+    return is_unread and not places.is_written_between(earlier.pack, later.pack)
 
 
 def _reduce(place: Packed, pack: Sequence[Part]) -> dict[fx.Node, fx.Node]:

@@ -9,21 +9,14 @@ groups each parameter has a different place, so such packs are filled and read b
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
 from torch import fx
 
 from compile_fsdp.ops import all_gather_into_tensor, cat, reduce_scatter_tensor
-from compile_fsdp.passes.analysis.collectives import (
-    Packed,
-    aten,
-    find_packed,
-    insert,
-    name_of,
-    settings_of,
-)
+from compile_fsdp.passes.analysis.collectives import Packed, aten, find_packed, insert, name_of, settings_of
 from compile_fsdp.passes.analysis.costs import Costs, are_contiguous, device_costs, size_bytes
 from compile_fsdp.passes.analysis.effects import Effects, is_barrier
 from compile_fsdp.passes.report import PassCounts
@@ -34,7 +27,7 @@ class Part:
     """A tensor in a pack.
 
     Attributes:
-        sent: The tensor that the collective sends for it: a shard, or the rows of a gradient.
+        sent: A shard, or the rows of a gradient.
         result: Item of the old pack; None if nothing reads it.
         source: Collective that was to send it.
     """
@@ -56,10 +49,7 @@ class Places:
         return self._order[node] > self._order[other]
 
     def is_written_between(self, first: fx.Node, last: fx.Node) -> bool:
-        """Return whether a node between the two may write.
-
-        Writes of the parameters that windows fill do not count.
-        """
+        """Return whether a node between the two may write, apart from windows."""
         return self._barriers[self._order[first]] != self._barriers[self._order[last]]
 
 
@@ -93,11 +83,7 @@ MayJoin = Callable[[Packed, Packed], bool]
 def pack_anew(graph: fx.Graph, kind: Kind, may_join: MayJoin | None, costs: Costs | None) -> PassCounts:
     """Replace packed collectives by collectives with planned packs.
 
-    Args:
-        graph: A post-grad graph.
-        kind: Collectives to pack.
-        may_join: Whether two collectives may share packs; None for never.
-        costs: Costs to decide by. None: the built-in costs of the graph's device.
+    `may_join`: None if no collectives share packs. `costs`: None for the built-in costs of the graph's device.
     """
     nodes_before = len(graph.nodes)
     before = after = alone = copied = 0
@@ -122,7 +108,9 @@ def pack_anew(graph: fx.Graph, kind: Kind, may_join: MayJoin | None, costs: Cost
         after += len(packs)
         alone += len(single)
         copied += kind.copies(ranks) * sum(single)
-    _replace_uses(replaced)
+    # All at once, because replacing nodes one by one rewrites the graph's output for each of them.
+    for user in dict.fromkeys(user for node in replaced for user in node.users):
+        user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), lambda node: replaced.get(node, node))
     for node in reversed(replaced):
         graph.erase_node(node)
     for packed in obsolete:
@@ -132,10 +120,7 @@ def pack_anew(graph: fx.Graph, kind: Kind, may_join: MayJoin | None, costs: Cost
 
 
 def _runs(packed: Sequence[Packed], may_join: MayJoin | None) -> list[list[Packed]]:
-    """Group the collectives into runs of one kind that may share packs.
-
-    Any nodes may stand between the members of a run.
-    """
+    """Group the collectives into runs of one kind that may share packs."""
     if may_join is None:
         return [[each] for each in packed]
     runs: list[list[Packed]] = []
@@ -150,20 +135,8 @@ def _runs(packed: Sequence[Packed], may_join: MayJoin | None) -> list[list[Packe
     return runs
 
 
-def _replace_uses(replaced: Mapping[fx.Node, fx.Node]) -> None:
-    """Replace nodes wherever they are read, all at once.
-
-    Replacing them one by one rewrites the graph's output for each node.
-    """
-    for user in dict.fromkeys(user for node in replaced for user in node.users):
-        user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), lambda node: replaced.get(node, node))
-
-
 def is_merged(pack: Sequence[Part]) -> bool:
-    """Return whether a pack holds inputs of several collectives.
-
-    See [Note: Kernels of a merged pack].
-    """
+    """Return whether a pack holds inputs of several collectives. See [Note: Kernels of a merged pack]."""
     return pack[0].source is not pack[-1].source
 
 
@@ -176,10 +149,7 @@ def join(pack: Sequence[Part], *dim: int, like: fx.Node) -> fx.Node:
 
 
 def launch(sent: fx.Node, pack: Sequence[Part], like: fx.Node) -> fx.Node:
-    """Add a collective with the settings of `like`.
-
-    The name of a runtime's op joins the names of the pack's old collectives.
-    """
+    """Add a collective with the settings of `like`, and the names of the pack's old collectives."""
     name: tuple[str, ...] = ()
     if like.target in (all_gather_into_tensor, reduce_scatter_tensor):
         names = dict.fromkeys(name_of(part.source.collective) for part in pack)

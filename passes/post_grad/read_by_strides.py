@@ -12,8 +12,8 @@ Report        reads rewritten
     y = convolution(x, weight)                y = convolution(x, w)
 
 Inductor prefers convolutions with channels last. It copies a weight among the graph's inputs to that layout where the
-graph begins, before the weight is filled. From then on it takes the copy for the weight, and the program ends with a
-segmentation fault. A weight read by `as_strided` is copied where it is read. (2.13.0)
+graph begins, before the weight is filled, and reads only the copy: the program ends with a segmentation fault. A weight
+read by `as_strided` is copied where it is read. (2.13.0)
 """
 
 from __future__ import annotations

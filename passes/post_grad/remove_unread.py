@@ -74,7 +74,7 @@ def _join_repeated(graph: fx.Graph) -> int:
         if not written.isdisjoint(aliases.classes_of((*key[0], waited))):
             continue  # The two may gather different values, or the first value may have changed.
         earlier = first.get(key)
-        if earlier is not None and _last_read(earlier, order) > order[waited]:
+        if earlier is not None and _is_read_behind(earlier, waited, order):
             waited.replace_all_uses_with(earlier)
             joined += 1
         else:
@@ -83,10 +83,7 @@ def _join_repeated(graph: fx.Graph) -> int:
 
 
 def _sent(gather: fx.Node) -> tuple[tuple[fx.Node, ...], int, str] | None:
-    """Return the inputs, ranks and group that identify a gather's value.
-
-    None if the gather sends anything but inputs of the graph.
-    """
+    """Return the inputs, ranks and group of a gather, or None if it sends anything but inputs of the graph."""
     source = gather.args[0]
     assert isinstance(source, fx.Node)
     shards = tuple(source.args[0]) if source.target is aten.cat.default else (source,)  # type: ignore[arg-type]
@@ -95,10 +92,6 @@ def _sent(gather: fx.Node) -> tuple[tuple[fx.Node, ...], int, str] | None:
     return shards, ranks_of(gather), group_of(gather)
 
 
-def _last_read(waited: fx.Node, order: dict[fx.Node, int]) -> int:
-    """Return the position of the last reader of the value.
-
-    Readers of its views and copies count, too.
-    """
-    users = (user for each in rearranged([waited]) for user in each.users)
-    return max((order[user] for user in users), default=order[waited])
+def _is_read_behind(value: fx.Node, place: fx.Node, order: dict[fx.Node, int]) -> bool:
+    """Return whether a node behind `place` reads the value, its views or its copies."""
+    return any(order[user] > order[place] for each in rearranged([value]) for user in each.users)

@@ -1,7 +1,7 @@
 """Read the gathered value instead of copying it into the unsharded parameter.
 
 Precondition  the window closes in this graph, makes room for the whole parameter, and fills it once, before any
-              read, with a value of equal layout; nothing else writes parameter or value; no view of either leaves it
+              read, with a value of equal layout; nothing else writes parameter or value; no view leaves the window
 Match         resize(full) -> copy_ -> readers -> resize(0), any number of times per parameter
 Rewrite       readers take the copy's source; the two resizes and the copy are erased
 Report        windows, copies and resizes removed; FQN and Kept reason of every window left alone
@@ -32,15 +32,30 @@ from compile_fsdp.torch_compat.inductor import MUTATION_REGION_KEY
 def remove_unshard_copies(graph: fx.Graph, names: Names = node_name) -> WindowReport:
     """Remove complete windows from a functionalized graph and its subgraphs.
 
-    Args:
-        graph: A graph as Inductor's post-grad passes get it, with fake values under meta["val"].
-        names: Parameter FQN of a placeholder of `graph`; a placeholder of a subgraph goes by its node's name.
-    Returns:
-        Windows removed, and windows kept with their reasons.
+    `names`: parameter FQN of a placeholder of `graph`; a placeholder of a subgraph goes by its node's name.
     """
-    removal = _Removal()
-    removal.run(graph, names)
-    return removal.report()
+    subgraphs = find_window_subgraphs(graph)
+    graphs = [*(module.graph for _, module in subgraphs), graph]
+    nodes_before = sum(len(each.nodes) for each in graphs)
+    removed: list[_Window] = []
+    kept: list[tuple[str, Kept]] = []
+    # Subgraphs first, because a higher-order op without windows no longer writes its operands.
+    for path, module in subgraphs:
+        windows = _remove_windows(module.graph, _below(path), kept)
+        if windows:
+            module.recompile()
+        removed += windows
+    removed += _remove_windows(graph, names, kept)
+    return WindowReport(
+        name=remove_unshard_copies.__name__,
+        windows_removed=len(removed),
+        copies_removed=len(removed),
+        resizes_removed=2 * len(removed),
+        bytes_removed=sum(size_hint(window.span.size_bytes) for window in removed),
+        kept=tuple(kept),
+        nodes_before=nodes_before,
+        nodes_after=sum(len(each.nodes) for each in graphs),
+    )
 
 
 @dataclass(slots=True)
@@ -52,72 +67,44 @@ class _Window:
     free: fx.Node
 
 
-class _Removal:
-    def __init__(self) -> None:
-        self._removed: list[_Window] = []
-        self._kept: list[tuple[str, Kept]] = []
-        self._nodes_before = 0
-        self._nodes_after = 0
-
-    def run(self, graph: fx.Graph, names: Names) -> None:
-        # Subgraphs first, because a higher-order op without windows no longer writes its operands.
-        for path, module in find_window_subgraphs(graph):
-            if self._run_one(module.graph, _below(path)):
-                module.recompile()
-        self._run_one(graph, names)
-
-    def report(self) -> WindowReport:
-        return WindowReport(
-            name=remove_unshard_copies.__name__,
-            windows_removed=len(self._removed),
-            copies_removed=len(self._removed),
-            resizes_removed=2 * len(self._removed),
-            bytes_removed=sum(size_hint(window.span.size_bytes) for window in self._removed),
-            kept=tuple(self._kept),
-            nodes_before=self._nodes_before,
-            nodes_after=self._nodes_after,
-        )
-
-    def _run_one(self, graph: fx.Graph, names: Names) -> bool:
-        self._nodes_before += len(graph.nodes)
-        windows = self._match(graph, names) if resized_placeholders(graph) else []
-        for window in windows:
-            _rewrite(graph, window)
-        if windows:
-            _forget_mutation_regions(graph)
-        self._removed += windows
-        self._nodes_after += len(graph.nodes)
-        return bool(windows)
-
-    def _match(self, graph: fx.Graph, names: Names) -> list[_Window]:
-        effects = Effects(graph.owning_module)
-        aliases = Aliases(graph, effects)
-        lifetimes = match_lifetimes(graph, effects, aliases)
-        windows = []
-        for parameter in lifetimes.parameters:
-            parameter_fault = _find_parameter_fault(parameter)
-            for index, span in enumerate(parameter.spans):
-                free = _find_free(parameter, index)
-                if free is None:
-                    fault = _find_open_end(parameter, index)
-                else:
-                    fault = parameter_fault or _find_window_fault(parameter, index, lifetimes, aliases)
-                if fault is not None:
-                    self._kept.append((names(parameter.node), fault))
-                elif free is not None:
-                    windows.append(_Window(parameter.node, span, free))
-        return windows
-
-
 def _below(path: str) -> Names:
     return lambda node: f"{path}.{node.name}"
 
 
-def _find_free(parameter: Parameter, index: int) -> fx.Node | None:
-    """Return the resize behind a span that begins a window.
+def _remove_windows(graph: fx.Graph, names: Names, kept: list[tuple[str, Kept]]) -> list[_Window]:
+    """Return the windows removed from one graph, and add the windows left in it to `kept`."""
+    windows = _match(graph, names, kept) if resized_placeholders(graph) else []
+    for window in windows:
+        _rewrite(graph, window)
+    if windows:
+        # Inductor matches no pattern across a mutation, so it must count the mutations again without the windows.
+        for node in graph.nodes:
+            node.meta.pop(MUTATION_REGION_KEY, None)
+    return windows
 
-    None if the span begins no window, or no resize follows it.
-    """
+
+def _match(graph: fx.Graph, names: Names, kept: list[tuple[str, Kept]]) -> list[_Window]:
+    effects = Effects(graph.owning_module)
+    aliases = Aliases(graph, effects)
+    lifetimes = match_lifetimes(graph, effects, aliases)
+    windows = []
+    for parameter in lifetimes.parameters:
+        parameter_fault = _find_parameter_fault(parameter)
+        for index, span in enumerate(parameter.spans):
+            free = _find_free(parameter, index)
+            if free is None:
+                fault = _find_open_end(parameter, index)
+            else:
+                fault = parameter_fault or _find_window_fault(parameter, index, lifetimes, aliases)
+            if fault is not None:
+                kept.append((names(parameter.node), fault))
+            elif free is not None:
+                windows.append(_Window(parameter.node, span, free))
+    return windows
+
+
+def _find_free(parameter: Parameter, index: int) -> fx.Node | None:
+    """Return the resize that ends the window which the span begins, if both exist."""
     span, following = parameter.spans[index], parameter.spans[index + 1 : index + 2]
     if span.resize is None or span.frees or not following:
         return None
@@ -125,10 +112,7 @@ def _find_free(parameter: Parameter, index: int) -> fx.Node | None:
 
 
 def _find_open_end(parameter: Parameter, index: int) -> Kept | None:
-    """Return the reason to report a span without a closed window.
-
-    None if the span needs no report.
-    """
+    """Return the reason to report a span without a closed window, if it needs a report."""
     span = parameter.spans[index]
     if span.resize is None:
         return Kept.OPEN_AT_START if parameter.spans[index + 1].frees else None
@@ -150,11 +134,10 @@ def _find_parameter_fault(parameter: Parameter) -> Kept | None:
     return None
 
 
-def _find_window_fault(
-    parameter: Parameter, index: int, lifetimes: Lifetimes, aliases: Aliases
-) -> Kept | None:
-    span = parameter.spans[index]
-    neighbours_free = parameter.spans[index + 1].frees and _is_free_before(parameter, index)
+def _find_window_fault(parameter: Parameter, index: int, lifetimes: Lifetimes, aliases: Aliases) -> Kept | None:
+    previous, span, following = parameter.spans[index - 1 : index + 2]
+    # See [Note: A window starts freed] for a window without a resize before.
+    neighbours_free = following.frees and (previous.resize is None or previous.frees)
     faults = {
         Kept.NOT_FULL: not span.full,
         Kept.REFILLED: not neighbours_free,
@@ -168,24 +151,11 @@ def _find_window_fault(
         Kept.CHAINED: span.fills_another,
         Kept.READ_BY_STORAGE: span.read_by_storage,
     }
-    for reason, applies in faults.items():
-        if applies:
-            return reason
-    return _find_value_fault(parameter, span, lifetimes, aliases)
+    fault = next((reason for reason, applies in faults.items() if applies), None)
+    return fault or _find_value_fault(parameter, span, lifetimes, aliases)
 
 
-def _is_free_before(parameter: Parameter, index: int) -> bool:
-    """Return whether the parameter is freed before the span.
-
-    See [Note: A window starts freed].
-    """
-    previous = parameter.spans[index - 1]
-    return previous.resize is None or previous.frees
-
-
-def _find_value_fault(
-    parameter: Parameter, span: Span, lifetimes: Lifetimes, aliases: Aliases
-) -> Kept | None:
+def _find_value_fault(parameter: Parameter, span: Span, lifetimes: Lifetimes, aliases: Aliases) -> Kept | None:
     value = get_argument(span.copies[0], 1, "data")
     if fault := find_copy_fault(find_fake_tensor(parameter.node), find_fake_tensor(value)):
         return fault
@@ -199,10 +169,7 @@ def _find_value_fault(
 
 
 def _is_written(positions: list[int], span: Span) -> bool:
-    """Return whether a position lies between the span's fill and its end.
-
-    `positions` ascend.
-    """
+    """Return whether one of the ascending positions lies between the span's fill and its end."""
     first = bisect_right(positions, span.filled_at)
     return first < len(positions) and positions[first] < span.end
 
@@ -215,9 +182,3 @@ def _rewrite(graph: fx.Graph, window: _Window) -> None:
         reader.replace_input_with(window.parameter, value)
     for node in (window.free, copy, resize):
         graph.erase_node(node)
-
-
-def _forget_mutation_regions(graph: fx.Graph) -> None:
-    # Inductor matches no pattern across a mutation, so it must count the mutations again without the windows.
-    for node in graph.nodes:
-        node.meta.pop(MUTATION_REGION_KEY, None)

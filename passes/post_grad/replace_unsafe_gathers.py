@@ -22,19 +22,13 @@ from compile_fsdp.passes.report import PassCounts
 
 
 def replace_unsafe_gathers(graph: fx.Graph) -> PassCounts:
-    """Replace torch's all-gathers on the CPU.
-
-    A gather on an unknown device stays.
-    """
-    unsafe = [node for node in graph.nodes if is_gather(node) and _is_torchs(node) and _is_on_cpu(node)]
+    """Replace torch's all-gathers on the CPU; a gather on an unknown device stays."""
+    gathers = [node for node in graph.nodes if is_gather(node) and node.target is not all_gather_into_tensor]
+    unsafe = list(filter(_is_on_cpu, gathers))
     for node in unsafe:
         node.target, node.args = all_gather_into_tensor, (*node.args, "")
     count = len(graph.nodes)
     return PassCounts(replace_unsafe_gathers.__name__, count, count, (("gathers_replaced", len(unsafe)),))
-
-
-def _is_torchs(gather: fx.Node) -> bool:
-    return gather.target is not all_gather_into_tensor
 
 
 def _is_on_cpu(gather: fx.Node) -> bool:

@@ -16,11 +16,10 @@ Report        collectives moved, and collectives left in place
                                               x = mm(x, b)
 
 [Note: Bounds of a prefetch]
-A forward gathers no group before the preceding group is used: one group ahead, as eager FSDP2's prefetch. A backward
-launches no gather before the place at which the runtime has traced it, which `backward_prefetch` and the modules'
-prefetch lists decide. Within these bounds a gather goes as late as the costs allow, because gathered parameters take
-memory. A gradient in flight keeps its unsharded memory; all gradients in flight take at most the memory of the largest
-reduction.
+A forward gathers no group before the preceding group is used, as eager FSDP2's prefetch. A backward launches no gather
+before its traced place, which `backward_prefetch` and the modules' prefetch lists decide. Within these bounds a gather
+goes as late as the costs allow, because gathered parameters take memory. A gradient in flight keeps its unsharded
+memory; all gradients in flight take at most the memory of the largest reduction.
 
 [Note: One order on all ranks]
 Ranks may compute with different batches, of several lengths for example, and so take different times. Their collectives
@@ -29,8 +28,8 @@ in which only products with parameters take time. The compute of this rank decid
 
 [Note: Who keeps the order]
 Inductor lowers the nodes in graph order, and moves kernels afterwards only to save memory. That pass knows nothing of
-communication, and is switched off for our graphs (`backend/compile.py`). The remaining passes keep the order of
-collectives, because collectives are calls that Inductor fuses with nothing.
+communication, and is off for our graphs (`backend/compile.py`). All other passes keep the order of collectives, because
+Inductor fuses collectives with nothing.
 """
 
 from __future__ import annotations
@@ -66,17 +65,14 @@ from compile_fsdp.passes.report import PassCounts
 def schedule_collectives(graph: fx.Graph, *, hoist: bool = True, costs: Costs | None = None) -> PassCounts:
     """Schedule the graph's collectives; only its order changes.
 
-    Args:
-        graph: A post-grad graph.
-        hoist: Whether a gather may move before its traced place, as in forwards. See [Note: Bounds of a prefetch].
-        costs: Costs to decide by. None: the built-in costs of the graph's device.
+    `hoist`: whether a gather may move before its traced place, as in forwards. See [Note: Bounds of a prefetch].
     """
     nodes = len(graph.nodes)
     moves = _Moves(graph)
     moved = moves.gathers + moves.reductions
-    if moved or moves.fetches:
-        costs = costs or device_costs((moved or moves.fetches)[0].collective)
-        for each in (*moved, *moves.fetches):
+    if every := moved + moves.fetches:
+        costs = costs or device_costs(every[0].collective)
+        for each in every:
             each.size, each.seconds = communication(each.collective, costs)
         clock = Clock(compute_seconds(node, costs) for node in moves.fixed)
         _place_reductions(moves.reductions, clock)
@@ -89,12 +85,12 @@ def schedule_collectives(graph: fx.Graph, *, hoist: bool = True, costs: Costs | 
 
 @dataclass(eq=False, slots=True)
 class _Collective:
-    """One collective and the nodes that move with it.
+    """One collective and the nodes that move with it. Positions are those of fixed nodes.
 
     Attributes:
         launch: Nodes that prepare the collective, and the collective last; nothing else reads the preparations.
         results: The wait, and views and copies of its result, in graph order.
-        traced: Place of the collective in the traced graph: position of the fixed node behind it.
+        traced: Position of the next fixed node in the traced graph.
         ready: The first position at which its inputs exist.
         due: Position of its first use.
         slot: Position at which it is launched.
@@ -120,20 +116,15 @@ class _Moves:
 
     Attributes:
         fixed: Nodes that keep their order.
-        gathers: All-gathers that move, in the order in which they were traced.
-        reductions: Reduce-scatters that move, in the order in which they were traced.
-        fetches: Fetches from host memory that move, in graph order, which is the order of their uses.
+        gathers, reductions, fetches: Collectives and fetches that move, each kind in graph order.
         left: Number of collectives and fetches that stay where they are.
-        collectives: Positions of all collectives among the fixed nodes.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
         effects = Effects(graph.owning_module)
         order = {node: i for i, node in enumerate(graph.nodes)}
         written = effects.find_written(graph)
-        self.gathers: list[_Collective] = []
-        self.reductions: list[_Collective] = []
-        self.fetches: list[_Collective] = []
+        found: list[_Collective] = []
         self.left = 0
         moving: set[fx.Node] = set()
         for node in graph.nodes:
@@ -141,24 +132,18 @@ class _Moves:
                 continue
             each = _Collective(node, _preparations(node, order), _results(node, order))
             if _is_movable(each, written) and moving.isdisjoint(_neighbours(each)):
-                self._of_kind(node).append(each)
+                found.append(each)
                 moving.update(each.launch, each.results)
             else:
                 self.left += 1
+        self.gathers = [each for each in found if is_gather(each.collective)]
+        self.reductions = [each for each in found if is_reduction(each.collective)]
+        self.fetches = [each for each in found if is_fetch(each.collective)]
         self.fixed = [node for node in graph.nodes if node not in moving]
-        self.collectives = [i for i, node in enumerate(self.fixed) if is_collective(node)]
-        self._find_positions(order, {node for node in self.fixed if is_barrier(node, effects)})
-
-    def _of_kind(self, node: fx.Node) -> list[_Collective]:
-        if is_fetch(node):
-            return self.fetches
-        return self.gathers if is_gather(node) else self.reductions
-
-    def _find_positions(self, order: dict[fx.Node, int], barriers: set[fx.Node]) -> None:
         position = {node: i for i, node in enumerate(self.fixed)}
         places = [order[node] for node in self.fixed]
-        stops = [i for i, node in enumerate(self.fixed) if node in barriers]
-        for each in (*self.gathers, *self.reductions, *self.fetches):
+        stops = [i for i, node in enumerate(self.fixed) if is_barrier(node, effects)]
+        for each in found:
             each.traced = bisect_left(places, order[each.collective])
             inputs = [i for node in each.launch for i in node.all_input_nodes if i in position]
             each.ready = max((position[node] + 1 for node in inputs), default=0)
@@ -212,10 +197,7 @@ def _is_movable(each: _Collective, written: set[fx.Node]) -> bool:
 
 
 def _usual_seconds(moves: _Moves, costs: Costs) -> Iterator[float]:
-    """Yield the seconds of each fixed node for the usual batch.
-
-    See [Note: One order on all ranks].
-    """
+    """Yield the seconds of each fixed node for the usual batch. See [Note: One order on all ranks]."""
     parameters = {node for each in moves.gathers for node in each.results}
     gradients = {node for each in moves.reductions for launched in each.launch for node in launched.all_input_nodes}
     for node in moves.fixed:
@@ -231,7 +213,8 @@ def _place_gathers(moves: _Moves, clock: Clock, usual: Clock, hoist: bool) -> No
     earliest = list(accumulate(own, max))  # gathers keep the order in which they were traced
     _place_late(moves.gathers, earliest, [each.due for each in moves.gathers], usual)
     # Positions from which on a gather is launched behind one more collective.
-    others = sorted([each.slot for each in moves.reductions] + [i + 1 for i in moves.collectives])
+    stay = [i + 1 for i, node in enumerate(moves.fixed) if is_collective(node)]
+    others = sorted([each.slot for each in moves.reductions] + stay)
     latest = []
     for i, each in enumerate(moves.gathers):
         behind = bisect_right(others, each.slot)
@@ -241,20 +224,14 @@ def _place_gathers(moves: _Moves, clock: Clock, usual: Clock, hoist: bool) -> No
 
 
 def _place_fetches(moves: _Moves, clock: Clock) -> None:
-    """Place each fetch when the link is free before its first use.
-
-    The link belongs to this rank alone, so ranks may place fetches differently.
-    """
+    # Ranks may place fetches differently, because the link to its host belongs to one rank alone.
     begin = next(i for i, node in enumerate(moves.fixed) if node.op != "placeholder")
     earliest = list(accumulate((max(each.ready, begin) for each in moves.fetches), max))
     _place_late(moves.fetches, earliest, [each.due for each in moves.fetches], clock)
 
 
 def _place_late(gathers: list[_Collective], earliest: list[int], latest: list[int], clock: Clock) -> None:
-    """Place each gather as late as its bounds allow.
-
-    The link carries one collective at a time.
-    """
+    """Place each gather as late as its bounds allow, one at a time on the link."""
     following = max(latest, default=0)
     free_until = float("inf")
     for each, first, last in reversed(list(zip(gathers, earliest, latest, strict=True))):
@@ -265,10 +242,9 @@ def _place_late(gathers: list[_Collective], earliest: list[int], latest: list[in
 
 
 def _place_reductions(reductions: list[_Collective], clock: Clock) -> None:
-    """Place each reduction as early as possible.
+    """Place each reduction as early as possible, and its wait where it should have arrived, in the same order.
 
-    Waits keep the order of the reductions. A wait stands where its reduction should have arrived, or earlier to bound
-    the gradients in flight.
+    A wait stands earlier if it has to bound the gradients in flight.
     """
     for each in reductions:
         each.slot = each.ready
@@ -296,9 +272,9 @@ def _reorder(graph: fx.Graph, moves: _Moves) -> None:
         placed += [(each.slot, 3, node) for node in each.launch]
         placed += [(slot, 4, node) for node, slot in _first_uses(each, position)]
     placed.sort(key=lambda item: item[:2])
-    placed.reverse()
+    placed.reverse()  # to pop from its end
     end = moves.fixed[-1]
-    # Puts all nodes one by one before the last, because fx's order keys grow longer with each node moved between two.
+    # Puts every node before the last, because fx's order keys grow longer with each node moved between two.
     for slot, fixed in enumerate(moves.fixed):
         while placed and placed[-1][0] == slot:
             end.prepend(placed.pop()[2])
@@ -307,10 +283,7 @@ def _reorder(graph: fx.Graph, moves: _Moves) -> None:
 
 
 def _first_uses(gather: _Collective, position: dict[fx.Node, int]) -> list[tuple[fx.Node, int]]:
-    """Return each result with the position of its first use.
-
-    No position lies before the wait.
-    """
+    """Return each result with the position of its first use, none before the wait."""
     first: dict[fx.Node, int] = {}
     for node in reversed(gather.results):
         uses = [position[user] if user in position else first[user] for user in node.users]
