@@ -1,8 +1,4 @@
-"""`save` and `async_save`: write model, optimizer and step with torch.distributed.checkpoint.
-
-A checkpoint has the format of torch.distributed.checkpoint and holds `{"model": ..., "optimizer": ..., "step": ...}`.
-[Note: A save becomes complete in two renames] describes how a save changes the folder.
-"""
+"""`save` and `async_save`: write `{"model": ..., "optimizer": ..., "step": ...}` with torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -14,13 +10,13 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict_saver import async_save as async_save_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+from torch.optim import Optimizer
 
 from compile_fsdp.errors import CheckpointError
 from compile_fsdp.state.containers import encode
@@ -28,8 +24,7 @@ from compile_fsdp.state.folder import begin, complete
 from compile_fsdp.state.optim import optim_state_dict
 from compile_fsdp.state.ranks import gather, is_first, on_first
 
-# The last background save into each folder. The next save into the folder waits for it, because otherwise the older
-# save could complete last and `latest` would name it.
+# The last background save into each folder; the next save waits for it, so that `latest` never names the older one.
 _running: dict[Path, PendingSave] = {}
 
 
@@ -68,12 +63,12 @@ class PendingSave:
         error = self._completed.exception()
         if _running.get(self._part.parent) is self:
             del _running[self._part.parent]
-        failure = None if error is None else text_of(error)
+        failure = None if error is None else _text_of(error)
         if self._group is not None:
             try:
                 failure = next((text for text in gather(failure, self._group) if text), None)
             except RuntimeError as lost:
-                failure = failure or text_of(lost)
+                failure = failure or _text_of(lost)
             dist.destroy_process_group(self._group)
             self._group = None
         if failure is not None:
@@ -85,7 +80,7 @@ class PendingSave:
 
 def save(
     model: nn.Module,
-    optim: torch.optim.Optimizer,
+    optim: Optimizer,
     path: str | os.PathLike[str],
     step: int,
     *,
@@ -93,8 +88,7 @@ def save(
 ) -> Path:
     """Save model and optimizer as the newest checkpoint in a folder. Collective: all ranks call it.
 
-    Each rank writes its own shards. If a save is interrupted at any point, the previous checkpoint stays unchanged, and
-    the next save removes the interrupted save's files.
+    Each rank writes its shards. An interrupted save changes no earlier checkpoint; the next save removes its files.
 
     Args:
         model: The model, sharded or not; its whole `state_dict()` is saved.
@@ -115,7 +109,7 @@ def save(
 
 def async_save(
     model: nn.Module,
-    optim: torch.optim.Optimizer,
+    optim: Optimizer,
     path: str | os.PathLike[str],
     step: int,
     *,
@@ -123,13 +117,12 @@ def async_save(
 ) -> PendingSave:
     """Run `save` in the background; return when all tensors are copied to the CPU and training can continue.
 
-    The background save uses a separate gloo process group, because in the default group its collectives would mix with
-    training's in an order that differs between ranks. A later save into the folder waits for this save.
-
     Returns:
-        A handle. All ranks must call its `wait()` before they exit; `wait()` raises if the save failed.
+        A handle. All ranks must call its `wait()` before they exit; `wait()` raises if the save failed. A later save
+        into the folder waits for this save.
     """
     state, part = _prepare(model, optim, path, step)
+    # In the default group, the save's collectives would mix with training's in an order that differs between ranks.
     group = dist.new_group(backend="gloo") if dist.is_initialized() else None
     written = async_save_tensors(state, checkpoint_id=part, process_group=group)
     assert isinstance(written, Future)
@@ -139,16 +132,12 @@ def async_save(
 
 
 def write_tensors(state: dict[str, Any], folder: Path) -> None:
-    """Write a state into a new folder; each rank writes its shards. Collective."""
-    try:
-        with quietly_alone():
-            save_tensors(state, checkpoint_id=folder)
-    except CheckpointException as error:
-        raise CheckpointError(f"cannot write {folder}: {text_of(error)}") from error
+    with checkpoint_errors(f"cannot write {folder}"):
+        save_tensors(state, checkpoint_id=folder)
 
 
 def _prepare(
-    model: nn.Module, optim: torch.optim.Optimizer, path: str | os.PathLike[str], step: int
+    model: nn.Module, optim: Optimizer, path: str | os.PathLike[str], step: int
 ) -> tuple[dict[str, Any], Path]:
     """The state to save, and the folder for its files."""
     optimizer = optim_state_dict(model, optim)
@@ -160,20 +149,22 @@ def _prepare(
 
 def finish_running(path: str | os.PathLike[str]) -> None:
     """Wait for a background save into the folder. Collective if such a save is running."""
-    running = _running.get(Path(path).absolute())
-    if running is not None:
+    if (running := _running.get(Path(path).absolute())) is not None:
         running.wait()
 
 
 @contextlib.contextmanager
-def quietly_alone() -> Iterator[None]:
-    """Suppress torch.distributed.checkpoint's warning about a missing process group."""
+def checkpoint_errors(failure: str) -> Iterator[None]:
+    """Raise torch.distributed.checkpoint's errors as `CheckpointError`; no warning about a missing process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-        yield
+        try:
+            yield
+        except CheckpointException as error:
+            raise CheckpointError(f"{failure}: {_text_of(error)}") from error
 
 
-def text_of(error: BaseException) -> str:
+def _text_of(error: BaseException) -> str:
     """The message of an error, or for a `CheckpointException` the messages of all failed ranks."""
     if isinstance(error, CheckpointException):
         causes = {rank: failure for rank, (failure, _) in error.failures.items()}

@@ -1,10 +1,9 @@
 """Walk and encode a parameter's optimizer state: tensors, numbers, and nested containers of both.
 
 [Note: Containers in DCP]
-torch.distributed.checkpoint saves each tensor in nested dicts and lists separately. But it turns every dict key into a
-string, drops empty dicts, and pickles a tuple whole, including its tensors. `encode` converts state that DCP would
-change into a flat dict of its tensors and a picture of its containers, in which a `Place` stands for each tensor.
-`decode` reverses this. A plain dict of tensors and numbers is saved unencoded, as torch's own functions save it.
+torch.distributed.checkpoint turns every dict key into a string, drops empty dicts, and pickles a tuple whole, including
+its tensors. `encode` converts state that DCP would change into a flat dict of its tensors and a picture of its
+containers, in which a `Place` stands for each tensor. A plain dict of tensors and numbers is saved as it is.
 """
 
 from __future__ import annotations
@@ -18,21 +17,18 @@ PICTURE = "__containers__"  # the key of the picture in an encoded state
 
 
 class Place:
-    """Placeholder, in the picture of a state's containers, for a tensor saved beside the picture."""
+    """Stands in a picture for a tensor that is saved beside it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
 def map_leaves(value: Any, function: Callable[[str, Any], Any], name: str = "") -> Any:
-    """Copy nested dicts, lists and tuples, and replace every leaf by `function(name, leaf)`.
-
-    The name of a leaf consists of the keys and indices on the path to it, joined by dots.
-    """
+    """Copy nested dicts, lists and tuples with `function(name, leaf)` in place of each leaf; names are dotted paths."""
     if isinstance(value, dict):
-        return {key: map_leaves(each, function, _join(name, key)) for key, each in value.items()}
+        return {key: map_leaves(each, function, join(name, key)) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        mapped = [map_leaves(each, function, _join(name, index)) for index, each in enumerate(value)]
+        mapped = [map_leaves(each, function, join(name, index)) for index, each in enumerate(value)]
         if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
             return type(value)(*mapped)
         return tuple(mapped) if isinstance(value, tuple) else mapped
@@ -63,13 +59,10 @@ def encode(state: dict[Any, Any]) -> dict[str, Any]:
 
 
 def decode(state: dict[str, Any]) -> dict[Any, Any]:
-    """Decode a parameter's state from `encode`."""
     if PICTURE not in state:
         return state
     (picture,) = state[PICTURE]
-    decoded: dict[Any, Any] = map_leaves(
-        picture, lambda _, leaf: state[leaf.name] if isinstance(leaf, Place) else leaf
-    )
+    decoded: dict[Any, Any] = map_leaves(picture, lambda _, leaf: state[leaf.name] if isinstance(leaf, Place) else leaf)
     return decoded
 
 
@@ -80,5 +73,5 @@ def _is_plain(value: Any) -> bool:
     return not isinstance(value, dict)
 
 
-def _join(name: str, key: object) -> str:
+def join(name: str, key: object) -> str:
     return f"{name}.{key}" if name else str(key)

@@ -1,12 +1,10 @@
 """Determine the state that an optimizer keeps for a parameter, without changes to either.
 
 [Note: A twin takes the step]
-Only an optimizer's step shows which entries it keeps for a parameter, and their dtypes and sharding. torch's
-`set_optimizer_state_dict` makes the optimizer itself take a step with zero gradients. Here a twin takes the step: an
-object with the optimizer's class and attributes, but with a single group that holds only a zero-filled copy of the
-parameter. The twin runs the class's `step`, without hooks, profiler or learning rate scheduler. If the step fails (it
-needs a closure, or DTensor does not support its arithmetic), the list of entries may be incomplete, and entries outside
-the list are accepted unchecked.
+Only an optimizer's step shows which entries it keeps for a parameter, and their dtypes and sharding. A twin takes this
+step: an object with the optimizer's class and attributes, but with a single group that holds only a zero-filled copy of
+the parameter. The twin runs the class's `step`, without hooks, profiler or learning rate scheduler. If the step fails
+(it needs a closure, or DTensor does not support its arithmetic), unknown entries are accepted unchecked.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from compile_fsdp.state.containers import leaves
 from compile_fsdp.state.layout import TensorSpec
@@ -27,26 +26,20 @@ from compile_fsdp.torch_compat.nn import unhooked_step
 class Expected:
     """The state entries that an optimizer keeps for a parameter."""
 
-    entries: dict[str, TensorSpec | None]
-    """Layout of each entry by name; None for an entry that is not a tensor."""
-    required: frozenset[str]
-    """Names of the entries that the optimizer makes in its first step."""
-    is_complete: bool
-    """Whether the twin's step succeeded, so that an entry not in `entries` is unexpected."""
+    entries: dict[str, TensorSpec | None]  # layout by name; None for an entry that is not a tensor
+    required: frozenset[str]  # names of the entries that the optimizer makes in its first step
+    is_complete: bool  # whether the twin's step succeeded, so that an entry not in `entries` is unexpected
 
 
 class Probe:
     """Finds an optimizer's state entries; parameters of equal group, layout and device share a trial step."""
 
-    def __init__(self, optim: torch.optim.Optimizer) -> None:
+    def __init__(self, optim: Optimizer) -> None:
         self.optim = optim
         self._known: dict[tuple[int, TensorSpec, torch.device], Expected] = {}
 
     def expected(self, parameter: nn.Parameter, number: int, options: dict[str, Any]) -> Expected:
-        """The entries that the optimizer keeps for a parameter of the group `number`.
-
-        Collective if the optimizer's arithmetic issues collectives. See [Note: A twin takes the step].
-        """
+        """The entries of a parameter in the group `number`. Collective if the optimizer's arithmetic is."""
         key = (number, TensorSpec.of(parameter), parameter.device)
         if key not in self._known:
             self._known[key] = self._ask(parameter, options)

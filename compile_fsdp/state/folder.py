@@ -46,16 +46,11 @@ def find_latest(path: str | os.PathLike[str]) -> Path | None:
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Path:
-    """The newest checkpoint in a folder of checkpoints, or the path itself if it is a checkpoint.
-
-    Raises:
-        CheckpointError: there is no checkpoint.
-    """
+    """The newest checkpoint in a folder of checkpoints, or the path itself if it is a checkpoint."""
     folder = Path(path)
-    if not folder.is_file() and (folder / METADATA).is_file():
+    if (folder / METADATA).is_file():
         return folder
-    latest = find_latest(folder)
-    if latest is None:
+    if (latest := find_latest(folder)) is None:
         raise CheckpointError(f"expected a checkpoint at {folder}, found none; save() one first, or give another path")
     return latest
 
@@ -77,12 +72,7 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def complete(part: Path, files: Mapping[str, str]) -> Path:
-    """Make a save the newest checkpoint. See [Note: A save becomes complete in two renames].
-
-    Args:
-        part: The `.part` folder with torch.distributed.checkpoint's files.
-        files: Texts to add, by file name.
-    """
+    """Add files to a save, and make it the newest checkpoint. See [Note: A save becomes complete in two renames]."""
     for name, text in files.items():
         _write(part / name, text)
     target = part.with_suffix("")

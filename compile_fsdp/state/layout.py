@@ -1,8 +1,4 @@
-"""Compute each rank's region of a tensor, and collect whole tensors on rank 0 or distribute them from it.
-
-Rank 0 collects a whole tensor directly from the ranks that hold its regions. Each rank only sends its region, and needs
-no additional memory.
-"""
+"""Compute each rank's region of a tensor, and collect whole tensors on rank 0 or distribute them from it."""
 
 from __future__ import annotations
 
@@ -43,12 +39,10 @@ class Region:
 class TensorSpec:
     """Shape, dtype and layout of a DTensor on `mesh`, or of a plain tensor if `mesh` is None."""
 
-    shape: torch.Size
-    """Shape of the whole tensor."""
+    shape: torch.Size  # of the whole tensor
     dtype: torch.dtype
     mesh: DeviceMesh | None = None
-    placements: tuple[Placement, ...] = ()
-    """Placements of the DTensor, one for each dim of `mesh`."""
+    placements: tuple[Placement, ...] = ()  # one for each dim of `mesh`
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
@@ -83,12 +77,9 @@ def region_here(spec: TensorSpec) -> Region:
 
 
 def wrap_local(local: Tensor, spec: TensorSpec) -> DTensor:
-    """Wrap this rank's local tensor into a DTensor with the layout of `spec`."""
     assert spec.mesh is not None
     stride = torch.empty(spec.shape, device="meta").stride()
-    return DTensor.from_local(
-        local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=stride
-    )
+    return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=stride)
 
 
 def cut(whole: Tensor, spec: TensorSpec, device: torch.device) -> Tensor:
@@ -121,13 +112,14 @@ def collect_whole(tensor: DTensor) -> Tensor:
 
 @torch.no_grad()
 def collect_on_first(tensor: DTensor, offload: bool) -> Tensor | None:
-    """Gather a DTensor on global rank 0; None on all other ranks. Collective: all ranks call it.
+    """Gather a DTensor on global rank 0, on the CPU if `offload`; None on all other ranks. All ranks call it.
 
-    Args:
-        tensor: A DTensor; on global rank 0, its mesh contains rank 0. See [Note: Ranks may see different meshes].
-        offload: Whether to collect the tensor on the CPU instead of the mesh's device.
+    Rank 0 receives each region from a rank that holds it, so the other ranks need no additional memory. Rank 0's mesh
+    must contain rank 0, see [Note: Ranks may see different meshes].
     """
-    tensor = _without_partial(tensor)
+    if any(isinstance(each, Partial) for each in tensor.placements):
+        summed = [Replicate() if isinstance(each, Partial) else each for each in tensor.placements]
+        tensor = tensor.redistribute(placements=summed)
     mesh = tensor.device_mesh
     owners: dict[Region, int] = {}
     for rank, region in sorted(regions(tensor.shape, mesh, tensor.placements).items()):
@@ -136,29 +128,30 @@ def collect_on_first(tensor: DTensor, offload: bool) -> Tensor | None:
     rank, local = dist.get_rank(), local_tensor(tensor)
     if rank != 0:
         if rank in owners.values() and bool((mesh.mesh == 0).any()):
-            _send(local, 0, mesh.device_type)
+            dist.send(_as_bytes(local.to(mesh.device_type).contiguous()), dst=0)
         return None
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu" if offload else mesh.device_type)
     for region, owner in owners.items():
         part = whole[region.slices]
         if owner == 0:
             part.copy_(local)
-        else:
-            _receive(part, owner, mesh.device_type)
+            continue
+        is_direct = part.is_contiguous() and part.device.type == mesh.device_type
+        buffer = part if is_direct else torch.empty(part.shape, dtype=part.dtype, device=mesh.device_type)
+        dist.recv(_as_bytes(buffer), src=owner)
+        if not is_direct:
+            part.copy_(buffer)
     return whole
 
 
-# Bytes of each chunk that rank 0 broadcasts of a whole tensor: large enough to make latency negligible, and small
-# compared with the shards of a model that needs sharding.
+# Bytes that rank 0 broadcasts at once of a whole tensor, of which each rank keeps its region: large enough to make
+# latency negligible, and small compared with the shards of a model that needs sharding.
 CHUNK_BYTES = 16 * 2**20
 
 
 @torch.no_grad()
 def distribute_from_first(whole: Tensor | None, spec: TensorSpec, device: torch.device) -> Tensor:
-    """Distribute a whole tensor from global rank 0, each rank's region to `device`. Collective: all ranks call it.
-
-    Rank 0 broadcasts the tensor in chunks of rows, and each rank keeps its region of each chunk.
-    """
+    """Distribute a whole tensor from global rank 0, each rank's region to `device`. Collective: all ranks call it."""
     if spec.mesh is None:
         copied = broadcast(whole.cpu() if whole is not None else None)
         assert copied is not None
@@ -181,23 +174,6 @@ def distribute_from_first(whole: Tensor | None, spec: TensorSpec, device: torch.
             part = chunk[(slice(low - start, high - start), *region.slices[1:])]
             local.view(count, *region.sizes[1:])[low - first : high - first] = part
     return wrap_local(local, spec)
-
-
-def _without_partial(tensor: DTensor) -> DTensor:
-    placements = [Replicate() if isinstance(each, Partial) else each for each in tensor.placements]
-    return tensor if list(tensor.placements) == placements else tensor.redistribute(placements=placements)
-
-
-def _send(tensor: Tensor, rank: int, device_type: str) -> None:
-    dist.send(_as_bytes(tensor.to(device_type).contiguous()), dst=rank)
-
-
-def _receive(out: Tensor, rank: int, device_type: str) -> None:
-    direct = out.is_contiguous() and out.device.type == device_type
-    buffer = out if direct else torch.empty(out.shape, dtype=out.dtype, device=device_type)
-    dist.recv(_as_bytes(buffer), src=rank)
-    if not direct:
-        out.copy_(buffer)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
 
 from compile_fsdp.errors import StateError
 from compile_fsdp.state.containers import leaves, map_leaves
@@ -25,24 +26,14 @@ Group = Mapping[str, Any]
 class LoadPlan:
     """The saved state that is loaded for each parameter. All names are names in the saved state."""
 
-    parameters: Mapping[str, nn.Parameter]
-    """The parameters with a saved state, in the order of the optimizer's groups."""
-    expected: Mapping[str, Expected]
-    """The entries that the optimizer keeps for each of `parameters`."""
-    kept: frozenset[nn.Parameter]
-    """Parameters that the saved state does not name: their state stays as it is."""
-    merge: bool
-    """Whether entries that a saved state lacks stay as they are in the optimizer."""
-    options: Sequence[Mapping[str, Any]]
-    """The options that each of the optimizer's groups will have."""
+    parameters: Mapping[str, nn.Parameter]  # those with a saved state, in the order of the optimizer's groups
+    expected: Mapping[str, Expected]  # the entries that the optimizer keeps for each of `parameters`
+    kept: frozenset[nn.Parameter]  # parameters that the saved state does not name: their state stays as it is
+    merge: bool  # whether entries that a saved state lacks stay as they are in the optimizer
+    options: Sequence[Group]  # the options that each of the optimizer's groups will have
 
     def target(self, fqn: str, entry: str, saved: TensorSpec) -> TensorSpec:
-        """The layout of a loaded tensor.
-
-        This is the layout that the optimizer would choose. If that is unknown, the tensor gets the parameter's layout
-        for equal shapes, and is replicated over the parameter's mesh for different shapes. It is a plain tensor if it
-        has no dims or the parameter has no mesh.
-        """
+        """The layout of a loaded tensor: the optimizer's choice, or if that is unknown, one that follows the shape."""
         known = self.expected[fqn].entries.get(entry)
         if known is not None:
             return TensorSpec(saved.shape, saved.dtype, known.mesh, known.placements)
@@ -50,15 +41,11 @@ class LoadPlan:
         if not isinstance(parameter, DTensor) or not saved.shape:
             return TensorSpec(saved.shape, saved.dtype)
         mesh = parameter.device_mesh
-        is_alike = saved.shape == parameter.shape
-        placements = tuple(parameter.placements) if is_alike else (Replicate(),) * mesh.ndim
+        placements = tuple(parameter.placements) if saved.shape == parameter.shape else (Replicate(),) * mesh.ndim
         return TensorSpec(saved.shape, saved.dtype, mesh, placements)
 
-    def apply(self, optim: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Load the state with the optimizer's `load_state_dict`; if that raises, the optimizer is unchanged.
-
-        The tensors of `state` have the layouts of `target`; the optimizer keeps them.
-        """
+    def apply(self, optim: Optimizer, state: Mapping[str, Any]) -> None:
+        """Load `state`, whose tensors have the layouts of `target`; if this raises, the optimizer is unchanged."""
         every = chain.from_iterable(group["params"] for group in optim.param_groups)
         ids = {parameter: index for index, parameter in enumerate(every)}
         loaded = {ids[parameter]: optim.state[parameter] for parameter in self.kept if parameter in optim.state}
@@ -80,21 +67,12 @@ class LoadPlan:
 
 
 def plan_load(
-    model: nn.Module,
-    optim: torch.optim.Optimizer,
-    groups: Sequence[Group],
-    outline: Mapping[str, Any],
-    differences: Differences,
+    model: nn.Module, optim: Optimizer, groups: Sequence[Group], outline: Mapping[str, Any], differences: Differences
 ) -> LoadPlan:
     """Match a saved state with the optimizer, and refuse a state that does not fit. Collective.
 
-    Args:
-        groups: The saved groups, whose `params` are FQNs.
-        outline: The saved state by FQN, with a `TensorSpec` in place of every tensor. Equal on all ranks.
-        differences: Differences found so far, raised together with new differences.
-    Raises:
-        StateError: the saved groups hold parameter ids.
-        StateMismatchError: the state does not fit; raised on all ranks with equal text.
+    `outline` is the saved state by FQN, with a `TensorSpec` in place of every tensor; it is equal on all ranks.
+    `differences` may hold earlier differences, which are raised together with new ones.
     """
     in_groups = list(chain.from_iterable(group["params"] for group in groups))
     if any(not isinstance(name, str) for name in in_groups):
@@ -138,8 +116,7 @@ def _match_groups(
     """Options of each present group, overwritten by the saved options of its parameters.
 
     The user may split or merge groups after the save if the parameters of each present group were saved with equal
-    options. A group without parameters keeps its options, unless the saved group at its index is empty, too, and the
-    numbers of saved and present groups are equal.
+    options. An empty group takes the options of an empty saved group at its index, if there are as many saved groups.
     """
     by_name = {name: options_of(group) for group in saved for name in group["params"]}
     matched = []
@@ -163,10 +140,7 @@ def _same(left: Any, right: Any) -> bool:
 
 
 def _undo_casts(loaded: dict[Any, Any], wanted: dict[Any, Any]) -> dict[Any, Any]:
-    """Copy `loaded`, with leaves that `Optimizer.load_state_dict` has changed taken from `wanted`.
-
-    `Optimizer.load_state_dict` casts tensors to the parameter's dtype, counters included, and corrupts strings.
-    """
+    """Restore tensors that `Optimizer.load_state_dict` casts to the parameter's dtype, and strings that it corrupts."""
     originals = dict(leaves(wanted))
 
     def pick(name: str, leaf: Any) -> Any:

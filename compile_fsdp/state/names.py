@@ -1,9 +1,8 @@
 """Names of parameters that do not change with sharding, compilation or activation checkpointing, and their shards.
 
 [Note: FQNs are relative to the module that was given]
-An FQN is the path from the module that is the function's argument, as in that module's `named_parameters()`: names
-start at the model if the argument is the whole model, and at the submodule if it is a submodule. Wrapper modules
-(`torch.compile(module)`, activation checkpointing, DDP) do not appear in an FQN.
+An FQN is the path from the module that is the function's argument, as in that module's `named_parameters()`. Wrapper
+modules (`torch.compile(module)`, activation checkpointing, DDP) do not appear in it.
 """
 
 from __future__ import annotations
@@ -16,8 +15,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
+from torch.optim import Optimizer
 
 from compile_fsdp.errors import ForeignParameterError
+from compile_fsdp.state.containers import join
 from compile_fsdp.state.layout import Region, regions
 from compile_fsdp.torch_compat.fsdp import fsdp_state, param_groups, parameter_owners
 from compile_fsdp.torch_compat.nn import wrapped_child
@@ -27,14 +28,10 @@ from compile_fsdp.torch_compat.nn import wrapped_child
 class NamedParameter:
     """A parameter with all its names and its FSDP2 group."""
 
-    fqn: str
-    """The parameter's first FQN, in the order of the modules."""
-    aliases: tuple[str, ...]
-    """Further FQNs of the parameter, if modules share it."""
-    parameter: nn.Parameter
-    """The parameter that an optimizer holds: the sharded one, also while the model is unsharded."""
-    group: tuple[str, ...]
-    """FQNs of the modules whose FSDP2 group has the parameter; empty if no `fully_shard` call manages it."""
+    fqn: str  # the first, in the order of the modules
+    aliases: tuple[str, ...]  # further FQNs, if modules share the parameter
+    parameter: nn.Parameter  # the one that an optimizer holds: sharded, also while the model is unsharded
+    group: tuple[str, ...]  # FQNs of the modules whose FSDP2 group has the parameter; empty if no group has it
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -60,18 +57,12 @@ class ParamInfo:
 
     @property
     def regions(self) -> dict[int, Region]:
-        """Offsets and sizes of each rank's shard, by global rank in `mesh`; computed on access.
-
-        See [Note: Ranks may see different meshes].
-        """
+        """Each rank's shard, by global rank; computed on access. See [Note: Ranks may see different meshes]."""
         return regions(self.shape, self.mesh, self.placements)
 
 
 def named_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(FQN, module) for `root` and every module below it, parents first, once for each path.
-
-    See [Note: FQNs are relative to the module that was given].
-    """
+    """(FQN, module) for `root` and every module below it, parents first, once for each path."""
     found = {"": ("", root)}  # by path
     for path, module in root.named_modules(remove_duplicate=False):
         if path:
@@ -84,9 +75,7 @@ def named_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
 def named_parameters(root: nn.Module) -> list[NamedParameter]:
     """Each parameter below `root` once, in the order of `root.named_parameters()`."""
     modules = named_modules(root)
-    first_names: dict[nn.Module, str] = {}
-    for fqn, module in modules:
-        first_names.setdefault(module, fqn)
+    first_names = {module: fqn for fqn, module in reversed(modules)}
     managed: dict[tuple[nn.Module, str], tuple[nn.Parameter, tuple[str, ...]]] = {}
     for module in first_names:
         state = fsdp_state(module)
@@ -95,16 +84,14 @@ def named_parameters(root: nn.Module) -> list[NamedParameter]:
             for fsdp_param in group.fsdp_params:
                 managed.update((owner, (fsdp_param.sharded_param, fqns)) for owner in parameter_owners(fsdp_param))
 
-    names: dict[nn.Parameter, list[str]] = {}
-    groups: dict[nn.Parameter, tuple[str, ...]] = {}
+    found: dict[nn.Parameter, tuple[tuple[str, ...], list[str]]] = {}  # group and names
     for fqn, module in modules:
         for name, held in module.named_parameters(recurse=False, remove_duplicate=False):
             parameter, group_fqns = managed.get((module, name), (held, ()))
-            names.setdefault(parameter, []).append(join(fqn, name))
-            groups.setdefault(parameter, group_fqns)
+            found.setdefault(parameter, (group_fqns, []))[1].append(join(fqn, name))
     return [
-        NamedParameter(first, tuple(dict.fromkeys(others)), parameter, groups[parameter])
-        for parameter, (first, *others) in names.items()
+        NamedParameter(first, tuple(dict.fromkeys(others)), parameter, group_fqns)
+        for parameter, (group_fqns, (first, *others)) in found.items()
     ]
 
 
@@ -119,7 +106,7 @@ def param_info(model: nn.Module) -> dict[str, ParamInfo]:
     """
     found = {}
     for named in named_parameters(model):
-        if not named.group:  # no `fully_shard` call manages the parameter
+        if not named.group:
             continue
         sharded = named.parameter
         assert isinstance(sharded, DTensor)
@@ -134,12 +121,8 @@ def param_info(model: nn.Module) -> dict[str, ParamInfo]:
     return found
 
 
-def named_groups(root: nn.Module, optim: torch.optim.Optimizer) -> list[list[NamedParameter]]:
-    """The parameters of each of the optimizer's groups, in the optimizer's order.
-
-    Raises:
-        ForeignParameterError: the optimizer holds parameters that are not in the model.
-    """
+def named_groups(root: nn.Module, optim: Optimizer) -> list[list[NamedParameter]]:
+    """The parameters of each of the optimizer's groups; raises if the model does not have all of them."""
     by_parameter = {named.parameter: named for named in named_parameters(root)}
     foreign = [
         f"group {number}, parameter {index}, shape {list(parameter.shape)}"
@@ -158,7 +141,3 @@ def named_groups(root: nn.Module, optim: torch.optim.Optimizer) -> list[list[Nam
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of an optimizer's parameter group that are options."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name

@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from compile_fsdp.errors import StateError, StateMismatchError
 from compile_fsdp.state.containers import leaves, map_leaves
@@ -19,17 +19,12 @@ from compile_fsdp.state.names import named_groups, options_of
 from compile_fsdp.state.ranks import broadcast, gather, is_first
 from compile_fsdp.state.verify import Differences
 
+# {"state": {fqn: {entry: value}}, "param_groups": [{"params": [fqn, ...], option: value}]}
 OptimState = dict[str, Any]
-"""`{"state": {fqn: {entry: value}}, "param_groups": [{"params": [fqn, ...], option: value}]}`"""
 
 
 def optim_state_dict(
-    model: nn.Module,
-    optim: torch.optim.Optimizer,
-    *,
-    full: bool = False,
-    cpu_offload: bool = False,
-    rank0_only: bool = False,
+    model: nn.Module, optim: Optimizer, *, full: bool = False, cpu_offload: bool = False, rank0_only: bool = False
 ) -> OptimState:
     """The optimizer's state in the form of `Optimizer.state_dict()`, with FQNs in place of parameter ids.
 
@@ -39,8 +34,7 @@ def optim_state_dict(
     Args:
         model: A module that holds all of the optimizer's parameters, sharded or not; FQNs start at it.
         optim: Any optimizer, even before its first step; it does not change.
-        full: Whether to return copies as whole plain tensors, instead of the optimizer's DTensors. If True, the call is
-            collective: all ranks call it.
+        full: Whether to return copies as whole plain tensors, instead of the optimizer's DTensors. Collective if True.
         cpu_offload: Whether to return tensors on the CPU.
         rank0_only: Whether only rank 0 gets the full state, and all other ranks get `{}`; requires `full`. Tensors are
             sent to rank 0 in sequence, and need no additional memory on the sending ranks.
@@ -67,34 +61,28 @@ def optim_state_dict(
     state = {fqn: by_id["state"][index] for index, fqn in fqns.items() if by_id["state"].get(index)}
     if full:
         _refuse_differences(state, gather(_digest(state)))
-    converted = {
-        fqn: map_leaves(entries, lambda _, leaf: _convert(leaf, full, cpu_offload, rank0_only))
-        for fqn, entries in state.items()
-    }
+
+    def convert(_: str, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if full and isinstance(leaf, DTensor):
+            if rank0_only:
+                return collect_on_first(leaf, cpu_offload)
+            leaf = collect_whole(leaf)
+        elif full:
+            leaf = leaf.detach().clone() if not rank0_only or is_first() else None
+        return leaf.cpu() if cpu_offload and leaf is not None else leaf
+
+    converted = {fqn: map_leaves(entries, convert) for fqn, entries in state.items()}
     return {"state": converted, "param_groups": groups} if not rank0_only or is_first() else {}
 
 
-def _convert(leaf: Any, full: bool, cpu_offload: bool, rank0_only: bool) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    if full and isinstance(leaf, DTensor):
-        if rank0_only:
-            return collect_on_first(leaf, cpu_offload)
-        leaf = collect_whole(leaf)
-    elif full:
-        leaf = leaf.detach().clone() if not rank0_only or is_first() else None
-    return leaf.cpu() if cpu_offload and leaf is not None else leaf
-
-
-def load_optim_state_dict(
-    model: nn.Module, optim: torch.optim.Optimizer, state: OptimState, *, strict: bool = True
-) -> None:
+def load_optim_state_dict(model: nn.Module, optim: Optimizer, state: OptimState, *, strict: bool = True) -> None:
     """Load a sharded or full state from `optim_state_dict`, under any sharding and on any number of ranks.
 
     The state replaces the optimizer's state, and saved group options overwrite the optimizer's options. Tensors keep
-    their dtypes, and are copied so that the optimizer does not change `state`.
-
-    Collective: all ranks call it. If it raises, it raises on all ranks with equal text, and the optimizer is unchanged.
+    their dtypes, and are copied so that the optimizer does not change `state`. Collective: all ranks call it. If it
+    raises, it raises on all ranks with equal text, and the optimizer is unchanged.
 
     Args:
         model: A module with all the optimizer's parameters; FQNs start at it. Any FQN of a shared parameter works.
@@ -116,15 +104,12 @@ def load_optim_state_dict(
             "optim_state_dict() returned"
         )
     from_first = _is_on_first_alone(state)
-    outline: dict[str, Any] = {
-        "param_groups": state.get("param_groups", []),
-        "state": {fqn: map_leaves(entries, _outline) for fqn, entries in state.get("state", {}).items()},
-    }
+    groups, saved = state.get("param_groups", []), state.get("state", {})
+    outline = {fqn: map_leaves(entries, _outline) for fqn, entries in saved.items()}
     if from_first:
-        outline = broadcast(outline)
-    differences = Differences("the optimizer state", strict)
-    plan = plan_load(model, optim, outline["param_groups"], outline["state"], differences)
-    plan.apply(optim, {fqn: _place(plan, fqn, outline, state, from_first) for fqn in plan.parameters})
+        groups, outline = broadcast((groups, outline))
+    plan = plan_load(model, optim, groups, outline, Differences("the optimizer state", strict))
+    plan.apply(optim, {fqn: _place(plan, fqn, outline[fqn], saved.get(fqn, {}), from_first) for fqn in plan.parameters})
 
 
 def _outline(_: str, leaf: Any) -> Any:
@@ -132,10 +117,10 @@ def _outline(_: str, leaf: Any) -> Any:
     return TensorSpec(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
-def _place(plan: LoadPlan, fqn: str, outline: OptimState, state: OptimState, from_first: bool) -> Any:
+def _place(plan: LoadPlan, fqn: str, outline: Any, saved: Any, from_first: bool) -> Any:
     """Build a parameter's state, with every tensor on the parameter's device and in the layout of the plan."""
     device = plan.parameters[fqn].device
-    sources = dict(leaves(state.get("state", {}).get(fqn, {})))
+    sources = dict(leaves(saved))
 
     def place(name: str, leaf: Any) -> Any:
         if not isinstance(leaf, TensorSpec):
@@ -150,16 +135,11 @@ def _place(plan: LoadPlan, fqn: str, outline: OptimState, state: OptimState, fro
             source = collect_whole(source)
         return cut(source, target, device)
 
-    return map_leaves(outline["state"][fqn], place)
+    return map_leaves(outline, place)
 
 
 def _is_on_first_alone(state: OptimState) -> bool:
-    """Whether only rank 0 has a state, and it is a full state. The result is equal on all ranks.
-
-    Raises:
-        StateError: some ranks have no state, and this is not a full state on rank 0 alone.
-        StateMismatchError: the states of the ranks differ in structure.
-    """
+    """Whether only rank 0 has a state, and it is a full state; raises on all ranks if states differ otherwise."""
     entries = state.get("state", {})
     is_sharded = any(isinstance(leaf, DTensor) for _, leaf in leaves(entries))
     digests, sharded = zip(*gather((_digest(entries) if state else "", is_sharded)), strict=True)
@@ -177,7 +157,7 @@ def _is_on_first_alone(state: OptimState) -> bool:
 
 
 def _refuse_differences(state: dict[str, Any], digests: Sequence[str]) -> None:
-    """Raise on all ranks, with the entries' names, if some ranks lack an entry or its shape or dtype differs."""
+    """Raise on all ranks if some ranks lack an entry or its shape or dtype differs."""
     if len(set(digests)) == 1:
         return
     listed = gather(_list_entries(state))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -34,22 +34,18 @@ def broadcast(value: T) -> T:
 
 
 def on_first(function: Callable[[], T]) -> T:
-    """Call `function` on rank 0 only; every rank returns its result or raises its error.
-
-    Raises:
-        CompileFSDPError: the function raised this error. Any other exception becomes a `CheckpointError`.
-    """
-    outcome: list[Any] = [None, None]
+    """Call `function` on rank 0 only; every rank returns its result or raises its error, as a `CompileFSDPError`."""
+    result: Any = None
+    failure: CompileFSDPError | None = None
     if is_first():
         try:
-            outcome[0] = function()
+            result = function()
         except CompileFSDPError as error:
-            outcome[1] = error
+            failure = error
         except Exception as error:
-            outcome[1] = CheckpointError(f"{type(error).__name__}: {error}")
-            outcome[1].__cause__ = error
-    outcome = broadcast(outcome)
-    if outcome[1] is not None:
-        raise outcome[1]
-    result: T = outcome[0]
-    return result
+            failure = CheckpointError(f"{type(error).__name__}: {error}")
+            failure.__cause__ = error
+    result, failure = broadcast((result, failure))
+    if failure is not None:
+        raise failure
+    return cast(T, result)

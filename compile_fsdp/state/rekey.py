@@ -6,28 +6,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Literal
 
-import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from compile_fsdp.errors import RekeyError
 from compile_fsdp.state.containers import leaves
 from compile_fsdp.state.names import NamedParameter, named_groups, named_parameters, options_of
-
-OptimState = dict[str, Any]
+from compile_fsdp.state.optim import OptimState
 
 
 def rekey_optim_state(
-    state: Mapping[str, Any],
-    model: nn.Module,
-    to: Literal["id", "fqn"],
-    *,
-    optim: torch.optim.Optimizer | None = None,
+    state: Mapping[str, Any], model: nn.Module, to: Literal["id", "fqn"], *, optim: Optimizer | None = None
 ) -> OptimState:
     """Rename the parameters of an optimizer state; tensors are neither copied nor changed. Not collective.
 
-    Ids only number the parameters of all groups in order. Their names come from the first of these that is available:
-    `optim`; the `param_names` that groups have if the optimizer was made from named parameters; and, for a single
-    group, the order of `model.named_parameters()`, with or without the frozen parameters.
+    Ids number the parameters of all groups in order. Their names come from the first of these that is available:
+    `optim`; the groups' `param_names`, which an optimizer over named parameters has; and, for a single group, the order
+    of `model.named_parameters()`, with or without the frozen parameters.
 
     Args:
         state: A state from `Optimizer.state_dict()` or `optim_state_dict()`.
@@ -47,7 +42,7 @@ def rekey_optim_state(
     raise RekeyError(f'expected to="id" or to="fqn", got {to!r}')
 
 
-def _to_fqns(state: Mapping[str, Any], model: nn.Module, optim: torch.optim.Optimizer | None) -> OptimState:
+def _to_fqns(state: Mapping[str, Any], model: nn.Module, optim: Optimizer | None) -> OptimState:
     groups = state["param_groups"]
     ids = list(chain.from_iterable(group["params"] for group in groups))
     fqns = dict(zip(ids, _names_of_ids(groups, model, optim), strict=True))
@@ -56,15 +51,11 @@ def _to_fqns(state: Mapping[str, Any], model: nn.Module, optim: torch.optim.Opti
     _check_shapes(state["state"], fqns, model)
     return {
         "state": {fqns[key]: state["state"][key] for key in ids if key in state["state"]},
-        "param_groups": [
-            {"params": [fqns[key] for key in group["params"]], **options_of(group)} for group in groups
-        ],
+        "param_groups": [{"params": [fqns[key] for key in group["params"]], **options_of(group)} for group in groups],
     }
 
 
-def _names_of_ids(
-    groups: Sequence[Mapping[str, Any]], model: nn.Module, optim: torch.optim.Optimizer | None
-) -> list[str]:
+def _names_of_ids(groups: Sequence[Mapping[str, Any]], model: nn.Module, optim: Optimizer | None) -> list[str]:
     sizes = [len(group["params"]) for group in groups]
     if optim is not None:
         named = named_groups(model, optim)
@@ -111,15 +102,12 @@ def _known_names(names: Iterable[str], every: Sequence[NamedParameter], model: n
 
 
 def _check_shapes(state: Mapping[Any, Any], fqns: Mapping[Any, str], model: nn.Module) -> None:
-    """Refuse state in which no tensor with the parameter's number of dims has the parameter's sizes.
-
-    A dim of size 1 fits any size.
-    """
+    """Refuse state in which no tensor with the parameter's number of dims has its sizes; size 1 fits any size."""
     shapes = {member.fqn: member.parameter.shape for member in named_parameters(model)}
     wrong = []
     for key, entries in state.items():
         shape = shapes[fqns[key]]
-        tensors = [leaf for _, leaf in leaves(entries) if isinstance(leaf, torch.Tensor) and leaf.ndim == len(shape)]
+        tensors = [leaf for _, leaf in leaves(entries) if isinstance(leaf, Tensor) and leaf.ndim == len(shape)]
         fitting = [all(size in (1, whole) for size, whole in zip(each.shape, shape, strict=True)) for each in tensors]
         if tensors and not any(fitting):
             wrong.append(f"{fqns[key]} (expected {list(shape)}, got {list(tensors[0].shape)})")
@@ -130,7 +118,7 @@ def _check_shapes(state: Mapping[Any, Any], fqns: Mapping[Any, str], model: nn.M
         )
 
 
-def _to_ids(state: Mapping[str, Any], model: nn.Module, optim: torch.optim.Optimizer | None) -> OptimState:
+def _to_ids(state: Mapping[str, Any], model: nn.Module, optim: Optimizer | None) -> OptimState:
     groups = state["param_groups"]
     every = named_parameters(model)
     names = [_known_names(group["params"], every, model) for group in groups]

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+from torch.optim import Optimizer
 
 from compile_fsdp.errors import CheckpointError
-from compile_fsdp.state.checkpoint import finish_running, quietly_alone, text_of
-from compile_fsdp.state.containers import Place, decode, map_leaves
+from compile_fsdp.state.checkpoint import checkpoint_errors, finish_running
+from compile_fsdp.state.containers import decode, map_leaves
 from compile_fsdp.state.folder import find_checkpoint
 from compile_fsdp.state.layout import TensorSpec, empty
 from compile_fsdp.state.loading import plan_load
@@ -33,18 +33,13 @@ class Outline:
     """The contents of a checkpoint, with a `TensorSpec` in place of every tensor."""
 
     folder: Path
-    model: Mapping[str, Any]
-    """The model's state by FQN."""
-    state: Mapping[str, Any]
-    """The optimizer's state by FQN, encoded for DCP."""
-    groups: list[dict[str, Any]]
-    """The optimizer's parameter groups, with tensors as values rather than `TensorSpec`s."""
+    model: Mapping[str, Any]  # state by FQN
+    state: Mapping[str, Any]  # the optimizer's, by FQN, encoded for DCP
+    groups: list[dict[str, Any]]  # the optimizer's, with tensors as values rather than `TensorSpec`s
     step: int | None
 
 
-def load(
-    model: nn.Module, optim: torch.optim.Optimizer, path: str | os.PathLike[str], *, strict: bool = True
-) -> int:
+def load(model: nn.Module, optim: Optimizer, path: str | os.PathLike[str], *, strict: bool = True) -> int:
     """Load the newest checkpoint in a folder or a given checkpoint, saved by any number of ranks.
 
     `load` compares the checkpoint with the model and the optimizer, reads it into new tensors, and only then changes
@@ -65,7 +60,7 @@ def load(
         ForeignParameterError: the optimizer holds parameters that are not in the model.
     """
     finish_running(path)
-    outline = on_first(lambda: read_outline(find_checkpoint(path)))
+    outline = on_first(lambda: _read_outline(find_checkpoint(path)))
     differences = Differences(f"the checkpoint {outline.folder}", strict)
     present = get_model_state_dict(model)
     _compare_model(present, outline.model, differences)
@@ -93,18 +88,15 @@ def load(
         fqn: map_leaves(value, room_in_model, f"model.{fqn}") for fqn, value in outline.model.items() if fqn in present
     }
     optim_state = {fqn: map_leaves(outline.state[fqn], partial(room_in_state, fqn)) for fqn in plan.parameters}
-    _read(tensors, outline.folder)
+    with checkpoint_errors(f"cannot read the checkpoint {outline.folder}"):
+        load_tensors(tensors, storage_reader=SafeReader(outline.folder))
     plan.apply(optim, {fqn: decode(entries) for fqn, entries in optim_state.items()})
     set_model_state_dict(model, model_state, options=StateDictOptions(strict=strict))
     return outline.step or 0
 
 
-def read_outline(folder: Path) -> Outline:
-    """Read a checkpoint except the tensors of model and optimizer state. Not collective.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be read, or does not hold `{"model": ..., "optimizer": ...}`.
-    """
+def _read_outline(folder: Path) -> Outline:
+    """Read a checkpoint except the tensors of model and optimizer state. Not collective."""
     try:
         reader = SafeReader(folder)
         metadata = reader.read_metadata()
@@ -112,14 +104,13 @@ def read_outline(folder: Path) -> Outline:
         values: dict[str, Any] = {}
         small: dict[str, Any] = {}
         for name, stored in metadata.state_dict_metadata.items():
-            is_option = paths[name][:2] == ("optimizer", "param_groups")
             if not isinstance(stored, TensorStorageMetadata):
                 small[name] = None
-            elif is_option:
+            elif paths[name][:2] == ("optimizer", "param_groups"):
                 small[name] = torch.empty(stored.size, dtype=stored.properties.dtype)
             else:
                 values[name] = TensorSpec(stored.size, stored.properties.dtype)
-        planner = SafePlanner([Place])
+        planner = SafePlanner(flatten_state_dict=False)
         planner.set_up_planner(small, metadata, is_coordinator=True)
         reader.set_up_storage_reader(metadata, is_coordinator=True)
         reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
@@ -132,9 +123,7 @@ def read_outline(folder: Path) -> Outline:
             f'expected a checkpoint of {{"model": ..., "optimizer": ...}} in {folder}, got one of {sorted(nested)}; '
             "write it with save()"
         )
-    return Outline(
-        folder, nested["model"], optimizer.get("state", {}), optimizer["param_groups"], nested.get("step")
-    )
+    return Outline(folder, nested["model"], optimizer.get("state", {}), optimizer["param_groups"], nested.get("step"))
 
 
 def _compare_model(present: Mapping[str, Any], saved: Mapping[str, Any], differences: Differences) -> None:
@@ -147,11 +136,3 @@ def _compare_model(present: Mapping[str, Any], saved: Mapping[str, Any], differe
     for fqn in saved:
         if fqn not in present:
             differences.unexpected(fqn)
-
-
-def _read(tensors: dict[str, Tensor], folder: Path) -> None:
-    try:
-        with quietly_alone():
-            load_tensors(tensors, storage_reader=SafeReader(folder))
-    except CheckpointException as error:
-        raise CheckpointError(f"cannot read the checkpoint {folder}: {text_of(error)}") from error

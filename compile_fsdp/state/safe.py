@@ -1,8 +1,7 @@
 """Read checkpoints of torch.distributed.checkpoint without running code from their pickles.
 
-torch's own reader unpickles the file `.metadata` without checks, and its planner unpickles every value that is not a
-tensor; a pickle can call any function. This reader accepts only descriptions of tensors in `.metadata`. Its planner
-loads values with `torch.load(weights_only=True)`, which accepts numbers, strings, containers and tensors.
+torch's own reader and planner unpickle the file `.metadata` and every value that is not a tensor without checks, and a
+pickle can call any function. `torch.load(weights_only=True)` accepts only numbers, strings, containers and tensors.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import enum
 import io
 import pickle
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
+
+from compile_fsdp.state.containers import Place
 
 # Modules whose classes only hold data.
 _DESCRIPTIONS = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
@@ -37,11 +37,6 @@ class SafeReader(FileSystemReader):
     """Reads checkpoints from a folder, and unpickles only descriptions of tensors."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the file `.metadata`.
-
-        Raises:
-            pickle.UnpicklingError: the file contains an object that does not describe tensors.
-        """
         with (Path(self.path) / ".metadata").open("rb") as file:
             metadata = _Unpickler(file).load()
         if not isinstance(metadata, Metadata):
@@ -72,21 +67,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 class SafePlanner(DefaultLoadPlanner):
-    """Loads values that are not tensors into a flat state dict, with `torch.load(weights_only=True)`.
-
-    Args:
-        allowed: Classes whose objects may be loaded, in addition to `torch.serialization.add_safe_globals`.
-    """
-
-    def __init__(self, allowed: Sequence[type]) -> None:
-        super().__init__(flatten_state_dict=False)
-        self._allowed: list[Any] = list(allowed)
+    """Loads values that are not tensors into a flat state dict, with `torch.load(weights_only=True)`."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load a value into the state dict.
-
-        Raises:
-            pickle.UnpicklingError: the value contains an object of a class that is not allowed.
-        """
-        with torch.serialization.safe_globals(self._allowed):
+        with torch.serialization.safe_globals([Place]):
             self.original_state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)

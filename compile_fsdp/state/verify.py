@@ -13,14 +13,9 @@ _KINDS = ("missing", "unexpected", "wrong shape", "wrong dtype", "saved with oth
 
 
 class Differences:
-    """Differences between a state's entries and the expected entries, by FQN."""
+    """Differences between the entries of a state, named `source` in errors, and the expected entries, by FQN."""
 
     def __init__(self, source: str, strict: bool) -> None:
-        """
-        Args:
-            source: Name of the state in the error message.
-            strict: Whether missing and unexpected entries are differences.
-        """
         self.strict = strict
         self._source = source
         self._found: list[str] = []  # the index of a kind in _KINDS, and a name
@@ -37,11 +32,8 @@ class Differences:
         self._found.append(f"4{name}")
 
     def compare(self, name: str, expected: TensorSpec | None, got: TensorSpec | None) -> None:
-        """Compare the expected and the actual entry of a name; None stands for an entry that is not a tensor.
-
-        A number in place of a 0-dim tensor is not a difference, because older optimizers stored their step counts as
-        numbers.
-        """
+        """Compare the expected and the actual entry of a name; None stands for an entry that is not a tensor."""
+        # A number in place of a 0-dim tensor is no difference: older optimizers stored their step counts as numbers.
         if expected == got or (expected is not None and got is None and not expected.shape):
             return
         if expected is None or got is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -27,28 +27,25 @@ from compile_fsdp.torch_compat.fsdp import fsdp_state
 from compile_fsdp.wrap.groups import Draft, collect_all, find_shared, merge_shared
 from compile_fsdp.wrap.layout import local_shape, shard_count, shard_of, unsharded_bytes
 from compile_fsdp.wrap.policies import Policy, Selection
-from compile_fsdp.wrap.tree import has_forward, has_parameters, names_of
+from compile_fsdp.wrap.tree import has_forward, has_parameters, names_of, with_all_below
 
 
 def check_ignored(root: nn.Module, ignored_modules: Collection[nn.Module]) -> None:
     names = names_of(root)
-    foreign = [type(module).__name__ for module in ignored_modules if module not in names or module is root]
-    if foreign:
+    if foreign := [type(module).__name__ for module in ignored_modules if module not in names or module is root]:
         raise IgnoredModuleError(f"expected ignored modules below {type(root).__name__}, got {foreign}; leave them out")
 
 
 def check_selection(root: nn.Module, policy: Policy, selection: Selection, ignored: Collection[nn.Module]) -> None:
-    """Check that a policy selected only unignored modules of the model, at least one of them below the root."""
+    """Refuse modules outside the model, ignored modules, and a selection without a module below the root."""
     names = names_of(root)
     # A policy is user code and may return anything, despite its annotations.
-    foreign = [repr(module) for module in selection if module not in names]
-    if foreign:
+    if foreign := [repr(module) for module in selection if module not in names]:
         raise PolicyError(
             f"expected {policy!r} to select modules of {type(root).__name__}, got {', '.join(foreign)}; "
             "select modules that root.modules() yields"
         )
-    inside = [names[module] for module in selection if module in ignored]
-    if inside:
+    if inside := [names[module] for module in selection if module in ignored]:
         raise IgnoredModuleError(
             f"expected {policy!r} to leave out ignored modules, it selects {inside}, which are ignored or below an "
             "ignored module; take them out of the policy, or their parents out of ignored_modules"
@@ -65,18 +62,15 @@ def check_selection(root: nn.Module, policy: Policy, selection: Selection, ignor
 def check_modules(root: nn.Module, modules: Collection[nn.Module]) -> None:
     """Check that a model has no FSDP1 modules, and that the given modules are not sharded yet and have a forward."""
     names = names_of(root)
-    fsdp1 = [fqn for module, fqn in names.items() if isinstance(module, FullyShardedDataParallel)]
-    if fsdp1:
+    if fsdp1 := [fqn for module, fqn in names.items() if isinstance(module, FullyShardedDataParallel)]:
         raise FSDP1Error(f"expected a model without FSDP1, got FullyShardedDataParallel at {fsdp1}; build it without")
-    sharded_below = {each for module in names if fsdp_state(module) is not None for each in module.modules()}
-    sharded = [names[module] for module in modules if module in sharded_below]
-    if sharded:
+    sharded_below = with_all_below(module for module in names if fsdp_state(module) is not None)
+    if sharded := [names[module] for module in modules if module in sharded_below]:
         raise AlreadyShardedError(
             f"expected modules that are not sharded yet, got {sharded}; plan before any fully_shard(), "
             "or pass modules that are sharded by hand as ignored_modules"
         )
-    passive = {names[module]: type(module).__name__ for module in modules if not has_forward(module)}
-    if passive:
+    if passive := {names[module]: type(module).__name__ for module in modules if not has_forward(module)}:
         raise NoForwardError(
             f"expected modules that are called, got {passive}, which have no forward; select what they contain, "
             "or the module around them"
@@ -93,16 +87,14 @@ def check_arguments(drafts: Iterable[Draft]) -> None:
         mesh, factor = kwargs.get("mesh"), kwargs.get("reshard_after_forward")
         if mesh is not None and mesh.ndim > 2 and kwargs.get("dp_mesh_dims") is None:
             problems.append(f"mesh has {mesh.ndim} dims, not 1 or 2")
-        elif not (factor is None or isinstance(factor, bool) or _divides(factor, shard_count(kwargs))):
-            problems.append(f"reshard_after_forward={factor} is no factor of {shard_count(kwargs)} ranks")
+        elif factor is not None and not isinstance(factor, bool):
+            ranks = shard_count(kwargs)
+            if not isinstance(factor, int) or factor <= 0 or ranks % factor:
+                problems.append(f"reshard_after_forward={factor} is no factor of {ranks} ranks")
         if problems:
             wrong[draft.name] = problems
     if wrong:
         raise PolicyError(f"expected arguments of fully_shard, {known}, got {wrong}; correct the policy, or the call")
-
-
-def _divides(factor: object, ranks: int) -> bool:
-    return isinstance(factor, int) and factor > 0 and ranks % factor == 0
 
 
 def check_shared(root: nn.Module, drafts: Sequence[Draft]) -> None:
@@ -175,17 +167,15 @@ def check_process_group(kwargs: Iterable[Mapping[str, Any]]) -> None:
     )
 
 
-def frozen_warnings(drafts: Sequence[Draft]) -> tuple[str, ...]:
+def frozen_warnings(drafts: Sequence[Draft]) -> Iterator[str]:
     """Warnings for groups that have both trainable and frozen parameters."""
-    found = []
     for draft, parameters in collect_all(drafts).items():
         frozen = [parameter for parameter in parameters if not parameter.requires_grad]
         if frozen and len(frozen) < len(parameters):
             size = sum(unsharded_bytes(parameter, draft.kwargs) for parameter in frozen)
             trainable = len(parameters) - len(frozen)
-            found.append(
+            yield (
                 f"{draft.name}: {len(frozen)} frozen parameters are in one group with {trainable} trainable ones; "
                 f"they get no gradients, but each backward gathers their {size:,} bytes as well and holds them until "
                 "the last gradient of the group is reduced; select modules that hold only one kind"
             )
-    return tuple(found)

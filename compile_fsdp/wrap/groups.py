@@ -1,9 +1,8 @@
 """Drafts of `fully_shard` calls: their parameters, their order, and their merging.
 
 [Note: Inner groups come first]
-`fully_shard` takes all parameters below its modules, but stops at modules that are already sharded. So if a module of
-group A is inside a module of group B, A must be sharded before B. Post-order ensures this for groups of one module. A
-group of several modules is sharded after all groups below any of its modules.
+`fully_shard` takes all parameters below its modules, but stops at modules that are already sharded. So a group is
+sharded after all groups below any of its modules. Post-order ensures this for groups of one module.
 """
 
 from __future__ import annotations
@@ -34,11 +33,8 @@ class Draft:
         return names[0] if len(names) == 1 else f"[{', '.join(names)}]"
 
 
-def collect(draft: Draft, borders: Set[nn.Module]) -> list[nn.Parameter]:
-    """The parameters that `fully_shard` takes for a draft, in torch's order, each parameter once.
-
-    The search for parameters stops at `borders`, the modules of all drafts.
-    """
+def _collect(draft: Draft, borders: Set[nn.Module]) -> list[nn.Parameter]:
+    """The parameters that `fully_shard` takes for a draft, in torch's order, not below `borders`, each once."""
     ignored = set(draft.kwargs.get("ignored_params") or ())
     found: dict[nn.Parameter, None] = {}
     seen: set[nn.Module] = set()
@@ -56,9 +52,8 @@ def collect(draft: Draft, borders: Set[nn.Module]) -> list[nn.Parameter]:
 
 
 def collect_all(drafts: Sequence[Draft]) -> dict[Draft, list[nn.Parameter]]:
-    """The parameters of each draft; see `collect`."""
     borders = {module for draft in drafts for module in draft.modules}
-    return {draft: collect(draft, borders) for draft in drafts}
+    return {draft: _collect(draft, borders) for draft in drafts}
 
 
 def find_shared(drafts: Sequence[Draft]) -> dict[nn.Parameter, list[Draft]]:
@@ -90,14 +85,7 @@ def in_order(root: nn.Module, drafts: Sequence[Draft]) -> list[Draft]:
 
 
 def merge_shared(root: nn.Module, drafts: Sequence[Draft]) -> list[Draft]:
-    """Merge drafts until no two drafts share a parameter.
-
-    A merged draft keeps only its outermost modules. So a group that shares parameters with an enclosing group becomes
-    part of the enclosing group, and groups side by side become one group of several modules.
-
-    Raises:
-        SharedParameterError: drafts that share parameters differ in their arguments.
-    """
+    """Merge drafts that share parameters into drafts of their outermost modules; raises if their arguments differ."""
     drafts = list(drafts)
     while (pair := _find_pair(drafts)) is not None:
         drafts = [draft for draft in drafts if draft not in pair] + [_merge(root, *pair)]
@@ -117,12 +105,9 @@ def _find_pair(drafts: Sequence[Draft]) -> tuple[Draft, Draft] | None:
 
 
 def _merge(root: nn.Module, first: Draft, second: Draft) -> Draft:
-    differing = {
-        key: [_given(draft, key) for draft in (first, second)]
-        for key in sorted({*first.kwargs, *second.kwargs})
-        if _given(first, key) != _given(second, key)
-    }
-    if differing:
+    keys = sorted({*first.kwargs, *second.kwargs})
+    given = {key: [draft.kwargs.get(key, "not given") for draft in (first, second)] for key in keys}
+    if differing := {key: values for key, values in given.items() if values[0] != values[1]}:
         raise SharedParameterError(
             f"expected the same arguments for {first.name} and {second.name}, which share parameters and can only be "
             f"one group, got {differing}; give both the same arguments, or leave one of them out"
@@ -130,7 +115,3 @@ def _merge(root: nn.Module, first: Draft, second: Draft) -> Draft:
     outermost = {*first.modules, *second.modules} - below({*first.modules, *second.modules})
     fqns = {module: fqn for fqn, module in root.named_modules() if module in outermost}
     return Draft(tuple(fqns), tuple(fqns.values()), first.kwargs)
-
-
-def _given(draft: Draft, key: str) -> Any:
-    return draft.kwargs.get(key, "not given")

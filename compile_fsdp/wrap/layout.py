@@ -14,12 +14,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 
 def shard_count(kwargs: Mapping[str, Any]) -> int:
-    """The number of ranks that `fully_shard` shards over with these arguments.
-
-    Without a mesh this is the size of the process group, or the launcher's `WORLD_SIZE` if there is no group yet.
-    """
+    """The number of ranks that `fully_shard` shards over with these arguments."""
     mesh: DeviceMesh | None = kwargs.get("mesh")
-    if mesh is None:
+    if mesh is None:  # a launcher sets WORLD_SIZE before there is a process group
         return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     dims = kwargs.get("dp_mesh_dims")
     if dims is not None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -52,11 +51,13 @@ class Plan:
     warnings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        *inner, root = self.groups
+        root = self.groups[-1]
         rows = [("FQN", "class", "parameters", "bytes per rank", "kwargs")]
-        for group, adopted in [*((each, root.kwargs) for each in inner), (root, {})]:
+        for group in self.groups:
             classes = ", ".join(type(module).__name__ for module in group.modules)
-            kwargs = _show_kwargs(group.kwargs, adopted)
+            adopted = {} if group is root else root.kwargs
+            own = {key: value for key, value in group.kwargs.items() if key not in adopted or adopted[key] != value}
+            kwargs = ", ".join(f"{key}={_show(value)}" for key, value in own.items())
             rows.append((group.name, classes, f"{group.numel:,}", f"{group.bytes_per_rank:,}", kwargs))
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
         lines = [
@@ -74,12 +75,7 @@ class Plan:
         return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
 
 
-def _show_kwargs(kwargs: Mapping[str, Any], adopted: Mapping[str, Any]) -> str:
-    own = {key: value for key, value in kwargs.items() if key not in adopted or adopted[key] != value}
-    return ", ".join(f"{key}={show(value)}" for key, value in own.items())
-
-
-def show(value: object) -> str:
+def _show(value: object) -> str:
     """A short text for an argument, equal on every rank."""
     if isinstance(value, DeviceMesh):
         # Leave out the mesh's ranks, because a slice of a mesh contains different ranks on each rank.
@@ -92,6 +88,6 @@ def show(value: object) -> str:
         return str(value).removeprefix("torch.")
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
-        given = [f"{field.name}={show(own)}" for field, own in fields if own != field.default]
+        given = [f"{field.name}={_show(own)}" for field, own in fields if own != field.default]
         return f"{type(value).__name__}({', '.join(given)})"
     return getattr(value, "__qualname__", None) or repr(value)

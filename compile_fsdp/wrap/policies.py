@@ -1,8 +1,7 @@
 """Policies: select the modules that become separate groups, and their arguments of `fully_shard`.
 
-`first | second` selects every module that either policy selects. If both select a module, its arguments are the union
-of both dicts: an argument of either policy overrides the root's, and if both policies give an argument, the second
-policy's value counts.
+`first | second` selects every module that either policy selects. If both select a module, it gets the arguments of
+both, and the second policy's value of an argument that both give.
 """
 
 from __future__ import annotations
@@ -75,8 +74,7 @@ class ModuleWrapPolicy(Combinable):
     classes: Collection[type[nn.Module]]
 
     def __post_init__(self) -> None:
-        wrong = [each for each in self.classes if not (isinstance(each, type) and issubclass(each, nn.Module))]
-        if wrong:
+        if wrong := [each for each in self.classes if not (isinstance(each, type) and issubclass(each, nn.Module))]:
             raise PolicyError(f"expected module classes, got {wrong}; pass the classes themselves, not their names")
 
     def select(self, root: nn.Module, ignored: Set[nn.Module], root_kwargs: Mapping[str, Any]) -> Selection:
@@ -91,31 +89,19 @@ class ModuleWrapPolicy(Combinable):
 class CustomPolicy(Combinable):
     """Select the modules for which a function returns True, or a dict of arguments that overrides the root's.
 
-    The function is not called on the root or on ignored modules.
+    The function is not called on the root or on ignored modules. `select` raises PolicyError for any other answer.
     """
 
     function: Callable[[nn.Module], bool | Mapping[str, Any]]
 
     def select(self, root: nn.Module, ignored: Set[nn.Module], root_kwargs: Mapping[str, Any]) -> Selection:
-        """Choose modules; see `Policy.select`.
-
-        Raises:
-            PolicyError: the function returns a value that is neither a bool nor a dict.
-        """
         skipped = {root, *ignored}
         answers = {module: self.function(module) for module in root.modules() if module not in skipped}
-        wrong = {
-            fqn: answers[module]
-            for module, fqn in names_of(root).items()
-            if not isinstance(answers.get(module, False), bool | Mapping)
-        }
-        if wrong:
+        names = names_of(root)
+        if wrong := {names[each]: answer for each, answer in answers.items() if not isinstance(answer, bool | Mapping)}:
             raise PolicyError(f"expected {self!r} to return True, False or a dict of arguments, got {wrong}")
-        return {
-            module: answer if isinstance(answer, Mapping) else {}
-            for module, answer in answers.items()
-            if answer is not False
-        }
+        selected = {module: answer for module, answer in answers.items() if answer is not False}
+        return {module: answer if isinstance(answer, Mapping) else {} for module, answer in selected.items()}
 
     def __repr__(self) -> str:
         return f"CustomPolicy({getattr(self.function, '__qualname__', repr(self.function))})"
@@ -148,8 +134,7 @@ class SizePolicy(Combinable):
             numel = sum(parameter.numel() for parameter in own)
             children = [child for child in dict.fromkeys(module.children()) if child not in seen]
             seen.update(children)
-            for child in children:
-                numel += unwrapped_numel(child, is_open and not isinstance(module, self.leaves))
+            numel += sum(unwrapped_numel(child, is_open and not isinstance(module, self.leaves)) for child in children)
             is_candidate = is_open and module is not root and not isinstance(module, self.exclude)
             if is_candidate and numel >= self.min_params and has_forward(module):
                 selected[module] = {}
@@ -175,13 +160,12 @@ class RepeatedBlocksPolicy(Combinable):
 
         def visit(module: nn.Module) -> None:
             for child in module.children():
-                if child in seen:
-                    continue
-                seen.add(child)
-                if type(child) in classes:
-                    selected[child] = {}
-                else:
-                    visit(child)
+                if child not in seen:
+                    seen.add(child)
+                    if type(child) in classes:
+                        selected[child] = {}
+                    else:
+                        visit(child)
 
         visit(root)
         return selected

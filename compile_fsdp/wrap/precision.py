@@ -16,8 +16,8 @@ class FullPrecision:
     """Mixin before a module's class that casts 16-bit inputs to float32 and outputs to the first input's dtype.
 
     [Note: The dtype lives as long as the call]
-    The dtype of the outputs is a local variable of the call. So a module that is used twice, calls itself, or raises in
-    its forward never sees the dtype of an earlier call, and Dynamo has no module state to track.
+    The dtype of the outputs is a local variable of the call. So a module that is used twice, calls itself, or raises
+    never sees the dtype of an earlier call, and Dynamo has no module state to track.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -26,9 +26,7 @@ class FullPrecision:
         dtypes = [tensor.dtype for tensor in inputs if tensor.is_floating_point()]
         args, kwargs = tree_map_only(torch.Tensor, _cast_up, (args, kwargs))
         output = super().forward(*args, **kwargs)  # type: ignore[misc]
-        if not dtypes:
-            return output
-        return cast_floating(output, dtypes[0])
+        return cast_floating(output, dtypes[0]) if dtypes else output
 
 
 def _cast_up(tensor: torch.Tensor) -> torch.Tensor:

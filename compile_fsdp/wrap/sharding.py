@@ -40,9 +40,8 @@ def plan(
         policy: Selects the modules that become separate groups; `RepeatedBlocksPolicy()` by default.
         mesh: The mesh to shard over; by default all ranks, as in `fully_shard`.
         ignored_modules: Modules to leave unsharded, together with all modules below them.
-        mixed_precision_overrides: Classes of modules that compute in float32 even inside a low-precision model. Each
-            such module is a group without `param_dtype`, casts 16-bit inputs to float32, and casts outputs to the first
-            input's dtype.
+        mixed_precision_overrides: Classes of modules that compute in float32 in any model. Each such module is a group
+            without `param_dtype`, and casts 16-bit inputs to float32 and outputs to the first input's dtype.
         fix_shared: Whether to merge groups that share parameters, instead of raising an error.
         **root_kwargs: Arguments of `fully_shard` for the root, and for every group unless the policy overrides them.
     Returns:
@@ -59,11 +58,8 @@ def plan(
         root_kwargs["mesh"] = mesh
     selection = policy.select(model, ignored, root_kwargs)
     checks.check_selection(model, policy, selection, ignored)
-    overridden = [
-        module
-        for module in model.modules()
-        if isinstance(module, tuple(mixed_precision_overrides)) and module not in ignored
-    ]
+    classes = tuple(mixed_precision_overrides)
+    overridden = [module for module in model.modules() if isinstance(module, classes) and module not in ignored]
     checks.check_full_precision(model, overridden)
     ignored_params = {parameter for module in ignored_modules for parameter in module.parameters()}
     drafts = _draft(model, selection, root_kwargs, ignored_params, overridden)
@@ -74,7 +70,7 @@ def plan(
     checks.check_shared(model, drafts)
     checks.check_parameters(model, drafts)
     drafts = in_order(model, drafts)
-    return Plan(model, tuple(_groups(model, drafts)), tuple(overridden), checks.frozen_warnings(drafts))
+    return Plan(model, tuple(_groups(model, drafts)), tuple(overridden), tuple(checks.frozen_warnings(drafts)))
 
 
 def apply(plan: Plan) -> nn.Module:
@@ -109,11 +105,7 @@ def auto_shard(
     fix_shared: bool = False,
     **root_kwargs: Any,
 ) -> Model:
-    """Shard a model by a policy: `apply(plan(...))`, with `plan`'s arguments and the errors of both functions.
-
-    Returns:
-        `model` itself, sharded and ready to be compiled.
-    """
+    """Shard a model by a policy and return it: `apply(plan(...))`, with `plan`'s arguments and the errors of both."""
     apply(
         plan(
             model,
