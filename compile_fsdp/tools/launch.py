@@ -43,28 +43,18 @@ class RankError(RuntimeError):
 
 
 class RankLost(RuntimeError):
-    """Raised if a rank ends or times out; the message has the stacks of all unfinished ranks.
-
-    Attributes:
-        exit_code: Exit status of the ended rank, negative for a signal; None after a timeout.
-    """
+    """Raised if a rank ends or times out; the message has the stacks of all unfinished ranks."""
 
     def __init__(self, message: str, exit_code: int | None = None) -> None:
         super().__init__(message)
-        self.exit_code = exit_code
+        self.exit_code = exit_code  # of the ended rank, negative for a signal; None after a timeout
 
 
 class Ranks:
     """One process of this host for each rank; they run one function after the other.
 
-    Use as a context manager, or call `close()` or `kill()`. The processes also end with this process.
-
-    Args:
-        size: Number of ranks.
-        context: A multiprocessing context with the start method "spawn" or "forkserver"; by default "spawn".
-
-    Attributes:
-        processes: (size,) processes by rank.
+    Use as a context manager, or call `close()` or `kill()`. The processes also end with this process. `context` is a
+    multiprocessing context with the start method "spawn", which is the default, or "forkserver".
     """
 
     def __init__(self, size: int, context: Any = None) -> None:
@@ -97,21 +87,12 @@ class Ranks:
 
         Args:
             function: Pickled by its name, so a module's function; a rank ends if it raises `SystemExit`.
-            args: Its other arguments, pickled.
             timeout_s: Seconds until the ranks are killed; None waits forever.
         Raises:
             RankError: if a rank raises and every rank answers; the ranks stay usable.
             RankLost: if a rank ends or does not return in time; all ranks are killed.
         """
         self.begin(function, *args)
-        return self._results(timeout_s)
-
-    def begin(self, function: Callable[..., Any], *args: Any) -> None:
-        """Call `function(rank, *args)` on every rank and return at once."""
-        for connection in self._connections:
-            connection.send((function, args))
-
-    def _results(self, timeout_s: float | None) -> list[Any]:
         deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
@@ -137,6 +118,11 @@ class Ranks:
         if errors:
             raise RankError("\n".join(_described(errors)))
         return [results[rank] for rank in range(len(self.processes))]
+
+    def begin(self, function: Callable[..., Any], *args: Any) -> None:
+        """Call `function(rank, *args)` on every rank and return at once."""
+        for connection in self._connections:
+            connection.send((function, args))
 
     def _give_up(self, reasons: list[str], waiting: list[int], code: int | None = None) -> None:
         for rank in waiting:
@@ -184,13 +170,10 @@ def _described(errors: dict[int, str]) -> list[str]:
 
 
 def _torchrun_variables(rank: int, size: int, port: int) -> dict[str, str]:
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
-    elastic = {"RUN_ID": "compile_fsdp", "RESTART_COUNT": "0", "USE_AGENT_STORE": "True"}
-    return {
-        "MASTER_ADDR": "127.0.0.1",
-        **{name: str(number) for name, number in numbers.items()},
-        **{f"TORCHELASTIC_{name}": value for name, value in elastic.items()},
-    }
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    elastic = {"TORCHELASTIC_RUN_ID": "compile_fsdp", "TORCHELASTIC_RESTART_COUNT": "0"}
+    return {**address, **numbers, **elastic, "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def _serve(rank: int, connection: Connection, variables: dict[str, str], stack_file: str) -> None:
@@ -223,7 +206,6 @@ def join(device: torch.device, *, meeting: str = "first", timeout_s: float | Non
     """Make the default process group of all ranks, or of this process alone if it is no rank. Collective.
 
     Args:
-        device: Decides the backends, see `backends_of`.
         meeting: A name that is new for each group that the ranks make in turn.
         timeout_s: Seconds that a collective waits for a rank; None uses torch's default.
     """
@@ -232,22 +214,14 @@ def join(device: torch.device, *, meeting: str = "first", timeout_s: float | Non
         store, rank, size = next(rendezvous("env://"))
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     own = PrefixStore(meeting, store)
-    dist.init_process_group(backends_of(device), store=own, rank=rank, world_size=size, timeout=timeout)
-
-
-def backends_of(device: torch.device) -> str:
-    """Backends of a process group: gloo for CPU tensors, which checkpoints need, and the default of the device."""
-    if device.type == "cpu":
-        return "gloo"
-    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    backends = "gloo"  # for CPU tensors, which checkpoints need
+    if device.type != "cpu":
+        backends = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    dist.init_process_group(backends, store=own, rank=rank, world_size=size, timeout=timeout)
 
 
 def use_device() -> torch.device:
-    """Make this rank's accelerator the current device and return it; the CPU if there is no accelerator.
-
-    Raises:
-        CommandError: if this host has accelerators, but fewer than ranks.
-    """
+    """Make this rank's accelerator the current device and return it; the CPU if there is no accelerator."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None:
         return torch.device("cpu")
@@ -263,18 +237,14 @@ def use_device() -> torch.device:
 def fake_world(size: int, rank: int = 0) -> Iterator[None]:
     """Make this process a rank whose collectives do nothing, for graphs instead of values.
 
-    The block has a fake process group and torchrun's variables, except MASTER_PORT. A checkpoint that is saved in it
-    has only the shards of this rank.
-
-    Raises:
-        ScriptError: if `size` is less than 1.
+    The block has a fake process group and torchrun's variables, except MASTER_PORT, so that no second process group
+    waits for missing ranks. A checkpoint that is saved in it has only the shards of this rank.
     """
     if size < 1:
         raise ScriptError(f"expected --world to be at least 1, got {size}")
-    # Libraries read MASTER_ADDR. MASTER_PORT is not set here, so that no second process group waits for missing ranks.
     ours = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": "1"}
-    ours["MASTER_ADDR"] = "127.0.0.1"
-    before = {name: os.environ.get(name) for name in ours}
+    ours["MASTER_ADDR"] = "127.0.0.1"  # libraries read it
+    before = {name: os.environ[name] for name in ours if name in os.environ}
     os.environ.update(ours)
     try:
         init_fake_process_group(size, rank)
@@ -285,8 +255,6 @@ def fake_world(size: int, rank: int = 0) -> Iterator[None]:
             if dist.is_initialized():
                 dist.destroy_process_group()
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in ours:
+            os.environ.pop(name, None)
+        os.environ.update(before)

@@ -2,12 +2,12 @@
 
 `TREE/home/user/runs/a.pt` is the script's version of `/home/user/runs/a.pt`. The tree starts as a link to `/`. A write
 replaces the links on its path: a link to a folder by a new folder, and a link to a file by a copy. The new folder gets
-links to all entries when the script lists it or removes an entry. So renames, errors and listings are those of the
-file system. Forked workers and the ranks of one host share the tree.
+links to all entries when the script lists it or removes an entry. So renames, errors and listings are the file
+system's. Forked workers and the ranks of one host share the tree.
 
 [Note: Links to the user's files]
-A link to an unchanged file or folder of the user begins with `//`, which the system reads as `/`. All further links are
-the script's, or copies of the user's links. `Overlay.find` resolves them inside the tree.
+A link to an unchanged file or folder of the user begins with `//`, which the system reads as `/`. `Overlay.find`
+resolves all further links inside the tree: the script's, and copies of the user's.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from contextlib import contextmanager
 from typing import Any
 
 _REST = "\n"  # name of the link to the user's folder, in a folder of the tree that lacks links to some entries
-
-_MOST_LINKS = 40  # as in Linux
 
 
 class Access(enum.Enum):
@@ -59,11 +57,7 @@ def is_below(path: str, folder: str) -> bool:
 
 
 class Overlay:
-    """Places of a script's versions of files. No method except `keep` changes the user's files.
-
-    Args:
-        folder: Holds the tree. Processes that use one folder share the script's view.
-    """
+    """Places of a script's versions of files, in a tree in `folder`. Only `keep` changes the user's files."""
 
     def __init__(self, folder: str) -> None:
         self.folder = os.path.realpath(folder)
@@ -84,17 +78,16 @@ class Overlay:
     def find(self, key: str, access: Access) -> str:
         """Return the path for a call to use: in the tree if the call writes or the script has changed the path.
 
-        Args:
-            key: An absolute path. The tree is ready for the call when `find` returns.
-            access: How the call uses the path.
+        Makes the tree ready for the call. The key is an absolute path.
+
         Raises:
             OSError: if the path leads through a file, or through a folder that cannot be read.
         """
         with self._locked():
             return self._find(key, access)
 
-    def _find(self, key: str, access: Access, links: int = _MOST_LINKS) -> str:
-        if links == 0:
+    def _find(self, key: str, access: Access, links: int = 40) -> str:
+        if links == 0:  # Linux, too, follows at most 40 links
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), key)
         place, names = self.tree, [name for name in key.split(os.sep) if name]
         while True:
@@ -172,10 +165,7 @@ class Overlay:
             os.symlink(f"/{key}", place)
 
     def changes(self, folder: str = os.sep) -> tuple[list[str], list[str]]:
-        """Return the paths that the script has written, and the paths that it has removed, below a folder.
-
-        Paths below a returned path are left out.
-        """
+        """Return the topmost paths below a folder that the script has written, and that it has removed."""
         place = f"{self.tree}{folder.rstrip(os.sep)}"
         if os.path.islink(place):
             return [], []

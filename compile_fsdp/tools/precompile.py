@@ -1,4 +1,4 @@
-"""`compile-fsdp precompile`: run a user's script to make its bundles before the job starts."""
+"""The command `compile-fsdp precompile`."""
 
 from __future__ import annotations
 
@@ -31,12 +31,7 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the script and print the outcome of each bundle.
-
-    Raises:
-        ScriptError: if the script makes no bundle, `--steps` or `--world` is less than 1, or torchrun has started the
-            process; see also `run_script`.
-    """
+    """Run the script and print the outcome of each bundle."""
     from compile_fsdp.tools.check.steps import ended_after
     from compile_fsdp.tools.protect_files import protected_files
 

@@ -2,14 +2,13 @@
 
 Writes go to an overlay in a temporary folder, and the script reads them back from there. Temporary files, compiler
 caches and devices are written as usual. A write by a function that is not redirected (`io.FileIO`) is refused if Python
-reports it to audit hooks. The protection does not cover programs that the script starts, and files that a library,
-except torch and safetensors, opens in C or C++.
+reports it to audit hooks. Programs that the script starts are not covered, nor files that a library, except torch and
+safetensors, opens in C or C++.
 
 [Note: Until the process ends]
 A command ends a script before the script's own end. The script's threads go on, for example an asynchronous save, and
-its atexit functions run after the command has finished. Both stay redirected. atexit functions run in reverse order of
-registration: the function registered after the script's functions starts the redirection again, and the function
-registered before them removes the overlay.
+its atexit functions run after the command has finished. Both stay redirected. atexit functions run in reverse order:
+the one registered after the script's starts the redirection again, the one registered before them removes the overlay.
 """
 
 from __future__ import annotations
@@ -44,12 +43,7 @@ _FREE = ("/dev", "/proc", "/sys", "~/.cache", "~/.triton", "~/.nv", "~/Library/C
 
 
 class ProtectedFiles:
-    """Protection of the user's files during one run of a script.
-
-    Args:
-        command: Name of the command, for messages.
-        script: Path of the script. Files in its folder are protected even if it is a temporary folder.
-    """
+    """Protection of the user's files while a command runs a script, whose folder may be a temporary one."""
 
     def __init__(self, command: str, script: Path) -> None:
         self.command = command
@@ -126,11 +120,7 @@ class ProtectedFiles:
             raise
 
     def refuse(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Refuse an audit event that changes a protected file.
-
-        Raises:
-            PermissionError: if the event changes a protected file.
-        """
+        """Raise a PermissionError if an audit event changes a protected file."""
         name, args = ("os.open", (arguments[0], arguments[2])) if event == "open" else (event, arguments)
         with _unprotected():
             for path, access in zip(args, find_accesses(name, args, {}).values(), strict=False):
@@ -156,11 +146,7 @@ class ProtectedFiles:
 def protected_files(command: str, script: Path) -> Iterator[ProtectedFiles]:
     """Keep a script's writes away from the user's files inside the block, then print the files that were not written.
 
-    See [Note: Until the process ends].
-
-    Args:
-        command: Name of the command, for messages.
-        script: Path of the script that the command runs.
+    `command` is the name of the command, for messages. See [Note: Until the process ends].
     """
     files = ProtectedFiles(command, script)
     atexit.register(_remove, files, os.getpid())

@@ -1,7 +1,7 @@
 """Replace the functions that read or write files in all loaded modules, and restore them later.
 
 Python's functions are replaced under every module global that refers to them, such as `open` in `bz2`. The writer of
-`torch.save`, torch's profile exporter and all of safetensors open files in native code, so they are replaced as well.
+`torch.save`, torch's profile exporter and safetensors open files in native code, so they are replaced as well.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ ACCESSES: dict[str, Accesses] = {
 }
 
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_NEW_FLAGS = os.O_CREAT | os.O_EXCL
 
 # Python's import system reads and caches code with the functions of these modules.
 _LEFT_ALONE = {"posix", "nt", "_io"}
@@ -94,7 +93,7 @@ def find_accesses(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return {"file": next((access for letter, access in by_mode.items() if letter in mode), Access.READ)}
     if name == "os.open":
         flags = kwargs.get("flags", second)
-        if flags & _NEW_FLAGS == _NEW_FLAGS:
+        if flags & os.O_CREAT and flags & os.O_EXCL:
             return {"path": Access.MAKE}
         writes = Access.REPLACE if flags & os.O_TRUNC else Access.CHANGE
         return {"path": writes if flags & _WRITE_FLAGS else Access.READ}

@@ -35,14 +35,9 @@ def add_world(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def world(asked: int | None) -> Iterator[tuple[int, int]]:
-    """Yield the rank and the number of ranks for a script.
+    """Yield the rank and the number of ranks for a script, given the value of `--world`.
 
     Under torchrun, the script makes the process group. Without torchrun, the block runs in a `fake_world`.
-
-    Args:
-        asked: Value of `--world`; None if the option is not given.
-    Raises:
-        ScriptError: if `asked` is less than 1, or is given under torchrun.
     """
     if dist.is_torchelastic_launched():
         if asked is not None:
@@ -55,15 +50,10 @@ def world(asked: int | None) -> Iterator[tuple[int, int]]:
 
 
 def run_script(script: Path, arguments: list[str]) -> dict[str, Any]:
-    """Run a script as Python would.
+    """Run a script with arguments as Python would; return its global names.
 
     In a `fake_world`, the script's `init_process_group()` keeps the fake process group.
 
-    Args:
-        script: Path of the script.
-        arguments: Arguments of the script, as in `sys.argv[1:]`.
-    Returns:
-        The global names of the script.
     Raises:
         ScriptError: if the script does not exist, or ends with an error status.
         Exception: if the script raises an exception.

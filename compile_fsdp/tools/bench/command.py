@@ -1,4 +1,4 @@
-"""The command `compile-fsdp bench`: parse its options and run it."""
+"""The command `compile-fsdp bench`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from compile_fsdp.reports import newest_advice
 from compile_fsdp.tools import launch
 from compile_fsdp.tools.bench.measure import Result, measure
 from compile_fsdp.tools.bench.modes import MODES, SIMPLE_FSDP
-from compile_fsdp.tools.bench.report import Tables, describe_gain, format_table, write_json
+from compile_fsdp.tools.bench.report import describe_gain, format_table, write_json
 from compile_fsdp.tools.bench.script import measure_script, on_own_ranks
 from compile_fsdp.tools.bench.turns import steps_needed
 from compile_fsdp.tools.bench.workloads import SIZES, Decoder
@@ -54,9 +54,7 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run)
-    parser.add_argument(
-        "--modes", type=_names, default=DEFAULT_MODES, metavar="NAME,NAME", help="default: %(default)s"
-    )
+    parser.add_argument("--modes", type=_names, default=DEFAULT_MODES, metavar="NAME,NAME", help="default: %(default)s")
     parser.add_argument(
         "--model", type=_names, default=DEFAULT_MODELS, metavar="NAME,NAME", help=f"{', '.join(SIZES)} (default mid)"
     )
@@ -80,10 +78,6 @@ def run(args: argparse.Namespace) -> int:
 
     Each workload runs in new processes, because an earlier workload leaves compiled models, and profilers that gloo's
     threads may still report to.
-
-    Raises:
-        CommandError: if the options or the installation do not allow the run.
-        ScriptError: see `measure_script`.
     """
     if args.rounds < 2 or args.ranks < 1:
         raise CommandError(f"expected at least 2 rounds and 1 rank, got --rounds {args.rounds} --ranks {args.ranks}")
@@ -98,15 +92,9 @@ def run(args: argparse.Namespace) -> int:
         tables[name] = _measure(rank, *arguments) if is_launched else launch.run(ranks, _measure, *arguments)[0]
         if rank == 0:
             print(format_table(name, tables[name]), flush=True)
-    if rank == 0:
-        _write(tables, ranks, args)
+    if rank == 0 and args.json is not None:
+        write_json(tables, ranks, args.json)
     return 0
-
-
-def _write(tables: Tables, ranks: int, args: argparse.Namespace) -> None:
-    if args.json is not None:
-        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-        write_json(tables, ranks, device.type, args.json)
 
 
 def _run_script(args: argparse.Namespace) -> int:
@@ -130,7 +118,8 @@ def _run_script(args: argparse.Namespace) -> int:
         ranks = int(os.environ["WORLD_SIZE"])
         print(format_table(script.name, table))
         print("\n".join([describe_gain(table, args.rounds, ranks), *(each.sentence for each in newest_advice())]))
-        _write({script.name: table}, ranks, args)
+        if args.json is not None:
+            write_json({script.name: table}, ranks, args.json)
     return 0
 
 
@@ -155,7 +144,6 @@ def _check(args: argparse.Namespace) -> None:
 
 def _measure(rank: int, workload: Decoder, modes: tuple[str, ...], rounds: int) -> dict[str, Result]:
     os.environ["TORCH_FR_BUFFER_SIZE"] = "400"  # collectives; each entry keeps the code that issued it alive
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # keeps the profiler from printing a line for every profile
     device = launch.use_device()
     if device.type == "cpu":
         torch.set_num_threads(1)

@@ -11,28 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-ROTARY_BASE = 10_000.0
-
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Numbers that decide the shapes of a model's parameters.
+    """Numbers that decide the shapes of a model's parameters."""
 
-    Attributes:
-        dim: Width of the residual stream.
-        layers: Number of transformer blocks.
-        heads: Number of attention heads per block; `dim / heads` is an even integer.
-        hidden: Hidden width of a SwiGLU feed-forward.
-        vocab_size: Number of token values; 256, one per byte, by default.
-        tie_embeddings: Whether the output projection is the embedding table.
-    """
-
-    dim: int
+    dim: int  # width of the residual stream
     layers: int
-    heads: int
-    hidden: int
-    vocab_size: int = 256
-    tie_embeddings: bool = False
+    heads: int  # of a block; dim / heads is an even integer
+    hidden: int  # width of a SwiGLU feed-forward
+    vocab_size: int = 256  # one token value per byte
+    tie_embeddings: bool = False  # whether the output projection is the embedding table
 
     def __post_init__(self) -> None:
         if self.dim % (2 * self.heads) != 0:
@@ -56,7 +45,7 @@ class Rotary(nn.Module):
 
     def __init__(self, head_dim: int, seq_len: int) -> None:
         super().__init__()
-        frequencies = ROTARY_BASE ** -(torch.arange(0, head_dim, 2) / head_dim)
+        frequencies = 10_000.0 ** -(torch.arange(0, head_dim, 2) / head_dim)
         angles = torch.outer(torch.arange(seq_len), frequencies)
         # Derived from the shapes alone, hence no part of a checkpoint.
         self.register_buffer("cos", angles.cos(), persistent=False)
@@ -82,10 +71,9 @@ class Attention(nn.Module):
         self.rotary = Rotary(config.dim // config.heads, seq_len)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attend over `x`: (B, T, D) -> (B, T, D)."""
+        """(B, T, D) -> (B, T, D)."""
         batch, length, dim = x.shape
-        qkv: Tensor = self.qkv(x)
-        split = qkv.view(batch, length, 3, self.heads, dim // self.heads)
+        split: Tensor = self.qkv(x).view(batch, length, 3, self.heads, dim // self.heads)
         q, k, v = split.permute(2, 0, 3, 1, 4)  # each (B, H, T, K)
         attended = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, is_causal=True)
         out: Tensor = self.out(attended.transpose(1, 2).reshape(batch, length, dim))
@@ -125,12 +113,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Predicts each next token; `forward` returns the loss.
-
-    Args:
-        config: Shapes of the parameters.
-        seq_len: Longest sequence that `forward` takes.
-    """
+    """Predicts each next token of sequences of at most `seq_len` tokens; `forward` returns the loss."""
 
     def __init__(self, config: ModelConfig, seq_len: int) -> None:
         super().__init__()
@@ -138,9 +121,6 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(Block(config, seq_len) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim)
         self.output = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
-        self._init_parameters(residual_writes=2 * config.layers)
-
-    def _init_parameters(self, residual_writes: int) -> None:
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
@@ -148,16 +128,14 @@ class Transformer(nn.Module):
             assert isinstance(block, Block)
             # Keeps the residual stream's variance independent of the depth.
             for projection in (block.attention.out, block.feed_forward.down):
-                nn.init.normal_(projection.weight, std=0.02 * residual_writes**-0.5)
+                nn.init.normal_(projection.weight, std=0.02 * (2 * config.layers) ** -0.5)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy, in nats per token.
+        """Mean cross-entropy in nats per token, () float32.
 
         Args:
             tokens: (B, T) int64.
             targets: (B, T) int64, the token that follows each of `tokens`.
-        Returns:
-            The loss, () float32.
         """
         x = self.embedding(tokens)
         for block in self.layers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,14 +26,13 @@ class Result:
 
     Attributes:
         ratio: Median over the rounds of the step time divided by the step time of `eager` in that round.
-        spread: Lower and upper quartile over the rounds of the step time relative to `eager`.
-        step_ms: Median time of a step, forward and backward, on the slowest rank, in milliseconds.
-        peak_mib: Peak memory of one step on this rank in MiB, less the memory allocated before the step. On a CPU, the
-            median of several steps, because gloo's threads may still hold tensors of the last collective. For a script
-            on an accelerator, all allocated memory, on the rank with the highest peak.
+        spread: Lower and upper quartile of these ratios.
+        step_ms: Median time of a step, forward and backward, on the slowest rank.
+        peak_mib: Peak memory of one step on this rank, less the memory allocated before the step. On a CPU, the median
+            of several steps, because gloo's threads may still hold tensors of the last collective. For a script on an
+            accelerator, all allocated memory, on the rank with the highest peak.
         collectives: Number of collectives that this rank issues in one step.
-        first_step_s: Seconds of the first step, which compiles or takes graphs from the compilers' caches. None if the
-            start of the step was not measured.
+        first_step_s: Seconds of the first step, which compiles or loads cached graphs; None if not measured.
     """
 
     ratio: float
@@ -68,8 +68,13 @@ class Run:
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         return seconds.item()
 
+    def count_collectives(self) -> int:
+        before = executed_collectives()
+        self.step()
+        return executed_collectives() - before
+
     def peak_bytes(self) -> int:
-        """Peak bytes allocated in one step, less the bytes allocated before it."""
+        """`peak_bytes` of one step; on the CPU, the median of five steps."""
         device = self._inputs.device
         runs = 5 if device.type == "cpu" else 1
         return int(statistics.median(peak_bytes(self.step, device) for _ in range(runs)))
@@ -86,24 +91,23 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
 
     On the CPU, the sizes come from the allocator's profile events, and the call is collective: all ranks make it.
     """
-    return _peak_bytes_of_cpu(run) if device.type == "cpu" else _peak_bytes_of_accelerator(run, device)
-
-
-def _peak_bytes_of_accelerator(run: Callable[[], object], device: torch.device) -> int:
+    if device.type == "cpu":
+        with profile_allocations() as profile:
+            run()
+            await_frees()
+        return max(allocated_bytes(profile))
     module = torch.get_device_module(device)
     synchronize(device)
     module.reset_peak_memory_stats(device)
     before: int = module.memory_allocated(device)
     run()
-    peak: int = module.max_memory_allocated(device)
-    return peak - before
+    return int(module.max_memory_allocated(device)) - before
 
 
-def _peak_bytes_of_cpu(run: Callable[[], object]) -> int:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        run()
-        await_frees()
-    return max(allocated_bytes(profile))
+def profile_allocations() -> torch.profiler.profile:
+    """A memory profile of the CPU, to start and stop."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # keeps the profiler from printing a line for every profile
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
 
 
 def await_frees() -> None:
@@ -125,12 +129,7 @@ def allocated_bytes(profile: torch.profiler.profile) -> list[int]:
 
 
 def measure(workload: Decoder, modes: Sequence[str], rounds: int) -> dict[str, Result]:
-    """Train with each mode in turn, on every rank of the present process group.
-
-    Args:
-        modes: Names in `MODES`, which must include "eager".
-        rounds: Number of turns of each mode, at least 2.
-    """
+    """Train with the modes in turn, for at least 2 rounds. Collective; `modes` must include "eager"."""
     rank = dist.get_rank()
     runs = {mode: Run(mode, workload, rank) for mode in modes}
     first = {mode: run.time(1) for mode, run in runs.items()}
@@ -140,7 +139,7 @@ def measure(workload: Decoder, modes: Sequence[str], rounds: int) -> dict[str, R
     for turn in range(rounds):
         for mode in modes if turn % 2 == 0 else reversed(modes):
             seconds[mode].append(runs[mode].time(STEPS_PER_TURN))
-    collectives = {mode: _count_collectives(run) for mode, run in runs.items()}
+    collectives = {mode: run.count_collectives() for mode, run in runs.items()}
     peaks = {mode: run.peak_bytes() for mode, run in runs.items()}
     return {mode: make_result(mode, seconds, peaks[mode], collectives[mode], first[mode]) for mode in modes}
 
@@ -152,26 +151,8 @@ def make_result(
     collectives: int,
     first_step_s: float | None,
 ) -> Result:
-    """Make the result of one mode, relative to eager.
-
-    Args:
-        mode: Name of the mode.
-        seconds: By mode, (rounds,) seconds of a step; must include "eager".
-        peak_bytes: Peak memory of a step in bytes. `Result` describes this argument and the remaining ones.
-    """
+    """Make the result of one mode from the seconds of each mode's steps by round; see `Result`."""
     ratios = [mine / theirs for mine, theirs in zip(seconds[mode], seconds["eager"], strict=True)]
     lower, _, upper = statistics.quantiles(ratios, n=4)
-    return Result(
-        ratio=statistics.median(ratios),
-        spread=(lower, upper),
-        step_ms=1000 * statistics.median(seconds[mode]),
-        peak_mib=peak_bytes / 2**20,
-        collectives=collectives,
-        first_step_s=first_step_s,
-    )
-
-
-def _count_collectives(run: Run) -> int:
-    before = executed_collectives()
-    run.step()
-    return executed_collectives() - before
+    step_ms = 1000 * statistics.median(seconds[mode])
+    return Result(statistics.median(ratios), (lower, upper), step_ms, peak_bytes / 2**20, collectives, first_step_s)

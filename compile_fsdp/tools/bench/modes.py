@@ -6,6 +6,7 @@ import importlib
 import os
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,6 @@ from torch.distributed.fsdp import fully_shard
 
 from compile_fsdp import api
 from compile_fsdp.wrap import plan
-
-Mode = Callable[[Any], nn.Module]
 
 # Module of SimpleFSDP in torchtitan's main branch of 2026-08-21.
 SIMPLE_FSDP = "torchtitan.experiments.graph_trainer.simple_fsdp"
@@ -34,10 +33,6 @@ def _shard(model: nn.Module, shard: Callable[[nn.Module], Any]) -> nn.Module:
     return model
 
 
-def _eager(model: nn.Module) -> nn.Module:
-    return _shard(model, fully_shard)
-
-
 def _block(model: nn.Module) -> nn.Module:
     for block in _blocks(model):
         block.compile()
@@ -49,17 +44,9 @@ def _compile(model: nn.Module, **options: Any) -> nn.Module:
     return model
 
 
-def _compile_kept(model: nn.Module) -> nn.Module:
-    return _compile(model, memory_budget=2**50)  # more than any step needs
-
-
 def _compile_bundle(model: nn.Module) -> nn.Module:
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
     return _compile(model, bundle=str(Path(folder, "compile_fsdp.bundle")))
-
-
-def _bytes(module: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in module.parameters())
 
 
 def _bound(model: nn.Module) -> nn.Module:
@@ -75,33 +62,30 @@ def _simple(model: nn.Module, **options: Any) -> nn.Module:
     return simple
 
 
-def _simple_bucket(model: nn.Module) -> nn.Module:
-    return _simple(model, bucket_all_gathers_fx="all", bucket_reduce_scatters_fx="all")
+_simple_bucket = partial(_simple, bucket_all_gathers_fx="all", bucket_reduce_scatters_fx="all")
 
 
 def _simple_block(model: nn.Module) -> nn.Module:
-    size_mb = _bytes(_blocks(model)[0]) / 2**20
+    size_mb = sum(parameter.nbytes for parameter in _blocks(model)[0].parameters()) / 2**20
 
     def determine(bucket: int) -> float:
         return size_mb
 
-    return _simple(
+    return _simple_bucket(
         model,
-        bucket_all_gathers_fx="all",
         bucket_all_gathers_fx_bucket_size_determinator=determine,
-        bucket_reduce_scatters_fx="all",
         bucket_reduce_scatters_fx_bucket_size_determinator=determine,
     )
 
 
-MODES: dict[str, Mode] = {
-    "eager": _eager,
+MODES: dict[str, Callable[[Any], nn.Module]] = {
+    "eager": partial(_shard, shard=fully_shard),
     "block": _block,
     "simple": _simple,
     "simple_bucket": _simple_bucket,
     "simple_block": _simple_block,
     "bound": _bound,
     "compile": _compile,
-    "compile_kept": _compile_kept,
+    "compile_kept": partial(_compile, memory_budget=2**50),  # more than any step needs
     "compile_bundle": _compile_bundle,
 }

@@ -11,8 +11,6 @@ import torch
 
 from compile_fsdp.tools.bench.measure import Result
 
-Tables = Mapping[str, Mapping[str, Result]]  # results by workload and mode
-
 
 def format_table(name: str, table: Mapping[str, Result]) -> str:
     """Format the results of one workload as a table in Markdown."""
@@ -31,13 +29,7 @@ def format_table(name: str, table: Mapping[str, Result]) -> str:
 
 
 def describe_gain(table: Mapping[str, Result], rounds: int, ranks: int) -> str:
-    """Compare a compiled step with an eager step in one sentence.
-
-    Args:
-        table: Results of "eager" and "compile".
-        rounds: Number of turns of each mode.
-        ranks: Number of ranks that measured.
-    """
+    """Compare a step of "compile" with a step of "eager" in one sentence."""
     eager, compiled = table["eager"], table["compile"]
     lower, upper = compiled.spread
     # On a CPU, the peak counts only memory that the step allocates, so it can be 0.
@@ -48,7 +40,9 @@ def describe_gain(table: Mapping[str, Result], rounds: int, ranks: int) -> str:
     )
 
 
-def write_json(tables: Tables, ranks: int, device: str, path: Path) -> None:
+def write_json(tables: Mapping[str, Mapping[str, Result]], ranks: int, path: Path) -> None:
+    """Write results, by workload and mode."""
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     results = {name: {mode: asdict(result) for mode, result in table.items()} for name, table in tables.items()}
-    head = {"torch": torch.__version__, "ranks": ranks, "device": device}
+    head = {"torch": torch.__version__, "ranks": ranks, "device": device.type}
     path.write_text(json.dumps({**head, "results": results}, indent=1) + "\n")

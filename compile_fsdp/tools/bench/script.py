@@ -23,14 +23,8 @@ USER_ERROR = 2  # exit status of the command for an error that it has already pr
 
 
 def measure_script(script: Path, arguments: Sequence[str], rounds: int) -> dict[str, Result]:
-    """Run a script until enough of its steps are measured. Collective.
+    """Run a script until enough of its steps are measured; return the results of "eager" and "compile". Collective.
 
-    Args:
-        script: Path of the script.
-        arguments: Arguments of the script, as in `sys.argv[1:]`.
-        rounds: Turns of each mode, at least 2.
-    Returns:
-        The results of "eager" and "compile".
     Raises:
         ScriptError: if the script raises an error, makes too few steps, compiles nothing, or recompiles too often; see
             also `run_script`.
@@ -47,23 +41,18 @@ def measure_script(script: Path, arguments: Sequence[str], rounds: int) -> dict[
         raise script_error(error, script) from error
     if dist.is_initialized():
         dist.destroy_process_group()
-    if turns.problem is not None:
-        raise turns.problem
-    if turns.results is None:
+    if isinstance(turns.outcome, ScriptError):
+        raise turns.outcome
+    if turns.outcome is None:
         raise ScriptError(
             f"expected {script} to make about {steps_needed(rounds)} optimizer steps, got {turns.steps}; let it train "
             "longer, or ask for fewer --rounds"
         )
-    return turns.results
+    return turns.outcome
 
 
 def on_own_ranks(arguments: Sequence[str], ranks: int) -> int:
-    """Run this command again on new ranks of this host; return the exit status.
-
-    Args:
-        arguments: Arguments of the command.
-        ranks: Number of ranks.
-    """
+    """Run this command again on new ranks of this host; return the exit status."""
     try:
         launch.run(ranks, _run_command, arguments)
     except launch.RankLost as lost:

@@ -12,7 +12,6 @@ into an event of the stopped profile. So a step without a profile separates two 
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Generator, Iterator
@@ -31,6 +30,7 @@ from compile_fsdp.tools.bench.measure import (
     allocated_bytes,
     await_frees,
     make_result,
+    profile_allocations,
     synchronize,
 )
 from compile_fsdp.tools.check.steps import Steps
@@ -52,21 +52,14 @@ def steps_needed(rounds: int) -> int:
 
 
 class ScriptTurns:
-    """Measurement of a running script; decides after each step how the next step runs.
-
-    Collective: every rank of the script has an instance.
-
-    Args:
-        rounds: Turns of each mode, at least 2.
+    """Measurement of a running script; decides after each step how the next step runs. Collective.
 
     Attributes:
-        results: Results by mode; None until everything is measured.
-        problem: Error that ended the measurement; None without an error.
+        outcome: Results by mode, or the error that ended the measurement; None before its end.
     """
 
     def __init__(self, rounds: int) -> None:
-        self.results: dict[str, Result] | None = None
-        self.problem: ScriptError | None = None
+        self.outcome: dict[str, Result] | ScriptError | None = None
         self._rounds = rounds
         self._steps = Steps(limit=1)
         self._device = torch.device("cpu")
@@ -88,17 +81,17 @@ class ScriptTurns:
 
     def count(self, optimizer: Optimizer) -> bool:
         """Count an optimizer's step; return whether the measurement is over."""
-        if self.results is None and self.problem is None and self._steps.count(optimizer):
+        if self.outcome is None and self._steps.count(optimizer):
             self._steps.limit += 1
             devices = (parameter.device for group in optimizer.param_groups for parameter in group["params"])
             self._device = next(devices, self._device)
             try:
                 next(self._turns)
             except StopIteration as end:
-                self.results = end.value
+                self.outcome = end.value
             except ScriptError as error:
-                self.problem = error
-        return self.results is not None or self.problem is not None
+                self.outcome = error
+        return self.outcome is not None
 
     def _measure(self) -> Turns[dict[str, Result]]:
         with _running(EAGER):
@@ -127,14 +120,9 @@ class ScriptTurns:
         for mode in MODES:
             collectives[mode], profiled = yield from self._look(mode)
             peaks[mode] = profiled or peaks[mode]
+        first = {EAGER: None, COMPILE: first_s}
         return {
-            mode: make_result(
-                mode,
-                seconds,
-                int(statistics.median(peaks[mode])),
-                collectives[mode],
-                first_s if mode == COMPILE else None,
-            )
+            mode: make_result(mode, seconds, int(statistics.median(peaks[mode])), collectives[mode], first[mode])
             for mode in MODES
         }
 
@@ -198,7 +186,7 @@ class ScriptTurns:
             for _ in range(PROFILED_STEPS if self._device.type == "cpu" else 0):
                 # See [Note: Profiles in optimizer steps].
                 yield
-                profile = _profile()
+                profile = profile_allocations()
                 profile.start()
                 yield
                 await_frees()
@@ -212,11 +200,6 @@ class ScriptTurns:
 def _running(mode: str) -> Iterator[None]:
     with torch.compiler.set_stance("force_eager" if mode == EAGER else "default"):
         yield
-
-
-def _profile() -> torch.profiler.profile:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # keeps the profiler from printing a line for every profile
-    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
 
 
 def _exchange(own: T) -> list[T]:

@@ -1,4 +1,4 @@
-"""Models and batch sizes for bench; each forward maps tokens and targets to the loss."""
+"""Models and batch sizes for bench."""
 
 from __future__ import annotations
 
@@ -9,19 +9,14 @@ from compile_fsdp.tools.bench.llama import ModelConfig, Transformer
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A decoder with RMSNorm, SwiGLU and causal attention, and its batch.
-
-    Attributes:
-        batch: Sequences per rank and step.
-        seq_len: Tokens per sequence.
-    """
+    """A decoder, and the number of sequences per rank and step and of tokens per sequence."""
 
     model: ModelConfig
     batch: int
     seq_len: int
 
     def build(self) -> Transformer:
-        """Build the model on the default device; its forward maps int64 tokens (B, T) and targets (B, T) to a loss."""
+        """Build the model on the default device."""
         return Transformer(self.model, self.seq_len)
 
 

@@ -1,4 +1,4 @@
-"""`compile-fsdp calibrate`: measure and print the costs that the passes use, and write them to a file."""
+"""The command `compile-fsdp calibrate`."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ matrix products on the device. Write the costs over the last dim, over which HSD
 `costs`. Runs on new ranks, or on the ranks of torchrun.
 """
 
-TIMEOUT_S = 300.0
-
 
 def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `calibrate` to the command line."""
@@ -44,9 +42,7 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument(
         "--dtype", type=_dtype, default="bfloat16", metavar="NAME", help="of the matrices (default %(default)s)"
     )
-    parser.add_argument(
-        "--output", type=Path, default=Path("costs.json"), metavar="FILE", help="default %(default)s"
-    )
+    parser.add_argument("--output", type=Path, default=Path("costs.json"), metavar="FILE", help="default %(default)s")
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -61,12 +57,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure the costs; rank 0 prints and writes them.
-
-    Raises:
-        CommandError: if there is one rank only, there are more ranks than GPUs, the mesh does not fit the ranks, or a
-            rank fails. Under torchrun, also if `--ranks` is given, or a GPU is missing.
-    """
+    """Measure the costs; rank 0 prints and writes them."""
     if dist.is_torchelastic_launched():
         if args.ranks is not None:
             raise CommandError(f"expected no --ranks under torchrun, which starts the ranks, got {args.ranks}")
@@ -77,7 +68,11 @@ def run(args: argparse.Namespace) -> None:
         if 0 < devices < ranks:
             raise CommandError(f"expected at most one rank per GPU of this host, got --ranks {ranks} for {devices}")
     shape = args.mesh or (ranks,)
-    _check(ranks, shape)
+    if shape[-1] == 1:
+        raise CommandError(f"expected two ranks or more in the last dim, got {shape[-1]}: one rank gathers nothing")
+    if min(shape) < 1 or math.prod(shape) != ranks:
+        shown = "x".join(map(str, shape))
+        raise CommandError(f"expected --mesh with as many places as ranks, got {shown} for {ranks}; see --ranks")
     arguments = shape, args.dtype, args.output
     if dist.is_torchelastic_launched():
         _calibrate(int(os.environ["RANK"]), *arguments)
@@ -89,27 +84,18 @@ def run(args: argparse.Namespace) -> None:
         raise CommandError(f"expected {ranks} ranks on this host, got a failed rank: {reason}") from error
 
 
-def _check(ranks: int, mesh: Sequence[int]) -> None:
-    if mesh[-1] == 1:
-        raise CommandError(f"expected two ranks or more in the last dim, got {mesh[-1]}: one rank gathers nothing")
-    if min(mesh) < 1 or math.prod(mesh) != ranks:
-        shown = "x".join(map(str, mesh))
-        raise CommandError(f"expected --mesh with as many places as ranks, got {shown} for {ranks}; see --ranks")
-
-
 def _calibrate(rank: int, shape: Sequence[int], dtype: torch.dtype, output: Path) -> None:
     device = launch.use_device()
     if device.type == "cpu":
         torch.set_num_threads(1)
-    launch.join(device, timeout_s=TIMEOUT_S)
+    launch.join(device, timeout_s=300.0)
     try:
         mesh = init_device_mesh(device.type, tuple(shape))
-        usual = usual_costs(device)
         lines: list[str] = []
         for dim, size in enumerate(shape):
             if size > 1:
                 measured = measure(mesh.get_group(dim), device, dtype)
-                costs = measured.costs(usual)
+                costs = measured.costs(usual_costs(device))
                 lines += _describe(dim, size, dtype, measured, costs)
         if rank == 0:
             output.write_text(json.dumps(asdict(costs), indent=1) + "\n")

@@ -28,19 +28,12 @@ SHORT_SHARD = 2**10  # bytes of a rank's shard in the shortest collective
 
 @dataclass(frozen=True, slots=True)
 class _Amounts:
-    """Sizes of the measured operations, chosen to take milliseconds.
+    """Sizes of the measured operations, chosen to take milliseconds."""
 
-    Attributes:
-        wholes: Bytes of the all-gather outputs and reduce-scatter inputs.
-        copied: Bytes of a copied tensor, more than the caches hold.
-        side: Rows and columns of the multiplied matrices.
-        side_beside: Rows and columns of the matrices multiplied beside a collective; 0 for no matmul.
-    """
-
-    wholes: tuple[int, ...]
-    copied: int
-    side: int
-    side_beside: int
+    wholes: tuple[int, ...]  # bytes of the all-gather outputs and reduce-scatter inputs
+    copied: int  # bytes of a copied tensor, more than the caches hold
+    side: int  # rows and columns of the multiplied matrices
+    side_beside: int  # rows and columns of the matrices multiplied beside a collective; 0 for no matmul
 
 
 _ON_CPU = _Amounts(wholes=(2**22, 2**24), copied=2**26, side=512, side_beside=256)
@@ -49,43 +42,27 @@ _ON_ACCELERATOR = _Amounts(wholes=(2**24, 2**27), copied=2**28, side=4096, side_
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Speed of all-gathers or reduce-scatters over a process group.
+    """Speed of all-gathers or reduce-scatters over a process group."""
 
-    Attributes:
-        latency: Seconds of the shortest collective.
-        bandwidth: Bytes per second that a rank receives in long collectives.
-    """
-
-    latency: float
-    bandwidth: float
+    latency: float  # seconds of the shortest collective
+    bandwidth: float  # bytes per second that a rank receives in long collectives
 
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """Measured speeds of a device type and a process group.
-
-    Attributes:
-        gather: Speed of all-gathers.
-        reduction: Speed of reduce-scatters.
-        copy_bandwidth: Bytes per second that a copy reads and writes together.
-        flops: Floating-point operations per second of a matmul.
-        offload_bandwidth: Bytes per second between device and host memory, in the slower direction; 0 for a CPU.
-    """
+    """Measured speeds of a device type and a process group."""
 
     gather: Link
     reduction: Link
-    copy_bandwidth: float
-    flops: float
-    offload_bandwidth: float = 0.0
+    copy_bandwidth: float  # bytes per second that a copy reads and writes together
+    flops: float  # floating-point operations per second of a matmul
+    offload_bandwidth: float = 0.0  # bytes per second from or to host memory, the slower of the two; 0 for a CPU
 
     def costs(self, usual: Costs) -> Costs:
         """Round each speed to a power-of-two multiple of the built-in cost.
 
         Costs are part of compiler cache keys. Two measurements are never equal, but their rounded values are, and each
         is within a factor of 1.4 of its measurement.
-
-        Args:
-            usual: Built-in costs of the device.
         """
         latency = (self.gather.latency + self.reduction.latency) / 2
         comm_bandwidth = 2 / (1 / self.gather.bandwidth + 1 / self.reduction.bandwidth)
@@ -104,13 +81,7 @@ def _near(measured: float, usual: float) -> float:
 
 @torch.no_grad()
 def measure(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> Measurements:
-    """Measure the speeds. Collective over the process group.
-
-    Args:
-        group: A process group of at least two ranks.
-        device: This rank's device.
-        dtype: The matrices' dtype.
-    """
+    """Measure the speeds, with matrices of `dtype`. Collective over a group of at least two ranks."""
     gather, reduction = (measure_link(collective, group, device) for collective in (_gather, _reduce_scatter))
     link_to_host = measure_offloads(device) if device.type != "cpu" else 0.0
     return Measurements(gather, reduction, measure_copies(device), measure_products(device, dtype), link_to_host)
@@ -125,10 +96,9 @@ def measure_link(
     ranks = group.size()
     shards = [SHORT_SHARD, *(whole // ranks for whole in _amounts(device).wholes)]
     inputs = [torch.zeros(shard // 4, dtype=torch.float32, device=device) for shard in shards]
-    counts = [SHORT_RUN, *(LONG_RUN for _ in shards[1:])]
     latency, *seconds = (
-        _measure_collective(collective(shard, group), count, device)
-        for shard, count in zip(inputs, counts, strict=True)
+        _measure_collective(collective(shard, group), LONG_RUN if index else SHORT_RUN, device)
+        for index, shard in enumerate(inputs)
     )
     # On a fast link, latency can be nearly all of the time.
     sending = sum(max(each - latency, each / 10) for each in seconds)
@@ -153,7 +123,7 @@ def _measure_collective(launch: Callable[[], torch.Tensor], count: int, device: 
 
 
 def measure_copies(device: torch.device) -> float:
-    """Measure the bytes per second that a copy reads and writes together."""
+    """Bytes per second that a copy reads and writes together."""
     size = _amounts(device).copied
     source, target = torch.zeros(2, size, dtype=torch.uint8, device=device)
     return 2 * size / _shortest(lambda: target.copy_(source), device, LOCAL_S)
@@ -175,9 +145,7 @@ def measure_products(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * side**3 / _shortest(lambda: torch.mm(left, right), device, LOCAL_S)
 
 
-# Collectives issued as in a compiled graph.
-
-
+# The collectives are issued as in a compiled graph.
 def _gather(shard: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
     return partial(functional_collectives.all_gather_into_tensor, shard, group.size(), group.group_name)
 

@@ -18,23 +18,14 @@ class Level(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One finding.
-
-    Attributes:
-        level: Severity of the finding.
-        rule: Name of the kind of finding; stable across scripts and versions.
-        what: Description of the finding, in a sentence.
-        remedy: Change that the user should make.
-        place: Line of the user's code; None if no single line causes the finding.
-        names: FQNs of the modules or parameters that the finding is about.
-    """
+    """One finding."""
 
     level: Level
-    rule: str
-    what: str
-    remedy: str
-    place: Place | None = None
-    names: tuple[str, ...] = ()
+    rule: str  # name of the kind of finding; stable across scripts and versions
+    what: str  # description of the finding, in a sentence
+    remedy: str  # change that the user should make
+    place: Place | None = None  # None if no single line of the user's code causes the finding
+    names: tuple[str, ...] = ()  # FQNs of the modules or parameters that the finding is about
 
 
 MOST_NAMES = 4

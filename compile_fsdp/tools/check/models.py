@@ -20,50 +20,29 @@ from compile_fsdp.wrap.tree import ROOT
 
 @dataclass(frozen=True, slots=True)
 class ShardedGroup:
-    """One parameter group of a model.
+    """One parameter group of a model."""
 
-    Attributes:
-        name: FQNs of the group's modules.
-        parameters: FQNs of the group's parameters.
-        unsharded_bytes: Bytes of the unsharded parameters, in the dtype that the modules compute with.
-        reshards: Whether the group is resharded after its forward.
-        is_captured: Whether the group is in a compiled forward graph.
-        is_last: Whether a forward graph uses the group last, so that the backward begins with the group.
-    """
-
-    name: str
-    parameters: tuple[str, ...]
-    unsharded_bytes: int
-    reshards: bool
-    is_captured: bool
-    is_last: bool
+    name: str  # FQNs of the group's modules
+    parameters: tuple[str, ...]  # FQNs
+    unsharded_bytes: int  # in the dtype that the modules compute with
+    reshards: bool  # after the group's forward
+    is_captured: bool  # in a compiled forward graph
+    is_last: bool  # whether a forward graph uses the group last, so that the backward begins with the group
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedModel:
-    """An outermost module with `fully_shard`, and its submodules.
+    """An outermost module with `fully_shard`, and its submodules."""
 
-    Attributes:
-        name: Name of the module's class.
-        is_traceable: Whether all sharded modules in the model are traceable.
-        settings: Compile settings of the model or of a module that contains it; None if neither is compiled.
-        compiled_parts: FQNs of submodules that are compiled separately.
-        groups: Parameter groups of the model.
-        forward_graphs: Number of forward graphs with groups of the model; a recompiled graph counts once.
-        backward_graphs: Number of backward graphs with groups of the model; a recompiled graph counts once.
-        is_whole: Whether a single forward graph has all groups of the model.
-        trains: Whether a parameter of the model requires a gradient.
-    """
-
-    name: str
-    is_traceable: bool
-    settings: CompileSettings | None
-    compiled_parts: tuple[str, ...]
+    name: str  # of the module's class
+    is_traceable: bool  # whether all sharded modules in the model are traceable
+    settings: CompileSettings | None  # of the model or of a module that contains it; None if neither is compiled
+    compiled_parts: tuple[str, ...]  # FQNs of submodules that are compiled separately
     groups: tuple[ShardedGroup, ...]
-    forward_graphs: int
-    backward_graphs: int
-    is_whole: bool
-    trains: bool
+    forward_graphs: int  # graphs with groups of the model; a recompiled graph counts once
+    backward_graphs: int  # as for the forward
+    is_whole: bool  # whether a single forward graph has all groups of the model
+    trains: bool  # whether a parameter of the model requires a gradient
 
     @property
     def is_captured(self) -> bool:
@@ -79,12 +58,7 @@ def find_modules() -> Iterator[nn.Module]:
 
 
 def describe_models(modules: Collection[nn.Module], traced: Collection[TracedGraph]) -> tuple[ShardedModel, ...]:
-    """Describe the sharded models, in the order of their roots.
-
-    Args:
-        modules: Sharded and compiled modules.
-        traced: Graphs that were compiled.
-    """
+    """Describe the models among sharded and compiled modules, in the order of their roots."""
     sharded = [module for module in modules if isinstance(module, FSDPModule)]
     below = {id(each) for module in sharded for each in module.modules() if each is not module}
     compiled = [module for module in modules if _is_compiled(module)]
@@ -97,7 +71,9 @@ def _is_compiled(module: nn.Module) -> bool:
 
 def _describe(root: nn.Module, compiled: Collection[nn.Module], traced: Collection[TracedGraph]) -> ShardedModel:
     fqns = {module: fqn for fqn, module in root.named_modules()}
-    found = dict.fromkeys(group for module in fqns for group in _groups(module))
+    states = (fsdp_state(module) for module in fqns)
+    found = dict.fromkeys(group for state in states if state is not None for group in param_groups(state))
+    settings = (_settings(each) for each in compiled if any(module is root for module in each.modules()))
     forward = [graph for graph in traced if graph.direction == "forward"]
     backward = [graph for graph in traced if graph.direction == "backward"]
     owns = {own for group in found if (own := find_group(group)) is not None}
@@ -106,7 +82,7 @@ def _describe(root: nn.Module, compiled: Collection[nn.Module], traced: Collecti
     return ShardedModel(
         name=type(root).__name__.removeprefix("FSDP"),
         is_traceable=all(is_traceable(each) for each in root.modules() if isinstance(each, FSDPModule)),
-        settings=next((_settings(each) for each in compiled if _contains(each, root)), None),
+        settings=next(settings, None),
         compiled_parts=tuple(sorted(fqns[each] for each in compiled if each in fqns and each is not root)),
         groups=tuple(_describe_group(group, fqns, seen, last) for group in found),
         forward_graphs=_count(forward, owns),
@@ -116,18 +92,9 @@ def _describe(root: nn.Module, compiled: Collection[nn.Module], traced: Collecti
     )
 
 
-def _groups(module: nn.Module) -> list[FSDPParamGroup]:
-    state = fsdp_state(module)
-    return [] if state is None else param_groups(state)
-
-
 def _settings(module: nn.Module) -> CompileSettings | None:
     own = vars(module).get("_compiled_call_impl")
     return compile_settings(module if own is None else own)
-
-
-def _contains(module: nn.Module, root: nn.Module) -> bool:
-    return any(each is root for each in module.modules())
 
 
 def _count(graphs: Collection[TracedGraph], owns: set[TraceableGroup]) -> int:

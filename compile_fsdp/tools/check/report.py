@@ -19,25 +19,15 @@ WIDTH = 110
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """Result of checking a script.
+    """Result of checking a script."""
 
-    Attributes:
-        script: Path of the script.
-        world_size: Number of ranks.
-        steps: Number of steps of the optimizer with the most steps.
-        models: Sharded models of the script.
-        windows_removed: Number of windows that the passes removed from the script's graphs.
-        windows_kept: Number of windows that the passes left.
-        findings: Findings by level: breaks first, then costs, then notes.
-    """
-
-    script: str
+    script: str  # path
     world_size: int
-    steps: int
+    steps: int  # of the optimizer with the most steps
     models: tuple[ShardedModel, ...]
-    windows_removed: int
+    windows_removed: int  # by the passes, from the script's graphs
     windows_kept: int
-    findings: tuple[Finding, ...]
+    findings: tuple[Finding, ...]  # by level: breaks first, then costs, then notes
 
     @property
     def compiles_whole(self) -> bool:

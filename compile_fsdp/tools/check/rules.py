@@ -1,26 +1,16 @@
-"""Rules of `check`, which turn observations of a script into findings with remedies.
-
-A rule is a function that yields findings. `find` runs all rules and puts the most important findings first.
-"""
+"""Rules of `check`: functions that turn observations of a script into findings with remedies."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from compile_fsdp.backend.captured_backward import FALLS_BACK
 from compile_fsdp.reports import GraphReport
 from compile_fsdp.tools.check.findings import Finding, Level, list_names
-from compile_fsdp.tools.check.models import ShardedGroup, ShardedModel
-from compile_fsdp.tools.explain.capture import (
-    Capture,
-    GraphBreak,
-    Recompile,
-    is_library,
-    last_user_place,
-    split_reason,
-)
+from compile_fsdp.tools.check.models import ShardedModel
+from compile_fsdp.tools.explain.capture import Capture, GraphBreak, is_library, last_user_place, split_reason
 from compile_fsdp.tools.explain.units import format_bytes
 from compile_fsdp.wrap.tree import ROOT
 
@@ -30,21 +20,13 @@ OPEN = ("open at return", "open at start")  # reasons if a parameter stays unsha
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Observations of a script's run.
-
-    Attributes:
-        captured: Graphs, graph breaks and recompiles.
-        models: Sharded models that are alive.
-        reports: Reports of `compile_fsdp`, one for each graph.
-        steps: Number of steps of the optimizer with the most steps.
-        failure: Finding for the error that has ended the script; None without such an error.
-    """
+    """Observations of a script's run."""
 
     captured: Capture
     models: tuple[ShardedModel, ...]
     reports: tuple[GraphReport, ...]
-    steps: int
-    failure: Finding | None = None
+    steps: int  # of the optimizer with the most steps
+    failure: Finding | None = None  # for the error that has ended the script, if any
 
     @property
     def breaks(self) -> list[GraphBreak]:
@@ -54,14 +36,10 @@ class Seen:
 
 def find(seen: Seen) -> tuple[Finding, ...]:
     """Run all rules; return the findings by level: breaks, costs, notes."""
-    found = [*_failed(seen), *_breaks(seen), *_not_whole(seen), *_kept(seen), *_recompiles(seen), *_settings(seen)]
-    found += _notes(seen)
+    found = [] if seen.failure is None else [seen.failure]
+    for rule in (_breaks, _not_whole, _kept, _recompiles, _settings, _notes):
+        found += rule(seen)
     return tuple(sorted(found, key=lambda finding: list(Level).index(finding.level)))
-
-
-def _failed(seen: Seen) -> Iterator[Finding]:
-    if seen.failure is not None:
-        yield seen.failure
 
 
 def _breaks(seen: Seen) -> Iterator[Finding]:
@@ -72,7 +50,7 @@ def _breaks(seen: Seen) -> Iterator[Finding]:
     failed_at = None if seen.failure is None else seen.failure.place
     for found in by_place.values():
         if found[0].place == failed_at:
-            continue  # under fullgraph=True this break has ended the script, and `_failed` reports it
+            continue  # under fullgraph=True this break has ended the script, and is the failure
         reasons = dict.fromkeys(describe_reason(each.reason, each.explanation) for each in found)
         hints = tuple(dict.fromkeys(hint for each in found for hint in each.hints))
         yield Finding(Level.BREAKS, "graph-break", " ".join(reasons), break_remedy(hints), found[0].place)
@@ -113,6 +91,7 @@ def _not_whole(seen: Seen) -> Iterator[Finding]:
             "Shard with compile_fsdp.fully_shard and run a training step; keep the model until the script ends.",
         )
     has_break = bool(seen.breaks)
+    falls_back = any(note.startswith(FALLS_BACK) for note in seen.captured.notes)
     for model in seen.models:
         if not model.is_traceable:
             yield Finding(
@@ -134,8 +113,13 @@ def _not_whole(seen: Seen) -> Iterator[Finding]:
                 names=missing,
             )
         elif not model.is_whole and not has_break:
-            yield _several_graphs(model)
-        falls_back = any(note.startswith(FALLS_BACK) for note in seen.captured.notes)
+            yield Finding(
+                Level.BREAKS,
+                "several-graphs",
+                f"{model.name} runs as {model.forward_graphs} forward graphs without a graph break.{_parts(model)}",
+                f"Compile the outermost sharded module alone, with {COMPILE}, after sharding.",
+                names=model.compiled_parts,
+            )
         if model.is_captured and model.trains and seen.steps and not (model.backward_graphs or falls_back):
             yield Finding(
                 Level.BREAKS,
@@ -147,13 +131,11 @@ def _not_whole(seen: Seen) -> Iterator[Finding]:
 
 def _uncaptured_model(model: ShardedModel, seen: Seen) -> Iterator[Finding]:
     settings = model.settings
-    if settings is None and seen.failure is not None:
-        return  # the error may have come before the compilation
     if settings is None:
-        what = f"{model.name} is sharded and was never compiled.{_parts(model)}"
-        yield Finding(
-            Level.BREAKS, "not-compiled", what, f"Call model{COMPILE} on it after sharding.", names=model.compiled_parts
-        )
+        if seen.failure is None:  # else the error may have come before the compilation
+            what = f"{model.name} is sharded and was never compiled.{_parts(model)}"
+            remedy = f"Call model{COMPILE} on it after sharding."
+            yield Finding(Level.BREAKS, "not-compiled", what, remedy, names=model.compiled_parts)
     elif settings.backend != "compile_fsdp":
         yield Finding(
             Level.BREAKS,
@@ -168,16 +150,6 @@ def _uncaptured_model(model: ShardedModel, seen: Seen) -> Iterator[Finding]:
             f"{model.name} is compiled, and no compiled forward ran.",
             "Call the module, and not its forward() or a module inside of it, in each training step.",
         )
-
-
-def _several_graphs(model: ShardedModel) -> Finding:
-    return Finding(
-        Level.BREAKS,
-        "several-graphs",
-        f"{model.name} runs as {model.forward_graphs} forward graphs without a graph break.{_parts(model)}",
-        f"Compile the outermost sharded module alone, with {COMPILE}, after sharding.",
-        names=model.compiled_parts,
-    )
 
 
 def _parts(model: ShardedModel) -> str:
@@ -229,19 +201,16 @@ def _kept_by_settings(model: ShardedModel) -> Iterator[Finding]:
     # The backward would gather the last group of the forward again at once, so keeping this group costs nothing.
     kept = [group for group in model.groups if not (group.reshards or group.is_last or group.name == ROOT)]
     if kept:
+        names = list_names(tuple(group.name for group in kept))
         yield Finding(
             Level.COSTS,
             "kept-unsharded",
-            f"{list_names(_names(kept))} of {model.name} are sharded with reshard_after_forward=False: "
+            f"{names} of {model.name} are sharded with reshard_after_forward=False: "
             f"{format_bytes(sum(group.unsharded_bytes for group in kept))} stay unsharded from the forward to the "
             "backward.",
             "Leave reshard_after_forward out, or set the option memory_budget, which keeps the parameters that fit.",
             names=tuple(fqn for group in kept for fqn in group.parameters),
         )
-
-
-def _names(groups: Sequence[ShardedGroup]) -> tuple[str, ...]:
-    return tuple(group.name for group in groups)
 
 
 def _recompiles(seen: Seen) -> Iterator[Finding]:
@@ -252,11 +221,10 @@ def _recompiles(seen: Seen) -> Iterator[Finding]:
         guard = re.sub(r"^\d+/\d+: ", "", each.reason).partition("  #")[0].strip()
         function = "The model" if each.function.startswith("_call_impl") else each.function
         what = f"{function} was compiled again, since a guard of the earlier graph failed: {guard}"
-        yield Finding(Level.COSTS, "recompiled", what, _guard_remedy(each), None if is_own else each.place)
+        yield Finding(Level.COSTS, "recompiled", what, _guard_remedy(each.reason), None if is_own else each.place)
 
 
-def _guard_remedy(recompile: Recompile) -> str:
-    reason = recompile.reason
+def _guard_remedy(reason: str) -> str:
     if "size mismatch" in reason or ".size()" in reason or "stride mismatch" in reason:
         return (
             "Give all batches one shape (pad them, drop_last=True), or mark the dim that changes with "

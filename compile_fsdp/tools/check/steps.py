@@ -23,17 +23,13 @@ class _EnoughSteps(BaseException):
 class Steps:
     """The steps that a script's optimizers have made.
 
-    Attributes:
-        limit: Number of steps of each optimizer after which the script ends.
-        by_optimizer: Number of steps by optimizer.
-        made: Number of steps of the optimizer with the most steps.
-        end: The exception that ended the script; its traceback keeps the script's objects alive. Empty if the script
-            ran to its own end.
+    `end`: the exception that ended the script, empty if the script ran to its own end. Its traceback keeps the script's
+    objects alive.
     """
 
-    limit: int
+    limit: int  # number of steps of each optimizer after which the script ends
     by_optimizer: weakref.WeakKeyDictionary[Optimizer, int] = field(default_factory=weakref.WeakKeyDictionary)
-    made: int = 0
+    made: int = 0  # number of steps of the optimizer with the most steps
     end: list[BaseException] = field(default_factory=list)
 
     def count(self, optimizer: Optimizer) -> bool:
@@ -51,11 +47,9 @@ class Steps:
 
 @contextmanager
 def ended_by(count: Callable[[Optimizer], bool], end: list[BaseException] | None = None) -> Iterator[None]:
-    """End the block without an error as soon as `count` returns True.
+    """End the block without an error as soon as `count`, called after each step of any optimizer, returns True.
 
-    Args:
-        count: Called with the optimizer after each step of any optimizer; returns whether to end the block.
-        end: Gets the exception that ends the block.
+    `end` gets the exception that ends the block.
     """
 
     def receive(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -75,10 +69,8 @@ def ended_by(count: Callable[[Optimizer], bool], end: list[BaseException] | None
 
 @contextmanager
 def ended_after(limit: int) -> Iterator[Steps]:
-    """End the block without an error after `limit` optimizer steps.
+    """End the block without an error after `limit` steps of each optimizer, see `Steps.count`.
 
-    Args:
-        limit: Number of steps of each optimizer, see `Steps.count`.
     Raises:
         ScriptError: if `limit` is less than 1.
     """

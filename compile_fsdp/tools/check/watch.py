@@ -20,13 +20,8 @@ from compile_fsdp.tools.scripts import run_script
 
 
 def check_script(script: Path, arguments: Sequence[str], steps: int, world_size: int) -> CheckReport:
-    """Run a script in the present world for some steps and report the findings.
+    """Run a script in the present world for some optimizer steps and report the findings.
 
-    Args:
-        script: Path of the script.
-        arguments: Arguments of the script, as in `sys.argv[1:]`.
-        steps: Number of optimizer steps after which the script ends.
-        world_size: Number of ranks of the present world.
     Raises:
         ScriptError: if the script raises an error that is not about compiling; see also `run_script`.
     """
@@ -45,7 +40,7 @@ def check_script(script: Path, arguments: Sequence[str], steps: int, world_size:
         models = describe_models(modules, captured.traced)
     del names, modules
     finding = None
-    if failed is not None and (finding := explain_failure(failed, _other_backend(models))) is None:
+    if failed is not None and (finding := explain_failure(failed, _has_other_backend(models))) is None:
         print_traceback(failed)
         raise script_error(failed, script) from failed
     if dist.is_initialized():
@@ -62,6 +57,6 @@ def check_script(script: Path, arguments: Sequence[str], steps: int, world_size:
     )
 
 
-def _other_backend(models: Sequence[ShardedModel]) -> str | None:
+def _has_other_backend(models: Sequence[ShardedModel]) -> bool:
     settings = (model.settings for model in models if not model.is_captured)
-    return next((each.backend for each in settings if each is not None and each.backend != "compile_fsdp"), None)
+    return any(each is not None and each.backend != "compile_fsdp" for each in settings)

@@ -1,10 +1,9 @@
 """Detect `compile-fsdp doctor`, which runs even if the package itself cannot be imported.
 
 [Note: A doctor for a failing import]
-`import compile_fsdp` fails with an unsupported release of torch, or if torch cannot make its cache folder. The doctor,
-which reports these faults, would fail as well. So the package imports nothing for this command, and each check imports
-the modules that it needs. The check must meet the error first, because a second import of torch's modules fails with
-a different error.
+`import compile_fsdp` fails with an unsupported release of torch, or if torch cannot make its cache folder. So that the
+doctor can report these faults, the package imports nothing for this command, and each check imports the modules that it
+needs. The check must meet the error first, because a second import of torch's modules fails with a different error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of the data kept between processes: the compiler's cache."""
+"""Check of the compiler's cache."""
 
 from __future__ import annotations
 
@@ -7,16 +7,9 @@ import tempfile
 
 from compile_fsdp.tools.doctor.rows import Row, State
 
-# A warning below this, because a compiler without disk space stops a job in the middle.
-LEAST_FREE_BYTES = 2**30
 
-
-def check_cache_folder(least_free_bytes: int = LEAST_FREE_BYTES) -> Row:
-    """Check that Inductor can write to its cache folder.
-
-    Args:
-        least_free_bytes: Free bytes below which the row is a warning.
-    """
+def check_cache_folder(least_free_bytes: int = 2**30) -> Row:
+    """Check that Inductor can write to its cache folder."""
     remedy = "name a folder that you may write to in the variable TORCHINDUCTOR_CACHE_DIR"
     try:
         # torch makes the folder when its compilers are imported.
@@ -33,6 +26,6 @@ def check_cache_folder(least_free_bytes: int = LEAST_FREE_BYTES) -> Row:
 
     free = shutil.disk_usage(folder).free
     text = f"{folder}, {format_bytes(free)} free"
-    if free < least_free_bytes:
+    if free < least_free_bytes:  # a compiler without disk space stops a job in the middle
         return Row(State.WARNING, text, f"delete old files in it, or {remedy}")
     return Row(State.OK, text)

@@ -45,13 +45,7 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run this command alone, see [Note: A doctor for a failing import].
-
-    Args:
-        arguments: Arguments after `doctor`.
-    Returns:
-        The exit status.
-    """
+    """Run this command with the arguments after `doctor`. See [Note: A doctor for a failing import]."""
     parser = argparse.ArgumentParser(prog="compile-fsdp")
     add_parser(parser.add_subparsers())
     return run(parser.parse_args([NAME, *arguments]))

@@ -12,12 +12,9 @@ from collections import Counter
 from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from compile_fsdp.tools.doctor.rows import Row, State
-
-if TYPE_CHECKING:
-    import torch
 
 COMPILE_LIMIT_S = 120.0
 
@@ -82,42 +79,30 @@ def check_devices() -> Row:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     cpu = f"CPU: {os.cpu_count()} cores, {format_bytes(memory)}"
     device = torch.accelerator.current_accelerator(check_available=True)
-    if device is not None:
-        text = f"{device.type}: {'; '.join(_name_accelerators(device))}; {cpu}"
-        if device.type in ("cuda", "xpu") and find_spec("triton") is None:
-            return Row(State.FAULT, f"{text}; no Triton", "install the triton that this build of torch asks for")
-        return Row(State.OK, text)
-    versions = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": torch.version.xpu}
-    if built_for := [f"{kind} {version}" for kind, version in versions.items() if version]:
-        return Row(
-            State.WARNING,
-            f"{cpu}; torch is built for {built_for[0]} and finds no device",
-            "none on a host without one; else see that the driver is there and of this version",
-        )
-    return Row(State.OK, cpu)
-
-
-def _name_accelerators(device: torch.device) -> list[str]:
-    """Number, name and memory of each kind of accelerator, as in `8 x H100, 80 GiB`."""
-    import torch
-
-    from compile_fsdp.tools.explain.units import format_bytes
-
+    if device is None:
+        versions = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": torch.version.xpu}
+        if built_for := [f"{kind} {version}" for kind, version in versions.items() if version]:
+            return Row(
+                State.WARNING,
+                f"{cpu}; torch is built for {built_for[0]} and finds no device",
+                "none on a host without one; else see that the driver is there and of this version",
+            )
+        return Row(State.OK, cpu)
     module: Any = torch.get_device_module(device)
     names: Counter[str] = Counter()
     for index in range(torch.accelerator.device_count()):
         name = getattr(module, "get_device_name", lambda _: device.type)(index)
         size = getattr(getattr(module, "get_device_properties", lambda _: None)(index), "total_memory", None)
         names[name if size is None else f"{name}, {format_bytes(size)}"] += 1
-    return [f"{count} x {name}" for name, count in names.items()]
+    listed = "; ".join(f"{count} x {name}" for name, count in names.items())  # as in `8 x H100, 80 GiB`
+    text = f"{device.type}: {listed}; {cpu}"
+    if device.type in ("cuda", "xpu") and find_spec("triton") is None:
+        return Row(State.FAULT, f"{text}; no Triton", "install the triton that this build of torch asks for")
+    return Row(State.OK, text)
 
 
 def check_process_groups(available: Collection[str] | None = None) -> Row:
-    """Check that each device has a backend for collectives, and that gloo can open a connection.
-
-    Args:
-        available: Names of backends; by default, the backends that this torch is built with.
-    """
+    """Check that each device has a backend among the available ones, and that gloo can open a connection."""
     import torch
     import torch.distributed as dist
 
@@ -126,7 +111,7 @@ def check_process_groups(available: Collection[str] | None = None) -> Row:
     if available is None:
         names = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
         available = [name for name in names if dist.is_backend_available(name)]
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = torch.accelerator.current_accelerator(check_available=True)
     types = ("cpu",) if device is None else (device.type, "cpu")
     needed = [dist.get_default_backend_for_device(each) for each in types]
     text = ", ".join(available) or "none"

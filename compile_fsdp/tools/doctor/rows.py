@@ -1,4 +1,4 @@
-"""Result of a check: a row of the table."""
+"""Rows of the doctor's table."""
 
 from __future__ import annotations
 
@@ -18,14 +18,8 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The result of one check.
-
-    Attributes:
-        state: Outcome of the check.
-        found: Description of the result, in one line.
-        remedy: Advice to the user; "" if there is nothing to do.
-    """
+    """The result of one check."""
 
     state: State
-    found: str
-    remedy: str = ""
+    found: str  # one line
+    remedy: str = ""  # empty if there is nothing to do

@@ -1,4 +1,4 @@
-"""Checks of the installed software: this package, Python, torch, and their interfaces."""
+"""Checks of the installed software: this package, Python and torch."""
 
 from __future__ import annotations
 
@@ -22,11 +22,7 @@ def check_package() -> Row:
 
 
 def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Row:
-    """Check that the package supports this release of Python.
-
-    Args:
-        version: Major and minor number of the release.
-    """
+    """Check that the package supports this release of Python."""
     needed = metadata.metadata(DISTRIBUTION)["Requires-Python"].removeprefix(">=")
     if version < tuple(int(part) for part in needed.split(".")):
         shown = ".".join(map(str, version))

@@ -7,12 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from compile_fsdp.passes.analysis.collectives import (
-    is_collective,
-    is_fetch,
-    is_offload,
-    is_wait,
-)
+from compile_fsdp.passes.analysis.collectives import is_collective, is_fetch, is_offload, is_wait
 from compile_fsdp.passes.analysis.costs import size_bytes
 from compile_fsdp.passes.analysis.live_bytes import LiveBytes
 from compile_fsdp.tools.explain.memory import gathered_memory, is_view
@@ -23,17 +18,11 @@ from compile_fsdp.torch_compat.inductor import graph_input_position, is_fused
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """Live bytes at each node, without unsharded parameters.
+    """Live bytes at each node, without unsharded parameters."""
 
-    Attributes:
-        kept: Bytes of activations, gradients and tensors packed for a collective.
-        again: Bytes of recomputed activations: results in a backward that do not depend on its incoming gradient.
-        away: Bytes in host memory of tensors that are offloaded and that the backward has not fetched.
-    """
-
-    kept: list[int]
-    again: list[int]
-    away: list[int]
+    kept: list[int]  # activations, gradients and tensors packed for a collective
+    again: list[int]  # recomputed activations: results in a backward that do not depend on its incoming gradient
+    away: list[int]  # in host memory: offloaded tensors that the backward has not fetched
 
 
 def alive_bytes(graph: fx.Graph, names: GraphNames, is_backward: bool) -> Alive:
@@ -51,18 +40,18 @@ def alive_bytes(graph: fx.Graph, names: GraphNames, is_backward: bool) -> Alive:
     for node, start in position.items():
         if node in gathered or is_view(node) or is_wait(node):
             continue
-        is_fetched = node.op == "placeholder" and any(map(is_fetch, node.users))
-        if is_offload(node) or is_fetched:
-            away.hold(0 if is_fetched else start, last[node] if is_fetched else len(position) - 1, size_bytes(node))
-            continue
+        size = size_bytes(node)
         if node.op == "placeholder":
             number = graph_input_position(node)
-            if not is_backward or number in names.unsharded or number in names.shards:
-                continue
-        elif node.op != "call_function" or not _has_memory(node):
-            continue
-        each = made if node in again and not is_fetch(node) else kept
-        each.hold(start if node.op != "placeholder" else 0, last[node], size_bytes(node))
+            if any(map(is_fetch, node.users)):
+                away.hold(0, last[node], size)
+            elif is_backward and number not in names.unsharded and number not in names.shards:
+                kept.hold(0, last[node], size)
+        elif is_offload(node):
+            away.hold(start, len(position) - 1, size)
+        elif node.op == "call_function" and _has_memory(node):
+            each = made if node in again and not is_fetch(node) else kept
+            each.hold(start, last[node], size)
     return Alive(kept.totals(), made.totals(), away.totals())
 
 

@@ -7,12 +7,12 @@ import logging
 import re
 import sys
 import time
+import traceback
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 
 import torch
 from torch import fx
@@ -28,7 +28,6 @@ from compile_fsdp.tools.explain.memory import count_windows
 from compile_fsdp.tools.explain.names import GraphNames, GroupFacts, describe_group, name_graph
 from compile_fsdp.tools.explain.text import graph_lines
 from compile_fsdp.torch_compat.dynamo import current_compile_id, graph_break_logger, last_compilations
-from compile_fsdp.torch_compat.inductor import graph_input_position
 
 _BREAK = re.compile(r"in user code at (.+?):(\d+)\nGraph Break Reason: (.*)", re.DOTALL)
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
@@ -50,82 +49,52 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class GraphBreak:
-    """A line at which Dynamo breaks the forward into two graphs.
-
-    Attributes:
-        place: The line of the user's code.
-        reason: The construct that Dynamo could not trace.
-        explanation: Why the construct ends a graph, in Dynamo's words; may be empty.
-        hints: Advice on the graph break, in Dynamo's words.
-    """
+    """A line at which Dynamo breaks the forward into two graphs."""
 
     place: Place
-    reason: str
-    explanation: str
-    hints: tuple[str, ...]
+    reason: str  # the construct that Dynamo could not trace
+    explanation: str  # why the construct ends a graph, in Dynamo's words; may be empty
+    hints: tuple[str, ...]  # advice on the graph break, in Dynamo's words
 
 
 @dataclass(frozen=True, slots=True)
 class Recompile:
-    """A graph that was compiled again.
+    """A function that was compiled again."""
 
-    Attributes:
-        place: The line of the user's code that called the function; the function's definition if the line is not known.
-        function: Name of the function that was compiled.
-        reason: The guard that failed.
-    """
-
-    place: Place
+    place: Place  # of the call in the user's code; of the function's definition if the call is not known
     function: str
-    reason: str
+    reason: str  # the guard that failed
 
 
 @dataclass(frozen=True, slots=True)
 class TracedGraph:
-    """A graph that was passed to an inner backend, Inductor or not.
-
-    Attributes:
-        frame: Id of the frame that Dynamo traced; a recompiled graph keeps the id.
-        groups: The parameter groups whose unsharded parameters are inputs of the graph.
-    """
+    """A graph that was passed to an inner backend, Inductor or not."""
 
     direction: Direction
-    frame: str
-    groups: tuple[TraceableGroup, ...]
+    frame: str  # id of the frame that Dynamo traced; a recompiled graph keeps the id
+    groups: tuple[TraceableGroup, ...]  # groups whose unsharded parameters are inputs of the graph
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A graph after one pass.
+    """A graph after one pass."""
 
-    Attributes:
-        name: Name of the pass; "traced" for the graph before the first pass.
-        summary: Report of the pass, in one line.
-        lines: The graph as text, one line for each node.
-    """
-
-    name: str
-    summary: str
-    lines: tuple[str, ...]
+    name: str  # of the pass; "traced" for the graph before the first pass
+    summary: str  # report of the pass, in one line
+    lines: tuple[str, ...]  # the graph as text, one line for each node
 
 
 @dataclass(slots=True)
 class CapturedGraph:
-    """One graph on its way through the passes.
-
-    Attributes:
-        kept: (parameter FQN, reason) of the windows that the passes left.
-        windows: Number of fills of each unsharded parameter in the traced graph, by FQN.
-        windows_left: Number of fills of each unsharded parameter after `remove_unshard_copies`, by FQN.
-    """
+    """One graph on its way through the passes."""
 
     direction: Direction
     groups: tuple[GroupFacts, ...]
+    windows: Counter[str]  # fills of each unsharded parameter in the traced graph, by FQN
+    windows_left: Counter[str]  # fills that stay after `remove_unshard_copies`, by FQN
     stages: list[Stage] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    kept: tuple[tuple[str, str], ...] = ()
-    windows: Counter[str] = field(default_factory=Counter)
-    windows_left: Counter[str] = field(default_factory=Counter)
+    kept: tuple[tuple[str, str], ...] = ()  # (parameter FQN, reason) of the windows that the passes left
 
 
 @dataclass(slots=True)
@@ -140,9 +109,9 @@ class _Watcher:
     is_second: bool = False
 
     def start(self, graph: fx.Graph) -> None:
-        windows = self._count_windows(graph)
+        windows = count_windows(graph, self.names)
         direction: Direction = "backward" if self.is_second else self.direction
-        self.graphs.append(CapturedGraph(direction, self.groups, windows=windows, windows_left=windows))
+        self.graphs.append(CapturedGraph(direction, self.groups, windows, windows_left=windows))
         self.is_second = True
         self._add_stage("traced", f"{len(graph.nodes)} nodes", graph)
 
@@ -151,18 +120,11 @@ class _Watcher:
         if isinstance(report, WindowReport):
             self.graphs[-1].kept += tuple((fqn, reason.value) for fqn, reason in report.kept)
         if report.name == remove_unshard_copies.__name__:
-            self.graphs[-1].windows_left = self._count_windows(graph)
+            self.graphs[-1].windows_left = count_windows(graph, self.names)
 
     def end(self, graph: fx.Graph) -> None:
         latest = self.graphs[-1]
-        latest.events = read_events(graph, self.names, self.costs, is_backward=latest.direction == "backward")
-
-    def _count_windows(self, graph: fx.Graph) -> Counter[str]:
-        counts: Counter[str] = Counter()
-        for node, count in count_windows(graph).items():
-            position = graph_input_position(node)
-            counts[node.name if position is None else self.names.unsharded.get(position, node.name)] += count
-        return counts
+        latest.events = read_events(graph, self.names, self.costs, latest.direction == "backward")
 
     def _add_stage(self, name: str, summary: str, graph: fx.Graph) -> None:
         unsharded, sent = trace_parameters(graph, self.names)
@@ -174,22 +136,16 @@ class _Watcher:
 class Capture:
     """The graphs, graph breaks and recompiles that `capture` has collected so far.
 
-    Attributes:
-        traced: Graphs of all inner backends, in the order of their compilation.
-        graphs: Graphs that Inductor compiles with the passes, in the order of their compilation.
-        breaks: Graph breaks, each place and reason once.
-        recompiles: Recompiles, added at the end of the block.
-        decisions: Decisions that fit steps into their memory budgets, added at the end of the block.
-        notes: Warnings of `compile_fsdp` itself, such as a backward that runs op by op.
+    Graphs are in the order of their compilation. Recompiles and decisions are added at the end of the block.
     """
 
     def __init__(self) -> None:
-        self.traced: list[TracedGraph] = []
-        self.graphs: list[CapturedGraph] = []
-        self.breaks: list[GraphBreak] = []
+        self.traced: list[TracedGraph] = []  # graphs of all inner backends
+        self.graphs: list[CapturedGraph] = []  # graphs that Inductor compiles with the passes
+        self.breaks: list[GraphBreak] = []  # each place and reason once
         self.recompiles: list[Recompile] = []
-        self.decisions: list[BudgetDecision] = []
-        self.notes: list[str] = []
+        self.decisions: list[BudgetDecision] = []  # fit steps into their memory budgets
+        self.notes: list[str] = []  # warnings of `compile_fsdp` itself, such as a backward that runs op by op
         self._reported = len(reports())
         self._callers: dict[str, Place] = {}  # by compile id
         self._start_us = int(time.time() * 1e6)
@@ -224,20 +180,22 @@ class Capture:
 
 
 def _find_place(filename: str, line: int, stack: str) -> Place:
-    """Find the line of a graph break.
+    """Find the line of a graph break; for a break inside a library, the user's line that called the library.
 
-    For a break inside a library, this is the user's line that called the library.
     A break in torch's optimizers keeps its line, because the optimizers cause it themselves.
     """
-    if filename.startswith(_LIBRARIES) and not filename.startswith(_OPTIMIZERS):
-        return last_user_place(stack) or Place.at(filename, line)
-    return Place.at(filename, line)
+    is_called = filename.startswith(_LIBRARIES) and not filename.startswith(_OPTIMIZERS)
+    return (last_user_place(stack) if is_called else None) or Place.at(filename, line)
 
 
 def last_user_place(stack: str) -> Place | None:
     """The innermost line of a traceback's text outside torch and compile_fsdp; None if there is none."""
-    frames = re.findall(r'File "(.+?)", line (\d+)', stack)
-    return next((Place.at(name, int(line)) for name, line in reversed(frames) if not is_library(name)), None)
+    return innermost_place((name, int(line)) for name, line in re.findall(r'File "(.+?)", line (\d+)', stack))
+
+
+def innermost_place(lines: Iterable[tuple[str, int]]) -> Place | None:
+    """The last of (filename, line number) outside torch and compile_fsdp; None if there is none."""
+    return next((Place.at(*each) for each in reversed(list(lines)) if not is_library(each[0])), None)
 
 
 def is_library(filename: str) -> bool:
@@ -257,12 +215,10 @@ def split_reason(text: str) -> tuple[str, str, tuple[str, ...]]:
 
 def _find_caller() -> Place | None:
     """The innermost stack line outside torch, compile_fsdp and generated code; None if there is none."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
+    for frame, line in traceback.walk_stack(sys._getframe()):
         filename = frame.f_code.co_filename
         if not is_library(filename) and Path(filename).name != "contextlib.py":
-            return Place.at(filename, frame.f_lineno)
-        frame = frame.f_back
+            return Place.at(filename, line)
     return None
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,11 +24,10 @@ from compile_fsdp.passes.analysis.collectives import (
 from compile_fsdp.passes.analysis.costs import COSTS, Costs, communication, compute_seconds, device_costs
 from compile_fsdp.tools.explain.activations import alive_bytes
 from compile_fsdp.tools.explain.memory import unsharded_bytes
-from compile_fsdp.tools.explain.names import GraphNames, module_of, module_of_parameter
+from compile_fsdp.tools.explain.names import GraphNames, module_of
 from compile_fsdp.tools.explain.text import operation
 from compile_fsdp.torch_compat.inductor import graph_input_position, graph_output_positions
-
-UNKNOWN_NAME = "?"
+from compile_fsdp.wrap.tree import ROOT
 
 _MEMORY = ("alive_bytes", "activation_bytes", "recomputed_bytes", "offloaded_bytes")  # of an event
 
@@ -66,50 +67,27 @@ def _launched_kind(node: fx.Node) -> Kind | None:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A collective, a copy or a computation at one place of a graph.
-
-    Attributes:
-        kind: Kind of the event.
-        name: FQN of the event's module; for a collective, FQN of the modules whose parameters it carries.
-        parameters: FQNs of the parameters that a collective or a copy carries, or that a computation reads.
-        gradients: FQNs of the parameters whose gradients a computation makes.
-        operations: Names of the event's ops, in their order.
-        size_bytes: Bytes of an all-gather output, of a reduce-scatter or all-reduce input, or of an offloaded or
-            fetched tensor; else 0.
-        seconds: Estimated seconds, without waiting.
-        alive_bytes: Most bytes of unsharded parameters that are alive during the event.
-        activation_bytes: Most bytes of activations, gradients and tensors packed for a collective.
-        recomputed_bytes: Most bytes of recomputed activations.
-        collective: Number that a launch and its wait have in common; -1 for copies and computations.
-        offloaded_bytes: Most bytes of offloaded activations in the host's memory.
-    """
+    """A collective, a copy or a computation at one place of a graph. Bytes of memory are the most during the event."""
 
     kind: Kind
-    name: str
-    parameters: tuple[str, ...]
-    operations: tuple[str, ...]
-    size_bytes: int
-    seconds: float
-    alive_bytes: int = 0
-    collective: int = -1
-    gradients: tuple[str, ...] = ()
-    activation_bytes: int = 0
-    recomputed_bytes: int = 0
-    offloaded_bytes: int = 0
+    name: str  # FQN of the module; for a collective, FQN of the modules whose parameters it carries
+    parameters: tuple[str, ...]  # FQNs of the parameters that a collective or copy carries, or that a computation reads
+    operations: tuple[str, ...]  # names of the ops, in their order
+    size_bytes: int  # of an all-gather output, a reduce-scatter or all-reduce input, or a tensor from or to the host
+    seconds: float  # estimated, without waiting
+    alive_bytes: int = 0  # of unsharded parameters
+    collective: int = -1  # number that a launch and its wait have in common; -1 for copies and computations
+    gradients: tuple[str, ...] = ()  # FQNs of the parameters whose gradients a computation makes
+    activation_bytes: int = 0  # of activations, gradients and tensors packed for a collective
+    recomputed_bytes: int = 0  # of recomputed activations
+    offloaded_bytes: int = 0  # of offloaded activations in the host's memory
 
 
-def read_events(
-    graph: fx.Graph, names: GraphNames, costs: Costs | None = None, *, is_backward: bool = False
-) -> list[Event]:
-    """Read the events of a post-grad graph, in node order.
+def read_events(graph: fx.Graph, names: GraphNames, costs: Costs | None, is_backward: bool) -> list[Event]:
+    """Read the events of a post-grad graph after the passes, in node order.
 
-    Consecutive computations in one module are one event, and so are consecutive copies.
-
-    Args:
-        graph: The graph after the passes.
-        names: FQNs of the parameters behind the graph's inputs and results.
-        costs: Costs of collectives and compute; by default, the costs of the device.
-        is_backward: Whether the graph is a backward.
+    Consecutive computations in one module are one event, and so are consecutive copies. Without `costs`, the device's
+    costs count.
     """
     return _Reader(graph, names, costs, is_backward).read()
 
@@ -133,8 +111,9 @@ class _Reader:
             alive = (self.unsharded[i], self.others.kept[i], self.others.again[i], self.others.away[i])
             memory: dict[str, Any] = dict(zip(_MEMORY, alive, strict=True))
             event = replace(event, operations=(operation(node),), **memory)
-            if events and _may_join(events[-1], event):
-                events[-1] = _join(events[-1], event)
+            last = events[-1] if events else None
+            if last and last.kind is event.kind in (Kind.COMPUTE, Kind.COPY) and last.name == event.name:
+                events[-1] = _join(last, event)
             else:
                 events.append(event)
         return events
@@ -165,10 +144,6 @@ class _Reader:
         return Event(Kind.COMPUTE, name, tuple(sorted(read)), (), 0, seconds, gradients=tuple(sorted(made)))
 
 
-def _may_join(last: Event, event: Event) -> bool:
-    return last.kind is event.kind in (Kind.COMPUTE, Kind.COPY) and last.name == event.name
-
-
 def _join(last: Event, event: Event) -> Event:
     memory: dict[str, Any] = {name: max(getattr(last, name), getattr(event, name)) for name in _MEMORY}
     return replace(
@@ -183,27 +158,17 @@ def _join(last: Event, event: Event) -> Event:
 
 def _modules(parameters: Names) -> str:
     """Common prefix of the FQNs of the parameters' modules, or all FQNs without a prefix; "?" without parameters."""
-    modules = sorted({module_of_parameter(fqn) for fqn in parameters})
-    if len(modules) <= 1:
-        return modules[0] if modules else UNKNOWN_NAME
-    shared: list[str] = []
-    for parts in zip(*(module.split(".") for module in modules), strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return ".".join(shared) or ", ".join(modules)
+    modules = sorted({fqn.rpartition(".")[0] or ROOT for fqn in parameters})
+    columns = zip(*(module.split(".") for module in modules), strict=False)
+    shared = [parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, columns)]
+    return ".".join(shared) or ", ".join(modules) or "?"
 
 
 def trace_parameters(graph: fx.Graph, names: GraphNames) -> tuple[dict[fx.Node, Names], dict[fx.Node, Names]]:
     """FQNs of the parameters that each node holds unsharded, at least in part, and that each node holds as shards."""
     found: dict[fx.Node, Names] = {}
     sent: dict[fx.Node, Names] = {}
-    apart = {
-        output: source
-        for each in find_packed(graph, is_gather)
-        for source, output in zip(each.inputs, each.outputs, strict=True)
-        if output is not None
-    }
+    apart = {output: source for source, output in _packed_parts(graph, is_gather)}
     for node in graph.nodes:
         position = graph_input_position(node) if node.op == "placeholder" else None
         inputs = node.all_input_nodes
@@ -231,18 +196,21 @@ def _find_gradients(graph: fx.Graph, names: GraphNames) -> dict[fx.Node, Names]:
     for node, position in zip(results, graph_output_positions(output), strict=False):
         if isinstance(node, fx.Node) and position in names.gradients:
             found[node] = found.get(node, _NONE) | {names.gradients[position]}
-    apart = {
-        source: output
-        for each in find_packed(graph, is_reduction)
-        for source, output in zip(each.inputs, each.outputs, strict=True)
-        if output is not None
-    }
+    apart = dict(_packed_parts(graph, is_reduction))
     for node in reversed(graph.nodes):
         users = [user for user in node.users if user in found and _carries(user)]
         own = found.get(apart[node], _NONE) if node in apart else _NONE.union(*(found[user] for user in users))
         if own:
             found[node] = found.get(node, _NONE) | own
     return found
+
+
+def _packed_parts(graph: fx.Graph, is_kind: Callable[[fx.Node], bool]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield (input, output) of each tensor that a packed collective carries, if anything reads the output."""
+    for each in find_packed(graph, is_kind):
+        for source, output in zip(each.inputs, each.outputs, strict=True):
+            if output is not None:
+                yield source, output
 
 
 def _carries(node: fx.Node) -> bool:

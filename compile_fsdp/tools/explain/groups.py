@@ -15,43 +15,27 @@ from compile_fsdp.tools.explain.timeline import Placed
 class Use:
     """How one graph uses a group.
 
-    Attributes:
-        graph: Index of the graph.
-        first: FQN of the first module that computes with the group, and its time in seconds from the start of the step.
-        last: FQN and time of the last module that computes with the group, as in `first`.
-        prefetch_events: Number of computations from the launch of the group's first gather to the group's first use;
-            None if the graph gathers nothing of the group.
-        prefetch_s: Seconds between the launch of the group's first gather and the group's first use.
+    The prefetch reaches from the launch of the group's first gather to the group's first use.
     """
 
-    graph: int
-    first: tuple[str, float]
-    last: tuple[str, float]
-    prefetch_events: int | None
+    graph: int  # index of the graph
+    first: tuple[str, float]  # FQN of the first module that computes with the group, and its seconds since the start
+    last: tuple[str, float]  # of the last module that computes with the group
+    prefetch_events: int | None  # number of computations; None if the graph gathers nothing of the group
     prefetch_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRow:
-    """One parameter group.
-
-    Attributes:
-        facts: Names and sizes of the group.
-        gathers: Number of all-gathers in all graphs that carry a parameter of the group, alone or with further groups.
-        reductions: Number of reduce-scatters in all graphs that carry a gradient of the group.
-        windows: Number of traced windows of the group's parameters.
-        windows_removed: Number of the group's windows that the passes have removed.
-        kept: (parameter FQN, reason) of the group's windows that stay.
-        uses: One entry for each graph that computes with the group.
-    """
+    """One parameter group, with counts over all graphs."""
 
     facts: GroupFacts
-    gathers: int
-    reductions: int
-    windows: int
-    windows_removed: int
-    kept: tuple[tuple[str, str], ...]
-    uses: tuple[Use, ...]
+    gathers: int  # all-gathers that carry a parameter of the group, alone or with further groups
+    reductions: int  # reduce-scatters that carry a gradient of the group
+    windows: int  # in the traced graphs
+    windows_removed: int  # by the passes
+    kept: tuple[tuple[str, str], ...]  # (parameter FQN, reason) of the windows that stay
+    uses: tuple[Use, ...]  # one for each graph that computes with the group
 
 
 def make_rows(
@@ -61,15 +45,7 @@ def make_rows(
     windows_left: Counter[str],
     kept: Sequence[tuple[str, str]],
 ) -> tuple[GroupRow, ...]:
-    """The rows of the table, one for each group.
-
-    Args:
-        groups: Parameter groups in the order in which graphs first used them.
-        placed: The events of the step.
-        windows: Number of traced windows in all graphs, by parameter FQN.
-        windows_left: Number of windows in all graphs that the passes left, by parameter FQN.
-        kept: (parameter FQN, reason) of the windows that stay.
-    """
+    """Make a row for each group, from the events of the step and from the windows of its parameters, by FQN."""
     rows = []
     for group in groups:
         own = set(group.parameters)

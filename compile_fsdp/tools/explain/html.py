@@ -23,13 +23,9 @@ Edit = tuple[str, list[int]]  # " ", "-" or "+", and positions in the graph's ta
 def render_page(report: ReportData) -> str:
     """Render the HTML page of a report."""
     here = files("compile_fsdp.tools.explain")
-    page = (here / "page.html").read_text(encoding="utf-8")
-    parts = {
-        "TITLE": html.escape(report.model),
-        "STYLE": (here / "page.css").read_text(encoding="utf-8"),
-        "CODE": (here / "page.js").read_text(encoding="utf-8"),
-        "DATA": _embed(page_data(report)),
-    }
+    page, style, code = ((here / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js"))
+    data = _embed(page_data(report))
+    parts = {"TITLE": html.escape(report.model), "STYLE": style, "CODE": code, "DATA": data}
     pieces = page.split("@@")  # every second piece is the name of a part
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
 
@@ -59,11 +55,9 @@ def compare(before: Sequence[int], after: Sequence[int]) -> list[Edit]:
     for kind, i, i_end, j, j_end in SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
         if kind == "equal":
             edits.append((" ", list(before[i:i_end])))
-            continue
-        if i < i_end:
-            edits.append(("-", list(before[i:i_end])))
-        if j < j_end:
-            edits.append(("+", list(after[j:j_end])))
+        else:
+            sides = ("-", before[i:i_end]), ("+", after[j:j_end])
+            edits += [(sign, list(lines)) for sign, lines in sides if lines]
     return edits
 
 

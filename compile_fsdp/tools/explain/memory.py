@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+
 from torch import fx
 
 from compile_fsdp.passes.analysis.aliases import is_declared_view
 from compile_fsdp.passes.analysis.collectives import RESHAPES, is_gather, is_rearrangement, is_wait
 from compile_fsdp.passes.analysis.costs import size_bytes
-from compile_fsdp.passes.analysis.effects import get_argument, is_copy, is_resize
+from compile_fsdp.passes.analysis.effects import get_argument, is_copy, is_resize, parameter_of
 from compile_fsdp.passes.analysis.live_bytes import LiveBytes
 from compile_fsdp.tools.explain.names import GraphNames
 from compile_fsdp.torch_compat.inductor import graph_input_position
@@ -33,10 +36,7 @@ def unsharded_bytes(graph: fx.Graph, names: GraphNames) -> list[int]:
 
 
 def gathered_memory(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """By node on gathered memory: the node that allocates the memory.
-
-    These nodes are all-gathers, and nodes that only wait for, view or rearrange their outputs.
-    """
+    """Map all-gathers, and nodes that only wait for, view or rearrange their outputs, to the node with the memory."""
     root: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         inputs = node.all_input_nodes
@@ -53,9 +53,8 @@ def is_view(node: fx.Node) -> bool:
     return node.target in RESHAPES or getattr(node.target, "__name__", "") == "getitem" or is_declared_view(node)
 
 
-def _windows(graph: fx.Graph, names: GraphNames, position: dict[fx.Node, int]) -> list[tuple[int, int, int]]:
-    """(first node, node after the last, bytes) of each span in which a parameter's own storage is allocated."""
-    found = []
+def _windows(graph: fx.Graph, names: GraphNames, position: dict[fx.Node, int]) -> Iterator[tuple[int, int, int]]:
+    """Yield (first node, node after the last, bytes) of each span in which a parameter's own storage is allocated."""
     for leaf in graph.find_nodes(op="placeholder"):
         if graph_input_position(leaf) not in names.unsharded:
             continue
@@ -68,21 +67,19 @@ def _windows(graph: fx.Graph, names: GraphNames, position: dict[fx.Node, int]) -
                 continue
             is_free = get_argument(user, 1, "new_size") == 0
             if is_free and start is not None:
-                found.append((start, position[user], size_bytes(leaf)))
+                yield start, position[user], size_bytes(leaf)
                 start = None
             elif not is_free and start is None:
                 start = position[user]
         if start is not None:
-            found.append((start, len(position), size_bytes(leaf)))
-    return found
+            yield start, len(position), size_bytes(leaf)
 
 
-def count_windows(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Count the fills of each unsharded parameter, by placeholder."""
-    counts: dict[fx.Node, int] = {}
+def count_windows(graph: fx.Graph, names: GraphNames) -> Counter[str]:
+    """Count the fills of each unsharded parameter, by FQN; by the placeholder's name if the FQN is not known."""
+    counts: Counter[str] = Counter()
     for node in graph.nodes:
-        if is_copy(node):
-            filled = get_argument(node, 0, "tensor")
-            if isinstance(filled, fx.Node) and filled.op == "placeholder":
-                counts[filled] = counts.get(filled, 0) + 1
+        if is_copy(node) and (filled := parameter_of(node)) is not None and filled.op == "placeholder":
+            position = graph_input_position(filled)
+            counts[filled.name if position is None else names.unsharded.get(position, filled.name)] += 1
     return counts

@@ -1,13 +1,8 @@
 """Map inputs and results of a Dynamo graph to parameter FQNs.
 
-Graphs made from the Dynamo graph no longer tell these names.
-
-    shard placeholder       a rank's shard of a parameter, known by the tensor behind the placeholder
-    unsharded parameter     known by the tensor behind the placeholder
-    result of the backward  a parameter's reduced gradient, known by the parameter that the unsharded gradient was
-                            accumulated for
-
-A name comes from following the data, never from an order or a size. Data that cannot be followed has no name.
+Graphs made from the Dynamo graph no longer tell these names. Shards and unsharded parameters are known by the tensors
+behind their placeholders, and a reduced gradient by the parameter that the unsharded gradient was accumulated for. A
+name comes from following the data, never from an order or a size. Data that cannot be followed has no name.
 """
 
 from __future__ import annotations
@@ -39,23 +34,14 @@ _SUMS = (operator.add, operator.iadd, torch.add)
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """Names and sizes of one parameter group.
+    """Names and sizes of one parameter group."""
 
-    Attributes:
-        name: FQN of the group's module, or FQNs of its modules.
-        parameters: FQNs of the group's parameters.
-        parameter_bytes: Bytes of each parameter, unsharded and padded.
-        shard_bytes: Bytes of the group's shards on this rank, padding included.
-        ranks: Number of ranks that the group is sharded over.
-        reshards: Whether eager FSDP2 reshards the group after its forward.
-    """
-
-    name: str
-    parameters: tuple[str, ...]
-    parameter_bytes: tuple[int, ...]
-    shard_bytes: int
-    ranks: int
-    reshards: bool
+    name: str  # FQN of the group's module, or FQNs of its modules
+    parameters: tuple[str, ...]  # FQNs
+    parameter_bytes: tuple[int, ...]  # of each parameter, unsharded and padded
+    shard_bytes: int  # of the group's shards on this rank, padding included
+    ranks: int  # that the group is sharded over
+    reshards: bool  # whether eager FSDP2 reshards the group after its forward
 
     @property
     def unsharded_bytes(self) -> int:
@@ -114,9 +100,9 @@ def name_graph(gm: fx.GraphModule, groups: Collection[TraceableGroup]) -> GraphN
 def _find_gradient(
     node: fx.Node, unsharded: dict[tuple[fx.Node, int], str], item: int = 0, *, reduced: bool = False
 ) -> str | None:
-    """FQN of the parameter whose reduced gradient a node holds; None if the data cannot be followed.
+    """FQN of the parameter whose reduced gradient a node, or this item of its list, holds; None if it is not known.
 
-    `item`: the part of a list that is followed. `reduced`: whether a reduction has been passed.
+    `reduced`: whether the data has passed a reduction behind the node.
     """
     while not (node.target is accumulate_gradient or is_accumulate_grad(node.target)):
         inputs = node.all_input_nodes
@@ -147,11 +133,3 @@ def module_of(node: fx.Node) -> str | None:
     """FQN of the innermost module that a node comes from; None if the node's metadata names no module."""
     fqn = module_fqn(node)
     return ROOT if fqn == "" else fqn
-
-
-def module_of_parameter(fqn: str) -> str:
-    return fqn.rpartition(".")[0] or ROOT
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -25,31 +25,18 @@ class GraphView:
 
 @dataclass(frozen=True, slots=True)
 class ReportData:
-    """How a step was compiled, and its estimated times. See `compile_fsdp.passes.Costs` for the estimates.
+    """How a step was compiled, and its estimated times. See `compile_fsdp.passes.Costs` for the estimates."""
 
-    Attributes:
-        model: Name of the model's class, or of the script.
-        world_size: Number of ranks of the process group.
-        torch_version: Version of torch that compiled the step.
-        graphs: The compiled graphs, in the order of their compilation.
-        timeline: The events of all graphs, in the order of `graphs`.
-        groups: The parameter groups, in the order of their first use.
-        breaks: Graph breaks of the forward.
-        recompiles: Graphs that were compiled more than once.
-        notes: Further remarks, such as warnings.
-        decisions: Decisions for a `memory_budget`, one for each forward graph; empty without a budget.
-    """
-
-    model: str
+    model: str  # name of the model's class, or of the script
     world_size: int
     torch_version: str
-    graphs: tuple[GraphView, ...]
-    timeline: tuple[Placed, ...]
-    groups: tuple[GroupRow, ...]
+    graphs: tuple[GraphView, ...]  # in the order of their compilation
+    timeline: tuple[Placed, ...]  # the events of all graphs, in the order of `graphs`
+    groups: tuple[GroupRow, ...]  # in the order of their first use
     breaks: tuple[GraphBreak, ...]
     recompiles: tuple[Recompile, ...]
-    notes: tuple[str, ...]
-    decisions: tuple[BudgetDecision, ...] = ()
+    notes: tuple[str, ...]  # further remarks, such as warnings
+    decisions: tuple[BudgetDecision, ...]  # for a `memory_budget`, one for each forward graph; empty without a budget
 
     @property
     def step_s(self) -> float:
@@ -78,7 +65,7 @@ class ReportData:
 
     @property
     def eager_peak_bytes(self) -> int:
-        """Most bytes of unsharded parameters that eager FSDP2 would hold, by the model of `timeline.eager_bytes`."""
+        """Most bytes of unsharded parameters that eager FSDP2 would hold, see `timeline.eager_bytes`."""
         return max((each.eager_bytes for each in self.timeline), default=0)
 
     @property

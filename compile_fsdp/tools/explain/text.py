@@ -4,26 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import fx
 
-from compile_fsdp.passes.analysis.aliases import fake_value
-from compile_fsdp.tools.explain.names import dtype_name
+from compile_fsdp.passes.analysis.aliases import find_fake_tensor
 from compile_fsdp.torch_compat.dispatch import HigherOrderOperator, OpOverload, op_name
 
 
 def graph_lines(graph: fx.Graph, labels: Mapping[fx.Node, str]) -> tuple[str, ...]:
-    """Format a graph as lines, one for each node.
-
-    Args:
-        graph: Any FX graph.
-        labels: Text to add to the lines of some nodes.
-    """
-    lines = []
-    for node in graph.nodes:
-        label = f"  # {labels[node]}" if node in labels else ""
-        lines.append(_line(node) + label)
-    return tuple(lines)
+    """Format a graph as lines, one for each node; a node's label becomes a comment."""
+    return tuple(_line(node) + (f"  # {labels[node]}" if node in labels else "") for node in graph.nodes)
 
 
 def _line(node: fx.Node) -> str:
@@ -49,7 +38,6 @@ def operation(node: fx.Node) -> str:
 
 
 def _type(node: fx.Node) -> str:
-    value = fake_value(node)
-    if isinstance(value, torch.Tensor):
-        return f": {dtype_name(value.dtype)}[{', '.join(str(size) for size in value.shape)}]"
-    return ""
+    if (tensor := find_fake_tensor(node)) is None:
+        return ""
+    return f": {str(tensor.dtype).removeprefix('torch.')}[{', '.join(map(str, tensor.shape))}]"

@@ -18,22 +18,14 @@ from compile_fsdp.tools.explain.names import GroupFacts
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """An event of the step with its place in time.
-
-    Attributes:
-        graph: Index of the event's graph.
-        at_s: Seconds from the start of the step until compute reaches the event.
-        start_s: Seconds from the start of the step until the event starts: a collective may have to wait for the wire.
-        exposed_s: Seconds that compute stands still in a wait; 0 if the event is not a wait.
-        eager_bytes: Bytes of unsharded parameters that eager FSDP2 would hold at the event, see `eager_bytes()`.
-    """
+    """An event with its place in time, in seconds from the start of the step."""
 
     event: Event
-    graph: int
-    at_s: float
-    start_s: float
-    exposed_s: float
-    eager_bytes: int
+    graph: int  # index of the event's graph
+    at_s: float  # when compute reaches the event
+    start_s: float  # when the event starts: a collective may have to wait for the wire
+    exposed_s: float  # how long compute stands still in a wait; 0 if the event is not a wait
+    eager_bytes: int  # bytes of unsharded parameters that eager FSDP2 would hold at the event, see `eager_bytes()`
 
 
 def place(graphs: Sequence[Sequence[Event]], groups: Sequence[GroupFacts]) -> list[Placed]:
@@ -66,23 +58,17 @@ def eager_bytes(events: Sequence[Event], groups: Sequence[GroupFacts]) -> list[i
     a graph: to the end of a forward graph, and to its last use in a backward graph.
     """
     is_backward = any(event.kind is Kind.REDUCE for event in events)
+    computations = [(i, event) for i, event in enumerate(events) if event.kind is Kind.COMPUTE]
+    uses = []  # first and last computation with parameters or gradients of each group
+    for group in groups:
+        own = set(group.parameters)
+        if found := [i for i, each in computations if not own.isdisjoint((*each.parameters, *each.gradients))]:
+            uses.append((found[0], found[-1], group))
+    uses.sort(key=lambda use: use[:2])
     held = LiveBytes(len(events))
-    found = ((find_uses(events, group), group) for group in groups)
-    uses = sorted(((used, group) for used, group in found if used is not None), key=lambda use: use[0])
-    for i, ((_, last), group) in enumerate(uses):
-        first = uses[i - 1][0][0] if i > 0 else 0
+    for i, (_, last, group) in enumerate(uses):
+        first = uses[i - 1][0] if i > 0 else 0
         if not group.reshards:
             first, last = 0, last if is_backward else len(events) - 1
         held.hold(first, last, group.unsharded_bytes)
     return held.totals()
-
-
-def find_uses(events: Sequence[Event], group: GroupFacts) -> tuple[int, int] | None:
-    """Indices of the first and last computation with the group's parameters or gradients; None if there are none."""
-    own = set(group.parameters)
-    found = [
-        i
-        for i, event in enumerate(events)
-        if event.kind is Kind.COMPUTE and not own.isdisjoint((*event.parameters, *event.gradients))
-    ]
-    return (found[0], found[-1]) if found else None

@@ -21,14 +21,10 @@ _PRODUCT = torch.ops.aten.mm.default
 class Checkpoint(str, enum.Enum):
     """Tensors that the forward of a layer saves besides the layer's inputs."""
 
-    NONE = "none"
-    """All that the backward needs; nothing is checkpointed."""
-    FULL = "full"
-    """Nothing."""
-    SELECTIVE = "selective"
-    """Results of attention, and of the first, third, fifth, ... matrix product, as torchtitan's "op" mode saves."""
-    MATMULS = "matmuls"
-    """Results of attention and of all matrix products."""
+    NONE = "none"  # all that the backward needs; nothing is checkpointed
+    FULL = "full"  # nothing
+    SELECTIVE = "selective"  # results of attention and of matrix products 1, 3, 5, ..., as torchtitan's "op" mode saves
+    MATMULS = "matmuls"  # results of attention and of all matrix products
 
 
 def checkpoint_layers(model: nn.Module, how: Checkpoint) -> None:

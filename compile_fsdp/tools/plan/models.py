@@ -78,10 +78,6 @@ def build_from_config(config: Mapping[str, Any], batch_size: int, seq_len: int) 
     Transformers builds an attention mask for a traced model even if there is no padding. Its
     `scaled_dot_product_attention` is therefore registered under a name for which transformers builds no mask.
 
-    Args:
-        config: Entries of the model's config.json.
-        batch_size: Sequences on each rank.
-        seq_len: Tokens in each sequence.
     Raises:
         EstimateError: transformers is not installed, or cannot build a model from this configuration.
     """

@@ -10,17 +10,11 @@ from compile_fsdp.passes import Costs
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """The connections between ranks. Consecutive ranks share a host.
+    """The connections between ranks. Consecutive ranks share a host."""
 
-    Attributes:
-        within: Costs of a device, and of collectives within a host.
-        ranks_per_host: Ranks that share a host.
-        host_bandwidth: Bytes per second into a host; as many leave it at the same time.
-    """
-
-    within: Costs
+    within: Costs  # of a device, and of collectives within a host
     ranks_per_host: int = 8
-    host_bandwidth: float = 240e9
+    host_bandwidth: float = 240e9  # bytes per second into a host; as many leave it at the same time
 
     def shard_costs(self, shards: int) -> Costs:
         """Return the costs of all-gathers and reduce-scatters over the first `shards` ranks."""

@@ -27,25 +27,15 @@ NOTES = (
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of a step on one rank.
+    """Figures of a step on one rank. Seconds are estimates."""
 
-    Attributes:
-        shard_bytes: Bytes of the parameters' shards, padding included.
-        optimizer_bytes: Bytes of the optimizer's state.
-        step_bytes: Most bytes above these two that forward and backward allocate at a time.
-        peak_bytes: Sum of the three.
-        step_s: Estimated seconds of forward and backward.
-        communication_s: Estimated seconds of all collectives, hidden behind compute or not.
-        exposed_s: Estimated seconds in which compute waits for communication.
-    """
-
-    shard_bytes: int
-    optimizer_bytes: int
-    step_bytes: int
-    peak_bytes: int
-    step_s: float
-    communication_s: float
-    exposed_s: float
+    shard_bytes: int  # of the parameters' shards, padding included
+    optimizer_bytes: int  # of the optimizer's state
+    step_bytes: int  # most bytes above these two that forward and backward allocate at a time
+    peak_bytes: int  # sum of the three
+    step_s: float  # of forward and backward
+    communication_s: float  # of all collectives, hidden behind compute or not
+    exposed_s: float  # in which compute waits for communication
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,23 +33,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of a step that a plan compares.
+    """Settings of a step that a plan compares. Dtypes are keys of `DTYPES`."""
 
-    Attributes:
-        ranks: Number of ranks of the job.
-        replicas: Number of replicas (HSDP). Each replica is sharded over `ranks / replicas` consecutive ranks.
-        checkpoint: Tensors that a checkpointed layer saves.
-        param_dtype: Dtype of gathered parameters and activations, a key of `DTYPES`.
-        reduce_dtype: Dtype in which gradients are reduced, a key of `DTYPES`.
-        memory_budget: Option `memory_budget` of the backend, in bytes; None for no budget.
-    """
-
-    ranks: int
-    replicas: int = 1
-    checkpoint: Checkpoint = Checkpoint.NONE
-    param_dtype: str = "bfloat16"
-    reduce_dtype: str = "float32"
-    memory_budget: int | None = None
+    ranks: int  # of the job
+    replicas: int = 1  # HSDP: each replica is sharded over `ranks / replicas` consecutive ranks
+    checkpoint: Checkpoint = Checkpoint.NONE  # tensors that a checkpointed layer saves
+    param_dtype: str = "bfloat16"  # of gathered parameters and activations
+    reduce_dtype: str = "float32"  # in which gradients are reduced
+    memory_budget: int | None = None  # the backend's option `memory_budget`, in bytes; None for no budget
 
     @property
     def shards(self) -> int:
@@ -76,9 +67,7 @@ def trace_step(build: Build, settings: Settings, network: Network, policy: Polic
     Nothing is computed or allocated. The process needs no other process group.
 
     Args:
-        build: Builds the model and its batch. Called with "meta" as the default device.
-        settings: Settings of the step.
-        network: Costs of the device and of its collectives.
+        build: Called with "meta" as the default device.
         policy: Selects the parameter groups; by default, each repeated layer is a group.
     Raises:
         MemoryBudgetError: the step does not fit into its memory budget.
