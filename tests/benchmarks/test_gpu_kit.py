@@ -43,7 +43,7 @@ def test_report_has_output_of_each_step(kit: Any, tmp_path: Path, monkeypatch: p
     assert "compile_fsdp on cpu" in head
     assert good.startswith("good\n") and "equal ['--device', 'cpu']" in good and "failed" not in good
     assert "begun" in bad and "**failed** with exit status 1" in bad and "what was wrong" in bad
-    assert "begun" in endless and "**failed**: ended after 6 s" in endless
+    assert "begun" in endless and "**failed**: ended after " in endless
 
 
 def test_steps_without_time_left_are_marked_not_run(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
