@@ -25,23 +25,14 @@ _FEW_GROUPS = 2
 
 @dataclass(frozen=True, slots=True)
 class GroupFigures:
-    """Sizes of a forward graph's parameter group, on which a step's time depends.
+    """Sizes of a forward graph's parameter group, on which a step's time depends."""
 
-    Attributes:
-        name: FQN of its module.
-        unsharded: (parameters,) bytes of each unsharded parameter.
-        reduced: (trained parameters,) bytes of each gradient before it is reduced.
-        factors: Number of elements in parameters with two or more dims, embeddings included.
-        ranks: Number of ranks that the group is sharded over.
-        backward_ranks: Number of ranks of the backward's all-gather; 1 if the group stays unsharded until then.
-    """
-
-    name: str
-    unsharded: tuple[int, ...]
-    reduced: tuple[int, ...]
-    factors: int
-    ranks: int
-    backward_ranks: int
+    name: str  # FQN of its module
+    unsharded: tuple[int, ...]  # (parameters,) bytes of each unsharded parameter
+    reduced: tuple[int, ...]  # (trained parameters,) bytes of each gradient before it is reduced
+    factors: int  # number of elements in parameters with two or more dims, embeddings included
+    ranks: int  # number of ranks that the group is sharded over
+    backward_ranks: int  # number of ranks of the backward's all-gather; 1 if the group stays unsharded until then
 
     @property
     def size(self) -> int:
@@ -51,19 +42,12 @@ class GroupFigures:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A change that makes steps faster, by the estimate.
+    """A change that makes steps faster, by the estimate."""
 
-    Attributes:
-        change: The change in words, as the subject of a sentence.
-        least_seconds: Seconds saved per step in the hidden estimate.
-        most_seconds: Seconds saved per step in the exposed estimate.
-        step_seconds: Seconds of the present step in the exposed estimate.
-    """
-
-    change: str
-    least_seconds: float
-    most_seconds: float
-    step_seconds: float
+    change: str  # in words, as the subject of a sentence
+    least_seconds: float  # saved per step in the hidden estimate
+    most_seconds: float  # saved per step in the exposed estimate
+    step_seconds: float  # of the present step in the exposed estimate
 
     def __str__(self) -> str:
         most, step = self.most_seconds * 1e3, self.step_seconds * 1e3
@@ -111,10 +95,7 @@ class _Time:
 def advise(groups: Sequence[GroupFigures], costs: Costs, decision: BudgetDecision | None) -> tuple[Advice, ...]:
     """Advise changes that gain at least `LEAST_SHARE` of a step, largest gain first.
 
-    Args:
-        groups: Parameter groups of a forward graph, in order of use.
-        costs: Costs of the device, with the batch's rows.
-        decision: How the step was fitted into its memory budget; None without a budget.
+    The costs have the batch's rows. The decision is None without a memory budget.
     """
     now = _time(groups, costs, decision)
     changes = [*_with_more_memory(groups, costs, decision, now), *_with_larger_groups(groups, costs, decision, now)]
@@ -130,35 +111,38 @@ def _time(groups: Sequence[GroupFigures], costs: Costs, decision: BudgetDecision
     again = sum(choice.seconds for choice in decision.choices if choice.op >= 0) if decision is not None else 0.0
     gathers = sum(_gather(group, group.ranks, costs) for group in groups)
     backward = sum(_gather(group, group.backward_ranks, costs) + _reduction(group, costs) for group in groups)
-    if decision is not None and decision.has_large_packs:
-        gathers -= SAVED_LATENCIES * costs.latency * sum(_gathers(group, group.ranks, costs) for group in groups)
-        backward -= SAVED_LATENCIES * costs.latency * sum(_reductions(group, costs) for group in groups)
-    return _Time(sum(products), gathers, back + again, backward)
+    now = _Time(sum(products), gathers, back + again, backward)
+    if decision is None or not decision.has_large_packs:
+        return now
+    forward_saved, backward_saved = _saved_by_large_packs(groups, costs)
+    return now.less(forward=forward_saved, backward=backward_saved)
+
+
+def _saved_by_large_packs(groups: Sequence[GroupFigures], costs: Costs) -> tuple[float, float]:
+    """Seconds of latency that large packs save in the forward and in the backward."""
+    saved = SAVED_LATENCIES * costs.latency
+    packs = sum(_gathers(group, group.ranks, costs) for group in groups)
+    return saved * packs, saved * sum(_reductions(group, costs) for group in groups)
 
 
 def _with_more_memory(
     groups: Sequence[GroupFigures], costs: Costs, decision: BudgetDecision | None, now: _Time
 ) -> Iterator[tuple[str, _Time]]:
     """Advise a memory budget, or a larger memory budget."""
-    packs = sum(_gathers(group, group.ranks, costs) for group in groups)
-    saved = SAVED_LATENCIES * costs.latency
-    reductions = sum(_reductions(group, costs) for group in groups)
+    forward_saved, backward_saved = _saved_by_large_packs(groups, costs)
     if decision is None:
         again = [group for group in groups if group.backward_ranks > 1]
-        then = now.less(
-            forward=saved * packs,
-            backward=saved * reductions + sum(_gather(group, group.backward_ranks, costs) for group in again),
-        )
+        gathers = sum(_gather(group, group.backward_ranks, costs) for group in again)
+        then = now.less(forward=forward_saved, backward=backward_saved + gathers)
         more = sum(group.size for group in again)
         keeps = f"keeps {count(len(again), 'group')} unsharded for the backward" if again else "gathers in larger packs"
         yield f'a memory_budget ("auto", or bytes: about {format_mib(more)} more than now) that {keeps}', then
     elif decision.choices:
-        groups_again = sum(choice.seconds for choice in decision.choices if choice.group >= 0)
+        gathers = sum(choice.seconds for choice in decision.choices if choice.group >= 0)
         ops = sum(choice.seconds for choice in decision.choices if choice.op >= 0)
-        has_more = not decision.has_large_packs
-        then = now.less(
-            forward=saved * packs * has_more, backward=groups_again + saved * reductions * has_more, compute=ops
-        )
+        if decision.has_large_packs:
+            forward_saved = backward_saved = 0.0
+        then = now.less(forward=forward_saved, backward=gathers + backward_saved, compute=ops)
         wide, tight = format_mib(decision.fastest_bytes), format_mib(decision.budget)
         yield f"a memory_budget of {wide} in the place of {tight}", then
 
@@ -193,8 +177,7 @@ def _gathers(group: GroupFigures, ranks: int, costs: Costs) -> int:
 
 def _reductions(group: GroupFigures, costs: Costs) -> int:
     """The number of reduce-scatters that `pack_reductions` makes for a group; 0 over one rank."""
-    ranks = group.ranks
-    return len(plan_reductions(group.reduced, ranks, costs)) if ranks > 1 else 0
+    return len(plan_reductions(group.reduced, group.ranks, costs)) if group.ranks > 1 else 0
 
 
 def _gather(group: GroupFigures, ranks: int, costs: Costs) -> float:

@@ -36,12 +36,13 @@ def fully_shard(module: nn.Module | list[nn.Module], **kwargs: Any) -> FSDPModul
     Raises:
         ProcessGroupMissingError: no mesh is given and there is no process group to build one from.
     """
+    modules = module if isinstance(module, list) else [module]
     if kwargs.get("mesh") is None and not dist.is_initialized() and "RANK" not in os.environ:
+        names = ", ".join(type(each).__name__ for each in modules)
         raise ProcessGroupMissingError(
-            f"expected a mesh or an initialised process group to shard {_names(module)} over, found neither; "
+            f"expected a mesh or an initialised process group to shard {names} over, found neither; "
             "call torch.distributed.init_process_group(), run under torchrun, or pass mesh="
         )
-    modules = module if isinstance(module, list) else [module]
     before = named_parameters(modules)
     sharded = torch_fully_shard(module, **kwargs)
     for each in modules:
@@ -50,15 +51,6 @@ def fully_shard(module: nn.Module | list[nn.Module], **kwargs: Any) -> FSDPModul
     assert state is not None
     note_replaced(state, before)
     return sharded
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    return isinstance(module, FSDPModule)
-
-
-def _names(module: nn.Module | list[nn.Module]) -> str:
-    modules = module if isinstance(module, list) else [module]
-    return ", ".join(type(each).__name__ for each in modules)
 
 
 @at_run_time
@@ -88,7 +80,7 @@ def make_traceable(model: nn.Module) -> nn.Module:
             f"expected FSDP2 modules, got FullyShardedDataParallel at {fsdp1}; "
             "shard with fully_shard() instead (torch's FSDP1-to-FSDP2 guide lists the differences)"
         )
-    sharded = [module for _, module in named if _is_sharded(module)]
+    sharded: list[Any] = [module for _, module in named if isinstance(module, FSDPModule)]
     if not sharded:
         raise NotShardedError(
             f"expected a model sharded with fully_shard(), found no FSDP2 module in {type(model).__name__}; "

@@ -24,13 +24,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="compile-fsdp", description="FSDP2 under torch.compile.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('compile-fsdp')}")
     subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    plan_command.add_parser(subcommands)
-    check_command.add_parser(subcommands)
-    explain_command.add_parser(subcommands)
-    precompile.add_parser(subcommands)
-    bench_command.add_parser(subcommands)
-    calibrate_command.add_parser(subcommands)
-    doctor_command.add_parser(subcommands)
+    commands = [plan_command, check_command, explain_command, precompile, bench_command, calibrate_command]
+    for command in [*commands, doctor_command]:
+        command.add_parser(subcommands)
     return parser
 
 

@@ -12,8 +12,8 @@ from compile_fsdp.torch_compat.dynamo import ShortenTraceback
 class CompileFSDPError(ShortenTraceback):
     """Base of every error this project raises.
 
-    It derives from `ShortenTraceback`, a `RuntimeError` that Dynamo re-raises unchanged. So an error raised in a trace
-    reaches the user directly, not inside an internal error.
+    Dynamo re-raises `ShortenTraceback`, a `RuntimeError`, unchanged. So an error raised in a trace reaches the user
+    directly, not inside an internal error.
     """
 
     def __init__(self, message: str) -> None:

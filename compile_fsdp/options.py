@@ -26,11 +26,7 @@ from compile_fsdp.backend.agreement import DEFAULT_LIMIT_S
 from compile_fsdp.errors import UnknownOptionError
 from compile_fsdp.passes import PASSES, Costs
 from compile_fsdp.torch_compat.dynamo import CAN_REPLAY, list_backends
-from compile_fsdp.torch_compat.inductor import (
-    cuda_graphs_by_default,
-    inductor_mode_options,
-    inductor_option_names,
-)
+from compile_fsdp.torch_compat.inductor import cuda_graphs_by_default, inductor_mode_options, inductor_option_names
 
 # The environment variable that sets a job's default for the option `costs`.
 COSTS_VARIABLE = "COMPILE_FSDP_COSTS"
@@ -112,7 +108,8 @@ class Options:
                 + (f"; did you mean {', '.join(hints)}?" if hints else "")
             )
         checked = _checked(ours)
-        if inductor.get("triton.cudagraphs", cuda_graphs_by_default()) or checked.get("inner_backend") == "cudagraphs":
+        asks_for_graphs = inductor.get("triton.cudagraphs", cuda_graphs_by_default.value)
+        if asks_for_graphs or checked.get("inner_backend") == "cudagraphs":
             raise UnknownOptionError(
                 "expected no CUDA graphs, got a mode, an option or a setting that asks for them (reduce-overhead, "
                 "max-autotune, triton.cudagraphs): a sharded model has its gradients, and the parameters that it keeps "
@@ -122,11 +119,7 @@ class Options:
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes of a size such as `24GiB`, `1.5 MiB` or `4096`.
-
-    Raises:
-        ValueError: the text is no such size.
-    """
+    """Return the bytes of a size such as `24GiB`, `1.5 MiB` or `4096`; ValueError for a text that is no such size."""
     number = text.rstrip("KMGTiB ")
     units = {"": 1, "B": 1, **{f"{prefix}iB": 2 ** (10 * i) for i, prefix in enumerate("KMGT", start=1)}}
     try:
@@ -154,11 +147,9 @@ def _read_costs(given: object) -> Costs | None:
 
 
 def _checked(ours: dict[str, Any]) -> dict[str, Any]:
-    backend = ours.get("inner_backend", "inductor")
-    if backend not in (valid := list_backends()) or backend == "compile_fsdp":
-        raise UnknownOptionError(
-            f"expected inner_backend to be one of {[b for b in valid if b != 'compile_fsdp']}, got {backend!r}"
-        )
+    backend, backends = ours.get("inner_backend", "inductor"), [b for b in list_backends() if b != "compile_fsdp"]
+    if backend not in backends:
+        raise UnknownOptionError(f"expected inner_backend to be one of {backends}, got {backend!r}")
     prefetch = ours.get("backward_prefetch")
     if isinstance(prefetch, str) and prefetch in BackwardPrefetch.__members__:
         ours = {**ours, "backward_prefetch": BackwardPrefetch[prefetch]}
@@ -188,9 +179,7 @@ def _checked(ours: dict[str, Any]) -> dict[str, Any]:
     elif not (bundle is None or isinstance(bundle, str)):
         raise UnknownOptionError(f"expected bundle to be the path of a file or None, got {bundle!r}")
     if bundle is not None and (ours.get("verify") or backend != "inductor"):
-        raise UnknownOptionError(
-            "expected no bundle together with verify=True or an inner_backend other than inductor"
-        )
+        raise UnknownOptionError("expected no bundle together with verify=True or an inner_backend other than inductor")
     if bundle is not None and not CAN_REPLAY:
         raise UnknownOptionError(f"expected torch 2.13 or later for a bundle, got {torch.__version__}")
     if "disabled_passes" in ours:

@@ -115,13 +115,9 @@ class CompileObserver(Protocol):
     def begin(
         self, direction: Direction, gm: fx.GraphModule, groups: Collection[TraceableGroup], costs: Costs | None
     ) -> GraphObserver:
-        """Return an observer that sees the graph after each pass, if Inductor compiles the graph.
+        """Return an observer that sees the Dynamo graph after each pass, if Inductor compiles the graph.
 
-        Args:
-            direction: Whether the graph is a forward or a backward graph.
-            gm: The Dynamo graph.
-            groups: Parameter groups whose unsharded parameters are inputs of the graph.
-            costs: Costs by which the passes decide; None for the device's costs.
+        The unsharded parameters of `groups` are inputs of the graph. With `costs` None, the device's costs decide.
         """
 
 

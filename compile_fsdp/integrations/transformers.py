@@ -26,7 +26,5 @@ class CompileFSDP(CompilesSharded, TrainerCallback):
     ) -> None:
         self.compile(kwargs["model"])
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.reshard(kwargs["model"])

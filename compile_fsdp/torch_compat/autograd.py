@@ -71,30 +71,23 @@ def drop_saved_tensors(node: Any) -> None:
 
 @contextlib.contextmanager
 def kept_hooks(outputs: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Keep the hooks on a graph's intermediates for the next backward. (2.13.0)
+    """Keep the hooks on the intermediates of the forward graph with these outputs for the next backward. (2.13.0)
 
     Compiled autograd takes the hooks from the nodes of AOTAutograd's graphs even if the autograd graph is retained.
-
-    Args:
-        outputs: Outputs of the forward graph that the captured backward runs through.
     """
-    nodes: dict[Any, Any] = {}
-    found = [output.grad_fn for output in outputs]
-    seen: set[Any] = set()
+    found: list[Any] = [output.grad_fn for output in outputs]
+    hooks: dict[Any, Any] = {}  # by autograd node
     while found:
         node = found.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        found += [following for following, _ in node.next_functions]
-        if (hooks := getattr(node, "_compiled_autograd_backward_state", None)) is not None:
-            nodes[node] = hooks
+        if node is not None and node not in hooks:
+            hooks[node] = getattr(node, "_compiled_autograd_backward_state", None)
+            found += [following for following, _ in node.next_functions]
     try:
         yield
     finally:
-        for node, hooks in nodes.items():
-            if node._compiled_autograd_backward_state is None:
-                node._compiled_autograd_backward_state = hooks
+        for node, state in hooks.items():
+            if state is not None and node._compiled_autograd_backward_state is None:
+                node._compiled_autograd_backward_state = state
 
 
 @needs("torch._C._will_engine_execute_node")
@@ -103,7 +96,6 @@ def will_run(node: Any) -> bool:
     return node is not None and bool(torch._C._will_engine_execute_node(node))
 
 
-@needs("torch._C._will_engine_execute_node")
 def accumulates_into(leaf: torch.Tensor) -> bool:
     """Whether the running backward accumulates a gradient into `leaf`, before or after this call. (2.13.0)
 
@@ -112,19 +104,18 @@ def accumulates_into(leaf: torch.Tensor) -> bool:
     """
     node = torch.autograd.graph.get_gradient_edge(leaf).node
     try:
-        return bool(torch._C._will_engine_execute_node(node))
+        return will_run(node)
     except RuntimeError:
         return False
 
 
-@needs("torch._C._will_engine_execute_node")
 def asks_for(node: Any) -> bool:
     """Whether the running backward needs a gradient for an autograd node; False for None. (2.13.0)
 
     The backward runs the node with the gradient, or returns the gradient from `torch.autograd.grad`.
     """
     try:
-        return node is not None and bool(torch._C._will_engine_execute_node(node))
+        return will_run(node)
     except RuntimeError:  # see `accumulates_into`
         return True
 
@@ -155,9 +146,7 @@ def compiled_autograd(
 ) -> Iterator[None]:
     """Compile every backward that this thread starts inside. (2.13.0)
 
-    Args:
-        compiler: Compiles the captured graph.
-        has_sizes: Whether sizes in the graph are dynamic from the start. If False, a size is static until it changes.
+    If `has_sizes`, sizes in the captured graph are dynamic from the start; otherwise a size is static until it changes.
     """
     with contextlib.ExitStack() as stack:
         if is_forced_eager():
@@ -204,15 +193,10 @@ def may_hand_on(target: object) -> bool:
 
 
 class AotGradients(NamedTuple):
-    """Gradients that enter the AOTAutograd graph of a captured backward.
+    """Gradients that enter the AOTAutograd graph of a captured backward."""
 
-    Attributes:
-        given: (forward outputs,) incoming gradients; None for an output that cannot have a gradient.
-        read: Nodes that AOTAutograd's graph reads as tangents, without outputs that have no gradient.
-    """
-
-    given: Sequence[object]
-    read: list[torch.fx.Node]
+    given: Sequence[object]  # (forward outputs,) incoming gradients; None for an output that cannot have a gradient
+    read: list[torch.fx.Node]  # nodes that the graph reads as tangents, without outputs that have no gradient
 
 
 def find_aot_gradients(graph: torch.fx.Graph) -> AotGradients | None:

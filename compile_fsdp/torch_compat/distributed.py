@@ -53,17 +53,11 @@ def init_fake_process_group(world_size: int, rank: int = 0) -> None:
     torch.distributed.init_process_group(backends, store=_FakeStore(), rank=rank, world_size=world_size)
 
 
-@needs(
-    "torch._C._distributed_c10d._register_process_group",
-    "torch._C._distributed_c10d._unregister_process_group",
-)
+@needs("torch._C._distributed_c10d._register_process_group", "torch._C._distributed_c10d._unregister_process_group")
 def add_group_name(group: torch.distributed.ProcessGroup, name: str) -> bool:
-    """Add a name by which ops of a graph refer to a process group. (2.11.0, 2.13.0)
+    """Add a name by which ops of a graph refer to a process group; False if another live group has it. (2.11.0, 2.13.0)
 
     torch's registry does not keep groups alive, so the name of a destroyed group can be registered again.
-
-    Returns:
-        False if a different live group has the name.
     """
     try:
         return resolve_group(name) == group

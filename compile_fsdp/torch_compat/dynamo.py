@@ -30,9 +30,8 @@ def passing_dynamo(error: Exception) -> Exception:
     """Derive an error, equal in type name and message, that Dynamo re-raises unchanged in a trace. (2.13.0)"""
     if isinstance(error, ShortenTraceback):
         return error
-    kind: Any = type(type(error).__name__, (ShortenTraceback, type(error)), {})
-    passing: Exception = kind(*error.args, first_useful_frame=None)
-    return passing
+    kind: Callable[..., Exception] = type(type(error).__name__, (ShortenTraceback, type(error)), {})
+    return kind(*error.args, first_useful_frame=None)
 
 
 # Dynamo's errors for code it cannot trace, and for a frame that exceeds the recompile limit. (2.13.0)
@@ -142,15 +141,10 @@ def compile_for_many(
 
 @dataclass(frozen=True, slots=True)
 class CompileSettings:
-    """Settings of a compiled module or function.
+    """Settings of a compiled module or function."""
 
-    Attributes:
-        backend: Name of the Dynamo backend.
-        fullgraph: Whether a graph break is an error.
-    """
-
-    backend: str
-    fullgraph: bool
+    backend: str  # name of the Dynamo backend
+    fullgraph: bool  # whether a graph break is an error
 
 
 @needs("torch._dynamo.eval_frame._TorchDynamoContext", "torch._dynamo.eval_frame.innermost_backend")
@@ -167,17 +161,11 @@ def compile_settings(compiled: Any) -> CompileSettings | None:
 
 
 class GuardFact(NamedTuple):
-    """A Dynamo guard.
+    """A Dynamo guard."""
 
-    Attributes:
-        kind: The guard's type, such as "TYPE_MATCH".
-        name: The expression of the guarded object; empty for torch's global state.
-        argument: The guard's argument, such as an attribute's name; None for most kinds.
-    """
-
-    kind: str
-    name: str
-    argument: Any
+    kind: str  # such as "TYPE_MATCH"
+    name: str  # the expression of the guarded object; empty for torch's global state
+    argument: Any  # such as an attribute's name; None for most kinds
 
 
 def guard_facts(entries: Sequence[Any]) -> list[GuardFact]:
@@ -319,8 +307,7 @@ def request_offload(node: torch.fx.Node, least_bytes: int) -> None:
 
 def least_offloaded_bytes(node: torch.fx.Node) -> int | None:
     """The bytes from which an AOTAutograd node's result is offloaded; None if it is never offloaded. (2.13.0)"""
-    least: int | None = node.meta.get("custom", {}).get(_OFFLOADED)
-    return least
+    return cast("int | None", node.meta.get("custom", {}).get(_OFFLOADED))
 
 
 def innermost_module(node: torch.fx.Node) -> str | None:

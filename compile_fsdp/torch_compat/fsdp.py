@@ -64,12 +64,11 @@ needs_attributes(
     *("_contiguous_orig_stride", "_module_info", "_orig_size", "_param_fqn", "_sharded_local_tensor"),
     *("_sharded_param_data", "_sharded_post_forward_param", "_sharded_post_forward_param_data"),
     *("_unsharded_inner_tensors", "_unsharded_param", "all_gather_inputs", "all_gather_outputs"),
-    *("contiguous_sharded_post_forward_stride",),
-    *("contiguous_sharded_stride", "device", "free_unsharded_param", "fsdp_placement", "init_all_gather_outputs"),
-    *("init_unsharded_param", "is_dtensor", "mesh_info", "mp_policy", "offload_to_cpu", "orig_dtype"),
-    *("padded_sharded_param_size", "param_dtype", "post_forward_mesh_info", "shard_mesh", "sharded_param"),
-    *("sharded_post_forward_size", "sharded_size", "sharded_state", "to_sharded_dtensor"),
-    *("to_sharded_post_forward_dtensor",),
+    *("contiguous_sharded_post_forward_stride", "contiguous_sharded_stride", "device", "free_unsharded_param"),
+    *("fsdp_placement", "init_all_gather_outputs", "init_unsharded_param", "is_dtensor", "mesh_info", "mp_policy"),
+    *("offload_to_cpu", "orig_dtype", "padded_sharded_param_size", "param_dtype", "post_forward_mesh_info"),
+    *("shard_mesh", "sharded_param", "sharded_post_forward_size", "sharded_size", "sharded_state"),
+    *("to_sharded_dtensor", "to_sharded_post_forward_dtensor"),
 )
 needs_attributes(_fsdp_param.ParamModuleInfo, "module", "param_name", "shared_modules", "shared_param_names")
 
@@ -143,10 +142,8 @@ def reduce_dtype(
 ) -> torch.dtype | None:
     """The dtype in which gradients are reduced; None for each gradient's own dtype. (2.13.0, 2.15.0)
 
-    Args:
-        group: The group whose policy gives the dtype. Since 2.15, without a policy, the parameters give it.
-        parameters: The group's parameters that have a gradient.
-        computed: (parameters,) dtypes of these gradients.
+    The group's policy gives the dtype. Since 2.15, without a policy, its parameters with gradients of `computed` dtypes
+    give it.
     """
     if group._reduce_dtype is not None or not HAS_GRAD_DTYPES:
         return group._reduce_dtype

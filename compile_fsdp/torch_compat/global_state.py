@@ -32,23 +32,17 @@ def is_forced_eager() -> bool:
 
 
 class GlobalState:
-    """A snapshot of the global state, to compare with later times and with other processes. (2.13.0)
-
-    Attributes:
-        guard: Dynamo's guard on grad mode, autocast, deterministic algorithms, thread count, matmul precision.
-        modes: See `_modes`.
-    """
+    """A snapshot of the global state, to compare with later times and with other processes. (2.13.0)"""
 
     def __init__(self) -> None:
+        # Dynamo's guard on grad mode, autocast, deterministic algorithms, thread count, matmul precision.
         self.guard = GlobalStateGuard()
         self.modes = _modes()
 
     def has_changed(self) -> bool:
-        """Whether the current state differs from the snapshot."""
         return not self.guard.check() or _modes() != self.modes
 
     def difference(self) -> str:
-        """Describe the change since the snapshot."""
         if not self.guard.check():
             return str(self.guard.reason()).strip()
         return f"modes {_modes()}, and were {self.modes}"

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._functorch.config
@@ -34,6 +34,9 @@ MUTATION_REGION_KEY = "mutation_region_id"
 inductor_option_names: Callable[[], Collection[str]] = Late("torch._inductor.list_options")
 inductor_mode_options: Callable[[str], dict[str, Any]] = Late("torch._inductor.list_mode_options")
 
+# Its value: whether Inductor's global config captures CUDA graphs. (2.13.0)
+cuda_graphs_by_default = Late("torch._inductor.config.triton.cudagraphs")
+
 # The command of Inductor's C++ compiler; RuntimeError or OSError if no compiler starts. (2.13.0)
 cpp_compiler: Callable[[], str] = Late("torch._inductor.cpp_builder.get_cpp_compiler")
 
@@ -42,7 +45,6 @@ min_cut_partition: Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModul
     "torch._functorch.partitioners.min_cut_rematerialization_partition"
 )
 
-_captures_cuda_graphs = Late("torch._inductor.config.triton.cudagraphs")
 _inductor_hash = Late("torch._inductor.config.get_hash")
 _cache_dir = Late("torch._inductor.runtime.cache_dir_utils.cache_dir")
 _compile_fx = Late("torch._inductor.compile_fx.compile_fx")
@@ -52,8 +54,8 @@ _custom_pre_pass = Late("torch._inductor.config.post_grad_custom_pre_pass")
 _reorders_for_locality = Late("torch._inductor.config.reorder_for_locality")
 _reorder_for_locality = Late("torch._inductor.fx_passes.post_grad.reorder_for_locality")
 _boxed_nop = Late("torch._dynamo.backends.debugging.boxed_nop")
-_get_default_op_list = Late("torch._functorch.partitioners.get_default_op_list")
-_select_decomp_table = Late("torch._inductor.decomposition.select_decomp_table")
+_default_op_list = functools.cache(Late("torch._functorch.partitioners.get_default_op_list"))
+_decomposed = functools.cache(Late("torch._inductor.decomposition.select_decomp_table"))
 _output_code = Late("torch._inductor.output_code.OutputCode")
 _lowerings = Late("torch._inductor.lowering.lowerings")
 _register_lowering = Late("torch._inductor.lowering.register_lowering")
@@ -63,11 +65,6 @@ _create_collective = Late("torch._inductor.ir._CollectiveKernel.create_out_of_pl
 _create_tensor_box = Late("torch._inductor.ir.TensorBox.create")
 _deserialize = Late("torch._functorch._aot_autograd.aot_autograd_result.deserialize_bundled_cache_entry")
 _flatten_graph_inputs = Late("torch._dynamo.utils.flatten_graph_inputs")
-
-
-def cuda_graphs_by_default() -> bool:
-    """Whether Inductor's global config captures CUDA graphs. (2.13.0)"""
-    return bool(_captures_cuda_graphs.value)
 
 
 def cache_folder() -> Path:
@@ -110,30 +107,17 @@ def compile_op_by_op(
     backend = _aot_autograd(
         fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition, keep_inference_input_mutations=True
     )
-    compiled: Callable[..., Any] = backend(gm, list(example_inputs))
-    return compiled
+    return cast(Callable[..., Any], backend(gm, list(example_inputs)))
 
 
 def is_fused(op: OpOverload) -> bool:
     """Whether AOTAutograd's partitioner assumes that an op fuses with its users. (2.13.0)"""
-    return op.overloadpacket in _fusible_packets()
+    return op.overloadpacket in cast(Collection[Any], _default_op_list().fusible_ops)
 
 
 def is_decomposed(op: OpOverload) -> bool:
     """Whether Inductor decomposes an op into pointwise ops and reductions. (2.13.0)"""
     return op in _decomposed() and "scaled_dot_product" not in str(op)
-
-
-@functools.cache
-def _fusible_packets() -> Collection[Any]:
-    packets: Collection[Any] = _get_default_op_list().fusible_ops
-    return packets
-
-
-@functools.cache
-def _decomposed() -> Collection[Any]:
-    table: Collection[Any] = _select_decomp_table()
-    return table
 
 
 def graph_input_position(node: torch.fx.Node) -> int | None:
@@ -159,8 +143,7 @@ def copy_cache_key(source: Any, target: Any) -> None:
 
 def inductor_lowerings() -> Mapping[Any, Callable[..., object]]:
     """Inductor's lowerings by op. (2.13.0)"""
-    lowerings: Mapping[Any, Callable[..., object]] = _lowerings.value
-    return lowerings
+    return cast(Mapping[Any, Callable[..., object]], _lowerings.value)
 
 
 def register_inductor_lowering(op: OpOverload, lowering: Callable[..., object]) -> None:
@@ -182,14 +165,12 @@ def stored_graph(compiled: Any) -> Callable[[], Any] | None:
 
     None unless the graph was compiled with AOTAutograd's setting `bundled_autograd_cache`.
     """
-    store: Callable[[], Any] | None = getattr(compiled, "serialize", None)
-    return store
+    return cast("Callable[[], Any] | None", getattr(compiled, "serialize", None))
 
 
 def load_graph(stored: Any) -> Callable[[list[Any]], Any]:
     """Load a serialized compiled graph. It takes its inputs as one list, and empties the list. (2.13.0)"""
-    loaded: Callable[[list[Any]], Any] = _deserialize(stored).__wrapped__
-    return loaded
+    return cast(Callable[[list[Any]], Any], _deserialize(stored).__wrapped__)
 
 
 def compile_flat(
@@ -197,8 +178,7 @@ def compile_flat(
 ) -> tuple[Callable[..., Any], Any]:
     """Compile a graph that has a list among its inputs. (2.13.0)
 
-    Returns:
-        A callable that takes the graph's inputs, and the result of `compile_graph`, which takes list items as inputs.
+    Returns a callable that takes the graph's inputs, and `compile_graph`'s result, which takes list items as inputs.
     """
     inner: list[Any] = []
 
@@ -214,5 +194,4 @@ def settings_hash() -> str:
 
     Dynamo's settings are left out, because their hash depends on set order and differs in each process.
     """
-    aot_autograd: Any = functorch_config
-    return f"{aot_autograd.get_hash().hex()} {_inductor_hash().hex()}"
+    return f"{cast(Any, functorch_config).get_hash().hex()} {_inductor_hash().hex()}"

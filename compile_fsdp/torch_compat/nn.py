@@ -13,9 +13,7 @@ from compile_fsdp.torch_compat.declarations import needs_attributes
 from compile_fsdp.torch_compat.dynamo import OptimizedModule
 
 # A module's hooks, the eager and compiled calls that run them, and its direct parameters by name. (2.11.0 to 2.15.0)
-needs_attributes(
-    nn.Module, "_call_impl", "_compiled_call_impl", "_forward_hooks", "_forward_pre_hooks", "_parameters"
-)
+needs_attributes(nn.Module, "_call_impl", "_compiled_call_impl", "_forward_hooks", "_forward_pre_hooks", "_parameters")
 
 
 def wrapped_child(module: nn.Module) -> str | None:

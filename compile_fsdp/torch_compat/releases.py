@@ -6,11 +6,7 @@ OLDEST, NEWEST = (2, 11), (2, 15)
 
 
 def check_version(version: str) -> None:
-    """Refuse an unsupported version of torch.
-
-    Raises:
-        ImportError: the version is older than `OLDEST` or newer than `NEWEST`.
-    """
+    """Raise ImportError for a version that is older than `OLDEST` or newer than `NEWEST`."""
     release = tuple(int(part) for part in version.split(".")[:2])
     if not OLDEST <= release <= NEWEST:
         (oldest, newest), (major, minor) = (f"{a}.{b}" for a, b in (OLDEST, NEWEST)), NEWEST

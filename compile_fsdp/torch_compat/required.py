@@ -17,23 +17,16 @@ from compile_fsdp.torch_compat.releases import check_version
 
 
 def check_attributes(attributes: Mapping[type, tuple[str, ...]] = declarations.ATTRIBUTES) -> None:
-    """Check that classes have their declared attributes.
-
-    Raises:
-        AttributeError: a class does not define a declared attribute, and none of its methods sets it.
-    """
+    """Raise AttributeError if a class does not define a declared attribute, and none of its methods sets it."""
     for cls, names in attributes.items():
         if (left := set(names) - set(dir(cls))) and (gone := left - set(_set_by_methods(cls))):
             raise AttributeError(f"{cls.__module__}.{cls.__qualname__} has no {', '.join(sorted(gone))}")
 
 
 def check_names() -> None:
-    """Check the names that functions use when called.
+    """Raise ImportError if torch does not have a name that functions use when called.
 
     The check imports the compiler, so it runs before the first graph instead of at import.
-
-    Raises:
-        ImportError: torch does not have a declared name.
     """
     for name in declarations.NAMES:
         try:
