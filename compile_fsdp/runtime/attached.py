@@ -1,8 +1,4 @@
-"""Attributes that this project sets on torch's own objects; only this file sets and reads them.
-
-Torch's objects outlive a compiled graph, and torch passes them to hooks. So traced and eager code find the objects of
-this folder through them.
-"""
+"""Attributes that lead from torch's own objects to this folder's; only this file sets and reads them."""
 
 from __future__ import annotations
 
@@ -23,7 +19,6 @@ _ACCUMULATED_GRAD = "_compile_fsdp_accumulated_grad" if HAS_GRAD_DTYPES else "un
 
 @at_run_time
 def attach(hooks: StateHooks) -> None:
-    """Attach the hooks of a state, of its groups and of its modules."""
     hooks.state._compile_fsdp_hooks = hooks  # type: ignore[attr-defined]
     for group in hooks.groups:
         group.fsdp_group._compile_fsdp_group = group  # type: ignore[attr-defined]
@@ -73,8 +68,7 @@ def owner_of(unsharded_param: object) -> TraceableGroup | None:
 @inline_only
 def accumulated_gradient(fsdp_param: FSDPParam) -> torch.Tensor | None:
     """Return the separately kept gradient of earlier microbatches, or None; see `free_gradient_dtypes`."""
-    grad: torch.Tensor | None = getattr(fsdp_param, _ACCUMULATED_GRAD, None)
-    return grad
+    return getattr(fsdp_param, _ACCUMULATED_GRAD, None)
 
 
 @inline_only

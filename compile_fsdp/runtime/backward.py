@@ -12,7 +12,6 @@ from torch.distributed.fsdp import BackwardPrefetch
 from compile_fsdp.ops import hand_over
 from compile_fsdp.runtime.attached import find_group, hooks_of, owner_of
 from compile_fsdp.runtime.gradients import (
-    check_nan,
     describe_partial_output,
     fix_gradient_dtypes,
     free_gradient_dtypes,
@@ -20,18 +19,12 @@ from compile_fsdp.runtime.gradients import (
     take_gradient,
 )
 from compile_fsdp.runtime.group import TraceableGroup
-from compile_fsdp.runtime.module_params import register_resharded, show_unsharded, sync_states
+from compile_fsdp.runtime.module_params import register_sharded, register_unsharded, sync_states
 from compile_fsdp.runtime.reduction import accumulation_dtypes, reduce_gradients
 from compile_fsdp.runtime.tracing import at_run_time, eval_at_trace_time_guarded
 from compile_fsdp.torch_compat.autograd import accumulates_into, after_backward, current_backward
-from compile_fsdp.torch_compat.distributed import functional_collectives
-from compile_fsdp.torch_compat.fsdp import (
-    FSDPState,
-    TrainingState,
-    order_gather_streams,
-    param_groups,
-    reduces_unused,
-)
+from compile_fsdp.torch_compat.distributed import functional_collectives, local_tensor
+from compile_fsdp.torch_compat.fsdp import FSDPState, TrainingState, order_gather_streams, param_groups, reduces_unused
 
 # Around a compiled graph
 
@@ -41,13 +34,11 @@ def enter_graph(group: TraceableGroup, read: Sequence[torch.Tensor], cut_forward
     """Set how many gradients complete the group in the next compiled graph.
 
     Args:
-        group: The group.
         read: The unsharded parameters that the forward graph of this compiled graph computes with.
-        cut_forward: None if the forward graph holds the whole forward of the group's module. Else an object that
-            identifies the forward of which the graph is a piece. The group is then complete, and may be freed, only
-            when all its parameters have gradients. This also holds if torch reduces zeros for unused parameters.
-        may_meet_eager: Whether a gradient that autograd still expects can only come from eager code. False if the
-            graph's own node leads to the parameters.
+        cut_forward: None if the forward graph holds the whole forward of the group's module. Else it identifies the
+            forward, and the group is complete only when all its parameters have gradients. This also holds if torch
+            reduces zeros for unused parameters.
+        may_meet_eager: Whether a gradient that autograd still expects can only come from eager code.
     """
     backward = group.backward
     backward.is_compiled = True
@@ -61,11 +52,8 @@ def enter_graph(group: TraceableGroup, read: Sequence[torch.Tensor], cut_forward
 
 @at_run_time
 def _awaits_eager_gradients(group: TraceableGroup) -> bool:
-    """Return whether eager code still adds gradients of the group in this backward.
-
-    Eager code can use the unsharded parameters if a graph break cuts the forward, or if they stay unsharded after the
-    forward. For example, a loss penalizes a weight of the root, or applies the model's head in chunks.
-    """
+    """Return whether eager code still adds gradients of the group in this backward."""
+    # Eager code can use the unsharded parameters between graphs of the forward, or after it, as in a loss.
     if not (group.forwards.is_cut or group.fsdp_group.post_forward_mesh_info is None):
         return False
     backward, came = current_backward(), group.forwards.from_eager
@@ -78,10 +66,7 @@ def _awaits_eager_gradients(group: TraceableGroup) -> bool:
 
 @at_run_time
 def expect_no_gradient(leaves: Sequence[torch.Tensor]) -> None:
-    """Tell the groups of these leaves not to wait for their gradients.
-
-    The next compiled backward computes no gradient for these leaves.
-    """
+    """Tell the groups that the next compiled backward computes no gradient for these leaves."""
     by_group: dict[TraceableGroup, set[int]] = {}
     for leaf in leaves:
         if (group := owner_of(leaf)) is not None:
@@ -99,19 +84,13 @@ def leave_graph(group: TraceableGroup) -> None:
 
 @at_run_time
 def begin_eagerly(group: TraceableGroup) -> None:
-    """Begin outside of a compiled graph, in a pre-backward hook.
-
-    The hook runs there if Dynamo left the frame of the forward to eager mode.
-    """
+    """Begin in a pre-backward hook that runs outside of graphs because the forward's frame ran in eager mode."""
     if group.backward.is_compiled:
         return
     if group.fsdp_group._training_state is TrainingState.IDLE:
-        # First event of the group in this backward. `start_backward` skips this call if torch's own hooks began
-        # the backward.
-        group.end_backward()
+        group.end_backward()  # `start_backward` does not call it if torch's own hooks began the backward
     else:
-        # Only a compiled graph counts gradients down. The rest of an earlier graph's count would make the group
-        # look gathered, although an eager part of this backward freed it.
+        # The rest of an earlier graph's count would make the group look gathered, although eager code freed it.
         group.backward.gradients.pending = None
 
 
@@ -119,12 +98,7 @@ def begin_eagerly(group: TraceableGroup) -> None:
 
 
 def begin(group: TraceableGroup, then_prefetch: list[TraceableGroup]) -> None:
-    """Unshard before the first gradient computation that may need the group.
-
-    Args:
-        group: The group.
-        then_prefetch: Groups to gather next, before or after this group's gradients are computed.
-    """
+    """Unshard before the first gradient computation that may need the group, and gather `then_prefetch` ahead."""
     if group.backward.gradients.pending:
         return  # the hook of an earlier output or of an earlier module call began this backward
     group.fsdp_group._training_state = TrainingState.PRE_BACKWARD
@@ -141,45 +115,31 @@ def begin(group: TraceableGroup, then_prefetch: list[TraceableGroup]) -> None:
 
 
 def gradient_accumulated(owner: weakref.ref[TraceableGroup], unsharded_param: torch.Tensor) -> None:
-    """Post-accumulate-grad hook of every unsharded parameter.
+    """Post-accumulate-grad hook of every unsharded parameter: reduce once the group is complete.
 
-    Compiled autograd traces it where it accumulates the gradient.
+    If a parameter that the graph reads gets no gradient, torch's own final callback reduces the arrived gradients.
     """
     group = owner()
     if group is None:
         return
-    if group.backward.is_compiled:
-        _arrive(group)
-    else:
-        group.backward.gradients.seen.add(id(unsharded_param))
-        group.forwards.from_eager[id(unsharded_param)] = current_backward()
-
-
-def _arrive(group: TraceableGroup) -> None:
-    """Count an accumulated gradient; reduce once the group is complete.
-
-    If a parameter that the graph reads gets no gradient, the group stays incomplete. torch's own final callback then
-    reduces the arrived gradients at the end of the backward.
-    """
     backward = group.backward
+    if not backward.is_compiled:
+        backward.gradients.seen.add(id(unsharded_param))
+        group.forwards.from_eager[id(unsharded_param)] = current_backward()
+        return
     if not backward.gradients.arrive():
         return
     _prefetch(backward.prefetch_last)
     backward.prefetch_last = []
     if backward.is_deferred or not group.fsdp_group.reduce_grads:
-        _reshard_idle(group)
+        reshard_idle(group)
     else:
         _reshard(group)
         reduce(group)
 
 
-def end_frozen(group: TraceableGroup) -> None:
-    """Reshard a frozen group once its module's inputs have gradients."""
-    if group.backward.is_compiled and group.is_frozen:
-        _reshard_idle(group)
-
-
-def _reshard_idle(group: TraceableGroup) -> None:
+def reshard_idle(group: TraceableGroup) -> None:
+    """Reshard a group that this graph does not reduce."""
     _reshard(group)
     # IDLE, because torch's own hooks of an eager forward would otherwise take the group for unsharded.
     group.fsdp_group._training_state = TrainingState.IDLE
@@ -189,7 +149,9 @@ def _reshard(group: TraceableGroup) -> None:
     needed_again = group.backward.is_deferred and not group.fsdp_group._reshard_after_forward
     if group.fsdp_group.reshard_after_backward and not needed_again:
         group.reshard()
-        register_resharded(group)
+        if not group.is_hidden:
+            register_sharded(group)
+        group.is_hidden = False
     else:
         sync_states(group)
 
@@ -204,16 +166,11 @@ def reduce(group: TraceableGroup) -> None:
     """Reduce the arrived gradients."""
     # POST_BACKWARD leaves no work for torch's final callback.
     group.fsdp_group._training_state = TrainingState.POST_BACKWARD
-    arrived: list[int] = []
-    grads: list[torch.Tensor] = []
     dtypes = accumulation_dtypes(group, group.constants.text)
-    for index, param in enumerate(group.params):
-        grad = take_gradient(param, dtypes[index])
-        if grad is not None:
-            arrived.append(index)
-            grads.append(grad)
+    taken = [take_gradient(param, dtype) for param, dtype in zip(group.params, dtypes, strict=True)]
+    arrived = [index for index, grad in enumerate(taken) if grad is not None]
     with torch.no_grad():
-        reduced = reduce_gradients(group, arrived, grads)
+        reduced = reduce_gradients(group, arrived, [grad for grad in taken if grad is not None])
     backward = group.backward
     if reduced is None:
         backward.reduced, backward.reduced_params, backward.unreplicated_params = (), [], arrived
@@ -231,24 +188,23 @@ def _has_gradient_hooks(group: TraceableGroup) -> bool:
 
 @at_run_time
 def deliver(group: TraceableGroup) -> None:
-    """Add the reduced gradients to the gradients of the sharded parameters, after a compiled graph.
-
-    Raises:
-        RuntimeError: a gradient has a NaN in anomaly mode, as in torch's own check.
-    """
+    """Add the reduced gradients to the gradients of the sharded parameters, after a compiled graph."""
     for param in group.params:
         hand_back_gradient(param)
     backward = group.backward
     reduced, params = backward.reduced, backward.reduced_params
     backward.reduced, backward.reduced_params = (), []
     if backward.unreplicated_params:
-        unreplicated = [group.params[index].fsdp_param for index in backward.unreplicated_params]
-        describe_partial_output(group.fsdp_group, unreplicated)
+        describe_partial_output(group.fsdp_group, [group.params[i].fsdp_param for i in backward.unreplicated_params])
         backward.unreplicated_params = []
     group.receive(reduced, params)
     if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
-        check_nan(group)
-    show_unsharded(group)
+        for fsdp_param in group.fsdp_group.fsdp_params:
+            grad = fsdp_param.sharded_param.grad
+            if grad is not None and local_tensor(grad).isnan().any():
+                raise RuntimeError(f"expected no nan in the gradient of {fsdp_param._param_fqn}, got some")
+    if group.is_hidden and group.is_unsharded:
+        register_unsharded(group)  # eager code and torch's final callback read the modules
 
 
 # The backward of a whole model
@@ -256,11 +212,7 @@ def deliver(group: TraceableGroup) -> None:
 
 @at_run_time
 def start_backward(state: FSDPState) -> None:
-    """Begin the backward of a whole model at its first event.
-
-    Queues torch's own callback if it is not queued yet. At the end of the backward, the callback reshards and reduces
-    the groups that the compiled graphs left unsharded or unreduced.
-    """
+    """Begin the backward of a whole model at its first event, and queue torch's own final callback."""
     context = state._state_ctx
     if not context.post_backward_final_callback_queued:
         for each in context.all_states:
@@ -282,11 +234,10 @@ def await_end_of_backward(state: FSDPState) -> None:
 
 @at_run_time
 def _drop_gathered(states: Sequence[FSDPState]) -> None:
-    """Drop the gathers that the backward did not free, after torch's own callback.
+    """Drop the gathers that the backward did not free, because the next forward would compute with their old values.
 
-    These are gathers launched ahead for modules whose backward did not run, and modules that eager code of a checkpoint
-    reran after their backward, which torch considers finished. The next forward would compute with the old values if
-    the parameters change before it.
+    These are gathers launched ahead for modules whose backward did not run, and of modules that eager code of a
+    checkpoint reran after torch considers their backward finished.
     """
     for state in states:
         for fsdp_group in param_groups(state):

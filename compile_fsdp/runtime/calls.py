@@ -18,9 +18,6 @@ class ModuleCall:
     """One call of a sharded module.
 
     Attributes:
-        module: The module.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
         is_outermost: Whether the call is not within a call of a sharded module.
         is_paused: Whether the call paused garbage collection.
         forward_id: Unique object that identifies this call.
@@ -49,7 +46,6 @@ _running = _Running()
 
 @at_run_time
 def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_paused: bool) -> ModuleCall:
-    """Record the start of a call."""
     call = ModuleCall(module, args, kwargs, not _running.calls, is_paused)
     _running.calls.append(call)
     return call
@@ -57,7 +53,6 @@ def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_p
 
 @at_run_time
 def end() -> None:
-    """Record the end of the call that began last."""
     _running.calls.pop()
 
 

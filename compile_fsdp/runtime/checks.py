@@ -35,11 +35,7 @@ def describe(state: FSDPState) -> str:
 
 @at_run_time
 def check_group(group: FSDPParamGroup) -> None:
-    """Refuse a parameter group with a feature that has no traced counterpart yet.
-
-    Raises:
-        UnsupportedFeatureError: names the module, the parameter and the feature.
-    """
+    """Refuse a parameter group with a feature that has no traced counterpart yet."""
     comms = [type(each) for each in (group._all_gather_comm, group._reduce_scatter_comm)]
     symmetric = [comm.__name__ for comm in comms if issubclass(comm, SYMMETRIC_MEMORY_COMMS)]
     spmd = [param._param_fqn for param in group.fsdp_params if has_spmd_types(param)]
@@ -50,11 +46,7 @@ def check_group(group: FSDPParamGroup) -> None:
 
 @at_run_time
 def check_shard(param: FSDPParam) -> None:
-    """Refuse a sharded tensor subclass if a graph would lose a part, such as a precomputed scale.
-
-    Raises:
-        UnsupportedFeatureError: names the parameter, the subclass and the parts.
-    """
+    """Refuse a sharded tensor subclass if a graph would lose a part, such as a precomputed scale."""
     shard: Any = param._sharded_local_tensor
     names, context = shard.__tensor_flatten__()
     inner = {name: getattr(shard, name) for name in names}
@@ -66,11 +58,7 @@ def check_shard(param: FSDPParam) -> None:
 
 @at_run_time
 def check_unsharded(param: FSDPParam) -> None:
-    """Refuse an all-gather extension that returns a tensor subclass whose parts a graph cannot fill.
-
-    Raises:
-        UnsupportedFeatureError: names the parameter and the subclass.
-    """
+    """Refuse an all-gather extension that returns a tensor subclass whose parts a graph cannot fill."""
     kind = find_subclass(param)
     if kind is not None and not has_plain_parts(param):
         reason = f"an all-gather extension that returns a {kind.__name__}, not made of plain tensors"
@@ -89,16 +77,6 @@ def _refusal(where: str, reason: str) -> str:
     return (
         f"{where} cannot be compiled with {reason}; train without it, or run the model eagerly, "
         "where it behaves as torch's own fully_shard does"
-    )
-
-
-@at_run_time
-def explain_sharded_read(where: str) -> str:
-    """Return the remedy if a module computes with a sharded parameter; torch's error has none."""
-    return (
-        f"{where} computes with a sharded parameter: FSDP2 gathers a parameter only while the module runs whose "
-        "fully_shard() call holds it; read it in that module's forward, or shard both modules with one call, "
-        "fully_shard([a, b])\n"
     )
 
 

@@ -21,12 +21,8 @@ def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 def wraps_as_dtensor(spec: DTensorSpec, data_parallel_dims: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function that wraps this rank's part of a parameter in a DTensor.
 
-    The DTensor's gradient keeps its placements over the data-parallel dims, above all partial sums, because FSDP2's own
-    reduction adds the partial sums up. DTensor.from_local would add them up earlier.
-
-    Args:
-        spec: Spec of the DTensor.
-        data_parallel_dims: Data-parallel dims of its mesh.
+    The DTensor's gradient keeps its placements over the data-parallel dims, above all partial sums, which FSDP2's own
+    reduction adds up. DTensor.from_local would add them up earlier.
     """
 
     def wrap(local: torch.Tensor) -> torch.Tensor:

@@ -21,14 +21,11 @@ class Input(NamedTuple):
     """Layout of a 1-D all-gather input and of its unsharded value. A graph holds it as a plain tuple.
 
     Attributes:
-        numel: Number of elements of the input.
         dtype: Dtype in which the input is gathered.
         is_cast: Whether the input is cast to `dtype` before the all-gather.
         kind: "rows" and "columns" join the ranks' shards, along dim 0 or `dim`. "flat" joins their slices of the flat
             padded value. "inputs" keeps one row for each rank.
-        size: Size of the unsharded value.
-        shard_size: Size of a rank's padded shard.
-        dim: The sharded dim.
+        size, shard_size: Size of the unsharded value, and of a rank's padded shard.
     """
 
     numel: int
@@ -46,8 +43,7 @@ class GatherPlan:
 
     Attributes:
         name: Name of the all-gather in a profile, equal to eager FSDP2's name.
-        shard_count: Number of ranks that send; 1 if there is no collective.
-        process_group: Name of these ranks' process group.
+        shard_count, process_group: Number of ranks that send, 1 without a collective, and name of their process group.
         device: Device to which offloaded shards move before the all-gather; None without CPU offload.
         inputs: An `Input` for each parameter, as a plain tuple.
         storage_bytes: Bytes of each unsharded parameter, or of each of its parts.
@@ -75,25 +71,17 @@ class Launched:
     inputs: list[tuple[Any, ...]] | None = None
 
 
-# The gather of a group that eager code gathered ahead.
 EAGER_GATHER = Launched(None)
-
-
-def _travels_as_bytes(inputs: Sequence[Input]) -> bool:
-    return len({each.dtype for each in inputs}) > 1
 
 
 @group_call
 def copy_in(
     tensors: Sequence[torch.Tensor], inputs: Sequence[tuple[Any, ...]], device: torch.device | None
 ) -> torch.Tensor:
-    """Move this rank's inputs to `device`, cast them, and concatenate them into a 1-D tensor.
-
-    Inputs of several dtypes are sent as bytes.
-    """
+    """Move this rank's inputs to `device`, cast them, and concatenate them, as bytes if their dtypes differ."""
     sent = []
     described = [Input(*each) for each in inputs]
-    as_bytes = _travels_as_bytes(described)
+    as_bytes = len({each.dtype for each in described}) > 1
     for tensor, each in zip(tensors, described, strict=True):
         if device is not None:
             tensor = tensor.to(device, non_blocking=True)
@@ -107,7 +95,7 @@ def copy_in(
 def copy_out(output: torch.Tensor, shard_count: int, inputs: Sequence[tuple[Any, ...]]) -> tuple[torch.Tensor, ...]:
     """Split an all-gather output, after the wait for it, and join the ranks' parts of each input."""
     described = [Input(*each) for each in inputs]
-    as_bytes = _travels_as_bytes(described)
+    as_bytes = len({each.dtype for each in described}) > 1
     numels = [each.numel * each.dtype.itemsize if as_bytes else each.numel for each in described]
     parts = output.view(shard_count, sum(numels)).split(numels, dim=1)
     values = []
@@ -169,7 +157,6 @@ def _refill(unsharded_param: Any, value: Any) -> None:
 
 @group_call
 def free(unsharded_params: Sequence[torch.Tensor], storage_bytes: Sequence[int]) -> None:
-    """Free the storages of unsharded parameters."""
     for unsharded_param, size in zip(unsharded_params, storage_bytes, strict=True):
         if size > 0:
             resize_storage_bytes_(unsharded_param, 0)

@@ -1,4 +1,4 @@
-"""Number of gradients that complete a parameter group in the running compiled backward."""
+"""Count of the gradients that complete a parameter group in the running compiled backward."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ class GradientCount:
     """Count of the gradients of one group.
 
     Attributes:
-        expected_text: Number of gradients that the running compiled graph has for the group. See [Note: Numbers that
-            stay numbers].
+        expected_text: Number of the running graph's gradients. See [Note: Numbers that stay numbers].
         pending: Number of these gradients still to come; None until the group's first event of a compiled backward.
         cut_forward: Identifies the forward cut into several graphs whose backward runs; None before the first.
         seen: Ids of unsharded parameters whose gradients in the backward of `cut_forward` arrived or will arrive.
@@ -30,14 +29,9 @@ class GradientCount:
 
     @at_run_time
     def expect(self, read: Sequence[torch.Tensor], required: Sequence[torch.Tensor], cut_forward: object) -> None:
-        """Set which gradients complete the group in the next compiled backward.
+        """Set which gradients complete the group in the next compiled backward; see `enter_graph`.
 
-        Args:
-            read: The unsharded parameters that the forward graph of this backward computes with.
-            required: Unsharded parameters that must have a gradient, from any graph of the forward, before the group is
-                complete. Empty if the gradients of this graph are enough.
-            cut_forward: None if the forward graph holds the whole forward of the group's module. Else an object that
-                identifies the forward of which the graph is a piece.
+        `required` parameters must have a gradient from any graph of the forward; empty if this graph's are enough.
         """
         self._read, self._required = read, required
         if required and cut_forward is not self.cut_forward:
@@ -57,10 +51,7 @@ class GradientCount:
         self.expected_text, self.pending = guarded_text(expected), None
 
     def start(self) -> None:
-        """Start the count at the group's first event in this graph, either a hook or a gradient.
-
-        Does nothing later. The hook may run in an earlier graph of the backward.
-        """
+        """Start the count at the group's first hook or gradient; do nothing later."""
         if self.pending is None:
             self.pending = int(self.expected_text)
 

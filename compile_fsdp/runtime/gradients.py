@@ -9,22 +9,13 @@ from torch.distributed.tensor import DTensor
 
 from compile_fsdp.runtime.attached import accumulated_gradient, set_accumulated_gradient
 from compile_fsdp.runtime.dtensor_parameters import as_dtensor
-from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.runtime.parameter import TraceableParam
 from compile_fsdp.runtime.tracing import at_run_time
-from compile_fsdp.torch_compat.distributed import local_tensor
 from compile_fsdp.torch_compat.fsdp import HAS_GRAD_DTYPES, FSDPParam, FSDPParamGroup, unsharded_spec
 
 
 def take_gradient(traced: TraceableParam, dtype: torch.dtype | None) -> torch.Tensor | None:
-    """Take the unsharded gradient of this backward and of earlier microbatches.
-
-    Args:
-        traced: The parameter.
-        dtype: Dtype to cast this backward's gradient to; None to keep its dtype.
-    Returns:
-        The sum, a plain tensor; None if there is no gradient.
-    """
+    """Take the sum, a plain tensor, of this backward's gradient, cast to `dtype`, and of earlier microbatches."""
     param = traced.fsdp_param
     grad, traced.unsharded_param.grad = traced.unsharded_param.grad, None
     if grad is not None and dtype is not None:
@@ -55,19 +46,6 @@ def hand_back_gradient(traced: TraceableParam) -> None:
 
 
 @at_run_time
-def check_nan(group: TraceableGroup) -> None:
-    """Look for NaN in the sharded gradients, as torch's anomaly mode does.
-
-    Raises:
-        RuntimeError: a gradient has a NaN.
-    """
-    for param in group.params:
-        grad = param.fsdp_param.sharded_param.grad
-        if grad is not None and local_tensor(grad).isnan().any():
-            raise RuntimeError(f"expected no nan in the gradient of {param.fsdp_param._param_fqn}, got some")
-
-
-@at_run_time
 def describe_partial_output(group: FSDPParamGroup, params: Sequence[FSDPParam]) -> None:
     """Set the layout of the partial reduce output, which eager FSDP2 reads since 2.15. (2.15.0)"""
     if not HAS_GRAD_DTYPES:
@@ -85,8 +63,8 @@ def describe_partial_output(group: FSDPParamGroup, params: Sequence[FSDPParam]) 
 def free_gradient_dtypes(group: FSDPParamGroup) -> None:
     """Let a compiled backward accumulate gradients in the dtype it computes them in. (2.15.0)
 
-    Since 2.15, eager FSDP2 fixes the dtype. A gradient of earlier microbatches that is not in the parameter's dtype is
-    kept separately, because a graph accepts no parameter with such a gradient.
+    A gradient of earlier microbatches that is not in the parameter's dtype is kept separately, because a graph accepts
+    no parameter with such a gradient.
     """
     for param in _with_gradient_dtype(group):
         unsharded, earlier = param._unsharded_param, None

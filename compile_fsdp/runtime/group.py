@@ -1,15 +1,14 @@
 """Traced counterpart of an FSDP2 parameter group: unshard, reshard and sharded state.
 
 [Note: Traced and eager branch share the state]
-Every tensor and every state below belongs to torch's own FSDPParamGroup and FSDPParam: the sharded parameter,
-its padded local data, the unsharded parameter and the group's ShardedState. A traced step leaves them as an
-eager step would, so that the next step may run either way. State that this project adds to them lives only between
-the start and the end of one backward.
+The sharded parameter, its padded local data, the unsharded parameter and the group's ShardedState belong to torch's own
+FSDPParamGroup and FSDPParam. A traced step leaves them as an eager step would, so that the next step may run either
+way. State that this project adds to them lives only between the start and the end of one backward.
 
 [Note: One object for each backward]
 A backward may reach a group through several compiled graphs, with eager code between them. All of them share one
-`GroupBackward`, which begins empty. `start_backward` replaces it when the next backward begins; an error or a reset
-replaces it immediately. So no state of a backward leaks into the next backward.
+`GroupBackward`. `start_backward` replaces it with an empty one when the next backward begins; an error or a reset does
+so immediately. So no state of a backward leaks into the next backward.
 """
 
 from __future__ import annotations
@@ -46,10 +45,9 @@ class GroupConstants:
     """Constants that graphs depend on and that no step changes.
 
     Attributes:
-        shard_count: Number of ranks that the parameters are sharded over.
-        gather_group: Name of the process group of these ranks in graphs; empty if there is no collective.
-        post_forward_count: Number of ranks of the smaller mesh, with `reshard_after_forward=<int>`; else 1.
-        post_forward_group: Name of the process group of the smaller mesh in graphs; empty without one.
+        shard_count, gather_group: Rank count and group name of the all-gather; 1 and empty if there is no collective.
+        post_forward_count, post_forward_group: Rank count and group name of the smaller mesh of
+            `reshard_after_forward=<int>`; 1 and empty without one.
         is_extended: Whether a parameter has an all-gather extension (fsdp_pre_all_gather).
         is_tied: Whether several modules share a parameter of the group.
         text: Rank counts and process groups above, and all `ParamPlan`s. See [Note: Numbers that stay numbers].
@@ -65,13 +63,12 @@ class GroupConstants:
 
 
 class GroupBackward:
-    """Data of one backward of one group. See [Note: One object for each backward].
+    """Data of one backward of one group.
 
     Attributes:
         is_compiled: Whether a compiled graph runs. If not, the gradient hooks only record the gradients that arrive.
-        gradients: Count of the gradients of a compiled graph.
-        is_deferred: Whether more gradients follow in this backward, from a forward whose backward is still to come or
-            from eager code between graphs. If so, the reduction waits for them.
+        is_deferred: Whether the reduction waits for more gradients in this backward, from a forward whose backward is
+            still to come or from eager code between graphs.
         prefetch_last: Groups to gather once this group's gradients are computed.
         reduced: For each parameter of `reduced_params`, (padded shard numel,), in the dtype of its gradient.
         reduced_params: Positions of the parameters whose reduced gradients wait for delivery.
@@ -92,19 +89,16 @@ class TraceableGroup:
     """The traced counterpart of one FSDPParamGroup.
 
     Attributes:
-        fsdp_group: torch's group, which holds the state.
         state: torch's state of the module, or modules, that the group belongs to.
         known: States to compare with. See [Note: States that Dynamo guards].
         params: The group's parameters; empty until the first trace.
         constants: Constants that graphs depend on; defaults until the first trace.
         post_forward_rank: (1,) int64, this rank in the smaller mesh; None without a smaller mesh.
         saved: The parameters that the modules held before this forward, until it puts them back; else empty.
-        is_hidden: Whether the modules hold the sharded parameters although a backward unsharded the group, because
-            nothing in this backward looks at them.
+        is_hidden: Whether the modules hold the sharded parameters although a backward unsharded the group.
         ahead: Gather ahead of its use; None if there is none.
         backward_prefetch: When a backward gathers the groups that it needs next; None for no prefetch.
-        forwards: Forwards through the group.
-        backward: Data of the present backward; replaced when the next backward begins.
+        backward: Data of the present backward. See [Note: One object for each backward].
         ticket: (1,) int64, by which `hand_over` finds the group.
     """
 
@@ -158,7 +152,6 @@ class TraceableGroup:
     @property
     @inline_only
     def memory(self) -> Memory:
-        """State of the group's memory."""
         state = self.fsdp_group._sharded_state
         if state is self.known.unsharded:
             is_ahead = self.ahead is not None and self.ahead.output is None
@@ -169,12 +162,7 @@ class TraceableGroup:
 
     @inline_only
     def enter(self, memory: Memory, ahead: Launched | None = None) -> None:
-        """Change the state of the group's memory, a legal step.
-
-        Args:
-            memory: The new state.
-            ahead: The gather, for the states GATHERING and UNSHARDED_AHEAD; else None.
-        """
+        """Change the state of the group's memory; `ahead` is the gather of GATHERING and UNSHARDED_AHEAD."""
         _check_step(self.memory, memory)
         if self.ahead is not ahead:
             self.ahead = ahead
@@ -281,15 +269,13 @@ class TraceableGroup:
 
     def _extended_values(self, gathered: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         values: list[torch.Tensor] = []
-        first = 0
+        rest = list(gathered)
         for param in self.params:
-            count = 1 if param.extension is None else len(param.extension.sizes)
-            own = list(gathered[first : first + count])
             if param.extension is None:
-                values += own
+                values.append(rest.pop(0))
             else:
+                own = [rest.pop(0) for _ in param.extension.sizes]
                 values += param.extension.values(param.fsdp_param, param.unsharded_param, param.parts, own)
-            first += count
         return values
 
     def _filled(self) -> list[torch.Tensor]:
@@ -309,9 +295,8 @@ class TraceableGroup:
     def resume_unsharded(self) -> None:
         """Enter UNSHARDED without a gather if a forward left the storages filled but the states sharded.
 
-        If the storages are freed, for example by a later forward, the group stays sharded. The modules hold the sharded
-        parameters and the parameters' states are SHARDED, as after every forward that ends sharded. Both stay so until
-        the group is sharded again, so that Dynamo neither guards nor writes them for each backward.
+        The modules hold the sharded parameters and the parameters' states are SHARDED, as after every forward that ends
+        sharded. Both stay so, so that Dynamo neither guards nor writes them for each backward.
         """
         if not self.is_unsharded and self.is_filled:
             self.enter(Memory.UNSHARDED)
@@ -350,12 +335,7 @@ class TraceableGroup:
 
     @at_run_time
     def receive(self, reduced: Sequence[torch.Tensor], params: Sequence[int]) -> None:
-        """Add reduced gradients to the sharded parameters' DTensor gradients, and run the gradient hooks.
-
-        Args:
-            reduced: For each parameter, (padded shard numel,), in the dtype of the parameter's gradient.
-            params: Positions of the parameters.
-        """
+        """Add reduced gradients, each (padded shard numel,), to these parameters' gradients, and run their hooks."""
         if params:
             await_post_reduce(self.fsdp_group)  # eager code of this backward may still add to the gradients
             forget_post_backward(self.fsdp_group)

@@ -1,11 +1,10 @@
 """Functions that work on all parameters of a group and that Dynamo does not trace into.
 
 [Note: One call for a whole group]
-Dynamo interprets the code that it traces bytecode by bytecode, which takes milliseconds for each op of a parameter. A
-group call works on all parameters of a group at once, and Dynamo puts the call into its graph without tracing it. The
-backend then replaces the call with its ops (`expand_group_calls`), before any pass reads the graph. So a group call
-runs on fake tensors, on fx proxies and, if a backward falls back to eager, on real tensors. It branches on constants
-only.
+Dynamo takes milliseconds to trace each op of a parameter. A group call works on all parameters of a group at once, and
+Dynamo puts it into its graph without tracing it. The backend then replaces the call with its ops
+(`expand_group_calls`), before any pass reads the graph. So a group call runs on fake tensors, on fx proxies and, if a
+backward falls back to eager, on real tensors. It branches on constants only.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# Functions marked by `group_call`. See [Note: One call for a whole group].
+# See [Note: One call for a whole group].
 GROUP_CALLS: set[Callable[..., Any]] = set()
 
 

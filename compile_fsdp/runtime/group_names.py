@@ -1,8 +1,7 @@
 """Names of process groups in graphs.
 
-torch names a process group by the number of groups created before it. In a graph, this number would be part of the code
-and of the cache keys. If a program created one more group before the model's groups, no cache entry would match. Ranks
-with different numbers of earlier groups would compile different graphs.
+torch names a process group by the number of groups created before it. In a graph, this number would be part of the
+cache keys, and ranks with different numbers of earlier groups would compile different graphs.
 """
 
 from __future__ import annotations

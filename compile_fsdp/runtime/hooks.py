@@ -2,8 +2,8 @@
 
 [Note: Where the root is traced]
 torch.compile starts tracing below `Module.__call__`, so that a compiled module's own hooks would become separate
-graphs. `TraceableModule._call_impl` is the frame that is compiled instead. Dynamo then inlines the root's hooks and
-forward into one graph, as it inlines the hooks and forwards of the modules below.
+graphs. `TraceableModule._call_impl` is the frame that is compiled instead. Dynamo inlines the root's hooks and forward
+into it, as it inlines the hooks and forwards of the modules below.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 from compile_fsdp.runtime import checks, trace_record
 from compile_fsdp.runtime.attached import hooks_of, module_hooks_of
-from compile_fsdp.runtime.backward import await_end_of_backward, begin, begin_eagerly, end_frozen, start_backward
+from compile_fsdp.runtime.backward import await_end_of_backward, begin, begin_eagerly, reshard_idle, start_backward
 from compile_fsdp.runtime.gather import EAGER_GATHER
 from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.runtime.module_params import register_unsharded, reshard_after_forward, save
@@ -40,7 +40,6 @@ from compile_fsdp.torch_compat.dynamo import call_with_side_effects, compiles_fr
 
 
 def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Forward pre-hook of a sharded module."""
     member = module_hooks_of(module)
     if torch.compiler.is_dynamo_compiling():
         _enter(member.hooks)
@@ -56,7 +55,6 @@ def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def post_forward(module: nn.Module, args: Any, output: Any) -> Any:
-    """Forward hook of a sharded module."""
     member = module_hooks_of(module)
     if torch.compiler.is_dynamo_compiling():
         return call_with_side_effects(_after_module, member, output)
@@ -123,14 +121,7 @@ def _watch_inputs(hooks: StateHooks, inputs: Any) -> None:
 
 @at_run_time
 def _wait_for_prefetched(hooks: StateHooks, meets_graphs: bool) -> None:
-    """Complete the eager prefetches of this module in a partly compiled forward.
-
-    A graph cannot wait for the prefetch of a module that runs eagerly.
-
-    Args:
-        hooks: Hooks of the module.
-        meets_graphs: Whether Dynamo compiles the next frames, although the root may run eagerly.
-    """
+    """Complete this module's eager prefetches in a partly compiled forward, because a graph cannot wait for them."""
     for group in hooks.groups:
         if group.memory is Memory.UNSHARDED_AHEAD:
             group.enter(Memory.UNSHARDED)
@@ -230,26 +221,19 @@ def _pre_backward(hooks: StateHooks, previous: int, is_whole: bool, grad: torch.
 
 
 def _next_in_backward(hooks: StateHooks, previous: int, group: TraceableGroup) -> list[TraceableGroup]:
-    """Return the groups that `group` gathers ahead in the backward.
-
-    These are the groups of the user's prefetch list, or else of module `previous` in `Root.all_hooks`: the last
-    module with a backward whose forward ended before this module's forward.
-    """
+    """Return the groups of the user's prefetch list, or else of module `previous` (see `_leave`), to gather ahead."""
     if group is not hooks.groups[-1]:
         return []
-    states = hooks.state._states_to_backward_prefetch
-    if states:
-        ahead = [hooks_of(state) for state in states]
-    elif group.backward_prefetch is not None and previous >= 0:
+    ahead = [hooks_of(state) for state in hooks.state._states_to_backward_prefetch]
+    if not ahead and group.backward_prefetch is not None and previous >= 0:
         ahead = [hooks.root.all_hooks[previous]]
-    else:
-        return []
     return [each for hooks in ahead for each in reversed(hooks.groups)]
 
 
 def _after_backward(hooks: StateHooks, grad: torch.Tensor) -> torch.Tensor:
     for group in hooks.groups:
-        end_frozen(group)
+        if group.backward.is_compiled and group.is_frozen:
+            reshard_idle(group)
     return grad
 
 
@@ -272,19 +256,18 @@ def _prefetches(hooks: StateHooks) -> bool:
 
 @eval_at_trace_time_guarded
 def _leave(hooks: StateHooks, has_backward: bool) -> tuple[int, bool]:
-    """Return the module that ended its forward before, and whether this forward began in this trace.
+    """Return the last module with a backward that ended its forward before, and whether this one began in this trace.
 
     The module is a position in `Root.all_hooks`, -1 for none: Dynamo would keep an object alive with its guards.
     """
     previous, is_whole = trace_record.leave(hooks, has_backward)
     all_hooks = hooks.root.all_hooks
-    index = -1 if previous is None or previous not in all_hooks else all_hooks.index(previous)
-    return index, is_whole
+    return (all_hooks.index(previous) if previous in all_hooks else -1), is_whole
 
 
 @at_run_time
 def prepare_model(hooks: StateHooks) -> frozenset[str]:
-    """Prepare a model as its first trace does; returns the names of the process groups that gather parameters."""
+    """Prepare a model as its first trace does; return the names of the process groups that gather parameters."""
     initialise(hooks)
     prepare_groups(hooks.root.all_hooks)
     groups = (group for each in hooks.root.all_hooks for group in each.groups)

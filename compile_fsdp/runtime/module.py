@@ -1,19 +1,18 @@
 """Class of sharded modules, which compiles a module's own hooks together with its forward.
 
 [Note: Separate code for every module]
-Dynamo counts compilations by code object, and stops at the recompile limit, 8 by default. If roots shared the code
-object of `_call_impl`, Dynamo could not compile the ninth model. Behind a graph break, Dynamo also compiles each
-module's hooks as separate frames, so each hook has a separate code object, too.
+Dynamo stops compiling a code object at the recompile limit, 8 by default. If roots shared the code object of
+`_call_impl`, Dynamo could not compile the ninth model. Behind a graph break, Dynamo also compiles each module's hooks
+as separate frames, so each hook has a separate code object, too.
 """
 
 from __future__ import annotations
 
 import gc
-import itertools
 import weakref
 from collections.abc import Callable
 from functools import cache
-from itertools import chain
+from itertools import chain, count
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch import nn
 
 from compile_fsdp.runtime import calls, trace_record
 from compile_fsdp.runtime.attached import attach, find_hooks, hooks_of, module_hooks_of
-from compile_fsdp.runtime.checks import describe, explain_sharded_read
+from compile_fsdp.runtime.checks import describe
 from compile_fsdp.runtime.hooks import post_forward, pre_forward
 from compile_fsdp.runtime.pause import pause_collection
 from compile_fsdp.runtime.reset import reset_step
@@ -79,26 +78,18 @@ class TraceableModule:
 @at_run_time
 def _begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> calls.ModuleCall:
     """Prepare the objects that a trace reads, and record the start of the call."""
-    is_paused = calls.outermost() is None and _prepare_call(module)
+    is_paused = False
+    if calls.outermost() is None:
+        _take_own_code(module)
+        root = _root_of(module)
+        root.follow_trainable()
+        if not root.was_called:  # the first call compiles
+            root.was_called = True
+            _settle_hook_order(module)
+            is_paused = pause_collection()
     if module._compiled_call_impl is not None:
         _complete_unshard(module)
     return calls.begin(module, args, kwargs, is_paused)
-
-
-@at_run_time
-def _prepare_call(module: Any) -> bool:
-    """Prepare the outermost call.
-
-    Returns:
-        Whether this call paused garbage collection. Only the first call does, because it compiles.
-    """
-    _take_own_code(module)
-    root = _root_of(module)
-    root.follow_trainable()
-    is_first, root.was_called = not root.was_called, True
-    if is_first:
-        _settle_hook_order(module)
-    return is_first and pause_collection()
 
 
 @at_run_time
@@ -117,10 +108,7 @@ def _complete_unshard(module: nn.Module) -> None:
 
 @at_run_time
 def _run(call: calls.ModuleCall, run: Callable[..., Any]) -> Any:
-    """Run the forward, by a replay if the model has one, and name the module in Dynamo's errors.
-
-    No replay runs if Dynamo would compile its frames, or under the stance "force_eager".
-    """
+    """Run the forward, by a replay if the model has one, and name the module in Dynamo's errors."""
     module: Any = call.module
     replay = _root_of(module).replay if call.is_outermost else None
     try:
@@ -134,7 +122,6 @@ def _run(call: calls.ModuleCall, run: Callable[..., Any]) -> Any:
 
 @at_run_time
 def _end(call: calls.ModuleCall) -> None:
-    """Record the end of the call, also after an error."""
     calls.end()
     if call.is_paused:
         gc.enable()
@@ -171,7 +158,7 @@ def _take_own_code(module: Any) -> None:
         module.__dict__["_call_impl"] = MethodType(_with_own_code(TraceableModule._call_impl), module)
 
 
-_copies = itertools.count()
+_copies = count()
 
 
 @at_run_time
@@ -189,7 +176,13 @@ def _name_module(error: Exception) -> None:
     hooks = trace_record.abandon()
     if hooks is not None and error.args:
         where = describe(hooks.state)
-        remedy = explain_sharded_read(where) if "mixed torch.Tensor and DTensor" in str(error) else ""
+        remedy = ""
+        if "mixed torch.Tensor and DTensor" in str(error):
+            remedy = (
+                f"{where} computes with a sharded parameter: FSDP2 gathers a parameter only while the module runs "
+                "whose fully_shard() call holds it; read it in that module's forward, or shard both modules with one "
+                "call, fully_shard([a, b])\n"
+            )
         error.args = (f"while compiling {where}:\n{remedy}{error.args[0]}", *error.args[1:])
 
 
@@ -216,12 +209,7 @@ def is_traceable(module: nn.Module) -> bool:
 
 @at_run_time
 def install(module: nn.Module, start_replay: StartReplay) -> None:
-    """Make a module that `fully_shard` sharded traceable; its eager runs do not change.
-
-    Args:
-        module: The module.
-        start_replay: Sets up the replay of the model's steps, if the module is compiled by its own `compile()`.
-    """
+    """Make a module that `fully_shard` sharded traceable; its eager runs do not change."""
     state = _state_of(module)
     if find_hooks(state) is None:
         attach(StateHooks(state))
@@ -248,8 +236,7 @@ def _replace_hooks(member: ModuleHooks) -> None:
 def _settle_hook_order(model: nn.Module) -> None:
     """Reinsert all modules' forward hooks in the order in which they run. (2.11.0)
 
-    Dynamo before 2.12 looks a hook up by its position of registration. If `prepend=True` moved the hook, Dynamo finds
-    the wrong hook there.
+    Dynamo before 2.12 looks a hook up by its position of registration, which is wrong if `prepend=True` moved the hook.
     """
     if torch.__version__ >= "2.12":
         return

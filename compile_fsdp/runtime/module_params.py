@@ -6,16 +6,16 @@ import torch
 
 from compile_fsdp.runtime.calls import outermost
 from compile_fsdp.runtime.group import TraceableGroup
-from compile_fsdp.runtime.tracing import at_run_time, eval_at_trace_time
+from compile_fsdp.runtime.tracing import eval_at_trace_time
 from compile_fsdp.torch_compat.fsdp import FSDPParam
 
 
 def save(group: TraceableGroup) -> None:
     """Remember the parameters that the modules hold, if they must hold them again after the forward.
 
-    For Dynamo, a dict that gets its old values back is unchanged. Dynamo neither writes it after each step, nor makes
-    the sharded parameters graph inputs, nor guards them. This code has no function for each parameter, because Dynamo
-    takes a millisecond to enter a function.
+    For Dynamo, a dict that gets its old values back is unchanged, so the sharded parameters are neither written after
+    each step, nor graph inputs, nor guarded. This code has no function for each parameter, because Dynamo takes a
+    millisecond to enter a function.
     """
     fsdp_group = group.fsdp_group
     ends_sharded = fsdp_group.post_forward_mesh_info is fsdp_group.mesh_info
@@ -51,13 +51,6 @@ def register_sharded(group: TraceableGroup) -> None:
         register(param.fsdp_param, param.fsdp_param.sharded_param)
 
 
-def register_resharded(group: TraceableGroup) -> None:
-    """Let the modules hold the sharded parameters after a backward, if they do not yet."""
-    if not group.is_hidden:
-        register_sharded(group)
-    group.is_hidden = False
-
-
 def reshard_after_forward(group: TraceableGroup) -> None:
     """Apply the group's `reshard_after_forward`, and register the parameters that it leaves."""
     mesh_info = group.fsdp_group.post_forward_mesh_info
@@ -77,24 +70,13 @@ def reshard_after_forward(group: TraceableGroup) -> None:
 
 
 def sync_states(group: TraceableGroup) -> None:
-    """Set the parameters' states to the group's state.
+    """Set the parameters' states, which only code outside of graphs reads, to the group's state.
 
-    Only code outside of graphs reads them. Dynamo takes milliseconds to write each state, so a backward that unshards
-    and reshards a group leaves them alone.
+    Dynamo takes milliseconds to write each, so a backward that unshards and reshards a group leaves them alone.
     """
     state = group.fsdp_group._sharded_state
     for param in group.params:
         param.fsdp_param.sharded_state = state
-
-
-@at_run_time
-def show_unsharded(group: TraceableGroup) -> None:
-    """Register the unsharded parameters after a graph that leaves the group unsharded.
-
-    Eager code and torch's final callback read them.
-    """
-    if group.is_hidden and group.is_unsharded:
-        register_unsharded(group)
 
 
 def register(fsdp_param: FSDPParam, value: torch.Tensor) -> None:
@@ -107,9 +89,8 @@ def register(fsdp_param: FSDPParam, value: torch.Tensor) -> None:
 
 @eval_at_trace_time
 def _is_below_a_call() -> bool:
-    """Return whether a sharded module's call runs outside of the trace.
+    """Return whether a sharded module's call, which copies `requires_grad` before each step, is outside of the trace.
 
-    Such a call copies `requires_grad` to the unsharded parameters before each step. Without it, graphs must read the
-    sharded parameters so that Dynamo guards their `requires_grad`, because it may change.
+    Without it, graphs must read the sharded parameters so that Dynamo guards their `requires_grad`.
     """
     return outermost() is not None

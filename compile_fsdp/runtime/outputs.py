@@ -14,28 +14,21 @@ _PLAIN = (int, float, bool, complex, str, bytes, torch.dtype, torch.device, torc
 
 
 def find_tensors(output: Any, found: list[torch.Tensor], unknown: list[str]) -> None:
-    """Collect the tensors of a nested output.
+    """Append the tensors of a nested output to `found`, and the types of objects that may hide tensors to `unknown`.
 
     Goes into lists, tuples (also named tuples), dicts and dataclasses, as eager FSDP2 does.
-
-    Args:
-        output: Return value of a module's forward.
-        found: List that gets the tensors, in order of appearance.
-        unknown: List that gets the type names of objects that may hide tensors.
     """
     if output is None or isinstance(output, _PLAIN):
         return
     if isinstance(output, torch.Tensor):
         found.append(output)
     elif isinstance(output, dict):
-        for value in output.values():
-            find_tensors(value, found, unknown)
+        find_tensors(list(output.values()), found, unknown)
     elif isinstance(output, (list, tuple)):
         for value in output:
             find_tensors(value, found, unknown)
     elif dataclasses.is_dataclass(output):
-        for field in dataclasses.fields(output):
-            find_tensors(getattr(output, field.name), found, unknown)
+        find_tensors([getattr(output, field.name) for field in dataclasses.fields(output)], found, unknown)
     else:
         unknown.append(type(output).__name__)
 

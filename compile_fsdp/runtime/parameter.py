@@ -1,16 +1,14 @@
 """Traced counterpart of an FSDP2 parameter: its layout, and the unsharded parameter that graphs read.
 
 [Note: One object for life]
-The unsharded parameter is created once, before the first traced use, with an empty storage. A traced step
-resizes that storage and copies the gathered value into it, so that the parameter is never an alias of a gather
-buffer at a graph boundary. The pass `remove_unshard_copies` removes both ops if the graph proves that no code outside
-of it can see their effect.
+The unsharded parameter is created once, with an empty storage. A traced step resizes that storage and copies the
+gathered value into it, so that the parameter is never an alias of a gather buffer at a graph boundary. The pass
+`remove_unshard_copies` removes both ops if the graph proves that no code outside of it can see their effect.
 
 [Note: Leaves are plain]
-The autograd leaf of a graph is always a plain tensor with its own storage. If a parameter is a DTensor (tensor
-parallelism), `DTensor.from_local` builds it from the leaf inside the graph. The backward of `from_local` brings the
-gradient to the parameter's placements. No DTensor crosses a graph boundary. Other tensor subclasses follow
-[Note: Parts of a subclass].
+The autograd leaf of a graph is always a plain tensor with its own storage, and no DTensor crosses a graph boundary. If
+a parameter is a DTensor (tensor parallelism), `DTensor.from_local` builds it from the leaf inside the graph, and its
+backward brings the gradient to the parameter's placements. Other tensor subclasses follow [Note: Parts of a subclass].
 """
 
 from __future__ import annotations
@@ -40,7 +38,6 @@ class ParamPlan:
     Attributes:
         size: Size of the unsharded parameter; for a DTensor, of its local tensor.
         shard_size: Size of a rank's padded shard.
-        shard_dim: The sharded dim.
         storage_bytes: Bytes, with padding, of each tensor that a gather fills: the unsharded parameter, or its parts.
         is_cast: Whether the shard is cast before the all-gather.
     """
@@ -53,7 +50,6 @@ class ParamPlan:
 
     @property
     def shard_numel(self) -> int:
-        """Number of elements of the padded shard."""
         return math.prod(self.shard_size)
 
     @at_run_time
@@ -67,11 +63,9 @@ class TraceableParam:
     """The traced counterpart of one FSDPParam.
 
     Attributes:
-        fsdp_param: torch's parameter, which holds the tensors.
         extension: All-gather extension of a shard that is a tensor subclass; else None.
         parts: Parts of an unsharded parameter that is a tensor subclass; else None. See [Note: Parts of a subclass].
         unsharded_param: Unsharded parameter that graphs read, a plain tensor. See [Note: Leaves are plain].
-        plan: Constants of the parameter.
         wrap: Builds the DTensor that modules hold, if its mesh includes the data-parallel dims; else None.
         post_forward: Shard of the smaller mesh that `reshard_after_forward=<int>` keeps; None without a smaller mesh.
         is_watched: Whether the hook on the unsharded parameter's gradient is registered.
@@ -80,14 +74,7 @@ class TraceableParam:
     def __init__(
         self, fsdp_param: FSDPParam, shard_count: int, post_forward_count: int | None, device: torch.device
     ) -> None:
-        """Create the empty unsharded parameter.
-
-        Args:
-            fsdp_param: torch's parameter.
-            shard_count: Number of ranks that the parameter is sharded over.
-            post_forward_count: Number of ranks of the smaller mesh; None without a smaller mesh.
-            device: Device of the unsharded parameter.
-        """
+        """Create the empty unsharded parameter; `post_forward_count` is None without a smaller mesh."""
         self.fsdp_param = fsdp_param
         self.extension = Extension(fsdp_param) if is_extended(fsdp_param) else None
         if hasattr(fsdp_param, "_unsharded_param"):
@@ -100,7 +87,8 @@ class TraceableParam:
             assert self.extension is not None
             self.parts = Parts(fsdp_param, self.extension.post_all_gather)
             if fsdp_param.sharded_state is not ShardedState.UNSHARDED:
-                self.parts.free()
+                for part in self.parts.tensors:
+                    free_storage(part)
             empty = torch.empty(fsdp_param._orig_size, dtype=unsharded.dtype, device=unsharded.device)
             self.unsharded_param = nn.Parameter(empty)
             free_storage(self.unsharded_param.data)
@@ -144,12 +132,10 @@ class TraceableParam:
 
     @at_run_time
     def refresh(self, hook: Callable[[torch.Tensor], None]) -> None:
-        """Prepare the tensors for a trace.
+        """Prepare the tensors for a trace, and call `hook` with the parameter after its gradient is accumulated.
 
-        Args:
-            hook: Function to call with the unsharded parameter after its gradient is accumulated, unless the parameter
-                is frozen. Compiled autograd traces the hook where it accumulates the gradient. A plain hook would get
-                the gradient itself, but on 2.13 it breaks compiled autograd if there is no gradient.
+        Compiled autograd traces the hook there. A plain hook would get the gradient itself, but on 2.13 it breaks
+        compiled autograd if there is no gradient.
         """
         param = self.fsdp_param
         if self.extension is not None:

@@ -27,15 +27,7 @@ _Held = Mapping[str, tuple[FSDPParam, torch.Tensor]]
 
 @at_run_time
 def check_parameters(module: nn.Module, state: FSDPState) -> None:
-    """Check the assumptions of torch's own initialisation, for a root and all modules below.
-
-    Raises:
-        ProcessGroupMissingError: no process group is initialised.
-        RootError: a module below ran without this root before.
-        ReplacedParameterError: a tensor that is not sharded replaces a parameter.
-        ParameterDeviceError: a parameter is on meta, or not on the device of the mesh or of its offload policy.
-        ParameterDtypeError: trainable parameters of a group differ in dtype.
-    """
+    """Check a root and all modules below."""
     where = describe(state)
     if not dist.is_initialized():
         raise ProcessGroupMissingError(

@@ -1,8 +1,8 @@
 """Pause of garbage collection while the compiler traces.
 
 [Note: Objects of a trace stay]
-A trace makes millions of objects that live until its end, or as long as the compiled code. Python's collector scans
-them repeatedly and finds almost no garbage. The scans took a sixth of a first step of 24 blocks (2026-11-24).
+A trace makes millions of objects that live until its end or longer. Python's collector scans them repeatedly and finds
+almost no garbage. The scans took a sixth of a first step of 24 blocks (2026-11-24).
 """
 
 from __future__ import annotations

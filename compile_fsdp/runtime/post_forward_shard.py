@@ -42,9 +42,7 @@ class PostForwardShard:
         """Describe how the shards of the smaller mesh form the unsharded value of this size."""
         return Input(self.data.numel(), self.data.dtype, kind="flat", size=size)
 
-    def fill(
-        self, fsdp_param: FSDPParam, unsharded_param: torch.Tensor, shard_count: int, rank: torch.Tensor
-    ) -> None:
+    def fill(self, fsdp_param: FSDPParam, unsharded_param: torch.Tensor, shard_count: int, rank: torch.Tensor) -> None:
         """Copy this rank's slice of the unsharded parameter into `data`."""
         if int(self.bytes_text) > 0:
             flat = unsharded_param.reshape(-1)
@@ -58,7 +56,6 @@ class PostForwardShard:
         fsdp_param._sharded_post_forward_param = self.parameter
 
     def free(self, fsdp_param: FSDPParam) -> None:
-        """Free the slice."""
         if int(self.bytes_text) > 0:
             self.data.untyped_storage().resize_(0)
         fsdp_param._sharded_post_forward_param_data = None

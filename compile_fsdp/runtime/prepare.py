@@ -41,11 +41,7 @@ def initialise(hooks: StateHooks) -> None:
 
 @at_run_time
 def prepare_groups(modules: Iterable[StateHooks]) -> None:
-    """Prepare the groups of these modules for a trace.
-
-    Raises:
-        UnsupportedFeatureError: names the module, the parameter and the feature without a traced counterpart.
-    """
+    """Check the groups of these modules, and prepare them for a trace."""
     for hooks in modules:
         for group in hooks.groups:
             check_group(group.fsdp_group)

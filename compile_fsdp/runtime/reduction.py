@@ -38,17 +38,14 @@ class Reduction:
         dims: Sharded dim of each parameter.
         numels: Number of elements of each padded shard.
         dtype: Dtype of the reduction; None for the gradients' own dtype.
-        final_dtypes: Dtype of each reduced gradient, None for the dtype of the reduction; a single dtype if all are
-            equal.
+        final_dtypes: Dtype of each reduced gradient, or a single dtype of all; None for the reduction's dtype.
         shard_count: Number of ranks of the reduce-scatter; 1 if there is no reduce-scatter.
         scatter_group: Name of the reduce-scatter's process group; empty without one.
-        scatter_op: Operation of the reduce-scatter, "avg" or "sum".
         replica_group: Name of the all-reduce's process group (HSDP, replicate); empty if there is no all-reduce.
-        replica_op: Operation of the all-reduce, "avg" or "sum".
+        scatter_op, replica_op: Operations of these collectives, "avg" or "sum".
         pre_factor: Factor before the reduce-scatter, which eager FSDP2 leaves to the collective.
-        pre_divisor: Divisor before the reduce-scatter.
+        pre_divisor, post_divisor: Divisors before the reduce-scatter, and after all collectives.
         lone_divisor: Divisor in place of a reduce-scatter.
-        post_divisor: Divisor after all collectives.
     """
 
     name: str
@@ -121,10 +118,7 @@ def _plan(
 
 @eval_at_trace_time_guarded
 def accumulation_dtypes(group: TraceableGroup, text: str) -> list[torch.dtype | None]:
-    """Return the dtype to which each parameter's unsharded gradient is cast before it is accumulated.
-
-    None if the gradient keeps its dtype.
-    """
+    """Return the dtype to which each parameter's unsharded gradient is cast before it is accumulated, or None."""
     # `text` is an argument so that Dynamo guards it. See [Note: Numbers that stay numbers].
     return [accumulation_dtype(param.fsdp_param) for param in group.params]
 
@@ -132,12 +126,8 @@ def accumulation_dtypes(group: TraceableGroup, text: str) -> list[torch.dtype | 
 def reduce_gradients(
     group: TraceableGroup, arrived: list[int], grads: list[torch.Tensor]
 ) -> tuple[torch.Tensor, ...] | None:
-    """Reduce unsharded gradients according to the group's settings.
+    """Reduce the unsharded gradients of the parameters at the positions `arrived`.
 
-    Args:
-        group: The group that the gradients belong to.
-        arrived: Positions of the parameters that have a gradient.
-        grads: Unsharded gradients, in the order of `arrived`.
     Returns:
         For each gradient, this rank's padded shard, flat, in the dtype of the parameter's gradient. None if a later
         backward does the all-reduce over the replicas.
@@ -146,7 +136,11 @@ def reduce_gradients(
     own_group = getattr(fsdp_group.mesh_info, "reduce_scatter_process_group", None)
     settings = fsdp_group._reduce_dtype, fsdp_group.gradient_divide_factor, fsdp_group.force_sum_reduction_for_comms
     plan = _plan(group, group.constants.text, arrived, [each.dtype for each in grads], *settings, own_group)
-    rows = [_rows_first(grad, dim, plan.shard_count) for dim, grad in zip(plan.dims, grads, strict=True)]
+    # If the shard dim is not 0, rearrange the gradient so that each rank's shard is a block of rows.
+    rows = [
+        grad if dim == 0 or plan.shard_count == 1 else torch.cat(grad.chunk(plan.shard_count, dim=dim))
+        for dim, grad in zip(plan.dims, grads, strict=True)
+    ]
     if plan.dtype is not None:
         rows = [each.to(plan.dtype) for each in rows]
     flat = _reduce_scatter(group, rows, plan)
@@ -175,11 +169,6 @@ def reduce_gradients(
     return tuple([shard.to(dtype or shard.dtype) for shard, dtype in zip(shards, dtypes, strict=True)])
 
 
-def _rows_first(grad: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
-    # If the shard dim is not 0, rearrange the gradient so that each rank's shard is a block of rows.
-    return grad if dim == 0 or ranks == 1 else torch.cat(grad.chunk(ranks, dim=dim))
-
-
 def _reduce_scatter(group: TraceableGroup, rows: list[torch.Tensor], plan: Reduction) -> torch.Tensor:
     """Reduce-scatter gradients of one dtype into this rank's padded shards, concatenated into a 1-D tensor."""
     flat: torch.Tensor = chunk_cat(rows, 0, plan.shard_count).view(-1)
@@ -204,10 +193,7 @@ def _reduce_scatter(group: TraceableGroup, rows: list[torch.Tensor], plan: Reduc
 
 @group_call
 def split_shards(reduced: torch.Tensor, numels: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """Split the flat reduced gradient into separate tensors, one for each parameter.
-
-    If a graph returned the flat gradient, it could not reduce each gradient separately.
-    """
+    """Split the flat gradient, because a graph that returned it could not reduce each parameter's gradient alone."""
     if len(numels) == 1:
         return (reduced,)
     shards = reduced.split(list(numels))

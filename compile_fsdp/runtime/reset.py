@@ -16,11 +16,7 @@ from compile_fsdp.torch_compat.fsdp import FSDPState, TrainingState, free_storag
 
 @at_run_time
 def reset_step(state: FSDPState) -> None:
-    """Reset a root, and all modules below, to the start of a step.
-
-    Raises:
-        RuntimeError: the state is not the root's.
-    """
+    """Reset a root, and all modules below, to the start of a step."""
     reset_iter_state(state)
     root = hooks_of(state).root
     root.is_traced = False
@@ -61,9 +57,6 @@ def reset_iter_state(state: FSDPState) -> None:
     """Reset torch's own state of a root, and of all modules below, to the start of a step. (2.13.0)
 
     torch has this function since 2.13. For earlier releases, one synchronization with the device stands for all events.
-
-    Raises:
-        RuntimeError: the state is not the root's.
     """
     if hasattr(state, "_reset_iter_state"):
         state._reset_iter_state()

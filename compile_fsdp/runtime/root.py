@@ -19,11 +19,9 @@ class ModuleHooks:
 
     Attributes:
         hooks: Hooks that the modules of one `fully_shard` call share.
-        module: The module.
         is_awaited: Whether the module has still to run in the present forward of its state's modules; always False
             if the state has a single module.
-        eager_pre_forward: torch's own pre-forward hook.
-        eager_post_forward: torch's own post-forward hook.
+        eager_pre_forward, eager_post_forward: torch's own hooks.
     """
 
     def __init__(self, hooks: StateHooks, module: nn.Module) -> None:
@@ -43,12 +41,10 @@ class StateHooks:
     """Hooks around the forward of the module, or modules, of one `fully_shard` call.
 
     Attributes:
-        state: torch's state of the module or modules.
         groups: The state's parameter groups; more than one if `shard_placement_fn` returns several meshes.
-        members: Hooks of each module.
         root: Data of the root that the modules belong to.
-        replaced: Parameters that `fully_shard` replaced: the module, the name in it, and a weak reference. Empty if
-            torch's own `fully_shard` sharded the modules.
+        replaced: Parameters that `fully_shard` replaced, each with its module and its name there. Empty if torch's own
+            `fully_shard` sharded the modules.
     """
 
     def __init__(self, state: FSDPState) -> None:
@@ -84,7 +80,6 @@ class Root:
     """One model. Each module has a separate root until a trace shows which root it is below.
 
     Attributes:
-        state: The root's FSDP2 state.
         all_hooks: Hooks of all FSDP2 modules, in the order of torch's states; empty before the first trace.
         shared: Hooks that several modules share because `fully_shard` got a list; inner modules first.
         was_called: Whether the model was called since `compile()`.
@@ -92,7 +87,6 @@ class Root:
         is_ordered: Whether the gather streams already wait for the work before the last forward, such as the optimizer
             step. torch lets them wait in a forward that begins eagerly; a graph cannot.
         awaited_backward: Number of the backward that drops leftover gathers at its end; None before the first.
-        replay: Replays the model's steps without tracing; None without replay.
         ahead: Groups that eager code in a partly compiled forward gathered ahead.
     """
 
@@ -111,8 +105,7 @@ class Root:
     def adopt(self, hooks: list[StateHooks]) -> None:
         """Become the root of all modules of the model, after torch initialised their states.
 
-        The modules share one root and one list of hooks. With separate roots, Dynamo's guard path to a module's root
-        would lead through the roots of all modules before it.
+        With separate roots, Dynamo's guard path to a module's root would lead through the roots of all modules before.
         """
         if self.all_hooks != hooks:
             self.all_hooks = hooks
@@ -122,14 +115,10 @@ class Root:
 
     @at_run_time
     def follow_trainable(self) -> None:
-        """Copy `requires_grad` from the sharded to the unsharded parameters, which Dynamo reads.
-
-        Not of an unsharded group, because its modules show the unsharded parameters, and the user has set those.
-        """
+        """Copy `requires_grad` from the sharded to the unsharded parameters, which Dynamo reads."""
         for hooks in self.all_hooks:
             for group in hooks.groups:
-                if not group.is_unsharded:
-                    group.follow_trainable()
+                group.follow_trainable()
 
     @at_run_time
     def order_gathers(self) -> None:
@@ -140,10 +129,7 @@ class Root:
 
     @at_run_time
     def drop_prefetched(self) -> None:
-        """Shard the groups that eager code gathered ahead for modules that did not run.
-
-        Otherwise the next forward would compute with, and shard, the old values of parameters that change before it.
-        """
+        """Shard the groups that eager code gathered ahead in vain, because the next forward would use their values."""
         ahead, self.ahead = self.ahead, []
         for group in ahead:
             if group.memory is Memory.UNSHARDED_AHEAD:

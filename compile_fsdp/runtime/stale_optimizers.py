@@ -33,21 +33,17 @@ def note_replaced(state: FSDPState, before: Iterable[tuple[nn.Module, str, nn.Pa
 
 @at_run_time
 def warn_of_stale_optimizers(model: nn.Module) -> None:
-    """Warn, once for each parameter, if an optimizer holds parameters that `fully_shard` replaced.
-
-    Only if gradients are enabled, because an optimizer is of no use without a backward.
-    """
-    if not torch.is_grad_enabled():
+    """Warn, once for each parameter, if an optimizer holds parameters that `fully_shard` replaced."""
+    if not torch.is_grad_enabled():  # an optimizer is of no use without a backward
         return
     stale = {}
     fqns = {id(module): fqn for fqn, module in model.named_modules()}
-    for state in dict.fromkeys(state for state in map(fsdp_state, model.modules()) if state is not None):
-        if (hooks := find_hooks(state)) is None:
+    for state in map(fsdp_state, model.modules()):
+        if state is None or (hooks := find_hooks(state)) is None:
             continue
         replaced, hooks.replaced = hooks.replaced, []
         for module, name, reference in replaced:
-            parameter = reference()
-            if parameter is not None:
+            if (parameter := reference()) is not None:
                 stale[id(parameter)] = (parameter, ".".join(filter(None, (fqns.get(id(module)), name))))
     if not stale:  # the usual case, without a search through all objects of the process
         return

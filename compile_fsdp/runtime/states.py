@@ -1,10 +1,8 @@
 """States of a parameter group. See docs/architecture.md.
 
 [Note: States that Dynamo guards]
-Traced code compares with the states in `group.known`, not with globals of this module. If Dynamo meets an object in two
-places, it guards that both places hold that object, but not if a global and an argument hold it. A group's state that
-equals a global met before would have no guard at all, and the graph would also run when the group is in a different
-state.
+Traced code compares with the states in `group.known`, not with globals. If a group's state were equal to a global met
+before, Dynamo would not guard it at all, and the graph would also run when the group is in a different state.
 """
 
 from __future__ import annotations
@@ -17,20 +15,11 @@ from compile_fsdp.torch_compat.fsdp import ShardedState
 class Memory(Enum):
     """Memory of a group's parameters beside their shards. `TraceableGroup.enter` alone changes it in this project."""
 
-    SHARDED = auto()
-    """None."""
-
-    GATHERING = auto()
-    """An all-gather in flight. For torch the group is still sharded."""
-
-    UNSHARDED = auto()
-    """The unsharded parameters."""
-
-    UNSHARDED_AHEAD = auto()
-    """The unsharded parameters, gathered by eager code ahead of a forward that has not begun."""
-
-    POST_FORWARD = auto()
-    """The larger shards over the smaller mesh of `reshard_after_forward=<int>`."""
+    SHARDED = auto()  # no memory
+    GATHERING = auto()  # an all-gather in flight; for torch the group is still sharded
+    UNSHARDED = auto()  # the unsharded parameters
+    UNSHARDED_AHEAD = auto()  # the unsharded parameters, gathered by eager code before their forward begins
+    POST_FORWARD = auto()  # the larger shards over the smaller mesh of `reshard_after_forward=<int>`
 
 
 _UNSHARDED = (Memory.UNSHARDED, Memory.UNSHARDED_AHEAD)
@@ -46,11 +35,7 @@ LEGAL: dict[Memory, tuple[Memory, ...]] = {
 
 
 class KnownStates:
-    """States that traced code compares with. See [Note: States that Dynamo guards].
-
-    Attributes:
-        sharded, post_forward, unsharded: torch's states of a group.
-    """
+    """torch's states, for traced code to compare with. See [Note: States that Dynamo guards]."""
 
     def __init__(self) -> None:
         self.sharded = ShardedState.SHARDED

@@ -1,10 +1,10 @@
 """Unsharded parameters that an all-gather extension makes tensor subclasses.
 
 [Note: Parts of a subclass]
-A graph fills and frees plain tensors. If an extension makes a tensor subclass of the gathered tensors, the graph fills
-and frees the parts that the subclass lists in `__tensor_flatten__`. Each part is a separate tensor on the memory of
-torch's unsharded parameter. The graph builds the subclass from the parts. The autograd leaf is a plain tensor that
-never has memory and gets the gradient of the whole subclass.
+If an extension makes a tensor subclass of the gathered tensors, the graph fills and frees the plain tensors that the
+subclass lists in `__tensor_flatten__`, and builds the subclass from these parts. Each part is a separate tensor on the
+memory of torch's unsharded parameter. The autograd leaf is a plain tensor that never has memory and gets the gradient
+of the whole subclass.
 """
 
 from __future__ import annotations
@@ -28,10 +28,7 @@ def is_extended(param: FSDPParam) -> bool:
 
 
 def find_subclass(param: FSDPParam) -> type[torch.Tensor] | None:
-    """Return the tensor subclass that an extension made of a parameter, inside of a DTensor or not.
-
-    None if it is a plain tensor.
-    """
+    """Return the tensor subclass that an extension made of a parameter, also in a DTensor; None for a plain tensor."""
     kind = type(local_tensor(param._unsharded_param.data))
     return None if kind is torch.Tensor else kind
 
@@ -48,8 +45,6 @@ class Extension:
     """All-gather extension of one parameter's shard.
 
     Attributes:
-        pre_all_gather: The extension's `fsdp_pre_all_gather`.
-        post_all_gather: The extension's `fsdp_post_all_gather`.
         takes_all_arguments: Whether `pre_all_gather` takes five arguments instead of only the mesh.
         metadata: Value that `pre_all_gather` returned for `post_all_gather`; None if no gather is in flight.
         sizes: Sizes of the tensors that `pre_all_gather` returned; empty if no gather is in flight.
@@ -80,14 +75,7 @@ class Extension:
     def values(
         self, param: FSDPParam, unsharded_param: torch.Tensor, parts: Parts | None, gathered: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
-        """Return the values of the parts, or of the unsharded parameter if it has no parts.
-
-        Args:
-            param: torch's parameter.
-            unsharded_param: The unsharded parameter.
-            parts: Its parts; None if it is a plain tensor.
-            gathered: All ranks' inputs, each (ranks, numel of the input).
-        """
+        """Return the values of the parts, or of a plain parameter, from all ranks' inputs, each (ranks, numel)."""
         shard: Any = param._sharded_local_tensor
         outputs = [
             rows.reshape(rows.shape[0] * size[0], *size[1:]) for rows, size in zip(gathered, self.sizes, strict=True)
@@ -108,14 +96,15 @@ class Parts:
         tensors: The parts, in the order of `__tensor_flatten__`.
         storage_bytes: Bytes of each part's storage.
         join: Builds the subclass from the leaf and the parts, as one graph node. The leaf gets its gradient.
-        take: Computes the parts from the sharded parameter, the extension's metadata and each gathered input, as one
-            graph node.
+        take: Computes the parts from the shard, the extension's metadata and the gathered inputs, as one graph node.
     """
 
     def __init__(self, param: FSDPParam, post_all_gather: Callable[..., Any]) -> None:
         whole: Any = local_tensor(param._unsharded_param)
         self._whole = whole
-        self._names, context = whole.__tensor_flatten__()
+        self._names: list[str] = whole.__tensor_flatten__()[0]
+        self.join = _joins(whole)
+        self.take = _takes(whole, post_all_gather, param.param_dtype or param.orig_dtype)
         freed_by_torch = (*param.all_gather_outputs, *param._unsharded_inner_tensors)
         bases = {storage_key(each): each for each in freed_by_torch}
         self.tensors: list[torch.Tensor] = []
@@ -129,23 +118,10 @@ class Parts:
             setattr(whole, name, part)
             self.tensors.append(part)
             self.storage_bytes.append(base.numel() * base.itemsize)
-        kind, size, stride = type(whole), whole.size(), whole.stride()
-        dtype = param.param_dtype or param.orig_dtype
-        self.join = _joins(kind, self._names, context, size, stride)
-        self.take = _takes(post_all_gather, self._names, dtype, size, stride)
-
-    def free(self) -> None:
-        """Free all parts."""
-        for part in self.tensors:
-            free_storage(part)
 
     @at_run_time
     def adopt(self, is_unsharded: bool) -> None:
-        """Put the parts back into torch's parameter, in which the extension may have put new tensors.
-
-        Args:
-            is_unsharded: Whether the parts take over the values of these tensors.
-        """
+        """Put the parts back where the extension put new tensors; take over their values if the group is unsharded."""
         for name, part, size in zip(self._names, self.tensors, self.storage_bytes, strict=True):
             given = getattr(self._whole, name)
             if given is part:
@@ -157,12 +133,12 @@ class Parts:
             setattr(self._whole, name, part)
 
 
-def _joins(
-    kind: Any, names: list[str], context: Any, size: torch.Size, stride: tuple[int, ...]
-) -> Callable[..., torch.Tensor]:
+def _joins(whole: Any) -> Callable[..., torch.Tensor]:
+    kind, (names, context), size, stride = type(whole), whole.__tensor_flatten__(), whole.size(), whole.stride()
+
     def whole_of(*parts: torch.Tensor) -> torch.Tensor:
-        whole: torch.Tensor = kind.__tensor_unflatten__(dict(zip(names, parts, strict=True)), context, size, stride)
-        return whole
+        built: torch.Tensor = kind.__tensor_unflatten__(dict(zip(names, parts, strict=True)), context, size, stride)
+        return built
 
     def join(leaf: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
         return _Join.apply(leaf, whole_of, *parts)  # type: ignore[no-any-return, no-untyped-call]
@@ -173,17 +149,15 @@ def _joins(
 
 
 def _takes(
-    post_all_gather: Callable[..., Any],
-    names: list[str],
-    dtype: torch.dtype,
-    size: torch.Size,
-    stride: tuple[int, ...],
+    whole: Any, post_all_gather: Callable[..., Any], dtype: torch.dtype
 ) -> Callable[..., tuple[torch.Tensor, ...]]:
+    (names, _), size, stride = whole.__tensor_flatten__(), whole.size(), whole.stride()
+
     def take(shard: torch.Tensor, metadata: Any, *gathered: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with torch.no_grad():
-            whole, _ = post_all_gather(shard, gathered, metadata, dtype)
-            whole = torch.as_strided(whole, size, stride)  # removes the padding, as torch does
-        return tuple(getattr(whole, name) for name in names)
+            value, _ = post_all_gather(shard, gathered, metadata, dtype)
+            value = torch.as_strided(value, size, stride)  # removes the padding, as torch does
+        return tuple(getattr(value, name) for name in names)
 
     marked: Callable[..., tuple[torch.Tensor, ...]] = torch.compiler.allow_in_graph(take)
     return marked
@@ -193,16 +167,12 @@ def split_leaf(whole: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a plain leaf without memory, and a copy of a tensor subclass that gives its gradient to the leaf.
 
     Compiled autograd accumulates gradients with ops that some subclasses lack.
-
-    Args:
-        whole: Tensor of a subclass that lists its parts.
     """
-    names, context = whole.__tensor_flatten__()
     leaf = torch.empty(whole.shape, dtype=whole.dtype, device=whole.device, requires_grad=True)
     free_storage(leaf.data)
-    join = _joins(type(whole), names, context, whole.size(), whole.stride())
+    parts = [getattr(whole, name).detach() for name in whole.__tensor_flatten__()[0]]
     with torch.enable_grad():
-        return leaf, join(leaf, *(getattr(whole, name).detach() for name in names))
+        return leaf, _joins(whole)(leaf, *parts)
 
 
 class _Join(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """Record of the running Dynamo trace: the sharded modules whose hooks it goes through.
 
-Dynamo's own lock serialises tracing, so one record is enough. The backend takes the record when the trace ends. A
-failed trace leaves its record behind. The next trace has a different tracing context, and so starts a new record.
+Dynamo's own lock serialises tracing, so one record is enough. A failed trace leaves its record behind. The next trace
+has a different tracing context, and so starts a new record.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class TraceRecord:
         context: Dynamo's tracing context, one object for each attempt to trace a frame.
         stack: Modules entered but not left, the innermost last.
         entered: Modules whose pre-forward hook is traced.
-        left: Modules whose post-forward hook is traced, and with it the pre-backward hook.
-        last_left: Last module with a backward whose post-forward hook is traced; None before.
+        left: Modules whose post-forward hook is traced.
+        last_left: Last of these with a backward; None before.
     """
 
     def __init__(self, context: object = None) -> None:
@@ -43,12 +43,7 @@ def enter(hooks: StateHooks) -> None:
 
 @at_run_time
 def leave(hooks: StateHooks, has_backward: bool) -> tuple[StateHooks | None, bool]:
-    """Record that a forward ends, with a backward or without.
-
-    Returns:
-        The last module with a backward whose forward ended before in this trace, None if there is none; and whether
-        this forward began in this trace.
-    """
+    """Record that a forward ends; return `last_left` before it, and whether this forward began in this trace."""
     record = _current()
     previous = record.last_left
     record.left[hooks] = None

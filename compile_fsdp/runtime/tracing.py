@@ -1,17 +1,16 @@
 """Functions that run while Dynamo traces, and constants that traced code gets from them.
 
 [Note: Three times]
-Code of this project runs at one of three times. At trace time, Dynamo interprets it: tensor operations become graph
-nodes, effects on objects are repeated after the graph runs, and the rest of the code disappears. At compile time,
-passes and compilers work on the traced graph. At run time, the code is ordinary Python before, between and after the
-graphs of a step. In this folder, a function without a decorator may be traced. `eval_at_trace_time` marks a function
-that Dynamo calls but does not interpret. `at_run_time` marks a function that a trace never reaches.
+At trace time, Dynamo interprets code: tensor operations become graph nodes, and effects on objects are repeated after
+the graph runs. At compile time, passes and compilers work on the traced graph. At run time, code is ordinary Python
+around the graphs of a step. In this folder, a function without a decorator may be traced. `eval_at_trace_time` marks a
+function that Dynamo calls but does not interpret. `at_run_time` marks a function that a trace never reaches.
 
 [Note: Numbers that stay numbers]
 Behind a graph break, Dynamo compiles a hook as a separate frame. A number that differs from module to module then
 becomes a symbol on the second module, but Inductor resizes a storage only to a plain number. Text is always a constant
-for Dynamo, guarded by its value. So the numbers of a module are also kept as `guarded_text`. Traced code passes the
-text to a function that is evaluated at trace time and looks the numbers up, or reads one number with `int`.
+for Dynamo, guarded by its value. So traced code passes the numbers as `guarded_text` to a function that is evaluated at
+trace time and looks them up, or reads one number with `int`.
 """
 
 from __future__ import annotations
@@ -46,19 +45,15 @@ def inline_only(function: _Function) -> _Function:
 
 
 def eval_at_trace_time(function: _Function) -> _Function:
-    """Mark a function that Dynamo calls at trace time, with its result as a constant.
-
-    The arguments are constants, too. If the first argument is an object, see `eval_at_trace_time_guarded`.
-    """
+    """Mark a function of constants that Dynamo calls at trace time, with its result as a constant."""
     marked: _Function = assume_constant_result(function)  # type: ignore[no-untyped-call]
     return marked
 
 
 def eval_at_trace_time_guarded(function: _Function) -> _Function:
-    """Mark a function of an object and constants that Dynamo calls at trace time, with its result as a constant.
+    """Mark a function of an object and constants; Dynamo also guards the graph by the object's identity.
 
-    Dynamo guards the graph by the object's identity. torch 2.11 accepts only constants. There, Dynamo gets the object's
-    id and guards by it.
+    torch 2.11 accepts only constants. There, Dynamo gets the object's id and guards by it.
     """
     if torch.__version__ >= "2.12":
         return eval_at_trace_time(function)
