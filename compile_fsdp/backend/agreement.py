@@ -55,19 +55,16 @@ _agreed: WeakKeyDictionary[dist.ProcessGroup, _Agreed] = WeakKeyDictionary()
 def agree(sequence: CollectiveSequence, what: str, limit_s: float, shown: bool) -> bool:
     """Compare a graph's collectives with the peers in its process groups.
 
-    Args:
-        sequence: The collectives.
-        what: The graph's name in errors and messages.
-        limit_s: Seconds to wait for the peers.
-        shown: Whether rank 0 prints that it waits.
+    `what` names the graph in errors and messages; `limit_s` and `shown` are arguments of `share_by`.
+
     Returns:
         Whether all ranks of all these groups met. False if the ranks of a group had agreed on the sequence before.
     Raises:
         CollectiveMismatchError: the ranks of a group differ; raised on each of them.
         RankMissingError: a rank does not arrive within the limit.
     """
-    are_all_here = True
-    with _Meeting(what, limit_s, shown) as meeting:
+    are_all_here, meeting = True, _Meeting(what, limit_s)
+    with meeting.announce(shown):
         for name, group in real_groups(sequence.groups):
             lines = shared_lines(sequence, group)
             digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
@@ -82,34 +79,18 @@ def agree(sequence: CollectiveSequence, what: str, limit_s: float, shown: bool) 
 
 
 def share_problem(sequence: CollectiveSequence, what: str, problem: str, limit_s: float) -> str:
-    """Share the first rank's problem with all ranks of the process groups.
+    """Return the problem of the first rank that has one, on all ranks of the collectives' process groups; "" if none.
 
-    Args:
-        sequence: The collectives whose process groups take part.
-        what: Name of the checked graph in errors.
-        problem: The problem on this rank, or "".
-        limit_s: Seconds to wait for the peers.
-    Returns:
-        The problem of the first rank that has one; "" if no rank has one.
-    Raises:
-        RankMissingError: a rank does not arrive within the limit.
+    `what`, `problem` (this rank's, or "") and `limit_s` are arguments of `share_by`, whose error this function raises.
     """
-    return share_by(
-        sequence.groups, what, problem, limit_s, lambda problems: next(filter(None, problems), "")
-    )
+    return share_by(sequence.groups, what, problem, limit_s, lambda problems: next(filter(None, problems), ""))
 
 
 def share_choice(names: Collection[str], what: str, choice: str, limit_s: float) -> str:
     """Decide whether all ranks of the process groups have equal choices.
 
-    `names`, `what` and `limit_s` are arguments of `share_by`.
-
-    Args:
-        choice: This rank's choice as "=" and a text, or the reason why it has none.
-    Returns:
-        "" if all choices are equal; else why a rank has none, or that they differ.
-    Raises:
-        RankMissingError: a rank does not arrive within the limit.
+    `choice` is this rank's choice as "=" and a text, or the reason why it has none. Returns "" if all choices are
+    equal; else why a rank has none, or that they differ. See `share_by` for the remaining arguments and the error.
     """
 
     def judge(choices: Sequence[str]) -> str:
@@ -120,19 +101,10 @@ def share_choice(names: Collection[str], what: str, choice: str, limit_s: float)
     return "" if choice.startswith("=") else choice
 
 
-def share_largest(
-    names: Collection[str], what: str, own: tuple[int, str], limit_s: float, shown: bool = False
-) -> str:
-    """Share the text of the rank with the largest number.
+def share_largest(names: Collection[str], what: str, own: tuple[int, str], limit_s: float, shown: bool = False) -> str:
+    """Share the text of the rank with the largest number; the first rank wins a tie.
 
-    `names`, `what`, `limit_s` and `shown` are arguments of `share_by`.
-
-    Args:
-        own: This rank's number and text.
-    Returns:
-        The shared text, on all ranks of the process groups. The first rank wins a tie.
-    Raises:
-        RankMissingError: a rank does not arrive within the limit.
+    `own` is this rank's number and text. See `share_by` for the remaining arguments and the error.
     """
 
     def judge(texts: Sequence[str]) -> str:
@@ -163,17 +135,15 @@ def share_by(
     Raises:
         RankMissingError: a rank does not arrive within the limit.
     """
-    with _Meeting(what, limit_s, shown) as meeting:
+    meeting = _Meeting(what, limit_s)
+    with meeting.announce(shown):
         for name, group in real_groups(names):
             own = meeting.decide(group, name, own, judge)
     return own
 
 
 def real_groups(names: Collection[str]) -> Iterator[tuple[str, dist.ProcessGroup]]:
-    """Yield the named process groups that have peers, sorted by name.
-
-    All ranks must visit the groups that they share in one order.
-    """
+    """Yield the named process groups that have peers, by name, so that ranks visit shared groups in one order."""
     for name in sorted(names):
         group = resolve_group(name)
         if group.size() > 1 and _FAKE not in dist.get_backend_config(group):
@@ -202,6 +172,7 @@ def _first_other(digests: Sequence[str]) -> str:
     return next((str(rank) for rank, digest in enumerate(digests) if digest != digests[0]), "")
 
 
+@dataclass(slots=True)
 class _Meeting:
     """Lets the ranks of process groups wait for each other and decide.
 
@@ -211,23 +182,15 @@ class _Meeting:
         prefix: Prefix of the present decision's keys in the store.
     """
 
-    def __init__(self, what: str, limit_s: float, shown: bool) -> None:
-        self.what = what
-        self.limit_s = limit_s
-        self.prefix = ""
-        self._phase = Phase(f"waiting for the other ranks' {what}", shown)
+    what: str
+    limit_s: float
+    prefix: str = ""
 
-    def __enter__(self) -> _Meeting:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._phase.end()
+    def announce(self, shown: bool) -> Phase:
+        return Phase(f"waiting for the other ranks' {self.what}", shown)
 
     def decide(self, group: dist.ProcessGroup, name: str, own: str, judge: Callable[[Sequence[str]], str]) -> str:
-        """Return the result of `judge` on the texts of a group's ranks.
-
-        The first rank of the group calls `judge`.
-        """
+        """Return the result of `judge` on the texts of a group's ranks; the group's first rank calls it."""
         agreed, store = _agreed_in(group), group_store(group)
         prefix = f"compile_fsdp/{name}/{agreed.rounds}"
         agreed.rounds += 1

@@ -15,10 +15,9 @@ from compile_fsdp.torch_compat.distributed import split_backward_code
 
 
 def check_backward(call: GraphCall, leaf: torch.Tensor, edges: Sequence[Any]) -> list[int] | None:
-    """Refuse a backward that cannot be compiled, before anything is computed.
+    """Refuse a backward that cannot be compiled.
 
     Args:
-        call: The run of the forward graph.
         leaf: A leaf that only a whole backward accumulates into.
         edges: Autograd nodes behind the graph's node: first of the differentiable inputs, then of `inputs.leaves`, of
             `leaf`, and of the sharded parameters.
@@ -46,7 +45,7 @@ def check_backward(call: GraphCall, leaf: torch.Tensor, edges: Sequence[Any]) ->
             "torch.autograd.grad() or backward(inputs=...) with respect to sharded parameters, whose gradients are "
             "only stored in .grad; call loss.backward() and read .grad"
         )
-    if keeps_graph() and runs_below(split_backward_code(), call.place.thread) and not _can_split(call):
+    if keeps_graph() and runs_below(split_backward_code(), call.thread) and not _can_split(call):
         raise UnsupportedFeatureError(
             "expected a pipeline stage compiled whole by its own compile(), without tensor parallelism, for a "
             "schedule that computes the gradients of inputs and of parameters separately, got a stage whose "

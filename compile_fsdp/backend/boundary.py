@@ -24,11 +24,7 @@ from compile_fsdp.torch_compat.autograd import prepare_compiled_autograd
 
 
 class ForwardGraph:
-    """A compiled forward graph, whose backward runs under compiled autograd. See [Note: The boundary].
-
-    Attributes:
-        forward: The compiled graph.
-    """
+    """A compiled forward graph, whose backward runs under compiled autograd. See [Note: The boundary]."""
 
     def __init__(self, forward: CompiledForward) -> None:
         prepare_compiled_autograd()

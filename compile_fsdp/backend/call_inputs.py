@@ -53,13 +53,7 @@ class CallInputs:
 
     @classmethod
     def of(cls, forward: CompiledForward, args: Sequence[Any], hooks: Any) -> CallInputs:
-        """Sort the inputs of a graph.
-
-        Args:
-            forward: The graph.
-            args: Its inputs, without the object that gets the hooks.
-            hooks: That object, or None.
-        """
+        """Sort a graph's inputs `args`, which exclude the object that gets the hooks."""
         positions = forward.parameters.managed
         groups: dict[TraceableGroup, GroupUse] = {}
         for position in positions:

@@ -23,7 +23,7 @@ from compile_fsdp.backend.progress import Phase
 from compile_fsdp.backend.step import BackwardObserver, Step
 from compile_fsdp.backend.this_run import running, see_guards, this_run
 from compile_fsdp.errors import UnsupportedFeatureError
-from compile_fsdp.passes import LegalizeReport, pipelines
+from compile_fsdp.passes import pipelines
 from compile_fsdp.passes.dynamo.drop_undefined_gradients import drop_undefined_gradients
 from compile_fsdp.passes.dynamo.join_op_runs import join_op_runs
 from compile_fsdp.passes.dynamo.legalize_windows import legalize_windows
@@ -53,7 +53,6 @@ class BackwardCompiler:
     """Compiles the backwards that compiled autograd captures in one run.
 
     Attributes:
-        step: Decisions about the forward and its backward.
         has_gradient: By result of the forward: whether it has a gradient.
         sizes: Integer inputs of the forward: sizes that may change.
         observer: Observes the backward if it is traced; None for no observer.
@@ -101,7 +100,7 @@ class CapturedBackward:
         self._traceable: _Traceable | None = None
         self._op_runs: Collection[Callable[..., Any]] = ()
         self._fake_modes: list[Any] = []  # of graphs compiled in the present run
-        self._tracing: Phase | None = None  # from the first run until Dynamo has traced it
+        self._tracing: Phase | None = None  # of the first run; ends when Dynamo has traced it
 
     def run(self, inputs: list[Any], sizes: Any, scalars: Any, hooks: list[Any], *rest: Any) -> Any:
         """Run the backward with compiled autograd's arguments; takes the tensors out of `inputs`."""
@@ -159,24 +158,26 @@ class CapturedBackward:
         finally:
             if is_paused:
                 gc.enable()
-            self._end_tracing()
+            if self._tracing is not None:
+                self._tracing.end()
             while self._fake_modes:
                 release_real_tensors(self._fake_modes.pop())
 
-    def _end_tracing(self) -> None:
-        if self._tracing is not None:
-            self._tracing.end()
-            self._tracing = None
-
     def _compile_traced(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile Dynamo's trace of the backward, as a Dynamo backend."""
-        self._end_tracing()
+        if self._tracing is not None:
+            self._tracing.end()
         if (fake_mode := fake_mode_of(gm)) is not None:
             self._fake_modes.append(fake_mode)
         inputs = GraphInputs(gm)
         functions = {*GROUP_CALLS, *self._op_runs}
         passes = pipelines.traced_backward(functions, names=inputs.name_before, fake_mode=fake_mode)
-        _check_moved(Run(gm.graph, passes).result(legalize_windows))
+        if unmoved := Run(gm.graph, passes).result(legalize_windows).unmoved:
+            raise UnsupportedFeatureError(
+                "expected every read of a parameter in the backward to fit between its gather and its free, got "
+                f"{[f'{fqn}: {reason.value}' for fqn, reason in unmoved]}; leave out the hooks that change these "
+                "parameters in the backward, or run this step eagerly"
+            )
         gm.recompile()
         unfilled = inputs.unfilled_positions(gm.graph)
         if self._observer is not None:
@@ -188,14 +189,10 @@ class CapturedBackward:
 
 
 def _mark_changing(inputs: Sequence[Any], sizes: Sequence[int]) -> None:
-    """Let Dynamo treat sizes as changing in the first trace.
+    """Let Dynamo treat a captured backward's sizes as changing in the first trace, instead of as constants at first.
 
-    Dynamo would treat them as constants until they change.
-
-    Args:
-        inputs: Inputs of a captured backward: activations, gradients, parameters.
-        sizes: Integer inputs of its forward. Products of up to three of them are marked too, because a batch of
-            sequences may be flattened.
+    `sizes` are the integer inputs of its forward. Products of up to three of them are marked too, because a batch of
+    sequences may be flattened.
     """
     subsets = (itertools.combinations(sizes, count) for count in (1, 2, 3))
     changing = {math.prod(subset) for subset in itertools.chain.from_iterable(subsets)} - {0, 1}
@@ -204,12 +201,3 @@ def _mark_changing(inputs: Sequence[Any], sizes: Sequence[int]) -> None:
         for dim, size in enumerate(tensor.shape):
             if size in changing:
                 mark_changing(tensor, dim)
-
-
-def _check_moved(report: LegalizeReport) -> None:
-    if report.unmoved:
-        raise UnsupportedFeatureError(
-            "expected every read of a parameter in the backward to fit between its gather and its free, got "
-            f"{[f'{fqn}: {reason.value}' for fqn, reason in report.unmoved]}; leave out the hooks that change these "
-            "parameters in the backward, or run this step eagerly"
-        )

@@ -48,8 +48,6 @@ def compile_fsdp(
     Use it by name: `model.compile(backend="compile_fsdp", fullgraph=True)`.
 
     Args:
-        gm: The forward graph.
-        example_inputs: Its inputs.
         options: See `Options`.
         mode: A mode of Inductor, as for torch.compile.
     Returns:
@@ -114,7 +112,7 @@ def _parameter_inputs(step: Step, graph: TracedGraph, traced: trace_record.Trace
     left_unsharded = step.left_unsharded(graph.inputs.groups)
     return ParameterInputs(
         managed=tuple(managed),
-        parts=graph.inputs.part_positions(),
+        parts=tuple(graph.inputs.parts),
         read=graph.inputs.read_positions(),  # before the compiler changes the graph
         whole=frozenset(i for i, group in managed.items() if group in entered and group in left),
         pre_backward_elsewhere=frozenset(i for i, group in managed.items() if group not in left),

@@ -47,9 +47,7 @@ class CompiledForward:
     Attributes:
         run: The graph, compiled by the inner backend. If the step has lifted hooks, it takes the inputs that
             `step.hooks.split` returns.
-        parameters: Its inputs that are unsharded parameters.
         whole_of: The called module if its whole forward is in the graph; else None.
-        step: Decisions about the forward and its backward.
     """
 
     run: Callable[..., Sequence[Any]]

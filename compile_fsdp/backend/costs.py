@@ -8,7 +8,7 @@ nobody.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
@@ -33,16 +33,11 @@ _shared_rows: WeakKeyDictionary[TraceableGroup, dict[Hashable, int]] = WeakKeyDi
 
 
 def settle_costs(gm: fx.GraphModule, inputs: GraphInputs, options: Options) -> Costs | None:
-    """Return the costs for a graph and its backward.
+    """Return the costs for a forward graph, as Dynamo has traced it, and its backward.
 
-    Collective for the first graph of some groups: see [Note: Ranks share the rows].
+    If nothing is decided by costs, these are the user's costs, or None without them. Collective for the first graph of
+    some groups: see [Note: Ranks share the rows].
 
-    Args:
-        gm: The forward graph, as Dynamo has traced it.
-        inputs: Inputs of the graph.
-        options: The user's options.
-    Returns:
-        The costs. If nothing is decided by costs: the user's costs, or None without them.
     Raises:
         RankMissingError: a rank does not arrive within the limit.
     """
@@ -73,8 +68,9 @@ def _find_rows(gm: fx.GraphModule, inputs: GraphInputs) -> int:
         if tensor.dim() >= 2 and tensor.numel():
             results = map(find_fake_tensor, _readers(gm, node))
             rows = [size_hint(each.numel()) // tensor.shape[0] for each in results if each is not None]
-            counted.append((max(rows, default=0), tensor.numel()))
-    found = _weighted_median([(rows, weight) for rows, weight in counted if rows])
+            if most := max(rows, default=0):
+                counted.append((most, tensor.numel()))
+    found = _weighted_median(counted)
     return 1 << (found - 1).bit_length() if found else 0
 
 
@@ -99,7 +95,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _weighted_median(counted: Iterable[tuple[int, int]]) -> int:
-    ordered: Sequence[tuple[int, int]] = sorted(counted)
+    ordered = sorted(counted)
     half = sum(weight for _, weight in ordered) / 2
     for value, weight in ordered:
         half -= weight

@@ -100,16 +100,11 @@ class UnusedBackward(_OutputCode):  # type: ignore[misc]
 
 
 class ForwardCompiler:
-    """Inductor's inner compiler for one forward graph, without its derived backward.
-
-    Attributes:
-        compile_inner: Inductor's inner compiler.
-        forward: The compiled forward; None until it is compiled.
-    """
+    """Inductor's inner compiler for one forward graph, without its derived backward."""
 
     def __init__(self, compile_inner: Callable[..., Any]) -> None:
         self.compile_inner = compile_inner
-        self.forward: Any = None
+        self.forward: Any = None  # until it is compiled
 
     def __call__(self, gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         if not kwargs.get("is_backward"):

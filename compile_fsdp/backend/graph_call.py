@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -39,32 +39,12 @@ from compile_fsdp.torch_compat.dispatch import is_wrapper_subclass
 _log = logging.getLogger("compile_fsdp")
 
 
-class _Place:
-    """Thread and context of a forward. See [Note: Settings on the device's thread].
-
-    Attributes:
-        thread: Identifier of the thread.
-    """
-
-    def __init__(self) -> None:
-        self.thread = threading.get_ident()
-        self._context = contextvars.copy_context()
-
-    def run(self, function: Callable[[], None]) -> None:
-        """Call a function, on a different thread in the forward's context."""
-        if threading.get_ident() == self.thread:
-            function()
-        else:
-            self._context.run(function)
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class InnerGraph:
     """The inner autograd graph of a run.
 
     Attributes:
         inputs: The differentiable inputs, detached; for a tensor subclass, its leaf.
-        outputs: Outputs of the graph.
         versions: Version counters of the unsharded parameters when autograd saved them.
     """
 
@@ -77,10 +57,8 @@ class GraphCall:
     """One run of a forward graph.
 
     Attributes:
-        forward: The forward graph.
-        inputs: Inputs of the run.
         forward_id: Identity of the model's forward that contains the run.
-        place: Thread and context of the forward.
+        thread: Identifier of the forward's thread.
         inner: The inner autograd graph; None before the forward, and once a backward frees it.
         node: Weak reference to the node of the outer autograd graph; None before the forward.
     """
@@ -90,7 +68,8 @@ class GraphCall:
         self.inputs = inputs
         outermost = calls.outermost()
         self.forward_id = object() if outermost is None else outermost.forward_id
-        self.place = _Place()
+        self.thread = threading.get_ident()
+        self._context = contextvars.copy_context()
         self.inner: InnerGraph | None = None
         self.node: weakref.ref[Any] | None = None
         self._backward_id: int | None = None  # number of the last backward through the run
@@ -98,7 +77,6 @@ class GraphCall:
             group.forwards.add(self, is_whole=use.position in forward.parameters.whole)
 
     def run(self, args: list[Any]) -> Sequence[Any]:
-        """Run the graph, and return its outputs with the inner autograd graph."""
         leaves: list[torch.Tensor] = []
         for i in self.inputs.differentiable:
             if is_wrapper_subclass(args[i]) and not isinstance(args[i], DTensor):
@@ -128,12 +106,9 @@ class GraphCall:
         run, inputs, versions = self._begin_backward(grads)
         every = [*inputs, *self.inputs.leaves]
         found: list[torch.Tensor | None] = [None] * len(every)
-
-        def run_part() -> None:
-            for i, gradient in zip(wanted, run.run_part([every[i] for i in wanted]), strict=True):
-                found[i] = gradient
-
-        self._run_unchanged(versions, run_part)
+        gradients = self._run_unchanged(versions, partial(run.run_part, [every[i] for i in wanted]))
+        for i, gradient in zip(wanted, gradients, strict=True):
+            found[i] = gradient
         return found
 
     def is_to_come(self) -> bool:
@@ -153,14 +128,14 @@ class GraphCall:
         inner, self._backward_id = self.inner, current_backward()
         if not (is_kept := keeps_graph()):
             self.inner = None
-        run = BackwardRun.of(self.forward, self.inputs, self.forward_id, inner.outputs, grads, is_kept)
+        run = BackwardRun(self.forward, self.inputs, self.forward_id, inner.outputs, grads, is_kept)
         return run, inner.inputs, inner.versions
 
-    def _run_unchanged(self, versions: list[int], run: Callable[[], None]) -> None:
-        """Run a backward with the saved version counters, in the forward's context."""
+    def _run_unchanged(self, versions: list[int], run: Callable[[], Any]) -> Any:
+        """Run a backward with the saved version counters. See also [Note: Settings on the device's thread]."""
         with unchanged_versions(self.inputs.managed):
             set_versions(self.inputs.managed, versions)
-            self.place.run(run)
+            return run() if threading.get_ident() == self.thread else self._context.run(run)
 
 
 @cache

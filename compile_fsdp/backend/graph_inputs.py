@@ -35,12 +35,13 @@ class GraphInputs:
 
     Attributes:
         managed: By position: the group of each input that is an unsharded parameter.
+        parts: Positions in `managed` of parts of tensor subclasses.
     """
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.managed: dict[int, TraceableGroup] = {}
         self._fqns: dict[int, str] = {}
-        self._parts: list[int] = []
+        self.parts: list[int] = []
         self._positions: dict[fx.Node, int] = {}
         self._parameters: dict[str, nn.Parameter] = {}  # by FQN, those of no group
         flat: list[Any] = []
@@ -51,12 +52,11 @@ class GraphInputs:
                 self._parameters[input_fqn(node)] = example
             flat += example if isinstance(example, list) else [example]
         for position, example in enumerate(flat):
-            group = owner_of(example)
-            if group is not None:
+            if (group := owner_of(example)) is not None:
                 self.managed[position] = group
                 self._fqns[position] = group.fqn(example)
                 if group.param_of(example).unsharded_param is not example:
-                    self._parts.append(position)
+                    self.parts.append(position)
 
     @property
     def groups(self) -> list[TraceableGroup]:
@@ -78,24 +78,13 @@ class GraphInputs:
         examples = ((node, group, graph_input_example(node)) for node, group in self.managed_nodes())
         return [node for node, group, example in examples if not group.param_of(example).unsharded_param.requires_grad]
 
-    def part_positions(self) -> tuple[int, ...]:
-        """Return the positions in `managed` of parts of tensor subclasses."""
-        return tuple(self._parts)
-
     def read_positions(self) -> frozenset[int]:
-        """Return the positions in `managed` of parameters that the graph computes with.
-
-        The graph only fills and frees the rest of `managed`.
-        """
-        nodes = [node for node, _ in self.managed_nodes()]
-        read = [node for node in nodes if not all(map(is_upkeep, node.users))]
+        """Return the positions in `managed` of parameters that the graph computes with, not only fills and frees."""
+        read = (node for node, _ in self.managed_nodes() if not all(map(is_upkeep, node.users)))
         return frozenset(self._positions[node] for node in read)
 
     def unfilled_positions(self, graph: fx.Graph) -> list[int]:
-        """Return the positions in `managed` that a backward graph never fills.
-
-        Only positions that the graph, as Dynamo has traced it, reads.
-        """
+        """Return the positions in `managed` that a backward graph, as Dynamo has traced it, reads and never fills."""
         items = [user for node in self._positions for user in node.users if user.target is operator.getitem]
         managed = [node for node in (*self._positions, *items) if self._position(node) in self.managed]
         return [self._position(node) for node in find_unfilled_reads(graph, managed)]
@@ -111,10 +100,7 @@ class GraphInputs:
         return CollectiveSequence(tuple(calls))
 
     def name_before(self, node: fx.Node) -> str:
-        """Return the FQN of the parameter behind a node of the Dynamo graph.
-
-        The node is a placeholder or an item of a placeholder. If it is no parameter, returns the node's name.
-        """
+        """Return the FQN of the parameter that a Dynamo graph's placeholder, or an item of it, is; else its name."""
         return self._fqns.get(self._position(node), node.name)
 
     def _position(self, node: fx.Node) -> int:
@@ -123,21 +109,12 @@ class GraphInputs:
         return self._positions[source] + item
 
     def name(self, node: fx.Node) -> str:
-        """Return the FQN of the parameter behind the inner compiler's placeholder.
-
-        If it is no parameter, returns the node's name.
-        """
+        """Return the FQN of the parameter that the inner compiler's placeholder is; else the node's name."""
         position = graph_input_position(node)
         return node.name if position is None else self._fqns.get(position, node.name)
 
     def check_writes(self, graph: fx.Graph) -> None:
-        """Refuse a forward that writes a gathered parameter.
-
-        Only writes that the compiled graph would lose, or crash on, are refused.
-
-        Raises:
-            UnsupportedFeatureError: the forward has such a write.
-        """
+        """Refuse a forward with writes to gathered parameters that the compiled graph would lose, or crash on."""
         written = find_refused_writes(graph, [node for node, _ in self.managed_nodes()])
         if written:
             names = ", ".join(sorted(self.name_before(node) for node in written))
@@ -149,11 +126,7 @@ class GraphInputs:
             )
 
     def check_sharded(self) -> None:
-        """Refuse a graph with parameters of a model that is not sharded.
-
-        Raises:
-            NotShardedError: the graph has such parameters.
-        """
+        """Refuse a graph with parameters of a model that is not sharded."""
         if foreign := self._foreign():
             raise NotShardedError(
                 f"expected a sharded model, got a graph with the {count(len(foreign), 'parameter')} "

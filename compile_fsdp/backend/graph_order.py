@@ -17,7 +17,8 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -67,9 +68,9 @@ class Prediction:
         return is_predicted
 
     def _find_period(self) -> int:
-        """Return the distance to the longest series equal to the last graphs.
+        """Return the distance to the longest series equal to the last graphs; 0 if there is none.
 
-        0 if there is none. Of equally long series the earliest counts, because it is at the begin of a step.
+        Of equally long series the earliest counts, because it is at the begin of a step.
         """
         window = self._begun[-_WINDOW:]
         longest = best = 0
@@ -82,10 +83,7 @@ class Prediction:
 
 
 class GraphOrder:
-    """Graphs that this rank and, by their notes, its peers have begun.
-
-    The ranks are those of one process group.
-    """
+    """Graphs that this rank and, by their notes, its peers in a process group have begun."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rank = group.rank()
@@ -122,17 +120,15 @@ class GraphOrder:
     def difference(self, only_certain: bool) -> str | None:
         """Describe where a peer's graphs differ from this rank's; None if nowhere.
 
-        Args:
-            only_certain: Ignore a difference behind a peer's last note, where its graph is only predicted.
+        `only_certain` ignores a difference behind a peer's last note, where its graph is only predicted.
         """
         if not self._is_followed:
             return None
         end = time.monotonic() + _READING_S
         for rank in range(len(self._ranks)):
-            if rank != self._rank and time.monotonic() < end:
-                found = self._compare(rank, only_certain)
-                if found is not None:
-                    return found
+            is_peer = rank != self._rank and time.monotonic() < end
+            if is_peer and (found := self._compare(rank, only_certain)) is not None:
+                return found
         return None
 
     def look(self) -> None:
@@ -187,39 +183,28 @@ _watch_lock = threading.Lock()
 _watch: threading.Thread | None = None
 
 
+@dataclass(eq=False)
 class FollowedGraph:
     """A compiled graph that notes its runs and explains diverging ranks."""
 
-    def __init__(self, compiled: Callable[..., Any], places: Sequence[tuple[GraphOrder, str]]) -> None:
-        self._compiled = compiled
-        self._places = places
+    compiled: Callable[..., Any]
+    places: Sequence[tuple[GraphOrder, str]]
 
     def __call__(self, *args: Any) -> Any:
-        for order, graph in self._places:
+        for order, graph in self.places:
             order.begin(graph)
         try:
-            return self._compiled(*args)
+            return self.compiled(*args)
         except RuntimeError as error:
-            if not _is_of_collective(error):
-                raise
-            if (found := _first_difference_of(order for order, _ in self._places)) is None:
-                raise
-            raise RanksPartedError(f"{found} (the failed collective: {error})") from error
-
-
-def _is_of_collective(error: RuntimeError) -> bool:
-    """Return whether a collective has failed, by type, or for gloo's errors by their text."""
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
+            if isinstance(error, dist.DistError) or "gloo" in str(error):  # gloo's errors have no type of their own
+                for order, _ in self.places:
+                    if (found := order.difference(only_certain=False)) is not None:
+                        raise RanksPartedError(f"{found} (the failed collective: {error})") from error
+            raise
 
 
 def follow(compiled: Callable[..., Any], collectives: CollectiveSequence, what: str) -> Callable[..., Any]:
-    """Let the errors of a compiled graph name diverging ranks.
-
-    Args:
-        compiled: The graph.
-        collectives: Its collectives.
-        what: Its name in errors.
-    """
+    """Let the errors of a compiled graph name diverging ranks; `what` is the graph's name in errors."""
     places = []
     for _, group in real_groups(collectives.groups):
         if group not in _orders:
@@ -230,10 +215,6 @@ def follow(compiled: Callable[..., Any], collectives: CollectiveSequence, what: 
         return compiled
     _start_watch()
     return FollowedGraph(compiled, places)
-
-
-def _first_difference_of(orders: Iterable[GraphOrder]) -> str | None:
-    return next(filter(None, (order.difference(only_certain=False) for order in orders)), None)
 
 
 def _start_watch() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection
 
 from compile_fsdp.advice import GroupFigures
 from compile_fsdp.backend.graph_inputs import GraphInputs
@@ -11,12 +11,10 @@ from compile_fsdp.torch_compat.fsdp import unsharded_dtype
 from compile_fsdp.wrap.tree import ROOT
 
 
-def group_figures(inputs: GraphInputs, left_unsharded: Collection[Hashable]) -> tuple[GroupFigures, ...]:
+def group_figures(inputs: GraphInputs, left_unsharded: Collection[TraceableGroup]) -> tuple[GroupFigures, ...]:
     """Return the figures of a forward graph's groups, in input order.
 
-    Args:
-        inputs: Inputs of the graph.
-        left_unsharded: The groups that the passes leave unsharded for the backward.
+    `left_unsharded` are the groups that the passes leave unsharded for the backward.
     """
     return tuple(_figures(group, group in left_unsharded) for group in inputs.groups)
 

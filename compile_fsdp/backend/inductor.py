@@ -25,13 +25,7 @@ def inductor_config(
 ) -> dict[str, Any]:
     """Return Inductor's options: the user's, with additions that run the passes.
 
-    Args:
-        step: Decisions about the forward and its backward.
-        direction: Which half of the step the graph is.
-        inputs: The graph's inputs.
-        recorder: Gets the reports of the passes.
-        observer: Sees the graph between the passes; None for no observer.
-        backward_is_captured: Whether the graph's backward, if any, runs under compiled autograd only.
+    `backward_is_captured` tells whether the graph's backward, if any, runs under compiled autograd only.
     """
     ensure_lowerings()
     options, decision = step.options, step.decision

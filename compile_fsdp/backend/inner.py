@@ -22,10 +22,9 @@ from compile_fsdp.backend.recorder import Recorder
 from compile_fsdp.backend.step import Step
 from compile_fsdp.backend.this_run import this_run
 from compile_fsdp.backend.verify import VerifiedGraph, VerifiedStep, is_repeatable
-from compile_fsdp.options import Options
 from compile_fsdp.passes.analysis.sequence import read_collectives
 from compile_fsdp.passes.partitioned.lift_views import lift_views
-from compile_fsdp.reports import Direction, present_observer
+from compile_fsdp.reports import Direction, GraphReport, present_observer
 from compile_fsdp.runtime.calls import outermost
 from compile_fsdp.torch_compat.dynamo import copy_dynamo_graph, has_hooks_input, lookup_backend
 from compile_fsdp.torch_compat.inductor import (
@@ -43,10 +42,7 @@ class TracedGraph:
     """A graph that Dynamo has traced, after the passes on Dynamo's level.
 
     Attributes:
-        step: Decisions about the forward and its backward.
         gm: The graph; `compile_traced` lets the compiler change it.
-        example_inputs: Its inputs.
-        direction: Which half of the step it is.
         inputs: Which of its inputs are unsharded parameters.
         groups: Figures of a forward graph's parameter groups; empty for a backward graph.
     """
@@ -59,37 +55,25 @@ class TracedGraph:
     groups: tuple[GroupFigures, ...] = ()
 
     @property
-    def options(self) -> Options:
-        """The options of the step."""
-        return self.step.options
-
-    @property
     def what(self) -> str:
         """The graph's name in errors and messages."""
         return f"{self.direction} graph"
 
-    @property
-    def is_compared(self) -> bool:
-        """Whether the option `verify` compares the compiled graph with the traced graph."""
-        return self.options.verify and bool(self.inputs.managed)
-
 
 def compile_traced(graph: TracedGraph, unfilled: Sequence[int] = ()) -> Callable[..., Any]:
-    """Compile a graph and compare its collectives across ranks.
+    """Compile a graph and compare its collectives across ranks, with the errors of `agree`.
 
-    Args:
-        graph: The graph.
-        unfilled: Positions of its inputs whose groups are gathered before it runs.
-    Returns:
-        The compiled graph.
-    Raises:
-        CollectiveMismatchError, RankMissingError: before the graph runs, see `agree`.
+    `unfilled` are positions of its inputs whose groups are gathered before it runs.
     """
     traced = read_collectives(graph.gm.graph)
-    original = copy_dynamo_graph(graph.gm) if graph.is_compared and is_repeatable(graph.gm.graph) else None
-    decision = graph.step.decision if graph.direction == "forward" else None
-    options, nodes = graph.options, len(graph.gm.graph.nodes)
-    recorder = Recorder(graph.direction, options.inner_backend, nodes, decision, options.costs, graph.groups)
+    direction, options, nodes = graph.direction, graph.step.options, len(graph.gm.graph.nodes)
+    is_compared = options.verify and bool(graph.inputs.managed)
+    original = copy_dynamo_graph(graph.gm) if is_compared and is_repeatable(graph.gm.graph) else None
+    decision = graph.step.decision if direction == "forward" else None
+    unchanged = GraphReport(
+        direction, options.inner_backend, 0, 0, 0, (), nodes, nodes, 0.0, False, decision, options.costs, graph.groups
+    )
+    recorder = Recorder(unchanged)
     compiled, stored = _call_inner_backend(graph, recorder)
     collectives = recorder.finish() or traced
     if unfilled:
@@ -98,8 +82,8 @@ def compile_traced(graph: TracedGraph, unfilled: Sequence[int] = ()) -> Callable
         frame.see_compiled(stored, recorder.reports, collectives)
     limit_s = options.agreement_timeout_s
     are_all_here = agree(collectives, graph.what, limit_s, options.progress)
-    if graph.is_compared and are_all_here:
-        if graph.direction == "forward" and torch.is_grad_enabled() and (call := outermost()) is not None:
+    if is_compared and are_all_here:
+        if direction == "forward" and torch.is_grad_enabled() and (call := outermost()) is not None:
             VerifiedStep(call, collectives, limit_s)
         if original is not None:
             compiled = VerifiedGraph(compiled, original, graph.what, collectives, limit_s)
@@ -115,11 +99,9 @@ def _partition_op_by_op(*args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.G
     return forward, backward
 
 
-def _call_inner_backend(
-    graph: TracedGraph, recorder: Recorder
-) -> tuple[Callable[..., Any], Callable[[], Any] | None]:
+def _call_inner_backend(graph: TracedGraph, recorder: Recorder) -> tuple[Callable[..., Any], Callable[[], Any] | None]:
     """Return the compiled graph, and a function that makes it storable or None."""
-    gm, options = graph.gm, graph.options
+    gm, options = graph.gm, graph.step.options
     observer = None
     if (watching := present_observer()) is not None:
         observer = watching.begin(graph.direction, gm, graph.inputs.groups, options.costs)
@@ -135,21 +117,18 @@ def _call_inner_backend(
     if options.bundle is not None:
         settings["bundled_autograd_cache"] = True
     phase = Phase(f"compiling the {graph.what}, {len(gm.graph.nodes)} nodes,", options.progress)
-    try:
-        with functorch_config.patch(settings):
-            if options.inner_backend == "aot_eager":
-                return compile_op_by_op(gm, graph.example_inputs, _partition_op_by_op), None
-            if options.inner_backend != "inductor":
-                return lookup_backend(options.inner_backend)(gm, list(graph.example_inputs)), None
-            config = inductor_config(graph.step, graph.direction, graph.inputs, recorder, observer, is_captured)
-            compile_fx, compile_inner = inductor_compilers()
-            if is_captured:
-                compile_inner = ForwardCompiler(compile_inner)
-            compile_graph = partial(compile_fx, inner_compile=compile_inner, config_patches=config)
-            if any(isinstance(each, list) for each in graph.example_inputs):
-                compiled, flat = compile_flat(gm, list(graph.example_inputs), compile_graph)
-            else:
-                compiled = flat = compile_graph(gm, list(graph.example_inputs))
-            return compiled, stored_graph(flat)
-    finally:
-        phase.end()
+    with phase, functorch_config.patch(settings):
+        if options.inner_backend == "aot_eager":
+            return compile_op_by_op(gm, graph.example_inputs, _partition_op_by_op), None
+        if options.inner_backend != "inductor":
+            return lookup_backend(options.inner_backend)(gm, list(graph.example_inputs)), None
+        config = inductor_config(graph.step, graph.direction, graph.inputs, recorder, observer, is_captured)
+        compile_fx, compile_inner = inductor_compilers()
+        if is_captured:
+            compile_inner = ForwardCompiler(compile_inner)
+        compile_graph = partial(compile_fx, inner_compile=compile_inner, config_patches=config)
+        if any(isinstance(each, list) for each in graph.example_inputs):
+            compiled, flat = compile_flat(gm, list(graph.example_inputs), compile_graph)
+        else:
+            compiled = flat = compile_graph(gm, list(graph.example_inputs))
+        return compiled, stored_graph(flat)

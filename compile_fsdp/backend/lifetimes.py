@@ -9,12 +9,7 @@ from typing import Any
 
 
 def weak_callable(function: Callable[..., Any], otherwise: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """Call a function without keeping it alive.
-
-    Args:
-        function: A function, or a bound method, which is gone when its object is gone.
-        otherwise: Called if the function is gone.
-    """
+    """Return a caller of a function or bound method that does not keep it alive; calls `otherwise` once it is gone."""
     reference = weakref.WeakMethod(function) if inspect.ismethod(function) else weakref.ref(function)
 
     def call(*args: Any) -> Any:

@@ -48,13 +48,8 @@ _agreed: WeakKeyDictionary[TraceableGroup, dict[Hashable, BudgetDecision]] = Wea
 
 
 def budget_pass(inputs: GraphInputs, options: Options) -> Pass | None:
-    """Return the pass `fit_memory_budget` for a forward graph.
+    """Return the pass `fit_memory_budget` for a forward graph; None without a budget or sharded parameters.
 
-    None without a budget, and for a graph without sharded parameters.
-
-    Args:
-        inputs: Inputs of the graph.
-        options: The user's options.
     Raises:
         MemoryBudgetError: the device does not report its free memory; or, on all ranks when the pass runs, the step
             does not fit.
@@ -66,21 +61,16 @@ def budget_pass(inputs: GraphInputs, options: Options) -> Pass | None:
     budget = options.memory_budget if options.memory_budget != "auto" else _free_bytes(device, groups)
     costs, fuses = options.costs, options.inner_backend == "inductor"
     assert costs is not None  # `settle_costs` has run
+    numbers = {group: number for number, group in enumerate(groups)}
     return partial(
         fit_memory_budget,
-        parameters=shardings(inputs),
+        parameters={node: _sharding_of(node, group, numbers[group]) for node, group in inputs.managed_nodes()},
         ranks=max(group.constants.shard_count for group in groups),
         budget=budget,
         costs=costs if fuses else replace(costs, offload_bandwidth=0.0),  # only Inductor's partitioner offloads
         settle=partial(_settle, inputs=inputs, budget=budget, options=options),
         fuses=fuses,
     )
-
-
-def shardings(inputs: GraphInputs) -> dict[fx.Node, Sharding]:
-    """Return how the unsharded parameters of a graph are sharded, by placeholder."""
-    numbers = {group: number for number, group in enumerate(inputs.groups)}
-    return {node: _sharding_of(node, group, numbers[group]) for node, group in inputs.managed_nodes()}
 
 
 def _sharding_of(node: fx.Node, group: TraceableGroup, number: int) -> Sharding:

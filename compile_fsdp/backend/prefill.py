@@ -10,25 +10,24 @@ AOTAutograd's partitioner from computing frozen layers again unasked.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from compile_fsdp.runtime.attached import owner_of
 from compile_fsdp.runtime.group import TraceableGroup
 
 
+@dataclass(eq=False)
 class UnshardBeforeRun:
-    """A compiled backward graph that first gathers some parameter groups.
-
-    Groups that are already gathered stay as they are.
+    """A compiled backward graph that first gathers parameter groups, unless they are already gathered.
 
     Attributes:
         run: The compiled graph.
         positions: Positions of these groups' parameters in the graph's inputs; each item of a list counts.
     """
 
-    def __init__(self, run: Callable[..., Any], positions: Sequence[int]) -> None:
-        self.run = run
-        self.positions = positions
+    run: Callable[..., Any]
+    positions: Sequence[int]
 
     def __call__(self, *args: Any) -> Any:
         flat = [each for arg in args for each in (arg if isinstance(arg, list) else (arg,))]

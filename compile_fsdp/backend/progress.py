@@ -5,21 +5,15 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from contextlib import AbstractContextManager
 
 import torch.distributed as dist
 
 PATIENCE_S = 2.0
 
 
-class Phase:
-    """A piece of work from its creation to `end()`.
-
-    It is announced on stderr if it takes longer than `PATIENCE_S` seconds.
-
-    Args:
-        text: Name of the work, such as "compiling the forward graph".
-        shown: Whether to write anything.
-    """
+class Phase(AbstractContextManager["Phase"]):
+    """A piece of work from its creation to `end()`, announced on stderr if it takes more than `PATIENCE_S` seconds."""
 
     def __init__(self, text: str, shown: bool = True) -> None:
         self._text = text
@@ -31,6 +25,9 @@ class Phase:
             self._timer = threading.Timer(PATIENCE_S, self._announce)
             self._timer.daemon = True
             self._timer.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
     def _announce(self) -> None:
         with self._lock:

@@ -5,44 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from compile_fsdp.advice import GroupFigures
-from compile_fsdp.passes import Costs
 from compile_fsdp.passes.analysis.sequence import CollectiveSequence
-from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
 from compile_fsdp.passes.report import Report, WindowReport
 from compile_fsdp.passes.runner import take_graph_notes
-from compile_fsdp.reports import Direction, GraphReport, record
+from compile_fsdp.reports import GraphReport, record
 
 
 class Recorder:
-    """Reports one Dynamo graph from the reports of its passes.
-
-    The inner backend may compile it as several graphs.
+    """Reports one Dynamo graph from the reports of its passes; the inner backend may compile it as several graphs.
 
     Args:
-        direction: Which half of the step the graph is.
-        inner_backend: The Dynamo backend that compiles it.
-        nodes: Number of nodes of the Dynamo graph.
-        decision: How the step fits into its memory budget; None without a budget.
-        costs: Costs by which the passes decide about sharded parameters; None if there are none.
-        groups: Figures of a forward graph's parameter groups; empty for a backward graph.
+        unchanged: Report of the Dynamo graph if no pass changes it.
 
     Attributes:
         reports: Reports made so far.
     """
 
-    def __init__(
-        self,
-        direction: Direction,
-        inner_backend: str,
-        nodes: int,
-        decision: BudgetDecision | None,
-        costs: Costs | None,
-        groups: tuple[GroupFigures, ...] = (),
-    ) -> None:
-        self._next = GraphReport(
-            direction, inner_backend, 0, 0, 0, (), nodes, nodes, 0.0, False, decision, costs, groups
-        )
+    def __init__(self, unchanged: GraphReport) -> None:
+        self._next = unchanged
         self.reports: list[GraphReport] = []
         take_graph_notes()  # drops notes of a backward that Inductor compiled by itself, later than its forward
 
@@ -51,12 +31,9 @@ class Recorder:
         self._record(passes, cached=False)
 
     def finish(self) -> CollectiveSequence | None:
-        """Report graphs that no pass has seen.
+        """Report graphs that no pass has seen, from Inductor's cache or a different inner backend.
 
-        They come from Inductor's cache, or from a different inner backend.
-
-        Returns:
-            The collectives that the graph issues; None if an inner backend without the passes decides on them.
+        Returns the collectives that the graph issues; None if an inner backend without the passes decides on them.
         """
         notes = take_graph_notes()
         if not self.reports:

@@ -7,11 +7,9 @@ from types import CodeType
 
 
 def runs_below(code: CodeType | None, thread: int) -> bool:
-    """Return whether a function's frame is on a thread's stack.
+    """Return whether a function's frame is on a thread's stack; False for None, a function nobody has imported.
 
-    Args:
-        code: Code of the function; None if nobody has imported it.
-        thread: Identifier of the thread. A backward itself may run on a thread of the autograd engine.
+    Callers pass the thread of the forward, because a backward may run on a thread of the autograd engine.
     """
     frame = None if code is None else sys._current_frames().get(thread)
     while frame is not None and frame.f_code is not code:

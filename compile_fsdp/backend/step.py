@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 
@@ -14,8 +14,7 @@ from compile_fsdp.passes.analysis.sequence import CollectiveSequence
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
 from compile_fsdp.passes.dynamo.lift_tensor_hooks import DeferredHooks
 from compile_fsdp.reports import GraphReport
-
-Group = TypeVar("Group")
+from compile_fsdp.runtime.group import TraceableGroup
 
 
 class FrameObserver(Protocol):
@@ -100,10 +99,6 @@ class Step:
     hooks: DeferredHooks | None = None
     record: BackwardsRecord = field(default_factory=BackwardsRecord)
 
-    def left_unsharded(self, groups: Sequence[Group]) -> list[Group]:
-        """Return the groups that the forward leaves unsharded for its backward, by the memory budget.
-
-        Args:
-            groups: The parameter groups of the forward graph, in the order of its inputs.
-        """
+    def left_unsharded(self, groups: Sequence[TraceableGroup]) -> list[TraceableGroup]:
+        """Select from a forward graph's groups, in input order, those that the budget leaves unsharded."""
         return [] if self.decision is None else [groups[i] for i in self.decision.kept]

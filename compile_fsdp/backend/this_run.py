@@ -19,12 +19,11 @@ from compile_fsdp.torch_compat.dynamo import on_bytecode
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Facts of one run. See [Note: One thread-local].
+    """Facts of one run, each None without it. See [Note: One thread-local].
 
     Attributes:
         hooks: In a backward: the object in which Dynamo keeps the hooks that its forward has put on its intermediates.
-            None without hooks.
-        observer: Observer of the frame that is compiled; None for no observer.
+        observer: Observer of the frame that is compiled.
     """
 
     hooks: Any = None
@@ -39,7 +38,6 @@ _this_thread = _ThisThread()
 
 
 def this_run() -> Run:
-    """Return the facts of this thread's run."""
     return _this_thread.run
 
 

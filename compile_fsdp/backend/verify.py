@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -87,42 +88,30 @@ class _Random:
 
 
 def is_repeatable(graph: fx.Graph) -> bool:
-    """Return whether a graph may run twice.
-
-    It may not if it hands gradients to hooks, such as an optimizer's.
-    """
+    """Return whether a graph may run twice: it hands no gradients to hooks, such as an optimizer's."""
     return not any(node.target is torch.ops.compile_fsdp.hand_over.default for node in graph.nodes)
 
 
+@dataclass(eq=False)
 class VerifiedGraph:
     """A compiled graph whose first run is compared with the traced graph.
 
-    Args:
-        compiled: The compiled graph.
-        traced: Dynamo's graph that it was compiled from.
+    Attributes:
+        traced: Dynamo's graph that `compiled` was compiled from; None after the first run.
         what: The graph's name in errors.
-        collectives: The graph's collectives.
         limit_s: Seconds to wait for the results of the peers.
     """
 
-    def __init__(
-        self,
-        compiled: Callable[..., Any],
-        traced: fx.GraphModule,
-        what: str,
-        collectives: CollectiveSequence,
-        limit_s: float,
-    ) -> None:
-        self._compiled = compiled
-        self._traced: fx.GraphModule | None = traced
-        self._what = what
-        self._collectives = collectives
-        self._limit_s = limit_s
+    compiled: Callable[..., Any]
+    traced: fx.GraphModule | None
+    what: str
+    collectives: CollectiveSequence
+    limit_s: float
 
     def __call__(self, *args: Any) -> Any:
-        traced, self._traced = self._traced, None
+        traced, self.traced = self.traced, None
         if traced is None:
-            return self._compiled(*args)
+            return self.compiled(*args)
         inputs = list(plain_tensors(args))
         before = [_Contents(tensor) for tensor in inputs]
         with preserve_version_counter(tuple(inputs)), _Random(inputs).restored():
@@ -132,44 +121,40 @@ class VerifiedGraph:
             after = [_Contents(tensor) for tensor in inputs]
             for contents in before:
                 contents.restore()
-        outputs = self._compiled(*args)
-        problem = self._find_problem(traced, list(plain_tensors(outputs)), expected, inputs, after)
-        problem = share_problem(self._collectives, self._what, problem, self._limit_s)
+        outputs = self.compiled(*args)
+        problem = _find_problem(traced, list(plain_tensors(outputs)), expected, inputs, after)
+        problem = share_problem(self.collectives, self.what, problem, self.limit_s)
         if problem:
             raise VerificationError(
-                f"expected the compiled {self._what} to equal the traced graph, but {problem}; find the pass at fault "
+                f"expected the compiled {self.what} to equal the traced graph, but {problem}; find the pass at fault "
                 "with the option disabled_passes, or leave the compiler out with inner_backend='aot_eager', and report "
                 "it"
             )
         return outputs
 
-    def _find_problem(
-        self,
-        traced: fx.GraphModule,
-        outputs: list[torch.Tensor],
-        expected: list[torch.Tensor],
-        inputs: list[torch.Tensor],
-        after: list[_Contents],
-    ) -> str:
-        dtypes = {tensor.dtype for node in traced.graph.nodes if (tensor := find_fake_tensor(node)) is not None}
-        tolerance = tolerance_of(dtypes)
-        if len(outputs) != len(expected):
-            return f"it has {len(outputs)} outputs in place of {len(expected)}"
-        for i, (got, wanted) in enumerate(zip(outputs, expected, strict=True)):
-            if problem := difference(got, wanted, tolerance):
-                return f"output {i} {problem}"
-        for i, (tensor, contents) in enumerate(zip(inputs, after, strict=True)):
-            if problem := difference(_Contents(tensor).tensor, contents.tensor, tolerance):
-                return f"after the run input {i} {problem}"
-        return ""
+
+def _find_problem(
+    traced: fx.GraphModule,
+    outputs: list[torch.Tensor],
+    expected: list[torch.Tensor],
+    inputs: list[torch.Tensor],
+    after: list[_Contents],
+) -> str:
+    dtypes = {tensor.dtype for node in traced.graph.nodes if (tensor := find_fake_tensor(node)) is not None}
+    tolerance = tolerance_of(dtypes)
+    if len(outputs) != len(expected):
+        return f"it has {len(outputs)} outputs in place of {len(expected)}"
+    for i, (got, wanted) in enumerate(zip(outputs, expected, strict=True)):
+        if problem := difference(got, wanted, tolerance):
+            return f"output {i} {problem}"
+    for i, (tensor, contents) in enumerate(zip(inputs, after, strict=True)):
+        if problem := difference(_Contents(tensor).tensor, contents.tensor, tolerance):
+            return f"after the run input {i} {problem}"
+    return ""
 
 
 class _Contents:
-    """Copy of the present contents of a tensor's storage.
-
-    Attributes:
-        tensor: Copy of the tensor; empty if its storage is freed.
-    """
+    """Copy of the present contents of a tensor's storage, and in `tensor` of the tensor, empty if it is freed."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._storage = tensor.untyped_storage()
@@ -182,12 +167,9 @@ class _Contents:
 
 
 class VerifiedStep:
-    """One call of a model, whose step eager FSDP2 repeats.
+    """One call of a model, before any of its forward has run; eager FSDP2 repeats its step.
 
-    Args:
-        call: The call, before any of its forward has run.
-        collectives: Collectives of its forward graph.
-        limit_s: Seconds to wait for the results of the peers.
+    `collectives` are those of its forward graph; `limit_s` are seconds to wait for the results of the peers.
     """
 
     def __init__(self, call: ModuleCall, collectives: CollectiveSequence, limit_s: float) -> None:
@@ -250,10 +232,10 @@ class VerifiedStep:
             got, expected = ours[name], parameter.grad
             if (got is None) != (expected is None):
                 return f"{name} has {'no gradient' if got is None else 'a gradient, but none in eager FSDP2'}"
-            if got is not None and expected is not None:
-                problem = difference(local_tensor(got), local_tensor(expected), tolerance)
-                if problem:
-                    return f"the gradient of {name} {problem}"
+            if got is None or expected is None:
+                continue
+            if problem := difference(local_tensor(got), local_tensor(expected), tolerance):
+                return f"the gradient of {name} {problem}"
         return ""
 
 
@@ -264,10 +246,7 @@ def _autocast_dtypes() -> list[torch.dtype]:
 
 
 def _leaves_gradients(module: nn.Module) -> bool:
-    """Return whether a backward ends with all gradients in `.grad`.
-
-    It does not if gradient hooks may consume them, or if a group skips its reduction.
-    """
+    """Return whether a backward ends with all gradients in `.grad`: no hook consumes them, and all groups reduce."""
     hooked = any(parameter._post_accumulate_grad_hooks for parameter in module.parameters())
     return not hooked and all(group.reduce_grads for group in _groups(module))
 
