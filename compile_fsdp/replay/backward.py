@@ -8,6 +8,7 @@ parameters. The place of each input is recorded when the backward is traced.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -25,6 +26,16 @@ from compile_fsdp.torch_compat.dynamo import GuardFact
 Place = tuple[str, int]
 
 
+@dataclass(frozen=True, slots=True)
+class BackwardSignature:
+    """The inputs of a backward, and the gradients that it computes."""
+
+    places: tuple[Place, ...]  # of its inputs
+    outputs: tuple[int, ...]  # numbers of the outputs of the forward's node that have a gradient
+    accumulated: tuple[bool, ...]  # by leaf of the forward's autograd graph: whether it has a gradient before
+    undefined: tuple[Place, ...]  # of the leaves that get no gradient
+
+
 class Tensors:
     """Tensors of a forward that its backward reads, by place."""
 
@@ -33,41 +44,33 @@ class Tensors:
     ) -> None:
         """Take the unsharded parameters, the outputs that get a gradient, and their gradients."""
         node: Any = outputs[0].grad_fn
-        saved: Sequence[torch.Tensor] = node.saved_tensors
         self.node = node
         # Compiled autograd accumulates into the present gradient of a leaf, and traces a separate graph for it.
-        self.accumulated = [leaf.grad is not None for leaf in leaves]
+        self.accumulated = tuple(leaf.grad is not None for leaf in leaves)
         # Compiled autograd traces a separate graph for such hooks.
         self.has_hooks = any(leaf._backward_hooks for leaf in leaves)
         self._lists: dict[str, Sequence[torch.Tensor | None]] = {
             "gradient": grads,
-            "saved": saved,
+            "saved": node.saved_tensors,
             "leaf": leaves,
             "accumulated": [leaf.grad for leaf in leaves],
         }
 
     def find(self, tensor: torch.Tensor) -> Place:
-        """Return the place of a tensor.
-
-        Raises:
-            NotPortableError: the tensor is not in any list, or its memory is in several lists.
-        """
-        places = self._places(lambda each: each is tensor)
+        """Return the place of a tensor; NotPortableError if it is in no list, or its memory is in several lists."""
+        every = [((name, i), each) for name, tensors in self._lists.items() for i, each in enumerate(tensors)]
+        places = [place for place, each in every if each is tensor]
         if not places and tensor.untyped_storage().nbytes():
             # A saved tensor that is also an output is a new object on each access.
             memory = _memory(tensor)
-            places = self._places(lambda each: each is not None and _memory(each) == memory)
+            places = [place for place, each in every if each is not None and _memory(each) == memory]
             if len({name for name, _ in places}) > 1:
                 raise NotPortableError("its backward reads memory that the forward has saved and that is a gradient")
         if not places:
             raise NotPortableError("its backward reads a tensor that is neither saved, nor a gradient, nor a parameter")
         return places[0]
 
-    def _places(self, is_it: Callable[[torch.Tensor | None], bool]) -> list[Place]:
-        return [(name, i) for name, tensors in self._lists.items() for i, each in enumerate(tensors) if is_it(each)]
-
     def get(self, place: Place) -> torch.Tensor:
-        """Return the tensor at a place."""
         name, position = place
         tensor = self._lists[name][position]
         assert tensor is not None
@@ -83,32 +86,14 @@ def _is_one_node(outputs: Sequence[torch.Tensor]) -> bool:
     return len({output.grad_fn for output in outputs}) == 1 and is_compiled_node(outputs[0].grad_fn)
 
 
+@dataclass(eq=False)
 class BackwardFrame:
-    """A traced backward, ready to be replayed.
+    """A traced backward, ready to be replayed."""
 
-    Attributes:
-        frame: Its code, as a function of the captured graph, inputs, sizes, scalars, hooks, packed data and the object
-            with the forward's hooks.
-        places: Places of its inputs.
-        outputs: Numbers of the outputs of the forward's node that have a gradient.
-        accumulated: By leaf of the forward's autograd graph: whether it has a gradient before.
-        undefined: Places of the leaves that get no gradient.
-    """
-
-    def __init__(
-        self,
-        frame: Frame,
-        places: Sequence[Place],
-        outputs: Sequence[int],
-        accumulated: Sequence[bool],
-        undefined: Sequence[Place],
-    ) -> None:
-        self.frame = frame
-        self.places = places
-        self.outputs = list(outputs)
-        self.accumulated = list(accumulated)
-        self.undefined = undefined
-        self._hooks: Any = None
+    # A function of the captured graph, inputs, sizes, scalars, hooks, packed data and the object with forward hooks.
+    frame: Frame
+    signature: BackwardSignature
+    _hooks: Any = None
 
     def run(
         self,
@@ -117,30 +102,25 @@ class BackwardFrame:
         grads: Sequence[torch.Tensor],
         hooks: Any,
     ) -> bool:
-        """Run the traced backward if it is right for this forward.
+        """Run the traced backward if it is right for this forward; return whether it has run.
 
-        Args:
-            parameters: Unsharded parameters that the forward graph takes.
-            outputs: The forward's outputs that have a gradient.
-            grads: Their gradients.
-            hooks: The object that holds the forward's hooks.
-        Returns:
-            Whether the backward has run.
+        `outputs` are the forward's outputs with the gradients `grads`; `hooks` is the object with the forward's hooks.
         """
+        signature = self.signature
         if not _is_one_node(outputs) or keeps_graph() or torch.is_anomaly_enabled():
             return False
-        if [output.output_nr for output in outputs] != self.outputs:
+        if tuple(output.output_nr for output in outputs) != signature.outputs:
             return False
         tensors = Tensors(parameters, outputs, grads)
-        if tensors.has_hooks or tensors.accumulated != self.accumulated:
+        if tensors.has_hooks or tensors.accumulated != signature.accumulated:
             return False
-        expect_no_gradient([tensors.get(place) for place in self.undefined])
+        expect_no_gradient([tensors.get(place) for place in signature.undefined])
         # Check the first forward's object, because each forward has a new object with equal hooks.
         known = hooks if self._hooks is None else self._hooks
-        if not self.frame.fits({"inputs": _not_saved(self.places, tensors), "state": known}):
+        if not self.frame.fits({"inputs": _not_saved(signature.places, tensors), "state": known}):
             return False
         self._hooks = known
-        inputs = [tensors.get(place) for place in self.places]
+        inputs = [tensors.get(place) for place in signature.places]
         drop_saved_tensors(tensors.node)
         del tensors  # the graph frees tensors that it takes from the list
         self.frame.runs += 1
@@ -149,62 +129,61 @@ class BackwardFrame:
 
 
 class BackwardRecord:
-    """Records the first backward of a graph.
+    """Records the first backward of a graph, as its `BackwardObserver`.
 
     Attributes:
         frame: Record of its frame; None until it is traced.
-        places: Places of its inputs.
-        outputs: Numbers of the outputs of the forward's node that have a gradient.
-        accumulated: By leaf of the forward's autograd graph: whether it has a gradient before.
-        undefined: Places of the leaves that get no gradient.
+        signature: Its inputs and gradients; None until it is traced.
         unfilled: Positions of inputs whose groups are gathered before it runs.
         problem: Why the backward cannot be replayed; None if it can.
     """
 
-    def __init__(
+    def __init__(self, finish: Callable[[BackwardRecord], None]) -> None:
+        """Take a function that is called when the backward is over."""
+        self._finish = finish
+
+    def begin_backward(
         self, parameters: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
     ) -> None:
+        """Begin a new record, because an earlier backward may have failed."""
         self.frame: FrameRecord | None = None
-        self.places: list[Place] = []
-        self.outputs = [output.output_nr for output in outputs]
-        self.accumulated: list[bool] = []
-        self.undefined: list[Place] = []
+        self.signature: BackwardSignature | None = None
         self.unfilled: Sequence[int] = ()
         self.problem: str | None = None
+        self._outputs = tuple(output.output_nr for output in outputs)
         self._tensors = Tensors(parameters, outputs, grads) if _is_one_node(outputs) else None
         if self._tensors is None:
             self.problem = "its outputs are not the outputs of its graph"
 
-    def begin(
+    def begin_frame(
         self, function: FunctionType, arguments: Sequence[Any], undefined: Sequence[int]
     ) -> FrameRecord | None:
-        """Record the backward before it is traced.
-
-        Args:
-            function: The function that Dynamo traces.
-            arguments: Its arguments except the first, see `BackwardFrame`.
-            undefined: Positions in its inputs of the leaves that get no gradient.
-        Returns:
-            The record of its frame; None if it cannot be replayed.
-        """
+        """Return the record of the frame; None if it cannot be replayed."""
         tensors, self._tensors = self._tensors, None
         if tensors is None:
             return None
         inputs, sizes, scalars, hooks, *_, state = arguments
-        self.accumulated = tensors.accumulated
         try:
-            self.places = [tensors.find(tensor) for tensor in inputs]
-            self.undefined = [self.places[i] for i in undefined]
+            places = tuple(tensors.find(tensor) for tensor in inputs)
         except NotPortableError as error:
             self.problem = str(error)
             return None
+        self.signature = BackwardSignature(
+            places, self._outputs, tensors.accumulated, tuple(places[i] for i in undefined)
+        )
         if len(sizes) or len(scalars) or not all(_is_own(hook, tensors.node) for hook in hooks):
             self.problem = "its backward depends on symbolic sizes, on numbers, or on unknown hooks"
             return None
-        gradients = [i for i, (name, _) in enumerate(self.places) if name == "gradient"]
-        scope = {"L": {"inputs": _not_saved(self.places, tensors), "state": state}, "G": function.__globals__}
-        self.frame = FrameRecord(function.__code__, scope, _follows(gradients))
+        gradients = {f"L['inputs'][{i}]" for i, (name, _) in enumerate(places) if name == "gradient"}
+        scope = {"L": {"inputs": _not_saved(places, tensors), "state": state}, "G": function.__globals__}
+        self.frame = FrameRecord(function.__code__, scope, partial(_follows, gradients))
         return self.frame
+
+    def see_unfilled(self, positions: Sequence[int]) -> None:
+        self.unfilled = positions
+
+    def end_backward(self) -> None:
+        self._finish(self)
 
 
 def _not_saved(places: Sequence[Place], tensors: Tensors) -> dict[int, torch.Tensor]:
@@ -213,26 +192,19 @@ def _not_saved(places: Sequence[Place], tensors: Tensors) -> dict[int, torch.Ten
 
 def _is_own(hook: Any, node: Any) -> bool:
     """Return whether every replay has this hook of compiled autograd's list."""
-    if isinstance(hook, partial):
-        return hook.func is gradient_accumulated
-    return hook is node
+    return hook.func is gradient_accumulated if isinstance(hook, partial) else hook is node
 
 
-def _follows(gradients: Collection[int]) -> Callable[[GuardFact], bool]:
-    """Return a test for guards that every replay satisfies by construction.
+def _follows(gradients: Collection[str], fact: GuardFact) -> bool:
+    """Return whether every replay satisfies a guard by construction.
 
-    A replay may fail guards on the gradients, on the modules, and on attributes of inputs, such as the gradient of an
-    earlier backward.
+    A replay may fail guards on the gradients, which are given by name, on the modules, and on attributes of inputs,
+    such as the gradient of an earlier backward.
     """
-    given = {f"L['inputs'][{i}]" for i in gradients}
-
-    def follows(fact: GuardFact) -> bool:
-        if fact.kind == "DUPLICATE_INPUT" and not all("L['state']" in name for name in (fact.name, fact.argument.name)):
-            return True
-        if fact.name.startswith("G['"):
-            return not fact.name.startswith("G['__")  # functions that the captured graph calls: torch's, and our own
-        if "L['inputs'][" in fact.name:
-            return fact.name.endswith("]") and fact.name not in given
-        return "L['" in fact.name and "L['state']" not in fact.name
-
-    return follows
+    if fact.kind == "DUPLICATE_INPUT" and not all("L['state']" in name for name in (fact.name, fact.argument.name)):
+        return True
+    if fact.name.startswith("G['"):
+        return not fact.name.startswith("G['__")  # functions that the captured graph calls: torch's, and our own
+    if "L['inputs'][" in fact.name:
+        return fact.name.endswith("]") and fact.name not in gradients
+    return "L['" in fact.name and "L['state']" not in fact.name

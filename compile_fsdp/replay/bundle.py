@@ -1,9 +1,9 @@
 """Bundles: files with a traced step and the facts it depends on.
 
 [Note: Contents of a bundle]
-A line of JSON has the facts; they are compared before the rest of the file is unpickled. Then comes a pickle: code,
-conditions, compiled graphs. Unpickling runs code from the file, so a file is read only if it belongs to this user or
-root, and not everybody may write it: see docs/performance.md.
+A line of JSON has the facts, which are compared before the pickle behind it is read: code, conditions, compiled graphs.
+Unpickling runs code from the file, so a file is read only if it belongs to this user or root, and not everybody may
+write it: see docs/performance.md.
 """
 
 from __future__ import annotations
@@ -34,64 +34,47 @@ from compile_fsdp.torch_compat.inductor import settings_hash
 _MAGIC = b"compile_fsdp bundle 1\n"
 
 
-class Outcomes(dict[Path, str]):
-    """Outcomes of the bundles in one folder, by path.
-
-    Attributes:
-        folder: The folder.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self.folder = folder
-
-
-_outcomes: Outcomes | None = None
+# Inside `kept_in`: the folder of all bundles, and their outcomes by path.
+_kept: tuple[Path, dict[Path, str]] | None = None
 
 
 @contextmanager
-def kept_in(folder: Path) -> Iterator[Outcomes]:
-    """Keep all models' bundles in one folder, under their file names.
-
-    Inside the context, `locate` ignores the folders that models ask for.
-
-    Args:
-        folder: The folder; created with the first bundle.
-    """
-    global _outcomes
-    outer, _outcomes = _outcomes, Outcomes(folder)
+def kept_in(folder: Path) -> Iterator[dict[Path, str]]:
+    """Keep all models' bundles in one folder, not in the folders that models ask for; yield their outcomes by path."""
+    global _kept
+    outcomes: dict[Path, str] = {}
+    outer, _kept = _kept, (folder, outcomes)
     try:
-        yield _outcomes
+        yield outcomes
     finally:
-        _outcomes = outer
+        _kept = outer
 
 
 def locate(asked: str) -> Path:
     """Return the path of the bundle that a model asks for."""
-    return Path(asked) if _outcomes is None else _outcomes.folder / Path(asked).name
+    return Path(asked) if _kept is None else _kept[0] / Path(asked).name
 
 
 def note(path: Path, outcome: str) -> None:
     """Keep the outcome of a bundle inside `kept_in`; do nothing outside."""
-    if _outcomes is not None:
-        _outcomes[path] = outcome
+    if _kept is not None:
+        _kept[1][path] = outcome
 
 
 def make_facts(model: nn.Module, options: Options) -> dict[str, str]:
     """Return facts that a step depends on beside its conditions, by name."""
-    facts: dict[str, str] = {
+    return {
         "torch": torch.__version__,
         "python": f"{sys.implementation.cache_tag} {platform.machine()}",
         "code of compile_fsdp": hash_package(),
         "processor": _processor(),
         "options": repr(replace(options, bundle=None, progress=True, agreement_timeout_s=0.0)),
         "settings of Inductor": settings_hash(),
-        "parameters": _hash([(name, *_words(parameter)) for name, parameter in model.named_parameters()]),
+        "parameters": _hash([_describe_parameter(*named) for named in model.named_parameters()]),
         "buffers": _hash([(name, describe(buffer)) for name, buffer in model.named_buffers()]),
         "modules": _hash([(name, class_name(type(module))) for name, module in model.named_modules()]),
         "code of the modules": _hash([_code_of(module) for module in model.modules()]),
     }
-    return facts
 
 
 def _processor() -> str:
@@ -101,8 +84,8 @@ def _processor() -> str:
     return f"{torch.cuda.get_device_name()} {torch.cuda.get_device_capability()}"
 
 
-def _words(parameter: nn.Parameter) -> tuple[object, object]:
-    return describe(parameter), describe(getattr(parameter, "_spec", None))
+def _describe_parameter(name: str, parameter: nn.Parameter) -> tuple[object, ...]:
+    return name, describe(parameter), describe(getattr(parameter, "_spec", None))
 
 
 def _code_of(module: nn.Module) -> object:
@@ -117,9 +100,7 @@ def _hash(described: object) -> str:
 def write(path: Path, facts: Mapping[str, Any], step: object) -> None:
     """Write a bundle, whole or not at all.
 
-    Raises:
-        NotPortableError: the step has an object that cannot be pickled.
-        OSError: the file cannot be written.
+    NotPortableError if the step cannot be pickled, OSError if the file cannot be written.
     """
     try:
         body = pickle.dumps(step)
@@ -142,9 +123,7 @@ def write(path: Path, facts: Mapping[str, Any], step: object) -> None:
 def read(path: Path, facts: Mapping[str, Any]) -> tuple[Any, str]:
     """Return the step in a bundle, and the hash of its pickle.
 
-    Raises:
-        NotPortableError: there is no bundle, it is damaged or not safe to read, or a fact differs; the text names the
-            reason.
+    NotPortableError if there is no bundle, it is damaged or not safe to read, or a fact differs.
     """
     try:
         with path.open("rb") as file:

@@ -1,8 +1,8 @@
 """Conditions under which a traced graph is right.
 
-Dynamo's guards state the dependencies of a graph, but refer to objects of their process. A `Condition` states a guard
-in words that every process can compare. `Conditions.problem` checks all conditions once, in a process that has not
-traced the graph. From then on, a `Watch` checks for changes at a hundredth of the cost.
+Dynamo's guards refer to objects of their process. A `Condition` states a guard in words that every process can compare.
+A process that has not traced the graph checks all conditions once. From then on, a `Watch` checks for changes at a
+hundredth of the cost.
 
 [Note: Names within a process]
 Two classes of a process may have equal names. A result computed at trace time depends on the whole object, not only on
@@ -32,19 +32,12 @@ from compile_fsdp.torch_compat.global_state import GlobalState
 
 
 class Condition(NamedTuple):
-    """A condition on one object.
+    """A condition on one object."""
 
-    Attributes:
-        kind: Kind of guard, such as "TYPE_MATCH".
-        position: Position of the object in the paths.
-        argument: Argument of the guard, such as the name of an attribute; None for most kinds.
-        expected: Result of the kind's function in `_LOOKS`.
-    """
-
-    kind: str
-    position: int
-    argument: Any
-    expected: Any
+    kind: str  # of the guard, such as "TYPE_MATCH"
+    position: int  # of the object in the paths
+    argument: Any  # of the guard, such as the name of an attribute; None for most kinds
+    expected: Any  # result of the kind's function in `_LOOKS`
 
 
 def _variables(value: Any) -> Mapping[str, Any]:
@@ -92,11 +85,9 @@ _COVERED = {
 
 
 class Conditions:
-    """All conditions of one graph.
+    """All conditions of one graph, on the objects at the paths.
 
     Attributes:
-        paths: Paths to the objects that the graph depends on.
-        conditions: Conditions on these objects.
         pairs: Pairs of positions that Dynamo guards to be one object, constants included.
         same: By position: the first position of an identical object; see [Note: Two paths to one object].
         state: torch's global state before the trace, which must hold again.
@@ -105,12 +96,7 @@ class Conditions:
     def __init__(self, guards: Sequence[GuardFact], scope: Scope, state: GlobalState) -> None:
         """Make conditions of Dynamo's guards, while their graph is compiled.
 
-        Args:
-            guards: The guards.
-            scope: Variables of the traced frame.
-            state: torch's global state before the trace.
-        Raises:
-            NotPortableError: a guard has an unknown kind or step, or its object does not exist.
+        NotPortableError for a guard of an unknown kind or step, or of an object that does not exist.
         """
         self.paths = Paths()
         looks = [(guard, self.paths.add(guard.name)) for guard in guards if guard.kind not in _COVERED]
@@ -125,11 +111,9 @@ class Conditions:
             if guard.kind not in _LOOKS:
                 raise NotPortableError(f"the graph depends on {guard.name} by a guard of kind {guard.kind}")
             argument = guard.argument if guard.kind in _ASKS_FOR else None
-            kind = guard.kind
-            if kind == "TENSOR_MATCH" and self.paths.accesses[position].key == "_local_tensor":
-                kind = _LOCAL_TENSOR
-            expected = _LOOKS[kind](values[position], argument)
-            self.conditions.append(Condition(kind, position, argument, expected))
+            is_local = guard.kind == "TENSOR_MATCH" and self.paths.accesses[position].key == "_local_tensor"
+            kind = _LOCAL_TENSOR if is_local else guard.kind
+            self.conditions.append(Condition(kind, position, argument, _LOOKS[kind](values[position], argument)))
         self.conditions = list({repr(condition): condition for condition in self.conditions}.values())
         self.same = _first_same(values)
         self.state = state
@@ -166,7 +150,6 @@ class Conditions:
         return None
 
     def holds(self, condition: Condition, value: Any) -> bool:
-        """Return whether a condition holds for an object."""
         if _LOOKS[condition.kind](value, condition.argument) != condition.expected:
             return False
         if self._own is None or condition.kind not in _OWN:
@@ -174,10 +157,7 @@ class Conditions:
         return _OWN[condition.kind](value) is self._own[condition.kind, condition.position]
 
     def _find_own(self, values: Sequence[Any]) -> dict[tuple[str, int], Any]:
-        """Return this process's classes and objects, by kind and position.
-
-        See [Note: Names within a process].
-        """
+        """Return this process's classes and objects. See [Note: Names within a process]."""
         own = [(kind, position) for kind, position, *_ in self.conditions if kind in _OWN]
         return {(kind, position): _OWN[kind](values[position]) for kind, position in own}
 
@@ -209,19 +189,14 @@ class Watch:
     """Detects changes of a graph's dependencies since all conditions held.
 
     Attributes:
-        conditions: The conditions.
         others: Positions whose object changes every step; their conditions are checked again in each step.
     """
 
     def __init__(self, conditions: Conditions, scope: Scope, inputs: Collection[str], before: Watch | None) -> None:
         """Remember the objects of a scope in which all conditions hold.
 
-        Args:
-            conditions: The conditions.
-            scope: Variables of the frame.
-            inputs: Names of local variables whose object changes every step.
-            before: The previous watch, which failed although all conditions held, because some objects were replaced;
-                None for the first watch.
+        The objects of the local variables `inputs` change every step. `before` is the previous watch, which failed
+        although all conditions held, because some objects were replaced.
         """
         self.conditions = conditions
         accesses = conditions.paths.accesses
@@ -239,7 +214,7 @@ class Watch:
             if chosen := [i for i in fixed if accesses[i].kind == kind and kind != "variables"]:
                 parents, keys = [values[accesses[i].parent] for i in chosen], [accesses[i].key for i in chosen]
                 self._steps.append((STEPS[kind], parents, keys, [values[i] for i in chosen]))
-        self._contents = _Contents([c for c in conditions.conditions if c.position not in self.others], values)
+        self._contents = _contents([c for c in conditions.conditions if c.position not in self.others], values)
         for i in self.others:
             values[i] = None  # do not keep the object alive
         self._pairs = [pair for pair in conditions.pairs if self.others.intersection(pair)]
@@ -252,7 +227,7 @@ class Watch:
                 not self.conditions.state.has_changed()
                 and all(scope[key[0]].get(key[1]) is value for key, value in self._roots)
                 and all(all(map(is_, map(step, parents, keys), found)) for step, parents, keys, found in self._steps)
-                and self._contents.hold()
+                and all(list(map(look, *given)) == found for look, given, found in self._contents)
                 and self._others_hold(scope)
             )
         except (LookupError, AttributeError, TypeError):
@@ -279,39 +254,30 @@ def _is_same(value: Any, other: Any) -> bool:
     return value is other or (isinstance(value, _ALWAYS_SAME) and type(value) is type(other) and value == other)
 
 
-class _Contents:
-    """Mutable properties of objects: lengths, keys, attributes, sizes of a tensor.
+def _contents(
+    conditions: Sequence[Condition], values: Sequence[Any]
+) -> list[tuple[Callable[..., Any], Sequence[list[Any]], list[Any]]]:
+    """Return functions of mutable properties, such as lengths, with columns of arguments and the present results."""
 
-    Attributes:
-        looks: For each property: a function, the columns of its arguments, and its results by row.
-    """
+    def objects(*kinds: str) -> list[Any]:
+        return [values[c.position] for c in conditions if c.kind in kinds]
 
-    def __init__(self, conditions: Sequence[Condition], values: Sequence[Any]) -> None:
-        def of(*kinds: str) -> tuple[list[Any], list[Any]]:
-            chosen = [c for c in conditions if c.kind in kinds]
-            return [values[c.position] for c in chosen], [c.argument for c in chosen]
+    def arguments(*kinds: str) -> list[Any]:
+        return [c.argument for c in conditions if c.kind in kinds]
 
-        sized, _ = of("SEQUENCE_LENGTH", "EMPTY_NN_MODULE_HOOKS_DICT")
-        objects, names = of("NOT_PRESENT_IN_GENERIC_DICT")
-        containers, keys = of("DICT_CONTAINS", "DICT_NOT_CONTAINS")
-        typed, _ = of("TYPE_MATCH")
-        keyed, _ = of("DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK")
-        functions, _ = of("CLOSURE_MATCH", "FUNCTION_MATCH")
-        tensors, _ = of("TENSOR_MATCH")
-        constants, _ = of("CONSTANT_MATCH", "EQUALS_MATCH")
-        columns: list[tuple[Callable[..., Any], tuple[list[Any], ...]]] = [
-            (len, (sized,)),
-            (contains, ([*map(_variables, objects), *containers], [*names, *keys])),
-            (type, (typed,)),
-            (list, (keyed,)),
-            (hasattr, of("HASATTR")),
-            (attrgetter("__code__"), ([each for each in functions if isinstance(each, FunctionType)],)),
-            (attrgetter("requires_grad", "dtype", "shape", "device"), (tensors,)),
-            (torch.Tensor.stride, (tensors,)),
-            (describe, ([each for each in constants if isinstance(each, (list, set, dict))],)),
-        ]
-        self.looks = [(look, given, list(map(look, *given))) for look, given in columns]
-
-    def hold(self) -> bool:
-        """Return whether all properties are unchanged."""
-        return all(list(map(look, *given)) == found for look, given, found in self.looks)
+    functions = [each for each in objects("CLOSURE_MATCH", "FUNCTION_MATCH") if isinstance(each, FunctionType)]
+    constants = [each for each in objects("CONSTANT_MATCH", "EQUALS_MATCH") if isinstance(each, (list, set, dict))]
+    generic, contained = "NOT_PRESENT_IN_GENERIC_DICT", ("DICT_CONTAINS", "DICT_NOT_CONTAINS")
+    columns: list[tuple[Callable[..., Any], Sequence[list[Any]]]] = [
+        (len, [objects("SEQUENCE_LENGTH", "EMPTY_NN_MODULE_HOOKS_DICT")]),
+        (contains, [list(map(_variables, objects(generic))), arguments(generic)]),
+        (contains, [objects(*contained), arguments(*contained)]),
+        (type, [objects("TYPE_MATCH")]),
+        (list, [objects("DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK")]),
+        (hasattr, [objects("HASATTR"), arguments("HASATTR")]),
+        (attrgetter("__code__"), [functions]),
+        (attrgetter("requires_grad", "dtype", "shape", "device"), [objects("TENSOR_MATCH")]),
+        (torch.Tensor.stride, [objects("TENSOR_MATCH")]),
+        (describe, [constants]),
+    ]
+    return [(look, given, list(map(look, *given))) for look, given in columns]

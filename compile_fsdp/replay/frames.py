@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 from compile_fsdp.replay.conditions import Conditions, Watch
@@ -11,39 +13,21 @@ from compile_fsdp.replay.paths import Scope
 _MOST_FAILURES = 8
 
 
+@dataclass(eq=False)
 class Frame:
-    """The compiled code of a frame, with conditions for running it.
+    """The compiled code of a frame, with conditions for running it."""
 
-    Attributes:
-        run: The code, as a function of the frame's arguments.
-        conditions: Conditions that must hold.
-        problem: Why the code could not run at the last check of all conditions; None if it could.
-        runs: Number of runs.
-    """
-
-    def __init__(
-        self, run: Callable[..., Any], conditions: Conditions, variables: Mapping[str, Any], inputs: frozenset[str]
-    ) -> None:
-        """Take the code and its conditions.
-
-        Args:
-            run: See above.
-            conditions: See above.
-            variables: Globals of the code.
-            inputs: Names of arguments whose object changes every step.
-        """
-        self.run = run
-        self.conditions = conditions
-        self.problem: str | None = None
-        self.runs = 0
-        self._variables = variables
-        self._inputs = inputs
-        self._watch: Watch | None = None
-        self._failures = 0
+    run: FunctionType  # of the frame's arguments
+    conditions: Conditions
+    inputs: frozenset[str]  # names of arguments whose object changes every step
+    problem: str | None = None  # why the code could not run at the last check of all conditions; None if it could
+    runs: int = 0
+    _watch: Watch | None = None
+    _failures: int = 0
 
     def fits(self, arguments: Mapping[str, Any]) -> bool:
         """Return whether the code may run now with these arguments."""
-        scope: Scope = {"L": arguments, "G": self._variables}
+        scope: Scope = {"L": arguments, "G": self.run.__globals__}
         if self._watch is not None and self._watch.holds(scope):
             return True
         if self._failures >= _MOST_FAILURES:
@@ -53,5 +37,5 @@ class Frame:
             self._failures += 1
             return False
         self._failures = 0
-        self._watch = Watch(self.conditions, scope, self._inputs, self._watch)
+        self._watch = Watch(self.conditions, scope, self.inputs, self._watch)
         return True

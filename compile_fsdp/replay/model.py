@@ -1,11 +1,10 @@
 """Replay a model's steps that were traced before or bundled.
 
 [Note: Replayed steps]
-With the option `bundle`, a step of a model is traced as usual, and recorded: the code that Dynamo, compiled autograd
-and the backend run in place of the model's frame and its backward, with the conditions under which this code is right.
-A later step in which all conditions hold runs this code. Any other step goes to Dynamo, as without a bundle. The first
-recorded step is also written to a file. The next process reads the conditions from this file, finds that they hold, and
-runs a step that it has never traced.
+With the option `bundle`, a step of a model is traced as usual, and recorded: the code that runs in place of the model's
+frame and its backward, with the conditions under which this code is right. A later step in which all conditions hold
+runs this code; any other step goes to Dynamo. The first recorded step is also written to a file. The next process reads
+the conditions from this file, finds that they hold, and runs a step that it has never traced.
 
 [Note: All ranks or none]
 A rank that traces meets its peers to compare collectives, see `backend/agreement.py`; a rank that replays meets nobody.
@@ -15,9 +14,11 @@ So the ranks decide together on a bundle: each rank checks whether it fits, and 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import CellType, FunctionType
+from functools import partial
+from types import CellType
 from typing import Any
 
 import torch
@@ -46,43 +47,26 @@ _MOST_STEPS = 4
 
 @dataclass(frozen=True, slots=True)
 class ReplayedStep:
-    """A forward and its backward, ready to be replayed.
-
-    Attributes:
-        forward: The forward of the whole model.
-        backward: The backward of its graph.
-    """
+    """A forward of the whole model and its backward, ready to be replayed."""
 
     forward: Frame
     backward: BackwardFrame
 
 
 class ModelReplay:
-    """Replayable steps of one model. See [Note: Replayed steps].
-
-    Attributes:
-        options: The user's options.
-        path: Path of the bundle; None without a bundle, and once a step is written or read.
-        steps: The steps, the last used first.
-    """
+    """Replayable steps of one model. See [Note: Replayed steps]."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
+        # Path of the bundle; None without a bundle, and once a step is written or read.
         self.path = None if options.bundle is None else bundle.locate(options.bundle)
-        self.steps: list[ReplayedStep] = []
+        self.steps: list[ReplayedStep] = []  # the last used first
         self._is_read = self.path is None
         self._facts: Mapping[str, Any] = {}
 
     @at_run_time
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
-        """Call the model, by a replay if a step fits.
-
-        Args:
-            module: The model, compiled.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-            run: Calls the model without a replay.
-        """
+        """Call the compiled model, by a replay if a step fits, else by `run`."""
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
         function = module.__dict__["_call_impl"].__func__
@@ -105,67 +89,59 @@ class ModelReplay:
             self._note_backward(frame, closure)
         return output
 
-    # Record
-
     @at_run_time
     def _note_backward(self, frame: FrameRecord, closure: Sequence[CellType]) -> None:
         if not isinstance(frame.graph, ForwardGraph) or frame.graph.forward.step.hooks is None:
             frame.problem = "there is no graph with a backward whose hooks are known by numbers"
-        if self._can(frame.finish):
-            frame.graph.forward.step.record.observer = _BackwardRecorder(self, frame, closure)
+        with self._failures_logged():
+            frame.finish()
+            frame.graph.forward.step.record.observer = BackwardRecord(partial(self._keep, frame, closure))
 
     @at_run_time
-    def keep(self, forward: FrameRecord, backward: BackwardRecord, closure: Sequence[CellType]) -> None:
+    def _keep(self, forward: FrameRecord, closure: Sequence[CellType], backward: BackwardRecord) -> None:
         """Add a step whose record is complete."""
-        self._can(lambda: self._keep(forward, backward, closure))
+        forward.graph.forward.step.record.observer = None
+        with self._failures_logged():
+            path, self.path = self.path, None
+            step = StoredStep.of(forward, backward, with_graphs=path is not None and dist.get_rank() == 0)
+            if path is not None and dist.get_rank() == 0:
+                try:
+                    bundle.write(path, self._facts, step)
+                    bundle.note(path, "wrote")
+                except OSError as error:
+                    _log.warning("the bundle %s cannot be written: %s", path, error)
+            assert backward.frame is not None
+            known = forward.graph.forward.step.record.known = step.bind_backward(backward.frame.graph)
+            self.steps.insert(0, ReplayedStep(step.bind_forward(forward.graph, closure), known))
 
-    @at_run_time
-    def _keep(self, forward: FrameRecord, backward: BackwardRecord, closure: Sequence[CellType]) -> None:
-        path, self.path = self.path, None
-        step = StoredStep.of(forward, backward, with_graphs=path is not None and dist.get_rank() == 0)
-        if path is not None and dist.get_rank() == 0:
-            try:
-                bundle.write(path, self._facts, step)
-                bundle.note(path, "wrote")
-            except OSError as error:
-                _log.warning("the bundle %s cannot be written: %s", path, error)
-        assert backward.frame is not None
-        known = forward.graph.forward.step.record.known = step.bind_backward(backward.frame.graph)
-        self.steps.insert(0, ReplayedStep(step.bind_forward(forward.graph, closure), known))
-
-    def _can(self, finish: Callable[[], object]) -> bool:
+    @contextmanager
+    def _failures_logged(self) -> Iterator[None]:
+        """Log an exception instead of raising it, because the step is right even if its record fails."""
         try:
-            finish()
-        except Exception as error:  # the step is right even if its record fails
+            yield
+        except Exception as error:
             if self.options.bundle is not None:
                 _log.warning("no bundle is made, and every process traces this model: %s", error)
-            return False
-        return True
-
-    # Read
 
     @at_run_time
     def _read(self, module: nn.Module, arguments: Mapping[str, Any], closure: Sequence[CellType]) -> None:
         groups = prepare_model(module_hooks_of(module).hooks)
         self._facts = bundle.make_facts(module, self.options)
-        loaded, choice = self._look(arguments, closure)
+        assert self.path is not None
+        loaded: ReplayedStep | None = None
+        try:
+            step, digest = bundle.read(self.path, self._facts)
+            loaded, choice = self._load(step, arguments, closure), f"={digest}"
+        except NotPortableError as error:
+            choice = str(error)
         problem = share_choice(groups, "bundle", choice, self.options.agreement_timeout_s)
         if problem:
             _log.warning("the bundle %s is not used, and made anew: %s", self.path, problem)
         else:
-            assert loaded is not None and self.path is not None
+            assert loaded is not None
             bundle.note(self.path, "kept, since it fits:")
             self.path = None
             self.steps.append(loaded)
-
-    def _look(self, arguments: Mapping[str, Any], closure: Sequence[CellType]) -> tuple[ReplayedStep | None, str]:
-        """Return the bundle's step if it fits, and the choice for `share_choice`."""
-        assert self.path is not None
-        try:
-            step, digest = bundle.read(self.path, self._facts)
-            return self._load(step, arguments, closure), f"={digest}"
-        except NotPortableError as error:
-            return None, str(error)
 
     def _load(self, step: StoredStep, arguments: Mapping[str, Any], closure: Sequence[CellType]) -> ReplayedStep:
         for frame in (step.forward, step.backward):
@@ -178,47 +154,9 @@ class ModelReplay:
         return ReplayedStep(forward, backward)
 
 
-class _BackwardRecorder:
-    """Records the first backward of one forward graph, as its `BackwardObserver`."""
-
-    def __init__(self, replay: ModelReplay, forward: FrameRecord, closure: Sequence[CellType]) -> None:
-        self._replay = replay
-        self._forward = forward
-        self._closure = closure
-        self._backward: BackwardRecord | None = None
-
-    def begin_backward(
-        self, parameters: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
-    ) -> None:
-        self._backward = BackwardRecord(parameters, outputs, grads)
-
-    def begin_frame(
-        self, function: FunctionType, arguments: Sequence[Any], undefined: Sequence[int]
-    ) -> FrameRecord | None:
-        assert self._backward is not None
-        return self._backward.begin(function, arguments, undefined)
-
-    def see_unfilled(self, positions: Sequence[int]) -> None:
-        assert self._backward is not None
-        self._backward.unfilled = positions
-
-    def end_backward(self) -> None:
-        assert self._backward is not None
-        self._forward.graph.forward.step.record.observer = None
-        self._replay.keep(self._forward, self._backward, self._closure)
-
-
 @at_run_time
 def start_replay(arguments: Mapping[str, Any]) -> tuple[ModelReplay | None, dict[str, Any]]:
-    """Set up the replay of a compiled model if it has a bundle.
-
-    Args:
-        arguments: Arguments of torch.compile.
-    Returns:
-        The replay, None without a bundle; and the arguments for tracing.
-    Raises:
-        UnknownOptionError: see `Options.parse`.
-    """
+    """Return a model's replay, None without a bundle, and torch.compile's arguments for tracing the model."""
     given = dict(arguments.get("options") or {})
     given.pop("guard_filter_fn", None)
     options = Options.parse(given, arguments.get("mode"))

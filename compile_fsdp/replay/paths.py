@@ -14,22 +14,16 @@ from typing import Any, NamedTuple
 
 from compile_fsdp.errors import NotPortableError
 
+# The local variables as "L", the globals as "G".
 Scope = Mapping[str, Mapping[str, Any]]
 
 
 class Access(NamedTuple):
-    """One step on a path to an object.
+    """One step on a path to an object."""
 
-    Attributes:
-        kind: "root" for a variable, "attribute", "item", "key" and "value" (of a dict, by position), "type",
-            "variables" (its `__dict__`), "call" (of a weak reference).
-        parent: Position in the table of the object from which the step starts; -1 for a root.
-        key: Name, index or position; scope and name for a root; None for kinds without a key.
-    """
-
-    kind: str
-    parent: int
-    key: Any
+    kind: str  # "root" for a variable, or a key of `STEPS`
+    parent: int  # position in the table of the object from which the step starts; -1 for a root
+    key: Any  # name, index or position; scope and name for a root; None for kinds without a key
 
 
 # By kind of step: a function of the parent object and the key.
@@ -40,22 +34,17 @@ STEPS: dict[str, Any] = {
     "value": lambda mapping, position: list(mapping.values())[position],
     "type": lambda value, _: type(value),
     "variables": lambda value, _: vars(value),
-    "call": lambda value, _: value(),
+    "call": lambda value, _: value(),  # of a weak reference
 }
-
 
 _TEXTS = {"attribute": ".{}", "item": "[{!r}]", "key": ".keys()[{}]", "value": ".values()[{}]", "call": "()"}
 
 
 class Paths:
-    """A table of steps.
-
-    Attributes:
-        accesses: The steps, each after its parent.
-    """
+    """A table of steps."""
 
     def __init__(self) -> None:
-        self.accesses: list[Access] = []
+        self.accesses: list[Access] = []  # each after its parent
         self._positions: dict[Access, int] = {}
 
     def __getstate__(self) -> list[Access]:
@@ -66,21 +55,11 @@ class Paths:
         self._positions = {access: position for position, access in enumerate(accesses)}
 
     def add(self, expression: str) -> int:
-        """Add an expression; return the position of its object.
-
-        Raises:
-            NotPortableError: the expression has an unknown kind of step.
-        """
+        """Add an expression; return the position of its object. NotPortableError for an unknown kind of step."""
         return self._add(ast.parse(expression, mode="eval").body, expression)
 
     def values(self, scope: Scope) -> list[Any]:
-        """Return all objects of the table.
-
-        Args:
-            scope: The local variables as "L", the globals as "G".
-        Raises:
-            LookupError, AttributeError, TypeError: an object does not exist.
-        """
+        """Return all objects of the table; LookupError, AttributeError or TypeError if one does not exist."""
         values: list[Any] = []
         for kind, parent, key in self.accesses:
             values.append(scope[key[0]][key[1]] if kind == "root" else STEPS[kind](values[parent], key))
@@ -92,13 +71,6 @@ class Paths:
         if kind == "root":
             return str(key[1])
         return self.name(parent) + _TEXTS.get(kind, f".{kind}").format(key)
-
-    def roots(self) -> list[tuple[str, str]]:
-        """Return, by position, the variable from which the object is reached."""
-        roots: list[tuple[str, str]] = []
-        for access in self.accesses:
-            roots.append(access.key if access.kind == "root" else roots[access.parent])
-        return roots
 
     def _add(self, node: ast.expr, whole: str) -> int:
         match node:

@@ -8,6 +8,7 @@ import importlib
 import marshal
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -22,25 +23,17 @@ _GLOBALS = "___unnamed_scope"
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Code, with a description of its globals.
+    """Code, with a description of its globals."""
 
-    Attributes:
-        code: The code object, marshalled.
-        variables: By name, the kind and description of each global: ("graph", None), ("builtins", None), ("module",
-            name), ("globals", name of their module), ("object", (module, qualified name)) or ("value", value).
-    """
-
-    code: bytes
+    code: bytes  # marshalled
+    # By name, the kind and description of each global: ("graph", None), ("builtins", None), ("module", name),
+    # ("globals", name of their module), ("object", (module, qualified name)) or ("value", value).
     variables: Mapping[str, tuple[str, Any]]
 
     @classmethod
     def record(cls, code: CodeType, variables: Mapping[str, Any], also: Iterable[str]) -> Program:
-        """Describe the code.
+        """Describe code that Dynamo has generated, and the globals that it or `also` names.
 
-        Args:
-            code: Code that Dynamo has generated.
-            variables: Globals of the frame.
-            also: Names of globals that conditions refer to.
         Raises:
             NotPortableError: a global, or a constant of the code, exists in this process only.
         """
@@ -51,16 +44,10 @@ class Program:
         except ValueError as error:
             raise NotPortableError(f"the compiled code has a constant that is an object: {error}") from error
 
-    def globals(self, graph: Callable[..., Any] | None) -> dict[str, Any]:
-        """Return the globals in this process, with a compiled graph."""
-        found: dict[str, Any] = {"__builtins__": builtins}
-        for name, (kind, what) in self.variables.items():
-            found[name] = graph if kind == "graph" else _find(kind, what)
-        return found
-
-    def bind(self, variables: dict[str, Any], closure: tuple[CellType, ...] | None = None) -> Callable[..., Any]:
-        """Return the code as a function of the traced frame's arguments."""
-        return FunctionType(marshal.loads(self.code), variables, closure=closure)
+    def bind(self, graph: Callable[..., Any], closure: tuple[CellType, ...] | None) -> FunctionType:
+        """Return the code as a function of the traced frame's arguments, with a compiled graph in its globals."""
+        found = {name: graph if kind == "graph" else _find(kind, what) for name, (kind, what) in self.variables.items()}
+        return FunctionType(marshal.loads(self.code), {"__builtins__": builtins, **found}, closure=closure)
 
 
 def _describe(name: str, value: Any) -> tuple[str, Any]:
@@ -96,8 +83,5 @@ def _find(kind: str, what: Any) -> Any:
         return dict(vars(importlib.import_module(what)))  # a copy, as for the traced function
     if kind == "object":
         module, qualname = what
-        found: Any = importlib.import_module(module)
-        for name in qualname.split("."):
-            found = getattr(found, name)
-        return found
+        return attrgetter(qualname)(importlib.import_module(module))
     return what

@@ -18,30 +18,19 @@ from compile_fsdp.torch_compat.global_state import GlobalState
 
 
 class FrameRecord:
-    """Record of one frame.
-
-    Attributes:
-        code: The frame's original code.
-        scope: Its variables; None once its guards are seen.
-        dropped: Tests for guards that a replay satisfies by construction.
-        graphs: Number of graphs compiled for the frame.
-        graph: The compiled graph that the backend returns to Dynamo.
-        stored: Returns the compiled graph in a storable form; None if there is no such form.
-        reports: Reports of the passes on the graph.
-        collectives: Collectives of the graph.
-        problem: Why the frame cannot be replayed; None if it can.
-    """
+    """Record of one frame, as its `FrameObserver`."""
 
     def __init__(self, code: CodeType, scope: Scope, dropped: Callable[[GuardFact], bool]) -> None:
+        """Take the frame's code and variables, and a test for guards that a replay satisfies by construction."""
         self.code = code
-        self.scope: Scope | None = scope
+        self.scope: Scope | None = scope  # None once the guards are seen
         self.dropped = dropped
-        self.graphs = 0
-        self.graph: Any = None
-        self.stored: Callable[[], Any] | None = None
+        self.graphs = 0  # number of graphs compiled for the frame
+        self.graph: Any = None  # the compiled graph that the backend returns to Dynamo
+        self.stored: Callable[[], Any] | None = None  # returns the graph in a storable form; None without such a form
         self.reports: Sequence[GraphReport] = ()
         self.collectives = CollectiveSequence(())
-        self.problem: str | None = None
+        self.problem: str | None = None  # why the frame cannot be replayed; None if it can
         self._variables = scope["G"]
         self._state = GlobalState()  # before the trace, because Dynamo changes it
         self._sources = Sources()
@@ -51,17 +40,14 @@ class FrameRecord:
     def see_compiled(
         self, stored: Callable[[], Any] | None, reports: Sequence[GraphReport], collectives: CollectiveSequence
     ) -> None:
-        """Record a graph that the inner backend has compiled."""
         self.stored, self.reports, self.collectives = stored, reports, collectives
 
     def see_graph(self, graph: Any) -> None:
-        """Record the compiled graph that the backend returns to Dynamo."""
         self.graphs += 1
         self.graph = graph
         self._sources.add_traced_code()
 
     def see_guards(self, entries: Sequence[Any]) -> None:
-        """Record Dynamo's guards of the graph."""
         facts = [fact for fact in guard_facts(entries) if not self.dropped(fact)]
         scope, self.scope = self.scope, None
         if scope is None:
@@ -72,16 +58,11 @@ class FrameRecord:
             self.problem = str(error)
 
     def see_code(self, old: CodeType, new: CodeType) -> None:
-        """Record the code that Dynamo runs in place of the frame's code."""
         if old is self.code:
             self._new_code = new
 
     def finish(self) -> tuple[Conditions, Program, Sources]:
-        """Return the parts that a replay of the frame needs.
-
-        Raises:
-            NotPortableError: the frame cannot be replayed.
-        """
+        """Return the parts that a replay of the frame needs; NotPortableError if it cannot be replayed."""
         if self.problem is not None:
             raise NotPortableError(self.problem)
         if self._conditions is None or self._new_code is None or self.graphs != 1:

@@ -18,16 +18,11 @@ _KNOWN = tuple(str(folder.absolute()) + os.sep for folder in (Path(torch.__file_
 
 
 class Sources:
-    """Hashes of source files, by module name because paths differ between machines.
-
-    Attributes:
-        hashes: By module name: the hash of its file; None if the file cannot be read.
-        problem: Names traced code outside of all modules' files; None if there is none.
-    """
+    """Hashes of source files, by module name because paths differ between machines."""
 
     def __init__(self) -> None:
-        self.hashes: dict[str, str | None] = {}
-        self.problem: str | None = None
+        self.hashes: dict[str, str | None] = {}  # None for a file that cannot be read
+        self.problem: str | None = None  # names traced code outside of all modules' files
 
     def add_traced_code(self) -> None:
         """Add the files of traced code, while Dynamo compiles the graph."""
@@ -36,12 +31,10 @@ class Sources:
         files = {file for file in files if not file.startswith((*_KNOWN, "<"))}
         modules = {getattr(module, "__file__", None): name for name, module in list(sys.modules.items())}
         for file in files:
-            name = modules.get(file)
-            if name is None:
+            if (name := modules.get(file)) is None:
                 self.problem = f"its code is in {file}, which is no module's"
             else:
-                name = "__main__" if name == "__mp_main__" else name
-                self.hashes[name] = _hash_file(file)
+                self.hashes["__main__" if name == "__mp_main__" else name] = _hash_file(file)
 
     def changed(self) -> str | None:
         """Return the first module whose file has changed; None if none has."""
@@ -49,8 +42,7 @@ class Sources:
 
 
 def _file_of(name: str) -> str | None:
-    module = sys.modules.get(name)
-    if module is not None:
+    if (module := sys.modules.get(name)) is not None:
         return getattr(module, "__file__", None)
     try:
         spec = find_spec(name)

@@ -22,7 +22,7 @@ from compile_fsdp.passes.analysis.costs import Costs
 from compile_fsdp.passes.analysis.sequence import CollectiveSequence
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
 from compile_fsdp.passes.dynamo.lift_tensor_hooks import DeferredHooks
-from compile_fsdp.replay.backward import BackwardFrame, BackwardRecord, Place
+from compile_fsdp.replay.backward import BackwardFrame, BackwardRecord, BackwardSignature
 from compile_fsdp.replay.conditions import Conditions
 from compile_fsdp.replay.frames import Frame
 from compile_fsdp.replay.program import Program
@@ -34,31 +34,18 @@ from compile_fsdp.torch_compat.inductor import load_graph
 
 @dataclass(frozen=True, slots=True)
 class StoredFrame:
-    """Stored form of a frame: of a forward or a backward.
-
-    Attributes:
-        conditions: Conditions under which its code is right.
-        program: Its code.
-        sources: Source files of its code.
-        graph: The compiled graph, pickled; empty if the step stays in this process.
-        reports: Reports of the passes on the graph.
-        collectives: Collectives of the graph.
-    """
+    """Stored form of a frame, of a forward or a backward, with its compiled graph."""
 
     conditions: Conditions
     program: Program
     sources: Sources
-    graph: bytes
+    graph: bytes  # pickled; empty if the step stays in this process
     reports: tuple[GraphReport, ...]
     collectives: CollectiveSequence
 
     @classmethod
     def of(cls, frame: FrameRecord, with_graph: bool) -> StoredFrame:
-        """Store a recorded frame.
-
-        Raises:
-            NotPortableError: the frame cannot be stored.
-        """
+        """Store a recorded frame; NotPortableError if it cannot be stored."""
         conditions, program, sources = frame.finish()
         graph = _pickle(frame.stored) if with_graph else b""
         return cls(conditions, program, sources, graph, tuple(frame.reports), frame.collectives)
@@ -69,18 +56,9 @@ class StoredFrame:
             record(replace(report, cached=True))
         return load_graph(pickle.loads(self.graph))
 
-    def bind(
-        self, graph: Callable[..., Any], closure: tuple[CellType, ...] | None, inputs: frozenset[str]
-    ) -> Frame:
-        """Return the frame, with a compiled graph.
-
-        Args:
-            graph: The graph.
-            closure: Closure of the traced frame; None without a closure.
-            inputs: Names of arguments whose object changes every step.
-        """
-        variables = self.program.globals(graph)
-        return Frame(self.program.bind(variables, closure), self.conditions, variables, inputs)
+    def bind(self, graph: Callable[..., Any], closure: tuple[CellType, ...] | None, inputs: frozenset[str]) -> Frame:
+        """Return the frame, with a compiled graph and the closure of the traced frame; `inputs` as in `Frame`."""
+        return Frame(self.program.bind(graph, closure), self.conditions, inputs)
 
 
 def _pickle(store: Callable[[], Any] | None) -> bytes:
@@ -94,46 +72,21 @@ def _pickle(store: Callable[[], Any] | None) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class StoredStep:
-    """A forward and its backward.
-
-    Attributes:
-        forward: The forward.
-        parameters: Its inputs that are unsharded parameters.
-        hooks: The hooks lifted out of its graph.
-        backward: The backward.
-        places: Places of the backward's inputs, see `replay.backward.Place`.
-        outputs: Numbers of the outputs of the forward's node that have a gradient.
-        accumulated: By leaf of the forward's autograd graph: whether it has a gradient before.
-        undefined: Places of the leaves that get no gradient.
-        unfilled: Positions of inputs of the backward whose groups are gathered before it runs.
-        costs: Costs by which the forward was compiled, as in `Options.costs`.
-        decision: How the step fits into its memory budget; None without a budget.
-    """
+    """A forward and its backward."""
 
     forward: StoredFrame
-    parameters: ParameterInputs
-    hooks: DeferredHooks | None
+    parameters: ParameterInputs  # inputs of the forward that are unsharded parameters
+    hooks: DeferredHooks | None  # lifted out of the forward's graph
     backward: StoredFrame
-    places: tuple[Place, ...]
-    outputs: tuple[int, ...]
-    accumulated: tuple[bool, ...]
-    undefined: tuple[Place, ...]
-    unfilled: tuple[int, ...]
-    costs: Costs | None
-    decision: BudgetDecision | None
+    signature: BackwardSignature
+    unfilled: tuple[int, ...]  # positions of inputs of the backward whose groups are gathered before it runs
+    costs: Costs | None  # by which the forward was compiled, as in `Options.costs`
+    decision: BudgetDecision | None  # how the step fits into its memory budget; None without a budget
 
     @classmethod
     def of(cls, forward: FrameRecord, backward: BackwardRecord, with_graphs: bool) -> StoredStep:
-        """Store a recorded step.
-
-        Args:
-            forward: Record of its forward.
-            backward: Record of its backward.
-            with_graphs: Whether to pickle the compiled graphs, for a step that leaves this process.
-        Raises:
-            NotPortableError: the step cannot be stored.
-        """
-        if backward.problem is not None or backward.frame is None:
+        """Store a recorded step, with pickled graphs if it leaves this process; NotPortableError if that fails."""
+        if backward.problem is not None or backward.frame is None or backward.signature is None:
             raise NotPortableError(backward.problem or "its backward was not traced")
         compiled: CompiledForward = forward.graph.forward
         return cls(
@@ -141,10 +94,7 @@ class StoredStep:
             parameters=compiled.parameters,
             hooks=compiled.step.hooks,
             backward=StoredFrame.of(backward.frame, with_graphs),
-            places=tuple(backward.places),
-            outputs=tuple(backward.outputs),
-            accumulated=tuple(backward.accumulated),
-            undefined=tuple(backward.undefined),
+            signature=backward.signature,
             unfilled=tuple(backward.unfilled),
             costs=compiled.step.options.costs,
             decision=compiled.step.decision,
@@ -178,10 +128,7 @@ class StoredStep:
         return follow(whole, self.backward.collectives, "backward graph")
 
     def bind_forward(self, graph: ForwardGraph, closure: Sequence[CellType]) -> Frame:
-        """Return the model's frame, with a forward graph."""
         return self.forward.bind(graph, tuple(closure), frozenset({"args", "kwargs"}))
 
     def bind_backward(self, graph: Callable[..., Any]) -> BackwardFrame:
-        """Return the backward's frame, with a compiled graph."""
-        frame = self.backward.bind(graph, None, frozenset({"inputs"}))
-        return BackwardFrame(frame, self.places, self.outputs, self.accumulated, self.undefined)
+        return BackwardFrame(self.backward.bind(graph, None, frozenset({"inputs"})), self.signature)

@@ -39,7 +39,7 @@ def describe(value: Any) -> Any:
     if isinstance(value, type):
         return ("class", class_name(value))
     if isinstance(value, torch.Tensor):
-        return describe_tensor(value)
+        return _describe_tensor(value)
     if isinstance(value, DeviceMesh):
         return ("mesh", value.device_type, tuple(value.shape), value.mesh_dim_names)
     if isinstance(value, DTensorSpec):
@@ -49,8 +49,7 @@ def describe(value: Any) -> Any:
     return ("object", class_name(type(value)))
 
 
-def describe_tensor(tensor: torch.Tensor) -> Any:
-    """Describe a tensor's class, dtype, device, sizes, strides and autograd flags."""
+def _describe_tensor(tensor: torch.Tensor) -> Any:
     layout = tuple(tensor.stride()) if tensor.layout is torch.strided else None
     return (
         class_name(type(tensor)),
@@ -60,7 +59,6 @@ def describe_tensor(tensor: torch.Tensor) -> Any:
 
 
 def class_name(cls: type) -> str:
-    """Return the full name of a class."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
