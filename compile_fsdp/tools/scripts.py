@@ -28,9 +28,7 @@ def add_script(parser: argparse.ArgumentParser) -> None:
 
 def add_world(parser: argparse.ArgumentParser) -> None:
     """Add `--world`, the number of ranks if torchrun has not started the command."""
-    parser.add_argument(
-        "--world", type=int, default=None, metavar="N", help="ranks of the world, without torchrun (default 8)"
-    )
+    parser.add_argument("--world", type=int, metavar="N", help="ranks of the world, without torchrun (default 8)")
 
 
 @contextmanager

@@ -218,7 +218,7 @@ def _recompiles(seen: Seen) -> Iterator[Finding]:
         is_own = is_library(each.place.filename)
         if seen.breaks and (is_own or each.function.startswith("torch_dynamo_resume_in_")):
             continue  # a piece of the broken forward
-        guard = re.sub(r"^\d+/\d+: ", "", each.reason).partition("  #")[0].strip()
+        guard = re.sub(r"^[!\d/]+: ", "", each.reason).partition("  #")[0].strip()
         function = "The model" if each.function.startswith("_call_impl") else each.function
         what = f"{function} was compiled again, since a guard of the earlier graph failed: {guard}"
         yield Finding(Level.COSTS, "recompiled", what, _guard_remedy(each.reason), None if is_own else each.place)

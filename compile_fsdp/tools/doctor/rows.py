@@ -12,8 +12,7 @@ class State(enum.Enum):
     OK = "ok"
     WARNING = "warning"
     FAULT = "fault"
-    UNCHECKED = "unchecked"
-    """Not looked at, because of a fault above."""
+    UNCHECKED = "unchecked"  # because of a fault above
 
 
 @dataclass(frozen=True, slots=True)

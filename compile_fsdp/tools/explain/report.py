@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from compile_fsdp.tools.explain.capture import Capture
-from compile_fsdp.tools.explain.groups import GroupRow, make_rows
+from compile_fsdp.tools.explain.groups import make_rows
 from compile_fsdp.tools.explain.html import render_page
 from compile_fsdp.tools.explain.names import GroupFacts
 from compile_fsdp.tools.explain.report_data import GraphView, ReportData
@@ -56,13 +56,9 @@ def make_report(captured: Capture, model: str, world_size: int) -> Report:
         torch_version=torch.__version__,
         graphs=tuple(GraphView(graph.direction, tuple(graph.stages)) for graph in captured.graphs),
         timeline=tuple(placed),
-        groups=tuple(sorted(rows, key=_first_use)),
+        groups=tuple(sorted(rows, key=lambda row: min((use.first[1] for use in row.uses), default=float("inf")))),
         breaks=tuple(captured.breaks),
         recompiles=tuple(captured.recompiles),
         notes=tuple(notes),
         decisions=tuple(captured.decisions),
     )
-
-
-def _first_use(row: GroupRow) -> float:
-    return min((use.first[1] for use in row.uses), default=float("inf"))

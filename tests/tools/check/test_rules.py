@@ -140,6 +140,7 @@ def test_graph_break_inside_torch_has_users_line_except_in_optimizers(folder: st
         ("0/0: tensor 'x' size mismatch at index 0. expected 4, actual 6", "drop_last=True"),
         ("0/0: scale == 1.5  # y = x * scale", "as a tensor"),
         ("0/0: GLOBAL_STATE changed: grad_mode", "evaluation"),
+        ("!1/0/0: GLOBAL_STATE changed: grad_mode", "evaluation"),
     ],
 )
 def test_recompile_remedy_matches_the_failed_guard(reason: str, remedy: str) -> None:
