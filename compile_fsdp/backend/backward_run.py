@@ -92,8 +92,7 @@ class BackwardRun:
             start_backward(state)
         for group, (position, read) in groups.items():
             group.backward_prefetch = self.forward.step.options.backward_prefetch
-            if not group.is_unsharded:
-                group.follow_trainable()  # as eager FSDP2 does when it gathers
+            group.follow_trainable()  # as eager FSDP2 does when it gathers
             cut_forward = None if position in parameters.whole else self.forward_id
             enter_graph(group, read, cut_forward, may_meet_eager=not self.inputs.leaves)
             if position in parameters.pre_backward_elsewhere:
