@@ -115,15 +115,15 @@ def _read_outline(folder: Path) -> Outline:
         reader.set_up_storage_reader(metadata, is_coordinator=True)
         reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
         nested: dict[str, Any] = unflatten_state_dict({**values, **small}, paths)
-        optimizer = nested.get("optimizer", {})
     except Exception as error:
         raise CheckpointError(f"cannot read the checkpoint {folder}: {type(error).__name__}: {error}") from error
-    if "model" not in nested or "param_groups" not in optimizer:
+    state, optimizer = nested.get("model"), nested.get("optimizer")
+    if not (isinstance(state, Mapping) and isinstance(optimizer, Mapping) and "param_groups" in optimizer):
         raise CheckpointError(
             f'expected a checkpoint of {{"model": ..., "optimizer": ...}} in {folder}, got one of {sorted(nested)}; '
-            "write it with save()"
+            "write it with save(), whose entries are dicts"
         )
-    return Outline(folder, nested["model"], optimizer.get("state", {}), optimizer["param_groups"], nested.get("step"))
+    return Outline(folder, state, optimizer.get("state", {}), optimizer["param_groups"], nested.get("step"))
 
 
 def _compare_model(present: Mapping[str, Any], saved: Mapping[str, Any], differences: Differences) -> None:

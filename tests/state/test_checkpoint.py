@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -102,9 +103,11 @@ def test_path_without_a_complete_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("step-00000009\n")
     with pytest.raises(CheckpointError, match="names step-00000009, which is no complete checkpoint"):
         load(*run, tmp_path)
-    torch_save({"weights": torch.ones(2)}, checkpoint_id=tmp_path / "other", no_dist=True)
-    with pytest.raises(CheckpointError, match=r"got one of \['weights'\]"):
-        load(*run, tmp_path / "other")
+    others = ({"weights": torch.ones(2)}, {"model": [torch.ones(2)], "optimizer": {"param_groups": []}})
+    for i, other in enumerate((*others, {"model": {"weight": torch.ones(2)}, "optimizer": torch.ones(2)})):
+        torch_save(other, checkpoint_id=tmp_path / f"other-{i}", no_dist=True)
+        with pytest.raises(CheckpointError, match=re.escape(f"got one of {sorted(other)}")):
+            load(*run, tmp_path / f"other-{i}")
 
 
 def test_full_disk_is_reported_and_keeps_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
