@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from compile_fsdp.passes.analysis.costs import Costs, plan_gathers, plan_packs, plan_reductions
 from compile_fsdp.passes.budget.choose import SAVED_LATENCIES
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
-from compile_fsdp.passes.report import count, format_mib
+from compile_fsdp.passes.text import count, format_bytes
 
 # Share of a step's time below which a gain is not reported, because the estimate's error may be larger.
 LEAST_SHARE = 0.02
@@ -136,14 +136,14 @@ def _with_more_memory(
         then = now.less(forward=forward_saved, backward=backward_saved + gathers)
         more = sum(group.size for group in again)
         keeps = f"keeps {count(len(again), 'group')} unsharded for the backward" if again else "gathers in larger packs"
-        yield f'a memory_budget ("auto", or bytes: about {format_mib(more)} more than now) that {keeps}', then
+        yield f'a memory_budget ("auto", or bytes: about {format_bytes(more)} more than now) that {keeps}', then
     elif decision.choices:
         gathers = sum(choice.seconds for choice in decision.choices if choice.group >= 0)
         ops = sum(choice.seconds for choice in decision.choices if choice.op >= 0)
         if decision.has_large_packs:
             forward_saved = backward_saved = 0.0
         then = now.less(forward=forward_saved, backward=gathers + backward_saved, compute=ops)
-        wide, tight = format_mib(decision.fastest_bytes), format_mib(decision.budget)
+        wide, tight = format_bytes(decision.fastest_bytes), format_bytes(decision.budget)
         yield f"a memory_budget of {wide} in the place of {tight}", then
 
 

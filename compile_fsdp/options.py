@@ -25,6 +25,7 @@ from torch.distributed.fsdp import BackwardPrefetch
 from compile_fsdp.backend.agreement import DEFAULT_LIMIT_S
 from compile_fsdp.errors import UnknownOptionError
 from compile_fsdp.passes import PASSES, Costs
+from compile_fsdp.passes.text import parse_bytes
 from compile_fsdp.torch_compat.dynamo import CAN_REPLAY, list_backends
 from compile_fsdp.torch_compat.inductor import cuda_graphs_by_default, inductor_mode_options, inductor_option_names
 
@@ -116,16 +117,6 @@ class Options:
                 'unsharded, at other addresses in every step; leave it out, or use mode="max-autotune-no-cudagraphs"'
             )
         return cls(**checked, inductor=inductor)
-
-
-def parse_bytes(text: str) -> int:
-    """Return the bytes of a size such as `24GiB`, `1.5 MiB` or `4096`; ValueError for a text that is no such size."""
-    number = text.rstrip("KMGTiB ")
-    units = {"": 1, "B": 1, **{f"{prefix}iB": 2 ** (10 * i) for i, prefix in enumerate("KMGT", start=1)}}
-    try:
-        return int(float(number) * units[text[len(number) :].strip()])
-    except (ValueError, KeyError, OverflowError):
-        raise ValueError(f"a size such as 24GiB or 4096, got {text!r}") from None
 
 
 def _read_costs(given: object) -> Costs | None:

@@ -14,7 +14,7 @@ from torch import fx
 from compile_fsdp.advice import Advice, GroupFigures, advise
 from compile_fsdp.passes import Costs, GraphObserver
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
-from compile_fsdp.passes.report import count
+from compile_fsdp.passes.text import count
 from compile_fsdp.torch_compat.dynamo import dynamo_counters
 
 if TYPE_CHECKING:

@@ -10,10 +10,7 @@ from typing import Any
 
 from torch import fx
 
-MIB = 2**20
-
-# Most parameter names per reason in the log line; the report has all names.
-_NAMES_PER_REASON = 3
+from compile_fsdp.passes.text import format_bytes, list_names
 
 # Returns the parameter FQN of a placeholder, for reports.
 Names = Callable[[fx.Node], str]
@@ -88,7 +85,7 @@ class WindowReport:
 
     def __str__(self) -> str:
         windows = self.windows_removed + len(self.kept)
-        removed = f"{self.windows_removed} of {windows} windows removed, {format_mib(self.bytes_removed)}"
+        removed = f"{self.windows_removed} of {windows} windows removed, {format_bytes(self.bytes_removed)}"
         return f"{self.name}: {removed}{_describe_kept(self.kept)}"
 
 
@@ -112,8 +109,8 @@ class PassCounts:
 
     def __str__(self) -> str:
         counts = (
-            f"{format_mib(count)} {label.removeprefix('bytes_')}" if label.startswith("bytes_") else f"{count} {label}"
-            for label, count in self.counts
+            f"{format_bytes(size)} {label.removeprefix('bytes_')}" if label.startswith("bytes_") else f"{size} {label}"
+            for label, size in self.counts
         )
         return f"{self.name}: " + ", ".join(counts).replace("_", " ")
 
@@ -161,25 +158,11 @@ class LegalizeReport:
         return f"legalize_windows: {self.nodes_sunk} nodes sunk, {self.frees_delayed} frees delayed{kept}"
 
 
-def count(number: int, noun: str) -> str:
-    """Return the number with its noun, as in `1 group` and `2 groups`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def format_mib(size_bytes: int) -> str:
-    return f"{size_bytes / MIB:.3g} MiB" if size_bytes < 100 * MIB else f"{size_bytes / MIB:.0f} MiB"
-
-
 def _describe_kept(kept: Iterable[tuple[str, enum.Enum]]) -> str:
     by_reason: dict[enum.Enum, list[str]] = {}
     for fqn, reason in kept:
         by_reason.setdefault(reason, []).append(fqn)
     if not by_reason:
         return ""
-    groups = (f"{reason.value}: {abbreviate(fqns)}" for reason, fqns in by_reason.items())
+    groups = (f"{reason.value}: {list_names(fqns)}" for reason, fqns in by_reason.items())
     return f"; kept {sum(map(len, by_reason.values()))} ({'; '.join(groups)})"
-
-
-def abbreviate(fqns: Iterable[str]) -> str:
-    fqns = list(fqns)
-    return ", ".join(fqns[:_NAMES_PER_REASON] + ["..."] * (len(fqns) > _NAMES_PER_REASON))

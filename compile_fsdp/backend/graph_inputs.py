@@ -15,7 +15,7 @@ from compile_fsdp.passes.analysis.eager_effects import is_upkeep
 from compile_fsdp.passes.analysis.parameter_writes import find_refused_writes
 from compile_fsdp.passes.analysis.sequence import CollectiveSequence
 from compile_fsdp.passes.analysis.unfilled_reads import find_unfilled_reads
-from compile_fsdp.passes.report import abbreviate, count
+from compile_fsdp.passes.text import count, list_names
 from compile_fsdp.runtime.attached import owner_of
 from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.runtime.group_names import name_in_graphs
@@ -130,7 +130,7 @@ class GraphInputs:
         if foreign := self._foreign():
             raise NotShardedError(
                 f"expected a sharded model, got a graph with the {count(len(foreign), 'parameter')} "
-                f"{abbreviate(foreign)} of a model that was never made traceable; shard it with "
+                f"{list_names(foreign)} of a model that was never made traceable; shard it with "
                 "compile_fsdp.fully_shard(), or call compile_fsdp.make_traceable() on one that is sharded"
             )
 
@@ -142,7 +142,7 @@ class GraphInputs:
             _log.warning(
                 "the gradients of %s are not reduced, because no sharded module holds them, and each rank trains them "
                 "differently: call fully_shard() on the whole model as well, after its blocks",
-                abbreviate(found),
+                list_names(found),
             )
 
     def _foreign(self) -> dict[str, nn.Parameter]:

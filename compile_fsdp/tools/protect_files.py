@@ -28,8 +28,8 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 
+from compile_fsdp.passes.text import list_names
 from compile_fsdp.tools import replaced_functions
-from compile_fsdp.tools.check.findings import list_names
 from compile_fsdp.tools.overlay import Access, Entries, Overlay, is_below
 from compile_fsdp.tools.replaced_functions import ACCESSES, find_accesses
 from compile_fsdp.torch_compat.inductor import cache_folder

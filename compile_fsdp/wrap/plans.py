@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from compile_fsdp.passes.report import count
+from compile_fsdp.passes.text import count
 from compile_fsdp.wrap.groups import Draft
 from compile_fsdp.wrap.layout import shard_count
 from compile_fsdp.wrap.tree import names_of

@@ -28,7 +28,7 @@ from compile_fsdp.passes.budget.choose import Choice, fit
 from compile_fsdp.passes.budget.read_step import read_step
 from compile_fsdp.passes.budget.step_memory import Sharding
 from compile_fsdp.passes.budget.timeline import Timeline
-from compile_fsdp.passes.report import count, format_mib
+from compile_fsdp.passes.text import count, format_bytes
 from compile_fsdp.torch_compat.dynamo import request_offload, request_recomputation
 
 # Small steps exceeded the estimate by up to 10 %: benchmarks/results/memory_budget_cpu_202611.md.
@@ -70,8 +70,8 @@ class BudgetDecision:
         away = f", {len(self.offloaded)} offloaded" if self.offloaded else ""
         return (
             f"memory budget: {count(len(self.kept), 'group')} kept{packs}, "
-            f"{len(self.recomputed)} of {self.ops} ops computed again{away}; about {format_mib(self.peak_bytes)}, "
-            f"where the fastest step takes {format_mib(self.fastest_bytes)} and {self.seconds * 1e3:.1f} ms less"
+            f"{len(self.recomputed)} of {self.ops} ops computed again{away}; about {format_bytes(self.peak_bytes)}, "
+            f"where the fastest step takes {format_bytes(self.fastest_bytes)} and {self.seconds * 1e3:.1f} ms less"
         )
 
 

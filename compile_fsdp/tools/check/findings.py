@@ -26,12 +26,3 @@ class Finding:
     remedy: str  # change that the user should make
     place: Place | None = None  # None if no single line of the user's code causes the finding
     names: tuple[str, ...] = ()  # FQNs of the modules or parameters that the finding is about
-
-
-MOST_NAMES = 4
-
-
-def list_names(names: tuple[str, ...]) -> str:
-    """List the first few names, and the number of further names."""
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return ", ".join(names[:MOST_NAMES]) + more

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from compile_fsdp.passes.report import count
+from compile_fsdp.passes.text import count
 from compile_fsdp.tools.check.findings import Finding, Level
 from compile_fsdp.tools.check.models import ShardedModel
 

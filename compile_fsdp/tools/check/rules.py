@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from compile_fsdp.backend.captured_backward import FALLS_BACK
+from compile_fsdp.passes.text import format_bytes, list_names
 from compile_fsdp.reports import GraphReport
-from compile_fsdp.tools.check.findings import Finding, Level, list_names
+from compile_fsdp.tools.check.findings import Finding, Level
 from compile_fsdp.tools.check.models import ShardedModel
 from compile_fsdp.tools.explain.capture import Capture, GraphBreak, is_library, last_user_place, split_reason
-from compile_fsdp.tools.explain.units import format_bytes
 from compile_fsdp.wrap.tree import ROOT
 
 COMPILE = '.compile(backend="compile_fsdp", fullgraph=True)'

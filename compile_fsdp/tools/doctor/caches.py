@@ -22,7 +22,7 @@ def check_cache_folder(least_free_bytes: int = 2**30) -> Row:
         return Row(State.UNCHECKED, "see private names")
     except OSError as error:
         return Row(State.FAULT, str(error), remedy)
-    from compile_fsdp.tools.explain.units import format_bytes
+    from compile_fsdp.passes.text import format_bytes
 
     free = shutil.disk_usage(folder).free
     text = f"{folder}, {format_bytes(free)} free"

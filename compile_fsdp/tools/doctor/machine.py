@@ -74,7 +74,7 @@ def check_devices() -> Row:
     """List the devices, and check that Inductor can compile for them."""
     import torch
 
-    from compile_fsdp.tools.explain.units import format_bytes
+    from compile_fsdp.passes.text import format_bytes
 
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     cpu = f"CPU: {os.cpu_count()} cores, {format_bytes(memory)}"

@@ -39,10 +39,7 @@ const lanes = [["compute", ["compute", "copy", "wait"]], ["all-gather", ["gather
   .filter(([name, kinds], i) => i < 3 || events.some((e) => kinds.includes(e.kind)));
 let view = [0, end];
 const x = (s) => LEFT + (s - view[0]) / (view[1] - view[0]) * (WIDTH - LEFT - RIGHT);
-const numbered = (number) => {
-  const same = data.graphs.map((graph, i) => [graph.direction, i]).filter(([direction]) => direction === data.graphs[number].direction);
-  return same.length > 1 ? `${same[0][0]} ${same.findIndex(([, i]) => i === number) + 1}` : same[0][0];
-};
+const numbered = (number) => data.figures.graph_names[number];
 
 // ---- Search
 let query = "";
@@ -55,7 +52,7 @@ function search() {
   const lines = drawDiff();
   const counts = [[events.filter((e) => e.text.includes(query)).length, "events"],
     [rows.filter((row) => !row.hidden).length, "groups"], [lines, "lines"]];
-  byId("found").textContent = query === "" ? "" : counts.map(([count, what]) => `${count} ${what}`).join(", ");
+  byId("found").textContent = query === "" ? "" : counts.map(([count, what]) => `${count} ${count === 1 ? what.slice(0, -1) : what}`).join(", ");
 }
 
 // ---- Charts
@@ -223,7 +220,7 @@ function show(range) {
   drawTimeline();
   drawMemory();
   const ranges = [[0, end], ...borders.map((start, i) => [start, borders[i + 1] ?? end])];
-  const names = ["whole step", ...data.graphs.map((_, i) => numbered(i))];
+  const names = ["all graphs", ...data.figures.graph_s.map((length, i) => `${numbered(i)}, ${seconds(length)}`)];
   byId("zoom").replaceChildren(...ranges.map((each, i) => {
     const button = make("button", {"aria-pressed": each[0] === view[0] && each[1] === view[1]}, names[i]);
     button.addEventListener("click", () => show(each));
@@ -238,7 +235,7 @@ function drawFigures() {
   const removed = data.groups.reduce((sum, row) => sum + row.windows_removed, 0);
   const windows = data.groups.reduce((sum, row) => sum + row.windows, 0);
   const share = step > 0 ? Math.round(100 * figures.exposed_s / step) : 0;
-  const cards = [[seconds(step), "step, estimated"], [seconds(figures.communication_s), "in collectives"],
+  const cards = [[seconds(step), "all graphs, estimated"], [seconds(figures.communication_s), "in collectives"],
     [`${seconds(figures.exposed_s)}`, `exposed communication (${share} %)`],
     [bytes(figures.peak_bytes), `unsharded (eager: ${bytes(figures.eager_peak_bytes)})`],
     [bytes(figures.allocated_bytes), figures.budget_bytes === null ? "allocated at a time" : `allocated, of ${bytes(figures.budget_bytes)}`],

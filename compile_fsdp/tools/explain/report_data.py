@@ -39,22 +39,35 @@ class ReportData:
     decisions: tuple[BudgetDecision, ...]  # for a `memory_budget`, one for each forward graph; empty without a budget
 
     @property
+    def graph_names(self) -> list[str]:
+        """The direction of each graph, with a number if several graphs have it."""
+        directions = [graph.direction for graph in self.graphs]
+        numbers = [directions[: i + 1].count(each) for i, each in enumerate(directions)]
+        pairs = zip(directions, numbers, strict=True)
+        return [f"{each} {number}" if directions.count(each) > 1 else each for each, number in pairs]
+
+    @property
+    def graph_s(self) -> list[float]:
+        """Estimated seconds of each graph, by its events that hold compute up."""
+        seconds = [0.0] * len(self.graphs)
+        for each in self.timeline:
+            if each.event.collective < 0 or each.event.kind is Kind.WAIT:
+                seconds[each.graph] += each.exposed_s if each.event.kind is Kind.WAIT else each.event.seconds
+        return seconds
+
+    @property
     def step_s(self) -> float:
-        """Estimated seconds of all graphs together."""
-        return sum(
-            each.exposed_s if each.event.kind is Kind.WAIT else each.event.seconds
-            for each in self.timeline
-            if each.event.collective < 0 or each.event.kind is Kind.WAIT
-        )
+        """Estimated seconds of all graphs together: of a step only if it runs each of them once."""
+        return sum(self.graph_s)
 
     @property
     def exposed_s(self) -> float:
-        """Estimated seconds in which compute waits for communication."""
+        """Estimated seconds in which compute waits for communication, in all graphs together."""
         return sum(each.exposed_s for each in self.timeline)
 
     @property
     def communication_s(self) -> float:
-        """Estimated seconds of all collectives, hidden behind compute or not."""
+        """Estimated seconds of the collectives of all graphs together, hidden behind compute or not."""
         launches = (each.event for each in self.timeline if each.event.kind is not Kind.WAIT)
         return sum(event.seconds for event in launches if event.collective >= 0 and event.kind not in TRANSFERS)
 
@@ -87,7 +100,7 @@ class ReportData:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as dicts, lists, strings and numbers, ready for `json.dumps`."""
-        seconds = ("step_s", "exposed_s", "communication_s")
+        seconds = ("step_s", "graph_s", "exposed_s", "communication_s")
         sizes = ("peak_bytes", "eager_peak_bytes", "allocated_bytes", "budget_bytes", "shard_bytes")
         plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
-        return {**plain, "figures": {name: getattr(self, name) for name in (*seconds, *sizes)}}
+        return {**plain, "figures": {name: getattr(self, name) for name in (*seconds, *sizes, "graph_names")}}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
+from compile_fsdp.passes.text import format_bytes, format_seconds
 from compile_fsdp.tools.explain.groups import GroupRow
 from compile_fsdp.tools.explain.report_data import ReportData
-from compile_fsdp.tools.explain.units import format_bytes, format_seconds
 
 MOST_CHOICES = 12  # number of choices that the terminal shows; the page shows all
 
@@ -33,14 +33,15 @@ def summary_lines(report: ReportData) -> Iterator[str]:
 
 def _figures(report: ReportData) -> list[tuple[str, str]]:
     directions = [graph.direction for graph in report.graphs]
+    times = map("{} {}".format, report.graph_names, map(format_seconds, report.graph_s))
     exposed = f"{format_seconds(report.communication_s)}, of which {format_seconds(report.exposed_s)} exposed"
     eager = f"(eager FSDP2, modelled: {format_bytes(report.eager_peak_bytes)})"
     rows = [
         ("graphs", f"{directions.count('forward')} forward, {directions.count('backward')} backward"),
         ("graph breaks", str(len(report.breaks))),
         ("recompiles", str(len(report.recompiles))),
-        ("step, estimated", format_seconds(report.step_s)),
-        ("communication", exposed),
+        ("estimated", ", ".join(times) or "-"),
+        ("communication", f"{exposed}, in these graphs together"),
         ("unsharded at a time", f"{format_bytes(report.peak_bytes)} {eager}"),
         ("allocated at a time", f"{format_bytes(report.allocated_bytes)}, activations and gradients included"),
         ("shards of this rank", format_bytes(report.shard_bytes)),
@@ -79,5 +80,5 @@ def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 def prefetch_text(report: ReportData, row: GroupRow) -> str:
     """Time from a group's gather to its use in each graph, as in `forward 3.1 ms, backward 0 us`."""
     gathered = (use for use in row.uses if use.prefetch_events is not None)
-    times = (f"{report.graphs[use.graph].direction} {format_seconds(use.prefetch_s)}" for use in gathered)
+    times = (f"{report.graph_names[use.graph]} {format_seconds(use.prefetch_s)}" for use in gathered)
     return ", ".join(times) or "-"

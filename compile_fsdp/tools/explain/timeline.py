@@ -57,7 +57,7 @@ def eager_bytes(events: Sequence[Event], groups: Sequence[GroupFacts]) -> list[i
     use. A group that eager FSDP2 does not reshard after the forward, such as the root's group, lives from the start of
     a graph: to the end of a forward graph, and to its last use in a backward graph.
     """
-    is_backward = any(event.kind is Kind.REDUCE for event in events)
+    is_backward = any(event.gradients for event in events)
     computations = [(i, event) for i, event in enumerate(events) if event.kind is Kind.COMPUTE]
     uses = []  # first and last computation with parameters or gradients of each group
     for group in groups:

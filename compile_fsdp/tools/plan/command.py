@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from compile_fsdp.errors import EstimateError, MemoryBudgetError
-from compile_fsdp.options import parse_bytes
 from compile_fsdp.passes import COSTS
+from compile_fsdp.passes.text import parse_bytes
 from compile_fsdp.tools.plan.checkpointing import Checkpoint
 from compile_fsdp.tools.plan.models import PRESETS, Build, build_from_config, find_factory, read_config
 from compile_fsdp.tools.plan.network import Network

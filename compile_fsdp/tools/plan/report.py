@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from compile_fsdp.errors import EstimateError
+from compile_fsdp.passes.text import format_bytes, format_seconds
 from compile_fsdp.tools.explain.report import Report
-from compile_fsdp.tools.explain.units import format_bytes, format_seconds
 from compile_fsdp.tools.plan.trace import Settings
 
 if TYPE_CHECKING:

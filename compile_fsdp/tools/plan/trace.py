@@ -13,10 +13,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from compile_fsdp.errors import EstimateError, MemoryBudgetError, PlanError
 from compile_fsdp.passes import Costs
+from compile_fsdp.passes.text import format_bytes
 from compile_fsdp.tools.explain.capture import Capture, capture
 from compile_fsdp.tools.explain.events import Kind
 from compile_fsdp.tools.explain.report import Report, make_report
-from compile_fsdp.tools.explain.units import format_bytes
 from compile_fsdp.tools.launch import fake_world
 from compile_fsdp.tools.plan.checkpointing import Checkpoint, checkpoint_layers
 from compile_fsdp.tools.plan.models import Build

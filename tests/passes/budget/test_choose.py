@@ -129,7 +129,7 @@ def test_group_that_the_backward_does_not_gather_is_neither_kept_nor_read_again(
 def test_decision_prints_groups_ops_bytes_and_time() -> None:
     decided = BudgetDecision((0,), (1,), False, 4, 2**20, 2**19, 0.002, True)
     assert str(decided) == (
-        "memory budget: 1 group kept, 1 of 4 ops computed again; about 0.5 MiB, where the fastest step takes 1 MiB "
+        "memory budget: 1 group kept, 1 of 4 ops computed again; about 512 KiB, where the fastest step takes 1 MiB "
         "and 2.0 ms less"
     )
     assert "1 group kept, in large packs, 1 of 4" in str(replace(decided, has_large_packs=True))

@@ -272,7 +272,7 @@ def test_report_names_parameters() -> None:
     graph = layer.build.output(layer.read())
     report = remove_unshard_copies(graph, lambda node: f"layers.3.{node.name}")
     assert str(report) == (
-        "remove_unshard_copies: 0 of 1 windows removed, 0 MiB; kept 1 (open at return: layers.3.weight)"
+        "remove_unshard_copies: 0 of 1 windows removed, 0 B; kept 1 (open at return: layers.3.weight)"
     )
 
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import compile_fsdp
+from compile_fsdp.passes.text import format_seconds
 from compile_fsdp.tools.explain.capture import capture
 from compile_fsdp.tools.explain.events import Kind
 from compile_fsdp.tools.explain.report import Report, make_report
@@ -37,6 +38,15 @@ def test_reductions_of_accumulated_gradients_are_named(dtype: torch.dtype | None
     names = {each.event.name for each in report.timeline if each.event.kind is Kind.REDUCE}
     assert names
     assert "?" not in names
+
+
+def test_graphs_are_numbered_and_each_has_its_time(capsys: pytest.CaptureFixture[str]) -> None:
+    report = _explained(MixedPrecisionPolicy(), (False, True))
+    assert report.graph_names == ["forward", "backward 1", "backward 2"]
+    assert all(seconds > 0 for seconds in report.graph_s) and sum(report.graph_s) == report.step_s
+    times = ", ".join(f"{name} {format_seconds(s)}" for name, s in zip(report.graph_names, report.graph_s, strict=True))
+    report.print()
+    assert ["estimated", times] in [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
 
 
 def test_backward_without_reductions_holds_activations() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,7 +61,8 @@ def test_eager_memory_holds_root_from_forward_to_backward() -> None:
     root, block = group("r", 1000, reshards=False), group("a", 100)
     forward = [event(Kind.COMPUTE, 1.0, reads=name) for name in ("r.w", "a.w", "")]
     assert eager_bytes(forward, [root, block]) == [1100, 1100, 1000]
-    backward = [*(event(Kind.COMPUTE, 1.0, reads=name) for name in ("", "a.w", "r.w")), event(Kind.REDUCE, 1.0, 0)]
+    ends = replace(event(Kind.COMPUTE, 1.0), gradients=("r.w",)), event(Kind.COMPUTE, 1.0)  # reduces nothing
+    backward = [*(event(Kind.COMPUTE, 1.0, reads=name) for name in ("", "a.w")), *ends]
     assert eager_bytes(backward, [root, block]) == [1100, 1100, 1000, 0]
 
 

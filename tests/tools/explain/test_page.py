@@ -37,7 +37,7 @@ def test_search_filters_diff_groups_and_timeline(opened: OpenPage) -> None:
     assert found and all("blocks.1.gate" in text for text in found)
     assert opened.count("#diff mark") >= len(found)
     assert 0 < opened.count(".event:not(.dim)") < opened.count(".event")
-    assert re.fullmatch(rf"\d+ events, 1 groups, {len(found)} lines", page.locator("#found").inner_text())
+    assert re.fullmatch(rf"\d+ events, 1 group, {len(found)} lines", page.locator("#found").inner_text())
     page.locator("#search").fill("nothing has this name")
     assert opened.count("#groups tbody tr:visible") == 0
     assert page.locator("#diff").inner_text() == "No line matches."
