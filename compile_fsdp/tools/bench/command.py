@@ -109,15 +109,15 @@ def _run_script(args: argparse.Namespace) -> int:
     if os.environ["RANK"] == "0":
         steps, fewest = steps_needed(args.rounds), steps_needed(2)
         print(
-            f"really trains: the script's own writes happen; measures {steps} optimizer steps or fewer "
-            f"({fewest} with --rounds 2)",
+            f"really trains: the script's own writes happen; needs {fewest} optimizer steps or fewer, and measures "
+            f"{steps} at most",
             flush=True,
         )
-    table = measure_script(script, arguments, args.rounds)
+    table, rounds = measure_script(script, arguments, args.rounds)
     if os.environ["RANK"] == "0":
         ranks = int(os.environ["WORLD_SIZE"])
         print(format_table(script.name, table))
-        print("\n".join([describe_gain(table, args.rounds, ranks), *(each.sentence for each in newest_advice())]))
+        print("\n".join([describe_gain(table, rounds, ranks), *(each.sentence for each in newest_advice())]))
         if args.json is not None:
             write_json({script.name: table}, ranks, args.json)
     return 0

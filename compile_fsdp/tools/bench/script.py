@@ -22,8 +22,10 @@ from compile_fsdp.tools.scripts import run_script
 USER_ERROR = 2  # exit status of the command for an error that it has already printed
 
 
-def measure_script(script: Path, arguments: Sequence[str], rounds: int) -> dict[str, Result]:
-    """Run a script until enough of its steps are measured; return the results of "eager" and "compile". Collective.
+def measure_script(script: Path, arguments: Sequence[str], rounds: int) -> tuple[dict[str, Result], int]:
+    """Run a script until it ends or enough of its steps are measured. Collective.
+
+    Returns the results of "eager" and "compile", and the number of measured rounds: at least 2, at most `rounds`.
 
     Raises:
         ScriptError: if the script raises an error, makes too few steps, compiles nothing, or recompiles too often; see
@@ -45,10 +47,10 @@ def measure_script(script: Path, arguments: Sequence[str], rounds: int) -> dict[
         raise turns.outcome
     if turns.outcome is None:
         raise ScriptError(
-            f"expected {script} to make about {steps_needed(rounds)} optimizer steps, got {turns.steps}; let it train "
-            "longer, or ask for fewer --rounds"
+            f"expected {script} to make about {steps_needed(2)} optimizer steps or more, got {turns.steps}; let it "
+            "train longer"
         )
-    return turns.outcome
+    return turns.outcome, turns.rounds
 
 
 def on_own_ranks(arguments: Sequence[str], ranks: int) -> int:

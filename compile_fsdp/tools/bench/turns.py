@@ -48,19 +48,22 @@ Turns = Generator[None, None, T]
 
 def steps_needed(rounds: int) -> int:
     """Maximum number of steps that a measurement needs if the script compiles no more than once."""
-    return 2 * WARM_STEPS + 1 + 2 * rounds * (1 + STEPS_PER_TURN) + 2 * (2 + 2 * PROFILED_STEPS)
+    return 2 * WARM_STEPS + 1 + 2 * (2 + 2 * PROFILED_STEPS) + 2 * rounds * (1 + STEPS_PER_TURN)
 
 
 class ScriptTurns:
     """Measurement of a running script; decides after each step how the next step runs. Collective.
 
     Attributes:
-        outcome: Results by mode, or the error that ended the measurement; None before its end.
+        outcome: Results by mode, from the second round on, or the error that ended the measurement; None before.
+        rounds: Number of measured rounds.
     """
 
     def __init__(self, rounds: int) -> None:
         self.outcome: dict[str, Result] | ScriptError | None = None
-        self._rounds = rounds
+        self.rounds = 0
+        self._most_rounds = rounds
+        self._is_over = False
         self._steps = Steps(limit=1)
         self._device = torch.device("cpu")
         self._turns = self._measure()
@@ -81,50 +84,50 @@ class ScriptTurns:
 
     def count(self, optimizer: Optimizer) -> bool:
         """Count an optimizer's step; return whether the measurement is over."""
-        if self.outcome is None and self._steps.count(optimizer):
+        if not self._is_over and self._steps.count(optimizer):
             self._steps.limit += 1
             devices = (parameter.device for group in optimizer.param_groups for parameter in group["params"])
             self._device = next(devices, self._device)
             try:
                 next(self._turns)
-            except StopIteration as end:
-                self.outcome = end.value
+            except StopIteration:
+                self._is_over = True
             except ScriptError as error:
-                self.outcome = error
-        return self.outcome is not None
+                self.outcome, self._is_over = error, True
+        return self._is_over
 
-    def _measure(self) -> Turns[dict[str, Result]]:
+    def _measure(self) -> Turns[None]:
         with _running(EAGER):
             for _ in range(WARM_STEPS):
                 yield
         first_s = yield from self._compile()
+        first = {EAGER: None, COMPILE: first_s}
         seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
         peaks: dict[str, list[int]] = {mode: [] for mode in MODES}
-        for attempt in range(2 * self._rounds):
+        collectives = {}
+        for mode in MODES:
+            collectives[mode], peaks[mode] = yield from self._look(mode)
+        for attempt in range(2 * self._most_rounds):
             turns = {}
             for mode in MODES if attempt % 2 == 0 else reversed(MODES):
                 turns[mode] = yield from self._turn(mode)
             if any(has_compiled for _, _, has_compiled in turns.values()):
                 continue
-            for mode, (step_s, peak, _) in turns.items():
+            for mode, (step_s, highest, _) in turns.items():
                 seconds[mode].append(step_s)
-                peaks[mode].append(peak)
-            if len(seconds[EAGER]) == self._rounds:
-                break
-        else:
-            raise ScriptError(
-                f"expected warm steps, got a compiled one that was compiled again in {self._rounds} of "
-                f"{2 * self._rounds} turns; compile-fsdp check says what for"
-            )
-        collectives = {}
-        for mode in MODES:
-            collectives[mode], profiled = yield from self._look(mode)
-            peaks[mode] = profiled or peaks[mode]
-        first = {EAGER: None, COMPILE: first_s}
-        return {
-            mode: make_result(mode, seconds, int(statistics.median(peaks[mode])), collectives[mode], first[mode])
-            for mode in MODES
-        }
+                peaks[mode] += [] if self._device.type == "cpu" else [highest]
+            self.rounds += 1
+            if self.rounds > 1:
+                peak = {mode: int(statistics.median(peaks[mode])) for mode in MODES}
+                self.outcome = {
+                    mode: make_result(mode, seconds, peak[mode], collectives[mode], first[mode]) for mode in MODES
+                }
+            if self.rounds == self._most_rounds:
+                return
+        raise ScriptError(
+            f"expected warm steps, got a compiled one that was compiled again in {self._most_rounds} of "
+            f"{2 * self._most_rounds} turns; compile-fsdp check says what for"
+        )
 
     def _compile(self) -> Turns[float]:
         """Run compiled steps until `WARM_STEPS` in a row are warm; return seconds of the first step."""
@@ -150,7 +153,7 @@ class ScriptTurns:
         )
 
     def _turn(self, mode: str) -> Turns[tuple[float, int, bool]]:
-        """Run one turn; return the ranks' highest step time and peak bytes, and whether a rank compiled."""
+        """Run one turn; return the ranks' highest step time and `_peak()`, and whether a rank compiled."""
         captures = count_captures()
         with _running(mode):
             yield  # not measured, because the step before may have run in a different mode
