@@ -47,17 +47,23 @@ class BackwardRun:
 
     def run_whole(self) -> None:
         """Compute all gradients."""
-        record, managed = self.forward.step.record, self.inputs.managed
         run = partial(torch.autograd.backward, self.outputs, self.grads, retain_graph=self.is_kept)
         with self._around_graph():
             if self.is_kept:
                 self._run_captured(run)
-            elif record.known is None or not record.known.run(managed, self.outputs, self.grads, self.inputs.hooks):
-                if (observer := record.observer) is not None:
-                    observer.begin_backward(managed, self.outputs, self.grads)
+            elif not self._run_known():
+                if (observer := self.forward.step.record.observer) is not None:
+                    observer.begin_backward(self.inputs.managed, self.outputs, self.grads)
                 self._run_captured(run, observer)
                 if observer is not None:
                     observer.end_backward()
+
+    def _run_known(self) -> bool:
+        for known in self.forward.step.record.known:
+            if known.run(self.inputs.managed, self.outputs, self.grads, self.inputs.hooks):
+                return True
+            self._enter_groups()  # the check has set which gradients its own graph computes
+        return False
 
     def run_part(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
         """Compute and return the gradients of some inputs of the inner autograd graph."""
@@ -72,8 +78,10 @@ class BackwardRun:
     @contextmanager
     def _around_graph(self) -> Iterator[None]:
         """Prepare the groups for a backward graph; deliver gradients after it."""
-        self._prepare_groups()
         groups = self.inputs.groups
+        for state in {id(group.state._state_ctx): group.state for group in groups}.values():
+            start_backward(state)
+        self._enter_groups()
         try:
             yield
             for group in groups:
@@ -86,11 +94,9 @@ class BackwardRun:
             for group in groups:
                 leave_graph(group)
 
-    def _prepare_groups(self) -> None:
-        parameters, groups = self.forward.parameters, self.inputs.groups
-        for state in {id(group.state._state_ctx): group.state for group in groups}.values():
-            start_backward(state)
-        for group, (position, read) in groups.items():
+    def _enter_groups(self) -> None:
+        parameters = self.forward.parameters
+        for group, (position, read) in self.inputs.groups.items():
             group.backward_prefetch = self.forward.step.options.backward_prefetch
             group.follow_trainable()  # as eager FSDP2 does when it gathers
             cut_forward = None if position in parameters.whole else self.forward_id
@@ -101,13 +107,13 @@ class BackwardRun:
                 group.resume_unsharded()
 
     def _run_captured(self, run: Callable[[], Any], observer: BackwardObserver | None = None) -> Any:
-        compiler = BackwardCompiler(self.forward.step, self.has_gradient, self.inputs.sizes, observer)
+        compiler = BackwardCompiler(self.forward.step, self.has_gradient, self.inputs.sizes)
         # Weak, because compiled autograd keeps the function as long as the process lives.
         compile_captured = weak_callable(compiler.compile)
         with (
             kept_hooks(self.outputs) if self.is_kept else nullcontext(),
             _without_nan_check(),
-            running(Run(self.inputs.hooks)),
+            running(Run(self.inputs.hooks, observer)),
             compiled_autograd(compile_captured, has_sizes=bool(self.inputs.sizes)),
         ):
             return run()

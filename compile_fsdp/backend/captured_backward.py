@@ -20,7 +20,7 @@ from compile_fsdp.backend.inner import TracedGraph, compile_traced
 from compile_fsdp.backend.lifetimes import weak_callable
 from compile_fsdp.backend.prefill import unshard_inputs
 from compile_fsdp.backend.progress import Phase
-from compile_fsdp.backend.step import BackwardObserver, Step
+from compile_fsdp.backend.step import Step
 from compile_fsdp.backend.this_run import running, see_guards, this_run
 from compile_fsdp.errors import UnsupportedFeatureError
 from compile_fsdp.passes import pipelines
@@ -55,13 +55,11 @@ class BackwardCompiler:
     Attributes:
         has_gradient: By result of the forward: whether it has a gradient.
         sizes: Integer inputs of the forward: sizes that may change.
-        observer: Observes the backward if it is traced; None for no observer.
     """
 
     step: Step
     has_gradient: Sequence[bool]
     sizes: Sequence[int]
-    observer: BackwardObserver | None = None
 
     def compile(self, captured: fx.GraphModule) -> Callable[..., Any]:
         """Return the function that compiled autograd calls for a captured graph.
@@ -95,8 +93,7 @@ class CapturedBackward:
 
     def __init__(self, captured: fx.GraphModule, compiler: BackwardCompiler) -> None:
         self._captured = captured
-        self._compiler = replace(compiler, observer=None)
-        self._observer = compiler.observer  # until the first run is over, because it refers to tensors of the run
+        self._compiler = compiler
         self._traceable: _Traceable | None = None
         self._op_runs: Collection[Callable[..., Any]] = ()
         self._fake_modes: list[Any] = []  # of graphs compiled in the present run
@@ -105,28 +102,25 @@ class CapturedBackward:
     def run(self, inputs: list[Any], sizes: Any, scalars: Any, hooks: list[Any], *rest: Any) -> Any:
         """Run the backward with compiled autograd's arguments; takes the tensors out of `inputs`."""
         facts, is_first = this_run(), self._traceable is None
-        try:
-            if self._traceable is None:
-                self._traceable = self._rewrite(inputs)
-            traceable = self._traceable
-            expect_no_gradient([inputs[i] for i in traceable.undefined])
-            if self._compiler.step.hooks is not None:
-                rest = (*rest, facts.hooks)
-            frame = None
-            if self._observer is not None:
-                arguments = inputs, sizes, scalars, hooks, *rest
-                frame = self._observer.begin_frame(traceable.function, arguments, traceable.undefined)
-            with self._around_run(is_first), running(replace(facts, observer=frame)):
-                try:
-                    return traceable.compiled(inputs, sizes, scalars, hooks, *rest)
-                except (Unsupported, FailOnRecompileLimitHit) as error:
-                    if not inputs:
-                        raise  # The compiled graph has run and failed, because it has emptied the list.
-                    _log.warning("%s%s", FALLS_BACK, error)
-                    unshard_inputs(inputs)
-                    return self._captured(inputs, sizes, scalars, hooks, *rest)
-        finally:
-            self._observer = None
+        if self._traceable is None:
+            self._traceable = self._rewrite(inputs)
+        traceable = self._traceable
+        expect_no_gradient([inputs[i] for i in traceable.undefined])
+        if self._compiler.step.hooks is not None:
+            rest = (*rest, facts.hooks)
+        frame = None
+        if facts.backward is not None:
+            arguments = inputs, sizes, scalars, hooks, *rest
+            frame = facts.backward.begin_frame(traceable.function, arguments, traceable.undefined)
+        with self._around_run(is_first), running(replace(facts, observer=frame)):
+            try:
+                return traceable.compiled(inputs, sizes, scalars, hooks, *rest)
+            except (Unsupported, FailOnRecompileLimitHit) as error:
+                if not inputs:
+                    raise  # The compiled graph has run and failed, because it has emptied the list.
+                _log.warning("%s%s", FALLS_BACK, error)
+                unshard_inputs(inputs)
+                return self._captured(inputs, sizes, scalars, hooks, *rest)
 
     def _rewrite(self, inputs: Sequence[Any]) -> _Traceable:
         """Rewrite the captured graph with its first inputs for Dynamo."""
@@ -143,7 +137,7 @@ class CapturedBackward:
         function = FunctionType(captured.forward.__code__.replace(), dict(captured.forward.__globals__))
         # Weak, because torch.compile keeps its backends as long as the process lives.
         method, backend = MethodType(function, captured), weak_callable(self._compile_traced)
-        compiled = compile_for_many(method, backend, None if self._observer is None else see_guards)
+        compiled = compile_for_many(method, backend, None if this_run().backward is None else see_guards)
         return _Traceable(function, compiled, done.result(drop_undefined_gradients))
 
     @contextmanager
@@ -180,8 +174,8 @@ class CapturedBackward:
             )
         gm.recompile()
         unfilled = inputs.unfilled_positions(gm.graph)
-        if self._observer is not None:
-            self._observer.see_unfilled(unfilled)
+        if (observer := this_run().backward) is not None:
+            observer.see_unfilled(unfilled)
         compiled = compile_traced(TracedGraph(self._compiler.step, gm, example_inputs, "backward", inputs), unfilled)
         if (frame := this_run().observer) is not None:
             frame.see_graph(compiled)

@@ -36,7 +36,7 @@ class FrameObserver(Protocol):
 
 
 class BackwardObserver(Protocol):
-    """Observer of the first backward of a forward graph."""
+    """Observer of a backward of a forward graph."""
 
     def begin_backward(
         self, parameters: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
@@ -74,12 +74,12 @@ class BackwardsRecord:
 
     Attributes:
         compiled: The captured backwards. Only this list keeps them alive.
-        known: A backward that runs without a capture; None until it is traced or read from a bundle.
-        observer: Observes the next backward; None for no observer.
+        known: Backwards that run without a capture, because they were traced before or read from a bundle.
+        observer: Observes the next backward that is captured; None for no observer.
     """
 
     compiled: list[object] = field(default_factory=list)
-    known: KnownBackward | None = None
+    known: list[KnownBackward] = field(default_factory=list)
     observer: BackwardObserver | None = None
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from compile_fsdp.backend.step import FrameObserver
+from compile_fsdp.backend.step import BackwardObserver, FrameObserver
 from compile_fsdp.torch_compat.dynamo import on_bytecode
 
 
@@ -23,10 +23,12 @@ class Run:
 
     Attributes:
         hooks: In a backward: the object in which Dynamo keeps the hooks that its forward has put on its intermediates.
+        backward: In a backward: its observer.
         observer: Observer of the frame that is compiled.
     """
 
     hooks: Any = None
+    backward: BackwardObserver | None = None
     observer: FrameObserver | None = None
 
 

@@ -2,9 +2,10 @@
 
 [Note: Replayed steps]
 With the option `bundle`, a step of a model is traced as usual, and recorded: the code that runs in place of the model's
-frame and its backward, with the conditions under which this code is right. A later step in which all conditions hold
-runs this code; any other step goes to Dynamo. The first recorded step is also written to a file. The next process reads
-the conditions from this file, finds that they hold, and runs a step that it has never traced.
+frame and its backwards, with the conditions under which this code is right. A later step in which all conditions hold
+runs this code; any other step goes to Dynamo. Recorded steps are also written to a file, which is written again with
+each further one. The next process reads the conditions from this file, finds that they hold, and runs steps that it has
+never traced.
 
 [Note: All ranks or none]
 A rank that traces meets its peers to compare collectives, see `backend/agreement.py`; a rank that replays meets nobody.
@@ -27,30 +28,32 @@ from torch import nn
 
 from compile_fsdp.backend.agreement import share_choice
 from compile_fsdp.backend.boundary import ForwardGraph
+from compile_fsdp.backend.step import BackwardsRecord
 from compile_fsdp.backend.this_run import Run, running, see_guards
 from compile_fsdp.errors import NotPortableError
 from compile_fsdp.options import Options
 from compile_fsdp.replay import bundle
-from compile_fsdp.replay.backward import BackwardFrame, BackwardRecord
+from compile_fsdp.replay.backward import BackwardRecord
 from compile_fsdp.replay.frames import Frame
 from compile_fsdp.replay.recording import FrameRecord
-from compile_fsdp.replay.stored import StoredStep
+from compile_fsdp.replay.stored import StoredBackward, StoredStep
 from compile_fsdp.runtime.attached import module_hooks_of
 from compile_fsdp.runtime.hooks import prepare_model
 from compile_fsdp.runtime.tracing import at_run_time
 
 _log = logging.getLogger("compile_fsdp")
 
-# Most steps of one model, for inputs of different sizes for example. Each call checks them in turn until one fits.
+# Most forwards of one model, for inputs of different sizes for example, and most backwards of each, for microbatches
+# with and without reductions for example. Each call checks them in turn until one fits.
 _MOST_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayedStep:
-    """A forward of the whole model and its backward, ready to be replayed."""
+    """A forward of the whole model and its backwards, ready to be replayed."""
 
     forward: Frame
-    backward: BackwardFrame
+    backwards: BackwardsRecord
 
 
 class ModelReplay:
@@ -58,9 +61,9 @@ class ModelReplay:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        # Path of the bundle; None without a bundle, and once a step is written or read.
-        self.path = None if options.bundle is None else bundle.locate(options.bundle)
+        self.path = None if options.bundle is None else bundle.locate(options.bundle)  # None without a bundle
         self.steps: list[ReplayedStep] = []  # the last used first
+        self._stored: list[StoredStep] = []  # the same steps, in the order of their traces
         self._is_read = self.path is None
         self._facts: Mapping[str, Any] = {}
 
@@ -99,20 +102,46 @@ class ModelReplay:
 
     @at_run_time
     def _keep(self, forward: FrameRecord, closure: Sequence[CellType], backward: BackwardRecord) -> None:
-        """Add a step whose record is complete."""
-        forward.graph.forward.step.record.observer = None
+        """Add a step whose first backward is recorded."""
+        backwards = forward.graph.forward.step.record
+        backwards.observer = None
         with self._failures_logged():
-            path, self.path = self.path, None
-            step = StoredStep.of(forward, backward, with_graphs=path is not None and dist.get_rank() == 0)
-            if path is not None and dist.get_rank() == 0:
-                try:
-                    bundle.write(path, self._facts, step)
-                    bundle.note(path, "wrote")
-                except OSError as error:
-                    _log.warning("the bundle %s cannot be written: %s", path, error)
-            assert backward.frame is not None
-            known = forward.graph.forward.step.record.known = step.bind_backward(backward.frame.graph)
-            self.steps.insert(0, ReplayedStep(step.bind_forward(forward.graph, closure), known))
+            step = StoredStep.of(forward, self._writes)
+            self._add_backward(step, backwards, backward)
+            self._stored.append(step)
+            self.steps.insert(0, ReplayedStep(step.bind(forward.graph, closure), backwards))
+            self._write()
+
+    @at_run_time
+    def _keep_further(self, step: StoredStep, backwards: BackwardsRecord, backward: BackwardRecord) -> None:
+        """Add a further backward of a step."""
+        backwards.observer = None
+        with self._failures_logged():
+            self._add_backward(step, backwards, backward)
+            self._write()
+
+    def _add_backward(self, step: StoredStep, backwards: BackwardsRecord, record: BackwardRecord) -> None:
+        backward = StoredBackward.of(record, self._writes)
+        assert record.frame is not None
+        step.backwards.append(backward)
+        backwards.known.append(backward.bind(record.frame.graph))
+        self._observe_further(step, backwards)
+
+    def _observe_further(self, step: StoredStep, backwards: BackwardsRecord) -> None:
+        if len(step.backwards) < _MOST_STEPS:
+            backwards.observer = BackwardRecord(partial(self._keep_further, step, backwards))
+
+    @property
+    def _writes(self) -> bool:
+        return self.path is not None and dist.get_rank() == 0
+
+    def _write(self) -> None:
+        if self.path is not None and self._writes:
+            try:
+                bundle.write(self.path, self._facts, self._stored)
+                bundle.note(self.path, "wrote")
+            except OSError as error:
+                _log.warning("the bundle %s cannot be written: %s", self.path, error)
 
     @contextmanager
     def _failures_logged(self) -> Iterator[None]:
@@ -121,37 +150,40 @@ class ModelReplay:
             yield
         except Exception as error:
             if self.options.bundle is not None:
-                _log.warning("no bundle is made, and every process traces this model: %s", error)
+                _log.warning("a step is not in the bundle, and every process traces it: %s", error)
 
     @at_run_time
     def _read(self, module: nn.Module, arguments: Mapping[str, Any], closure: Sequence[CellType]) -> None:
         groups = prepare_model(module_hooks_of(module).hooks)
         self._facts = bundle.make_facts(module, self.options)
         assert self.path is not None
-        loaded: ReplayedStep | None = None
+        steps: list[StoredStep] = []
         try:
-            step, digest = bundle.read(self.path, self._facts)
-            loaded, choice = self._load(step, arguments, closure), f"={digest}"
+            steps, digest = bundle.read(self.path, self._facts)
+            loaded, choice = self._load(steps, arguments, closure), f"={digest}"
         except NotPortableError as error:
-            choice = str(error)
+            loaded, choice = [], str(error)
         problem = share_choice(groups, "bundle", choice, self.options.agreement_timeout_s)
         if problem:
             _log.warning("the bundle %s is not used, and made anew: %s", self.path, problem)
-        else:
-            assert loaded is not None
-            bundle.note(self.path, "kept, since it fits:")
-            self.path = None
-            self.steps.append(loaded)
+            return
+        bundle.note(self.path, "kept, since it fits:")
+        self._stored, self.steps = steps, loaded
+        for step, replayed in zip(steps, loaded, strict=True):
+            self._observe_further(step, replayed.backwards)
 
-    def _load(self, step: StoredStep, arguments: Mapping[str, Any], closure: Sequence[CellType]) -> ReplayedStep:
-        for frame in (step.forward, step.backward):
+    def _load(
+        self, steps: Sequence[StoredStep], arguments: Mapping[str, Any], closure: Sequence[CellType]
+    ) -> list[ReplayedStep]:
+        for frame in (each for step in steps for each in step.frames()):
             if (changed := frame.sources.changed()) is not None:
                 raise NotPortableError(f"the code of {changed} has changed")
-        graph, backward = step.load(self.options, arguments["self"])
-        forward = step.bind_forward(graph, closure)
-        if not forward.fits(arguments):
-            raise NotPortableError(str(forward.problem))
-        return ReplayedStep(forward, backward)
+        graphs = [step.load(self.options, arguments["self"]) for step in steps]
+        forwards = [step.bind(graph, closure) for step, graph in zip(steps, graphs, strict=True)]
+        if not any(forward.fits(arguments) for forward in forwards):
+            raise NotPortableError(str(forwards[0].problem))
+        records = [graph.forward.step.record for graph in graphs]
+        return [ReplayedStep(forward, record) for forward, record in zip(forwards, records, strict=True)]
 
 
 @at_run_time

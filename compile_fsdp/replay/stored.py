@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import CellType
 from typing import Any
 
@@ -39,7 +39,7 @@ class StoredFrame:
     conditions: Conditions
     program: Program
     sources: Sources
-    graph: bytes  # pickled; empty if the step stays in this process
+    graph: bytes  # pickled; empty on ranks that write no bundle
     reports: tuple[GraphReport, ...]
     collectives: CollectiveSequence
 
@@ -71,37 +71,60 @@ def _pickle(store: Callable[[], Any] | None) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredBackward:
+    """A backward of a stored forward."""
+
+    frame: StoredFrame
+    signature: BackwardSignature
+    unfilled: tuple[int, ...]  # positions of inputs whose groups are gathered before it runs
+
+    @classmethod
+    def of(cls, record: BackwardRecord, with_graph: bool) -> StoredBackward:
+        """Store a recorded backward; NotPortableError if it cannot be stored."""
+        if record.problem is not None or record.frame is None or record.signature is None:
+            raise NotPortableError(record.problem or "its backward was not traced")
+        return cls(StoredFrame.of(record.frame, with_graph), record.signature, tuple(record.unfilled))
+
+    def bind(self, graph: Callable[..., Any]) -> BackwardFrame:
+        return BackwardFrame(self.frame.bind(graph, None, frozenset({"inputs"})), self.signature)
+
+    def load(self) -> BackwardFrame:
+        run = self.frame.load()
+
+        def run_list(inputs: list[Any], *others: Any) -> Any:
+            flat = [*inputs, *others]
+            inputs.clear()
+            return run(flat)
+
+        whole = UnshardBeforeRun(run_list, self.unfilled) if self.unfilled else run_list
+        return self.bind(follow(whole, self.frame.collectives, "backward graph"))
+
+
+@dataclass(frozen=True, slots=True)
 class StoredStep:
-    """A forward and its backward."""
+    """A forward and its backwards, to which more are added as they are traced."""
 
     forward: StoredFrame
     parameters: ParameterInputs  # inputs of the forward that are unsharded parameters
     hooks: DeferredHooks | None  # lifted out of the forward's graph
-    backward: StoredFrame
-    signature: BackwardSignature
-    unfilled: tuple[int, ...]  # positions of inputs of the backward whose groups are gathered before it runs
     costs: Costs | None  # by which the forward was compiled, as in `Options.costs`
     decision: BudgetDecision | None  # how the step fits into its memory budget; None without a budget
+    backwards: list[StoredBackward] = field(default_factory=list)
 
     @classmethod
-    def of(cls, forward: FrameRecord, backward: BackwardRecord, with_graphs: bool) -> StoredStep:
-        """Store a recorded step, with pickled graphs if it leaves this process; NotPortableError if that fails."""
-        if backward.problem is not None or backward.frame is None or backward.signature is None:
-            raise NotPortableError(backward.problem or "its backward was not traced")
+    def of(cls, forward: FrameRecord, with_graph: bool) -> StoredStep:
+        """Store a recorded forward, still without a backward; NotPortableError if it cannot be stored."""
         compiled: CompiledForward = forward.graph.forward
+        step = compiled.step
         return cls(
-            forward=StoredFrame.of(forward, with_graphs),
-            parameters=compiled.parameters,
-            hooks=compiled.step.hooks,
-            backward=StoredFrame.of(backward.frame, with_graphs),
-            signature=backward.signature,
-            unfilled=tuple(backward.unfilled),
-            costs=compiled.step.options.costs,
-            decision=compiled.step.decision,
+            StoredFrame.of(forward, with_graph), compiled.parameters, step.hooks, step.options.costs, step.decision
         )
 
-    def load(self, options: Options, module: nn.Module) -> tuple[ForwardGraph, BackwardFrame]:
-        """Return the graph of a module's whole forward, and its stored backward.
+    def frames(self) -> list[StoredFrame]:
+        return [self.forward, *(each.frame for each in self.backwards)]
+
+    def load(self, options: Options, module: nn.Module) -> ForwardGraph:
+        """Return the graph of a module's whole forward, which knows the stored backwards.
 
         A different backward of this forward is traced, with the decisions by which the forward was compiled.
         """
@@ -112,23 +135,8 @@ class StoredStep:
 
         step = Step(replace(options, costs=self.costs), self.decision, self.hooks)
         followed = follow(run, self.forward.collectives, "forward graph")
-        graph = ForwardGraph(CompiledForward(followed, self.parameters, weakref.ref(module), step))
-        step.record.known = known = self.bind_backward(self._load_backward())
-        return graph, known
+        step.record.known += [each.load() for each in self.backwards]
+        return ForwardGraph(CompiledForward(followed, self.parameters, weakref.ref(module), step))
 
-    def _load_backward(self) -> Callable[..., Any]:
-        run = self.backward.load()
-
-        def run_list(inputs: list[Any], *others: Any) -> Any:
-            flat = [*inputs, *others]
-            inputs.clear()
-            return run(flat)
-
-        whole = UnshardBeforeRun(run_list, self.unfilled) if self.unfilled else run_list
-        return follow(whole, self.backward.collectives, "backward graph")
-
-    def bind_forward(self, graph: ForwardGraph, closure: Sequence[CellType]) -> Frame:
+    def bind(self, graph: ForwardGraph, closure: Sequence[CellType]) -> Frame:
         return self.forward.bind(graph, tuple(closure), frozenset({"args", "kwargs"}))
-
-    def bind_backward(self, graph: Callable[..., Any]) -> BackwardFrame:
-        return BackwardFrame(self.backward.bind(graph, None, frozenset({"inputs"})), self.signature)

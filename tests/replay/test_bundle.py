@@ -106,33 +106,45 @@ def _model(path: Path | None, block: type[_Block] = _Block, blocks: int = 2, wid
     return model
 
 
-def _train(model: Any, batch: int = 3) -> list[torch.Tensor]:
+def _train(model: Any, batch: int = 3, microbatches: int = 1) -> list[torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(1)
     for _ in range(3):
         optimizer.zero_grad()
-        model(torch.randn(batch, 4)).square().mean().backward()
+        for i in range(microbatches):
+            model.set_requires_gradient_sync(i == microbatches - 1)
+            model(torch.randn(batch, 4)).square().mean().backward()
         optimizer.step()
     return [parameter.full_tensor().detach() for parameter in model.parameters()]
 
 
-def _second_model(rank: int, folder: str) -> tuple[list[tuple[int, int]], list[int], bool]:
+def _second_model(rank: int, folder: str, microbatches: int) -> tuple[list[tuple[int, int]], list[int], bool]:
     path = Path(folder, "step.bundle")
     counters = torch._dynamo.utils.counters["stats"]
     before = counters["unique_graphs"]
     results, replays, graphs = [], [], []
     for _ in range(2):
         model = _model(path)
-        results.append(_train(model))
+        results.append(_train(model, microbatches=microbatches))
         replays.append(count_replays(model))
         graphs.append(counters["unique_graphs"] - before)
-    plain = _train(_model(None))
+    plain = _train(_model(None), microbatches=microbatches)
     return replays, graphs, all(map(torch.equal, results[1], plain)) and all(map(torch.equal, results[0], plain))
 
 
-def test_steps_from_a_bundle_equal_steps_without_replay(tmp_path: Path) -> None:
-    for result in run_ranks(2, _second_model, str(tmp_path)):
-        assert result == ([(2, 2), (3, 3)], [2, 2], True)
+@pytest.mark.parametrize(
+    ("microbatches", "replays", "graphs"),
+    [
+        (1, [(2, 2), (3, 3)], [2, 2]),
+        # Backwards of the first microbatch, of those between, and of the last.
+        (4, [(11, 9), (12, 12)], [4, 4]),
+    ],
+)
+def test_steps_from_a_bundle_equal_steps_without_replay(
+    tmp_path: Path, microbatches: int, replays: list[tuple[int, int]], graphs: list[int]
+) -> None:
+    for result in run_ranks(2, _second_model, str(tmp_path), microbatches):
+        assert result == (replays, graphs, True)
 
 
 def _collectives_of_accumulation(rank: int, folder: str) -> list[int]:
