@@ -80,8 +80,9 @@ class Aliases:
             keys, sources = (unknown_key,), node.all_input_nodes
         else:
             return ()
-        for key in self.classes_of(sources):
-            self._join(keys[0], key)
+        for source in sources:
+            for key in self._keys.get(source, ()):
+                self._join(keys[0], key)
         return keys
 
     def _root(self, key: int) -> int:
