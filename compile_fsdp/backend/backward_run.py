@@ -59,11 +59,8 @@ class BackwardRun:
                     observer.end_backward()
 
     def _run_known(self) -> bool:
-        for known in self.forward.step.record.known:
-            if known.run(self.inputs.managed, self.outputs, self.grads, self.inputs.hooks):
-                return True
-            self._enter_groups()  # the check has set which gradients its own graph computes
-        return False
+        known, inputs = self.forward.step.record.known, self.inputs
+        return any(each.run(inputs.managed, self.outputs, self.grads, inputs.hooks) for each in known)
 
     def run_part(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
         """Compute and return the gradients of some inputs of the inner autograd graph."""
@@ -78,10 +75,8 @@ class BackwardRun:
     @contextmanager
     def _around_graph(self) -> Iterator[None]:
         """Prepare the groups for a backward graph; deliver gradients after it."""
+        self._prepare_groups()
         groups = self.inputs.groups
-        for state in {id(group.state._state_ctx): group.state for group in groups}.values():
-            start_backward(state)
-        self._enter_groups()
         try:
             yield
             for group in groups:
@@ -94,9 +89,11 @@ class BackwardRun:
             for group in groups:
                 leave_graph(group)
 
-    def _enter_groups(self) -> None:
-        parameters = self.forward.parameters
-        for group, (position, read) in self.inputs.groups.items():
+    def _prepare_groups(self) -> None:
+        parameters, groups = self.forward.parameters, self.inputs.groups
+        for state in {id(group.state._state_ctx): group.state for group in groups}.values():
+            start_backward(state)
+        for group, (position, read) in groups.items():
             group.backward_prefetch = self.forward.step.options.backward_prefetch
             group.follow_trainable()  # as eager FSDP2 does when it gathers
             cut_forward = None if position in parameters.whole else self.forward_id

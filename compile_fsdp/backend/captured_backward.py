@@ -154,6 +154,7 @@ class CapturedBackward:
                 gc.enable()
             if self._tracing is not None:
                 self._tracing.end()
+                self._tracing = None
             while self._fake_modes:
                 release_real_tensors(self._fake_modes.pop())
 

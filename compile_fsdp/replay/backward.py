@@ -18,7 +18,7 @@ import torch
 from compile_fsdp.errors import NotPortableError
 from compile_fsdp.replay.frames import Frame
 from compile_fsdp.replay.recording import FrameRecord
-from compile_fsdp.runtime.backward import expect_no_gradient, gradient_accumulated
+from compile_fsdp.runtime.backward import expect_gradients_again, expect_no_gradient, gradient_accumulated
 from compile_fsdp.torch_compat.autograd import drop_saved_tensors, is_compiled_node, keeps_graph
 from compile_fsdp.torch_compat.dynamo import GuardFact
 
@@ -114,10 +114,12 @@ class BackwardFrame:
         tensors = Tensors(parameters, outputs, grads)
         if tensors.has_hooks or tensors.accumulated != signature.accumulated:
             return False
-        expect_no_gradient([tensors.get(place) for place in signature.undefined])
+        undefined = [tensors.get(place) for place in signature.undefined]
+        expect_no_gradient(undefined)  # before the check, because it compares the number of expected gradients
         # Check the first forward's object, because each forward has a new object with equal hooks.
         known = hooks if self._hooks is None else self._hooks
         if not self.frame.fits({"inputs": _not_saved(signature.places, tensors), "state": known}):
+            expect_gradients_again(undefined)
             return False
         self._hooks = known
         inputs = [tensors.get(place) for place in signature.places]

@@ -67,12 +67,23 @@ def _awaits_eager_gradients(group: TraceableGroup) -> bool:
 @at_run_time
 def expect_no_gradient(leaves: Sequence[torch.Tensor]) -> None:
     """Tell the groups that the next compiled backward computes no gradient for these leaves."""
-    by_group: dict[TraceableGroup, set[int]] = {}
+    for group, parameters in _by_group(leaves).items():
+        group.backward.gradients.expect_none(parameters)
+
+
+@at_run_time
+def expect_gradients_again(leaves: Sequence[torch.Tensor]) -> None:
+    """Let the groups of these leaves expect what they did on entering, because a different backward will run."""
+    for group in _by_group(leaves):
+        group.backward.gradients.expect_again()
+
+
+def _by_group(leaves: Sequence[torch.Tensor]) -> dict[TraceableGroup, set[int]]:
+    found: dict[TraceableGroup, set[int]] = {}
     for leaf in leaves:
         if (group := owner_of(leaf)) is not None:
-            by_group.setdefault(group, set()).add(id(leaf))
-    for group, parameters in by_group.items():
-        group.backward.gradients.expect_none(parameters)
+            found.setdefault(group, set()).add(id(leaf))
+    return found
 
 
 @at_run_time

@@ -24,6 +24,7 @@ class GradientCount:
         self.pending: int | None = None
         self.cut_forward: object = None
         self.seen: set[int] = set()
+        self._entered: Sequence[torch.Tensor] = ()  # `_read` on entering the graph
         self._read: Sequence[torch.Tensor] = ()
         self._required: Sequence[torch.Tensor] = ()
 
@@ -33,9 +34,15 @@ class GradientCount:
 
         `required` parameters must have a gradient from any graph of the forward; empty if this graph's are enough.
         """
-        self._read, self._required = read, required
+        self._entered, self._required = read, required
         if required and cut_forward is not self.cut_forward:
             self.cut_forward, self.seen = cut_forward, set()
+        self.expect_again()
+
+    @at_run_time
+    def expect_again(self) -> None:
+        """Take all calls of `expect_none` since `expect` back."""
+        self._read = self._entered
         self.expect_none(())
 
     @at_run_time

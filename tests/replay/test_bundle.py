@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch._dynamo.utils
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import compile_fsdp
 from compile_fsdp import Options
@@ -80,6 +81,11 @@ def test_bundle_of_one_rank_lets_another_rank_skip_tracing(tmp_path: Path) -> No
     assert path.read_bytes() == content
 
 
+FLOAT32 = MixedPrecisionPolicy()
+# Gradients that wait for a later microbatch are in float32, and parameters are not.
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
 class _Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -96,11 +102,18 @@ class _OtherBlock(_Block):
         return torch.tanh(self.linear(x)) * self.scale - self.offset
 
 
-def _model(path: Path | None, block: type[_Block] = _Block, blocks: int = 2, width: int = 4, **options: Any) -> Any:
+def _model(
+    path: Path | None,
+    block: type[_Block] = _Block,
+    blocks: int = 2,
+    width: int = 4,
+    policy: MixedPrecisionPolicy = FLOAT32,
+    **options: Any,
+) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(*(block(width) for _ in range(blocks)))
     for module in (*model, model):
-        compile_fsdp.fully_shard(module)
+        compile_fsdp.fully_shard(module, mp_policy=policy)
     given = options if path is None else {"bundle": str(path), **options}
     model.compile(backend="compile_fsdp", fullgraph=True, options=given)
     return model
@@ -118,32 +131,40 @@ def _train(model: Any, batch: int = 3, microbatches: int = 1) -> list[torch.Tens
     return [parameter.full_tensor().detach() for parameter in model.parameters()]
 
 
-def _second_model(rank: int, folder: str, microbatches: int) -> tuple[list[tuple[int, int]], list[int], bool]:
+def _second_model(
+    rank: int, folder: str, microbatches: int, policy: MixedPrecisionPolicy
+) -> tuple[list[tuple[int, int]], list[int], bool]:
     path = Path(folder, "step.bundle")
     counters = torch._dynamo.utils.counters["stats"]
     before = counters["unique_graphs"]
     results, replays, graphs = [], [], []
     for _ in range(2):
-        model = _model(path)
+        model = _model(path, policy=policy)
         results.append(_train(model, microbatches=microbatches))
         replays.append(count_replays(model))
         graphs.append(counters["unique_graphs"] - before)
-    plain = _train(_model(None), microbatches=microbatches)
+    plain = _train(_model(None, policy=policy), microbatches=microbatches)
     return replays, graphs, all(map(torch.equal, results[1], plain)) and all(map(torch.equal, results[0], plain))
 
 
 @pytest.mark.parametrize(
-    ("microbatches", "replays", "graphs"),
+    ("microbatches", "policy", "replays", "graphs"),
     [
-        (1, [(2, 2), (3, 3)], [2, 2]),
+        (1, FLOAT32, [(2, 2), (3, 3)], [2, 2]),
         # Backwards of the first microbatch, of those between, and of the last.
-        (4, [(11, 9), (12, 12)], [4, 4]),
+        (4, FLOAT32, [(11, 9), (12, 12)], [4, 4]),
+        # The first microbatch and those between have one graph, which does not add the waiting gradients.
+        (4, MIXED, [(11, 10), (12, 12)], [3, 3]),
     ],
 )
 def test_steps_from_a_bundle_equal_steps_without_replay(
-    tmp_path: Path, microbatches: int, replays: list[tuple[int, int]], graphs: list[int]
+    tmp_path: Path,
+    microbatches: int,
+    policy: MixedPrecisionPolicy,
+    replays: list[tuple[int, int]],
+    graphs: list[int],
 ) -> None:
-    for result in run_ranks(2, _second_model, str(tmp_path), microbatches):
+    for result in run_ranks(2, _second_model, str(tmp_path), microbatches, policy):
         assert result == (replays, graphs, True)
 
 
