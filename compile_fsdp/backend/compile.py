@@ -32,7 +32,7 @@ from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.runtime.group_calls import GROUP_CALLS
 from compile_fsdp.runtime.root import StateHooks
 from compile_fsdp.runtime.tracing import restore_hook_bodies_now
-from compile_fsdp.torch_compat.dynamo import copy_dynamo_graph, has_hooks_input
+from compile_fsdp.torch_compat.dynamo import copy_dynamo_graph, explain_untraceable_hooks, has_hooks_input
 from compile_fsdp.torch_compat.required import check_names
 
 
@@ -130,3 +130,10 @@ def _whole_module(traced: trace_record.TraceRecord) -> weakref.ref[nn.Module] | 
 
 def _groups(modules: Iterable[StateHooks]) -> set[TraceableGroup]:
     return {group for hooks in modules for group in hooks.groups}
+
+
+# torch.compile() imports this file when it looks up the backend's name, before it traces the model.
+explain_untraceable_hooks(
+    'the model is sharded with torch\'s own fully_shard, which Dynamo cannot trace; with backend="compile_fsdp", call '
+    "compile_fsdp.make_traceable() on it first, or shard it with compile_fsdp.fully_shard()"
+)

@@ -7,6 +7,7 @@ import inspect
 import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
@@ -187,6 +188,22 @@ def on_bytecode(see: Callable[[CodeType, CodeType], None]) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+@needs("torch._dynamo.callback_handler.register_end_callback", "torch._dynamo.exc.Unsupported")
+def explain_untraceable_hooks(remedy: str) -> None:
+    """Put `remedy` before the message of an error that Dynamo raises in a hook of torch's own `fully_shard`. (2.13.0)
+
+    With `fullgraph=True`, Dynamo raises it without calling a backend. The callback at the end of a compilation runs
+    while the error is on its way. torch._dynamo.reset() removes the callback.
+    """
+
+    def explain(arguments: object) -> None:
+        error = sys.exc_info()[1]
+        if isinstance(error, exc.Unsupported) and any("_fully_shard" in f.filename for f in error.real_stack):
+            error.args = (f"{remedy}\n\n{error}", *error.args[1:])
+
+    torch._dynamo.callback_handler.register_end_callback(explain)
 
 
 def compiles_frames() -> bool:

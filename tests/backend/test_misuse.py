@@ -21,6 +21,7 @@ from compile_fsdp import errors
 from helpers.models.reference import Stack
 from helpers.models.tensor_subclasses import Float8Weight, LowPrecision, use
 from helpers.parity.check import build, loss_of
+from helpers.ranks.fresh import run_fresh
 from helpers.ranks.pools import run_ranks
 from helpers.releases.skip import skip_before
 
@@ -235,6 +236,30 @@ def test_misuse_raises_before_collectives(program: Callable[[], None], expected:
     for name, text, collectives in run_ranks(2, _raises, program.__name__):
         assert (name, message in text) == (expected.__name__, True), text
         assert collectives == 0
+
+
+_TORCHS_OWN_HOOKS = """
+import json
+import torch
+from torch.distributed.fsdp import fully_shard
+from compile_fsdp.tools.launch import fake_world
+from helpers.models.reference import Stack
+
+with fake_world(2):
+    model = Stack()
+    fully_shard(model.layers[0])
+    model.compile(backend="compile_fsdp", fullgraph=True)
+    try:
+        model(x=torch.ones(4, 8))
+    except torch._dynamo.exc.Unsupported as error:
+        print(json.dumps(str(error)))
+"""
+
+
+def test_error_of_fullgraph_in_torchs_own_hooks_names_make_traceable() -> None:
+    message, _ = run_fresh(_TORCHS_OWN_HOOKS)
+    assert "call compile_fsdp.make_traceable() on it first" in message.splitlines()[0]
+    assert "_fully_shard" in message  # Dynamo's own message follows
 
 
 def _optimizer_warnings(rank: int) -> list[list[str]]:
