@@ -33,7 +33,7 @@ from compile_fsdp.ops import (
     split_with_sizes_copy,
 )
 from compile_fsdp.passes.analysis.aliases import fake_arguments, find_fake_tensor
-from compile_fsdp.torch_compat.dispatch import OpOverload, OpOverloadPacket, argument_aliasing, op_name
+from compile_fsdp.torch_compat.dispatch import OpOverload, argument_aliasing, op_name
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -240,8 +240,7 @@ def is_collective(node: fx.Node) -> bool:
 
 def collective_arguments(node: fx.Node) -> dict[str, object] | None:
     """Return the arguments of a collective by name, and its "kind"; None if the node calls no collective."""
-    target = node.target
-    op = target.default if isinstance(target, OpOverloadPacket) and hasattr(target, "default") else target
+    op = getattr(node.target, "default", node.target)  # A Dynamo graph calls packets.
     if not isinstance(op, OpOverload) or op.namespace not in ("_c10d_functional", "compile_fsdp"):
         return None
     names = [argument.name for argument in argument_aliasing(op)]

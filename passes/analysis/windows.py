@@ -150,7 +150,7 @@ class _Matcher:
             home = self._home.get(source, span)
             if home is not span:
                 home.has_stale_view = span.has_stale_view = True
-        if is_copy(node) and parameter_of(node) is parameter.node:
+        if parameter_of(node) is parameter.node:
             span.filled_at = position
             span.copies.append(node)
             return

@@ -211,8 +211,6 @@ def _find_upkeep(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes that only fill and free parameters, and gathers and views that only these nodes need."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if node.op not in ("call_function", "call_method"):
-            continue
         if is_upkeep(node) or (node.users and all(user in found for user in node.users)):
             found.add(node)
     return found

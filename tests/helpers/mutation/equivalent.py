@@ -23,6 +23,7 @@ EQUIVALENT: dict[str, str] = {
     "legalize_windows._find_delays: event is not None -> True": _NO_EVENT,
     "legalize_windows.legalize_windows: node is not None -> True": _NODE,
     "legalize_windows.legalize_windows: not nodes -> False": "speed: it would find nothing to move",
+    "offload_saved.offload_saved: not leaving -> False": "speed: nothing would be sent",
     "op_facts._hint: isinstance(value, (SymInt, SymFloat, SymBool)) -> False": "speed: fake tensors take symbols, too",
     "pack_gathers._joining.may_join: each.pack not in stays -> True": _AGAIN,
     "remove_unread._has_no_effect: isinstance(collective, fx.Node) -> True": _NODE,
@@ -42,7 +43,6 @@ EQUIVALENT: dict[str, str] = {
     "subgraphs._Search.visit: aliases -> False": _AGAIN,
     "subgraphs._Search.visit: id(module) not in self._visited -> True": _AGAIN,
     "subgraphs._Search.visit: id(module) in self.found -> True": "speed: shared is only asked about what was found",
-    "live_bytes.LiveBytes.hold: first <= last -> True": "what ends right before it begins changes no sum",
     "unfilled_reads.find_unfilled_reads: not unfilled -> False": "speed: it would find no read",
     "windows.resized_placeholders: node is not None -> True": _NODE,
 }

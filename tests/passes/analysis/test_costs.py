@@ -18,7 +18,7 @@ from compile_fsdp.passes.analysis.costs import (
 )
 from helpers.graphs.build import GATHER, REDUCE, GraphBuilder, aten, c10d
 
-COSTS = Costs(latency=1.0, comm_bandwidth=1.0, memory_bandwidth=1.0, flops=1.0)
+COSTS = Costs(latency=1.0, comm_bandwidth=1.0, memory_bandwidth=1.0, flops=1.0, rows=8)
 
 
 def test_symbolic_sizes_count_as_unknown() -> None:
@@ -51,7 +51,7 @@ def test_only_products_take_time_with_the_usual_batch() -> None:
     build = GraphBuilder()
     x = build.input("x", (4, 4))
     product, sum_ = build.call(aten.mm.default, x, x), build.call(aten.add.Tensor, x, x)
-    assert usual_compute_seconds(product, 16, COSTS) == 2 * COSTS.rows * 16
+    assert usual_compute_seconds(product, 16, COSTS) == 2 * 8 * 16
     assert usual_compute_seconds(sum_, 16, COSTS) == 0.0
 
 
@@ -64,4 +64,5 @@ def test_collectives_and_copies_to_the_host_take_time_by_their_bytes() -> None:
     assert communication(build.call(REDUCE, x, "sum", 4, "dp"), costs) == (64, 1 + 16 * 3 / 2)
     assert communication(build.call(c10d.all_reduce.default, x, "sum", "dp"), costs) == (64, 1 + 2 * 64 / 2)
     assert communication(away, costs) == (64, 64 / 4)
+    assert (COSTS.collectives(2, 64, 2), COSTS.collectives(0, 64, 2), COSTS.transfer(64)) == (1 + 64 + 1, 0.0, 0.0)
     assert communication(build.call(ops.fetch, away, torch.device("cpu")), costs) == (64, 64 / 4)

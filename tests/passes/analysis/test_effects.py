@@ -14,7 +14,7 @@ from compile_fsdp.ops import copy_, resize_storage_bytes_
 from compile_fsdp.passes.analysis.eager_effects import EagerEffects, is_passed_through, is_upkeep
 from compile_fsdp.passes.analysis.effects import Effects, get_argument
 from compile_fsdp.torch_compat.dynamo import set_version_counter, tensor_version
-from helpers.graphs.build import GraphBuilder, aten
+from helpers.graphs.build import GraphBuilder, aten, c10d
 
 functional = torch.nn.functional
 higher_order = torch.ops.higher_order
@@ -165,3 +165,8 @@ def test_subgraph_reads_storages_if_one_of_its_ops_does(reads: bool) -> None:
     (node,) = (node for node in module.graph.nodes if node.target is higher_order.wrap_activation_checkpoint)
     assert Effects(module).reads_storage(node) == reads
     assert Effects(None).reads_storage(call(higher_order.auto_functionalized_v2, aten.add_.Tensor, "x"))
+
+
+def test_only_aten_ops_that_write_nothing_only_compute() -> None:
+    targets = (aten.neg.default, aten.neg_.default, c10d.wait_tensor.default, torch.neg)
+    assert [Effects(None).only_computes(call(target, "x")) for target in targets] == [True, False, False, False]

@@ -21,7 +21,9 @@ def _unfilled(layer: Layer, *results: fx.Node) -> list[fx.Node]:
 
 def test_a_read_that_nothing_fills_is_found() -> None:
     layer = Layer(meta_key="example_value")
-    assert _unfilled(layer, layer.build.call(torch.matmul, layer.x, layer.weight)) == [layer.weight]
+    product = layer.read()
+    layer.free()
+    assert _unfilled(layer, product) == [layer.weight]
 
 
 def test_a_read_of_a_view_is_found() -> None:

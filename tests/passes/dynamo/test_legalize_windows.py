@@ -81,7 +81,7 @@ def test_free_is_delayed_behind_the_last_read() -> None:
     transposed = build.call_method("t", layer.weight)
     layer.free()
     result = build.call(torch.relu, build.call(torch.matmul, layer.x, transposed))
-    graph = build.output(result)
+    graph = build.output(result, transposed)  # the output reads no data
     assert legalized(graph) == LegalizeReport(nodes_sunk=0, frees_delayed=1, unmoved=())
     assert_expected_inline(render_calls(graph), """\
 resize_storage_bytes_(weight, 64)
@@ -90,7 +90,7 @@ copy_(weight, value)
 %1: f32[4, 4] = matmul(x, %0)
 resize_storage_bytes_(weight, 0)
 %2: f32[4, 4] = relu(%1)
-return (%2,)
+return (%2, %0)
 """)
 
 
@@ -115,6 +115,17 @@ resize_storage_bytes_(weight, 0)
 resize_storage_bytes_(late, 0)
 return (%0,)
 """)
+
+
+def test_read_takes_along_the_copy_into_another_tensor_that_it_reads() -> None:
+    layer = dynamo_layer()
+    other = layer.build.input("other", (4, 4))
+    product = layer.build.call(torch.matmul, layer.weight, other)
+    layer.build.copy(other, layer.value)
+    layer.fill()
+    graph = layer.build.output(product)
+    assert legalized(graph).nodes_sunk == 2
+    assert calls(graph) == "resize copy_ matmul copy_"
 
 
 def test_reads_sink_behind_the_copies_and_version_counters_of_several_fills() -> None:

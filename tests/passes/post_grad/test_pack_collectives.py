@@ -257,6 +257,7 @@ def _names(graph: fx.Graph) -> list[str]:
 
 
 def test_collective_has_the_names_of_all_collectives_that_it_replaces() -> None:
+    assert _names(gather_graph([2])) == [""]
     for split, joined, pack in (
         (gather_graph([2, 30]), _kept_layers(), pack_gathers),
         (reduce_graph([2, 30]), _two_reductions(), pack_reductions),

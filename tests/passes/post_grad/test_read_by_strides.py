@@ -11,6 +11,7 @@ from helpers.graphs.render import render
 
 def test_weight_that_the_graph_fills_is_read_by_its_strides() -> None:
     build = GraphBuilder()
+    build.input_like("rows", 3)
     x, value = build.input("x", (1, 1, 8, 8)), build.input("value", (1, 1, 3, 3))
     weight = build.input("weight", (1, 1, 3, 3))
     build.fill(weight, value)
@@ -19,6 +20,7 @@ def test_weight_that_the_graph_fills_is_read_by_its_strides() -> None:
     assert dict(read_by_strides(graph).counts) == {"reads_rewritten": 1}
     graph.lint()
     assert_expected_inline(render(graph), """\
+rows
 x: f32[1, 1, 8, 8]
 value: f32[1, 1, 3, 3]
 weight: f32[1, 1, 3, 3]

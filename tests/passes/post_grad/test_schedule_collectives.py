@@ -280,8 +280,8 @@ def test_small_gradients_are_in_flight_together() -> None:
 def _fetching(layers: int = 3) -> fx.Graph:
     """A backward whose activations are in host memory; each is fetched where it is read."""
     build = GraphBuilder()
-    grad = build.input("grad", (8, 8))
     away = [build.input(f"h{i}", (8, 8)) for i in range(layers)]
+    grad = build.input("grad", (8, 8))
     gradients = []
     for layer in reversed(range(layers)):
         fetched = build.call(c10d.wait_tensor.default, build.call(ops.fetch, away[layer], torch.device("cpu")))
@@ -310,4 +310,5 @@ def test_fetch_is_launched_early_enough_to_arrive_in_time(seconds: float, expect
     report = schedule_collectives(graph, costs=costs)
     graph.lint()
     assert _targets(graph) == expected
+    assert [node.op for node in graph.nodes][:4] == ["placeholder"] * 4
     assert dict(report.counts) == {"collectives_scheduled": 0, "left_in_place": 0}
