@@ -27,7 +27,12 @@ from compile_fsdp.errors import UnknownOptionError
 from compile_fsdp.passes import PASSES, Costs
 from compile_fsdp.passes.text import parse_bytes
 from compile_fsdp.torch_compat.dynamo import CAN_REPLAY, list_backends
-from compile_fsdp.torch_compat.inductor import cuda_graphs_by_default, inductor_mode_options, inductor_option_names
+from compile_fsdp.torch_compat.inductor import (
+    caches_disabled,
+    cuda_graphs_by_default,
+    inductor_mode_options,
+    inductor_option_names,
+)
 
 # The environment variable that sets a job's default for the option `costs`.
 COSTS_VARIABLE = "COMPILE_FSDP_COSTS"
@@ -59,9 +64,9 @@ class Options:
         verify: Whether to compare each compiled graph with its traced graph on the first run, compare the first step's
             gradients with eager FSDP2's, and check each graph after every pass. For debugging: the first step takes
             several times the memory.
-        bundle: Path of a file with the traced and compiled first step, for processes that start later:
-            docs/performance.md. The file is read if it fits the step; otherwise it is written. Needs a model that its
-            `compile` method has compiled.
+        bundle: Path of a file with the traced and compiled steps of a model that its `compile` method has compiled, for
+            processes that start later: docs/performance.md. None: a file of this package's choice beside Inductor's
+            caches, unless they are disabled. False: no file.
         inductor: Options of Inductor, by their names in `torch.compile(options=...)`.
     """
 
@@ -73,8 +78,17 @@ class Options:
     progress: bool = True
     agreement_timeout_s: float = DEFAULT_LIMIT_S
     verify: bool = False
-    bundle: str | None = None
+    bundle: str | Literal[False] | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def keeps_steps(self) -> bool:
+        """Whether a model compiled with these options reads and writes a bundle."""
+        if self.bundle is not None:
+            return self.bundle is not False
+        # "auto" asks for a new decision by the memory that is free now.
+        is_plain = self.inner_backend == "inductor" and not self.verify and self.memory_budget != "auto"
+        return CAN_REPLAY and is_plain and not caches_disabled.value
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None, mode: str | None = None) -> Options:
@@ -167,11 +181,11 @@ def _checked(ours: dict[str, Any]) -> dict[str, Any]:
     bundle = ours.get("bundle")
     if isinstance(bundle, os.PathLike):
         ours = {**ours, "bundle": os.fspath(bundle)}
-    elif not (bundle is None or isinstance(bundle, str)):
-        raise UnknownOptionError(f"expected bundle to be the path of a file or None, got {bundle!r}")
-    if bundle is not None and (ours.get("verify") or backend != "inductor"):
+    elif not (bundle is None or bundle is False or isinstance(bundle, str)):
+        raise UnknownOptionError(f"expected bundle to be the path of a file, False or None, got {bundle!r}")
+    if bundle and (ours.get("verify") or backend != "inductor"):
         raise UnknownOptionError("expected no bundle together with verify=True or an inner_backend other than inductor")
-    if bundle is not None and not CAN_REPLAY:
+    if bundle and not CAN_REPLAY:
         raise UnknownOptionError(f"expected torch 2.13 or later for a bundle, got {torch.__version__}")
     if "disabled_passes" in ours:
         passes = {p.__name__ for p in PASSES}

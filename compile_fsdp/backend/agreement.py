@@ -67,7 +67,7 @@ def agree(sequence: CollectiveSequence, what: str, limit_s: float, shown: bool) 
     with meeting.announce(shown):
         for name, group in real_groups(sequence.groups):
             lines = shared_lines(sequence, group)
-            digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+            digest = _digest(lines)
             if digest in _agreed_in(group).digests:
                 are_all_here = False  # See [Note: Agreed once is agreed].
                 continue
@@ -76,6 +76,12 @@ def agree(sequence: CollectiveSequence, what: str, limit_s: float, shown: bool) 
                 _raise_mismatch(meeting, group, int(verdict), lines)
             _agreed_in(group).digests.add(digest)
     return are_all_here
+
+
+def note_agreed(sequence: CollectiveSequence) -> None:
+    """Note that all ranks have agreed on a graph's collectives: see [Note: Agreed once is agreed]."""
+    for _, group in real_groups(sequence.groups):
+        _agreed_in(group).digests.add(_digest(shared_lines(sequence, group)))
 
 
 def share_problem(sequence: CollectiveSequence, what: str, problem: str, limit_s: float) -> str:
@@ -142,6 +148,11 @@ def share_by(
     return own
 
 
+def are_fake(names: Collection[str]) -> bool:
+    """Return whether the collectives of some of the process groups do nothing."""
+    return any(_FAKE in dist.get_backend_config(resolve_group(name)) for name in names)
+
+
 def real_groups(names: Collection[str]) -> Iterator[tuple[str, dist.ProcessGroup]]:
     """Yield the named process groups that have peers, by name, so that ranks visit shared groups in one order."""
     for name in sorted(names):
@@ -162,6 +173,10 @@ def _holds_all_of(other: dist.ProcessGroup, group: dist.ProcessGroup) -> bool:
     tensor-parallel groups, whose shards differ in size.
     """
     return set(dist.get_process_group_ranks(group)) <= set(dist.get_process_group_ranks(other))
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _agreed_in(group: dist.ProcessGroup) -> _Agreed:

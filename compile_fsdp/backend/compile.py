@@ -77,7 +77,7 @@ def compile_fsdp(
 
 
 def _check_bundle(options: Options, traced: trace_record.TraceRecord) -> None:
-    if options.bundle is not None and traced.entered and not any(hooks.root.replay for hooks in traced.entered):
+    if options.bundle and traced.entered and not any(hooks.root.replay for hooks in traced.entered):
         raise UnknownOptionError(
             "expected model.compile() with a bundle, got torch.compile() of a model or a function; call the model's "
             'own, with backend="compile_fsdp" and options={"bundle": ...}'
@@ -102,7 +102,8 @@ def _decide(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options)
         example_inputs, _ = hooks.split(example_inputs)
         inputs = GraphInputs(gm)  # one input less
     inputs.check_writes(gm.graph)
-    step = Step(options, None if fitted is None else done.result(fit_memory_budget), hooks)
+    decision = None if fitted is None else done.result(fit_memory_budget)
+    step = Step(options, decision, hooks, inputs.texts)
     groups = group_figures(inputs, step.left_unsharded(inputs.groups)) if has_backward else ()
     return step, TracedGraph(step, gm, example_inputs, "forward", inputs, groups)
 

@@ -47,13 +47,23 @@ def settle_costs(gm: fx.GraphModule, inputs: GraphInputs, options: Options) -> C
         return options.costs
     usual = usual_costs(groups[0].fsdp_group.device)
     known = _shared_rows.setdefault(groups[0], {})
-    key = tuple(group.constants.text for group in groups)  # excludes the options, so that all ranks meet, or none
+    key = inputs.texts  # excludes the options, so that all ranks meet, or none
     if key not in known:
         rows = _find_rows(gm, inputs) or usual.rows
         names, limit_s = inputs.process_groups(), options.agreement_timeout_s
         known[key] = int(share_largest(names, "forward graph", (rows, str(rows)), limit_s, options.progress))
     costs = options.costs or replace(usual, rows=0)
     return costs if costs.rows else replace(costs, rows=known[key])
+
+
+def note_rows(groups: Iterable[TraceableGroup], texts: tuple[str, ...], rows: int) -> None:
+    """Note the rows of a graph that no rank traces, for graphs of the same groups that a rank traces later.
+
+    `groups` are all groups of the model, and `texts` those of the graph's groups.
+    """
+    for group in groups:
+        if texts and group.constants.text == texts[0]:
+            _shared_rows.setdefault(group, {}).setdefault(texts, rows)
 
 
 def _find_rows(gm: fx.GraphModule, inputs: GraphInputs) -> int:

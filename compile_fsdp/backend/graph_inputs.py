@@ -63,6 +63,11 @@ class GraphInputs:
         """The groups in `managed`, each once, in the order of the inputs."""
         return list(dict.fromkeys(self.managed.values()))
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The texts of the groups' constants."""
+        return tuple(group.constants.text for group in self.groups)
+
     def process_groups(self) -> list[str]:
         """Return the graph names of the process groups for gathers and reductions."""
         found = (each for group in self.groups for each in process_groups(group.fsdp_group) if each is not None)

@@ -114,7 +114,7 @@ def _call_inner_backend(graph: TracedGraph, recorder: Recorder) -> tuple[Callabl
     if options.inner_backend == "inductor" and is_captured:
         # Compile the backward at once, because AOTAutograd stores a graph only with both compiled halves.
         settings["force_non_lazy_backward_lowering"] = True
-    if options.bundle is not None:
+    if this_run().observer is not None:  # it may store the graph
         settings["bundled_autograd_cache"] = True
     phase = Phase(f"compiling the {graph.what}, {len(gm.graph.nodes)} nodes,", options.progress)
     with phase, functorch_config.patch(settings):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -110,7 +110,7 @@ def _settle(own: BudgetDecision, *, inputs: GraphInputs, budget: int, options: O
     """Make the decision of all ranks. See [Note: One decision]."""
     groups = inputs.groups
     known = _agreed.setdefault(groups[0], {})
-    key = options.memory_budget, tuple(group.constants.text for group in groups)
+    key = options.memory_budget, inputs.texts
     if key in known:
         return _with_collectives_of(known[key], own)
     need = own.fastest_bytes - budget + (0 if own.fits else _UNFIT)
@@ -125,6 +125,15 @@ def _settle(own: BudgetDecision, *, inputs: GraphInputs, budget: int, options: O
         )
     known[key] = decision
     return decision if decision.ops == own.ops else _with_collectives_of(decision, own)
+
+
+def note_decision(
+    groups: Iterable[TraceableGroup], texts: tuple[str, ...], options: Options, decision: BudgetDecision
+) -> None:
+    """Note the decision for a graph that no rank traces, as `note_rows` does with rows."""
+    for group in groups:
+        if texts and group.constants.text == texts[0]:
+            _agreed.setdefault(group, {}).setdefault((options.memory_budget, texts), decision)
 
 
 def _with_collectives_of(agreed: BudgetDecision, own: BudgetDecision) -> BudgetDecision:

@@ -91,12 +91,14 @@ class Step:
         options: The user's options, with the costs by which the forward is compiled.
         decision: How the step fits into its memory budget; None without a budget.
         hooks: The hooks lifted out of the forward graph; None without hooks.
+        groups: Texts of the constants of the forward's groups, in input order.
         record: The compiled and observed backwards.
     """
 
     options: Options
     decision: BudgetDecision | None = None
     hooks: DeferredHooks | None = None
+    groups: tuple[str, ...] = ()
     record: BackwardsRecord = field(default_factory=BackwardsRecord)
 
     def left_unsharded(self, groups: Sequence[TraceableGroup]) -> list[TraceableGroup]:

@@ -1,4 +1,4 @@
-"""Bundles: files with a traced step and the facts it depends on.
+"""Bundles: files with the traced steps of a model and the facts they depend on.
 
 [Note: Contents of a bundle]
 A line of JSON has the facts, which are compared before the pickle behind it is read: code, conditions, compiled graphs.
@@ -17,7 +17,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,18 +29,21 @@ from compile_fsdp.errors import NotPortableError
 from compile_fsdp.options import Options
 from compile_fsdp.passes.cache_key import hash_package
 from compile_fsdp.replay.words import class_name, describe, hash_code
-from compile_fsdp.torch_compat.inductor import settings_hash
+from compile_fsdp.torch_compat.inductor import cache_folder, settings_hash
 
 _MAGIC = b"compile_fsdp bundle 1\n"
 
+# Bounds of the folder of bundles that no option names.
+_MOST_FILES = 32
+_MOST_BYTES = 4 * 2**30
 
-# Inside `kept_in`: the folder of all bundles, and their outcomes by path.
-_kept: tuple[Path, dict[Path, str]] | None = None
+# Inside `kept_in`: the folder of all bundles, None for no bundles, and their outcomes by path.
+_kept: tuple[Path | None, dict[Path, str]] | None = None
 
 
 @contextmanager
-def kept_in(folder: Path) -> Iterator[dict[Path, str]]:
-    """Keep all models' bundles in one folder, not in the folders that models ask for; yield their outcomes by path."""
+def kept_in(folder: Path | None) -> Iterator[dict[Path, str]]:
+    """Keep all bundles in one folder, not where models keep them; None: keep none. Yield their outcomes by path."""
     global _kept
     outcomes: dict[Path, str] = {}
     outer, _kept = _kept, (folder, outcomes)
@@ -50,9 +53,35 @@ def kept_in(folder: Path) -> Iterator[dict[Path, str]]:
         _kept = outer
 
 
-def locate(asked: str) -> Path:
-    """Return the path of the bundle that a model asks for."""
-    return Path(asked) if _kept is None else _kept[0] / Path(asked).name
+def kept_folder() -> Path | None:
+    """Return the folder that all bundles are kept in; None outside of `kept_in`, and if none are kept."""
+    return None if _kept is None else _kept[0]
+
+
+def are_kept() -> bool:
+    return _kept is None or _kept[0] is not None
+
+
+def own_folder() -> Path:
+    """Return the folder of bundles that no option names."""
+    return cache_folder() / "compile_fsdp"
+
+
+def locate(asked: str | None, facts: Mapping[str, str]) -> Path:
+    """Return the path of a model's bundle; `asked` is the path in its options, or None."""
+    path = own_folder() / f"{_hash(sorted(facts.items()))[:32]}.bundle" if asked is None else Path(asked)
+    return path if (folder := kept_folder()) is None else folder / path.name
+
+
+def remove_oldest() -> None:
+    """Remove from `own_folder` the bundles that were not used for longest, down to its bounds."""
+    size_bytes = 0
+    with suppress(OSError):  # other processes use the folder, too
+        found = [(path, path.stat()) for path in own_folder().glob("*.bundle")]
+        for i, (path, status) in enumerate(sorted(found, key=lambda each: each[1].st_mtime, reverse=True)):
+            size_bytes += status.st_size
+            if i >= _MOST_FILES or size_bytes > _MOST_BYTES:
+                path.unlink(missing_ok=True)
 
 
 def note(path: Path, outcome: str) -> None:
@@ -120,8 +149,8 @@ def write(path: Path, facts: Mapping[str, Any], step: object) -> None:
         raise
 
 
-def read(path: Path, facts: Mapping[str, Any]) -> tuple[Any, str]:
-    """Return the step in a bundle, and the hash of its pickle.
+def read(path: Path, facts: Mapping[str, Any]) -> Any:
+    """Return what a bundle contains.
 
     NotPortableError if there is no bundle, it is damaged or not safe to read, or a fact differs.
     """
@@ -129,6 +158,8 @@ def read(path: Path, facts: Mapping[str, Any]) -> tuple[Any, str]:
         with path.open("rb") as file:
             _check_owner(os.fstat(file.fileno()))
             content = file.read()
+        with suppress(OSError):  # it may belong to root
+            os.utime(path)  # used now: see `remove_oldest`
     except FileNotFoundError:
         raise NotPortableError("there is none yet") from None
     except OSError as error:
@@ -148,7 +179,7 @@ def read(path: Path, facts: Mapping[str, Any]) -> tuple[Any, str]:
     if hashlib.sha256(body).hexdigest() != digest:
         raise NotPortableError(f"it is damaged: {len(body)} of {head.get('bytes')} bytes, or changed bytes")
     try:
-        return pickle.loads(body), digest
+        return pickle.loads(body)
     except Exception as error:  # pickled classes may raise any exception
         raise NotPortableError(f"it cannot be read: {type(error).__name__}: {error}") from error
 

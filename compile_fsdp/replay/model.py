@@ -1,24 +1,26 @@
 """Replay a model's steps that were traced before or bundled.
 
 [Note: Replayed steps]
-With the option `bundle`, a step of a model is traced as usual, and recorded: the code that runs in place of the model's
-frame and its backwards, with the conditions under which this code is right. A later step in which all conditions hold
-runs this code; any other step goes to Dynamo. Recorded steps are also written to a file, which is written again with
-each further one. The next process reads the conditions from this file, finds that they hold, and runs steps that it has
-never traced.
+A step of a model is traced as usual, and recorded: the code that runs in place of the model's frame and its backwards,
+with the conditions under which this code is right. A later step in which all conditions hold runs this code; any other
+step goes to Dynamo. Recorded steps are also written to a file, a bundle, which is written again with each further one.
+The next process reads the conditions from this file, finds that they hold, and runs steps that it has never traced.
 
 [Note: All ranks or none]
 A rank that traces meets its peers to compare collectives, see `backend/agreement.py`; a rank that replays meets nobody.
-So the ranks decide together on a bundle: each rank checks whether it fits, and all ranks use it if it fits on all.
+So the ranks decide together on a bundle in their first call: all ranks use it if it has the same collectives on all,
+and if the same of its steps, or none, fits on all. The file may differ from machine to machine.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import CellType
 from typing import Any
 
@@ -26,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from compile_fsdp.backend.agreement import share_choice
+from compile_fsdp.backend.agreement import are_fake, share_choice
 from compile_fsdp.backend.boundary import ForwardGraph
 from compile_fsdp.backend.step import BackwardsRecord
 from compile_fsdp.backend.this_run import Run, running, see_guards
@@ -59,19 +61,19 @@ class ReplayedStep:
 class ModelReplay:
     """Replayable steps of one model. See [Note: Replayed steps]."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, has_bundle: bool = True) -> None:
+        """Take the options of the model; without a bundle, its steps are replayed in this process only."""
         self.options = options
-        self.path = None if options.bundle is None else bundle.locate(options.bundle)  # None without a bundle
         self.steps: list[ReplayedStep] = []  # the last used first
         self._stored: list[StoredStep] = []  # the same steps, in the order of their traces
-        self._is_read = self.path is None
+        self._is_read = not has_bundle
+        self._records = True  # until a step cannot be recorded
+        self._path: Path | None = None  # of the bundle; None if it is not written
         self._facts: Mapping[str, Any] = {}
 
     @at_run_time
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
         """Call the compiled model, by a replay if a step fits, else by `run`."""
-        if not torch.is_grad_enabled():
-            return run(*args, **kwargs)
         function = module.__dict__["_call_impl"].__func__
         (cell,) = closure = function.__closure__
         arguments = {"self": module, "args": args, "kwargs": kwargs, "__class__": cell.cell_contents}
@@ -83,31 +85,37 @@ class ModelReplay:
                 self.steps.insert(0, self.steps.pop(i))
                 step.forward.runs += 1
                 return step.forward.run(module, *args, **kwargs)
-        if len(self.steps) == _MOST_STEPS:
+        if not self._records or len(self._stored) == _MOST_STEPS:
             return run(*args, **kwargs)
         frame = FrameRecord(function.__code__, {"L": arguments, "G": function.__globals__}, lambda fact: False)
         with running(Run(observer=frame)):
             output = run(*args, **kwargs)
         if frame.graphs > 0:  # else Dynamo has compiled the step before
-            self._note_backward(frame, closure)
+            self._note(frame, closure)
         return output
 
     @at_run_time
-    def _note_backward(self, frame: FrameRecord, closure: Sequence[CellType]) -> None:
-        if not isinstance(frame.graph, ForwardGraph) or frame.graph.forward.step.hooks is None:
+    def _note(self, frame: FrameRecord, closure: Sequence[CellType]) -> None:
+        """Keep a traced forward without gradients, or have it kept behind its first backward."""
+        has_backward = torch.is_grad_enabled()
+        if not isinstance(frame.graph, ForwardGraph) or (has_backward and frame.graph.forward.step.hooks is None):
             frame.problem = "there is no graph with a backward whose hooks are known by numbers"
         with self._failures_logged():
             frame.finish()
-            frame.graph.forward.step.record.observer = BackwardRecord(partial(self._keep, frame, closure))
+            if has_backward:
+                frame.graph.forward.step.record.observer = BackwardRecord(partial(self._keep, frame, closure))
+            else:
+                self._keep(frame, closure, None)
 
     @at_run_time
-    def _keep(self, forward: FrameRecord, closure: Sequence[CellType], backward: BackwardRecord) -> None:
-        """Add a step whose first backward is recorded."""
+    def _keep(self, forward: FrameRecord, closure: Sequence[CellType], backward: BackwardRecord | None) -> None:
+        """Add a step whose first backward, if any, is recorded."""
         backwards = forward.graph.forward.step.record
         backwards.observer = None
         with self._failures_logged():
             step = StoredStep.of(forward, self._writes)
-            self._add_backward(step, backwards, backward)
+            if backward is not None:
+                self._add_backward(step, backwards, backward)
             self._stored.append(step)
             self.steps.insert(0, ReplayedStep(step.bind(forward.graph, closure), backwards))
             self._write()
@@ -133,15 +141,23 @@ class ModelReplay:
 
     @property
     def _writes(self) -> bool:
-        return self.path is not None and dist.get_rank() == 0
+        rank = dist.get_rank()
+        # Each machine has its own caches.
+        return self._path is not None and (rank if self.options.bundle else dist.get_node_local_rank(rank)) == 0
 
     def _write(self) -> None:
-        if self.path is not None and self._writes:
+        if self._path is not None and self._writes:
             try:
-                bundle.write(self.path, self._facts, self._stored)
-                bundle.note(self.path, "wrote")
+                bundle.write(self._path, self._facts, self._stored)
+                bundle.note(self._path, "wrote")
             except OSError as error:
-                _log.warning("the bundle %s cannot be written: %s", self.path, error)
+                self._log("the bundle %s cannot be written: %s", self._path, error)
+            if not self.options.bundle:
+                bundle.remove_oldest()
+
+    def _log(self, message: str, *args: object) -> None:
+        """Log a message about a bundle: a warning if the user has asked for the bundle."""
+        _log.log(logging.WARNING if self.options.bundle else logging.INFO, message, *args)
 
     @contextmanager
     def _failures_logged(self) -> Iterator[None]:
@@ -149,50 +165,70 @@ class ModelReplay:
         try:
             yield
         except Exception as error:
-            if self.options.bundle is not None:
-                _log.warning("a step is not in the bundle, and every process traces it: %s", error)
+            self._records = False
+            self._log("a step is not in the bundle, and every process traces it: %s", error)
 
     @at_run_time
     def _read(self, module: nn.Module, arguments: Mapping[str, Any], closure: Sequence[CellType]) -> None:
+        """Read the bundle, and use it if all ranks can. See [Note: All ranks or none]."""
         groups = prepare_model(module_hooks_of(module).hooks)
-        self._facts = bundle.make_facts(module, self.options)
-        assert self.path is not None
+        if not self.options.bundle and bundle.kept_folder() is None and are_fake(groups):
+            self._records = False
+            return
         steps: list[StoredStep] = []
+        loaded: list[ReplayedStep] = []
+        fitting: int | None = None
         try:
-            steps, digest = bundle.read(self.path, self._facts)
-            loaded, choice = self._load(steps, arguments, closure), f"={digest}"
-        except NotPortableError as error:
-            loaded, choice = [], str(error)
+            self._facts = bundle.make_facts(module, self.options)
+            self._path = bundle.locate(self.options.bundle or None, self._facts)
+            steps = bundle.read(self._path, self._facts)
+            loaded = self._load(steps, module, closure)
+            fitting = next((i for i, step in enumerate(loaded) if step.forward.fits(arguments)), None)
+            choice = f"={_hash_collectives(steps)} {fitting}"
+        except Exception as error:  # a rank that stops here would leave its peers waiting
+            choice = str(error)
         problem = share_choice(groups, "bundle", choice, self.options.agreement_timeout_s)
         if problem:
-            _log.warning("the bundle %s is not used, and made anew: %s", self.path, problem)
+            self._log("the bundle %s is not used, and made anew: %s", self._path, problem)
             return
-        bundle.note(self.path, "kept, since it fits:")
+        assert self._path is not None
+        if fitting is None:
+            if dist.get_rank() == 0:
+                _log.warning("no step in the bundle %s fits: %s", self._path, loaded[-1].forward.problem)
+            steps, loaded = steps[1 - _MOST_STEPS :], loaded[1 - _MOST_STEPS :]  # the oldest makes room
+        else:
+            bundle.note(self._path, "kept, since it fits:")
         self._stored, self.steps = steps, loaded
+        every = [group for hooks in module_hooks_of(module).hooks.root.all_hooks for group in hooks.groups]
         for step, replayed in zip(steps, loaded, strict=True):
+            step.note_agreed(self.options, every)
             self._observe_further(step, replayed.backwards)
 
-    def _load(
-        self, steps: Sequence[StoredStep], arguments: Mapping[str, Any], closure: Sequence[CellType]
-    ) -> list[ReplayedStep]:
+    def _load(self, steps: Sequence[StoredStep], module: nn.Module, closure: Sequence[CellType]) -> list[ReplayedStep]:
         for frame in (each for step in steps for each in step.frames()):
             if (changed := frame.sources.changed()) is not None:
                 raise NotPortableError(f"the code of {changed} has changed")
-        graphs = [step.load(self.options, arguments["self"]) for step in steps]
-        forwards = [step.bind(graph, closure) for step, graph in zip(steps, graphs, strict=True)]
-        if not any(forward.fits(arguments) for forward in forwards):
-            raise NotPortableError(str(forwards[0].problem))
-        records = [graph.forward.step.record for graph in graphs]
-        return [ReplayedStep(forward, record) for forward, record in zip(forwards, records, strict=True)]
+        graphs = [step.load(self.options, module) for step in steps]
+        return [
+            ReplayedStep(step.bind(graph, closure), graph.forward.step.record)
+            for step, graph in zip(steps, graphs, strict=True)
+        ]
+
+
+def _hash_collectives(steps: Sequence[StoredStep]) -> str:
+    sequences = [frame.collectives for step in steps for frame in step.frames()]
+    return hashlib.sha256(repr([each.lines(each.groups) for each in sequences]).encode()).hexdigest()
 
 
 @at_run_time
 def start_replay(arguments: Mapping[str, Any]) -> tuple[ModelReplay | None, dict[str, Any]]:
-    """Return a model's replay, None without a bundle, and torch.compile's arguments for tracing the model."""
+    """Return a model's replay, None if it keeps no steps, and torch.compile's arguments for tracing the model."""
     given = dict(arguments.get("options") or {})
     given.pop("guard_filter_fn", None)
     options = Options.parse(given, arguments.get("mode"))
-    return (None, dict(arguments)) if options.bundle is None else (ModelReplay(options), show_guards(arguments))
+    if not options.keeps_steps or not bundle.are_kept():
+        return None, {**arguments, "options": {**(arguments.get("options") or {}), "bundle": False}}
+    return ModelReplay(options), show_guards(arguments)
 
 
 def show_guards(arguments: Mapping[str, Any]) -> dict[str, Any]:

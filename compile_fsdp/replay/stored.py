@@ -11,9 +11,12 @@ from typing import Any
 
 from torch import nn
 
+from compile_fsdp.backend.agreement import note_agreed
 from compile_fsdp.backend.boundary import ForwardGraph
 from compile_fsdp.backend.compiled_forward import CompiledForward, ParameterInputs
+from compile_fsdp.backend.costs import note_rows
 from compile_fsdp.backend.graph_order import follow
+from compile_fsdp.backend.memory_budget import note_decision
 from compile_fsdp.backend.prefill import UnshardBeforeRun
 from compile_fsdp.backend.step import Step
 from compile_fsdp.errors import NotPortableError
@@ -29,6 +32,7 @@ from compile_fsdp.replay.program import Program
 from compile_fsdp.replay.recording import FrameRecord
 from compile_fsdp.replay.sources import Sources
 from compile_fsdp.reports import GraphReport, record
+from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.torch_compat.inductor import load_graph
 
 
@@ -109,6 +113,7 @@ class StoredStep:
     hooks: DeferredHooks | None  # lifted out of the forward's graph
     costs: Costs | None  # by which the forward was compiled, as in `Options.costs`
     decision: BudgetDecision | None  # how the step fits into its memory budget; None without a budget
+    groups: tuple[str, ...]  # as in `Step`
     backwards: list[StoredBackward] = field(default_factory=list)
 
     @classmethod
@@ -116,9 +121,8 @@ class StoredStep:
         """Store a recorded forward, still without a backward; NotPortableError if it cannot be stored."""
         compiled: CompiledForward = forward.graph.forward
         step = compiled.step
-        return cls(
-            StoredFrame.of(forward, with_graph), compiled.parameters, step.hooks, step.options.costs, step.decision
-        )
+        frame = StoredFrame.of(forward, with_graph)
+        return cls(frame, compiled.parameters, step.hooks, step.options.costs, step.decision, step.groups)
 
     def frames(self) -> list[StoredFrame]:
         return [self.forward, *(each.frame for each in self.backwards)]
@@ -133,10 +137,22 @@ class StoredStep:
         def run(*inputs: Any) -> Any:
             return run_list(list(inputs))
 
-        step = Step(replace(options, costs=self.costs), self.decision, self.hooks)
+        step = Step(replace(options, costs=self.costs), self.decision, self.hooks, self.groups)
         followed = follow(run, self.forward.collectives, "forward graph")
         step.record.known += [each.load() for each in self.backwards]
         return ForwardGraph(CompiledForward(followed, self.parameters, weakref.ref(module), step))
+
+    def note_agreed(self, options: Options, groups: Sequence[TraceableGroup]) -> None:
+        """Note that all ranks start with this step; `groups` are all groups of its model.
+
+        Otherwise a rank that traces alone later, for a different batch, would wait for its peers.
+        """
+        for frame in self.frames():
+            note_agreed(frame.collectives)
+        if self.costs is not None:
+            note_rows(groups, self.groups, self.costs.rows)
+        if self.decision is not None:
+            note_decision(groups, self.groups, options, self.decision)
 
     def bind(self, graph: ForwardGraph, closure: Sequence[CellType]) -> Frame:
         return self.forward.bind(graph, tuple(closure), frozenset({"args", "kwargs"}))

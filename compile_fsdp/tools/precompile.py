@@ -13,9 +13,9 @@ from compile_fsdp.tools.launch import fake_world
 from compile_fsdp.tools.scripts import add_script, run_script
 
 DESCRIPTION = """\
-Run a training script in one process, as one rank of a world whose collectives do nothing, and write into a folder the
-bundles that its models name with the option `bundle`. A job of N ranks that finds these bundles traces nothing. The
-script's own writes do not reach its files.
+Run a training script in one process, as one rank of a world whose collectives do nothing, and write the bundles of its
+models into a folder. A job of N ranks that finds these bundles traces nothing: in the folder compile_fsdp of Inductor's
+cache folder, or where the option `bundle` says. The script's own writes do not reach its files.
 """
 
 
@@ -43,8 +43,8 @@ def run(args: argparse.Namespace) -> None:
         files.keep(outcomes)
     if not outcomes:
         raise ScriptError(
-            f"expected a step of a model that is compiled with the option bundle, got none from {args.script} that can "
-            "be kept; if it trains one, a warning above says why"
+            f"expected a step that a bundle can hold, of a model compiled by its compile method, got none from "
+            f"{args.script}; the level INFO of the logger compile_fsdp says why"
         )
     for path, outcome in outcomes.items():
         print(f"{outcome} {path}")

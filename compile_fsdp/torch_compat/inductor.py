@@ -37,6 +37,9 @@ inductor_mode_options: Callable[[str], dict[str, Any]] = Late("torch._inductor.l
 # Its value: whether Inductor's global config captures CUDA graphs. (2.13.0)
 cuda_graphs_by_default = Late("torch._inductor.config.triton.cudagraphs")
 
+# Its value: whether the compilers' caches are disabled, as by TORCHINDUCTOR_FORCE_DISABLE_CACHES. (2.13.0)
+caches_disabled = Late("torch._inductor.config.force_disable_caches")
+
 # The command of Inductor's C++ compiler; RuntimeError or OSError if no compiler starts. (2.13.0)
 cpp_compiler: Callable[[], str] = Late("torch._inductor.cpp_builder.get_cpp_compiler")
 

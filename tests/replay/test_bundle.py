@@ -9,11 +9,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 import torch._dynamo.utils
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -103,7 +104,7 @@ class _OtherBlock(_Block):
 
 
 def _model(
-    path: Path | None,
+    path: Path | Literal[False] | None,
     block: type[_Block] = _Block,
     blocks: int = 2,
     width: int = 4,
@@ -114,58 +115,98 @@ def _model(
     model = nn.Sequential(*(block(width) for _ in range(blocks)))
     for module in (*model, model):
         compile_fsdp.fully_shard(module, mp_policy=policy)
-    given = options if path is None else {"bundle": str(path), **options}
+    given = {"bundle": str(path) if path else path, **options}
     model.compile(backend="compile_fsdp", fullgraph=True, options=given)
     return model
 
 
-def _train(model: Any, batch: int = 3, microbatches: int = 1) -> list[torch.Tensor]:
+def _train(model: Any, batch: int = 3, microbatches: int = 1, evaluates: bool = False) -> list[torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(1)
+    results: list[torch.Tensor] = []
     for _ in range(3):
         optimizer.zero_grad()
         for i in range(microbatches):
             model.set_requires_gradient_sync(i == microbatches - 1)
             model(torch.randn(batch, 4)).square().mean().backward()
         optimizer.step()
-    return [parameter.full_tensor().detach() for parameter in model.parameters()]
+        if evaluates:
+            with torch.no_grad():
+                results.append(model(torch.randn(batch, 4)))
+    return [*results, *(parameter.full_tensor().detach() for parameter in model.parameters())]
 
 
 def _second_model(
-    rank: int, folder: str, microbatches: int, policy: MixedPrecisionPolicy
+    rank: int, folder: str, is_own: bool, policy: MixedPrecisionPolicy, arguments: dict[str, Any]
 ) -> tuple[list[tuple[int, int]], list[int], bool]:
-    path = Path(folder, "step.bundle")
+    """Train two models, the second one from the bundle of the first one, and a third one without a bundle."""
+    bundle.own_folder = lambda: Path(folder)
     counters = torch._dynamo.utils.counters["stats"]
     before = counters["unique_graphs"]
     results, replays, graphs = [], [], []
     for _ in range(2):
-        model = _model(path, policy=policy)
-        results.append(_train(model, microbatches=microbatches))
+        model = _model(None if is_own else Path(folder, "step.bundle"), policy=policy)
+        results.append(_train(model, **arguments))
         replays.append(count_replays(model))
         graphs.append(counters["unique_graphs"] - before)
-    plain = _train(_model(None, policy=policy), microbatches=microbatches)
+        dist.barrier()  # the bundle is written
+    plain = _train(_model(False, policy=policy), **arguments)
     return replays, graphs, all(map(torch.equal, results[1], plain)) and all(map(torch.equal, results[0], plain))
 
 
+@pytest.mark.parametrize("is_own", [False, True])
 @pytest.mark.parametrize(
-    ("microbatches", "policy", "replays", "graphs"),
+    ("policy", "arguments", "replays", "graphs"),
     [
-        (1, FLOAT32, [(2, 2), (3, 3)], [2, 2]),
+        (FLOAT32, {}, [(2, 2), (3, 3)], [2, 2]),
+        (FLOAT32, {"evaluates": True}, [(4, 2), (6, 3)], [3, 3]),
         # Backwards of the first microbatch, of those between, and of the last.
-        (4, FLOAT32, [(11, 9), (12, 12)], [4, 4]),
+        (FLOAT32, {"microbatches": 4}, [(11, 9), (12, 12)], [4, 4]),
         # The first microbatch and those between have one graph, which does not add the waiting gradients.
-        (4, MIXED, [(11, 10), (12, 12)], [3, 3]),
+        (MIXED, {"microbatches": 4}, [(11, 10), (12, 12)], [3, 3]),
     ],
 )
 def test_steps_from_a_bundle_equal_steps_without_replay(
     tmp_path: Path,
-    microbatches: int,
+    is_own: bool,
     policy: MixedPrecisionPolicy,
+    arguments: dict[str, Any],
     replays: list[tuple[int, int]],
     graphs: list[int],
 ) -> None:
-    for result in run_ranks(2, _second_model, str(tmp_path), microbatches, policy):
+    for result in run_ranks(2, _second_model, str(tmp_path), is_own, policy, arguments):
         assert result == (replays, graphs, True)
+
+
+def _alone(rank: int, folder: str) -> int:
+    """Start from a bundle; then rank 0 traces a further shape that its peer never has. Return the new graphs."""
+    for _ in range(2):
+        model = _model(Path(folder, "step.bundle"), agreement_timeout_s=20.0)
+        _train(model)
+        dist.barrier()
+    counters = torch._dynamo.utils.counters["stats"]
+    before = counters["unique_graphs"]
+    _train(model, batch=3 if rank else 5)
+    return int(counters["unique_graphs"] - before)
+
+
+def test_rank_traces_a_further_shape_while_its_peers_replay(tmp_path: Path) -> None:
+    assert run_ranks(2, _alone, str(tmp_path)) == [2, 0]
+
+
+def test_own_bundles_used_last_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundle, "own_folder", lambda: tmp_path)
+    monkeypatch.setattr(bundle, "_MOST_FILES", 3)
+    monkeypatch.setattr(bundle, "_MOST_BYTES", 20)
+    for i, size in enumerate((1, 9, 9, 9, 2)):
+        path = tmp_path / f"{i}.bundle"
+        path.write_bytes(b"x" * size)
+        os.utime(path, (i, i))
+    bundle.remove_oldest()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2.bundle", "3.bundle", "4.bundle"]
+    monkeypatch.setattr(bundle, "_MOST_BYTES", 11)
+    bundle.remove_oldest()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["3.bundle", "4.bundle"]
 
 
 def _collectives_of_accumulation(rank: int, folder: str) -> list[int]:
@@ -239,13 +280,11 @@ _FACTS = (
         *((_fact(name), f"different {name}") for name in _FACTS),
     ],
 )
-def test_unusable_bundle_is_refused_with_the_reason(
-    damage: Callable[[Path], None], named: str, tmp_path: Path
-) -> None:
+def test_unusable_bundle_is_refused_with_the_reason(damage: Callable[[Path], None], named: str, tmp_path: Path) -> None:
     path = tmp_path / "step.bundle"
     facts = dict.fromkeys(_FACTS, "this")
     bundle.write(path, facts, {"a": 1})
-    assert bundle.read(path, facts)[0] == {"a": 1}
+    assert bundle.read(path, facts) == {"a": 1}
     damage(path)
     with pytest.raises(NotPortableError, match=named):
         bundle.read(path, facts)
@@ -315,6 +354,9 @@ def _refusals(rank: int, folder: str) -> list[str]:
             model(torch.randn(batch, 4)).square().mean().backward()
         problems.append(messages[0])
         assert count_replays(model) == (0, 0)
+        model = _model(path)  # the first step is still in the bundle
+        _train(model)
+        assert count_replays(model) == (3, 3)
         path.write_bytes(content)
     return problems
 
@@ -366,7 +408,7 @@ def test_concurrent_writes_never_leave_a_partial_bundle(tmp_path: Path) -> None:
     with ThreadPoolExecutor() as pool:
         writers = [pool.submit(run_fresh, _WRITE_MANY, str(path), text) for text in texts]
         while not all(writer.done() for writer in writers):
-            seen.add(bundle.read(path, {"a": "b"})[0])
+            seen.add(bundle.read(path, {"a": "b"}))
         for writer in writers:
             writer.result()
     assert seen == {text * 10_000 for text in texts}
@@ -393,5 +435,5 @@ def test_failed_write_keeps_the_previous_bundle(tmp_path: Path) -> None:
     bundle.write(path, {}, "before")
     problem, _ = run_fresh(_WRITE_TO_A_FULL_DISK, str(path))
     assert "too large" in problem
-    assert bundle.read(path, {})[0] == "before"
+    assert bundle.read(path, {}) == "before"
     assert list(tmp_path.iterdir()) == [path]

@@ -12,6 +12,7 @@ from torch import nn
 
 import compile_fsdp
 from compile_fsdp.cli import main
+from compile_fsdp.replay import bundle
 from helpers.models.replays import count_replays
 from helpers.ranks.pools import run_ranks
 from helpers.releases.skip import skip_before
@@ -26,7 +27,7 @@ from test_precompile import build
 
 if not dist.is_initialized():
     dist.init_process_group("gloo")
-options = {"bundle": sys.argv[1]} if len(sys.argv) > 1 else {}
+options = {"bundle": sys.argv[1] or False} if len(sys.argv) > 1 else {}
 build(**options)(torch.ones(3, 4)).square().mean().backward()
 """
 
@@ -49,30 +50,41 @@ def build(**options: Any) -> nn.Module:
     return model
 
 
-def _train(rank: int, bundle: str | None) -> tuple[tuple[int, int], int, list[torch.Tensor]]:
+def _train(rank: int, folder: str, asked: str | bool | None) -> tuple[tuple[int, int], int, list[torch.Tensor]]:
+    bundle.own_folder = lambda: Path(folder)
     counters = torch._dynamo.utils.counters["stats"]
     before = counters["unique_graphs"]
-    model = build() if bundle is None else build(bundle=bundle)
+    model = build(bundle=asked)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         model(torch.ones(3, 4) + rank).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    replays = (0, 0) if bundle is None else count_replays(model)
+    replays = (0, 0) if asked is False else count_replays(model)
     parameters: list[Any] = list(model.parameters())
     return replays, counters["unique_graphs"] - before, [each.full_tensor().detach() for each in parameters]
 
 
-def test_ranks_replay_a_precompiled_bundle(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("asked", ["step.bundle", None])
+def test_ranks_replay_a_precompiled_bundle(script: Path, capsys: pytest.CaptureFixture[str], asked: str | None) -> None:
     folder = script.parent / "made" / "today"
-    command = ["precompile", "--world", "2", "--out", str(folder), str(script), "elsewhere/step.bundle"]
-    path = folder / "step.bundle"
+    command = [
+        "precompile",
+        "--world",
+        "2",
+        "--out",
+        str(folder),
+        str(script),
+        *([f"elsewhere/{asked}"] if asked else []),
+    ]
     assert main(command) == 0
+    (path,) = folder.iterdir()
+    assert asked in (None, path.name)
     assert capsys.readouterr().out.splitlines()[-1] == f"wrote {path}"
     content = path.read_bytes()
-    plain = run_ranks(2, _train, None)
+    plain = run_ranks(2, _train, "", False)
     for (replays, graphs, parameters), (_, traced, expected) in zip(
-        run_ranks(2, _train, str(path)), plain, strict=True
+        run_ranks(2, _train, str(folder), str(path) if asked else None), plain, strict=True
     ):
         assert (replays, graphs, traced) == ((2, 2), 0, 2)
         assert all(map(torch.equal, parameters, expected))
@@ -82,10 +94,10 @@ def test_ranks_replay_a_precompiled_bundle(script: Path, capsys: pytest.CaptureF
     assert not Path("elsewhere").exists()
 
 
-def test_script_without_bundle_is_an_error(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_script_whose_models_have_no_bundles_is_an_error(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = script.parent / "made"
-    assert main(["precompile", "--world", "2", "--out", str(folder), str(script)]) == 2
-    assert "expected a step of a model" in capsys.readouterr().err.splitlines()[-1]
+    assert main(["precompile", "--world", "2", "--out", str(folder), str(script), ""]) == 2
+    assert "expected a step that a bundle can hold" in capsys.readouterr().err.splitlines()[-1]
     assert not folder.exists()
 
 

@@ -30,7 +30,6 @@ modes:
   block           torch's FSDP2, with each block compiled before it is sharded
   compile         compile_fsdp
   compile_kept    compile_fsdp, with memory for all unsharded parameters
-  compile_bundle  compile_fsdp, with a bundle in the compiler's cache folder
   bound           the model without sharding, compiled
   simple          SimpleFSDP of torchtitan, if it can be imported
   simple_bucket   SimpleFSDP with all of Inductor's collective bucketing

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import os
-import tempfile
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -42,11 +39,6 @@ def _block(model: nn.Module) -> nn.Module:
 def _compile(model: nn.Module, **options: Any) -> nn.Module:
     _shard(model, api.fully_shard).compile(backend="compile_fsdp", fullgraph=True, options=options)
     return model
-
-
-def _compile_bundle(model: nn.Module) -> nn.Module:
-    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
-    return _compile(model, bundle=str(Path(folder, "compile_fsdp.bundle")))
 
 
 def _bound(model: nn.Module) -> nn.Module:
@@ -87,5 +79,4 @@ MODES: dict[str, Callable[[Any], nn.Module]] = {
     "bound": _bound,
     "compile": _compile,
     "compile_kept": partial(_compile, memory_budget=2**50),  # more than any step needs
-    "compile_bundle": _compile_bundle,
 }

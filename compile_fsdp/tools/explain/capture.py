@@ -21,6 +21,7 @@ from compile_fsdp.passes import PassCounts, WindowReport
 from compile_fsdp.passes.analysis.costs import Costs
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
 from compile_fsdp.passes.post_grad.remove_unshard_copies import remove_unshard_copies
+from compile_fsdp.replay import bundle
 from compile_fsdp.reports import Direction, observing, reports
 from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.tools.explain.events import Event, read_events, trace_parameters
@@ -224,11 +225,12 @@ def _find_caller() -> Place | None:
 
 @contextmanager
 def capture() -> Iterator[Capture]:
-    """Collect the compilations of all threads inside the block."""
+    """Collect the compilations of all threads inside the block, whose models use no bundles."""
     captured = Capture()
     breaks, own = graph_break_logger(), logging.getLogger("compile_fsdp")
     with (
         observing(captured),
+        bundle.kept_in(None),
         _listening(breaks, logging.DEBUG, captured.add_break),
         _listening(own, logging.WARNING, captured.notes.append),
     ):

@@ -20,7 +20,7 @@ def compile_with_replay(model: Any, **arguments: Any) -> None:
     """
     model.compile(**(show_guards(arguments) if CAN_REPLAY else arguments))
     if CAN_REPLAY:
-        model._compile_fsdp_hooks.hooks.root.replay = ModelReplay(Options.parse(arguments["options"]))
+        model._compile_fsdp_hooks.hooks.root.replay = ModelReplay(Options.parse(arguments["options"]), has_bundle=False)
 
 
 def count_replays(model: Any) -> tuple[int, int]:

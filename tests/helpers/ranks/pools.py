@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from compile_fsdp.tools.launch import Ranks, join
@@ -129,6 +130,7 @@ def _run_one(rank: int, meeting: str | None, source: str, name: str, args: Any) 
 
     import compile_fsdp
     from compile_fsdp.backend import agreement
+    from compile_fsdp.replay import bundle
     from helpers.ranks.meshes import group_count
 
     function = getattr(_load(source), name)
@@ -142,7 +144,9 @@ def _run_one(rank: int, meeting: str | None, source: str, name: str, args: Any) 
     try:
         # Otherwise a rank without collectives could close its connections while the remaining ranks still connect.
         dist.barrier()
-        result = function(rank, *args)
+        with TemporaryDirectory() as folder:
+            bundle.own_folder = lambda: Path(folder)  # empty, so no test starts from the bundle of another one
+            result = function(rank, *args)
         alone = dist.group.WORLD is world and dist.get_pg_count() == 1 + group_count()
         return result, _Left(alone, sum(each.rounds for each in agreement._agreed.values()))
     finally:
