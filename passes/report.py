@@ -109,7 +109,7 @@ class PassCounts:
 
     def __str__(self) -> str:
         counts = (
-            f"{format_bytes(size)} {label.removeprefix('bytes_')}" if label.startswith("bytes_") else f"{size} {label}"
+            f"{label.removeprefix('bytes_')} {format_bytes(size) if label.startswith('bytes_') else size}"
             for label, size in self.counts
         )
         return f"{self.name}: " + ", ".join(counts).replace("_", " ")
@@ -155,7 +155,7 @@ class LegalizeReport:
 
     def __str__(self) -> str:
         kept = _describe_kept(self.unmoved)
-        return f"legalize_windows: {self.nodes_sunk} nodes sunk, {self.frees_delayed} frees delayed{kept}"
+        return f"legalize_windows: nodes sunk {self.nodes_sunk}, frees delayed {self.frees_delayed}{kept}"
 
 
 def _describe_kept(kept: Iterable[tuple[str, enum.Enum]]) -> str:

@@ -69,7 +69,7 @@ shard2: f32[3]
 return (%12, %13, %14)
 """)
     assert dict(report.counts) == {"gathers_packed_anew": 1, "now": 2, "gathered_alone": 1, "bytes_not_copied": 4 * 48}
-    assert str(report) == "pack_gathers: 1 gathers packed anew, 2 now, 1 gathered alone, 192 B not copied"
+    assert str(report) == "pack_gathers: gathers packed anew 1, now 2, gathered alone 1, not copied 192 B"
 
 
 def test_parameter_at_the_bound_stays_packed() -> None:
