@@ -15,6 +15,8 @@ from __future__ import annotations
 import enum
 import errno
 import fcntl
+import hashlib
+import json
 import os
 import shutil
 import tempfile
@@ -148,11 +150,17 @@ class Overlay:
         if not os.path.lexists(rest := os.path.join(folder, _REST)):
             return
         source = os.readlink(rest)[1:]
-        for name in os.listdir(source):
+        with open(self._listing(folder), "w") as listing:
+            json.dump(names := os.listdir(source), listing)
+        for name in names:
             if not os.path.lexists(place := os.path.join(folder, name)):
                 theirs = os.path.join(source, name)
                 os.symlink(os.readlink(theirs) if os.path.islink(theirs) else f"/{theirs}", place)
         os.remove(rest)
+
+    def _listing(self, folder: str) -> str:
+        """The file with the names that a folder had when the tree got links to all of its entries."""
+        return os.path.join(self.folder, hashlib.sha256(os.fsencode(folder)).hexdigest())
 
     def keep(self, path: str) -> None:
         """Copy a file from the tree to the user's files, as the command itself has written it."""
@@ -170,8 +178,9 @@ class Overlay:
         if os.path.islink(place):
             return [], []
         names, written, removed = set(os.listdir(place)), [], []
-        if _REST not in names:
-            removed = [os.path.join(folder, name) for name in os.listdir(folder) if name not in names]
+        if _REST not in names and os.path.exists(listing := self._listing(place)):
+            with open(listing) as file:
+                removed = [os.path.join(folder, name) for name in json.load(file) if name not in names]
         for name in sorted(names - {_REST}):
             own, theirs = os.path.join(place, name), os.path.join(folder, name)
             if self._source(own) == theirs or _link(own) == _link(theirs) is not None:

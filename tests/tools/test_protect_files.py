@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from compile_fsdp.cli import main
+from compile_fsdp.tools.overlay import Access, Overlay
 from compile_fsdp.tools.protect_files import protected_files
 from compile_fsdp.tools.scripts import run_script
 from helpers.ranks.forked import COMMAND, run_forked
@@ -127,6 +128,18 @@ def test_bundle_is_written_into_the_users_folder(project: Path) -> None:
     after = read_all(project)
     assert after.keys() - before.keys() == {"runs/step.bundle"}
     assert after | {"runs": before["runs"]} == before | {"runs/step.bundle": after["runs/step.bundle"]}
+
+
+def test_file_that_appears_meanwhile_was_not_removed(tmp_path: Path) -> None:
+    theirs, own = tmp_path / "theirs", tmp_path / "own"
+    for folder in (theirs, own):
+        folder.mkdir()
+    (theirs / "before").touch()
+    overlay = Overlay(str(own))
+    overlay.find(str(theirs / "new"), Access.MAKE)
+    overlay.find(str(theirs), Access.LIST)
+    (theirs / "meanwhile").touch()
+    assert overlay.changes(str(theirs)) == ([], [])
 
 
 def test_no_message_if_script_writes_nothing(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
