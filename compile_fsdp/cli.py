@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import version
 
 from compile_fsdp.tools.doctor import command as doctor_command
@@ -23,7 +24,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(prog="compile-fsdp", description="FSDP2 under torch.compile.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('compile-fsdp')}")
-    subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    # An abbreviated option could be one of the script's.
+    exact = partial(argparse.ArgumentParser, allow_abbrev=False)
+    subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=exact)
     commands = [plan_command, check_command, explain_command, precompile, bench_command, calibrate_command]
     for command in [*commands, doctor_command]:
         command.add_parser(subcommands)
