@@ -10,7 +10,7 @@ import torch.distributed as dist
 from compile_fsdp.errors import ScriptError
 from compile_fsdp.replay import bundle
 from compile_fsdp.tools.launch import fake_world
-from compile_fsdp.tools.scripts import add_script, run_script
+from compile_fsdp.tools.scripts import add_script
 
 DESCRIPTION = """\
 Run a training script in one process, as one rank of a world whose collectives do nothing, and write the bundles of its
@@ -32,6 +32,7 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 def run(args: argparse.Namespace) -> None:
     """Run the script and print the outcome of each bundle."""
+    from compile_fsdp.tools.check.failures import run_reported
     from compile_fsdp.tools.check.steps import ended_after
     from compile_fsdp.tools.protect_files import protected_files
 
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> None:
         raise ScriptError("expected one process, got ranks that torchrun has started; run the command without it")
     with fake_world(args.world), protected_files("precompile", args.script) as files:
         with bundle.kept_in(args.out.absolute()) as outcomes, ended_after(args.steps):
-            run_script(args.script, args.args)
+            run_reported(args.script, args.args)
         files.keep(outcomes)
     if not outcomes:
         raise ScriptError(

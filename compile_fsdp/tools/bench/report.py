@@ -34,9 +34,10 @@ def describe_gain(table: Mapping[str, Result], rounds: int, ranks: int) -> str:
     lower, upper = compiled.spread
     # On a CPU, the peak counts only memory that the step allocates, so it can be 0.
     memory = f" and {compiled.peak_mib / eager.peak_mib:.2f} of its peak memory" if eager.peak_mib > 0 else ""
+    unclear = ", so no clear difference" if lower <= 1 <= upper else ""
     return (
         f"Measured on {ranks} ranks: a compiled step takes {compiled.ratio:.2f} of an eager step's time (quartiles of "
-        f"{rounds} rounds {lower:.2f} to {upper:.2f}){memory}."
+        f"{rounds} rounds {lower:.2f} to {upper:.2f}{unclear}){memory}."
     )
 
 

@@ -15,9 +15,8 @@ from compile_fsdp.errors import ScriptError
 from compile_fsdp.tools import launch
 from compile_fsdp.tools.bench.measure import Result
 from compile_fsdp.tools.bench.turns import ScriptTurns, steps_needed
-from compile_fsdp.tools.check.failures import print_traceback, script_error
+from compile_fsdp.tools.check.failures import run_reported
 from compile_fsdp.tools.check.steps import ended_by
-from compile_fsdp.tools.scripts import run_script
 
 USER_ERROR = 2  # exit status of the command for an error that it has already printed
 
@@ -29,18 +28,12 @@ def measure_script(script: Path, arguments: Sequence[str], rounds: int) -> tuple
 
     Raises:
         ScriptError: if the script raises an error, makes too few steps, compiles nothing, or recompiles too often; see
-            also `run_script`.
+            also `run_reported`.
     """
     os.environ["TORCH_FR_BUFFER_SIZE"] = "400"  # collectives that the flight recorder keeps
     turns = ScriptTurns(rounds)
-    try:
-        with turns.begun(), ended_by(turns.count):
-            run_script(script, list(arguments))
-    except ScriptError:
-        raise
-    except Exception as error:
-        print_traceback(error)
-        raise script_error(error, script) from error
+    with turns.begun(), ended_by(turns.count):
+        run_reported(script, list(arguments))
     if dist.is_initialized():
         dist.destroy_process_group()
     if isinstance(turns.outcome, ScriptError):

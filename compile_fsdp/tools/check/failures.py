@@ -19,6 +19,7 @@ from compile_fsdp.errors import (
 from compile_fsdp.tools.check.findings import Finding, Level
 from compile_fsdp.tools.check.rules import break_remedy, describe_reason
 from compile_fsdp.tools.explain.capture import Place, innermost_place, is_library, last_user_place, split_reason
+from compile_fsdp.tools.scripts import run_script
 from compile_fsdp.torch_compat.dynamo import TorchDynamoException, TorchRuntimeError, Unsupported
 
 # Modules that are on the stack of a compiled forward or backward, and of the compiler.
@@ -71,6 +72,21 @@ def script_error(error: Exception, script: Path) -> ScriptError:
     return ScriptError(f"expected {script} to make its steps, got {describe(error)}{where}; {_remedy(error)}")
 
 
+def run_reported(script: Path, arguments: list[str]) -> None:
+    """Run a script with `run_script`, and print the traceback of its error.
+
+    Raises:
+        ScriptError: if the script raises an error; see also `run_script`.
+    """
+    try:
+        run_script(script, arguments)
+    except ScriptError:
+        raise
+    except Exception as error:
+        print_traceback(error)
+        raise script_error(error, script) from error
+
+
 def print_traceback(error: Exception) -> None:
     """Print an error as Python does, without the frames between the command and the script."""
     trace = error.__traceback__
@@ -80,13 +96,16 @@ def print_traceback(error: Exception) -> None:
 
 
 def describe(error: Exception) -> str:
-    """Class and first line of an error; for a TorchRuntimeError also the second line, which names the op."""
+    """Class and first line of an error, and the second line of an error of Dynamo, which names the construct or op."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    line = " ".join(lines[: 2 if isinstance(error, TorchRuntimeError) else 1]).rstrip(".:")
+    has_two = isinstance(error, TorchRuntimeError) or (lines and lines[0].startswith("while compiling "))
+    line = " ".join(lines[: 2 if has_two else 1]).rstrip(".:")
     return f"{type(error).__name__}: {line}" if line else type(error).__name__
 
 
 def _remedy(error: Exception) -> str:
+    if isinstance(error, Unsupported):
+        return "compile-fsdp check names the line that breaks the graph, and a remedy"
     message = str(error).lower()
     if any(name in message for name in ("cuda", "nvidia", "accelerator")) and not torch.cuda.is_available():
         return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from compile_fsdp.tools.scripts import add_script, add_world, run_script, world
+from compile_fsdp.tools.scripts import add_script, add_world, world
 
 DESCRIPTION = """\
 Run a training script and write one HTML page about its compiled steps: a timeline, the memory of unsharded parameters,
@@ -30,8 +30,9 @@ def run(args: argparse.Namespace) -> None:
     """Run the script, write the page and print a summary on rank 0.
 
     Raises:
-        ScriptError: if `--steps` is less than 1; see also `world` and `run_script`.
+        ScriptError: if `--steps` is less than 1; see also `world` and `run_reported`.
     """
+    from compile_fsdp.tools.check.failures import run_reported
     from compile_fsdp.tools.check.steps import ended_after
     from compile_fsdp.tools.explain.capture import capture
     from compile_fsdp.tools.explain.report import make_report
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> None:
 
     protected = protected_files("explain", args.script)
     with world(args.world) as (rank, world_size), protected, capture() as captured, ended_after(args.steps):
-        run_script(args.script, args.args)
+        run_reported(args.script, args.args)
     if rank == 0:
         report = make_report(captured, args.script.name, world_size)
         report.save_html(args.out)
