@@ -328,9 +328,12 @@ def least_offloaded_bytes(node: torch.fx.Node) -> int | None:
 
 
 def innermost_module(node: torch.fx.Node) -> str | None:
-    """Dynamo's name for a forward node's innermost module, such as "L['self'].layers.0". (2.13.0)"""
+    """Dynamo's name for a forward node's innermost module, such as "L['self'].layers.0". (2.13.0)
+
+    Of a module that Dynamo has first met through FSDP2's state, the part of the name behind the state.
+    """
     stack = node.meta.get("nn_module_stack")
-    return str(next(reversed(stack.values()))[0]) if stack else None
+    return str(next(reversed(stack.values()))[0]).rpartition("._module_info.module.")[2] if stack else None
 
 
 def traced_in(node: torch.fx.Node, folder: str) -> bool:

@@ -39,10 +39,11 @@ class ShardedModel:
     settings: CompileSettings | None  # of the model or of a module that contains it; None if neither is compiled
     compiled_parts: tuple[str, ...]  # FQNs of submodules that are compiled separately
     groups: tuple[ShardedGroup, ...]
-    forward_graphs: int  # graphs with groups of the model; a recompiled graph counts once
-    backward_graphs: int  # as for the forward
+    forward_graphs: int  # compiled graphs with groups of the model
+    backward_graphs: int
     is_whole: bool  # whether a single forward graph has all groups of the model
     trains: bool  # whether a parameter of the model requires a gradient
+    has_run: bool  # whether its forward has run
 
     @property
     def is_captured(self) -> bool:
@@ -89,6 +90,7 @@ def _describe(root: nn.Module, compiled: Collection[nn.Module], traced: Collecti
         backward_graphs=_count(backward, owns),
         is_whole=any(len(owns.intersection(graph.groups)) == len(found) for graph in forward),
         trains=any(parameter.requires_grad for parameter in root.parameters()),
+        has_run=(state := fsdp_state(root)) is not None and state._is_root is not None,
     )
 
 
@@ -98,7 +100,7 @@ def _settings(module: nn.Module) -> CompileSettings | None:
 
 
 def _count(graphs: Collection[TracedGraph], owns: set[TraceableGroup]) -> int:
-    return len({graph.frame for graph in graphs if not owns.isdisjoint(graph.groups)})
+    return sum(not owns.isdisjoint(graph.groups) for graph in graphs)
 
 
 def _describe_group(

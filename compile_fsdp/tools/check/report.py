@@ -64,5 +64,7 @@ def _format(finding: Finding) -> Iterator[str]:
     yield f"{finding.level.value}  {finding.rule}{where}"
     if finding.place is not None and finding.place.source:
         yield f"    > {finding.place.source}"
-    yield from textwrap.wrap(finding.what, WIDTH, initial_indent="    ", subsequent_indent="    ")
-    yield from textwrap.wrap(f"Change: {finding.remedy}", WIDTH, initial_indent="    ", subsequent_indent="      ")
+    for text, indent in ((finding.what, "    "), (f"Change: {finding.remedy}", "      ")):
+        yield from textwrap.wrap(
+            text, WIDTH, initial_indent="    ", subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )

@@ -70,7 +70,8 @@ def _breaks(seen: Seen) -> Iterator[Finding]:
 
 def describe_reason(reason: str, explanation: str) -> str:
     """Join Dynamo's reason and explanation of a graph break into sentences."""
-    return ". ".join(text.strip().rstrip(".") for text in (reason, explanation) if text) + "."
+    joined = ". ".join(text.strip().rstrip(".") for text in (reason, explanation) if text) + "."
+    return re.sub(r" at 0x[0-9a-f]+| \(reason: None\)", "", joined)
 
 
 def break_remedy(hints: tuple[str, ...]) -> str:
@@ -79,7 +80,7 @@ def break_remedy(hints: tuple[str, ...]) -> str:
 
 
 def _useful(hints: tuple[str, ...]) -> list[str]:
-    return [hint for hint in hints if "report an issue" not in hint][:2]
+    return [hint for hint in hints if "report an issue" not in hint and "earlier graph break" not in hint][:2]
 
 
 def _not_whole(seen: Seen) -> Iterator[Finding]:
@@ -131,7 +132,14 @@ def _not_whole(seen: Seen) -> Iterator[Finding]:
 
 def _uncaptured_model(model: ShardedModel, seen: Seen) -> Iterator[Finding]:
     settings = model.settings
-    if settings is None:
+    if not model.has_run and any(other.is_captured for other in seen.models):
+        yield Finding(
+            Level.NOTE,
+            "not-run",
+            f"A second sharded model, {model.name}, has not run: an average of weights, for example.",
+            "Nothing is wrong with it if the script only uses its parameters.",
+        )
+    elif settings is None:
         if seen.failure is None:  # else the error may have come before the compilation
             what = f"{model.name} is sharded and was never compiled.{_parts(model)}"
             remedy = f"Call model{COMPILE} on it after sharding."
@@ -158,10 +166,10 @@ def _parts(model: ShardedModel) -> str:
 
 def _kept(seen: Seen) -> Iterator[Finding]:
     """Parameters that stay unsharded for too long, or whose all-gather copies stay."""
-    groups = {fqn: group for model in seen.models for group in model.groups for fqn in group.parameters}
-    for model in seen.models:
-        if model.is_captured:
-            yield from _kept_by_settings(model)
+    captured = [model for model in seen.models if model.is_captured]
+    groups = {fqn: group for model in captured for group in model.groups for fqn in group.parameters}
+    for model in captured:
+        yield from _kept_by_settings(model)
     by_reason: dict[str, dict[str, None]] = {}
     for report in seen.reports:
         for fqn, reason in report.kept:
@@ -172,7 +180,7 @@ def _kept(seen: Seen) -> Iterator[Finding]:
     for reason, fqns in by_reason.items():
         names = tuple(fqns)
         if reason in OPEN and (has_budget or seen.breaks):
-            what = f"{list_names(names)} stay unsharded from the forward to the backward: "
+            what = f"{list_names(names)} stay unsharded from one graph to the next: "
             what += "there was room for them in the memory_budget." if has_budget else "a graph break is in between."
             remedy = "Nothing is wrong with it." if has_budget else "Remove the graph break."
             yield Finding(Level.NOTE if has_budget else Level.COSTS, "kept-unsharded", what, remedy, names=names)
@@ -221,7 +229,15 @@ def _recompiles(seen: Seen) -> Iterator[Finding]:
         guard = re.sub(r"^[!\d/]+: ", "", each.reason).partition("  #")[0].strip()
         function = "The model" if each.function.startswith("_call_impl") else each.function
         what = f"{function} was compiled again, since a guard of the earlier graph failed: {guard}"
-        yield Finding(Level.COSTS, "recompiled", what, _guard_remedy(each.reason), None if is_own else each.place)
+        level, remedy = _judge_guard(each.reason)
+        yield Finding(level, "recompiled", what, remedy, None if is_own else each.place)
+
+
+def _judge_guard(reason: str) -> tuple[Level, str]:
+    """Return the level of a recompilation by the guard that failed, and the remedy."""
+    if "grad_mode" in reason.lower() or "requires_grad mismatch" in reason:
+        return Level.NOTE, "No change is needed if this is evaluation: training and evaluation have separate graphs."
+    return Level.COSTS, _guard_remedy(reason)
 
 
 def _guard_remedy(reason: str) -> str:
@@ -230,8 +246,11 @@ def _guard_remedy(reason: str) -> str:
             "Give all batches one shape (pad them, drop_last=True), or mark the dim that changes with "
             "torch._dynamo.mark_dynamic(batch, dim) before the first step."
         )
-    if "grad_mode" in reason.lower() or "requires_grad mismatch" in reason:
-        return "No change is needed if this is evaluation: training and evaluation have separate graphs."
+    if "_sharded_state" in reason:
+        return (
+            "Call reshard() on the sharded modules after each forward without a backward, as in an evaluation: such a "
+            "forward leaves its last group unsharded."
+        )
     if "==" in reason:
         return "Pass a value that changes from step to step as a tensor, or keep it out of the forward."
     return "Keep the object that the guard names unchanged in all steps."

@@ -35,7 +35,7 @@ def alive_bytes(graph: fx.Graph, names: GraphNames, is_backward: bool) -> Alive:
     position = {node: i for i, node in enumerate(graph.nodes)}
     gathered = gathered_memory(graph)
     last = _find_last_reads(graph, position)
-    again = _find_again(graph) if is_backward else set()
+    again = _find_again(graph, names) if is_backward else set()
     kept, made, away = (LiveBytes(len(position)) for _ in range(3))
     for node, start in position.items():
         if node in gathered or is_view(node) or is_wait(node):
@@ -55,10 +55,10 @@ def alive_bytes(graph: fx.Graph, names: GraphNames, is_backward: bool) -> Alive:
     return Alive(kept.totals(), made.totals(), away.totals())
 
 
-def _find_again(graph: fx.Graph) -> set[fx.Node]:
-    """Calls in a backward that do not depend on its first input, which is its incoming gradient."""
-    first = next(iter(graph.find_nodes(op="placeholder")), None)
-    behind = {first}
+def _find_again(graph: fx.Graph, names: GraphNames) -> set[fx.Node]:
+    """Calls in a backward that depend neither on its first input, its incoming gradient, nor on shards."""
+    inputs = graph.find_nodes(op="placeholder")
+    behind = {*inputs[:1], *(node for node in inputs if graph_input_position(node) in names.shards)}
     for node in graph.nodes:
         if any(each in behind for each in node.all_input_nodes):
             behind.add(node)

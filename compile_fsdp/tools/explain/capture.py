@@ -72,7 +72,6 @@ class TracedGraph:
     """A graph that was passed to an inner backend, Inductor or not."""
 
     direction: Direction
-    frame: str  # id of the frame that Dynamo traced; a recompiled graph keeps the id
     groups: tuple[TraceableGroup, ...]  # groups whose unsharded parameters are inputs of the graph
 
 
@@ -157,7 +156,7 @@ class Capture:
         compile_id = current_compile_id()
         if (caller := _find_caller()) is not None:
             self._callers[compile_id] = caller
-        self.traced.append(TracedGraph(direction, compile_id.rpartition("/")[0], tuple(groups)))
+        self.traced.append(TracedGraph(direction, tuple(groups)))
         facts = tuple(describe_group(group) for group in groups)
         return _Watcher(self.graphs, direction, facts, name_graph(gm, groups), costs)
 
@@ -206,7 +205,7 @@ def is_library(filename: str) -> bool:
 
 def split_reason(text: str) -> tuple[str, str, tuple[str, ...]]:
     """Split Dynamo's message about a graph break into the construct, the explanation and the hints."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in text.rpartition("Graph break encountered:")[2].splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].startswith("Encountered graph break"):
         lines = lines[1:]  # the first line names a bytecode instruction, which differs in each frame around the break
     explanation = [line.removeprefix("Explanation:").strip() for line in lines if line.startswith("Explanation:")]

@@ -19,9 +19,9 @@ from compile_fsdp.reports import Direction, GraphReport
 from compile_fsdp.tools.check import rules as rules_file
 from compile_fsdp.tools.check.findings import Finding, Level
 from compile_fsdp.tools.check.models import ShardedGroup, ShardedModel
-from compile_fsdp.tools.check.rules import Seen, find
+from compile_fsdp.tools.check.rules import Seen, describe_reason, find
 from compile_fsdp.tools.check.steps import Steps
-from compile_fsdp.tools.explain.capture import Capture, GraphBreak, Place, Recompile
+from compile_fsdp.tools.explain.capture import Capture, GraphBreak, Place, Recompile, split_reason
 from compile_fsdp.torch_compat.dynamo import CompileSettings
 from helpers.pages.code_blocks import ROOT
 
@@ -40,6 +40,7 @@ _MODEL = ShardedModel(
     backward_graphs=1,
     is_whole=True,
     trains=True,
+    has_run=True,
 )
 
 
@@ -135,20 +136,33 @@ def test_graph_break_inside_torch_has_users_line_except_in_optimizers(folder: st
 
 
 @pytest.mark.parametrize(
-    ("reason", "remedy"),
+    ("reason", "level", "remedy"),
     [
-        ("0/0: tensor 'x' size mismatch at index 0. expected 4, actual 6", "drop_last=True"),
-        ("0/0: scale == 1.5  # y = x * scale", "as a tensor"),
-        ("0/0: GLOBAL_STATE changed: grad_mode", "evaluation"),
-        ("!1/0/0: GLOBAL_STATE changed: grad_mode", "evaluation"),
+        ("0/0: tensor 'x' size mismatch at index 0. expected 4, actual 6", Level.COSTS, "drop_last=True"),
+        ("0/0: scale == 1.5  # y = x * scale", Level.COSTS, "as a tensor"),
+        ("0/0: hooks.groups[0].fsdp_group._sharded_state is other", Level.COSTS, "reshard()"),
+        ("0/0: GLOBAL_STATE changed: grad_mode", Level.NOTE, "evaluation"),
+        ("!1/0/0: GLOBAL_STATE changed: grad_mode", Level.NOTE, "evaluation"),
     ],
 )
-def test_recompile_remedy_matches_the_failed_guard(reason: str, remedy: str) -> None:
+def test_recompile_remedy_matches_the_failed_guard(reason: str, level: Level, remedy: str) -> None:
     seen = _seen()
     seen.captured.recompiles.append(Recompile(Place("train.py", 7, ""), "_call_impl_3", reason))
     (found,) = find(seen)
-    assert (found.level, found.rule) == (Level.COSTS, "recompiled")
+    assert (found.level, found.rule) == (level, "recompiled")
     assert remedy in found.remedy and "0/0" not in found.what and "# y" not in found.what
+
+
+def test_sharded_copy_that_never_ran_is_a_note() -> None:
+    groups = tuple(replace(group, is_captured=False, reshards=True) for group in _GROUPS)
+    copied = replace(_MODEL, settings=None, has_run=False, groups=groups)
+    seen = replace(_seen(("head.weight", "open at return")), models=(_MODEL, copied))
+    assert _rules(seen) == [(Level.NOTE, "not-run")]
+
+
+def test_reason_of_a_break_is_the_innermost_without_addresses() -> None:
+    text = "Failed to handle graph break gracefully. Graph break encountered:\n\nCall of <f at 0x7f8f60> (reason: None)"
+    assert describe_reason(*split_reason(text)[:2]) == "Call of <f>."
 
 
 def test_breaks_come_before_costs() -> None:
