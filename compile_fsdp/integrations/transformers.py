@@ -26,5 +26,7 @@ class CompileFSDP(CompilesSharded, TrainerCallback):
     ) -> None:
         self.compile(kwargs["model"])
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self.reshard(kwargs["model"])
