@@ -41,7 +41,9 @@ Releases differ:
 * 2.15: eager FSDP2 reduces gradients in the parameters' dtype instead of the dtype in which they are computed, unless
   the policy has a `reduce_dtype`; so do compiled steps. In a microbatch that is not reduced yet, eager code also adds
   the gradients of a parameter's several uses in the parameters' dtype; compiled steps add them in the dtype of the
-  computation. The [parity table](parity.md#refused) lists refused features of this release.
+  computation. With a lower `param_dtype`, eager code does not round a gradient that an op computes in float32 (of
+  RMSNorm's weight, for example); compiled steps round it to the `param_dtype`, as eager steps of earlier releases do.
+  The [parity table](parity.md#refused) lists refused features of this release.
 
 """
 
