@@ -20,7 +20,6 @@ cache folder, or where the option `bundle` says. The script's own writes do not 
 
 
 def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `precompile` to the command line."""
     parser = subcommands.add_parser(
         "precompile", help="make the bundles of a job before it starts", description=DESCRIPTION
     )

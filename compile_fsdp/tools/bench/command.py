@@ -45,7 +45,6 @@ DEFAULT_MODELS = ("mid",)
 
 
 def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `bench` to the command line."""
     parser = subcommands.add_parser(
         "bench",
         help="measure training steps of several modes",

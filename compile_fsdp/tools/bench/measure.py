@@ -145,11 +145,7 @@ def measure(workload: Decoder, modes: Sequence[str], rounds: int) -> dict[str, R
 
 
 def make_result(
-    mode: str,
-    seconds: Mapping[str, Sequence[float]],
-    peak_bytes: int,
-    collectives: int,
-    first_step_s: float | None,
+    mode: str, seconds: Mapping[str, Sequence[float]], peak_bytes: int, collectives: int, first_step_s: float | None
 ) -> Result:
     """Make the result of one mode from the seconds of each mode's steps by round; see `Result`."""
     ratios = [mine / theirs for mine, theirs in zip(seconds[mode], seconds["eager"], strict=True)]

@@ -28,7 +28,6 @@ matrix products on the device. Write the costs over the last dim, over which HSD
 
 
 def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `calibrate` to the command line."""
     parser = subcommands.add_parser(
         "calibrate", help="measure the costs by which the passes decide", description=DESCRIPTION
     )

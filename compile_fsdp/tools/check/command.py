@@ -21,7 +21,6 @@ Exit status: 0 if the script compiles whole, 1 if it does not, 2 if the script i
 
 
 def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `check` to the command line."""
     parser = subcommands.add_parser(
         "check", help="say whether a script compiles whole, for CI", description=DESCRIPTION, epilog=EPILOG
     )

@@ -7,15 +7,8 @@ from pathlib import Path
 
 import torch
 
-from compile_fsdp.errors import (
-    CompileFSDPError,
-    EstimateError,
-    ExplainError,
-    PlanError,
-    ProcessGroupMissingError,
-    ScriptError,
-    StateError,
-)
+from compile_fsdp import errors
+from compile_fsdp.errors import CompileFSDPError, ScriptError
 from compile_fsdp.tools.check.findings import Finding, Level
 from compile_fsdp.tools.check.rules import break_remedy, describe_reason
 from compile_fsdp.tools.explain.capture import Place, innermost_place, is_library, last_user_place, split_reason
@@ -26,7 +19,10 @@ from compile_fsdp.torch_compat.dynamo import TorchDynamoException, TorchRuntimeE
 _COMPILERS = ("torch._dynamo.", "torch._functorch.", "torch._inductor.")
 
 # Errors that the package raises outside of a compiled step.
-_ELSEWHERE = (EstimateError, ExplainError, PlanError, ProcessGroupMissingError, ScriptError, StateError)
+_ELSEWHERE = (
+    *(errors.EstimateError, errors.ExplainError, errors.PlanError, errors.ProcessGroupMissingError),
+    *(errors.ScriptError, errors.StateError),
+)
 
 
 def explain_failure(error: Exception, has_other_backend: bool) -> Finding | None:

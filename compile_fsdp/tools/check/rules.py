@@ -229,15 +229,10 @@ def _recompiles(seen: Seen) -> Iterator[Finding]:
         guard = re.sub(r"^[!\d/]+: ", "", each.reason).partition("  #")[0].strip()
         function = "The model" if each.function.startswith("_call_impl") else each.function
         what = f"{function} was compiled again, since a guard of the earlier graph failed: {guard}"
-        level, remedy = _judge_guard(each.reason)
+        level, remedy = Level.COSTS, _guard_remedy(each.reason)
+        if "grad_mode" in guard.lower() or "requires_grad mismatch" in guard:
+            level, remedy = Level.NOTE, "No change is needed: training and evaluation have separate graphs."
         yield Finding(level, "recompiled", what, remedy, None if is_own else each.place)
-
-
-def _judge_guard(reason: str) -> tuple[Level, str]:
-    """Return the level of a recompilation by the guard that failed, and the remedy."""
-    if "grad_mode" in reason.lower() or "requires_grad mismatch" in reason:
-        return Level.NOTE, "No change is needed if this is evaluation: training and evaluation have separate graphs."
-    return Level.COSTS, _guard_remedy(reason)
 
 
 def _guard_remedy(reason: str) -> str:

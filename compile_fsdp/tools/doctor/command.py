@@ -38,7 +38,6 @@ THEN: Checks = {
 
 
 def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `doctor` to the command line."""
     parser = subcommands.add_parser(NAME, help="check the installation", description=DESCRIPTION)
     parser.set_defaults(run=run)
     parser.add_argument("--json", action="store_true", help="print the rows as JSON, for programs")

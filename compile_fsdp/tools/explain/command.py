@@ -16,7 +16,6 @@ do not reach its files.
 
 
 def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `explain` to the command line."""
     parser = subcommands.add_parser(
         "explain", help="report on the compiled steps of a script, as an HTML page", description=DESCRIPTION
     )

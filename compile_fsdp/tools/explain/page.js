@@ -25,7 +25,7 @@ function bytes(size) {
 }
 
 // ---- Events and where they are drawn
-const step = data.figures.step_s;
+const step = data.figures.graph_s.reduce((sum, each) => sum + each, 0);
 const events = data.timeline.map((each) => {
   const {kind, name, parameters, operations} = each.event;
   const length = kind === "wait" ? each.exposed_s : each.event.seconds;

@@ -56,11 +56,6 @@ class ReportData:
         return seconds
 
     @property
-    def step_s(self) -> float:
-        """Estimated seconds of all graphs together: of a step only if it runs each of them once."""
-        return sum(self.graph_s)
-
-    @property
     def exposed_s(self) -> float:
         """Estimated seconds in which compute waits for communication, in all graphs together."""
         return sum(each.exposed_s for each in self.timeline)
@@ -100,7 +95,7 @@ class ReportData:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as dicts, lists, strings and numbers, ready for `json.dumps`."""
-        seconds = ("step_s", "graph_s", "exposed_s", "communication_s")
+        seconds = ("graph_s", "exposed_s", "communication_s")
         sizes = ("peak_bytes", "eager_peak_bytes", "allocated_bytes", "budget_bytes", "shard_bytes")
         plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
         return {**plain, "figures": {name: getattr(self, name) for name in (*seconds, *sizes, "graph_names")}}

@@ -27,7 +27,6 @@ UNPLANNED = {"tp": "tensor parallelism", "pp": "pipeline parallelism", "float8":
 
 
 def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `plan` to the command line."""
     parser = subcommands.add_parser(
         "plan", help="estimate memory and time per rank, without running", description=DESCRIPTION
     )

@@ -118,11 +118,8 @@ def _make_mesh(settings: Settings) -> DeviceMesh:
 def _run(model: nn.Module, batch: dict[str, Any], settings: Settings, network: Network) -> None:
     from compile_fsdp.backend.compile import compile_fsdp
 
-    options = {
-        "costs": network.shard_costs(settings.shards),
-        "memory_budget": settings.memory_budget,
-        "progress": False,
-    }
+    costs = network.shard_costs(settings.shards)
+    options = {"costs": costs, "memory_budget": settings.memory_budget, "progress": False}
     model.compile(backend=partial(compile_fsdp, options=options), fullgraph=True)
     output = model(**batch)
     loss = getattr(output, "loss", output)

@@ -43,7 +43,7 @@ def test_reductions_of_accumulated_gradients_are_named(dtype: torch.dtype | None
 def test_graphs_are_numbered_and_each_has_its_time(capsys: pytest.CaptureFixture[str]) -> None:
     report = _explained(MixedPrecisionPolicy(), (False, True))
     assert report.graph_names == ["forward", "backward 1", "backward 2"]
-    assert all(seconds > 0 for seconds in report.graph_s) and sum(report.graph_s) == report.step_s
+    assert all(seconds > 0 for seconds in report.graph_s)
     times = ", ".join(f"{name} {format_seconds(s)}" for name, s in zip(report.graph_names, report.graph_s, strict=True))
     report.print()
     assert ["estimated", times] in [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]

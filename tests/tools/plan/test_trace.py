@@ -56,7 +56,7 @@ def test_plan_equals_report_of_compiled_step(settings: dict[str, Any]) -> None:
         expected = compile_fsdp.explain(model, batch["x"], options=options)
     assert len(found.graphs) == 2 and found.notes == ()
     assert found.budget_bytes == expected.budget_bytes
-    for name in ("peak_bytes", "allocated_bytes", "shard_bytes", "step_s", "communication_s", "exposed_s"):
+    for name in ("peak_bytes", "allocated_bytes", "shard_bytes", "graph_s", "communication_s", "exposed_s"):
         assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-12), name
     events = [[replace(each.event, seconds=0.0) for each in report.timeline] for report in (found, expected)]
     assert events[0] == events[1]
