@@ -120,7 +120,9 @@ class TraceableGroup:
     @at_run_time
     def fqn(self, unsharded_param: torch.Tensor) -> str:
         """Return the FQN of the parameter that owns this unsharded parameter or part."""
-        return str(self.param_of(unsharded_param).fsdp_param._param_fqn)
+        param = self.param_of(unsharded_param).fsdp_param
+        # torch gives no FQN to a parameter that was unsharded before the first forward.
+        return str(param._param_fqn or param._module_info.param_name)
 
     @at_run_time
     def param_of(self, tensor: torch.Tensor) -> TraceableParam:

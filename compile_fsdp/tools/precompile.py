@@ -30,7 +30,6 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the script and print the outcome of each bundle."""
     from compile_fsdp.tools.check.failures import run_reported
     from compile_fsdp.tools.check.steps import ended_after
     from compile_fsdp.tools.protect_files import protected_files

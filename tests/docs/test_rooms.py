@@ -114,7 +114,6 @@ def test_code_spans_of_page_exist() -> None:
         "no_such_name",
         "no_such_name(0)",
         "passes/no_such_file.py",
-        "no_such_folder/",
         "torch.no_such_name",
         "torch._dynamo.no_such_name()",
         "fsdp.no_such_op",

@@ -354,9 +354,9 @@ def _refusals(rank: int, folder: str) -> list[str]:
             model(torch.randn(batch, 4)).square().mean().backward()
         problems.append(messages[0])
         assert count_replays(model) == (0, 0)
-        model = _model(path)  # the first step is still in the bundle
-        _train(model)
-        assert count_replays(model) == (3, 3)
+        if "no step in the bundle" in problems[-1]:  # else another model
+            _train(model := _model(path))
+            assert count_replays(model) == (3, 3)
         path.write_bytes(content)
     return problems
 

@@ -52,7 +52,8 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run)
-    parser.add_argument("--modes", type=_names, default=DEFAULT_MODES, metavar="NAME,NAME", help="default: %(default)s")
+    default = ",".join(DEFAULT_MODES)
+    parser.add_argument("--modes", type=_names, default=DEFAULT_MODES, metavar="NAME,NAME", help=f"default {default}")
     parser.add_argument(
         "--model", type=_names, default=DEFAULT_MODELS, metavar="NAME,NAME", help=f"{', '.join(SIZES)} (default mid)"
     )

@@ -42,7 +42,6 @@ def describe_gain(table: Mapping[str, Result], rounds: int, ranks: int) -> str:
 
 
 def write_json(tables: Mapping[str, Mapping[str, Result]], ranks: int, path: Path) -> None:
-    """Write results, by workload and mode."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     results = {name: {mode: asdict(result) for mode, result in table.items()} for name, table in tables.items()}
     head = {"torch": torch.__version__, "ranks": ranks, "device": device.type}

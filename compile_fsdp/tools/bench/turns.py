@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -48,7 +49,7 @@ Turns = Generator[None, None, T]
 
 def steps_needed(rounds: int) -> int:
     """Maximum number of steps that a measurement needs if the script compiles no more than once."""
-    return 2 * WARM_STEPS + 1 + 2 * (2 + 2 * PROFILED_STEPS) + 2 * rounds * (1 + STEPS_PER_TURN)
+    return 2 * WARM_STEPS + 1 + 2 * (1 + 2 * PROFILED_STEPS) + 2 * rounds * (1 + STEPS_PER_TURN)
 
 
 class ScriptTurns:
@@ -79,7 +80,6 @@ class ScriptTurns:
 
     @property
     def steps(self) -> int:
-        """Number of steps that the script has made."""
         return self._steps.limit - 1
 
     def count(self, optimizer: Optimizer) -> bool:
@@ -179,24 +179,29 @@ class ScriptTurns:
         return int(torch.get_device_module(self._device).max_memory_allocated(self._device))
 
     def _look(self, mode: str) -> Turns[tuple[int, list[int]]]:
-        """Return a step's number of collectives and, on a CPU, highest less lowest allocated bytes of several steps."""
+        """Return the fewest collectives of several steps, and their highest less lowest allocated bytes on a CPU.
+
+        A script may evaluate or save in some steps.
+        """
         peaks: list[int] = []
         with _running(mode):
             yield
-            before = executed_collectives()
-            yield
-            collectives = executed_collectives() - before
-            for _ in range(PROFILED_STEPS if self._device.type == "cpu" else 0):
+            issued = [executed_collectives()]
+            for _ in range(PROFILED_STEPS if self._device.type == "cpu" else 1):
                 # See [Note: Profiles in optimizer steps].
                 yield
+                issued.append(executed_collectives())
+                if self._device.type != "cpu":
+                    continue
                 profile = profile_allocations()
                 profile.start()
                 yield
+                issued.append(executed_collectives())
                 await_frees()
                 profile.stop()
                 levels = allocated_bytes(profile)
                 peaks.append(max(levels) - min(levels))
-        return collectives, peaks
+        return min(after - before for before, after in pairwise(issued)), peaks
 
 
 @contextmanager

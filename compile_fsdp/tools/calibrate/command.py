@@ -56,7 +56,6 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure the costs; rank 0 prints and writes them."""
     if dist.is_torchelastic_launched():
         if args.ranks is not None:
             raise CommandError(f"expected no --ranks under torchrun, which starts the ranks, got {args.ranks}")

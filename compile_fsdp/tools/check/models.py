@@ -20,8 +20,6 @@ from compile_fsdp.wrap.tree import ROOT
 
 @dataclass(frozen=True, slots=True)
 class ShardedGroup:
-    """One parameter group of a model."""
-
     name: str  # FQNs of the group's modules
     parameters: tuple[str, ...]  # FQNs
     unsharded_bytes: int  # in the dtype that the modules compute with

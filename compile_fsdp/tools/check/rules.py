@@ -226,12 +226,14 @@ def _recompiles(seen: Seen) -> Iterator[Finding]:
         is_own = is_library(each.place.filename)
         if seen.breaks and (is_own or each.function.startswith("torch_dynamo_resume_in_")):
             continue  # a piece of the broken forward
-        guard = re.sub(r"^[!\d/]+: ", "", each.reason).partition("  #")[0].strip()
+        guard = re.sub(r"^[!\d/]+: |, \d{9,}", "", each.reason).partition("  #")[0].strip()  # without ids
         function = "The model" if each.function.startswith("_call_impl") else each.function
         what = f"{function} was compiled again, since a guard of the earlier graph failed: {guard}"
         level, remedy = Level.COSTS, _guard_remedy(each.reason)
         if "grad_mode" in guard.lower() or "requires_grad mismatch" in guard:
             level, remedy = Level.NOTE, "No change is needed: training and evaluation have separate graphs."
+        if "reduce_grads" in guard:
+            level, remedy = Level.NOTE, "No change is needed: a backward without reductions has a separate graph."
         yield Finding(level, "recompiled", what, remedy, None if is_own else each.place)
 
 

@@ -54,7 +54,6 @@ def read_figures(report: Report, optimizer: str) -> Figures:
 
 
 def make_table(rows: Sequence[Row]) -> Table:
-    """Make the table with one line for each row."""
     from rich.table import Table
 
     table = Table()

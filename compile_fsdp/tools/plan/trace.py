@@ -44,7 +44,6 @@ class Settings:
 
     @property
     def shards(self) -> int:
-        """Number of ranks that a replica is sharded over."""
         return self.ranks // self.replicas
 
     def __str__(self) -> str:

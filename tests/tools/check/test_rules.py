@@ -141,6 +141,7 @@ def test_graph_break_inside_torch_has_users_line_except_in_optimizers(folder: st
         ("0/0: tensor 'x' size mismatch at index 0. expected 4, actual 6", Level.COSTS, "drop_last=True"),
         ("0/0: scale == 1.5  # y = x * scale", Level.COSTS, "as a tensor"),
         ("0/0: hooks.groups[0].fsdp_group._sharded_state is other", Level.COSTS, "reshard()"),
+        ("0/0: fsdp_group.reduce_grads == False", Level.NOTE, "reductions"),
         ("0/0: GLOBAL_STATE changed: grad_mode", Level.NOTE, "evaluation"),
         ("!1/0/0: GLOBAL_STATE changed: grad_mode", Level.NOTE, "evaluation"),
     ],
