@@ -26,9 +26,7 @@ NAMES = {
     "simple_bucket": "SimpleFSDP, a single bucket",
     "simple_block": "SimpleFSDP, one bucket per block",
     "compile": "`compile_fsdp`",
-    "compile_fsdp": "`compile_fsdp`",
     "compile_kept": "`compile_fsdp`, all parameters kept",
-    "compile_bundle": "`compile_fsdp` with a bundle",
     "bound": "the unsharded model, compiled",
 }
 SIZES = {"overhead": "d=64, 8 blocks", "mid": "d=256, 8 blocks", "compute": "d=512, 6 blocks"}
@@ -94,15 +92,9 @@ def _steps() -> str:
 
 
 def _first_step() -> str:
-    traced, bundled = (newest("first_step_cpu_202611", mode) for mode in ("compile_fsdp", "compile_bundle"))
-    header = ["", "date", "8 blocks, cold", "warm", "32 blocks, cold", "warm"]
-    rows = [
-        [NAMES[mode], table.date, *cells[:4]]
-        for table in (traced, bundled)
-        for mode, cells in table.rows.items()
-        if mode != "bound"
-    ]
-    return _render(header, rows)
+    table = newest("first_step_cpu_202611", "compile")
+    rows = [[NAMES[mode], *cells[:4]] for mode, cells in table.rows.items()]
+    return _render(["", "8 blocks, cold", "warm", "32 blocks, cold", "warm"], rows, table.date)
 
 
 def _budget() -> str:
