@@ -6,11 +6,18 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from functools import partial
 from importlib.metadata import version
+from typing import Any
 
 from compile_fsdp.tools.doctor import command as doctor_command
 from compile_fsdp.tools.doctor.asked import NAME as DOCTOR
+
+
+class _Parser(argparse.ArgumentParser):
+    """Takes no abbreviated options, because they could be options of the script."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments, allow_abbrev=False)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -22,11 +29,9 @@ def build_parser() -> argparse.ArgumentParser:
     from compile_fsdp.tools.explain import command as explain_command
     from compile_fsdp.tools.plan import command as plan_command
 
-    parser = argparse.ArgumentParser(prog="compile-fsdp", description="FSDP2 under torch.compile.")
+    parser = _Parser(prog="compile-fsdp", description="FSDP2 under torch.compile.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('compile-fsdp')}")
-    # An abbreviated option could be one of the script's.
-    exact = partial(argparse.ArgumentParser, allow_abbrev=False)
-    subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=exact)
+    subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     commands = [plan_command, check_command, explain_command, precompile, bench_command, calibrate_command]
     for command in [*commands, doctor_command]:
         command.add_parser(subcommands)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch._dynamo
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._dynamo import convert_frame, eval_frame, exc, symbolic_convert, tensor_version_op, utils
+from torch._dynamo import callback, convert_frame, eval_frame, exc, symbolic_convert, tensor_version_op, utils
 from torch.fx.experimental import _backward_state
 
 from compile_fsdp.torch_compat.declarations import Late, needs, needs_attributes
@@ -190,7 +190,7 @@ def on_bytecode(see: Callable[[CodeType, CodeType], None]) -> Iterator[None]:
         handle.remove()
 
 
-@needs("torch._dynamo.callback_handler.register_end_callback", "torch._dynamo.exc.Unsupported")
+@needs("torch._dynamo.callback.callback_handler.register_end_callback", "torch._dynamo.exc.Unsupported")
 def explain_untraceable_hooks(remedy: str) -> None:
     """Put `remedy` before the message of an error that Dynamo raises in a hook of torch's own `fully_shard`. (2.13.0)
 
@@ -203,7 +203,7 @@ def explain_untraceable_hooks(remedy: str) -> None:
         if isinstance(error, exc.Unsupported) and any("_fully_shard" in f.filename for f in error.real_stack):
             error.args = (f"{remedy}\n\n{error}", *error.args[1:])
 
-    torch._dynamo.callback_handler.register_end_callback(explain)
+    callback.callback_handler.register_end_callback(explain)
 
 
 def compiles_frames() -> bool:
