@@ -42,6 +42,8 @@ from compile_fsdp.replay.stored import StoredBackward, StoredStep
 from compile_fsdp.runtime.attached import module_hooks_of
 from compile_fsdp.runtime.hooks import prepare_model
 from compile_fsdp.runtime.tracing import at_run_time
+from compile_fsdp.torch_compat.dynamo import is_disabled
+from compile_fsdp.torch_compat.inductor import inductor_mode_options
 
 _log = logging.getLogger("compile_fsdp")
 
@@ -226,8 +228,10 @@ def start_replay(arguments: Mapping[str, Any]) -> tuple[ModelReplay | None, dict
     given = dict(arguments.get("options") or {})
     given.pop("guard_filter_fn", None)
     options = Options.parse(given, arguments.get("mode"))
-    if not options.keeps_steps or not bundle.are_kept():
-        return None, {**arguments, "options": {**(arguments.get("options") or {}), "bundle": False}}
+    if options.bundle and not bundle.are_kept():
+        arguments = {**arguments, "options": {**arguments["options"], "bundle": False}}
+    if not options.keeps_steps or not bundle.are_kept() or arguments.get("disable") or is_disabled():
+        return None, dict(arguments)
     return ModelReplay(options), show_guards(arguments)
 
 
@@ -235,6 +239,8 @@ def show_guards(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return torch.compile's arguments such that a recorded frame sees all guards."""
     given = dict(arguments.get("options") or {})
     choose = given.pop("guard_filter_fn", None)
+    if not given and (mode := arguments.get("mode")) is not None:  # torch.compile takes a mode or options
+        given, arguments = inductor_mode_options(mode), {**arguments, "mode": None}
 
     def choose_and_see(entries: Sequence[Any]) -> Sequence[bool]:
         see_guards(entries)

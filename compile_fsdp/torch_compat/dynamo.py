@@ -212,6 +212,12 @@ def compiles_frames() -> bool:
     return callback is not None and callback is not False
 
 
+@needs("torch._dynamo.config.disable")
+def is_disabled() -> bool:
+    """Whether Dynamo's config or the environment turns torch.compile off. (2.13.0)"""
+    return torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1"
+
+
 @needs("torch._guards.TracingContext.get_traced_code")
 def traced_code() -> list[CodeType]:
     """The code objects that Dynamo traced into the graph it compiles now. (2.13.0)"""

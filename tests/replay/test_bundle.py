@@ -178,6 +178,23 @@ def test_steps_from_a_bundle_equal_steps_without_replay(
         assert result == (replays, graphs, True)
 
 
+def _with_arguments(rank: int, folder: str) -> list[tuple[int, int] | None]:
+    bundle.own_folder = lambda: Path(folder)
+    mode = {"mode": "max-autotune-no-cudagraphs"}
+    found: list[tuple[int, int] | None] = []
+    for arguments in (mode, mode, {"disable": True}):
+        model: Any = compile_fsdp.fully_shard(_Block(4))
+        model.compile(backend="compile_fsdp", **arguments)
+        _train(model)
+        found.append(None if "disable" in arguments else count_replays(model))
+        assert (model._compile_fsdp_hooks.hooks.root.replay is None) == ("disable" in arguments)
+    return found
+
+
+def test_arguments_of_torch_compile_work_with_a_bundle(tmp_path: Path) -> None:
+    assert run_ranks(1, _with_arguments, str(tmp_path)) == [[(2, 2), (3, 3), None]]
+
+
 def _alone(rank: int, folder: str) -> int:
     """Start from a bundle; then rank 0 traces a further shape that its peer never has. Return the new graphs."""
     for _ in range(2):
