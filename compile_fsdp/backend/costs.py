@@ -56,14 +56,12 @@ def settle_costs(gm: fx.GraphModule, inputs: GraphInputs, options: Options) -> C
     return costs if costs.rows else replace(costs, rows=known[key])
 
 
-def note_rows(groups: Iterable[TraceableGroup], texts: tuple[str, ...], rows: int) -> None:
+def note_rows(first: TraceableGroup, texts: tuple[str, ...], rows: int) -> None:
     """Note the rows of a graph that no rank traces, for graphs of the same groups that a rank traces later.
 
-    `groups` are all groups of the model, and `texts` those of the graph's groups.
+    `first` is the graph's first group, and `texts` are those of all its groups.
     """
-    for group in groups:
-        if texts and group.constants.text == texts[0]:
-            _shared_rows.setdefault(group, {}).setdefault(texts, rows)
+    _shared_rows.setdefault(first, {}).setdefault(texts, rows)
 
 
 def _find_rows(gm: fx.GraphModule, inputs: GraphInputs) -> int:

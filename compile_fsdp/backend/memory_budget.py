@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -127,13 +127,9 @@ def _settle(own: BudgetDecision, *, inputs: GraphInputs, budget: int, options: O
     return decision if decision.ops == own.ops else _with_collectives_of(decision, own)
 
 
-def note_decision(
-    groups: Iterable[TraceableGroup], texts: tuple[str, ...], options: Options, decision: BudgetDecision
-) -> None:
+def note_decision(first: TraceableGroup, texts: tuple[str, ...], options: Options, decision: BudgetDecision) -> None:
     """Note the decision for a graph that no rank traces, as `note_rows` does with rows."""
-    for group in groups:
-        if texts and group.constants.text == texts[0]:
-            _agreed.setdefault(group, {}).setdefault((options.memory_budget, texts), decision)
+    _agreed.setdefault(first, {}).setdefault((options.memory_budget, texts), decision)
 
 
 def _with_collectives_of(agreed: BudgetDecision, own: BudgetDecision) -> BudgetDecision:

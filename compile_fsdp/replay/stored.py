@@ -149,10 +149,11 @@ class StoredStep:
         """
         for frame in self.frames():
             note_agreed(frame.collectives)
-        if self.costs is not None:
-            note_rows(groups, self.groups, self.costs.rows)
-        if self.decision is not None:
-            note_decision(groups, self.groups, options, self.decision)
+        for first in (group for group in groups if group.constants.text in self.groups[:1]):
+            if self.costs is not None:
+                note_rows(first, self.groups, self.costs.rows)
+            if self.decision is not None:
+                note_decision(first, self.groups, options, self.decision)
 
     def bind(self, graph: ForwardGraph, closure: Sequence[CellType]) -> Frame:
         return self.forward.bind(graph, tuple(closure), frozenset({"args", "kwargs"}))

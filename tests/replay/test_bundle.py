@@ -198,7 +198,7 @@ def test_arguments_of_torch_compile_work_with_a_bundle(tmp_path: Path) -> None:
 def _alone(rank: int, folder: str) -> int:
     """Start from a bundle; then rank 0 traces a further shape that its peer never has. Return the new graphs."""
     for _ in range(2):
-        model = _model(Path(folder, "step.bundle"), agreement_timeout_s=20.0)
+        model = _model(Path(folder, "step.bundle"), agreement_timeout_s=20.0, memory_budget=2**40)
         _train(model)
         dist.barrier()
     counters = torch._dynamo.utils.counters["stats"]
