@@ -32,7 +32,7 @@ class GroupFigures:
     reduced: tuple[int, ...]  # (trained parameters,) bytes of each gradient before it is reduced
     factors: int  # number of elements in parameters with two or more dims, embeddings included
     ranks: int  # number of ranks that the group is sharded over
-    backward_ranks: int  # number of ranks of the backward's all-gather; 1 if the group stays unsharded until then
+    backward_ranks: int  # number of ranks of the backward's all-gather; 1 if the backward gathers nothing of the group
 
     @property
     def size(self) -> int:
@@ -159,8 +159,8 @@ def _with_larger_groups(
     ranks = max(group.ranks for group in small)
     sizes = [group.size // group.ranks for group in small]
     left = len(plan_packs(sizes, [False] * len(sizes), costs.pack_bytes(ranks)))
-    if left * _FEW_GROUPS > len(small):
-        return
+    if left * _FEW_GROUPS > len(small) or len(groups) - len(small) + left == 1:
+        return  # too few to gain from, or one group, which is gathered before anything is computed
     again = sum(group.backward_ranks > 1 for group in small) * (1 - left / len(small))
     fewer = len(small) - left
     trained = sum(bool(group.reduced) for group in small) * (1 - left / len(small))

@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from compile_fsdp.errors import NotShardedError, UnsupportedFeatureError
-from compile_fsdp.passes.analysis.eager_effects import is_upkeep
+from compile_fsdp.passes.analysis.eager_effects import is_embedding, is_upkeep
 from compile_fsdp.passes.analysis.parameter_writes import find_refused_writes
 from compile_fsdp.passes.analysis.sequence import CollectiveSequence
 from compile_fsdp.passes.analysis.unfilled_reads import find_unfilled_reads
@@ -88,6 +88,11 @@ class GraphInputs:
         read = (node for node, _ in self.managed_nodes() if not all(map(is_upkeep, node.users)))
         return frozenset(self._positions[node] for node in read)
 
+    def looked_up(self) -> set[TraceableGroup]:
+        """Return the groups whose parameters the graph reads only in embeddings, whose backward does not read them."""
+        others = {group for node, group in self.managed_nodes() if not all(map(_reads_rows, node.users))}
+        return {*self.groups} - others
+
     def unfilled_positions(self, graph: fx.Graph) -> list[int]:
         """Return the positions in `managed` that a backward graph, as Dynamo has traced it, reads and never fills."""
         items = [user for node in self._positions for user in node.users if user.target is operator.getitem]
@@ -153,3 +158,7 @@ class GraphInputs:
     def _foreign(self) -> dict[str, nn.Parameter]:
         """Parameters of no group that no traceable module ignores, by FQN."""
         return {fqn: each for fqn, each in self._parameters.items() if not belongs_to_traceable(each)}
+
+
+def _reads_rows(node: fx.Node) -> bool:
+    return is_upkeep(node) or is_embedding(node)

@@ -16,14 +16,15 @@ def group_figures(inputs: GraphInputs, left_unsharded: Collection[TraceableGroup
 
     `left_unsharded` are the groups that the passes leave unsharded for the backward.
     """
-    return tuple(_figures(group, group in left_unsharded) for group in inputs.groups)
+    not_gathered_again = {*left_unsharded, *inputs.looked_up()}
+    return tuple(_figures(group, group in not_gathered_again) for group in inputs.groups)
 
 
-def _figures(group: TraceableGroup, is_left: bool) -> GroupFigures:
+def _figures(group: TraceableGroup, is_once: bool) -> GroupFigures:
     fsdp_group, ranks = group.fsdp_group, group.constants.shard_count
     reduce_dtype = fsdp_group._reduce_dtype
     numels = [(param, param.plan.shard_numel * ranks) for param in group.params]
-    stays = is_left or fsdp_group.post_forward_mesh_info is None or not fsdp_group.unshard_in_backward
+    is_once = is_once or fsdp_group.post_forward_mesh_info is None or not fsdp_group.unshard_in_backward
     again = group.constants.post_forward_count if fsdp_group._use_post_forward_mesh else ranks
     return GroupFigures(
         name=fsdp_group._module_fqn or ROOT,
@@ -35,5 +36,5 @@ def _figures(group: TraceableGroup, is_left: bool) -> GroupFigures:
         ),
         factors=sum(numel for param, numel in numels if len(param.plan.shard_size) > 1),
         ranks=ranks,
-        backward_ranks=1 if stays else again,
+        backward_ranks=1 if is_once else again,
     )

@@ -124,5 +124,9 @@ def _writes_first_argument(node: fx.Node, name: str) -> bool:
     return "functional" in str(getattr(node.target, "__module__", "")) and any(a is True for a in node.args)
 
 
+def is_embedding(node: fx.Node) -> bool:
+    return target_name(node) in ("embedding", "embedding_bag")
+
+
 def target_name(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else str(getattr(node.target, "__name__", ""))

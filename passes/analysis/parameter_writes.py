@@ -7,7 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from torch import fx
 
 from compile_fsdp.passes.analysis.aliases import fake_value, storage_keys
-from compile_fsdp.passes.analysis.eager_effects import EagerEffects, is_torch_function, is_upkeep, target_name
+from compile_fsdp.passes.analysis.eager_effects import (
+    EagerEffects,
+    is_embedding,
+    is_torch_function,
+    is_upkeep,
+    target_name,
+)
 from compile_fsdp.passes.analysis.effects import get_argument, nodes_in
 from compile_fsdp.passes.analysis.layout import find_freed
 from compile_fsdp.torch_compat.dispatch import OpOverload, OpOverloadPacket
@@ -30,7 +36,7 @@ def find_refused_writes(graph: fx.Graph, parameters: Iterable[fx.Node]) -> dict[
     for node in _writers(graph, by_storage):
         for written in _written(node, effects):
             for key in _storages(written):
-                if key in by_storage and (by_storage[key] in freed or _is_embedding(node)):
+                if key in by_storage and (by_storage[key] in freed or is_embedding(node)):
                     found.setdefault(by_storage[key], node)
     return found
 
@@ -50,16 +56,12 @@ def _written(node: fx.Node, effects: EagerEffects) -> Sequence[fx.Node]:
         return effects.written_inputs(node)
     if not is_torch_function(node):
         return ()
-    if _is_embedding(node):
+    if is_embedding(node):
         max_norm = node.args[3] if len(node.args) > 3 else node.kwargs.get("max_norm")
         return () if max_norm is None else tuple(nodes_in(get_argument(node, 1, "weight")))
     if target_name(node).endswith(("batch_norm", "instance_norm")):
         return ()  # they write only statistics
     return effects.written_inputs(node)
-
-
-def _is_embedding(node: fx.Node) -> bool:
-    return target_name(node) in ("embedding", "embedding_bag")
 
 
 def _storages(node: fx.Node) -> Iterator[int]:

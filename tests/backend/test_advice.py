@@ -6,12 +6,15 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import compile_fsdp
 from compile_fsdp.advice import GroupFigures, advise
 from compile_fsdp.passes import Costs
 from compile_fsdp.passes.budget.choose import Choice
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
+from helpers.models.layers import Embedded, TiedEnds
 from helpers.parity.check import build, loss_of
 from helpers.ranks.fake_world import fake_world
 
@@ -61,11 +64,18 @@ def test_advice_with_negligible_gain_is_omitted(change: dict[str, Any], costs: d
 
 def test_advises_merging_small_groups() -> None:
     tiny = GroupFigures("tiny", (8 * 2**10,), (8 * 2**10,), 2 * 2**10, ranks=8, backward_ranks=1)
-    keep, larger = sorted(advise([tiny] * 40, COSTS, None), key=lambda each: "in the place of" in each.change)
+    large = dataclasses.replace(BLOCK, backward_ranks=1)
+    found = advise([large, *[tiny] * 40], dataclasses.replace(COSTS, flops=1e15), None)
+    keep, larger = sorted(found, key=lambda each: "in the place of" in each.change)
     assert "1 group in the place of 40 small ones" in larger.change
     # One all-gather and one reduction replace 40 of each.
     assert larger.most_seconds == pytest.approx(2 * 39 * 0.5e-3)
-    assert keep.most_seconds == pytest.approx(3 / 4 * 2 * 40 * 0.5e-3)
+    assert keep.most_seconds == pytest.approx(3 / 4 * 2 * 41 * 0.5e-3)
+
+
+def test_merging_all_parameters_into_one_group_is_not_advised() -> None:
+    tiny = GroupFigures("tiny", (8 * 2**10,), (8 * 2**10,), 2 * 2**10, ranks=8, backward_ranks=1)
+    assert not any("in the place of" in each.change for each in advise([tiny] * 40, COSTS, None))
 
 
 def test_advises_a_larger_memory_budget() -> None:
@@ -90,6 +100,22 @@ def _reports(**options: Any) -> list[compile_fsdp.GraphReport]:
     found = list(compile_fsdp.reports())
     compile_fsdp.reset_reports()
     return found
+
+
+@pytest.mark.parametrize(("model", "ranks"), [(Embedded, 1), (TiedEnds, 4)])
+def test_backward_gathers_no_group_that_only_an_embedding_reads(model: type[nn.Module], ranks: int) -> None:
+    compile_fsdp.reset_reports()
+    with fake_world(4):
+        sharded = model()
+        ends = sharded.embedding if ranks == 1 else [sharded.embedding, sharded.head]
+        for module in (ends, sharded.block, sharded):
+            compile_fsdp.fully_shard(module)
+        sharded.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "eager", "costs": COSTS})
+        sharded(torch.randint(16, (2, 4)))
+    (forward,) = compile_fsdp.reports()
+    (again,) = (group.backward_ranks for group in forward.groups if "embedding" in group.name)
+    assert again == ranks
+    compile_fsdp.reset_reports()
 
 
 def test_forward_report_lists_groups_and_advice() -> None:
