@@ -88,7 +88,7 @@ class Stage:
 class CapturedGraph:
     """One graph on its way through the passes."""
 
-    direction: Direction
+    kind: str  # "forward", "backward", or "evaluation" for a forward without a backward
     groups: tuple[GroupFacts, ...]
     windows: Counter[str]  # fills of each unsharded parameter in the traced graph, by FQN
     windows_left: Counter[str]  # fills that stay after `remove_unshard_copies`, by FQN
@@ -102,7 +102,7 @@ class _Watcher:
     """Observer of one graph. A second graph is the backward of a graph without sharded modules."""
 
     graphs: list[CapturedGraph]
-    direction: Direction
+    kind: str
     groups: tuple[GroupFacts, ...]
     names: GraphNames
     costs: Costs | None
@@ -110,8 +110,8 @@ class _Watcher:
 
     def start(self, graph: fx.Graph) -> None:
         windows = count_windows(graph, self.names)
-        direction: Direction = "backward" if self.is_second else self.direction
-        self.graphs.append(CapturedGraph(direction, self.groups, windows, windows_left=windows))
+        kind = "backward" if self.is_second else self.kind
+        self.graphs.append(CapturedGraph(kind, self.groups, windows, windows_left=windows))
         self.is_second = True
         self._add_stage("traced", f"{len(graph.nodes)} nodes", graph)
 
@@ -124,7 +124,7 @@ class _Watcher:
 
     def end(self, graph: fx.Graph) -> None:
         latest = self.graphs[-1]
-        latest.events = read_events(graph, self.names, self.costs, latest.direction == "backward")
+        latest.events = read_events(graph, self.names, self.costs, latest.kind == "backward")
 
     def _add_stage(self, name: str, summary: str, graph: fx.Graph) -> None:
         unsharded, sent = trace_parameters(graph, self.names)
@@ -158,7 +158,8 @@ class Capture:
             self._callers[compile_id] = caller
         self.traced.append(TracedGraph(direction, tuple(groups)))
         facts = tuple(describe_group(group) for group in groups)
-        return _Watcher(self.graphs, direction, facts, name_graph(gm, groups), costs)
+        kind = direction if torch.is_grad_enabled() or direction == "backward" else "evaluation"
+        return _Watcher(self.graphs, kind, facts, name_graph(gm, groups), costs)
 
     def add_break(self, message: str) -> None:
         if (match := _BREAK.search(message)) is None:

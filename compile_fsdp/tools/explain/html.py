@@ -46,7 +46,7 @@ def _graph_data(graph: GraphView) -> dict[str, Any]:
     for i, stage in enumerate(graph.stages):
         edits = [(" ", texts[0])] if i == 0 else compare(texts[i - 1], texts[i])
         stages.append({"name": stage.name, "summary": stage.summary, "edits": edits})
-    return {"direction": graph.direction, "lines": list(numbers), "stages": stages}
+    return {"kind": graph.kind, "lines": list(numbers), "stages": stages}
 
 
 def compare(before: Sequence[int], after: Sequence[int]) -> list[Edit]:

@@ -243,7 +243,7 @@ function drawFigures() {
     [`${breaks.length} / ${recompiles.length}`, "graph breaks / recompiles", breaks.length + recompiles.length > 0]];
   byId("figures").replaceChildren(...cards.map(([value, text, bad]) =>
     make("div", {class: bad ? "figure bad" : "figure"}, make("b", {}, value), make("span", {}, text))));
-  const counts = ["forward", "backward"].map((d) => `${data.graphs.filter((g) => g.direction === d).length} ${d}`).join(" + ");
+  const counts = [...new Set(data.graphs.map((g) => g.kind))].map((kind) => `${data.graphs.filter((g) => g.kind === kind).length} ${kind}`).join(" + ");
   byId("title").textContent = data.model;
   byId("subtitle").textContent = `${data.world_size} ranks · ${counts} graphs · torch ${data.torch_version} · compile_fsdp explain`;
 }

@@ -54,7 +54,7 @@ def make_report(captured: Capture, model: str, world_size: int) -> Report:
         model=model,
         world_size=world_size,
         torch_version=torch.__version__,
-        graphs=tuple(GraphView(graph.direction, tuple(graph.stages)) for graph in captured.graphs),
+        graphs=tuple(GraphView(graph.kind, tuple(graph.stages)) for graph in captured.graphs),
         timeline=tuple(placed),
         groups=tuple(sorted(rows, key=lambda row: min((use.first[1] for use in row.uses), default=float("inf")))),
         breaks=tuple(captured.breaks),

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
-from compile_fsdp.reports import Direction
 from compile_fsdp.tools.explain.capture import GraphBreak, Recompile, Stage
 from compile_fsdp.tools.explain.events import TRANSFERS, Kind
 from compile_fsdp.tools.explain.groups import GroupRow
@@ -17,9 +16,9 @@ from compile_fsdp.tools.explain.timeline import Placed
 
 @dataclass(frozen=True, slots=True)
 class GraphView:
-    """A compiled graph: its direction, and the graph after each pass."""
+    """A compiled graph after each pass."""
 
-    direction: Direction
+    kind: str  # "forward", "backward", or "evaluation" for a forward without a backward
     stages: tuple[Stage, ...]
 
 
@@ -40,11 +39,11 @@ class ReportData:
 
     @property
     def graph_names(self) -> list[str]:
-        """The direction of each graph, with a number if several graphs have it."""
-        directions = [graph.direction for graph in self.graphs]
-        numbers = [directions[: i + 1].count(each) for i, each in enumerate(directions)]
-        pairs = zip(directions, numbers, strict=True)
-        return [f"{each} {number}" if directions.count(each) > 1 else each for each, number in pairs]
+        """The kind of each graph, with a number if several graphs are of it."""
+        kinds = [graph.kind for graph in self.graphs]
+        numbers = [kinds[: i + 1].count(each) for i, each in enumerate(kinds)]
+        pairs = zip(kinds, numbers, strict=True)
+        return [f"{each} {number}" if kinds.count(each) > 1 else each for each, number in pairs]
 
     @property
     def graph_s(self) -> list[float]:

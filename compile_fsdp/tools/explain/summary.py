@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
@@ -32,12 +33,12 @@ def summary_lines(report: ReportData) -> Iterator[str]:
 
 
 def _figures(report: ReportData) -> list[tuple[str, str]]:
-    directions = [graph.direction for graph in report.graphs]
+    kinds = Counter(graph.kind for graph in report.graphs)
     times = map("{} {}".format, report.graph_names, map(format_seconds, report.graph_s))
     exposed = f"{format_seconds(report.communication_s)}, of which {format_seconds(report.exposed_s)} exposed"
     eager = f"(eager FSDP2, modelled: {format_bytes(report.eager_peak_bytes)})"
     rows = [
-        ("graphs", f"{directions.count('forward')} forward, {directions.count('backward')} backward"),
+        ("graphs", ", ".join(f"{number} {kind}" for kind, number in kinds.items()) or "0"),
         ("graph breaks", str(len(report.breaks))),
         ("recompiles", str(len(report.recompiles))),
         ("estimated", ", ".join(times) or "-"),
@@ -78,7 +79,10 @@ def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def prefetch_text(report: ReportData, row: GroupRow) -> str:
-    """Time from a group's gather to its use in each graph, as in `forward 3.1 ms, backward 0 us`."""
-    gathered = (use for use in row.uses if use.prefetch_events is not None)
-    times = (f"{report.graph_names[use.graph]} {format_seconds(use.prefetch_s)}" for use in gathered)
-    return ", ".join(times) or "-"
+    """Times from a group's gather to its use, as in `forward 3.1 ms, backward 0 us to 2 us`."""
+    times: dict[str, list[float]] = {}
+    for use in row.uses:
+        if use.prefetch_events is not None:
+            times.setdefault(report.graphs[use.graph].kind, []).append(use.prefetch_s)
+    ranges = ((kind, map(format_seconds, sorted({min(each), max(each)}))) for kind, each in times.items())
+    return ", ".join(f"{kind} {' to '.join(texts)}" for kind, texts in ranges) or "-"

@@ -12,19 +12,24 @@ from compile_fsdp.passes.text import format_seconds
 from compile_fsdp.tools.explain.capture import capture
 from compile_fsdp.tools.explain.events import Kind
 from compile_fsdp.tools.explain.report import Report, make_report
+from compile_fsdp.tools.explain.summary import summary_lines
 from helpers.ranks.fake_world import fake_world
 
 WIDTH, ROWS = 64, 32
 
 
-def _explained(policy: MixedPrecisionPolicy, syncs: tuple[bool, ...]) -> Report:
-    """Report on one backward for each entry, which says whether the backward reduces gradients."""
+def _explained(policy: MixedPrecisionPolicy, syncs: tuple[bool, ...], evaluations: int = 0) -> Report:
+    """Report on evaluations, and on one backward for each entry, which says whether it reduces gradients."""
     with fake_world(2), capture() as captured:
         model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(2)))
         for block in model:
             compile_fsdp.fully_shard(block, mp_policy=policy)
         compile_fsdp.fully_shard(model, mp_policy=policy)
         model.compile(backend="compile_fsdp", fullgraph=True)
+        with torch.no_grad():
+            for _ in range(evaluations):
+                model(torch.randn(ROWS, WIDTH))
+                model.reshard()
         for syncs_now in syncs:
             model.set_requires_gradient_sync(syncs_now)
             model(torch.randn(ROWS, WIDTH)).sum().backward()
@@ -49,8 +54,17 @@ def test_graphs_are_numbered_and_each_has_its_time(capsys: pytest.CaptureFixture
     assert ["estimated", times] in [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
 
 
+def test_evaluation_has_a_graph_of_its_own_kind_and_the_summary_groups_graphs_by_kind() -> None:
+    report = _explained(MixedPrecisionPolicy(), (False, True), evaluations=1)
+    assert report.graph_names == ["evaluation", "forward", "backward 1", "backward 2"]
+    lines = [line.split() for line in summary_lines(report)]
+    assert ["graphs", "1", "evaluation,", "1", "forward,", "2", "backward"] in lines
+    first = next(line for line in lines if line[0:1] == ["1"])
+    assert [first.count(kind) for kind in ("evaluation", "forward", "backward")] == [1, 1, 1]
+
+
 def test_backward_without_reductions_holds_activations() -> None:
     report = _explained(MixedPrecisionPolicy(), (False,))
-    assert [graph.direction for graph in report.graphs] == ["forward", "backward"]
+    assert [graph.kind for graph in report.graphs] == ["forward", "backward"]
     backward = [each for each in report.timeline if each.graph == 1]
     assert backward[0].event.activation_bytes >= ROWS * WIDTH * 4  # the activation that the forward saved

@@ -61,7 +61,7 @@ def test_script_is_explained_in_a_fake_world(script: Path, capsys: pytest.Captur
     for part in ("ranks 16", "script.py on 16 ranks", "1 forward, 1 backward", f"wrote {page}"):
         assert part in out
     data = _data(page)
-    assert [graph["direction"] for graph in data["graphs"]] == ["forward", "backward"]
+    assert [graph["kind"] for graph in data["graphs"]] == ["forward", "backward"]
     assert {row["facts"]["name"] for row in data["groups"]} == {"0", "the root"}
 
 
@@ -78,4 +78,4 @@ def test_rank_0_reports_a_job_with_real_ranks(script: Path) -> None:
     page = script.parent / "report.html"
     out = run_forked(script.parent, COMMAND, "explain", "--out", page, script, "--width", "8")
     assert "script.py on 2 ranks" in out and out.count(f"wrote {page}") == 1
-    assert [graph["direction"] for graph in _data(page)["graphs"]] == ["forward", "backward"]
+    assert [graph["kind"] for graph in _data(page)["graphs"]] == ["forward", "backward"]

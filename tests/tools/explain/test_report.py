@@ -18,7 +18,7 @@ def test_report_round_trips_through_json(report: Report) -> None:
     assert json.loads(json.dumps(data)) == data
     assert data["world_size"] == WORLD
     assert data["figures"]["peak_bytes"] == report.peak_bytes > 0
-    assert [graph["direction"] for graph in data["graphs"]] == ["forward", "backward"]
+    assert [graph["kind"] for graph in data["graphs"]] == ["forward", "backward"]
 
 
 def test_groups_list_collectives_and_windows(report: Report) -> None:
@@ -31,7 +31,7 @@ def test_groups_list_collectives_and_windows(report: Report) -> None:
         assert (row.windows, row.windows_removed, row.kept) == (4, 4, ())
         # The first block's backward computes no input gradient, so it reads no parameters.
         directions = ["forward"] if name == "blocks.0" else ["forward", "backward"]
-        assert [report.graphs[use.graph].direction for use in row.uses] == directions
+        assert [report.graphs[use.graph].kind for use in row.uses] == directions
         assert (row.gathers, row.reductions) == (len(directions), 1)
         assert row.uses[0].first[0].startswith(name) and row.uses[0].first[1] < row.uses[0].last[1]
         assert all(use.prefetch_events is not None for use in row.uses)
