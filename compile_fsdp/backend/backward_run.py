@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from compile_fsdp.backend.call_inputs import CallInputs
 from compile_fsdp.backend.captured_backward import BackwardCompiler
@@ -22,8 +23,8 @@ from compile_fsdp.torch_compat.autograd import compiled_autograd, kept_hooks
 class BackwardRun:
     """One backward through a run of a forward graph.
 
-    `grads` has a gradient or None for each of the run's `outputs`. `is_kept` tells whether the user keeps the autograd
-    graph for a further backward.
+    `grads` has a gradient or None for each of the run's `outputs`, given as autograd edges. `is_kept` tells whether the
+    user keeps the autograd graph for a further backward.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class BackwardRun:
         forward: CompiledForward,
         inputs: CallInputs,
         forward_id: object,
-        outputs: Sequence[Any],
+        outputs: Sequence[GradientEdge | None],
         grads: Sequence[torch.Tensor | None],
         is_kept: bool,
     ) -> None:
@@ -39,9 +40,9 @@ class BackwardRun:
         self.inputs = inputs
         self.forward_id = forward_id
         self.is_kept = is_kept
-        self.has_gradient = [isinstance(out, torch.Tensor) and out.requires_grad for out in outputs]
-        every = zip(outputs, grads, self.has_gradient, strict=True)
-        pairs = [(out, grad) for out, grad, has in every if grad is not None and has]
+        self.has_gradient = [out is not None for out in outputs]
+        every = zip(outputs, grads, strict=True)
+        pairs = [(out, grad) for out, grad in every if out is not None and grad is not None]
         self.outputs = [out for out, _ in pairs]  # these get a gradient now
         self.grads = [grad for _, grad in pairs]
 

@@ -19,6 +19,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from compile_fsdp.backend.backward_run import BackwardRun
@@ -45,11 +46,13 @@ class InnerGraph:
 
     Attributes:
         inputs: The differentiable inputs, detached; for a tensor subclass, its leaf.
+        outputs: The autograd edge of each output that needs a gradient, else None. An output itself would keep its
+            memory, which the user may drop before the backward.
         versions: Version counters of the unsharded parameters when autograd saved them.
     """
 
     inputs: list[torch.Tensor]
-    outputs: Sequence[Any]
+    outputs: list[GradientEdge | None]
     versions: list[int]
 
 
@@ -89,7 +92,7 @@ class GraphCall:
                 if had_hooks:
                     _warn_of_saved_tensor_hooks()
                 outputs = self.forward.run(*args)
-            self.inner = InnerGraph(leaves, outputs, get_versions(self.inputs.managed))
+            self.inner = InnerGraph(leaves, list(map(_edge, outputs)), get_versions(self.inputs.managed))
         return outputs
 
     def backward(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -136,6 +139,10 @@ class GraphCall:
         with unchanged_versions(self.inputs.managed):
             set_versions(self.inputs.managed, versions)
             return run() if threading.get_ident() == self.thread else self._context.run(run)
+
+
+def _edge(output: Any) -> GradientEdge | None:
+    return get_gradient_edge(output) if isinstance(output, torch.Tensor) and output.requires_grad else None
 
 
 @cache

@@ -8,6 +8,7 @@ from types import CodeType, FunctionType
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from compile_fsdp.options import Options
 from compile_fsdp.passes.analysis.sequence import CollectiveSequence
@@ -39,9 +40,9 @@ class BackwardObserver(Protocol):
     """Observer of a backward of a forward graph."""
 
     def begin_backward(
-        self, parameters: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+        self, parameters: Sequence[torch.Tensor], outputs: Sequence[GradientEdge], grads: Sequence[torch.Tensor]
     ) -> None:
-        """See the unsharded parameters, the forward's outputs and their gradients before the backward runs."""
+        """See the unsharded parameters, the outputs' autograd edges and their gradients before the backward runs."""
 
     def begin_frame(
         self, function: FunctionType, arguments: Sequence[Any], undefined: Sequence[int]
@@ -61,7 +62,7 @@ class KnownBackward(Protocol):
     def run(
         self,
         parameters: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
+        outputs: Sequence[GradientEdge],
         grads: Sequence[torch.Tensor],
         hooks: Any,
     ) -> bool:

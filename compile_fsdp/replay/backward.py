@@ -14,6 +14,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from compile_fsdp.errors import NotPortableError
 from compile_fsdp.replay.frames import Frame
@@ -40,10 +41,10 @@ class Tensors:
     """Tensors of a forward that its backward reads, by place."""
 
     def __init__(
-        self, leaves: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+        self, leaves: Sequence[torch.Tensor], outputs: Sequence[GradientEdge], grads: Sequence[torch.Tensor]
     ) -> None:
-        """Take the unsharded parameters, the outputs that get a gradient, and their gradients."""
-        node: Any = outputs[0].grad_fn
+        """Take the unsharded parameters, the autograd edges of outputs with a gradient, and the gradients."""
+        node: Any = outputs[0].node
         self.node = node
         # Compiled autograd accumulates into the present gradient of a leaf, and traces a separate graph for it.
         self.accumulated = tuple(leaf.grad is not None for leaf in leaves)
@@ -81,9 +82,9 @@ def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _is_one_node(outputs: Sequence[torch.Tensor]) -> bool:
+def _is_one_node(outputs: Sequence[GradientEdge]) -> bool:
     """Return whether the outputs come from one autograd node, a compiled graph's."""
-    return len({output.grad_fn for output in outputs}) == 1 and is_compiled_node(outputs[0].grad_fn)
+    return len({output.node for output in outputs}) == 1 and is_compiled_node(outputs[0].node)
 
 
 @dataclass(eq=False)
@@ -98,13 +99,14 @@ class BackwardFrame:
     def run(
         self,
         parameters: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
+        outputs: Sequence[GradientEdge],
         grads: Sequence[torch.Tensor],
         hooks: Any,
     ) -> bool:
         """Run the traced backward if it is right for this forward; return whether it has run.
 
-        `outputs` are the forward's outputs with the gradients `grads`; `hooks` is the object with the forward's hooks.
+        `outputs` are autograd edges of the forward's outputs with the gradients `grads`; `hooks` is the object with the
+        forward's hooks.
         """
         signature = self.signature
         if not _is_one_node(outputs) or keeps_graph() or torch.is_anomaly_enabled():
@@ -145,7 +147,7 @@ class BackwardRecord:
         self._finish = finish
 
     def begin_backward(
-        self, parameters: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+        self, parameters: Sequence[torch.Tensor], outputs: Sequence[GradientEdge], grads: Sequence[torch.Tensor]
     ) -> None:
         """Begin a new record, because an earlier backward may have failed."""
         self.frame: FrameRecord | None = None

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch._dynamo import compiled_autograd as _compiled_autograd
+from torch.autograd.graph import GradientEdge
 
 from compile_fsdp.torch_compat.declarations import needs, needs_attributes
 from compile_fsdp.torch_compat.global_state import is_forced_eager
@@ -70,12 +71,12 @@ def drop_saved_tensors(node: Any) -> None:
 
 
 @contextlib.contextmanager
-def kept_hooks(outputs: Sequence[torch.Tensor]) -> Iterator[None]:
+def kept_hooks(outputs: Sequence[GradientEdge]) -> Iterator[None]:
     """Keep the hooks on the intermediates of the forward graph with these outputs for the next backward. (2.13.0)
 
     Compiled autograd takes the hooks from the nodes of AOTAutograd's graphs even if the autograd graph is retained.
     """
-    found: list[Any] = [output.grad_fn for output in outputs]
+    found: list[Any] = [output.node for output in outputs]
     hooks: dict[Any, Any] = {}  # by autograd node
     while found:
         node = found.pop()

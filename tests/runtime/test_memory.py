@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -49,6 +50,15 @@ def test_root_stays_unsharded_from_forward_to_backward(model: nn.Sequential) -> 
     assert (block.memory, root.memory) == (Memory.SHARDED, Memory.UNSHARDED)
     loss.backward()
     assert (block.memory, root.memory) == (Memory.SHARDED, Memory.SHARDED)
+
+
+def test_output_that_the_user_drops_is_freed_before_the_backward(model: nn.Sequential) -> None:
+    output = model(torch.ones(2, 4))
+    loss, address = output.sum(), output.data_ptr()
+    assert any(type(each) is torch.Tensor and each.data_ptr() == address for each in gc.get_objects())
+    del output
+    assert not any(type(each) is torch.Tensor and each.data_ptr() == address for each in gc.get_objects())
+    loss.backward()
 
 
 def test_memory_follows_eager_unshard_and_reshard(model: nn.Sequential) -> None:
