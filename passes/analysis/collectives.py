@@ -3,7 +3,7 @@
 A collective is either the runtime's op, whose last argument is a name, or torch's op, which the model calls.
 
 The runtime gathers a parameter group as one buffer, with the shards of each rank one behind the next, and reduces the
-gradients of the group in that layout:
+gradients of the group in that layout; packs made anew have ops of `ops/packs.py` for `cat` and `split_with_sizes`:
 
     gather                                      reduction
     packed = cat([shard, ...])                  packed = reshape(cat([rows, ...], 1), [-1])
@@ -42,7 +42,10 @@ _GATHERS = (c10d.all_gather_into_tensor.default, all_gather_into_tensor)
 _REDUCTIONS = (c10d.reduce_scatter_tensor.default, reduce_scatter_tensor)
 WAIT = c10d.wait_tensor.default
 RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
-_SPLIT = aten.split_with_sizes.default
+
+# As traced, and as packed anew.
+_JOINS = (aten.cat.default, cat)
+_SPLITS = (aten.split_with_sizes.default, split_with_sizes_copy)
 
 # Ops from one tensor to a tensor of equal numel, element by element.
 _ELEMENTWISE = (
@@ -157,14 +160,14 @@ def _match(collective: fx.Node) -> Packed | None:
     while isinstance(node, fx.Node) and _is_link(node):
         before.insert(0, node)
         node = node.args[0]
-    if not (isinstance(node, fx.Node) and node.target is aten.cat.default and len(node.users) == 1):
+    if not (isinstance(node, fx.Node) and node.target in _JOINS and len(node.users) == 1):
         return None
     after: list[fx.Node] = []
     last = collective
     while len(last.users) == 1 and (_is_link(user := next(iter(last.users))) or is_wait(user)):
         after.append(user)
         last = user
-    if len(last.users) != 1 or (split := next(iter(last.users))).target is not _SPLIT:
+    if len(last.users) != 1 or (split := next(iter(last.users))).target not in _SPLITS:
         return None
     inputs, sizes = node.args[0], split.args[1]
     assert isinstance(inputs, Sequence) and isinstance(sizes, Sequence)

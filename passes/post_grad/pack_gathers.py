@@ -4,7 +4,7 @@ Precondition  packed all-gathers, see `collectives.py`
 Match         shards whose copies into and out of the pack cost more than a separate collective; packs of more bytes
               than `Costs.pack_bytes`; with `merge`, packs whose parameters stay unsharded
 Rewrite       such a shard gets its own all-gather, straight from the shard and into the parameter's own buffer;
-              `plan_packs` packs the remaining shards
+              `plan_packs` packs the remaining shards; the items of a pack are copies, which need no clone
 Report        gathers before and after; parameters gathered by themselves; bytes no longer copied
 
     before                                    after
@@ -36,12 +36,10 @@ from compile_fsdp.passes.post_grad.packing import (
     MayJoin,
     Part,
     Places,
-    is_merged,
     join,
     launch,
     pack_anew,
     replace_results,
-    split,
 )
 from compile_fsdp.passes.report import PassCounts
 
@@ -90,11 +88,7 @@ def _gather(place: Packed, pack: Sequence[Part]) -> dict[fx.Node, fx.Node]:
     launched = launch(sent, pack, like=source.collective)
     waited = insert(graph, WAIT, launched, like=source.after[0])
     rows = insert(graph, aten.reshape.default, waited, [source.ranks, numel(sent)], like=source.after[-1])
-    if len(pack) == 1:
-        return replace_results(pack, [rows], are_own=True)
-    op = split_with_sizes_copy if is_merged(pack) else aten.split_with_sizes.default
-    items = split(op, rows, [numel(part.sent) for part in pack], 1)
-    return replace_results(pack, items, are_own=is_merged(pack))
+    return replace_results(pack, rows, split_with_sizes_copy, 1, 1, are_own=True)
 
 
 _GATHERS = Kind(

@@ -22,9 +22,9 @@ from functools import partial
 
 from torch import fx
 
-from compile_fsdp.passes.analysis.collectives import RESHAPES, Packed, aten, insert, is_reduction, numel
+from compile_fsdp.passes.analysis.collectives import RESHAPES, Packed, aten, insert, is_reduction
 from compile_fsdp.passes.analysis.costs import Costs, plan_reductions
-from compile_fsdp.passes.post_grad.packing import Kind, Part, Places, join, launch, pack_anew, replace_results, split
+from compile_fsdp.passes.post_grad.packing import Kind, Part, Places, join, launch, pack_anew, replace_results
 from compile_fsdp.passes.report import PassCounts
 
 
@@ -51,10 +51,7 @@ def _reduce(place: Packed, pack: Sequence[Part]) -> dict[fx.Node, fx.Node]:
             assert callable(node.target)
             args = tuple(result if isinstance(each, fx.Node) else each for each in node.args)
             result = insert(graph, node.target, *args, like=node, **node.kwargs)
-    items = [result]
-    if len(pack) > 1:
-        items = split(aten.split_with_sizes.default, result, [numel(part.sent) // place.ranks for part in pack])
-    return replace_results(pack, items, are_own=False)
+    return replace_results(pack, result, aten.split_with_sizes.default, place.ranks, are_own=False)
 
 
 _REDUCTIONS = Kind(

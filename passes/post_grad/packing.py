@@ -1,9 +1,8 @@
 """Pack collectives of one kind anew: all-gathers, or reduce-scatters.
 
-[Note: Kernels of a merged pack]
-Packs of one group are alike in all blocks of a model, and Inductor compiles their copies once. In a pack of several
-groups each parameter has a different place, so such packs are filled and read by ops that need no compiling
-(`ops/packs.py`).
+[Note: Kernels of packs]
+Packs are joined and split by ops that need no compiling (`ops/packs.py`), as in eager FSDP2. Inductor would fuse these
+copies with the compute around them, and so compile a kernel twice where one pack is beside it and another is not.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from itertools import accumulate, groupby
 from torch import fx
 
 from compile_fsdp.ops import all_gather_into_tensor, cat, reduce_scatter_tensor
-from compile_fsdp.passes.analysis.collectives import Packed, aten, find_packed, insert, name_of, settings_of
+from compile_fsdp.passes.analysis.collectives import Packed, aten, find_packed, insert, name_of, numel, settings_of
 from compile_fsdp.passes.analysis.costs import Costs, are_contiguous, device_costs, size_bytes
 from compile_fsdp.passes.analysis.effects import Effects, is_barrier
 from compile_fsdp.passes.report import PassCounts
@@ -96,7 +95,8 @@ def pack_anew(graph: fx.Graph, kind: Kind, may_join: MayJoin | None, costs: Cost
         if are_contiguous([part.sent for part in parts]):
             own = costs or device_costs(run[0].collective)
             packs = kind.plan(sizes, ranks, own, is_spare=may_join is not None)
-        if packs == [list(old) for _, old in groupby(range(len(parts)), key=lambda i: id(parts[i].source))]:
+        are_equal = packs == [list(old) for _, old in groupby(range(len(parts)), key=lambda i: id(parts[i].source))]
+        if are_equal and all(each.pack.target is cat for each in run):
             continue
         place = kind.place(run)
         with graph.inserting_before(place.pack):
@@ -135,17 +135,11 @@ def _runs(packed: Sequence[Packed], may_join: MayJoin | None) -> list[list[Packe
     return runs
 
 
-def is_merged(pack: Sequence[Part]) -> bool:
-    """Return whether a pack holds inputs of several collectives. See [Note: Kernels of a merged pack]."""
-    return pack[0].source is not pack[-1].source
-
-
 def join(pack: Sequence[Part], *dim: int, like: fx.Node) -> fx.Node:
-    """Concatenate the tensors of a pack."""
+    """Concatenate the tensors of a pack. See [Note: Kernels of packs]."""
     if len(pack) == 1:
         return pack[0].sent
-    op = cat if is_merged(pack) else aten.cat.default
-    return insert(like.graph, op, [part.sent for part in pack], *dim, like=like)
+    return insert(like.graph, cat, [part.sent for part in pack], *dim, like=like)
 
 
 def launch(sent: fx.Node, pack: Sequence[Part], like: fx.Node) -> fx.Node:
@@ -158,23 +152,23 @@ def launch(sent: fx.Node, pack: Sequence[Part], like: fx.Node) -> fx.Node:
     return insert(like.graph, like.target, sent, *settings_of(like), *name, like=like)
 
 
-def split(target: Callable[..., object], pack: fx.Node, numels: Sequence[int], *dim: int) -> list[fx.Node]:
-    """Split a pack into items of these sizes."""
-    parts = insert(pack.graph, target, pack, list(numels), *dim, like=pack)
-    return [insert(pack.graph, operator.getitem, parts, i, like=pack) for i in range(len(numels))]
+def replace_results(
+    pack: Sequence[Part], result: fx.Node, target: Callable[..., object], ranks: int, *dim: int, are_own: bool
+) -> dict[fx.Node, fx.Node]:
+    """Split the result of a collective, and return the replacement of each old result that is read, and of its clone.
 
-
-def replace_results(pack: Sequence[Part], results: Sequence[fx.Node], *, are_own: bool) -> dict[fx.Node, fx.Node]:
-    """Return the replacement of each old result that is read, and of its clone.
-
-    `are_own`: whether each new result has its own memory. Then a clone that is the only reader of the old result, and
-    joined its rows, is not needed.
+    `target` splits into items of the parts' numels over `ranks`. `are_own`: whether each item has its own memory. Then
+    a clone that is the only reader of the old result, and joined its rows, is not needed.
     """
     replaced: dict[fx.Node, fx.Node] = {}
-    for part, result in zip(pack, results, strict=True):
+    if len(pack) > 1:
+        numels = [numel(part.sent) // ranks for part in pack]
+        items = insert(result.graph, target, result, numels, *dim, like=result)
+    for i, part in enumerate(pack):
         if part.result is not None:
+            item = insert(result.graph, operator.getitem, items, i, like=result) if len(pack) > 1 else result
             users = list(part.result.users)
-            replaced[part.result] = result
+            replaced[part.result] = item
             if are_own and len(users) == 1 and users[0].target is aten.clone.default:
-                replaced[users[0]] = result
+                replaced[users[0]] = item
     return replaced

@@ -14,7 +14,6 @@ from compile_fsdp.passes.post_grad.pack_gathers import pack_gathers
 from compile_fsdp.passes.post_grad.pack_reductions import pack_reductions
 from helpers.graphs.build import GATHER, REDUCE, GraphBuilder, aten, c10d, gather, reduce
 from helpers.graphs.lockstep import same_results
-from helpers.graphs.render import render
 
 # ALONE: a collective per parameter is cheapest. TOGETHER: one pack for all parameters is cheapest.
 ALONE = Costs(latency=0.0, comm_bandwidth=1.0, memory_bandwidth=1.0, flops=1.0)
@@ -35,9 +34,8 @@ def test_shards_with_gaps_stay_packed() -> None:
     build = GraphBuilder()
     shards = [strided_input(build, "a", (2,)), build.input("b", (3,))]
     graph = build.output(*gather(build, shards, 2))
-    before = render(graph)
     pack_gathers(graph, costs=ALONE)
-    assert render(graph) == before
+    assert len(graph.find_nodes(op="call_function", target=GATHER)) == 1
 
 
 def test_gradients_with_gaps_stay_packed() -> None:
@@ -47,9 +45,8 @@ def test_gradients_with_gaps_stay_packed() -> None:
     waited = build.call(c10d.wait_tensor.default, build.call(REDUCE, packed, "avg", 2, "dp"))
     split = build.call(aten.split_with_sizes.default, waited, [2, 3])
     graph = build.output(*(build.call(operator.getitem, split, i) for i in range(2)))
-    before = render(graph)
     pack_reductions(graph, costs=ALONE)
-    assert render(graph) == before
+    assert len(graph.find_nodes(op="call_function", target=REDUCE)) == 1
 
 
 def test_costs_of_the_device_are_used_unless_given() -> None:
