@@ -54,7 +54,7 @@ class Advice:
         least = f"{self.least_seconds * 1e3:.3g} to " if self.least_seconds > 0.05 * self.most_seconds else "up to "
         least = "" if self.least_seconds > 0.95 * self.most_seconds else least
         takes = f"whose matrix products and collectives take about {step:.3g} ms"
-        return f"estimated: {self.change} would take {least}{most:.3g} ms off a step, {takes}"
+        return f"estimated: {self.change} would take {least}{most:.3g} ms off a forward and its backward, {takes}"
 
     @property
     def sentence(self) -> str:

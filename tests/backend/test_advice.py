@@ -37,7 +37,7 @@ def test_advises_a_budget_that_keeps_groups_for_the_backward() -> None:
     assert advice.least_seconds == 0
     assert str(advice).startswith('estimated: a memory_budget ("auto", or bytes: about 32 MiB more than now)')
     assert "keeps 4 groups unsharded for the backward" in str(advice)
-    assert "would take up to 33 ms off a step," in str(advice)
+    assert "would take up to 33 ms off a forward and its backward," in str(advice)
     assert str(advice).endswith("matrix products and collectives take about 193 ms")
 
 
@@ -46,7 +46,7 @@ def test_least_gain_equals_most_gain_if_communication_dominates() -> None:
     compute = 4 * 2 * 2048 * 2 * MIB / 1e15
     assert advice.least_seconds == pytest.approx(advice.most_seconds)
     assert advice.step_seconds == pytest.approx(3 * compute + 3 * 4 * 7.5e-3)
-    assert "would take 33 ms off a step" in str(advice)
+    assert "would take 33 ms off a forward and its backward" in str(advice)
 
 
 @pytest.mark.parametrize(
