@@ -34,7 +34,8 @@ def make_report(captured: Capture, model: str, world_size: int) -> Report:
     for graph in captured.graphs:
         for group in graph.groups:
             groups.setdefault(group.name, group)
-    placed = place([graph.events for graph in captured.graphs], list(groups.values()))
+    backwards = [i for i, graph in enumerate(captured.graphs) if graph.kind == "backward"]
+    placed = place([graph.events for graph in captured.graphs], list(groups.values()), backwards)
     rows = make_rows(
         list(groups.values()),
         placed,

@@ -7,7 +7,7 @@ separate link. A wait that starts before its collective has ended exposes the ti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from compile_fsdp.passes.analysis.live_bytes import LiveBytes
@@ -25,15 +25,17 @@ class Placed:
     at_s: float  # when compute reaches the event
     start_s: float  # when the event starts: a collective may have to wait for the wire
     exposed_s: float  # how long compute stands still in a wait; 0 if the event is not a wait
-    eager_bytes: int  # bytes of unsharded parameters that eager FSDP2 would hold at the event, see `eager_bytes()`
+    eager_bytes: int  # bytes that eager FSDP2 would hold at the event, see `eager_bytes()`
 
 
-def place(graphs: Sequence[Sequence[Event]], groups: Sequence[GroupFacts]) -> list[Placed]:
-    """Place the events of a step's graphs in time, graph by graph."""
+def place(
+    graphs: Sequence[Sequence[Event]], groups: Sequence[GroupFacts], backwards: Collection[int] = ()
+) -> list[Placed]:
+    """Place the events of a step's graphs in time, graph by graph; `backwards` are the indices of backward graphs."""
     placed = []
     now, wire, host = 0.0, Link(), Link()
     for number, events in enumerate(graphs):
-        eager = eager_bytes(events, groups)
+        eager = eager_bytes(events, groups, number in backwards)
         arrived: dict[int, float] = {}
         for event, held in zip(events, eager, strict=True):
             at, start, exposed = now, now, 0.0
@@ -50,14 +52,13 @@ def place(graphs: Sequence[Sequence[Event]], groups: Sequence[GroupFacts]) -> li
     return placed
 
 
-def eager_bytes(events: Sequence[Event], groups: Sequence[GroupFacts]) -> list[int]:
-    """Bytes of unsharded parameters that eager FSDP2 would hold at each event of a graph.
+def eager_bytes(events: Sequence[Event], groups: Sequence[GroupFacts], is_backward: bool) -> list[int]:
+    """Bytes of gathers and unsharded parameters that eager FSDP2 would hold at each event of a graph.
 
-    A model, not a measurement: a group is gathered at the first use of the previous group, and freed after its last
-    use. A group that eager FSDP2 does not reshard after the forward, such as the root's group, lives from the start of
-    a graph: to the end of a forward graph, and to its last use in a backward graph.
+    A model, not a measurement: a group is gathered at the first use of the previous group, copied out of the gather at
+    its own first use, and freed after its last use. A group that eager FSDP2 does not reshard after the forward, such
+    as the root's group, lives to the end of a forward graph, and from the start of a backward graph, without a gather.
     """
-    is_backward = any(event.gradients for event in events)
     computations = [(i, event) for i, event in enumerate(events) if event.kind is Kind.COMPUTE]
     uses = []  # first and last computation with parameters or gradients of each group
     for group in groups:
@@ -66,9 +67,10 @@ def eager_bytes(events: Sequence[Event], groups: Sequence[GroupFacts]) -> list[i
             uses.append((found[0], found[-1], group))
     uses.sort(key=lambda use: use[:2])
     held = LiveBytes(len(events))
-    for i, (_, last, group) in enumerate(uses):
-        first = uses[i - 1][0] if i > 0 else 0
+    for i, (first, last, group) in enumerate(uses):
+        if group.reshards or not is_backward:
+            held.hold(uses[i - 1][0] if i > 0 else 0, first, group.unsharded_bytes)
         if not group.reshards:
-            first, last = 0, last if is_backward else len(events) - 1
+            first, last = (0, last) if is_backward else (first, len(events) - 1)
         held.hold(first, last, group.unsharded_bytes)
     return held.totals()
