@@ -94,7 +94,7 @@ def print_traceback(error: Exception) -> None:
 def describe(error: Exception) -> str:
     """Class and first line of an error, and the second line of an error of Dynamo, which names the construct or op."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    has_two = isinstance(error, TorchRuntimeError) or (lines and lines[0].startswith("while compiling "))
+    has_two = isinstance(error, TorchRuntimeError) or (lines and lines[0].startswith(("while compiling ", "backend=")))
     line = " ".join(lines[: 2 if has_two else 1]).rstrip(".:")
     return f"{type(error).__name__}: {line}" if line else type(error).__name__
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -80,7 +81,8 @@ def break_remedy(hints: tuple[str, ...]) -> str:
 
 
 def _useful(hints: tuple[str, ...]) -> list[str]:
-    return [hint for hint in hints if "report an issue" not in hint and "earlier graph break" not in hint][:2]
+    useful = (each for each in hints if "report an issue" not in each and "earlier graph break" not in each)
+    return [f"{each.rstrip('.')}." for each in itertools.islice(useful, 2)]
 
 
 def _not_whole(seen: Seen) -> Iterator[Finding]:
@@ -226,14 +228,16 @@ def _recompiles(seen: Seen) -> Iterator[Finding]:
         is_own = is_library(each.place.filename)
         if seen.breaks and (is_own or each.function.startswith("torch_dynamo_resume_in_")):
             continue  # a piece of the broken forward
-        guard = re.sub(r"^[!\d/]+: |, \d{9,}", "", each.reason).partition("  #")[0].strip()  # without ids
         function = "The model" if each.function.startswith("_call_impl") else each.function
-        what = f"{function} was compiled again, since a guard of the earlier graph failed: {guard}"
+        what = f"{function} was compiled again, since a guard of the earlier graph failed: {each.reason}"
         level, remedy = Level.COSTS, _guard_remedy(each.reason)
-        if "grad_mode" in guard.lower() or "requires_grad mismatch" in guard:
+        if "grad_mode" in each.reason.lower() or "requires_grad mismatch" in each.reason:
             level, remedy = Level.NOTE, "No change is needed: training and evaluation have separate graphs."
-        if "reduce_grads" in guard:
+        if "reduce_grads" in each.reason:
             level, remedy = Level.NOTE, "No change is needed: a backward without reductions has a separate graph."
+        if "post_forward_mesh_info" in each.reason:
+            level = Level.NOTE
+            remedy = "No change is needed: the script sets reshard_after_forward once more after its first forward."
         yield Finding(level, "recompiled", what, remedy, None if is_own else each.place)
 
 
@@ -246,7 +250,7 @@ def _guard_remedy(reason: str) -> str:
     if "_sharded_state" in reason:
         return (
             "Call reshard() on the sharded modules after each forward without a backward, as in an evaluation: such a "
-            "forward leaves its last group unsharded."
+            "forward leaves the root's parameters unsharded."
         )
     if "==" in reason:
         return "Pass a value that changes from step to step as a tensor, or keep it out of the forward."

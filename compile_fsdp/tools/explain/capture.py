@@ -174,10 +174,14 @@ class Capture:
             if each.recompile_reason is not None and (each.start_time_us or 0) >= self._start_us:
                 definition = Place.at(each.co_filename or "", each.co_firstlineno or 0)
                 place = self._callers.get(str(each.compile_id), definition)
-                reason = each.recompile_reason.partition("\n")[0]
-                self.recompiles.append(Recompile(place, each.co_name or "", reason))
+                self.recompiles.append(Recompile(place, each.co_name or "", describe_guard(each.recompile_reason)))
         found = (report.decision for report in reports()[self._reported :])
         self.decisions += [decision for decision in found if decision is not None]
+
+
+def describe_guard(reason: str) -> str:
+    """Return Dynamo's first failed guard without ids and the line of code behind it."""
+    return re.sub(r"^[!\d/]+: |, \d{9,}", "", reason.partition("\n")[0]).partition("  #")[0].strip()
 
 
 def _find_place(filename: str, line: int, stack: str) -> Place:
