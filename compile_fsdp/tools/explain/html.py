@@ -15,7 +15,6 @@ from importlib.resources import files
 from typing import Any
 
 from compile_fsdp.tools.explain.report_data import GraphView, ReportData
-from compile_fsdp.tools.explain.summary import prefetch_text
 
 Edit = tuple[str, list[int]]  # " ", "-" or "+", and positions in the graph's table of lines
 
@@ -33,8 +32,6 @@ def render_page(report: ReportData) -> str:
 def page_data(report: ReportData) -> dict[str, Any]:
     """Make the page's data: the report, with each graph line stored once and each pass as edits."""
     data = report.to_dict()
-    for row, group in zip(data["groups"], report.groups, strict=True):
-        row["prefetch"] = prefetch_text(report, group)
     data["graphs"] = [_graph_data(graph) for graph in report.graphs]
     return data
 

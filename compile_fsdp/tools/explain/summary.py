@@ -58,7 +58,7 @@ def _groups(report: ReportData) -> Sequence[tuple[str, ...]]:
         counts = (str(row.gathers), str(row.reductions), f"{row.windows_removed} of {row.windows}")
         kept = "; ".join(dict.fromkeys(reason for _, reason in row.kept)) or "-"
         size = format_bytes(row.facts.unsharded_bytes)
-        rows.append((row.facts.name, size, *counts, prefetch_text(report, row), kept))
+        rows.append((row.facts.name, size, *counts, _prefetch(report, row), kept))
     return rows
 
 
@@ -78,7 +78,7 @@ def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
         yield "  " + "  ".join(map(str.ljust, row, widths)).rstrip()
 
 
-def prefetch_text(report: ReportData, row: GroupRow) -> str:
+def _prefetch(report: ReportData, row: GroupRow) -> str:
     """Times from a group's gather to its use, as in `forward 3.1 ms, backward 0 us to 2 us`."""
     times: dict[str, list[float]] = {}
     for use in row.uses:
