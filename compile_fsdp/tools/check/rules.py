@@ -223,6 +223,15 @@ def _kept_by_settings(model: ShardedModel) -> Iterator[Finding]:
         )
 
 
+# Guards that training loops fail on purpose.
+_EXPECTED = {
+    "grad_mode": "training and evaluation have separate graphs",
+    "requires_grad mismatch": "training and evaluation have separate graphs",
+    "reduce_grads": "a backward without reductions has a separate graph",
+    "post_forward_mesh_info": "the script sets reshard_after_forward once more after its first forward",
+}
+
+
 def _recompiles(seen: Seen) -> Iterator[Finding]:
     for each in dict.fromkeys(seen.captured.recompiles):
         is_own = is_library(each.place.filename)
@@ -230,14 +239,9 @@ def _recompiles(seen: Seen) -> Iterator[Finding]:
             continue  # a piece of the broken forward
         function = "The model" if each.function.startswith("_call_impl") else each.function
         what = f"{function} was compiled again, since a guard of the earlier graph failed: {each.reason}"
-        level, remedy = Level.COSTS, _guard_remedy(each.reason)
-        if "grad_mode" in each.reason.lower() or "requires_grad mismatch" in each.reason:
-            level, remedy = Level.NOTE, "No change is needed: training and evaluation have separate graphs."
-        if "reduce_grads" in each.reason:
-            level, remedy = Level.NOTE, "No change is needed: a backward without reductions has a separate graph."
-        if "post_forward_mesh_info" in each.reason:
-            level = Level.NOTE
-            remedy = "No change is needed: the script sets reshard_after_forward once more after its first forward."
+        why = next((why for guard, why in _EXPECTED.items() if guard in each.reason), None)
+        level = Level.COSTS if why is None else Level.NOTE
+        remedy = _guard_remedy(each.reason) if why is None else f"No change is needed: {why}."
         yield Finding(level, "recompiled", what, remedy, None if is_own else each.place)
 
 

@@ -40,10 +40,8 @@ class ReportData:
     @property
     def graph_names(self) -> list[str]:
         """The kind of each graph, with a number if several graphs are of it."""
-        kinds = [graph.kind for graph in self.graphs]
-        numbers = [kinds[: i + 1].count(each) for i, each in enumerate(kinds)]
-        pairs = zip(kinds, numbers, strict=True)
-        return [f"{each} {number}" if kinds.count(each) > 1 else each for each, number in pairs]
+        all_ = [graph.kind for graph in self.graphs]
+        return [f"{kind} {all_[: i + 1].count(kind)}" if all_.count(kind) > 1 else kind for i, kind in enumerate(all_)]
 
     @property
     def graph_s(self) -> list[float]:

@@ -12,7 +12,6 @@ from compile_fsdp.passes.text import format_seconds
 from compile_fsdp.tools.explain.capture import capture
 from compile_fsdp.tools.explain.events import Kind
 from compile_fsdp.tools.explain.report import Report, make_report
-from compile_fsdp.tools.explain.summary import summary_lines
 from helpers.ranks.fake_world import fake_world
 
 WIDTH, ROWS = 64, 32
@@ -46,21 +45,16 @@ def test_reductions_of_accumulated_gradients_are_named(dtype: torch.dtype | None
 
 
 def test_graphs_are_numbered_and_each_has_its_time(capsys: pytest.CaptureFixture[str]) -> None:
-    report = _explained(MixedPrecisionPolicy(), (False, True))
-    assert report.graph_names == ["forward", "backward 1", "backward 2"]
+    report = _explained(MixedPrecisionPolicy(), (False, True), evaluations=1)
+    assert report.graph_names == ["evaluation", "forward", "backward 1", "backward 2"]
     assert all(seconds > 0 for seconds in report.graph_s)
     times = ", ".join(f"{name} {format_seconds(s)}" for name, s in zip(report.graph_names, report.graph_s, strict=True))
     report.print()
-    assert ["estimated", times] in [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
-
-
-def test_evaluation_has_a_graph_of_its_own_kind_and_the_summary_groups_graphs_by_kind() -> None:
-    report = _explained(MixedPrecisionPolicy(), (False, True), evaluations=1)
-    assert report.graph_names == ["evaluation", "forward", "backward 1", "backward 2"]
-    lines = [line.split() for line in summary_lines(report)]
-    assert ["graphs", "1", "evaluation,", "1", "forward,", "2", "backward"] in lines
-    first = next(line for line in lines if line[0:1] == ["1"])
-    assert [first.count(kind) for kind in ("evaluation", "forward", "backward")] == [1, 1, 1]
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line]
+    assert ["estimated", times] in lines
+    assert ["graphs", "1 evaluation, 1 forward, 2 backward"] in lines
+    (group,) = (each[1] for each in lines if each[0] == "1")
+    assert [group.count(kind) for kind in ("evaluation", "forward", "backward")] == [1, 1, 1]
 
 
 def test_backward_without_reductions_holds_activations() -> None:
