@@ -22,10 +22,10 @@ TABLE = """\
 ┏━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━━━━┳━━━━━━━━━━━┳━━━━━━━━━━┳━━━━━━━━━━┳━━━━━━━━┳━━━━━━━━━┓
 ┃ settings                                   ┃ shards   ┃ optimizer ┃ step     ┃ peak     ┃ time   ┃ exposed ┃
 ┡━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━╇━━━━━━━━━┩
-│ 8 ranks, float32                           │ 48.2 KiB │ 96.5 KiB  │ 2.94 MiB │ 3.08 MiB │ 225 us │ 220 us  │
-│ 8 ranks, checkpoint full, float32          │ 48.2 KiB │ 96.5 KiB  │ 1.88 MiB │ 2.02 MiB │ 226 us │ 219 us  │
-│ 8 ranks, 2 replicas, float32               │ 96.5 KiB │ 193 KiB   │ 2.94 MiB │ 3.22 MiB │ 306 us │ 301 us  │
-│ 8 ranks, 2 replicas, checkpoint full,      │ 96.5 KiB │ 193 KiB   │ 1.88 MiB │ 2.16 MiB │ 307 us │ 301 us  │
+│ 8 ranks, float32                           │ 48.2 KiB │ 96.5 KiB  │ 2.81 MiB │ 2.95 MiB │ 225 us │ 220 us  │
+│ 8 ranks, checkpoint full, float32          │ 48.2 KiB │ 96.5 KiB  │ 1.81 MiB │ 1.95 MiB │ 226 us │ 219 us  │
+│ 8 ranks, 2 replicas, float32               │ 96.5 KiB │ 193 KiB   │ 2.81 MiB │ 3.1 MiB  │ 306 us │ 302 us  │
+│ 8 ranks, 2 replicas, checkpoint full,      │ 96.5 KiB │ 193 KiB   │ 1.81 MiB │ 2.1 MiB  │ 307 us │ 301 us  │
 │ float32                                    │          │           │          │          │        │         │
 └────────────────────────────────────────────┴──────────┴───────────┴──────────┴──────────┴────────┴─────────┘
 shards, optimizer: bytes that a rank holds between steps. step: most bytes above them in forward and backward.
