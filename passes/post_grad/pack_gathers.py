@@ -39,7 +39,7 @@ from compile_fsdp.passes.post_grad.packing import (
     join,
     launch,
     pack_anew,
-    replace_results,
+    split,
 )
 from compile_fsdp.passes.report import PassCounts
 
@@ -88,7 +88,12 @@ def _gather(place: Packed, pack: Sequence[Part]) -> dict[fx.Node, fx.Node]:
     launched = launch(sent, pack, like=source.collective)
     waited = insert(graph, WAIT, launched, like=source.after[0])
     rows = insert(graph, aten.reshape.default, waited, [source.ranks, numel(sent)], like=source.after[-1])
-    return replace_results(pack, rows, split_with_sizes_copy, 1, 1, are_own=True)
+    replaced = dict(split(split_with_sizes_copy, rows, pack, [numel(part.sent) for part in pack], 1))
+    for old, item in list(replaced.items()):
+        users = list(old.users)
+        if len(users) == 1 and users[0].target is aten.clone.default:
+            replaced[users[0]] = item  # the clone only joined the ranks' rows, and the item has its own memory
+    return replaced
 
 
 _GATHERS = Kind(

@@ -22,9 +22,9 @@ from functools import partial
 
 from torch import fx
 
-from compile_fsdp.passes.analysis.collectives import RESHAPES, Packed, aten, insert, is_reduction
+from compile_fsdp.passes.analysis.collectives import RESHAPES, Packed, aten, insert, is_reduction, numel
 from compile_fsdp.passes.analysis.costs import Costs, plan_reductions
-from compile_fsdp.passes.post_grad.packing import Kind, Part, Places, join, launch, pack_anew, replace_results
+from compile_fsdp.passes.post_grad.packing import Kind, Part, Places, join, launch, pack_anew, split
 from compile_fsdp.passes.report import PassCounts
 
 
@@ -51,7 +51,8 @@ def _reduce(place: Packed, pack: Sequence[Part]) -> dict[fx.Node, fx.Node]:
             assert callable(node.target)
             args = tuple(result if isinstance(each, fx.Node) else each for each in node.args)
             result = insert(graph, node.target, *args, like=node, **node.kwargs)
-    return replace_results(pack, result, aten.split_with_sizes.default, place.ranks, are_own=False)
+    numels = [numel(part.sent) // place.ranks for part in pack]
+    return dict(split(aten.split_with_sizes.default, result, pack, numels))
 
 
 _REDUCTIONS = Kind(

@@ -8,14 +8,14 @@ copies with the compute around them, and so compile a kernel twice where one pac
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
 from torch import fx
 
 from compile_fsdp.ops import all_gather_into_tensor, cat, reduce_scatter_tensor
-from compile_fsdp.passes.analysis.collectives import Packed, aten, find_packed, insert, name_of, numel, settings_of
+from compile_fsdp.passes.analysis.collectives import Packed, find_packed, insert, name_of, settings_of
 from compile_fsdp.passes.analysis.costs import Costs, are_contiguous, device_costs, size_bytes
 from compile_fsdp.passes.analysis.effects import Effects, is_barrier
 from compile_fsdp.passes.report import PassCounts
@@ -152,23 +152,12 @@ def launch(sent: fx.Node, pack: Sequence[Part], like: fx.Node) -> fx.Node:
     return insert(like.graph, like.target, sent, *settings_of(like), *name, like=like)
 
 
-def replace_results(
-    pack: Sequence[Part], result: fx.Node, target: Callable[..., object], ranks: int, *dim: int, are_own: bool
-) -> dict[fx.Node, fx.Node]:
-    """Split the result of a collective, and return the replacement of each old result that is read, and of its clone.
-
-    `target` splits into items of the parts' numels over `ranks`. `are_own`: whether each item has its own memory. Then
-    a clone that is the only reader of the old result, and joined its rows, is not needed.
-    """
-    replaced: dict[fx.Node, fx.Node] = {}
-    if len(pack) > 1:
-        numels = [numel(part.sent) // ranks for part in pack]
-        items = insert(result.graph, target, result, numels, *dim, like=result)
+def split(
+    target: Callable[..., object], result: fx.Node, pack: Sequence[Part], numels: Sequence[int], *dim: int
+) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Split a collective's result into items of these sizes; yield each old result that is read, with its new item."""
+    items = insert(result.graph, target, result, list(numels), *dim, like=result) if len(pack) > 1 else None
     for i, part in enumerate(pack):
         if part.result is not None:
-            item = insert(result.graph, operator.getitem, items, i, like=result) if len(pack) > 1 else result
-            users = list(part.result.users)
-            replaced[part.result] = item
-            if are_own and len(users) == 1 and users[0].target is aten.clone.default:
-                replaced[users[0]] = item
-    return replaced
+            item = result if items is None else insert(result.graph, operator.getitem, items, i, like=result)
+            yield part.result, item

@@ -173,6 +173,16 @@ def test_groups_that_stay_unsharded_are_gathered_in_one_pack(dtype: torch.dtype)
     assert node.args[0].meta["val"].shape == (9,)
 
 
+def test_pack_of_several_groups_is_copied_by_custom_ops() -> None:
+    graph = _kept_layers()
+    pack_gathers(graph, merge=True, costs=above(1000))
+    for op in (ops.cat, ops.split_with_sizes_copy):
+        assert len(graph.find_nodes(op="call_function", target=op)) == 1
+    graph = _two_reductions()
+    pack_reductions(graph, merge=True, costs=above(1000))
+    assert len(graph.find_nodes(op="call_function", target=ops.cat)) == 1
+
+
 @pytest.mark.parametrize("pack", [9, 1000])
 def test_packs_are_copied_by_ops_that_need_no_compiling(pack: int) -> None:
     gathers, reductions = gather_graph([2, 3, 4, 5, 6]), reduce_graph([2, 3, 4, 5, 6])
