@@ -203,6 +203,14 @@ def test_missing_fake_process_group_is_a_fault(monkeypatch: pytest.MonkeyPatch) 
     assert machine.check_fake_group().state is State.FAULT
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="nobody may write to this folder of Linux")
+def test_unwritable_cache_folder_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/proc")
+    row = caches.check_cache_folder()
+    assert row.state is State.FAULT
+    assert "/proc" in row.found and "TORCHINDUCTOR_CACHE_DIR" in row.remedy
+
+
 def test_low_disk_space_is_a_warning(cache: Path) -> None:
     row = caches.check_cache_folder(least_free_bytes=2**70)
     assert row.state is State.WARNING
@@ -228,3 +236,9 @@ def test_doctor_prints_every_row(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     for part in (*EVERY, "fault", "gone", "remedy: ", "2.13.0", "1 fault, 0 warnings"):
         assert part in out
     assert out.count("unchecked") == len(command.THEN)
+
+
+def test_faults_and_warnings_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    states = [State.FAULT, State.FAULT, State.WARNING]
+    command.print_rows({str(index): Row(state, "") for index, state in enumerate(states)})
+    assert capsys.readouterr().out.splitlines()[-1] == "2 faults, 1 warning"
