@@ -228,7 +228,7 @@ _EXPECTED = {
     "grad_mode": "training and evaluation have separate graphs",
     "requires_grad mismatch": "training and evaluation have separate graphs",
     "reduce_grads": "a backward without reductions has a separate graph",
-    "post_forward_mesh_info": "the script sets reshard_after_forward once more after its first forward",
+    "post_forward_mesh_info": "forwards with different settings of reshard_after_forward have separate graphs",
 }
 
 
@@ -239,7 +239,7 @@ def _recompiles(seen: Seen) -> Iterator[Finding]:
             continue  # a piece of the broken forward
         function = "The model" if each.function.startswith("_call_impl") else each.function
         what = f"{function} was compiled again, since a guard of the earlier graph failed: {each.reason}"
-        why = next((why for guard, why in _EXPECTED.items() if guard in each.reason), None)
+        why = next((why for guard, why in _EXPECTED.items() if guard in each.reason.lower()), None)
         level = Level.COSTS if why is None else Level.NOTE
         remedy = _guard_remedy(each.reason) if why is None else f"No change is needed: {why}."
         yield Finding(level, "recompiled", what, remedy, None if is_own else each.place)
