@@ -16,8 +16,8 @@ def group_figures(inputs: GraphInputs, left_unsharded: Collection[TraceableGroup
 
     `left_unsharded` are the groups that the passes leave unsharded for the backward.
     """
-    not_gathered_again = {*left_unsharded, *inputs.looked_up()}
-    return tuple(_figures(group, group in not_gathered_again) for group in inputs.groups)
+    once = {*left_unsharded, *inputs.looked_up()}  # the backward gathers nothing of these
+    return tuple(_figures(group, group in once) for group in inputs.groups)
 
 
 def _figures(group: TraceableGroup, is_once: bool) -> GroupFigures:

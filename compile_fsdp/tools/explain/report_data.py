@@ -40,8 +40,9 @@ class ReportData:
     @property
     def graph_names(self) -> list[str]:
         """The kind of each graph, with a number if several graphs are of it."""
-        all_ = [graph.kind for graph in self.graphs]
-        return [f"{kind} {all_[: i + 1].count(kind)}" if all_.count(kind) > 1 else kind for i, kind in enumerate(all_)]
+        kinds = [graph.kind for graph in self.graphs]
+        numbered = (f"{kind} {kinds[: i + 1].count(kind)}" for i, kind in enumerate(kinds))
+        return [name if kinds.count(kind) > 1 else kind for name, kind in zip(numbered, kinds, strict=True)]
 
     @property
     def graph_s(self) -> list[float]:
