@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate
 
 from torch import fx
 
@@ -88,16 +88,14 @@ def pack_anew(graph: fx.Graph, kind: Kind, may_join: MayJoin | None, costs: Cost
     before = after = alone = copied = 0
     replaced: dict[fx.Node, fx.Node] = {}
     obsolete: list[Packed] = []
-    for run in _runs(find_packed(graph, kind.matches), may_join):
+    traced = [each for each in find_packed(graph, kind.matches) if each.pack.target is not cat]  # not packed anew yet
+    for run in _runs(traced, may_join):
         parts = [Part(*part, packed) for packed in run for part in zip(packed.inputs, packed.outputs, strict=True)]
         sizes, ranks = [size_bytes(part.sent) for part in parts], run[0].ranks
         packs = [list(range(len(parts)))]
         if are_contiguous([part.sent for part in parts]):
             own = costs or device_costs(run[0].collective)
             packs = kind.plan(sizes, ranks, own, is_spare=may_join is not None)
-        are_equal = packs == [list(old) for _, old in groupby(range(len(parts)), key=lambda i: id(parts[i].source))]
-        if are_equal and all(each.pack.target is cat for each in run):
-            continue
         place = kind.place(run)
         with graph.inserting_before(place.pack):
             for pack in packs:
