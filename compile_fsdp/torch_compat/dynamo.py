@@ -333,13 +333,14 @@ def least_offloaded_bytes(node: torch.fx.Node) -> int | None:
     return cast("int | None", node.meta.get("custom", {}).get(_OFFLOADED))
 
 
-def innermost_module(node: torch.fx.Node) -> str | None:
-    """Dynamo's name for a forward node's innermost module, such as "L['self'].layers.0". (2.13.0)
+def module_stack(node: torch.fx.Node) -> list[str]:
+    """Dynamo's names for a node's modules, such as "L['self'].layers.0", the innermost last. (2.13.0)
 
-    Of a module that Dynamo has first met through FSDP2's state, the part of the name behind the state.
+    Of a module that Dynamo has first met through FSDP2's state, the part of the name behind the state. A node of a
+    derived backward has the modules of its forward node.
     """
-    stack = node.meta.get("nn_module_stack")
-    return str(next(reversed(stack.values()))[0]).rpartition("._module_info.module.")[2] if stack else None
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    return [str(name).rpartition("._module_info.module.")[2] for name, _ in stack.values()]
 
 
 def traced_in(node: torch.fx.Node, folder: str) -> bool:

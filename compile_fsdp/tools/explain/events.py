@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +23,7 @@ from compile_fsdp.passes.analysis.collectives import (
 from compile_fsdp.passes.analysis.costs import COSTS, Costs, communication, compute_seconds, device_costs
 from compile_fsdp.tools.explain.activations import alive_bytes
 from compile_fsdp.tools.explain.memory import unsharded_bytes
-from compile_fsdp.tools.explain.names import GraphNames, module_of
+from compile_fsdp.tools.explain.names import NO_MODULE, GraphNames, common_module, module_names
 from compile_fsdp.tools.explain.text import operation
 from compile_fsdp.torch_compat.inductor import graph_input_position, graph_output_positions
 from compile_fsdp.wrap.tree import ROOT
@@ -101,6 +100,7 @@ class _Reader:
         self.gradients = _find_gradients(graph, names)  # parameters whose gradients a node computes or carries
         self.unsharded = unsharded_bytes(graph, names)
         self.others = alive_bytes(graph, names, is_backward)
+        self.modules = module_names(graph, lambda node: _modules(self._read(node) or self._made(node)), is_backward)
         self.collectives: dict[fx.Node, int] = {}
 
     def read(self) -> list[Event]:
@@ -126,7 +126,7 @@ class _Reader:
             if kind is not None:
                 self.collectives[node] = len(self.collectives)
             carried = self.parameters.get(node, _NONE) | self.gradients.get(launch, _NONE)
-            name = (_launched_kind(launch) in TRANSFERS and module_of(node)) or _modules(carried)
+            name = _modules(carried) or self._module(launch)
             size, seconds = (0, 0.0) if kind is None else communication(node, self.costs)
             number = self.collectives.get(launch, -1)
             return Event(kind or Kind.WAIT, name, tuple(sorted(carried)), (), size, seconds, collective=number)
@@ -136,12 +136,19 @@ class _Reader:
         own = self.parameters.get(node) or self.sent.get(node)
         if own:  # a copy into a gather's input or out of its output
             return Event(Kind.COPY, _modules(own), tuple(sorted(own)), (), 0, seconds)
-        read = _NONE.union(*(self.parameters.get(each, _NONE) for each in node.all_input_nodes))
-        made = self.gradients.get(node, _NONE)
-        name = module_of(node) or _modules(read or made)
+        read, made, name = self._read(node), self._made(node), self._module(node)
         if made and not read and is_rearrangement(node):
             return Event(Kind.COPY, name, tuple(sorted(made)), (), 0, seconds)
         return Event(Kind.COMPUTE, name, tuple(sorted(read)), (), 0, seconds, gradients=tuple(sorted(made)))
+
+    def _read(self, node: fx.Node) -> Names:
+        return _NONE.union(*(self.parameters.get(each, _NONE) for each in node.all_input_nodes))
+
+    def _made(self, node: fx.Node) -> Names:
+        return self.gradients.get(node, _NONE)
+
+    def _module(self, node: fx.Node) -> str:
+        return self.modules.get(node, NO_MODULE)
 
 
 def _join(last: Event, event: Event) -> Event:
@@ -157,11 +164,9 @@ def _join(last: Event, event: Event) -> Event:
 
 
 def _modules(parameters: Names) -> str:
-    """Common prefix of the FQNs of the parameters' modules, or all FQNs without a prefix; "?" without parameters."""
+    """Common prefix of the FQNs of the parameters' modules, or all FQNs without a prefix; "" without parameters."""
     modules = sorted({fqn.rpartition(".")[0] or ROOT for fqn in parameters})
-    columns = zip(*(module.split(".") for module in modules), strict=False)
-    shared = [parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, columns)]
-    return ".".join(shared) or ", ".join(modules) or "?"
+    return common_module(modules) or ", ".join(modules)
 
 
 def trace_parameters(graph: fx.Graph, names: GraphNames) -> tuple[dict[fx.Node, Names], dict[fx.Node, Names]]:

@@ -7,8 +7,9 @@ name comes from following the data, never from an order or a size. Data that can
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ _REDUCTIONS = (
     functional_collectives.reduce_scatter_tensor,
     functional_collectives.reduce_scatter_tensor.default,
 )
+NO_MODULE = "(no module)"
 _SUMS = (operator.add, operator.iadd, torch.add)
 
 
@@ -129,7 +131,30 @@ def _find_gradient(
     return unsharded.get((source, position)) if reduced else None
 
 
-def module_of(node: fx.Node) -> str | None:
-    """FQN of the innermost module that a node comes from; None if the node's metadata names no module."""
-    fqn = module_fqn(node)
-    return ROOT if fqn == "" else fqn
+def module_names(graph: fx.Graph, known: Callable[[fx.Node], str], is_backward: bool) -> dict[fx.Node, str]:
+    """FQN of the innermost module of each node; without metadata, a module of the data that the node computes with.
+
+    Such a node gets the FQN that its operands have in common, or that of its newest operand. A node whose operands have
+    no module gets that of its readers. `known` gives the FQN by the parameters of a node, or "". A forward outside of
+    all modules is the root's own, unless a compiled function calls the root.
+    """
+    is_called = any(module_fqn(node, 0) == "" for node in graph.nodes)
+    outside = "" if is_backward else NO_MODULE if is_called else ROOT
+    inputs = graph.find_nodes(op="placeholder")
+    found = dict.fromkeys(inputs[:1], ROOT) if is_backward else {}  # the gradient of the outermost module's result
+    for node in graph.nodes:
+        fqn = module_fqn(node)
+        name = ROOT if fqn == "" else fqn or known(node) or (node.stack_trace and outside)
+        operands = [found[each] for each in sorted(node.all_input_nodes) if each in found]
+        if name or operands:
+            found[node] = name or common_module(operands) or operands[-1]
+    for node in reversed(graph.nodes):
+        if node not in found and (readers := [found[user] for user in node.users if user in found]):
+            found[node] = common_module(readers) or readers[0]
+    return found
+
+
+def common_module(modules: Iterable[str]) -> str:
+    """The longest FQN that contains all modules, or "" if there is none but the root."""
+    columns = zip(*(module.split(".") for module in modules), strict=False)
+    return ".".join(parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, columns))

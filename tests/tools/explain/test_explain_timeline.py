@@ -11,8 +11,9 @@ import torch
 from compile_fsdp.ops import copy_, resize_storage_bytes_
 from compile_fsdp.tools.explain.events import Event, Kind
 from compile_fsdp.tools.explain.memory import unsharded_bytes
-from compile_fsdp.tools.explain.names import GraphNames, GroupFacts
+from compile_fsdp.tools.explain.names import NO_MODULE, GraphNames, GroupFacts, module_names
 from compile_fsdp.tools.explain.timeline import eager_bytes, place
+from compile_fsdp.wrap.tree import ROOT
 from helpers.graphs.build import GraphBuilder, aten, c10d
 
 
@@ -121,3 +122,29 @@ def test_parameter_unsharded_by_earlier_graph_is_alive_from_start() -> None:
     builder.call(resize_storage_bytes_, leaf, 0)
     builder.graph.output((used,))
     assert unsharded_bytes(builder.graph, NAMES) == [64, 64, 0, 0]
+
+
+def test_computation_without_metadata_gets_module_of_its_operands_or_readers() -> None:
+    builder = GraphBuilder()
+    gradient, zero = builder.input("gradient", [4]), builder.call(aten.full.default, [4], 0)
+    nodes = [zero, builder.call(aten.neg.default, gradient)]
+    for _ in range(3):  # gate and up of block 1, and gate of block 0
+        nodes.append(builder.call(aten.maximum.default, nodes[-1], zero))
+    nodes.append(builder.call(aten.add.Tensor, nodes[3], nodes[2]))
+    nodes.append(builder.call(aten.add.Tensor, nodes[4], nodes[3]))
+    nodes.append(builder.call(aten.cos.default, nodes[4]))
+    own = dict(zip(nodes[2:5], ("blocks.1.gate", "blocks.1.up", "mlp"), strict=True))
+    names = module_names(builder.graph, lambda node: own.get(node, ""), is_backward=True)
+    assert [names[node] for node in nodes] == ["blocks.1.gate", ROOT, *own.values(), "blocks.1", "mlp", "mlp"]
+
+
+@pytest.mark.parametrize("is_called", [True, False])
+def test_forward_outside_of_modules_is_the_roots_unless_a_function_calls_the_root(is_called: bool) -> None:
+    builder = GraphBuilder()
+    x = builder.input("x", [4])
+    inside, outside = builder.call(aten.relu.default, x), builder.call(aten.mean.default, x)
+    stack = {"1": ("G['model']", None)} if is_called else {}
+    inside.meta["nn_module_stack"] = {**stack, "2": ("G['model'].head", None)}
+    outside.meta["stack_trace"] = 'File "train.py", line 1'
+    names = module_names(builder.graph, lambda node: "", is_backward=False)
+    assert (names[inside], names[outside]) == ("head", NO_MODULE if is_called else ROOT)

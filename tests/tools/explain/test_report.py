@@ -7,7 +7,7 @@ import json
 from compile_fsdp.tools.explain import Report
 from compile_fsdp.tools.explain.events import Kind
 from compile_fsdp.tools.explain.summary import summary_lines
-from helpers.models.explained import HOSTILE, WORLD
+from helpers.models.explained import HOSTILE, WORLD, Model
 
 BLOCK_BYTES = 2 * 2 * WORLD * 4 * 4
 ROOT_BYTES = (8 * 4 + 8) * 4
@@ -50,12 +50,17 @@ def test_every_collective_has_a_name_and_parameters(report: Report) -> None:
         carried = [event.parameters for event in launches if event.kind is kind]
         assert all(carried)
         assert {fqn for each in carried for fqn in each} == parameters
-    assert all(event.name != "?" and event.size_bytes > 0 for event in launches)
+    assert all(event.size_bytes > 0 for event in launches)
+
+
+def test_every_event_has_the_name_of_a_module(report: Report) -> None:
+    modules = {fqn or "the root" for fqn, _ in Model().named_modules()}
+    assert {each.event.name for each in report.timeline} <= modules
 
 
 def test_forward_modules_are_in_execution_order(report: Report) -> None:
     forward = [each for each in report.timeline if each.graph == 0 and each.event.kind is Kind.COMPUTE]
-    names = list(dict.fromkeys(each.event.name for each in forward if each.event.name != "?"))
+    names = list(dict.fromkeys(each.event.name for each in forward))
     order = [f"blocks.{i}.{name}" for i in (0, 1) for name in ("up", "gate")]
     assert [name for name in names if name in order] == order
     assert HOSTILE in names
