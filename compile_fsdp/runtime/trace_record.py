@@ -73,7 +73,11 @@ def take() -> TraceRecord:
 
 @at_run_time
 def abandon() -> StateHooks | None:
-    """Discard the record of a failed trace; return the innermost module that it had entered, or None."""
+    """Discard the record of a failed trace; return the innermost module that it had entered, or None.
+
+    Modules that share hooks are left out, because the hooks end their forward only after the last of the modules: the
+    failed code may be behind the first.
+    """
     global _record
     ended, _record = _record, TraceRecord()
-    return ended.stack[-1] if ended.stack else None
+    return next((hooks for hooks in reversed(ended.stack) if len(hooks.members) == 1), None)

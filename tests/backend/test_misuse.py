@@ -21,6 +21,7 @@ from compile_fsdp import errors
 from helpers.models.reference import Stack
 from helpers.models.tensor_subclasses import Float8Weight, LowPrecision, use
 from helpers.parity.check import build, loss_of
+from helpers.ranks.fake_world import fake_world
 from helpers.ranks.fresh import run_fresh
 from helpers.ranks.pools import run_ranks
 from helpers.releases.skip import skip_before
@@ -355,6 +356,27 @@ def test_graph_break_error_names_the_module(way: str) -> None:
     for first_line, usable in run_ranks(2, _genuine_break, way):
         assert first_line == "while compiling layers.0 (Block):"
         assert usable
+
+
+class _BreaksInRoot(nn.Module):
+    """Reads a weight of modules that share a group, and breaks the graph, without calling the second module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x) @ self.head.weight
+        return y if y.sum() > 0 else -y
+
+
+def test_graph_break_behind_shared_group_names_the_module_around_it() -> None:
+    with fake_world(2):
+        model = _BreaksInRoot()
+        for modules in ([model.norm, model.head], model):
+            compile_fsdp.fully_shard(modules)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"^while compiling the root \(_BreaksInRoot\):"):
+            torch.compile(model, backend="compile_fsdp", fullgraph=True)(torch.ones(4, 4))
 
 
 class _Scalar(nn.Module):
