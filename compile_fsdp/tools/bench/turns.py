@@ -153,19 +153,21 @@ class ScriptTurns:
         )
 
     def _turn(self, mode: str) -> Turns[tuple[float, int, bool]]:
-        """Run one turn; return the ranks' highest step time and `_peak()`, and whether a rank compiled."""
+        """Run one turn; return the ranks' highest median step time and `_peak()`, and whether a rank compiled."""
         captures = count_captures()
         with _running(mode):
             yield  # not measured, because the step before may have run in a different mode
             synchronize(self._device)
             self._reset_peak()
             dist.barrier()
-            start = time.perf_counter()
+            ends = [time.perf_counter()]
             for _ in range(STEPS_PER_TURN):
                 yield
-            synchronize(self._device)
-            seconds = (time.perf_counter() - start) / STEPS_PER_TURN
-        found = _exchange((seconds, self._peak(), captures != count_captures()))
+                synchronize(self._device)
+                ends.append(time.perf_counter())
+        # The median, because an evaluation at a fixed interval may meet the turns of one mode only.
+        step_s = statistics.median(end - start for start, end in pairwise(ends))
+        found = _exchange((step_s, self._peak(), captures != count_captures()))
         return max(each[0] for each in found), max(each[1] for each in found), any(each[2] for each in found)
 
     def _reset_peak(self) -> None:

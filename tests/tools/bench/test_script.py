@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 import compile_fsdp
 from compile_fsdp.cli import main
+from compile_fsdp.tools.bench.measure import Result
+from compile_fsdp.tools.bench.report import describe_gain
 from compile_fsdp.tools.scripts import run_script
 
 SCRIPT = """\
@@ -139,6 +141,27 @@ def test_step_ends_when_every_optimizer_has_stepped(tmp_path: Path) -> None:
     assert main(["bench", "--rounds", "2", "--script", str(script), "1000", str(tmp_path)]) == 0
     kinds = "".join("e" if kind == "eager" else "c" for _, kind in losses(tmp_path))
     assert re.fullmatch("e{2,3}c{3,8}" + "e{7}c{7}" + "e{4}c{4}" + "c{4}e{4}", kinds)
+
+
+@pytest.mark.usefixtures("alone")
+def test_evaluation_after_some_steps_counts_in_neither_mode(tmp_path: Path) -> None:
+    evaluate = "evaluate = lambda: time.sleep(0.4) or [dist.all_reduce(torch.ones(1)) for _ in range(9)]"
+    parts = {"compile": f"{USUAL['compile']}\nimport time\n{evaluate}", "batch": "(step % 3 or evaluate()) and 4"}
+    options = ["--rounds", "2", "--json", str(found := tmp_path / "found.json")]
+    assert main(["bench", *options, "--script", str(write(tmp_path, **parts)), "99", str(tmp_path)]) == 0
+    results = json.loads(found.read_text())["results"]["train.py"].values()
+    assert max(each["collectives"] for each in results) < 9
+    assert max(each["step_ms"] for each in results) < 100  # a turn's average would have a third of 400 ms
+
+
+@pytest.mark.parametrize(("upper", "is_clear"), [(0.9, True), (1.2, False)])
+def test_gain_is_unclear_if_the_quartiles_include_one(upper: float, is_clear: bool) -> None:
+    eager, compiled = (Result(0.8, (0.7, upper), 5.0, peak, 4, None) for peak in (2.0, 3.0))
+    gain = describe_gain({"eager": eager, "compile": compiled}, rounds=9, ranks=2)
+    assert gain == (
+        "Measured on 2 ranks: a compiled step takes 0.80 of an eager step's time (quartiles of 9 rounds 0.70 to "
+        f"{upper:.2f}{'' if is_clear else ', so no clear difference'}) and 1.50 of its peak memory."
+    )
 
 
 @pytest.mark.usefixtures("alone")
