@@ -70,7 +70,9 @@ def _breaks(seen: Seen) -> Iterator[Finding]:
 
 
 def describe_reason(reason: str, explanation: str) -> str:
-    """Join Dynamo's reason and explanation of a graph break into sentences."""
+    """Join Dynamo's reason and explanation into sentences, without a reason whose words the explanation repeats."""
+    reason_words, words = (set(re.findall(r"\w{2,}", text.lower())) for text in (reason, explanation))
+    reason = "" if reason_words <= words else reason
     joined = ". ".join(text.strip().rstrip(".") for text in (reason, explanation) if text) + "."
     return re.sub(r" at 0x[0-9a-f]+| \(reason: None\)", "", joined)
 
@@ -233,12 +235,12 @@ _EXPECTED = {
 
 
 def _recompiles(seen: Seen) -> Iterator[Finding]:
-    for each in dict.fromkeys(seen.captured.recompiles):
+    for each in seen.captured.recompiles:
         is_own = is_library(each.place.filename)
         if seen.breaks and (is_own or each.function.startswith("torch_dynamo_resume_in_")):
             continue  # a piece of the broken forward
-        function = "The model" if each.function.startswith("_call_impl") else each.function
-        what = f"{function} was compiled again, since a guard of the earlier graph failed: {each.reason}"
+        again = "again" if each.times == 1 else f"again {each.times} times"
+        what = f"Dynamo compiled {each.function} {again}, because a guard of the earlier graph failed: {each.reason}"
         why = next((why for guard, why in _EXPECTED.items() if guard in each.reason.lower()), None)
         level = Level.COSTS if why is None else Level.NOTE
         remedy = _guard_remedy(each.reason) if why is None else f"No change is needed: {why}."

@@ -11,7 +11,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -63,8 +63,9 @@ class Recompile:
     """A function that was compiled again."""
 
     place: Place  # of the call in the user's code; of the function's definition if the call is not known
-    function: str
+    function: str  # its name; "the model" or "the backward" for code of compile_fsdp and of compiled autograd
     reason: str  # the guard that failed
+    times: int = 1  # number of recompilations for this reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,13 +171,17 @@ class Capture:
             self.breaks.append(found)
 
     def finish(self) -> None:
+        found: Counter[Recompile] = Counter()
         for each in last_compilations():
             if each.recompile_reason is not None and (each.start_time_us or 0) >= self._start_us:
                 definition = Place.at(each.co_filename or "", each.co_firstlineno or 0)
                 place = self._callers.get(str(each.compile_id), definition)
-                self.recompiles.append(Recompile(place, each.co_name or "", describe_guard(each.recompile_reason)))
-        found = (report.decision for report in reports()[self._reported :])
-        self.decisions += [decision for decision in found if decision is not None]
+                function = "the model" if (each.co_name or "").startswith("_call_impl") else each.co_name or ""
+                function = "the backward" if (each.co_filename or "").startswith("<eval_with_key>") else function
+                found[Recompile(place, function, describe_guard(each.recompile_reason))] += 1
+        self.recompiles += [replace(each, times=times) for each, times in found.items()]
+        decisions = (report.decision for report in reports()[self._reported :])
+        self.decisions += [decision for decision in decisions if decision is not None]
 
 
 def describe_guard(reason: str) -> str:

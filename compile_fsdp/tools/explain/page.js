@@ -231,7 +231,7 @@ function show(range) {
 
 // ---- Figures, groups, problems
 function drawFigures() {
-  const {figures, breaks, recompiles} = data;
+  const {figures, breaks} = data, recompiles = data.recompiles.reduce((sum, each) => sum + each.times, 0);
   const removed = data.groups.reduce((sum, row) => sum + row.windows_removed, 0);
   const windows = data.groups.reduce((sum, row) => sum + row.windows, 0);
   const share = step > 0 ? Math.round(100 * figures.exposed_s / step) : 0;
@@ -240,7 +240,7 @@ function drawFigures() {
     [bytes(figures.peak_bytes), `unsharded (eager: ${bytes(figures.eager_peak_bytes)})`],
     [bytes(figures.allocated_bytes), figures.budget_bytes === null ? "allocated at a time" : `allocated, of ${bytes(figures.budget_bytes)}`],
     [`${removed} of ${windows}`, "windows removed"],
-    [`${breaks.length} / ${recompiles.length}`, "graph breaks / recompiles", breaks.length + recompiles.length > 0]];
+    [`${breaks.length} / ${recompiles}`, "graph breaks / recompiles", breaks.length + recompiles > 0]];
   byId("figures").replaceChildren(...cards.map(([value, text, bad]) =>
     make("div", {class: bad ? "figure bad" : "figure"}, make("b", {}, value), make("span", {}, text))));
   const counts = [...new Set(data.graphs.map((g) => g.kind))].map((kind) => `${data.graphs.filter((g) => g.kind === kind).length} ${kind}`).join(" + ");
@@ -284,7 +284,7 @@ function drawBreaks() {
     ...texts.filter(Boolean).map((text) => make("p", {}, text)),
     ...(place ? [make("code", {}, `${place.filename}:${place.line}`), make("code", {}, place.source)] : []));
   const all = [...data.breaks.map((each) => problem(`Graph break: ${each.reason}`, each.place, each.explanation, ...each.hints.slice(0, 2))),
-    ...data.recompiles.map((each) => problem(`Compiled again: ${each.function}`, each.place, `This guard failed: ${each.reason}`)),
+    ...data.recompiles.map((each) => problem(`Compiled again${each.times > 1 ? ` ${each.times} times` : ""}: ${each.function}`, each.place, `This guard failed: ${each.reason}`)),
     ...data.notes.map((note) => problem("Note", null, note))];
   byId("breaks").replaceChildren(...(all.length ? all : [make("p", {class: "hint"}, "None: every graph was compiled once, and whole.")]));
 }

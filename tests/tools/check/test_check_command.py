@@ -68,7 +68,7 @@ def test_script_that_compiles_whole_has_no_breaks(write_script: WriteScript, che
     ("line", "fullgraph", "words"),
     [
         ('print("mean", y.mean().item())', "False", ("Tensor.item()", "`print`")),
-        ("y = y * 2 if y.sum() > 0 else y", "True", ("Data-dependent branching",)),
+        ("y = y * 2 if y.sum() > 0 else y", "True", ("Detected data-dependent branching",)),
     ],
 )
 def test_graph_break_has_line_and_remedy(

@@ -149,9 +149,10 @@ def test_graph_break_inside_torch_has_users_line_except_in_optimizers(folder: st
 )
 def test_recompile_remedy_matches_the_failed_guard(reason: str, level: Level, remedy: str) -> None:
     seen = _seen()
-    seen.captured.recompiles.append(Recompile(Place("train.py", 7, ""), "_call_impl_3", reason))
+    seen.captured.recompiles.append(Recompile(Place("train.py", 7, ""), "the model", reason, times=3))
     (found,) = find(seen)
     assert (found.level, found.rule) == (level, "recompiled")
+    assert found.what.startswith("Dynamo compiled the model again 3 times, because ")
     assert remedy in found.remedy
 
 
@@ -175,6 +176,18 @@ def test_sharded_copy_that_never_ran_is_a_note() -> None:
 def test_reason_of_a_break_is_the_innermost_without_addresses() -> None:
     text = "Failed to handle graph break gracefully. Graph break encountered:\n\nCall of <f at 0x7f8f60> (reason: None)"
     assert describe_reason(*split_reason(text)[:2]) == "Call of <f>."
+
+
+@pytest.mark.parametrize(
+    ("reason", "explanation", "said"),
+    [
+        ("Skip `disable()`d function", "Skip function f since of `disable`", "Skip function f since of `disable`."),
+        ("Skip the frame", "Skip function f", "Skip the frame. Skip function f."),
+        ("Skip the frame", "", "Skip the frame."),
+    ],
+)
+def test_reason_of_a_break_is_said_once(reason: str, explanation: str, said: str) -> None:
+    assert describe_reason(reason, explanation) == said
 
 
 def test_breaks_come_before_costs() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch._inductor.cpp_builder import CppBuilder
 
 import compile_fsdp
 from compile_fsdp.errors import ExplainError, NothingSelectedError
-from compile_fsdp.tools.explain.capture import capture
+from compile_fsdp.tools.explain.capture import Place, Recompile, capture
 from compile_fsdp.tools.explain.report import make_report
 from compile_fsdp.torch_compat.dynamo import graph_break_logger
 from helpers.ranks.fake_world import fake_world
@@ -139,8 +140,24 @@ def test_recompile_has_the_line_of_the_call() -> None:
         line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
         model(torch.randn(2, 4), True)
     assert [(each.place.filename, each.place.line) for each in captured.recompiles] == [(__file__, line)]
+    assert captured.recompiles[0].function == "the model"
     assert "scale" in captured.recompiles[0].reason or "args" in captured.recompiles[0].reason
     assert captured.breaks == []
+
+
+@pytest.mark.parametrize(
+    ("name", "filename", "function"),
+    [("_call_impl_7", "module.py", "the model"), ("forward", "<eval_with_key>.3", "the backward"), ("f", "f.py", "f")],
+)
+def test_equal_recompilations_are_listed_once(
+    name: str, filename: str, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {"compile_id": "0/1", "co_firstlineno": 1, "start_time_us": 2**62, "recompile_reason": "0/0: x == 1"}
+    compiled = SimpleNamespace(co_name=name, co_filename=filename, **fields)
+    monkeypatch.setattr("compile_fsdp.tools.explain.capture.last_compilations", lambda: [compiled] * 3)
+    with capture() as captured:
+        pass
+    assert captured.recompiles == [Recompile(Place.at(filename, 1), function, "x == 1", times=3)]
 
 
 def test_warnings_and_missing_inductor_graphs_are_noted() -> None:
