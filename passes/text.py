@@ -1,8 +1,11 @@
-"""Format sizes, times, counts and lists of names, and parse sizes."""
+"""Format sizes, times, counts, lists of names and paragraphs, and parse sizes."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
+
+WIDTH = 80  # columns of a paragraph on the terminal
 
 
 def format_bytes(size: int) -> str:
@@ -33,6 +36,12 @@ def list_names(names: Iterable[str]) -> str:
     """List the first few names, and the number of further names."""
     first, others = (every := list(names))[:4], every[4:]
     return ", ".join(first) + (f" and {len(others)} more" if others else "")
+
+
+def fill(text: str, first: str = "", rest: str = "") -> str:
+    """Break a paragraph into lines for the terminal; `first` begins the first line, and `rest` the others."""
+    texts = textwrap.TextWrapper(WIDTH, first, rest, break_long_words=False, break_on_hyphens=False)
+    return texts.fill(text)
 
 
 def parse_bytes(text: str) -> int:

@@ -28,7 +28,7 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 
-from compile_fsdp.passes.text import list_names
+from compile_fsdp.passes.text import fill, list_names
 from compile_fsdp.tools import replaced_functions
 from compile_fsdp.tools.overlay import Access, Entries, Overlay, is_below
 from compile_fsdp.tools.replaced_functions import ACCESSES, find_accesses
@@ -139,7 +139,7 @@ class ProtectedFiles:
             names = tuple(os.path.relpath(path) if is_below(path, os.getcwd()) else path for path in paths)
             if names:
                 why = f"({self.command} runs the script without its writes)"
-                print(f"not {word}: {list_names(names)} {why}", flush=True)
+                print(fill(f"not {word}: {list_names(names)} {why}"), flush=True)
 
 
 @contextmanager

@@ -112,7 +112,7 @@ def test_command_leaves_the_users_files_unchanged(
     asked = [part.format(out=out) for part in command]
     assert main([*asked, "train.py", *arguments]) == 0
     assert read_all(project) == before
-    said = capsys.readouterr().out.splitlines()
+    said = " ".join(capsys.readouterr().out.split())
     names = "runs/best.pt, runs/log0.csv, runs/model.pt, runs/sharded/.metadata and 2 more"
     assert f"not written: {names} ({command[0]} runs the script without its writes)" in said
     assert f"not removed: runs/old ({command[0]} runs the script without its writes)" in said

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from compile_fsdp.errors import CommandError
+from compile_fsdp.passes.text import fill
 from compile_fsdp.reports import newest_advice
 from compile_fsdp.tools import launch
 from compile_fsdp.tools.bench.measure import Result, measure
@@ -21,8 +22,9 @@ from compile_fsdp.tools.bench.workloads import SIZES, Decoder
 from compile_fsdp.torch_compat.dynamo import recompile_limit
 
 DESCRIPTION = """\
-Measure a training step, forward and backward, of several ways to run FSDP2: time, peak memory and collectives. The
-modes take turns in every round, so that background load affects all of them. Runs on two new ranks, or on the ranks of
+Measure a training step, forward and backward, of several ways to run FSDP2:
+time, peak memory and collectives. The modes take turns in every round, so that
+background load affects all of them. Runs on two new ranks, or on the ranks of
 torchrun.
 
 modes:
@@ -35,9 +37,10 @@ modes:
   simple_bucket   SimpleFSDP with all of Inductor's collective bucketing
   simple_block    SimpleFSDP with buckets of a block's size
 
---script runs a training script of yours until enough of its steps are measured. Eager and compiled steps take turns.
-The script really trains, so its own writes happen. The command then prints the gain of compiling, and estimates
-further gains.
+--script runs a training script of yours until enough of its steps are measured.
+Eager and compiled steps take turns. The script really trains, so its own writes
+happen. The command then prints the gain of compiling, and estimates further
+gains.
 """
 
 DEFAULT_MODES = ("eager", "block", "compile")
@@ -107,16 +110,13 @@ def _run_script(args: argparse.Namespace) -> int:
         return on_own_ranks(["bench", *options, "--script", *args.script], args.ranks)
     if os.environ["RANK"] == "0":
         steps, fewest = steps_needed(args.rounds), steps_needed(2)
-        print(
-            f"really trains: the script's own writes happen; needs {fewest} optimizer steps or fewer, and measures "
-            f"{steps} at most",
-            flush=True,
-        )
+        needed = f"needs {fewest} optimizer steps or fewer, and measures {steps} at most"
+        print(fill(f"really trains: the script's own writes happen; {needed}"), flush=True)
     table, rounds = measure_script(script, arguments, args.rounds)
     if os.environ["RANK"] == "0":
         ranks = int(os.environ["WORLD_SIZE"])
         print(format_table(script.name, table))
-        print("\n".join([describe_gain(table, rounds, ranks), *(each.sentence for each in newest_advice())]))
+        print(*map(fill, [describe_gain(table, rounds, ranks), *(each.sentence for each in newest_advice())]), sep="\n")
         if args.json is not None:
             write_json({script.name: table}, ranks, args.json)
     return 0

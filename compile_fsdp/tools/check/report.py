@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from compile_fsdp.passes.text import count
+from compile_fsdp.passes.text import count, fill
 from compile_fsdp.tools.check.findings import Finding, Level
 from compile_fsdp.tools.check.models import ShardedModel
-
-WIDTH = 110
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +61,5 @@ def _format(finding: Finding) -> Iterator[str]:
     yield f"{finding.level.value}  {finding.rule}{where}"
     if finding.place is not None and finding.place.source:
         yield f"    > {finding.place.source}"
-    for text, indent in ((finding.what, "    "), (f"Change: {finding.remedy}", "      ")):
-        yield from textwrap.wrap(
-            text, WIDTH, initial_indent="    ", subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-        )
+    yield fill(finding.what, "    ", "    ")
+    yield fill(f"Change: {finding.remedy}", "    ", "      ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -84,7 +85,7 @@ def print_rows(rows: Mapping[str, Row]) -> None:
     for name, row in rows.items():
         print(f"{row.state.value:<10} {name:<15} {row.found}")
         if row.remedy:
-            print(f"{'':<26} remedy: {row.remedy}")
+            print(textwrap.fill(f"remedy: {row.remedy}", 80, initial_indent=" " * 27, subsequent_indent=" " * 35))
     states = Counter(row.state for row in rows.values())
     faults, warnings = states[State.FAULT], states[State.WARNING]
     print(f"{faults} fault{'s' * (faults != 1)}, {warnings} warning{'s' * (warnings != 1)}")

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
-from compile_fsdp.passes.text import format_bytes, format_seconds
+from compile_fsdp.passes.text import fill, format_bytes, format_seconds
 from compile_fsdp.tools.explain.groups import GroupRow
 from compile_fsdp.tools.explain.report_data import ReportData
 
@@ -16,20 +16,21 @@ MOST_CHOICES = 12  # number of choices that the terminal shows; the page shows a
 def summary_lines(report: ReportData) -> Iterator[str]:
     """Yield lines with figures, groups, graph breaks and recompiles."""
     yield f"{report.model} on {report.world_size} ranks"
-    yield from _columns(_figures(report))
+    for name, text in _figures(report):
+        yield fill(text, f"  {name:<19}  ", " " * 23)
     if report.groups:
         yield from ("", "Parameter groups", *_columns(_groups(report)))
     for decision in report.decisions:
         yield from ("", str(decision), *_columns(_choices(decision)))
     for found in report.breaks:
-        yield f"graph break at {found.place.filename}:{found.place.line}: {found.reason}"
+        yield fill(f"graph break at {found.place.filename}:{found.place.line}: {found.reason}", rest="    ")
         if found.place.source:
             yield f"    {found.place.source}"
     for again in report.recompiles:
-        where = f"{again.place.filename}:{again.place.line}"
-        yield f"recompiled {again.function}, called at {where}: {again.reason}"
+        where = f"{again.place.filename}:{again.place.line}" + f", {again.times} times" * (again.times > 1)
+        yield fill(f"recompiled {again.function}, called at {where}: {again.reason}", rest="    ")
     for note in report.notes:
-        yield f"note: {note}"
+        yield fill(f"note: {note}", rest="    ")
 
 
 def _figures(report: ReportData) -> list[tuple[str, str]]:
@@ -40,7 +41,7 @@ def _figures(report: ReportData) -> list[tuple[str, str]]:
     rows = [
         ("graphs", ", ".join(f"{number} {kind}" for kind, number in kinds.items()) or "0"),
         ("graph breaks", str(len(report.breaks))),
-        ("recompiles", str(len(report.recompiles))),
+        ("recompiles", str(sum(again.times for again in report.recompiles))),
         ("estimated", ", ".join(times) or "-"),
         ("communication", f"{exposed}, in these graphs together"),
         ("unsharded at a time", f"{format_bytes(report.peak_bytes)} {eager}"),

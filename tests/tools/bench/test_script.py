@@ -111,7 +111,7 @@ def test_modes_take_turns_and_losses_match_the_eager_script(
     options = ["--rounds", str(ROUNDS), "--json", str(found)]
     assert main(["bench", *options, "--script", str(script), "1000", str(tmp_path)]) == 0
     assert not dist.is_initialized()
-    out = capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
     assert out.startswith("really trains: the script's own writes happen; needs 35 optimizer steps or fewer, ")
     assert "and measures 35 at most" in out
     assert "| `eager` | 1.00 |" in out and "| `compile` |" in out
@@ -168,7 +168,7 @@ def test_gain_is_unclear_if_the_quartiles_include_one(upper: float, is_clear: bo
 def test_short_script_is_measured_in_fewer_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--rounds", "15", "--script", str(write(tmp_path)), "50", str(tmp_path)]) == 0
     assert len(losses(tmp_path)) == 50  # the script ran to its end
-    assert re.search("quartiles of [23] rounds", capsys.readouterr().out)
+    assert re.search(r"quartiles of [23]\s+rounds", capsys.readouterr().out)
 
 
 @pytest.mark.usefixtures("alone")
