@@ -10,9 +10,22 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp import share_comm_ctx
 
 import compile_fsdp
+from compile_fsdp.runtime.attached import find_group
+from compile_fsdp.torch_compat.fsdp import fsdp_state
 from helpers.parity.twins import AOT_EAGER
+from helpers.ranks.fake_world import fake_world
 from helpers.ranks.pools import run_ranks
 from helpers.ranks.recording import collectives_of
+
+
+def test_parameter_that_is_unsharded_before_the_first_forward_has_a_name() -> None:
+    with fake_world(2):
+        model: Any = nn.Sequential(nn.Linear(4, 4, bias=False))
+        compile_fsdp.fully_shard(model[0]).unshard()
+        compile_fsdp.fully_shard(model).compile(backend="compile_fsdp", fullgraph=True, options=AOT_EAGER)
+        model(torch.randn(2, 4))
+        group = find_group(fsdp_state(model[0])._fsdp_param_group)
+        assert [group.fqn(param.unsharded_param) for param in group.params] == ["weight"]
 
 
 def _one(model: Any, step: int) -> None:

@@ -119,7 +119,9 @@ SCENARIOS: dict[str, Callable[[], Comparison]] = {
     "gradient checkpointing": lambda: train(gradient_checkpointing=True),
     "bf16": lambda: train(bf16=True),
     "lora": lambda: train(build=lora),
-    "evaluation": lambda: train(eval_strategy="steps", eval_steps=2, max_steps=4),
+    "evaluation": lambda: train(
+        eval_strategy="steps", eval_steps=2, max_steps=4, per_device_eval_batch_size=2  # two batches
+    ),
     "resumed": resume,
 }
 

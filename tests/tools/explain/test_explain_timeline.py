@@ -138,13 +138,14 @@ def test_computation_without_metadata_gets_module_of_its_operands_or_readers() -
     assert [names[node] for node in nodes] == ["blocks.1.gate", ROOT, *own.values(), "blocks.1", "mlp", "mlp"]
 
 
+@pytest.mark.parametrize("head", ["G['model'].head", "L['hooks'].fsdp_params[0]._module_info.module.head"])
 @pytest.mark.parametrize("is_called", [True, False])
-def test_forward_outside_of_modules_is_the_roots_unless_a_function_calls_the_root(is_called: bool) -> None:
+def test_forward_outside_of_modules_is_the_roots_unless_a_function_calls_the_root(is_called: bool, head: str) -> None:
     builder = GraphBuilder()
     x = builder.input("x", [4])
     inside, outside = builder.call(aten.relu.default, x), builder.call(aten.mean.default, x)
     stack = {"1": ("G['model']", None)} if is_called else {}
-    inside.meta["nn_module_stack"] = {**stack, "2": ("G['model'].head", None)}
+    inside.meta["nn_module_stack"] = {**stack, "2": (head, None)}
     outside.meta["stack_trace"] = 'File "train.py", line 1'
     names = module_names(builder.graph, lambda node: "", is_backward=False)
     assert (names[inside], names[outside]) == ("head", NO_MODULE if is_called else ROOT)
