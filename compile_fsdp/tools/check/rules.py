@@ -59,14 +59,10 @@ def _breaks(seen: Seen) -> Iterator[Finding]:
         if note.startswith(FALLS_BACK):
             reason, explanation, hints = split_reason(note.removeprefix(FALLS_BACK).partition("\n\n")[0])
             what = "The backward is not compiled but runs op by op, with all its parameters unsharded: "
-            remedy = "Remove this construct from the hooks and autograd functions that the backward runs. "
-            yield Finding(
-                Level.BREAKS,
-                "eager-backward",
-                what + describe_reason(reason, explanation),
-                (remedy + " ".join(_useful(hints))).strip(),
-                last_user_place(note),
-            )
+            what += describe_reason(reason, explanation)
+            remedies = ["Remove this construct from the hooks and autograd functions that the backward runs."]
+            remedy = " ".join([*remedies, *_useful(hints)])
+            yield Finding(Level.BREAKS, "eager-backward", what, remedy, last_user_place(note))
 
 
 def describe_reason(reason: str, explanation: str) -> str:
@@ -89,79 +85,51 @@ def _useful(hints: tuple[str, ...]) -> list[str]:
 
 def _not_whole(seen: Seen) -> Iterator[Finding]:
     if not seen.models and not seen.captured.traced:
-        yield Finding(
-            Level.BREAKS,
-            "no-sharded-model",
-            "No sharded model was found, and none was compiled.",
-            "Shard with compile_fsdp.fully_shard and run a training step; keep the model until the script ends.",
-        )
+        what = "No sharded model was found, and none was compiled."
+        remedy = "Shard with compile_fsdp.fully_shard and run a training step; keep the model until the script ends."
+        yield Finding(Level.BREAKS, "no-sharded-model", what, remedy)
     has_break = bool(seen.breaks)
     falls_back = any(note.startswith(FALLS_BACK) for note in seen.captured.notes)
     for model in seen.models:
         if not model.is_traceable:
-            yield Finding(
-                Level.BREAKS,
-                "not-traceable",
-                f"{model.name} was sharded by torch's fully_shard, at whose hooks Dynamo breaks the graph.",
-                f"Shard with compile_fsdp.fully_shard, or call compile_fsdp.make_traceable(model) before {COMPILE}.",
-            )
+            what = f"{model.name} was sharded by torch's fully_shard, at whose hooks Dynamo breaks the graph."
+            remedy = f"Shard with compile_fsdp.fully_shard, or call compile_fsdp.make_traceable(model), then {COMPILE}."
+            yield Finding(Level.BREAKS, "not-traceable", what, remedy)
         if not model.is_captured:
             yield from _uncaptured_model(model, seen)
         elif (missing := tuple(group.name for group in model.groups if not group.is_captured)) and not has_break:
-            yield Finding(
-                Level.BREAKS,
-                "module-not-captured",
-                f"{list_names(missing)} of {model.name} ran outside of the compiled forward graphs, or not at all."
-                f"{_parts(model)}",
-                f"Call model{COMPILE} on the outermost sharded module, and call that module; leave modules that do "
-                "not run unsharded.",
-                names=missing,
-            )
+            what = f"{list_names(missing)} of {model.name} ran outside of the compiled forward graphs, or not at all."
+            remedy = f"Call model{COMPILE} on the outermost sharded module, and call that module; leave modules that "
+            remedy += "do not run unsharded."
+            yield Finding(Level.BREAKS, "module-not-captured", what + _parts(model), remedy, names=missing)
         elif not model.is_whole and not has_break:
-            yield Finding(
-                Level.BREAKS,
-                "several-graphs",
-                f"{model.name} runs as {model.forward_graphs} forward graphs without a graph break.{_parts(model)}",
-                f"Compile the outermost sharded module alone, with {COMPILE}, after sharding.",
-                names=model.compiled_parts,
-            )
+            what = f"{model.name} runs as {model.forward_graphs} forward graphs without a graph break.{_parts(model)}"
+            remedy = f"Compile the outermost sharded module alone, with {COMPILE}, after sharding."
+            yield Finding(Level.BREAKS, "several-graphs", what, remedy, names=model.compiled_parts)
         if model.is_captured and model.trains and seen.steps and not (model.backward_graphs or falls_back):
-            yield Finding(
-                Level.BREAKS,
-                "no-backward-graph",
-                f"The forward of {model.name} was compiled, and no backward through it.",
-                "Call loss.backward() on a loss that is computed from the output of the compiled model.",
-            )
+            what = f"The forward of {model.name} was compiled, and no backward through it."
+            remedy = "Call loss.backward() on a loss that is computed from the output of the compiled model."
+            yield Finding(Level.BREAKS, "no-backward-graph", what, remedy)
 
 
 def _uncaptured_model(model: ShardedModel, seen: Seen) -> Iterator[Finding]:
     settings = model.settings
     if not model.has_run and any(other.is_captured for other in seen.models):
-        yield Finding(
-            Level.NOTE,
-            "not-run",
-            f"A second sharded model, {model.name}, has not run: an average of weights, for example.",
-            "Nothing is wrong with it if the script only uses its parameters.",
-        )
+        what = f"A second sharded model, {model.name}, has not run: an average of weights, for example."
+        yield Finding(Level.NOTE, "not-run", what, "Nothing is wrong with it if the script only uses its parameters.")
     elif settings is None:
         if seen.failure is None:  # else the error may have come before the compilation
             what = f"{model.name} is sharded and was never compiled.{_parts(model)}"
             remedy = f"Call model{COMPILE} on it after sharding."
             yield Finding(Level.BREAKS, "not-compiled", what, remedy, names=model.compiled_parts)
     elif settings.backend != "compile_fsdp":
-        yield Finding(
-            Level.BREAKS,
-            "other-backend",
-            f'{model.name} is compiled by the backend "{settings.backend}", which knows nothing of FSDP2.',
-            'Compile with backend="compile_fsdp"; it hands its graphs to Inductor, or to its option inner_backend.',
-        )
+        what = f'{model.name} is compiled by the backend "{settings.backend}", which knows nothing of FSDP2.'
+        remedy = 'Compile with backend="compile_fsdp"; it hands its graphs to Inductor, or to its option inner_backend.'
+        yield Finding(Level.BREAKS, "other-backend", what, remedy)
     elif seen.failure is None and model.is_traceable:
-        yield Finding(
-            Level.BREAKS,
-            "not-captured",
-            f"{model.name} is compiled, and no compiled forward ran.",
-            "Call the module, and not its forward() or a module inside of it, in each training step.",
-        )
+        what = f"{model.name} is compiled, and no compiled forward ran."
+        remedy = "Call the module, and not its forward() or a module inside of it, in each training step."
+        yield Finding(Level.BREAKS, "not-captured", what, remedy)
 
 
 def _parts(model: ShardedModel) -> str:
@@ -190,39 +158,26 @@ def _kept(seen: Seen) -> Iterator[Finding]:
             yield Finding(Level.NOTE if has_budget else Level.COSTS, "kept-unsharded", what, remedy, names=names)
         else:
             what = f"{list_names(names)} keep the copy of each all-gather in memory, because: {reason}."
-            yield Finding(
-                Level.COSTS,
-                "kept-window",
-                what,
-                "Check how the forward uses these parameters. The copy is removed only if the owning module reads them "
-                "and does nothing else with them (docs/passes.md).",
-                names=names,
-            )
+            remedy = "Check how the forward uses these parameters. The copy is removed only if the owning module reads "
+            remedy += "them and does nothing else with them (docs/passes.md)."
+            yield Finding(Level.COSTS, "kept-window", what, remedy, names=names)
 
 
 def _kept_by_settings(model: ShardedModel) -> Iterator[Finding]:
     if len(model.groups) == 1 and len(model.groups[0].parameters) > 1:
         size = format_bytes(model.groups[0].unsharded_bytes)
-        yield Finding(
-            Level.COSTS,
-            "one-group",
-            f"All parameters of {model.name} are in one group: {size} are gathered before anything is computed.",
-            "Shard the repeated blocks first and then the model; auto_shard(model) of compile_fsdp.wrap finds them.",
-            names=(model.groups[0].name,),
-        )
+        what = f"All parameters of {model.name} are in one group: {size} are gathered before anything is computed."
+        remedy = "Shard the repeated blocks first and then the model; compile_fsdp.wrap.auto_shard(model) finds them."
+        yield Finding(Level.COSTS, "one-group", what, remedy, names=(model.groups[0].name,))
     # The backward would gather the last group of the forward again at once, so keeping this group costs nothing.
     kept = [group for group in model.groups if not (group.reshards or group.is_last or group.name == ROOT)]
     if kept:
-        names = list_names(tuple(group.name for group in kept))
-        yield Finding(
-            Level.COSTS,
-            "kept-unsharded",
-            f"{names} of {model.name} are sharded with reshard_after_forward=False: "
-            f"{format_bytes(sum(group.unsharded_bytes for group in kept))} stay unsharded from the forward to the "
-            "backward.",
-            "Leave reshard_after_forward out, or set the option memory_budget, which keeps the parameters that fit.",
-            names=tuple(fqn for group in kept for fqn in group.parameters),
-        )
+        size = format_bytes(sum(group.unsharded_bytes for group in kept))
+        what = f"{list_names(group.name for group in kept)} of {model.name} are sharded with "
+        what += f"reshard_after_forward=False: {size} stay unsharded from the forward to the backward."
+        remedy = "Leave reshard_after_forward out, or set the option memory_budget, which keeps parameters that fit."
+        names = tuple(fqn for group in kept for fqn in group.parameters)
+        yield Finding(Level.COSTS, "kept-unsharded", what, remedy, names=names)
 
 
 # Guards that training loops fail on purpose.
@@ -266,30 +221,19 @@ def _guard_remedy(reason: str) -> str:
 def _settings(seen: Seen) -> Iterator[Finding]:
     for model in seen.models:
         if model.is_captured and model.settings is not None and not model.settings.fullgraph:
-            yield Finding(
-                Level.NOTE,
-                "not-fullgraph",
-                f"{model.name} is compiled without fullgraph=True: a graph break would pass unnoticed.",
-                f"Compile it with {COMPILE}.",
-            )
+            what = f"{model.name} is compiled without fullgraph=True: a graph break would pass unnoticed."
+            yield Finding(Level.NOTE, "not-fullgraph", what, f"Compile it with {COMPILE}.")
     others = dict.fromkeys(each.inner_backend for each in seen.reports if each.inner_backend != "inductor")
     for name in others:
-        yield Finding(
-            Level.COSTS,
-            "inner-backend",
-            f'The graphs are compiled by inner_backend="{name}": no copy of a gather is removed, no kernel generated.',
-            "Leave out inner_backend, where Inductor runs.",
-        )
+        what = f'The graphs are compiled by inner_backend="{name}": no copy of a gather is removed, no kernel made.'
+        yield Finding(Level.COSTS, "inner-backend", what, "Leave out inner_backend, where Inductor runs.")
 
 
 def _notes(seen: Seen) -> Iterator[Finding]:
     if not seen.steps and seen.failure is None:
-        yield Finding(
-            Level.NOTE,
-            "no-step",
-            "No optimizer of torch made a step: the script ran to its own end.",
-            "Let the script train a step; an optimizer that is no torch.optim.Optimizer is not counted.",
-        )
+        what = "No optimizer of torch made a step: the script ran to its own end."
+        remedy = "Let the script train a step; an optimizer that is no torch.optim.Optimizer is not counted."
+        yield Finding(Level.NOTE, "no-step", what, remedy)
     for note in dict.fromkeys(seen.captured.notes):
         if not note.startswith(FALLS_BACK):
             yield Finding(Level.NOTE, "warning", " ".join(note.split()), "See the message.")

@@ -42,13 +42,11 @@ def check_compiler() -> Row:
         compiler, problem = "", str(error).splitlines()[0]
     if problem is None:
         return Row(State.OK, compiler)
-    return Row(
-        # Triton makes the kernels for accelerators and needs only a C compiler.
-        State.WARNING if torch.accelerator.is_available() else State.FAULT,
-        f"{compiler}: {problem}" if compiler else problem,
-        "install g++ or clang++ and the headers of Python (python3-dev), or name a compiler in the variable CXX; "
-        "without one, the option inner_backend='aot_eager' runs graphs op by op",
-    )
+    # Triton makes the kernels for accelerators and needs only a C compiler.
+    state = State.WARNING if torch.accelerator.is_available() else State.FAULT
+    remedy = "install g++ or clang++ and the headers of Python (python3-dev), or name a compiler in the variable CXX; "
+    remedy += "without one, the option inner_backend='aot_eager' runs graphs op by op"
+    return Row(state, f"{compiler}: {problem}" if compiler else problem, remedy)
 
 
 def try_compiler(compiler: str) -> str | None:
@@ -82,11 +80,9 @@ def check_devices() -> Row:
     if device is None:
         versions = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": torch.version.xpu}
         if built_for := [f"{kind} {version}" for kind, version in versions.items() if version]:
-            return Row(
-                State.WARNING,
-                f"{cpu}; torch is built for {built_for[0]} and finds no device",
-                "none on a host without one; else see that the driver is there and of this version",
-            )
+            found = f"{cpu}; torch is built for {built_for[0]} and finds no device"
+            remedy = "none on a host without one; else see that the driver is there and of this version"
+            return Row(State.WARNING, found, remedy)
         return Row(State.OK, cpu)
     module: Any = torch.get_device_module(device)
     names: Counter[str] = Counter()
@@ -118,11 +114,8 @@ def check_process_groups(available: Collection[str] | None = None) -> Row:
     if missing := [name for name in needed if name not in available]:
         return Row(State.FAULT, f"{text}; no {', '.join(missing)}", "install a build of torch with it")
     if (problem := _try_gloo()) is not None:
-        return Row(
-            State.FAULT,
-            f"{text}; gloo does not start: {problem}",
-            "set GLOO_SOCKET_IFNAME to a network interface that reaches the other ranks",
-        )
+        remedy = "set GLOO_SOCKET_IFNAME to a network interface that reaches the other ranks"
+        return Row(State.FAULT, f"{text}; gloo does not start: {problem}", remedy)
     return Row(State.OK, text)
 
 
@@ -155,9 +148,6 @@ def check_fake_group() -> Row:
         with fake_world(2):
             dist.all_reduce(torch.ones(1))
     except (ImportError, RuntimeError, ValueError) as error:
-        return Row(
-            State.FAULT,
-            str(error).splitlines()[0],
-            "run compile-fsdp check and explain under torchrun; plan and precompile need another build of torch",
-        )
+        remedy = "run compile-fsdp check and explain under torchrun; plan and precompile need another build of torch"
+        return Row(State.FAULT, str(error).splitlines()[0], remedy)
     return Row(State.OK, "opens")
