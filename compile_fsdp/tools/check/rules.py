@@ -149,13 +149,16 @@ def _kept(seen: Seen) -> Iterator[Finding]:
             if reason not in OPEN or (group is not None and group.reshards):
                 by_reason.setdefault(OPEN[0] if reason in OPEN else reason, {})[fqn] = None
     has_budget = bool(seen.captured.decisions)
+    changes = any("post_forward_mesh_info" in each.reason for each in seen.captured.recompiles)
     for reason, fqns in by_reason.items():
         names = tuple(fqns)
-        if reason in OPEN and (has_budget or seen.breaks):
-            what = f"{list_names(names)} stay unsharded from one graph to the next: "
-            what += "there was room for them in the memory_budget." if has_budget else "a graph break is in between."
-            remedy = "Nothing is wrong with it." if has_budget else "Remove the graph break."
-            yield Finding(Level.NOTE if has_budget else Level.COSTS, "kept-unsharded", what, remedy, names=names)
+        if reason in OPEN and (has_budget or seen.breaks or changes):
+            why = "a graph break is in between" if seen.breaks else "reshard_after_forward was False in some forwards"
+            why = "there was room for them in the memory_budget" if has_budget else why
+            what = f"{list_names(names)} stay unsharded from one graph to the next: {why}."
+            is_cost = bool(seen.breaks) and not has_budget
+            remedy = "Remove the graph break." if is_cost else "Nothing is wrong with it."
+            yield Finding(Level.COSTS if is_cost else Level.NOTE, "kept-unsharded", what, remedy, names=names)
         else:
             what = f"{list_names(names)} keep the copy of each all-gather in memory, because: {reason}."
             remedy = "Check how the forward uses these parameters. The copy is removed only if the owning module reads "

@@ -70,11 +70,16 @@ def test_only_the_last_group_may_stay_unsharded(is_last: bool, found: list[tuple
     assert _rules(_seen(("0.weight", "open at return"), model=replace(_MODEL, groups=groups))) == found
 
 
-def test_group_kept_unsharded_by_budget_is_a_note() -> None:
+@pytest.mark.parametrize("by_budget", [True, False])
+def test_group_kept_unsharded_by_budget_or_an_earlier_setting_is_a_note(by_budget: bool) -> None:
     seen = _seen(("0.weight", "open at return"))
-    seen.captured.decisions.append(BudgetDecision((1,), (), False, 4, 9, 9, 0.0, True))
-    (found,) = find(seen)
+    if by_budget:
+        seen.captured.decisions.append(BudgetDecision((1,), (), False, 4, 9, 9, 0.0, True))
+    else:
+        seen.captured.recompiles.append(Recompile(Place("train.py", 7, ""), "f", "x.post_forward_mesh_info is None"))
+    found = find(seen)[0]
     assert (found.level, found.rule, found.names) == (Level.NOTE, "kept-unsharded", ("0.weight",))
+    assert ("memory_budget" if by_budget else "reshard_after_forward was False") in found.what
 
 
 def test_eager_backward_is_a_break(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
