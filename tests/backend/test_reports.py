@@ -30,10 +30,7 @@ def test_windows_are_removed_for_blocks_and_kept_for_the_root() -> None:
     (forward, backward), lines = _step({})
     # Two blocks have seven parameters each; the root's four stay unsharded from forward to backward.
     root = {"inp.weight", "inp.bias", "out.weight", "out.bias"}
-    for report, direction, reason in (
-        (forward, "forward", "open at return"),
-        (backward, "backward", "open at start"),
-    ):
+    for report, direction, reason in ((forward, "forward", "open at return"), (backward, "backward", "open at start")):
         assert (report.direction, report.inner_backend, report.cached) == (direction, "inductor", False)
         assert (report.windows_removed, report.copies_removed, report.resizes_removed) == (14, 14, 28)
         # `pack_gathers` removes the clones out of packs; in the backward, a pass removes buffers that no copy fills.

@@ -11,35 +11,26 @@ from pathlib import Path
 
 import pytest
 
-from helpers.faults.jobs import (
-    CHECKPOINTS,
-    PHASES,
-    SAVE_EVERY,
-    STEPS_BETWEEN_KILLS,
-    Kill,
-    Outcome,
-    draw_kills,
-    prepare,
-    run_job,
-)
+from helpers.faults import jobs
 from helpers.ranks.forked import start_ranks
 
 SLOW = pytest.mark.slow
 TIMEOUT_S = 30
 LIMIT_S = 240.0  # start, imports and compilation come before
-TWO_OF_EACH = 2 * PHASES
+Undisturbed = Callable[[str, int], jobs.Outcome]
+TWO_OF_EACH = 2 * jobs.PHASES
 
 
 def steps_for(kills: int) -> int:
     """So many that the last of the kills comes to pass, and a start after it."""
-    return STEPS_BETWEEN_KILLS * kills + SAVE_EVERY
+    return jobs.STEPS_BETWEEN_KILLS * kills + jobs.SAVE_EVERY
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Outcome]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     """The run without kills, by inner backend and number of steps."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    return functools.cache(lambda inner, steps: run_job(folder / f"{inner}_{steps}", steps, [], inner))
+    return functools.cache(lambda inner, steps: jobs.run_job(folder / f"{inner}_{steps}", steps, [], inner))
 
 
 @pytest.mark.timeout(3600)  # beside other work, a start takes from ten seconds to a minute
@@ -55,24 +46,20 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int]
     ],
 )
 def test_restarts_continue_the_loss_curve(
-    seed: int,
-    phases: tuple[str, ...],
-    inner_backend: str,
-    tmp_path: Path,
-    undisturbed: Callable[[str, int], Outcome],
+    seed: int, phases: tuple[str, ...], inner_backend: str, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
     steps = steps_for(len(phases))
     expected = undisturbed(inner_backend, steps)
-    kills = draw_kills(random.Random(seed), phases, expected)
+    kills = jobs.draw_kills(random.Random(seed), phases, expected)
     if inner_backend == "inductor":
         kills.sort(key=lambda kill: kill.phase != "compile")  # first, while there is nothing in Inductor's caches
-    outcome = run_job(tmp_path / "killed", steps, kills, inner_backend)
+    outcome = jobs.run_job(tmp_path / "killed", steps, kills, inner_backend)
     planned = [{"start": start, "phase": kill.phase, "rank": kill.rank} for start, kill in enumerate(kills)]
     assert outcome.record == planned
     assert Counter(kill.phase for kill in kills) == Counter(phases)
     assert outcome.losses == expected.losses
     assert outcome.first_step > 0
-    assert not list((tmp_path / "killed" / CHECKPOINTS).glob("*.part"))
+    assert not list((tmp_path / "killed" / jobs.CHECKPOINTS).glob("*.part"))
     print(f"{expected.seconds:.0f} s undisturbed, {outcome.seconds:.0f} s with {len(kills)} kills")
 
 
@@ -88,8 +75,9 @@ def test_restarts_continue_the_loss_curve(
 def test_survivor_of_a_killed_rank_ends_with_an_error(phase: str, expected: str, tmp_path: Path) -> None:
     """Without torchrun, which would end the surviving rank."""
     folder = tmp_path / "job"
-    kill = Kill(phase, rank=1, occurrence=1, delay_s=0.0)
-    ranks = start_ranks(folder, prepare(folder, steps=20, kills=[kill], inner_backend="aot_eager", timeout_s=TIMEOUT_S))
+    kill = jobs.Kill(phase, rank=1, occurrence=1, delay_s=0.0)
+    job = jobs.prepare(folder, steps=20, kills=[kill], inner_backend="aot_eager", timeout_s=TIMEOUT_S)
+    ranks = start_ranks(folder, job)
     try:
         (code, output), (lost, _) = [rank.wait(LIMIT_S) for rank in ranks]
     finally:

@@ -14,16 +14,8 @@ from torch import Tensor
 from compile_fsdp.ops import copy_, ensure_ops
 
 DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.float8_e4m3fn,
-    torch.int64,
-    torch.int32,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
+    *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn),
+    *(torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64),
 )
 
 Layout = Callable[[Tensor], Tensor]

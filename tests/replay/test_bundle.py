@@ -69,12 +69,7 @@ def test_bundle_of_one_rank_lets_another_rank_skip_tracing(tmp_path: Path) -> No
     # Two empty caches, because the usual cache has the graphs after an earlier run of the tests.
     made, log = run_fresh(_STEP, str(path), 0, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "first"))
     assert "there is none yet" in log
-    assert made == {
-        "replays": [1, 1],
-        "graphs": 2,
-        "captures": 1,
-        "reports": [["forward", False], ["backward", False]],
-    }
+    assert made == {"replays": [1, 1], "graphs": 2, "captures": 1, "reports": [["forward", False], ["backward", False]]}
     content = path.read_bytes()
     read, log = run_fresh(_STEP, str(path), 3, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "second"))
     assert log == ""
@@ -385,8 +380,7 @@ def test_bundle_of_a_changed_step_is_refused_with_the_difference(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "given",
-    [{"bundle": 3}, {"bundle": "x", "verify": True}, {"bundle": "x", "inner_backend": "eager"}],
+    "given", [{"bundle": 3}, {"bundle": "x", "verify": True}, {"bundle": "x", "inner_backend": "eager"}]
 )
 def test_invalid_bundle_options_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(UnknownOptionError, match="bundle"):

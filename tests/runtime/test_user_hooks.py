@@ -32,13 +32,9 @@ def _watch(case: Case, seen: list[str]) -> None:
 
     for name, module in (("block", case.blocks[0]), ("root", case.model)):
         module.register_forward_pre_hook(lambda m, args, name=name: note(m, f"before {name}"))
-        module.register_forward_pre_hook(
-            lambda m, args, name=name: note(m, f"before {name}, prepended"), prepend=True
-        )
+        module.register_forward_pre_hook(lambda m, args, name=name: note(m, f"before {name}, prepended"), prepend=True)
         module.register_forward_hook(lambda m, args, out, name=name: note(m, f"after {name}"))
-        module.register_forward_hook(
-            lambda m, args, out, name=name: note(m, f"after {name}, prepended"), prepend=True
-        )
+        module.register_forward_hook(lambda m, args, out, name=name: note(m, f"after {name}, prepended"), prepend=True)
 
 
 def _build(case_name: str, fully_shard: Any, configure: Callable[[Case], object]) -> Case:

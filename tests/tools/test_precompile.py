@@ -68,15 +68,8 @@ def _train(rank: int, folder: str, asked: str | bool | None) -> tuple[tuple[int,
 @pytest.mark.parametrize("asked", ["step.bundle", None])
 def test_ranks_replay_a_precompiled_bundle(script: Path, capsys: pytest.CaptureFixture[str], asked: str | None) -> None:
     folder = script.parent / "made" / "today"
-    command = [
-        "precompile",
-        "--world",
-        "2",
-        "--out",
-        str(folder),
-        str(script),
-        *([f"elsewhere/{asked}"] if asked else []),
-    ]
+    arguments = [f"elsewhere/{asked}"] if asked else []
+    command = ["precompile", "--world", "2", "--out", str(folder), str(script), *arguments]
     assert main(command) == 0
     (path,) = folder.iterdir()
     assert asked in (None, path.name)

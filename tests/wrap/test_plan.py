@@ -95,9 +95,7 @@ class Way:
 
     def shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
         ignored = [model.get_submodule(fqn) for fqn in self.ignored]
-        auto_shard(
-            model, self.policy, mesh=mesh, ignored_modules=ignored, fix_shared=self.fix_shared, **self.arguments
-        )
+        auto_shard(model, self.policy, mesh=mesh, ignored_modules=ignored, fix_shared=self.fix_shared, **self.arguments)
 
     def shard_by_hand(self, model: nn.Module, mesh: DeviceMesh) -> None:
         arguments = {"mesh": mesh, **self.arguments}

@@ -179,8 +179,5 @@ PROGRAMS: st.SearchStrategy[Program] = st.builds(
     st.tuples(*[st.booleans()] * 3),
     in_bfloat16=st.sampled_from([False, False, True]),
     prefetches=st.booleans(),
-    budget=st.sampled_from(
-        [None] * 3
-        + [("memory_budget", size) for size in (2**12, 2**13, 2**20)]
-    ),
+    budget=st.sampled_from([None] * 3 + [("memory_budget", size) for size in (2**12, 2**13, 2**20)]),
 ).map(comparable)

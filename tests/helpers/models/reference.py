@@ -9,21 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from helpers.models.layers import (
-    Adapted,
-    BatchedProduct,
-    Convolutions,
-    Embedded,
-    Experts,
-    Late,
-    Normed,
-    OddSizes,
-    Scaled,
-    Selective,
-    TiedEnds,
-    WithSpare,
-    Wrapper,
-)
+from helpers.models import layers
 from helpers.models.stacks import Nested, Stack
 
 
@@ -85,14 +71,14 @@ def frozen_layers(**kwargs: Any) -> Case:
 
 
 def frozen_first() -> Case:
-    model = Scaled()
+    model = layers.Scaled()
     model.first.requires_grad_(False)  # and no gradient passes through it
     return _case(model, "first", "second")
 
 
 def unused_parameter() -> Case:
     case = stack()
-    case.model.layers[0] = WithSpare(8)
+    case.model.layers[0] = layers.WithSpare(8)
     return Case(case.model, list(case.model.layers), case.batch)
 
 
@@ -104,15 +90,8 @@ def _tokens() -> dict[str, Any]:
 def llama() -> Case:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 64}
+    config = LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
     model = LlamaForCausalLM(config)
     return Case(model, list(model.model.layers), _tokens)
 
@@ -120,17 +99,8 @@ def llama() -> Case:
 def gpt2() -> Case:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(
-        vocab_size=64,
-        n_positions=64,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        use_cache=False,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
+    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = GPT2Config(vocab_size=64, n_positions=64, n_embd=32, n_layer=2, n_head=4, use_cache=False, **dropouts)
     model = GPT2LMHeadModel(config)
     # If it is unset, the first forward logs a warning, which is a graph break.
     model.loss_type = "ForCausalLM"
@@ -154,7 +124,7 @@ def lora() -> Case:
     case = stack(layers=3)
     case.model.requires_grad_(False)
     for layer in case.blocks[:2]:  # the last block stays frozen as a whole
-        layer.up, layer.down = Adapted(layer.up), Adapted(layer.down)  # type: ignore[arg-type, assignment]
+        layer.up, layer.down = layers.Adapted(layer.up), layers.Adapted(layer.down)  # type: ignore[arg-type, assignment]
     return case
 
 
@@ -169,13 +139,13 @@ def tied_ends(hidden_only: bool) -> Case:
     def draw() -> dict[str, Any]:
         return {"tokens": torch.randint(0, 16, (2, 6)), "hidden_only": hidden_only}
 
-    model = TiedEnds()
+    model = layers.TiedEnds()
     return Case(model, [model.block], draw)
 
 
 def wrapped() -> Case:
     case = stack()
-    return Case(Wrapper(case.model), case.blocks, case.batch)
+    return Case(layers.Wrapper(case.model), case.blocks, case.batch)
 
 
 def scaled_outside() -> Case:
@@ -198,7 +168,7 @@ def expert_transformer() -> Case:
 CASES: dict[str, Callable[[], Case]] = {
     "mlp": stack,
     "mlp_of_five": lambda: stack(dim=5),
-    "batched_products": lambda: with_layers(BatchedProduct(), BatchedProduct()),
+    "batched_products": lambda: with_layers(layers.BatchedProduct(), layers.BatchedProduct()),
     "scaled_outside": scaled_outside,
     "expert_transformer": expert_transformer,
     "nested": nested,
@@ -217,17 +187,17 @@ CASES: dict[str, Callable[[], Case]] = {
     "frozen_checkpoint": lambda: frozen_layers(checkpoint_outside=True),
     "uneven": lambda: stack(dim=7),  # no size of any parameter is divisible by 2 or 4
     "unused_parameter": unused_parameter,
-    "odd_sizes": lambda: _case(OddSizes(), "inp"),
-    "batch_norm": lambda: _case(Normed(), "first", "second"),
-    "convolutions": lambda: _case(Convolutions(), "blocks.0", "blocks.1", batch=_images),
+    "odd_sizes": lambda: _case(layers.OddSizes(), "inp"),
+    "batch_norm": lambda: _case(layers.Normed(), "first", "second"),
+    "convolutions": lambda: _case(layers.Convolutions(), "blocks.0", "blocks.1", batch=_images),
     "lora": lora,
-    "mixture": lambda: with_layers(Experts(8), Experts(8)),
-    "embedded": lambda: _case(Embedded(), "embedding", "block", batch=_words),
+    "mixture": lambda: with_layers(layers.Experts(8), layers.Experts(8)),
+    "embedded": lambda: _case(layers.Embedded(), "embedding", "block", batch=_words),
     "tied_ends": lambda: tied_ends(hidden_only=False),
     "tied_ends_in_part": lambda: tied_ends(hidden_only=True),
-    "selective": lambda: _case(Selective(), "layers.0", "layers.1"),
-    "late_forward": lambda: with_layers(*(Late(each, in_backward=False) for each in stack(layers=3).blocks)),
-    "late_backward": lambda: with_layers(*(Late(each, in_backward=True) for each in stack(layers=3).blocks)),
+    "selective": lambda: _case(layers.Selective(), "layers.0", "layers.1"),
+    "late_forward": lambda: with_layers(*(layers.Late(each, in_backward=False) for each in stack(layers=3).blocks)),
+    "late_backward": lambda: with_layers(*(layers.Late(each, in_backward=True) for each in stack(layers=3).blocks)),
     "wrapped": wrapped,
     "graph_break": lambda: stack(breaks=True),
     "graph_breaks": lambda: stack(breaks=True, layers=10),

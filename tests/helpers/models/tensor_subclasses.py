@@ -9,17 +9,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 # Ops that return the subclass: all ops of sharding on a parameter, and of an optimizer on its shards.
+_aten = torch.ops.aten
 _KEEPING = {
-    torch.ops.aten.alias.default,
-    torch.ops.aten.as_strided.default,
-    torch.ops.aten.clone.default,
-    torch.ops.aten.copy_.default,
-    torch.ops.aten.detach.default,
-    torch.ops.aten.new_zeros.default,
-    torch.ops.aten.slice.Tensor,
-    torch.ops.aten.split.Tensor,
-    torch.ops.aten.view.default,
-    torch.ops.aten._to_copy.default,
+    *(_aten.alias.default, _aten.as_strided.default, _aten.clone.default, _aten.copy_.default, _aten.detach.default),
+    *(_aten.new_zeros.default, _aten.slice.Tensor, _aten.split.Tensor, _aten.view.default, _aten._to_copy.default),
 }
 
 

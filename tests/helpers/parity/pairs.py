@@ -25,15 +25,8 @@ DIMENSIONS: dict[str, dict[str, Feature]] = {
         "hsdp": Feature(mesh={"replicate": 2, "shard": 0}),
         "tp": Feature(mesh={"dp": 2, "tp": 0}, data_mesh=("dp",), parallelize=tensor_parallel),
     },
-    "precision": {
-        "fp32": Feature(),
-        "bf16": Feature(arguments=always(mp_policy=BF16_FP32), low_precision=True),
-    },
-    "step": {
-        "once": Feature(),
-        "accumulated": Feature(step=accumulate),
-        "two forwards": Feature(step=two_forwards),
-    },
+    "precision": {"fp32": Feature(), "bf16": Feature(arguments=always(mp_policy=BF16_FP32), low_precision=True)},
+    "step": {"once": Feature(), "accumulated": Feature(step=accumulate), "two forwards": Feature(step=two_forwards)},
     "reshard": {
         "default": Feature(),
         "kept": Feature(arguments=always(reshard_after_forward=False)),

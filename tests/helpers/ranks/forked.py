@@ -27,13 +27,8 @@ COMMAND = TESTS.parent / "compile_fsdp" / "__main__.py"  # the command `compile-
 TIMEOUT_S = 600.0  # compiling takes minutes on a busy machine
 
 _PRELOADED = [
-    "compile_fsdp.cli",
-    "compile_fsdp.state",
-    "compile_fsdp.wrap",
-    "helpers.faults.killed_saves",
-    "helpers.ranks.warm",
-    "torch._inductor.compile_fx",
-    "transformers",
+    *("compile_fsdp.cli", "compile_fsdp.state", "compile_fsdp.wrap"),
+    *("helpers.faults.killed_saves", "helpers.ranks.warm", "torch._inductor.compile_fx", "transformers"),
 ]
 
 

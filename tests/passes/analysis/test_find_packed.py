@@ -62,16 +62,8 @@ def test_pack_of_the_runtime_is_found() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        split_into(3, 2),
-        split_into(2, 2, 1),
-        read("pack"),
-        read("launch"),
-        read("wait"),
-        read("split"),
-        take_item_again,
-        do_not_wait,
-        split_what_was_launched,
-        stack_instead_of_split,
+        *(split_into(3, 2), split_into(2, 2, 1), read("pack"), read("launch"), read("wait"), read("split")),
+        *(take_item_again, do_not_wait, split_what_was_launched, stack_instead_of_split),
     ],
 )
 def test_graph_that_resembles_a_pack_is_left_alone(change: Callable[[fx.Graph, dict[str, fx.Node]], object]) -> None:
