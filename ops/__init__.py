@@ -1,6 +1,7 @@
-"""Custom ops: windows, collectives, gradient hand-over, hook points, packs and offloading."""
+"""Custom ops: windows, collectives, blocks, gradient hand-over, hook points, packs and offloading."""
 
 from compile_fsdp.ops.accumulate_gradient import accumulate_gradient
+from compile_fsdp.ops.call_block import call_block, run_block
 from compile_fsdp.ops.collectives import all_gather_into_tensor, reduce_scatter_tensor
 from compile_fsdp.ops.ensure import ensure_lowerings, ensure_ops
 from compile_fsdp.ops.fsdp_copy import copy_
@@ -14,6 +15,7 @@ __all__ = [
     "Receiver",
     "accumulate_gradient",
     "all_gather_into_tensor",
+    "call_block",
     "cat",
     "copy_",
     "ensure_lowerings",
@@ -25,6 +27,7 @@ __all__ = [
     "offload",
     "reduce_scatter_tensor",
     "resize_storage_bytes_",
+    "run_block",
     "split_with_sizes_copy",
     "watch",
 ]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from compile_fsdp.backend.blocks import BlockCompiler, compiles_blocks
 from compile_fsdp.backend.boundary import ForwardGraph
 from compile_fsdp.backend.compiled_forward import CompiledForward, ParameterInputs
 from compile_fsdp.backend.costs import settle_costs
@@ -95,7 +96,11 @@ def _decide(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options)
         options = replace(options, costs=costs)
     fitted = budget_pass(inputs, options) if has_backward else None
     frozen = inputs.frozen_nodes() if has_backward else ()
-    done = Run(gm.graph, pipelines.forward(GROUP_CALLS, lifts_hooks=lifts_hooks, fitted=fitted, frozen=frozen))
+    compiler = BlockCompiler(options, has_backward) if inputs.managed and compiles_blocks(options) else None
+    passes = pipelines.forward(
+        GROUP_CALLS, lifts_hooks=lifts_hooks, fitted=fitted, frozen=frozen, compile_block=compiler
+    )
+    done = Run(gm.graph, passes)
     gm.recompile()
     hooks = done.result(lift_tensor_hooks) if lifts_hooks else None
     if hooks is not None:
@@ -103,7 +108,7 @@ def _decide(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options)
         inputs = GraphInputs(gm)  # one input less
     inputs.check_writes(gm.graph)
     decision = None if fitted is None else done.result(fit_memory_budget)
-    step = Step(options, decision, hooks, inputs.texts)
+    step = Step(options, decision, hooks, inputs.texts, () if compiler is None else tuple(compiler.blocks))
     groups = group_figures(inputs, step.left_unsharded(inputs.groups)) if has_backward else ()
     return step, TracedGraph(step, gm, example_inputs, "forward", inputs, groups)
 

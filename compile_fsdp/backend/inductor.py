@@ -8,7 +8,7 @@ from compile_fsdp.backend.derived_backward import Partitioner
 from compile_fsdp.backend.graph_inputs import GraphInputs
 from compile_fsdp.backend.recorder import Recorder
 from compile_fsdp.backend.step import Step
-from compile_fsdp.ops import accumulate_gradient, ensure_lowerings, watch
+from compile_fsdp.ops import accumulate_gradient, ensure_lowerings, run_block, watch
 from compile_fsdp.passes import GraphObserver, Pipeline, pipelines
 from compile_fsdp.passes.cache_key import cache_key
 from compile_fsdp.reports import Direction
@@ -43,7 +43,7 @@ def inductor_config(
     config["post_grad_custom_pre_pass"] = Pipeline(
         passes, recorder, options.disabled_passes, observer=observer, check=options.verify
     )
-    ours = {f"{each.__module__}.{each.__name__}": cache_key() for each in (watch, accumulate_gradient)}
+    ours = {f"{each.__module__}.{each.__name__}": cache_key() for each in (watch, accumulate_gradient, run_block)}
     config[CACHEABLE_FUNCTIONS] = {**config.get(CACHEABLE_FUNCTIONS, {}), **ours}
     if direction == "forward" and (backward_is_captured or decision is not None):
         decided = (decision.recomputed, decision.offloaded) if decision is not None else ()

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import GradientEdge
 
+from compile_fsdp.ops.call_block import Block
 from compile_fsdp.options import Options
 from compile_fsdp.passes.analysis.sequence import CollectiveSequence
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
@@ -93,6 +94,7 @@ class Step:
         decision: How the step fits into its memory budget; None without a budget.
         hooks: The hooks lifted out of the forward graph; None without hooks.
         groups: Texts of the constants of the forward's groups, in input order.
+        blocks: What the graphs call by name, kept alive.
         record: The compiled and observed backwards.
     """
 
@@ -100,6 +102,7 @@ class Step:
     decision: BudgetDecision | None = None
     hooks: DeferredHooks | None = None
     groups: tuple[str, ...] = ()
+    blocks: tuple[Block, ...] = ()
     record: BackwardsRecord = field(default_factory=BackwardsRecord)
 
     def left_unsharded(self, groups: Sequence[TraceableGroup]) -> list[TraceableGroup]:

@@ -20,6 +20,7 @@ from torch import fx, nn
 
 from compile_fsdp.backend.agreement import share_problem
 from compile_fsdp.errors import VerificationError
+from compile_fsdp.ops.call_block import op_by_op
 from compile_fsdp.passes.analysis.aliases import find_fake_tensor
 from compile_fsdp.passes.analysis.sequence import CollectiveSequence
 from compile_fsdp.runtime.calls import ModuleCall
@@ -28,6 +29,7 @@ from compile_fsdp.torch_compat.autograd import after_backward, preserve_version_
 from compile_fsdp.torch_compat.dispatch import plain_tensors, tree_map_only
 from compile_fsdp.torch_compat.distributed import local_tensor
 from compile_fsdp.torch_compat.fsdp import fsdp_state, param_groups
+from compile_fsdp.torch_compat.global_state import autocast_dtypes
 
 # Largest allowed difference relative to a tensor's largest value, by the coarsest dtype of the computation: some
 # hundred times the dtype's rounding error. A missed gather or a lost summand causes an error as large as the values.
@@ -114,7 +116,7 @@ class VerifiedGraph:
             return self.compiled(*args)
         inputs = list(plain_tensors(args))
         before = [_Contents(tensor) for tensor in inputs]
-        with preserve_version_counter(tuple(inputs)), _Random(inputs).restored():
+        with preserve_version_counter(tuple(inputs)), _Random(inputs).restored(), op_by_op():
             # Pass copies of lists, because a run may empty them.
             results = traced(*(list(each) if isinstance(each, list) else each for each in args))
             expected = [tensor.detach().clone() for tensor in plain_tensors(results)]
@@ -180,7 +182,7 @@ class VerifiedStep:
         self._buffers = _copy_buffers(call.module)
         self._grads = {name: _copy(parameter.grad) for name, parameter in call.module.named_parameters()}
         self._random = _Random(call.module.parameters())
-        self._dtypes = _autocast_dtypes()
+        self._dtypes = autocast_dtypes()
         self._output_grads: dict[int, torch.Tensor] = {}
         call.on_output = self._watch
 
@@ -237,12 +239,6 @@ class VerifiedStep:
             if problem := difference(local_tensor(got), local_tensor(expected), tolerance):
                 return f"the gradient of {name} {problem}"
         return ""
-
-
-def _autocast_dtypes() -> list[torch.dtype]:
-    """Return the autocast dtypes of all devices for which autocast is enabled."""
-    devices = {"cpu", accelerator.type} if (accelerator := torch.accelerator.current_accelerator()) else {"cpu"}
-    return [torch.get_autocast_dtype(device) for device in devices if torch.is_autocast_enabled(device)]
 
 
 def _leaves_gradients(module: nn.Module) -> bool:

@@ -6,6 +6,7 @@ import pickle
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import CellType
 from typing import Any
 
@@ -20,6 +21,7 @@ from compile_fsdp.backend.memory_budget import note_decision
 from compile_fsdp.backend.prefill import UnshardBeforeRun
 from compile_fsdp.backend.step import Step
 from compile_fsdp.errors import NotPortableError
+from compile_fsdp.ops.call_block import Block, Facts, Half, Signature
 from compile_fsdp.options import Options
 from compile_fsdp.passes.analysis.costs import Costs
 from compile_fsdp.passes.analysis.sequence import CollectiveSequence
@@ -63,6 +65,39 @@ class StoredFrame:
     def bind(self, graph: Callable[..., Any], closure: tuple[CellType, ...] | None, inputs: frozenset[str]) -> Frame:
         """Return the frame, with a compiled graph and the closure of the traced frame; `inputs` as in `Frame`."""
         return Frame(self.program.bind(graph, closure), self.conditions, inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredHalf:
+    """The forward or backward of a block."""
+
+    graph: bytes  # pickled
+    facts: Facts
+
+    @classmethod
+    def of(cls, half: Half) -> StoredHalf:
+        return cls(_pickle(half.stored), half.facts)
+
+    def load(self) -> Half:
+        stored = partial(pickle.loads, self.graph)
+        return Half(load_graph(stored()), *self.facts, stored)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """A block that the graphs of a step call by its name."""
+
+    forward: StoredHalf
+    backward: StoredHalf | None
+    signature: Signature | None
+
+    @classmethod
+    def of(cls, block: Block) -> StoredBlock:
+        backward = None if block.backward is None else StoredHalf.of(block.backward)
+        return cls(StoredHalf.of(block.forward), backward, block.signature)
+
+    def load(self) -> Block:
+        return Block(self.forward.load(), None if self.backward is None else self.backward.load(), self.signature)
 
 
 def _pickle(store: Callable[[], Any] | None) -> bytes:
@@ -114,6 +149,7 @@ class StoredStep:
     costs: Costs | None  # by which the forward was compiled, as in `Options.costs`
     decision: BudgetDecision | None  # how the step fits into its memory budget; None without a budget
     groups: tuple[str, ...]  # as in `Step`
+    blocks: tuple[StoredBlock, ...]  # empty on ranks that write no bundle
     backwards: list[StoredBackward] = field(default_factory=list)
 
     @classmethod
@@ -122,7 +158,8 @@ class StoredStep:
         compiled: CompiledForward = forward.graph.forward
         step = compiled.step
         frame = StoredFrame.of(forward, with_graph)
-        return cls(frame, compiled.parameters, step.hooks, step.options.costs, step.decision, step.groups)
+        blocks = tuple(map(StoredBlock.of, step.blocks)) if with_graph else ()
+        return cls(frame, compiled.parameters, step.hooks, step.options.costs, step.decision, step.groups, blocks)
 
     def frames(self) -> list[StoredFrame]:
         return [self.forward, *(each.frame for each in self.backwards)]
@@ -137,7 +174,8 @@ class StoredStep:
         def run(*inputs: Any) -> Any:
             return run_list(list(inputs))
 
-        step = Step(replace(options, costs=self.costs), self.decision, self.hooks, self.groups)
+        blocks = tuple(each.load() for each in self.blocks)
+        step = Step(replace(options, costs=self.costs), self.decision, self.hooks, self.groups, blocks)
         followed = follow(run, self.forward.collectives, "forward graph")
         step.record.known += [each.load() for each in self.backwards]
         return ForwardGraph(CompiledForward(followed, self.parameters, weakref.ref(module), step))

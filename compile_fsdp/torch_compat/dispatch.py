@@ -37,6 +37,7 @@ attention_ops = frozenset(
 
 # Makes fake tensors, which have no data, for any device. (2.13.0)
 FakeTensorMode = fake_tensor.FakeTensorMode
+_FakeTensor = fake_tensor.FakeTensor
 
 # Intercepts every op below autograd. (2.13.0)
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
@@ -104,6 +105,7 @@ def packet_overloads(packet: OpOverloadPacket) -> tuple[OpOverload, ...]:
     return tuple(getattr(packet, name) for name in packet.overloads())
 
 
+_free_unbacked_symbols = Late("torch.fx.experimental.symbolic_shapes.free_unbacked_symbols")
 _flop_registry = Late("torch.utils.flop_counter.flop_registry")
 
 
@@ -130,6 +132,11 @@ def plain_tensors(values: Any) -> Iterator[torch.Tensor]:
                 yield from plain_tensors([getattr(parts, name) for name in parts.__tensor_flatten__()[0]])
             else:
                 yield value
+
+
+def is_plain_fake(value: object) -> bool:
+    """Whether a value is a strided fake tensor, no subclass of it, whose sizes do not depend on data. (2.13.0)"""
+    return isinstance(value, _FakeTensor) and value.layout is torch.strided and not _free_unbacked_symbols(value)
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:

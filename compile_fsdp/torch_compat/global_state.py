@@ -31,6 +31,12 @@ def is_forced_eager() -> bool:
     return eval_frame._stance.stance == "force_eager"
 
 
+def autocast_dtypes() -> list[torch.dtype]:
+    """The autocast dtypes of all devices for which autocast is enabled. (2.13.0)"""
+    devices = {"cpu", accelerator.type} if (accelerator := torch.accelerator.current_accelerator()) else {"cpu"}
+    return [torch.get_autocast_dtype(device) for device in devices if torch.is_autocast_enabled(device)]
+
+
 class GlobalState:
     """A snapshot of the global state, to compare with later times and with other processes. (2.13.0)"""
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +14,7 @@ import torch
 import torch._functorch.config
 from torch._inductor import custom_graph_pass
 
-from compile_fsdp.torch_compat.declarations import Late
+from compile_fsdp.torch_compat.declarations import Late, needs
 from compile_fsdp.torch_compat.dispatch import OpOverload
 
 # Base classes of a pass and of a partitioner. Inductor caches a graph only if its pass and partitioner derive from
@@ -66,6 +68,7 @@ _add_layout_constraint = Late("torch._inductor.lowering.add_layout_constraint")
 _constrain_to_fx_strides = Late("torch._inductor.lowering.constrain_to_fx_strides")
 _create_collective = Late("torch._inductor.ir._CollectiveKernel.create_out_of_place")
 _create_tensor_box = Late("torch._inductor.ir.TensorBox.create")
+_inductor_graph = Late("torch._inductor.virtualized.V")
 _deserialize = Late("torch._functorch._aot_autograd.aot_autograd_result.deserialize_bundled_cache_entry")
 _flatten_graph_inputs = Late("torch._dynamo.utils.flatten_graph_inputs")
 
@@ -76,6 +79,11 @@ def cache_folder() -> Path:
 
 
 _generates_code = True
+
+
+def generates_code() -> bool:
+    """Whether this is outside of `without_code`."""
+    return _generates_code
 
 
 def inductor_compilers() -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -103,10 +111,16 @@ def _run_custom_passes(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], 
 
 
 def compile_op_by_op(
-    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], partition: Callable[..., Any]
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    partition: Callable[..., Any],
+    compiler: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """Compile with torch's backend aot_eager and a given partitioner of the joint graph. (2.11.0, 2.13.0)"""
-    compiler = _boxed_nop.value
+    """Compile with torch's backend aot_eager and a given partitioner of the joint graph. (2.11.0, 2.13.0)
+
+    `compiler` takes the partitioned graphs in place of aot_eager's.
+    """
+    compiler = compiler or _boxed_nop.value
     backend = _aot_autograd(
         fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition, keep_inference_input_mutations=True
     )
@@ -161,6 +175,49 @@ def register_collective_lowering(op: OpOverload) -> None:
     """
     _add_layout_constraint(op, _constrain_to_fx_strides.value)
     register_inductor_lowering(op, lambda *args: _create_tensor_box(_create_collective(op, *args)))
+
+
+def hand_over_inputs(op: OpOverload, function: str) -> None:
+    """Let generated code call an op as a function of a module, and drop the inputs that nothing reads later. (2.13.0)
+
+    The op takes tensors, sizes and a constant. The function takes the tensors as a list that no variable shares, so
+    that it can free each tensor when it has read it. Older releases call the op itself.
+    """
+    module, name = function.rsplit(".", 1)
+
+    def generate(node: Any, write: Callable[[str], None]) -> None:
+        graph: Any = _inductor_graph.value.graph
+        tensors, *others = node.codegen_args()
+        graph.wrapper_code.add_import_once(f"from {module} import {name}")
+        write(f"handed_over = {tensors}")
+        for each in graph.scheduler.current_node.last_usage:
+            if re.search(rf"\b{each}\b", tensors):
+                graph.never_reuse_buffers.add(each)
+                write(f"{each} = None")
+        write(f"{node.get_name()} = {name}(handed_over, {', '.join(others)})")
+
+    with suppress(ImportError):
+        codegen = importlib.import_module("torch._inductor.codegen.custom_extern_kernel_codegen")
+        codegen.CUSTOM_EXTERN_KERNEL_CODEGEN[f"torch.ops.{op}"] = codegen.CustomCodegen(python=generate)
+
+
+@needs("torch._guards.tracing", "torch._guards.TracingContext")
+@contextmanager
+def separate_trace(examples: Sequence[Any]) -> Iterator[None]:
+    """Compile a graph with these inputs inside the block apart from the graph that is being compiled. (2.13.0)"""
+    fake_mode = next(cast(Any, each).fake_mode for each in examples if isinstance(each, torch.Tensor))
+    with torch._guards.tracing(torch._guards.TracingContext(fake_mode)):
+        yield
+
+
+def innermost(compiled: Any) -> Callable[[list[Any]], Any]:
+    """The generated code in a result of `compile_fx` for a graph without autograd, mutation and aliasing. (2.13.0)
+
+    It takes its inputs as one list, and empties the list.
+    """
+    while not isinstance(compiled, _output_code.value):
+        compiled = compiled.__wrapped__
+    return cast(Callable[[list[Any]], Any], compiled)
 
 
 def stored_graph(compiled: Any) -> Callable[[], Any] | None:

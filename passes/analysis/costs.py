@@ -16,6 +16,7 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
+from compile_fsdp.ops.call_block import Half, call_block, find_half
 from compile_fsdp.passes.analysis.aliases import fake_arguments, fake_value, find_fake_tensor, is_declared_view
 from compile_fsdp.passes.analysis.collectives import is_all_reduce, is_fetch, is_gather, is_offload, ranks_of
 from compile_fsdp.torch_compat.dispatch import OpOverload, flop_formula
@@ -120,14 +121,28 @@ def are_contiguous(nodes: Sequence[fx.Node]) -> bool:
 
 def compute_seconds(node: fx.Node, costs: Costs) -> float:
     """Return the seconds of a node's flops, if torch counts them, or of its writes if longer; views are free."""
+    if node.target is call_block:
+        return sum(costs.compute(*work) for work in called_half(node).work)
+    return costs.compute(*work_of(node))
+
+
+def work_of(node: fx.Node) -> tuple[int, int]:
+    """Return the flops of a node, as far as torch counts them, and the bytes that it writes; 0 for views."""
     target = node.target
     if not isinstance(target, OpOverload) or is_declared_view(node):
-        return 0.0
+        return 0, 0
     moved, formula = size_bytes(node), flop_formula(target)
     if formula is None or moved == 0:
-        return costs.compute(0, moved)
+        return 0, moved
     args, kwargs = fake_arguments((node.args, node.kwargs))
-    return costs.compute(formula(*args, **kwargs, out_val=fake_value(node)), moved)
+    return formula(*args, **kwargs, out_val=fake_value(node)), moved
+
+
+def called_half(node: fx.Node) -> Half:
+    """Return the forward or backward that a node calls, whose target is `call_block`."""
+    name = node.args[2]
+    assert isinstance(name, str)
+    return find_half(name)
 
 
 def communication(node: fx.Node, costs: Costs) -> tuple[int, float]:
@@ -147,7 +162,8 @@ def usual_compute_seconds(node: fx.Node, parameter_numel: int, costs: Costs) -> 
 
     A product that makes the parameter's gradient takes equally long. Ops without a flop formula are free.
     """
-    counts = isinstance(node.target, OpOverload) and flop_formula(node.target) is not None
+    target = node.target
+    counts = target is call_block or (isinstance(target, OpOverload) and flop_formula(target) is not None)
     return 2 * costs.rows * parameter_numel / costs.flops if counts else 0.0
 
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from compile_fsdp.ops import run_block
 from compile_fsdp.passes.analysis.effects import Effects, is_copy, is_resize, nodes_in
 from compile_fsdp.torch_compat.dispatch import HigherOrderOperator, OpOverload, OpOverloadPacket, packet_overloads
 from compile_fsdp.torch_compat.dynamo import set_version_counter, tensor_version
@@ -73,11 +74,23 @@ def is_autocast_switch(node: fx.Node) -> bool:
     return node.op == "call_function" and "autocast" in target_name(node)
 
 
+def is_grad_switch(node: fx.Node) -> bool:
+    return node.op == "call_function" and target_name(node) == "_set_grad_enabled"
+
+
+def is_mode_switch(node: fx.Node) -> bool:
+    """Return whether the node changes what later ops compute: autocast, inference mode, or a transform of functorch."""
+    owner = str(getattr(node.target, "__module__", ""))
+    return is_autocast_switch(node) or "functorch" in owner or "inference_mode" in target_name(node)
+
+
 class EagerEffects(Effects):
     """`Effects` that also understands torch functions, operators and tensor methods."""
 
     def written_inputs(self, node: fx.Node) -> Sequence[fx.Node]:
         """Return the inputs that the node may write; see [Note: Names tell the writes]."""
+        if node.target is run_block:
+            return ()
         if not is_torch_function(node):
             return super().written_inputs(node)
         name = target_name(node)

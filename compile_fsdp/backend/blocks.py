@@ -1,0 +1,258 @@
+"""Compile each block of a forward graph once for all its equals.
+
+AOTAutograd traces the block by itself and partitions it, as it would partition the whole graph. Both halves are then
+compiled as graphs without autograd. A half returns nothing that aliases its inputs: saved inputs are passed again, so
+no tensor that a block saves keeps an unsharded parameter in memory.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from compile_fsdp.backend.derived_backward import GraphTracer, UnusedBackward
+from compile_fsdp.backend.progress import Phase
+from compile_fsdp.ops.call_block import Block, Half, Signature, find_block
+from compile_fsdp.options import Options
+from compile_fsdp.passes.analysis.aliases import Aliases, fake_value
+from compile_fsdp.passes.analysis.costs import work_of
+from compile_fsdp.passes.analysis.effects import Effects
+from compile_fsdp.passes.analysis.equal_blocks import BlockCall
+from compile_fsdp.passes.cache_key import cache_key
+from compile_fsdp.torch_compat.dispatch import OpOverload, attention_ops
+from compile_fsdp.torch_compat.dynamo import set_tracer
+from compile_fsdp.torch_compat.global_state import autocast_dtypes
+from compile_fsdp.torch_compat.inductor import (
+    CustomPartitionerFn,
+    compile_op_by_op,
+    functorch_config,
+    generates_code,
+    inductor_compilers,
+    innermost,
+    min_cut_partition,
+    separate_trace,
+    settings_hash,
+    stored_graph,
+)
+
+
+def compiles_blocks(options: Options) -> bool:
+    """Return whether equal blocks are compiled once: not if something decides about, or counts, the ops of each."""
+    is_known = options.inner_backend in ("inductor", "aot_eager") and generates_code()
+    return is_known and options.memory_budget is None and not autocast_dtypes()
+
+
+class BlockCompiler:
+    """Compiles the blocks of one forward graph.
+
+    Attributes:
+        blocks: The blocks that the graph calls.
+    """
+
+    def __init__(self, options: Options, has_backward: bool) -> None:
+        self.options = options
+        self.has_backward = has_backward
+        self.blocks: list[Block] = []
+
+    def __call__(self, call: BlockCall, count: int) -> str | None:
+        """Compile a block that has `count` calls, and return its name; None if it cannot be called."""
+        options = self.options
+        given = options.inner_backend, options.inductor, options.verify, self.has_backward, settings_hash()
+        matmul = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+        name = cache_key(call.text, *given, *matmul, torch.get_num_threads(), torch.get_default_dtype())[:32]
+        if (block := find_block(name)) is None:
+            with Phase(f"compiling {len(call.ops)} ops that {count} modules share,", options.progress):
+                block = self._compile(name, call)
+        if block is not None:
+            self.blocks.append(block)
+        return None if block is None else name
+
+    def _compile(self, name: str, call: BlockCall) -> Block | None:
+        needs_gradient = tuple(_tensor(node).requires_grad for node in call.outputs)
+        graphs = _trace(call, self.options, self.has_backward and any(needs_gradient))
+        if not all(map(_can_be_called, (node for graph in graphs for node in graph.nodes))):
+            return None
+        if len(graphs) == 1:
+            return Block(self._half(name, graphs[0]))
+        forward, backward = graphs
+        signature = _separate(forward, backward, call, needs_gradient)
+        return Block(self._half(name, forward), self._half(f"{name} backward", backward), signature)
+
+    def _half(self, name: str, graph: fx.Graph) -> Half:
+        """Compile a graph without autograd."""
+        examples = [fake_value(node) for node in graph.find_nodes(op="placeholder")]
+        work = tuple(work for node in graph.nodes if any(work := work_of(node)))
+        layouts = [_layout(_tensor(node)) for node in _results(graph)]
+        is_fixed = all(isinstance(size, int) for layout in layouts for size in (*layout[0], *layout[1]))
+        plain, run, stored = _without_values(graph), None, None
+        if self.options.inner_backend == "inductor":
+            compile_fx, _ = inductor_compilers()
+            # A later graph that calls the block may be stored.
+            storable = functorch_config.patch({"bundled_autograd_cache": True})
+            with torch.no_grad(), storable, separate_trace(examples):
+                gm = fx.GraphModule({}, graph)
+                compiled = compile_fx(gm, examples, config_patches=_inductor_options(self.options))
+            run, stored = innermost(compiled), stored_graph(compiled)
+        return Half(run or _run_op_by_op(plain), name, plain, work, tuple(layouts) if is_fixed else None, stored)
+
+
+def _separate(forward: fx.Graph, backward: fx.Graph, call: BlockCall, needs_gradient: tuple[bool, ...]) -> Signature:
+    """Drop saved inputs from a forward's results, and missing gradients from a backward's."""
+    inputs, results = forward.find_nodes(op="placeholder"), _results(forward)
+    sizes, tensors, count = inputs[: len(call.sizes)], inputs[len(call.sizes) :], len(call.outputs)
+    results = [*dict.fromkeys(each for i, each in enumerate(results) if i < count or each not in inputs)]
+    names = [node.name for node in (*tensors, *results)]
+    forward.output_node().args = (tuple(_without_aliases(forward, results)),)
+    gradients = {i - len(sizes): node for i, node in enumerate(_results(backward)) if node is not None}
+    backward.output_node().args = (tuple(gradients.values()),)
+    taken = backward.find_nodes(op="placeholder")
+    saved, tangents = taken[: -sum(needs_gradient)], taken[-sum(needs_gradient) :]
+    # The partitioner names what the backward takes like the node of the forward.
+    places = {name: i for i, name in enumerate(names)}
+    size_places = {node.name: i for i, node in enumerate(sizes)}
+    return Signature(
+        differentiable=needs_gradient,
+        saved=tuple(places[node.name] for node in saved if node.name not in size_places),
+        saved_sizes=tuple(size_places[node.name] for node in saved if node.name in size_places),
+        strides=tuple(None if each.is_contiguous() else each.stride() for each in map(_tensor, tangents)),
+        gradients=tuple(gradients),
+    )
+
+
+def _without_aliases(graph: fx.Graph, results: list[fx.Node]) -> list[fx.Node]:
+    """Copy results that alias inputs or earlier results, such as a saved tensor of which the block returns a view."""
+    aliases = Aliases(graph, Effects(None))
+    found = set(aliases.classes_of(graph.find_nodes(op="placeholder")))
+    separate = []
+    for node in results:
+        classes = aliases.classes(node)
+        if not found.isdisjoint(classes):
+            with graph.inserting_after(node):
+                copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+            copy.meta, node = node.meta, copy
+        found.update(classes)
+        separate.append(node)
+    return separate
+
+
+def _trace(call: BlockCall, options: Options, has_backward: bool) -> list[fx.Graph]:
+    """Return the graphs of a block's forward and, if it has one, its backward, as AOTAutograd makes them."""
+    gm = fx.GraphModule({}, _copy(call))
+    examples = [_fresh(fake_value(node)) for node in (*call.sizes, *call.tensors)]
+    found: list[fx.Graph] = []
+
+    def keep(gm: fx.GraphModule, *_: Any, **__: Any) -> Any:
+        if not has_backward:
+            found.append(gm.graph)
+        return UnusedBackward()
+
+    def partition(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, ...]:
+        assert kwargs["num_fwd_outputs"] == len(call.outputs)
+        halves = (options.inductor.get("custom_partitioner_fn") or min_cut_partition)(joint, inputs, **kwargs)
+        found.extend(_clone(half.graph) for half in halves)
+        return halves
+
+    settings = {"recompute_views": True, "enable_autograd_cache": False}
+    with functorch_config.patch(settings), separate_trace(examples), torch.set_grad_enabled(has_backward):
+        if options.inner_backend == "aot_eager":
+            compile_op_by_op(gm, examples, partition, keep)
+        else:
+            compile_fx, _ = inductor_compilers()
+            patches = {**_inductor_options(options), "custom_partitioner_fn": _Partitioner(partition)}
+            compile_fx(gm, examples, inner_compile=keep, config_patches=patches)
+    return found
+
+
+class _Partitioner(CustomPartitionerFn):
+    def __init__(self, partition: Callable[..., Any]) -> None:
+        self.partition = partition
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
+        return self.partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> None:
+        """Turn caching off, because this partitioner keeps its graphs."""
+
+
+def _inductor_options(options: Options) -> dict[str, Any]:
+    return {**options.inductor, "fallback_random": True} if options.verify else dict(options.inductor)
+
+
+def _can_be_called(node: fx.Node) -> bool:
+    """Return whether a call may contain a node: calls draw no random numbers, and have no constants."""
+    if node.op != "call_function":
+        return node.op != "get_attr"
+    if not isinstance(node.target, OpOverload):
+        return node.target in _SIZE_FUNCTIONS
+    if torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return True
+    return node.target in attention_ops and 0.0 in (*node.args[3:4], node.kwargs.get("dropout_p", 0.0))
+
+
+_SIZE_FUNCTIONS = (operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod)
+
+
+def _copy(call: BlockCall) -> fx.Graph:
+    graph, copies = fx.Graph(), {}
+    for i, node in enumerate((*call.sizes, *call.tensors)):
+        copies[node] = graph.placeholder(f"input_{i}")
+        copies[node].meta["example_value"] = fake_value(node)
+    for node in call.ops:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in call.outputs))
+    return graph
+
+
+def _clone(graph: fx.Graph) -> fx.Graph:
+    clone = fx.Graph()
+    clone.output(clone.graph_copy(graph, {}))
+    return clone
+
+
+def _without_values(graph: fx.Graph) -> fx.GraphModule:
+    """Copy a graph without its fake values, in a form that can be pickled."""
+    plain = _clone(graph)
+    for node in plain.nodes:
+        node.meta.clear()
+    gm = fx.GraphModule({}, plain)
+    set_tracer(gm, GraphTracer)
+    return gm
+
+
+def _run_op_by_op(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    def run(inputs: list[Any]) -> Any:
+        values = (*inputs,)
+        inputs.clear()
+        return gm(*values)
+
+    return run
+
+
+def _fresh(value: Any) -> Any:
+    """Return a fake tensor like another one, without its history and storage; a size as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    assert hasattr(value, "fake_mode")
+    with value.fake_mode:
+        fresh = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return fresh.requires_grad_(value.requires_grad)
+
+
+def _results(graph: fx.Graph) -> list[Any]:
+    (results,) = graph.output_node().args
+    assert isinstance(results, (tuple, list))
+    return list(results)
+
+
+def _tensor(node: fx.Node) -> torch.Tensor:
+    value = fake_value(node)
+    assert isinstance(value, torch.Tensor)
+    return value
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device

@@ -1,0 +1,175 @@
+"""`compile_fsdp::call_block`: a call of a block's forward or backward, which is compiled once for all equal blocks.
+
+[Note: Blocks by name]
+A graph calls a block by a name that hashes the block's ops. So equal graphs call equal blocks, in every process and
+from every cache. The table of names holds its blocks weakly: the step that calls a block keeps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, fx
+
+_LIBRARY = torch.library.Library("compile_fsdp", "FRAGMENT")
+_LIBRARY.define(
+    "call_block(Tensor[] inputs, SymInt[] sizes, str half) -> Tensor[]", tags=(torch.Tag.needs_exact_strides,)
+)
+
+call_block = torch.ops.compile_fsdp.call_block.default
+
+Facts = tuple[str, fx.GraphModule, tuple[tuple[int, int], ...], tuple[tuple[Any, ...], ...] | None]
+
+_op_by_op = False
+
+
+@dataclass(frozen=True, eq=False, weakref_slot=True, slots=True)
+class Half:
+    """The forward or the backward of a block.
+
+    Attributes:
+        run: The compiled graph. It takes its sizes and then its tensors as one list, and empties the list.
+        graph: The ops that it computes, without fake values.
+        work: By op, as `work_of` in `passes/analysis/costs.py` returns it.
+        results: Shape, strides, dtype and device of each result; None if sizes may change.
+        stored: Returns `run` in a storable form; None without such a form.
+    """
+
+    run: Callable[[list[Any]], Sequence[Tensor]]
+    name: str
+    graph: fx.GraphModule
+    work: tuple[tuple[int, int], ...]
+    results: tuple[tuple[Any, ...], ...] | None
+    stored: Callable[[], Any] | None = None
+
+    def __post_init__(self) -> None:
+        _halves[self.name] = self
+
+    @property
+    def facts(self) -> Facts:
+        """All that is not compiled, in the order of the fields behind `run`."""
+        return self.name, self.graph, self.work, self.results
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a block's backward takes and returns.
+
+    Attributes:
+        differentiable: By output of the forward: whether it has a gradient.
+        saved: Positions among the forward's tensors, and behind them among its results.
+        saved_sizes: Positions among the forward's sizes.
+        strides: Of the output gradients; None for contiguous ones.
+        gradients: Positions of the forward's tensors whose gradients are returned, in this order.
+    """
+
+    differentiable: tuple[bool, ...]
+    saved: tuple[int, ...]
+    saved_sizes: tuple[int, ...]
+    strides: tuple[tuple[int, ...] | None, ...]
+    gradients: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False, weakref_slot=True, slots=True)
+class Block:
+    """A block as autograd sees it; without a backward, it has only its forward."""
+
+    forward: Half
+    backward: Half | None = None
+    signature: Signature | None = None
+
+    def __post_init__(self) -> None:
+        _blocks[self.forward.name] = self
+
+
+_halves: WeakValueDictionary[str, Half] = WeakValueDictionary()
+_blocks: WeakValueDictionary[str, Block] = WeakValueDictionary()
+
+
+def find_half(name: str) -> Half:
+    return _halves[name]
+
+
+def find_block(name: str) -> Block | None:
+    """Return the block whose forward has this name."""
+    return _blocks.get(name)
+
+
+def run_block(name: str, size_count: int, *values: Any) -> tuple[Tensor, ...]:
+    """Call a block in a Dynamo graph: `values` are its sizes and then its tensors."""
+    block = _blocks[name]
+    sizes, tensors = values[:size_count], values[size_count:]
+    if block.backward is None:
+        return tuple(call_block(list(tensors), list(sizes), name))
+    results: tuple[Tensor, ...] = _Differentiable.apply(block, sizes, *tensors)  # type: ignore[no-untyped-call]
+    return results
+
+
+def run_half(inputs: list[Any], sizes: Sequence[int], name: str) -> list[Tensor]:
+    """Run a half on inputs that the caller hands over: the list is emptied as the half reads them."""
+    half = _halves[name]
+    inputs[:0] = sizes
+    return list(half.graph(*inputs) if _op_by_op else half.run(inputs))
+
+
+@contextmanager
+def op_by_op() -> Iterator[None]:
+    """Run blocks op by op inside the context."""
+    global _op_by_op
+    outer, _op_by_op = _op_by_op, True
+    try:
+        yield
+    finally:
+        _op_by_op = outer
+
+
+@torch.library.impl(_LIBRARY, "call_block", "CompositeExplicitAutograd")
+def _call_block(inputs: list[Tensor], sizes: list[int], half: str) -> list[Tensor]:
+    return run_half([*inputs], sizes, half)
+
+
+@torch.library.register_fake("compile_fsdp::call_block", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _fake_call_block(inputs: list[Tensor], sizes: list[Any], half: str) -> list[Tensor]:
+    found = _halves[half]
+    if found.results is None:
+        return list(found.graph(*sizes, *inputs))
+    return [torch.empty_strided(*layout, dtype=dtype, device=device) for *layout, dtype, device in found.results]
+
+
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, block: Block, sizes: tuple[Any, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        signature = block.signature
+        assert signature is not None
+        results = call_block(list(tensors), list(sizes), block.forward.name)
+        every = [*tensors, *results]
+        outputs = tuple(results[: len(signature.differentiable)])
+        ctx.save_for_backward(*(every[i] for i in signature.saved))
+        ctx.block, ctx.sizes = block, [sizes[i] for i in signature.saved_sizes]
+        pairs = zip(outputs, signature.differentiable, strict=True)
+        ctx.mark_non_differentiable(*(output for output, has_gradient in pairs if not has_gradient))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        block: Block = ctx.block
+        signature = block.signature
+        assert block.backward is not None
+        assert signature is not None
+        pairs = zip(grads, signature.differentiable, strict=True)
+        own = [grad for grad, has_gradient in pairs if has_gradient]
+        tangents = [_restride(grad, strides) for grad, strides in zip(own, signature.strides, strict=True)]
+        found = call_block([*ctx.saved_tensors, *tangents], ctx.sizes, block.backward.name)
+        gradients = dict(zip(signature.gradients, found, strict=True))
+        return (None, None, *(gradients.get(i) for i in range(len(ctx.needs_input_grad) - 2)))
+
+
+def _restride(grad: Tensor, strides: tuple[int, ...] | None) -> Tensor:
+    if strides is None:
+        return grad.contiguous()
+    return grad if grad.stride() == strides else grad.new_empty_strided(grad.shape, strides).copy_(grad)

@@ -1,0 +1,135 @@
+"""Find blocks of a Dynamo graph that compute the same on different inputs.
+
+[Note: What makes blocks equal]
+A block is a run of neighbouring ops without a side effect; it ends where the graph fills or frees a parameter, calls a
+hook, switches autograd, or does anything else. Two blocks are equal if their ops are, with their constants and wiring,
+and if their inputs have equal types, shapes, strides, dtypes, devices and needs of a gradient. Nothing else decides, so
+two layers of one class may differ, and two of different classes may be equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from compile_fsdp.passes.analysis.aliases import fake_value, storage_keys
+from compile_fsdp.passes.analysis.eager_effects import EagerEffects, is_grad_switch, is_mode_switch, is_torch_function
+from compile_fsdp.torch_compat.dispatch import is_plain_fake, tree_leaves
+
+_FEWEST = 5  # fewest ops that are worth a call
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class BlockCall:
+    """The ops of one block in a graph.
+
+    Attributes:
+        ops: In graph order.
+        sizes: Inputs that are symbolic sizes.
+        tensors: Inputs that are tensors.
+        outputs: Ops whose results are read outside of the block.
+        text: Equal for equal blocks.
+    """
+
+    ops: list[fx.Node]
+    sizes: list[fx.Node]
+    tensors: list[fx.Node]
+    outputs: list[fx.Node]
+    text: str
+
+
+def find_equal_blocks(graph: fx.Graph) -> list[list[BlockCall]]:
+    """Return the blocks of a graph that have equals, in lists of equals."""
+    found: dict[object, list[BlockCall]] = {}
+    if any(map(is_mode_switch, graph.nodes)):
+        return []  # ops in different modes differ, although they look equal
+    for ops in _runs(graph):
+        if (call := _describe(ops)) is not None:
+            found.setdefault((call.text, *(node.target for node in ops)), []).append(call)
+    return [equals for equals in found.values() if len(equals) > 1]
+
+
+def _runs(graph: fx.Graph) -> Iterator[list[fx.Node]]:
+    """Yield the runs of ops that only compute while autograd records them, or in a graph without a backward."""
+    effects = EagerEffects(graph.owning_module)
+    run: list[fx.Node] = []
+    records = True
+    for node in graph.nodes:
+        if _is_given(node, run):
+            continue
+        if records and _only_computes(node, effects):
+            run.append(node)
+            continue
+        if len(run) >= _FEWEST:
+            yield run
+        run = []
+        if is_grad_switch(node):
+            records = bool(node.args[0])
+
+
+def _is_given(node: fx.Node, run: Sequence[fx.Node]) -> bool:
+    """Return whether a run need not end at a node, because it may stand before all of the run."""
+    if node.op in ("placeholder", "get_attr"):
+        return True
+    return isinstance(fake_value(node), torch.SymInt) and not any(each in run for each in node.all_input_nodes)
+
+
+def _only_computes(node: fx.Node, effects: EagerEffects) -> bool:
+    if not is_torch_function(node) or effects.written_inputs(node):
+        return False
+    leaves = tree_leaves(fake_value(node))
+    return bool(leaves) and all(map(is_plain_fake, leaves))
+
+
+def _describe(ops: list[fx.Node]) -> BlockCall | None:
+    """Describe a run of ops; None if it cannot become a call."""
+    numbers = {node: f"op {i}" for i, node in enumerate(ops)}
+    inputs: dict[fx.Node, str] = {}
+
+    def name(node: fx.Node) -> _Word:
+        return _Word(numbers.get(node) or inputs.setdefault(node, f"input {len(inputs)}"))
+
+    lines = []
+    for node in ops:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), name)
+        lines.append(f"{node.op} {_describe_target(node.target)} {args!r} {kwargs!r}")
+    outputs = [node for node in ops if any(user not in numbers for user in node.users)]
+    results: list[Any] = [fake_value(node) for node in outputs]
+    values = [fake_value(node) for node in inputs]
+    if not all(isinstance(each, torch.SymInt) or is_plain_fake(each) for each in values):
+        return None
+    if not all(map(is_plain_fake, results)):
+        return None  # a tuple, whose items are read outside
+    storages = [*storage_keys(results)]
+    if len({*storages}) < len(storages) or {*storages} & {*storage_keys(values)}:
+        return None  # the results of a call alias neither its inputs nor one another
+    lines += map(_describe_value, values)
+    lines.append(repr([(numbers[node], result.requires_grad) for node, result in zip(outputs, results, strict=True)]))
+    sizes = [node for node, value in zip(inputs, values, strict=True) if isinstance(value, torch.SymInt)]
+    tensors = [node for node in inputs if node not in sizes]
+    return BlockCall(ops, sizes, tensors, outputs, "\n".join(lines))
+
+
+class _Word(str):
+    """A string that `repr` leaves as it is, so that it differs from a constant."""
+
+    def __repr__(self) -> str:
+        return f"<{self}>"
+
+
+def _describe_target(target: Any) -> str:
+    if isinstance(target, str):
+        return target
+    owner = getattr(target, "__objclass__", None) or target
+    return f"{getattr(owner, '__module__', None)}.{getattr(target, '__qualname__', None) or target!r}"
+
+
+def _describe_value(value: Any) -> str:
+    if isinstance(value, torch.SymInt):
+        return f"size {value}"
+    layout = tuple(value.shape), value.stride()
+    return f"{layout} {value.dtype} {value.device} {value.layout} {value.requires_grad}"

@@ -1,0 +1,155 @@
+"""A model's equal blocks are compiled once, and train as eager FSDP2 trains them."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.metrics
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import compile_fsdp
+from compile_fsdp.ops.call_block import _halves
+from helpers.graphs.capture import without_graph_caches
+from helpers.models.stacks import Stack
+from helpers.parity.check import Parity, compare, compare_grads
+from helpers.parity.twins import build_both
+from helpers.ranks.fake_world import fake_world
+from helpers.ranks.fresh import run_fresh
+from helpers.ranks.pools import run_ranks
+from helpers.releases.skip import skip_before
+
+LAYERS = 4
+
+
+class _Views(nn.Module):
+    """Returns views of a result that its backward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.linear(x)).sin().exp()
+        return hidden.view(-1, 2, 4).view(-1, 8)
+
+
+def _shard(fully_shard: Any, layers: int = LAYERS, frozen: int = 0, views: bool = False, **policy: Any) -> Any:
+    model: Any = Stack(layers=layers)
+    if views:
+        model.layers = nn.ModuleList(_Views() for _ in range(layers))
+    for layer in model.layers[:frozen]:
+        layer.requires_grad_(False)
+    arguments = {"mp_policy": MixedPrecisionPolicy(**policy)} if policy else {}
+    for module in (*model.layers, model):
+        fully_shard(module, **arguments)
+    return model
+
+
+def _train(rank: int, lengths: list[list[int]], arguments: dict[str, Any], options: dict[str, Any]) -> Parity:
+    """Take a step for each list of batch lengths, one of each rank, and evaluate after each step."""
+    eager, ours = build_both(lambda fully_shard: _shard(fully_shard, **arguments), **options)
+    result = Parity()
+    for step, by_rank in enumerate(lengths):
+        torch.manual_seed(10 * step + rank)
+        for micro in range(2):
+            x = torch.randn(by_rank[rank], 8)
+            losses = [model(x) for model in (ours, eager)]
+            for loss in losses:
+                loss.backward()
+            compare(result, f"step {step}.{micro}: loss", *losses)
+        compare_grads(result, f"step {step}", ours, eager)
+        with torch.no_grad():
+            compare(result, f"step {step}: evaluation", ours(x), eager(x))
+            for model in (ours, eager):
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        parameter -= 0.1 * parameter.grad
+                        parameter.grad = None
+    return result
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"frozen": 2}, {"views": True}, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}],
+    ids=["plain", "frozen", "views", "mixed precision"],
+)
+def test_steps_are_bitwise_those_of_eager_fsdp2(arguments: dict[str, Any]) -> None:
+    for result in run_ranks(2, _train, [[4, 4], [4, 4]], arguments, {}):
+        assert result.differing == []
+
+
+def test_ranks_may_have_batches_of_different_lengths() -> None:
+    lengths = [[4, 4], [4, 6], [5, 7], [5, 4]]  # one rank compiles for changing sizes while its peer does not
+    for result in run_ranks(2, _train, lengths, {}, {}):
+        assert result.differing == []
+
+
+def test_verified_steps_equal_their_blocks_op_by_op() -> None:
+    options = {"options": {"verify": True}}
+    for result in run_ranks(2, _train, [[4, 4]], {}, options):
+        assert result.worst < 1e-5
+
+
+def test_further_equal_blocks_need_no_further_kernels() -> None:
+    kernels = []
+    for layers in (3, 6):
+        with fake_world(2), without_graph_caches():
+            torch._inductor.metrics.reset()
+            model = _shard(compile_fsdp.fully_shard, layers)
+            model.compile(backend="compile_fsdp", fullgraph=True, options={"bundle": False})
+            model(torch.randn(4, 8)).backward()
+            kernels.append(torch._inductor.metrics.generated_kernel_count)
+    assert 0 < kernels[1] <= kernels[0]
+
+
+def test_blocks_vanish_with_the_model_that_calls_them() -> None:
+    before = {*_halves}
+    with fake_world(2):
+        model = _shard(compile_fsdp.fully_shard)
+        model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
+        model(torch.randn(3, 8)).backward()
+        names = {*_halves} - before
+        assert len(names) == 2
+        del model
+        torch._dynamo.reset()
+        gc.collect()
+    assert names.isdisjoint(_halves)
+
+
+_STEP = """
+import json, sys
+import torch
+import torch._dynamo.utils
+
+import compile_fsdp
+from helpers.models.stacks import Stack
+from helpers.ranks.fake_world import fake_world
+
+(path,) = json.loads(sys.argv[1])
+with fake_world(2):
+    torch.manual_seed(0)
+    model = Stack(layers=3)
+    for module in (*model.layers, model):
+        compile_fsdp.fully_shard(module)
+    model.compile(backend="compile_fsdp", fullgraph=True, options={"bundle": path})
+    for _ in range(2):
+        loss = model(torch.ones(3, 8))
+        loss.backward()
+    grads = [parameter.grad.to_local().sum().item() for parameter in model.parameters()]
+    print(json.dumps([torch._dynamo.utils.counters["stats"]["unique_graphs"], loss.item(), grads]))
+"""
+
+
+def test_bundle_has_the_blocks_of_its_graphs(tmp_path: Path) -> None:
+    skip_before("2.13")
+    variables = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    (graphs, *made), _ = run_fresh(_STEP, str(tmp_path / "step.bundle"), **variables)
+    assert graphs == 2
+    (graphs, *loaded), _ = run_fresh(_STEP, str(tmp_path / "step.bundle"), **variables)
+    assert graphs == 0
+    assert loaded == made

@@ -1,0 +1,141 @@
+"""Which blocks of a forward graph are equal."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from compile_fsdp.passes.analysis.equal_blocks import BlockCall, find_equal_blocks
+from helpers.graphs.build import GraphBuilder
+
+Block = Callable[[Tensor, Tensor], Any]
+
+
+def find(first: Block, second: Block, *inputs: Tensor) -> list[list[BlockCall]]:
+    """Find the equal blocks of a model of two; `inputs` are those of the second, if they are not the first's."""
+    found: list[list[BlockCall]] = []
+
+    def model(x: Tensor, weight: Tensor, end: Tensor, *others: Tensor) -> Any:
+        left = first(x, weight)
+        end.add_(1)  # a write ends a block
+        right = second(*(others or (x, weight)))
+        end.add_(1)
+        return left, right
+
+    def see(gm: fx.GraphModule, example_inputs: object) -> fx.GraphModule:
+        found.extend(find_equal_blocks(gm.graph))
+        return gm
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=see, fullgraph=True, dynamic=False)(like(), like(), torch.zeros(()), *inputs)
+    return found
+
+
+def like(*shape: int, **options: Any) -> Tensor:
+    return torch.ones(shape or (4, 4), **{"requires_grad": True, **options})
+
+
+def block(x: Tensor, weight: Tensor, scale: float = 2.0, last: Callable[[Tensor], Any] = torch.relu) -> Any:
+    """Compute eight ops."""
+    return last(((x @ weight).sin().cos().tanh().sigmoid() + x).mul(scale))
+
+
+def test_blocks_with_equal_ops_on_different_inputs_are_equal() -> None:
+    ((one, other),) = find(block, block, like(), like())
+    assert len(one.ops) == len(other.ops) == 8
+    assert one.outputs == one.ops[-1:]
+    assert other.outputs == other.ops[-1:]
+    assert {*one.tensors}.isdisjoint(other.tensors)
+    assert [len(one.tensors), len(other.tensors)] == [2, 2]
+    assert one.text == other.text
+
+
+def test_block_with_few_ops_is_no_call() -> None:
+    def small(x: Tensor, weight: Tensor) -> Tensor:
+        return (x @ weight).relu()
+
+    assert find(small, small) == []
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        partial(block, scale=3.0),
+        partial(block, scale=2),
+        partial(block, last=torch.abs),
+        partial(block, last=lambda x: x.relu()),
+        partial(block, last=lambda x: torch.relu(x).detach()),
+        lambda x, weight: block(x, x),
+        lambda x, weight: block(x, weight, scale=weight[0, 0]),
+        lambda x, weight: block(x, weight) + 1,
+        lambda x, weight: block(x, weight, last=lambda y: torch.relu(y).add(1).add_(1)),
+    ],
+    ids=["constant", "type of a constant", "op", "method", "history", "wiring", "tensor", "length", "write"],
+)
+def test_blocks_that_compute_differently_are_not_equal(other: Block) -> None:
+    assert find(block, other) == []
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        like(dtype=torch.float64),
+        like().detach().t().requires_grad_(),
+        like(requires_grad=False),
+        like(5, 4),
+        torch.nn.Buffer(torch.ones(4, 4)),
+    ],
+    ids=["dtype", "strides", "gradient", "shape", "buffer"],
+)
+def test_blocks_with_different_kinds_of_inputs_are_not_equal(weight: Tensor) -> None:
+    def same(x: Tensor, weight: Tensor) -> Tensor:
+        return block(x.sum() * x, weight.sum() * x)
+
+    assert len(find(same, same, like(), like())) == 1
+    assert find(same, same, like(), weight) == []
+
+
+@pytest.mark.parametrize("last", [lambda y, x: (y, y.view(16)), lambda y, x: (y, x.view(16))], ids=["result", "input"])
+def test_block_that_returns_a_view_is_no_call(last: Callable[[Tensor, Tensor], Any]) -> None:
+    def same(x: Tensor, weight: Tensor) -> Any:
+        return last(block(x, weight), x)
+
+    assert find(same, same) == []
+
+
+def test_tuple_whose_items_are_read_behind_the_block_is_no_call() -> None:
+    build = GraphBuilder(meta_key="example_value")
+    x, outputs = build.input("x", (4, 4)), []
+    for _ in range(2):
+        node = x
+        for _ in range(8):
+            node = build.call(torch.sin, node)
+        both = build.call(torch.max, node, 0)
+        build.free(x)
+        outputs.append(build.call(operator.getitem, both, 0))
+    assert find_equal_blocks(build.output(*outputs)) == []
+
+
+@pytest.mark.parametrize(
+    "mode", [lambda: torch.autocast("cpu", torch.bfloat16), torch.inference_mode], ids=["autocast", "inference mode"]
+)
+def test_graph_that_switches_modes_has_no_equal_blocks(mode: Callable[[], Any]) -> None:
+    def switched(x: Tensor, weight: Tensor) -> Tensor:
+        with mode():
+            return block(x.detach(), weight.detach())
+
+    assert find(switched, switched) == []
+
+
+def test_ops_without_autograd_belong_to_no_block() -> None:
+    def frozen(x: Tensor, weight: Tensor) -> Tensor:
+        with torch.no_grad():
+            return block(x, weight)
+
+    assert find(frozen, frozen) == []
