@@ -5,19 +5,34 @@ A block is a run of neighbouring ops without a side effect; it ends where the gr
 hook, switches autograd, or does anything else. Two blocks are equal if their ops are, with their constants and wiring,
 and if their inputs have equal types, shapes, strides, dtypes, devices and needs of a gradient. Nothing else decides, so
 two layers of one class may differ, and two of different classes may be equal.
+
+[Note: Sums of gradients]
+Autograd adds the gradients of a tensor with several readers one by one. A block hands over one gradient for each input.
+If the input has other readers too, this must be the gradient of one op, or the sum would be rounded differently. And a
+block has only one output with a gradient, because an output that the loss does not use would get zeros in place of no
+gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from compile_fsdp.ops import watch
 from compile_fsdp.passes.analysis.aliases import fake_value, storage_keys
-from compile_fsdp.passes.analysis.eager_effects import EagerEffects, is_grad_switch, is_mode_switch, is_torch_function
+from compile_fsdp.passes.analysis.eager_effects import (
+    EagerEffects,
+    is_grad_switch,
+    is_mode_switch,
+    is_torch_function,
+    is_upkeep,
+    target_name,
+)
+from compile_fsdp.passes.analysis.effects import nodes_in
 from compile_fsdp.torch_compat.dispatch import is_plain_fake, tree_leaves
 
 _FEWEST = 5  # fewest ops that are worth a call
@@ -98,12 +113,16 @@ def _describe(ops: list[fx.Node]) -> BlockCall | None:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), name)
         lines.append(f"{node.op} {_describe_target(node.target)} {args!r} {kwargs!r}")
     outputs = [node for node in ops if any(user not in numbers for user in node.users)]
+    if not all(_adds_as_before(node, numbers) for node in inputs):
+        return None
     results: list[Any] = [fake_value(node) for node in outputs]
     values = [fake_value(node) for node in inputs]
     if not all(isinstance(each, torch.SymInt) or is_plain_fake(each) for each in values):
         return None
     if not all(map(is_plain_fake, results)):
         return None  # a tuple, whose items are read outside
+    if sum(each.requires_grad for each in results) > 1:
+        return None  # see [Note: Sums of gradients]
     storages = [*storage_keys(results)]
     if len({*storages}) < len(storages) or {*storages} & {*storage_keys(values)}:
         return None  # the results of a call alias neither its inputs nor one another
@@ -112,6 +131,22 @@ def _describe(ops: list[fx.Node]) -> BlockCall | None:
     sizes = [node for node, value in zip(inputs, values, strict=True) if isinstance(value, torch.SymInt)]
     tensors = [node for node in inputs if node not in sizes]
     return BlockCall(ops, sizes, tensors, outputs, "\n".join(lines))
+
+
+def _adds_as_before(node: fx.Node, ops: Container[fx.Node]) -> bool:
+    """Return whether an input's gradient is added up as without the block; see [Note: Sums of gradients]."""
+    value = fake_value(node)
+    if not (isinstance(value, torch.Tensor) and value.requires_grad):
+        return True
+    if all(user in ops or is_upkeep(user) or user.target is watch for user in node.users):
+        return True
+    readers = [user for user in node.users if user in ops]
+    reads = [each for user in readers for each in nodes_in((user.args, user.kwargs)) if each is node]
+    return len(reads) == 1 and target_name(readers[0]) in _DIFFERENTIATED_AT_ONCE
+
+
+# Names of functions whose gradient autograd adds once to that of an input, not once for each op that they consist of.
+_DIFFERENTIATED_AT_ONCE = ("linear", "silu", "gelu", "relu", "tanh", "add", "mul", "view", "transpose", "to", "float")
 
 
 class _Word(str):

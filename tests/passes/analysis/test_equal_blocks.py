@@ -17,23 +17,29 @@ from helpers.graphs.build import GraphBuilder
 Block = Callable[[Tensor, Tensor], Any]
 
 
-def find(first: Block, second: Block, *inputs: Tensor) -> list[list[BlockCall]]:
-    """Find the equal blocks of a model of two; `inputs` are those of the second, if they are not the first's."""
-    found: list[list[BlockCall]] = []
+def find(first: Block, second: Block, x: Tensor | None = None, weight: Tensor | None = None) -> list[list[BlockCall]]:
+    """Find the equal blocks of a model of two; `x` and `weight` are inputs of the second."""
 
-    def model(x: Tensor, weight: Tensor, end: Tensor, *others: Tensor) -> Any:
-        left = first(x, weight)
+    def model(end: Tensor, *inputs: Tensor) -> Any:
+        left = first(*inputs[:2])
         end.add_(1)  # a write ends a block
-        right = second(*(others or (x, weight)))
+        right = second(*inputs[2:])
         end.add_(1)
         return left, right
+
+    return find_in(model, like(), like(), like() if x is None else x, like() if weight is None else weight)
+
+
+def find_in(model: Callable[..., Any], *inputs: Tensor) -> list[list[BlockCall]]:
+    """Find the equal blocks of a function, whose first argument is a tensor to write to."""
+    found: list[list[BlockCall]] = []
 
     def see(gm: fx.GraphModule, example_inputs: object) -> fx.GraphModule:
         found.extend(find_equal_blocks(gm.graph))
         return gm
 
     torch._dynamo.reset()
-    torch.compile(model, backend=see, fullgraph=True, dynamic=False)(like(), like(), torch.zeros(()), *inputs)
+    torch.compile(model, backend=see, fullgraph=True, dynamic=False)(torch.zeros(()), *inputs)
     return found
 
 
@@ -47,7 +53,7 @@ def block(x: Tensor, weight: Tensor, scale: float = 2.0, last: Callable[[Tensor]
 
 
 def test_blocks_with_equal_ops_on_different_inputs_are_equal() -> None:
-    ((one, other),) = find(block, block, like(), like())
+    ((one, other),) = find(block, block)
     assert len(one.ops) == len(other.ops) == 8
     assert one.outputs == one.ops[-1:]
     assert other.outputs == other.ops[-1:]
@@ -97,8 +103,46 @@ def test_blocks_with_different_kinds_of_inputs_are_not_equal(weight: Tensor) -> 
     def same(x: Tensor, weight: Tensor) -> Tensor:
         return block(x.sum() * x, weight.sum() * x)
 
-    assert len(find(same, same, like(), like())) == 1
+    assert len(find(same, same)) == 1
     assert find(same, same, like(), weight) == []
+
+
+@pytest.mark.parametrize(
+    ("read", "needs_gradient", "count"),
+    [
+        (torch.tanh, True, 2),
+        (lambda shared: shared * 2, True, 2),
+        (lambda shared: shared * shared, True, 0),
+        (lambda shared: shared.sin() + shared.cos(), True, 0),
+        (lambda shared: torch.rms_norm(shared, (4,)), True, 0),
+        (lambda shared: torch.rms_norm(shared, (4,)), False, 2),
+    ],
+    ids=["one op", "one operand", "both operands", "two ops", "op of several", "no gradient"],
+)
+def test_gradients_of_an_input_of_several_blocks_are_added_one_by_one(
+    read: Callable[[Tensor], Tensor], needs_gradient: bool, count: int
+) -> None:
+    def model(end: Tensor, x: Tensor, first: Tensor, second: Tensor, shared: Tensor) -> Tensor:
+        for weight in (first, second):
+            x = block(x, weight) + read(shared)
+            end.add_(1)
+        return x
+
+    found = find_in(model, like(), like(), like(), like(requires_grad=needs_gradient))
+    assert sum(map(len, found)) == count
+
+
+def test_block_with_two_outputs_that_need_gradients_is_no_call() -> None:
+    def same(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = block(x, weight)
+        return hidden, hidden.exp()
+
+    def without_gradient(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = block(x, weight)
+        return hidden, hidden.detach().exp()
+
+    assert find(same, same) == []
+    assert len(find(without_gradient, without_gradient)) == 1
 
 
 @pytest.mark.parametrize("last", [lambda y, x: (y, y.view(16)), lambda y, x: (y, x.view(16))], ids=["result", "input"])
