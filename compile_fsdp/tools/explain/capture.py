@@ -225,8 +225,11 @@ def split_reason(text: str) -> tuple[str, str, tuple[str, ...]]:
 
 def _find_caller() -> Place | None:
     """The innermost stack line outside torch, compile_fsdp and generated code; None if there is none."""
-    lines = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(sys._getframe()))
-    return next((Place.at(*each) for each in lines if not is_library(each[0]) and "contextlib.py" not in each[0]), None)
+    for frame, line in traceback.walk_stack(sys._getframe()):
+        filename = frame.f_code.co_filename
+        if not is_library(filename) and Path(filename).name != "contextlib.py":
+            return Place.at(filename, line)
+    return None
 
 
 @contextmanager
