@@ -145,13 +145,13 @@ def test_step_ends_when_every_optimizer_has_stepped(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_evaluation_after_some_steps_counts_in_neither_mode(tmp_path: Path) -> None:
-    evaluate = "evaluate = lambda: time.sleep(0.4) or [dist.all_reduce(torch.ones(1)) for _ in range(9)]"
+    evaluate = "evaluate = lambda: time.sleep(0.8) or [dist.all_reduce(torch.ones(1)) for _ in range(9)]"
     parts = {"compile": f"{USUAL['compile']}\nimport time\n{evaluate}", "batch": "(step % 3 or evaluate()) and 4"}
     options = ["--rounds", "2", "--json", str(found := tmp_path / "found.json")]
-    assert main(["bench", *options, "--script", str(write(tmp_path, **parts)), "99", str(tmp_path)]) == 0
+    assert main(["bench", *options, "--script", str(write(tmp_path, **parts)), "50", str(tmp_path)]) == 0
     results = json.loads(found.read_text())["results"]["train.py"].values()
     assert max(each["collectives"] for each in results) < 9
-    assert max(each["step_ms"] for each in results) < 100  # a turn's average would have a third of 400 ms
+    assert max(each["step_ms"] for each in results) < 250  # a turn's average would have a third of 800 ms
 
 
 @pytest.mark.parametrize(("upper", "is_clear"), [(0.9, True), (1.2, False)])
