@@ -85,6 +85,13 @@ def argument_aliasing(op: OpOverload) -> tuple[ArgumentAliasing, ...]:
     )
 
 
+def read_argument(node: torch.fx.Node, name: str) -> Any:
+    """The argument of a call of an op, or its default, by its name in the op's schema. (2.13.0)"""
+    assert isinstance(node.target, OpOverload)
+    position, argument = next((i, each) for i, each in enumerate(node.target._schema.arguments) if each.name == name)
+    return node.args[position] if position < len(node.args) else node.kwargs.get(name, argument.default_value)
+
+
 def returns_nothing(op: OpOverload) -> bool:
     """Whether the op returns nothing, and only writes its arguments. (2.13.0)"""
     return not op._schema.returns

@@ -146,7 +146,7 @@ def _adds_as_before(node: fx.Node, ops: Container[fx.Node]) -> bool:
 
 
 # Names of functions whose gradient autograd adds once to that of an input, not once for each op that they consist of.
-_DIFFERENTIATED_AT_ONCE = ("linear", "silu", "gelu", "relu", "tanh", "add", "mul", "view", "transpose", "to", "float")
+_DIFFERENTIATED_AT_ONCE = ("linear", "silu", "gelu", "relu", "tanh", "add", "mul", "view", "transpose")
 
 
 class _Word(str):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch._inductor.metrics
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -17,13 +19,51 @@ from compile_fsdp.ops.call_block import _halves
 from helpers.graphs.capture import without_graph_caches
 from helpers.models.stacks import Stack
 from helpers.parity.check import Parity, compare, compare_grads
-from helpers.parity.twins import build_both
+from helpers.parity.twins import AOT_EAGER, build_both
 from helpers.ranks.fake_world import fake_world
 from helpers.ranks.fresh import run_fresh
 from helpers.ranks.pools import run_ranks
 from helpers.releases.skip import skip_before
 
 LAYERS = 4
+
+
+class _Draws(nn.Module):
+    """A block with random numbers: dropout, or that of attention."""
+
+    def __init__(self, in_attention: bool) -> None:
+        super().__init__()
+        self.linear, self.in_attention = nn.Linear(8, 8), in_attention
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.linear(x)).view(1, 1, -1, 8)
+        if self.in_attention:
+            return F.scaled_dot_product_attention(hidden, hidden, hidden, dropout_p=0.5).view(-1, 8)
+        return F.dropout(hidden.sin(), 0.5).view(-1, 8)
+
+
+class _Modulated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x)) * F.silu(condition)
+
+
+class _Conditioned(Stack):
+    """Its blocks read one tensor, whose gradients are added up over the blocks."""
+
+    def __init__(self, layers: int = LAYERS) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Modulated() for _ in range(layers))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        x = condition = self.inp(x)
+        x = torch.exp(x)
+        for layer in self.layers:
+            x = layer(x, condition)
+        return self.out(x).square().mean()
 
 
 class _Views(nn.Module):
@@ -38,10 +78,12 @@ class _Views(nn.Module):
         return hidden.view(-1, 2, 4).view(-1, 8)
 
 
-def _shard(fully_shard: Any, layers: int = LAYERS, frozen: int = 0, views: bool = False, **policy: Any) -> Any:
-    model: Any = Stack(layers=layers)
-    if views:
-        model.layers = nn.ModuleList(_Views() for _ in range(layers))
+def _shard(
+    fully_shard: Any, layers: int = LAYERS, frozen: int = 0, kind: type[Stack] = Stack, block: Any = None, **policy: Any
+) -> Any:
+    model: Any = kind(layers=layers)
+    if block is not None:
+        model.layers = nn.ModuleList(block() for _ in range(layers))
     for layer in model.layers[:frozen]:
         layer.requires_grad_(False)
     arguments = {"mp_policy": MixedPrecisionPolicy(**policy)} if policy else {}
@@ -75,8 +117,14 @@ def _train(rank: int, lengths: list[list[int]], arguments: dict[str, Any], optio
 
 @pytest.mark.parametrize(
     "arguments",
-    [{}, {"frozen": 2}, {"views": True}, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}],
-    ids=["plain", "frozen", "views", "mixed precision"],
+    [
+        {},
+        {"frozen": 2},
+        {"block": _Views},
+        {"kind": _Conditioned},
+        {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+    ],
+    ids=["plain", "frozen", "views", "one condition", "mixed precision"],
 )
 def test_steps_are_bitwise_those_of_eager_fsdp2(arguments: dict[str, Any]) -> None:
     for result in run_ranks(2, _train, [[4, 4], [4, 4]], arguments, {}):
@@ -107,11 +155,31 @@ def test_further_equal_blocks_need_no_further_kernels() -> None:
     assert 0 < kernels[1] <= kernels[0]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "halves"),
+    [
+        ({}, 2),
+        ({"block": _Views}, 2),
+        ({"kind": _Conditioned}, 2),
+        ({"block": partial(_Draws, in_attention=True)}, 0),
+        ({"block": partial(_Draws, in_attention=False)}, 0),
+    ],
+    ids=["plain", "views", "one condition", "dropout of attention", "dropout"],
+)
+def test_blocks_with_random_numbers_are_compiled_in_place(arguments: dict[str, Any], halves: int) -> None:
+    before = {*_halves}
+    with fake_world(2):
+        model = _shard(compile_fsdp.fully_shard, layers=3, **arguments)
+        model.compile(backend="compile_fsdp", fullgraph=True, options=AOT_EAGER)
+        model(torch.randn(3, 8)).backward()
+        assert len({*_halves} - before) == halves
+
+
 def test_blocks_vanish_with_the_model_that_calls_them() -> None:
     before = {*_halves}
     with fake_world(2):
         model = _shard(compile_fsdp.fully_shard)
-        model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
+        model.compile(backend="compile_fsdp", fullgraph=True, options=AOT_EAGER)
         model(torch.randn(3, 8)).backward()
         names = {*_halves} - before
         assert len(names) == 2

@@ -69,7 +69,7 @@ def test_generated_code_leaves_no_reference_to_an_input_that_it_hands_over() -> 
 
     def function(x: torch.Tensor, is_read_later: bool) -> Any:
         y = x + 1
-        (result,) = call_block([y], [2], "twice")
+        (result,) = call_block([y], [2], block.name)
         return result, y if is_read_later else 0
 
     with torch.no_grad():
@@ -77,4 +77,4 @@ def test_generated_code_leaves_no_reference_to_an_input_that_it_hands_over() -> 
             torch._dynamo.reset()
             result, _ = torch.compile(function, fullgraph=True)(torch.ones(4), is_read_later)
             assert torch.equal(result, torch.full((2, 2), 4.0))
-    assert freed == [True, False], block.name
+    assert freed == [True, False]

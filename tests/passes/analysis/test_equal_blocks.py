@@ -115,9 +115,10 @@ def test_blocks_with_different_kinds_of_inputs_are_not_equal(weight: Tensor) -> 
         (lambda shared: shared * shared, True, 0),
         (lambda shared: shared.sin() + shared.cos(), True, 0),
         (lambda shared: torch.rms_norm(shared, (4,)), True, 0),
+        (lambda shared: (same := shared.float()).sin() + same.cos(), True, 0),
         (lambda shared: torch.rms_norm(shared, (4,)), False, 2),
     ],
-    ids=["one op", "one operand", "both operands", "two ops", "op of several", "no gradient"],
+    ids=["one op", "one operand", "both operands", "two ops", "op of several", "conversion to itself", "no gradient"],
 )
 def test_gradients_of_an_input_of_several_blocks_are_added_one_by_one(
     read: Callable[[Tensor], Tensor], needs_gradient: bool, count: int
