@@ -33,14 +33,15 @@ class Half:
     """The forward or the backward of a block.
 
     Attributes:
-        run: The compiled graph. It takes its sizes and then its tensors as one list, and empties the list.
+        run: The compiled graph. It takes its sizes and then its tensors as one list, and empties the list. None if the
+            ops run one by one.
         graph: The ops that it computes, without fake values.
         work: By op, as `work_of` in `passes/analysis/costs.py` returns it.
         results: Shape, strides, dtype and device of each result; None if sizes may change.
         stored: Returns `run` in a storable form; None without such a form.
     """
 
-    run: Callable[[list[Any]], Sequence[Tensor]]
+    run: Callable[[list[Any]], Sequence[Tensor]] | None
     name: str
     graph: fx.GraphModule
     work: tuple[tuple[int, int], ...]
@@ -114,7 +115,7 @@ def run_half(inputs: list[Any], sizes: Sequence[int], name: str) -> list[Tensor]
     """Run a half on inputs that the caller hands over: the list is emptied as the half reads them."""
     half = _halves[name]
     inputs[:0] = sizes
-    return list(half.graph(*inputs) if _op_by_op else half.run(inputs))
+    return list(half.graph(*inputs) if _op_by_op or half.run is None else half.run(inputs))
 
 
 @contextmanager

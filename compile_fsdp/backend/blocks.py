@@ -61,7 +61,7 @@ class BlockCompiler:
     def __call__(self, call: BlockCall, count: int) -> str | None:
         """Compile a block that has `count` calls, and return its name; None if it cannot be called."""
         options = self.options
-        given = options.inner_backend, options.inductor, options.verify, self.has_backward, settings_hash()
+        given = options.inner_backend, options.inductor, self.has_backward, settings_hash()
         matmul = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
         name = cache_key(call.text, *given, *matmul, torch.get_num_threads(), torch.get_default_dtype())[:32]
         if (block := find_block(name)) is None:
@@ -95,9 +95,9 @@ class BlockCompiler:
             storable = functorch_config.patch({"bundled_autograd_cache": True})
             with torch.no_grad(), storable, separate_trace(examples):
                 gm = fx.GraphModule({}, graph)
-                compiled = compile_fx(gm, examples, config_patches=_inductor_options(self.options))
+                compiled = compile_fx(gm, examples, config_patches=dict(self.options.inductor))
             run, stored = innermost(compiled), stored_graph(compiled)
-        return Half(run or _run_op_by_op(plain), name, plain, work, tuple(layouts) if is_fixed else None, stored)
+        return Half(run, name, plain, work, tuple(layouts) if is_fixed else None, stored)
 
 
 def _separate(forward: fx.Graph, backward: fx.Graph, call: BlockCall, needs_gradient: tuple[bool, ...]) -> Signature:
@@ -162,7 +162,7 @@ def _trace(call: BlockCall, options: Options, has_backward: bool) -> list[fx.Gra
             compile_op_by_op(gm, examples, partition, keep)
         else:
             compile_fx, _ = inductor_compilers()
-            patches = {**_inductor_options(options), "custom_partitioner_fn": _Partitioner(partition)}
+            patches = {**options.inductor, "custom_partitioner_fn": _Partitioner(partition)}
             compile_fx(gm, examples, inner_compile=keep, config_patches=patches)
     return found
 
@@ -176,10 +176,6 @@ class _Partitioner(CustomPartitionerFn):
 
     def uuid(self) -> None:
         """Turn caching off, because this partitioner keeps its graphs."""
-
-
-def _inductor_options(options: Options) -> dict[str, Any]:
-    return {**options.inductor, "fallback_random": True} if options.verify else dict(options.inductor)
 
 
 def _can_be_called(node: fx.Node) -> bool:
@@ -221,15 +217,6 @@ def _without_values(graph: fx.Graph) -> fx.GraphModule:
     gm = fx.GraphModule({}, plain)
     set_tracer(gm, GraphTracer)
     return gm
-
-
-def _run_op_by_op(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    def run(inputs: list[Any]) -> Any:
-        values = (*inputs,)
-        inputs.clear()
-        return gm(*values)
-
-    return run
 
 
 def _fresh(value: Any) -> Any:

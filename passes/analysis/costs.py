@@ -16,7 +16,7 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
-from compile_fsdp.ops.call_block import Half, call_block, find_half
+from compile_fsdp.ops.call_block import call_block, find_half
 from compile_fsdp.passes.analysis.aliases import fake_arguments, fake_value, find_fake_tensor, is_declared_view
 from compile_fsdp.passes.analysis.collectives import is_all_reduce, is_fetch, is_gather, is_offload, ranks_of
 from compile_fsdp.torch_compat.dispatch import OpOverload, flop_formula
@@ -122,7 +122,9 @@ def are_contiguous(nodes: Sequence[fx.Node]) -> bool:
 def compute_seconds(node: fx.Node, costs: Costs) -> float:
     """Return the seconds of a node's flops, if torch counts them, or of its writes if longer; views are free."""
     if node.target is call_block:
-        return sum(costs.compute(*work) for work in called_half(node).work)
+        *_, name = node.args
+        assert isinstance(name, str)
+        return sum(costs.compute(*work) for work in find_half(name).work)
     return costs.compute(*work_of(node))
 
 
@@ -136,13 +138,6 @@ def work_of(node: fx.Node) -> tuple[int, int]:
         return 0, moved
     args, kwargs = fake_arguments((node.args, node.kwargs))
     return formula(*args, **kwargs, out_val=fake_value(node)), moved
-
-
-def called_half(node: fx.Node) -> Half:
-    """Return the forward or backward that a node calls, whose target is `call_block`."""
-    name = node.args[2]
-    assert isinstance(name, str)
-    return find_half(name)
 
 
 def communication(node: fx.Node, costs: Costs) -> tuple[int, float]:
