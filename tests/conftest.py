@@ -9,6 +9,8 @@ from pathlib import Path
 # Read here and in the processes that tests start. A compile worker pool in each process costs more than it saves.
 os.environ.update({"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"})
 os.environ.pop("COMPILE_FSDP_COSTS", None)
+# An op of ours whose result aliases an argument then fails.
+os.environ["TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING"] = "1"
 
 import hypothesis
 import pytest

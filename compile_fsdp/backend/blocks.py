@@ -84,6 +84,7 @@ class BlockCompiler:
 
     def _half(self, name: str, graph: fx.Graph) -> Half:
         """Compile a graph without autograd."""
+        graph.output_node().args = (tuple(_without_aliases(graph)),)
         examples = [fake_value(node) for node in graph.find_nodes(op="placeholder")]
         work = tuple(work for node in graph.nodes if any(work := work_of(node)))
         layouts = [_layout(_tensor(node)) for node in _results(graph)]
@@ -106,7 +107,7 @@ def _separate(forward: fx.Graph, backward: fx.Graph, call: BlockCall, needs_grad
     sizes, tensors, count = inputs[: len(call.sizes)], inputs[len(call.sizes) :], len(call.outputs)
     results = [*dict.fromkeys(each for i, each in enumerate(results) if i < count or each not in inputs)]
     names = [node.name for node in (*tensors, *results)]
-    forward.output_node().args = (tuple(_without_aliases(forward, results)),)
+    forward.output_node().args = (tuple(results),)
     gradients = {i - len(sizes): node for i, node in enumerate(_results(backward)) if node is not None}
     backward.output_node().args = (tuple(gradients.values()),)
     taken = backward.find_nodes(op="placeholder")
@@ -123,12 +124,12 @@ def _separate(forward: fx.Graph, backward: fx.Graph, call: BlockCall, needs_grad
     )
 
 
-def _without_aliases(graph: fx.Graph, results: list[fx.Node]) -> list[fx.Node]:
+def _without_aliases(graph: fx.Graph) -> list[fx.Node]:
     """Copy results that alias inputs or earlier results, such as a saved tensor of which the block returns a view."""
     aliases = Aliases(graph, Effects(None))
     found = set(aliases.classes_of(graph.find_nodes(op="placeholder")))
     separate = []
-    for node in results:
+    for node in _results(graph):
         classes = aliases.classes(node)
         if not found.isdisjoint(classes):
             with graph.inserting_after(node):
