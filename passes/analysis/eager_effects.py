@@ -8,8 +8,10 @@ and `inplace=` declare a write. A callable from outside of torch may do anything
 
 from __future__ import annotations
 
+import inspect
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import fx
@@ -131,10 +133,17 @@ def is_torch_function(node: fx.Node) -> bool:
 def _writes_first_argument(node: fx.Node, name: str) -> bool:
     if node.target in _INPLACE_OPERATORS or (name.endswith("_") and not name.endswith("__")):
         return True
-    if name == "__setitem__" or node.kwargs.get("inplace"):
-        return True
-    # `inplace` of a function in torch.nn.functional may come by position, among several booleans.
-    return "functional" in str(getattr(node.target, "__module__", "")) and any(a is True for a in node.args)
+    return name == "__setitem__" or _is_inplace(node)
+
+
+def _is_inplace(node: fx.Node) -> bool:
+    if node.op != "call_function" or not any(each is True for each in node.args):
+        return bool(node.kwargs.get("inplace"))
+    try:
+        given = inspect.signature(cast(Callable[..., object], node.target)).bind(*node.args, **node.kwargs)
+    except (TypeError, ValueError):  # a function in C++
+        return "functional" in str(getattr(node.target, "__module__", ""))
+    return bool(given.arguments.get("inplace"))
 
 
 def is_embedding(node: fx.Node) -> bool:

@@ -63,6 +63,8 @@ def call_module(*args: str) -> fx.Node:
         (call(functional.relu, "x", inplace=True), "x"),
         (call(functional.relu, "x", True), "x"),
         (call(functional.relu, "x", False), ""),
+        (call(functional.dropout, "x", 0.1, True, False), ""),
+        (call(functional.dropout, "x", 0.1, True, True), "x"),
         (call(torch.sum, "x", 0, True), ""),
         (call(functional.batch_norm, "x", "y", "z"), "xyz"),
         (call(torch.distributed.broadcast, "x", 0), "x"),
