@@ -94,6 +94,7 @@ def _decide(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options)
     inputs, has_backward = GraphInputs(gm), torch.is_grad_enabled()
     if (costs := settle_costs(gm, inputs, options)) is not None:
         options = replace(options, costs=costs)
+    options = _with_random_numbers(options, inputs)
     fitted = budget_pass(inputs, options) if has_backward else None
     frozen = inputs.frozen_nodes() if has_backward else ()
     compiler = BlockCompiler(options, has_backward) if inputs.managed and compiles_blocks(options) else None
@@ -111,6 +112,15 @@ def _decide(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options)
     step = Step(options, decision, hooks, inputs.texts, () if compiler is None else tuple(compiler.blocks))
     groups = group_figures(inputs, step.left_unsharded(inputs.groups)) if has_backward else ()
     return step, TracedGraph(step, gm, example_inputs, "forward", inputs, groups)
+
+
+def _with_random_numbers(options: Options, inputs: GraphInputs) -> Options:
+    """Let Inductor draw the numbers of eager PyTorch, to verify steps, and on CPUs, where it draws its own slowly."""
+    if options.verify:
+        return replace(options, inductor={**options.inductor, "fallback_random": True})
+    if inputs.groups and inputs.groups[0].fsdp_group.device.type == "cpu":
+        return replace(options, inductor={"fallback_random": True, **options.inductor})
+    return options
 
 
 def _parameter_inputs(step: Step, graph: TracedGraph, traced: trace_record.TraceRecord) -> ParameterInputs:

@@ -36,8 +36,6 @@ def inductor_config(
         # Triton may come from a cache, because `force_disable_caches` compiles all of it again, and leaves a new folder
         # for each graph.
         config |= {"fx_graph_cache": False, "fx_graph_remote_cache": False}
-    if options.verify:
-        config["fallback_random"] = True  # the traced graph uses torch's random numbers
     merge = decision is not None and decision.has_large_packs
     passes = pipelines.post_grad(inputs.name, hoist=direction == "forward", merge=merge, costs=options.costs)
     config["post_grad_custom_pre_pass"] = Pipeline(
