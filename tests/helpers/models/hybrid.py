@@ -10,7 +10,7 @@ import compile_fsdp
 
 
 class Block(nn.Module):
-    """Two linear layers and a residual."""
+    """Two linear layers and a residual: enough ops for a block that is compiled once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -19,7 +19,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map `x`, (batch, 4), to (batch, 4)."""
-        return x + self.outer(torch.relu(self.inner(x)))
+        return x + 0.5 * self.outer(torch.relu(self.inner(x)))
 
 
 def build_hybrid(block: type[nn.Module] = Block) -> nn.Sequential:
