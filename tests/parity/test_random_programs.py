@@ -9,24 +9,35 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
+from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.utils._pytree import tree_leaves
 
 import compile_fsdp
 from compile_fsdp.errors import MemoryBudgetError
+from compile_fsdp.replay import bundle
 from helpers.models.program_training import Training, drop_gathered_ahead, reshard
 from helpers.models.random_programs import PROGRAMS, Part, Program, comparable
 from helpers.models.replays import compile_with_replay
 from helpers.parity.check import Parity, compare, full
 from helpers.ranks.pools import device_type, run_ranks
 
+Step = tuple[list[torch.Tensor], dict[str, torch.Tensor | None]]  # losses, and gradients by name
 
-def _train(rank: int, program: Program) -> Parity | None:
-    """Return the differences; None if eager FSDP2 cannot train the program or its budget is too small."""
+
+def _train(rank: int, program: Program, folder: str) -> Parity | None:
+    """Return the differences; None if eager FSDP2 cannot train the program or its budget is too small.
+
+    With Inductor, train once more from the bundle that the first training has written into the folder.
+    """
+    bundle.own_folder = lambda: Path(folder)
     result = Parity()
     try:
         eager = Training(program, torch_fully_shard)
@@ -34,39 +45,59 @@ def _train(rank: int, program: Program) -> Parity | None:
         for number in range(len(program.steps)):
             eager.step(number, rank)
             assert all(loss < 1e6 for loss in eager.losses)  # else it diverges, and addition order dominates
-            expected.append((eager.losses, {n: _gradient(p) for n, p in eager.model.named_parameters()}))
+            expected.append((eager.losses, _gradients(eager.model)))
             reshard(eager.model)  # else a frozen module recomputed in the backward loses its update
             drop_gathered_ahead(eager.model)
             eager.update()
     except Exception:
         return None
-    ours = Training(program, compile_fsdp.fully_shard)
+    try:
+        ours, trained = _train_compiled(program, rank)
+        _compare_steps(result, trained, expected)
+        if program.inner_backend == "inductor":
+            _, again = _train_compiled(program, rank)
+            pairs = zip(tree_leaves(again), tree_leaves(trained), strict=True)
+            assert all(a is b is None or torch.equal(a, b) for a, b in pairs), "from a bundle, steps differ"
+    except MemoryBudgetError:
+        return None
+    state, wanted = ours.model.state_dict(), eager.model.state_dict()
+    assert list(state) == list(wanted)
+    for name, value in wanted.items():
+        compare(result, f"state_dict {name}", full(state[name]), full(value))
+    return result
+
+
+def _train_compiled(program: Program, rank: int) -> tuple[Training, list[Step]]:
+    ours, trained = Training(program, compile_fsdp.fully_shard), []
     options: dict[str, Any] = {"inner_backend": program.inner_backend}
     options |= dict([program.budget] if program.budget is not None else [])
-    compile_with_replay(ours.model, backend="compile_fsdp", fullgraph=not program.has_breaks, options=options)
-    for number, (losses, grads) in enumerate(expected):
-        try:
-            ours.step(number, rank)
-        except MemoryBudgetError:
-            return None
-        for mine, theirs in zip(ours.losses, losses, strict=True):
+    compiles = nn.Module.compile if program.inner_backend == "inductor" else compile_with_replay
+    compiles(ours.model, backend="compile_fsdp", fullgraph=not program.has_breaks, options=options)
+    for number in range(len(program.steps)):
+        ours.step(number, rank)
+        trained.append((ours.losses, _gradients(ours.model)))
+        ours.update()
+    return ours, trained
+
+
+def _compare_steps(result: Parity, ours: list[Step], expected: list[Step]) -> None:
+    for number, ((losses, gradients), (wanted_losses, wanted)) in enumerate(zip(ours, expected, strict=True)):
+        for mine, theirs in zip(losses, wanted_losses, strict=True):
             compare(result, f"step {number}: loss", mine, theirs)
         # Gradients that cancel, for example of a layer before a norm, are rounding errors and need a lower bound.
-        least = 1e-6 * max((each.abs().max().item() for each in grads.values() if each is not None), default=0.0)
-        for name, parameter in ours.model.named_parameters():
-            mine, theirs = _gradient(parameter), grads[name]
+        least = 1e-6 * max((each.abs().max().item() for each in wanted.values() if each is not None), default=0.0)
+        for name in wanted:
+            mine, theirs = gradients[name], wanted[name]
             if mine is None or theirs is None:
                 if mine is not theirs:
                     result.differing.append(f"step {number}: {name}: None on one side only")
                     result.worst = float("inf")
             else:
                 compare(result, f"step {number}: {name}", mine, theirs, max(least, 1e-30))
-        ours.update()
-    state, wanted = ours.model.state_dict(), eager.model.state_dict()
-    assert list(state) == list(wanted)
-    for name, value in wanted.items():
-        compare(result, f"state_dict {name}", full(state[name]), full(value))
-    return result
+
+
+def _gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {name: _gradient(parameter) for name, parameter in model.named_parameters()}
 
 
 def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
@@ -235,6 +266,18 @@ def test_random_programs_match_eager_with_inductor() -> None:
     _check_many(WITH_PASSES, lambda program: comparable(replace(program, inner_backend="inductor")))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+def test_random_stacks_of_equal_blocks_match_eager() -> None:
+    _check_many(WITH_PASSES, _stack)
+
+
+def _stack(program: Program) -> Program:
+    """Train three blocks, each with the program's layers and as many more that a block is worth a call."""
+    block = chain(Part("mlp"), Part("mlp"), program.root, is_sharded=True)
+    return comparable(replace(program, root=chain(*[block] * 3)))
+
+
 def _check_many(count: int, change: Callable[[Program], Program]) -> None:
     """Train `count` random programs after `change`; fail if a program differs or if too few train."""
     outcomes: Counter[bool] = Counter()
@@ -253,7 +296,8 @@ def _check_many(count: int, change: Callable[[Program], Program]) -> None:
 
 def _check(program: Program) -> bool:
     """Return whether the program can be trained; assert that compiled training matches eager FSDP2."""
-    results = run_ranks(2, _train, program, timeout_s=600.0)  # the largest C++ compiles for minutes
+    with TemporaryDirectory() as folder:
+        results = run_ranks(2, _train, program, folder, timeout_s=600.0)  # the largest C++ compiles for minutes
     for result in results:
         assert result is None or result.worst <= program.tolerance, result.differing
     return None not in results
