@@ -17,13 +17,16 @@ import torch
 from torch import Tensor, fx
 
 _LIBRARY = torch.library.Library("compile_fsdp", "FRAGMENT")
-_LIBRARY.define(
-    "call_block(Tensor[] inputs, SymInt[] sizes, str half) -> Tensor[]", tags=(torch.Tag.needs_exact_strides,)
-)
+_TAGS = {"call_block": (), "call_random_block": (torch.Tag.nondeterministic_seeded,)}
+for _name, _tags in _TAGS.items():
+    _schema = f"{_name}(Tensor[] inputs, SymInt[] sizes, str half) -> Tensor[]"
+    _LIBRARY.define(_schema, tags=(torch.Tag.needs_exact_strides, *_tags))
 
 call_block = torch.ops.compile_fsdp.call_block.default
+call_random_block = torch.ops.compile_fsdp.call_random_block.default
+BLOCK_CALLS = (call_block, call_random_block)
 
-Facts = tuple[str, fx.GraphModule, tuple[tuple[int, int], ...], tuple[tuple[Any, ...], ...] | None]
+Facts = tuple[str, fx.GraphModule, tuple[tuple[int, int], ...], tuple[tuple[Any, ...], ...] | None, bool]
 
 _op_by_op = False
 
@@ -38,6 +41,7 @@ class Half:
         graph: The ops that it computes, without fake values.
         work: By op, as `work_of` in `passes/analysis/costs.py` returns it.
         results: Shape, strides, dtype and device of each result; None if sizes may change.
+        is_random: Whether it draws random numbers.
         stored: Returns `run` in a storable form; None without such a form.
     """
 
@@ -46,6 +50,7 @@ class Half:
     graph: fx.GraphModule
     work: tuple[tuple[int, int], ...]
     results: tuple[tuple[Any, ...], ...] | None
+    is_random: bool = False
     stored: Callable[[], Any] | None = None
 
     def __post_init__(self) -> None:
@@ -54,7 +59,13 @@ class Half:
     @property
     def facts(self) -> Facts:
         """All that is not compiled, in the order of the fields behind `run`."""
-        return self.name, self.graph, self.work, self.results
+        return self.name, self.graph, self.work, self.results, self.is_random
+
+    def call(self, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> list[Tensor]:
+        """Call the op that runs it."""
+        op = call_random_block if self.is_random else call_block
+        results: list[Tensor] = op(list(tensors), list(sizes), self.name)
+        return results
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +117,7 @@ def run_block(name: str, size_count: int, *values: Any) -> tuple[Tensor, ...]:
     block = _blocks[name]
     sizes, tensors = values[:size_count], values[size_count:]
     if block.backward is None:
-        return tuple(call_block(list(tensors), list(sizes), name))
+        return tuple(block.forward.call(tensors, sizes))
     results: tuple[Tensor, ...] = _Differentiable.apply(block, sizes, *tensors)  # type: ignore[no-untyped-call]
     return results
 
@@ -129,12 +140,10 @@ def op_by_op() -> Iterator[None]:
         _op_by_op = outer
 
 
-@torch.library.impl(_LIBRARY, "call_block", "CompositeExplicitAutograd")
 def _call_block(inputs: list[Tensor], sizes: list[int], half: str) -> list[Tensor]:
     return run_half([*inputs], sizes, half)
 
 
-@torch.library.register_fake("compile_fsdp::call_block", lib=_LIBRARY)  # type: ignore[untyped-decorator]
 def _fake_call_block(inputs: list[Tensor], sizes: list[Any], half: str) -> list[Tensor]:
     found = _halves[half]
     if found.results is None:
@@ -142,12 +151,17 @@ def _fake_call_block(inputs: list[Tensor], sizes: list[Any], half: str) -> list[
     return [torch.empty_strided(*layout, dtype=dtype, device=device) for *layout, dtype, device in found.results]
 
 
+for _name in _TAGS:
+    _LIBRARY.impl(_name, _call_block, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"compile_fsdp::{_name}", _fake_call_block, lib=_LIBRARY)
+
+
 class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, block: Block, sizes: tuple[Any, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
         signature = block.signature
         assert signature is not None
-        results = call_block(list(tensors), list(sizes), block.forward.name)
+        results = block.forward.call(tensors, sizes)
         every = [*tensors, *results]
         outputs = tuple(results[: len(signature.differentiable)])
         ctx.save_for_backward(*(every[i] for i in signature.saved))
@@ -165,7 +179,7 @@ class _Differentiable(torch.autograd.Function):
         pairs = zip(grads, signature.differentiable, strict=True)
         own = [grad for grad, has_gradient in pairs if has_gradient]
         tangents = [_restride(grad, strides) for grad, strides in zip(own, signature.strides, strict=True)]
-        found = call_block([*ctx.saved_tensors, *tangents], ctx.sizes, block.backward.name)
+        found = block.backward.call([*ctx.saved_tensors, *tangents], ctx.sizes)
         gradients = dict(zip(signature.gradients, found, strict=True))
         return (None, None, *(gradients.get(i) for i in range(len(ctx.needs_input_grad) - 2)))
 

@@ -89,6 +89,7 @@ class BlockCompiler:
         work = tuple(work for node in graph.nodes if any(work := work_of(node)))
         layouts = [_layout(_tensor(node)) for node in _results(graph)]
         is_fixed = all(isinstance(size, int) for layout in layouts for size in (*layout[0], *layout[1]))
+        is_random = any(map(_is_random, graph.nodes))
         plain, run, stored = _without_values(graph), None, None
         if self.options.inner_backend == "inductor":
             compile_fx, _ = inductor_compilers()
@@ -98,7 +99,7 @@ class BlockCompiler:
                 gm = fx.GraphModule({}, graph)
                 compiled = compile_fx(gm, examples, config_patches=dict(self.options.inductor))
             run, stored = innermost(compiled), stored_graph(compiled)
-        return Half(run, name, plain, work, tuple(layouts) if is_fixed else None, stored)
+        return Half(run, name, plain, work, tuple(layouts) if is_fixed else None, is_random, stored)
 
 
 def _separate(forward: fx.Graph, backward: fx.Graph, call: BlockCall, needs_gradient: tuple[bool, ...]) -> Signature:
@@ -180,14 +181,16 @@ class _Partitioner(CustomPartitionerFn):
 
 
 def _can_be_called(node: fx.Node) -> bool:
-    """Return whether a call may contain a node: calls draw no random numbers, and have no constants."""
-    if node.op != "call_function":
-        return node.op != "get_attr"
-    if not isinstance(node.target, OpOverload):
-        return node.target in _SIZE_FUNCTIONS
-    if torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return True
-    return node.target in attention_ops and read_argument(node, "dropout_p") == 0.0
+    """Return whether a call may contain a node: calls have no constants."""
+    if node.op == "call_function":
+        return isinstance(node.target, OpOverload) or node.target in _SIZE_FUNCTIONS
+    return node.op != "get_attr"
+
+
+def _is_random(node: fx.Node) -> bool:
+    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    return node.target not in attention_ops or read_argument(node, "dropout_p") != 0.0
 
 
 _SIZE_FUNCTIONS = (operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod)

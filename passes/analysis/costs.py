@@ -16,7 +16,7 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
-from compile_fsdp.ops.call_block import call_block, find_half
+from compile_fsdp.ops.call_block import BLOCK_CALLS, find_half
 from compile_fsdp.passes.analysis.aliases import fake_arguments, fake_value, find_fake_tensor, is_declared_view
 from compile_fsdp.passes.analysis.collectives import is_all_reduce, is_fetch, is_gather, is_offload, ranks_of
 from compile_fsdp.torch_compat.dispatch import OpOverload, flop_formula
@@ -121,7 +121,7 @@ def are_contiguous(nodes: Sequence[fx.Node]) -> bool:
 
 def compute_seconds(node: fx.Node, costs: Costs) -> float:
     """Return the seconds of a node's flops, if torch counts them, or of its writes if longer; views are free."""
-    if node.target is call_block:
+    if node.target in BLOCK_CALLS:
         *_, name = node.args
         assert isinstance(name, str)
         return sum(costs.compute(*work) for work in find_half(name).work)
@@ -158,7 +158,7 @@ def usual_compute_seconds(node: fx.Node, parameter_numel: int, costs: Costs) -> 
     A product that makes the parameter's gradient takes equally long. Ops without a flop formula are free.
     """
     target = node.target
-    counts = target is call_block or (isinstance(target, OpOverload) and flop_formula(target) is not None)
+    counts = target in BLOCK_CALLS or (isinstance(target, OpOverload) and flop_formula(target) is not None)
     return 2 * costs.rows * parameter_numel / costs.flops if counts else 0.0
 
 

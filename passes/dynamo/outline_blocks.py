@@ -16,7 +16,7 @@ A block is traced and compiled once, so a further equal block costs a graph two 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 
 from torch import fx
 
@@ -32,16 +32,18 @@ def outline_blocks(graph: fx.Graph, compile_block: CompileBlock) -> int:
     """Replace equal blocks by calls, and return the number of calls."""
     every = [(equals, compile_block(equals[0], len(equals))) for equals in find_equal_blocks(graph)]
     replaced: dict[fx.Node, fx.Node] = {}
-    calls = [(call, name) for equals, name in every if name is not None for call in equals]
-    for call, name in calls:
-        _outline(call, name, replaced)
+    calls: set[Hashable] = set()
+    for call, name in ((call, name) for equals, name in every if name is not None for call in equals):
+        inputs = tuple(replaced.get(node, node) for node in (*call.sizes, *call.tensors))
+        if (name, inputs) not in calls:  # else AOTAutograd would join both, although both draw random numbers
+            calls.add((name, inputs))
+            _outline(call, name, inputs, replaced)
     return len(calls)
 
 
-def _outline(block: BlockCall, name: str, replaced: dict[fx.Node, fx.Node]) -> None:
-    """Replace one block. `replaced`: outputs of earlier blocks, which may be inputs of this one."""
+def _outline(block: BlockCall, name: str, inputs: Sequence[fx.Node], replaced: dict[fx.Node, fx.Node]) -> None:
+    """Replace one block. `replaced`: outputs of earlier blocks, which may be inputs of a later one."""
     graph, ops = block.ops[0].graph, set(block.ops)
-    inputs = [replaced.get(node, node) for node in (*block.sizes, *block.tensors)]
     with graph.inserting_after(block.ops[-1]):
         call = graph.call_function(run_block, (name, len(block.sizes), *inputs))
     call.meta = {**block.outputs[0].meta, "example_value": tuple(map(fake_value, block.outputs))}

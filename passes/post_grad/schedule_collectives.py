@@ -41,7 +41,7 @@ from itertools import accumulate
 
 from torch import fx
 
-from compile_fsdp.ops import call_block
+from compile_fsdp.ops import BLOCK_CALLS
 from compile_fsdp.passes.analysis.collectives import (
     is_collective,
     is_fetch,
@@ -203,7 +203,7 @@ def _usual_seconds(moves: _Moves, costs: Costs) -> Iterator[float]:
     gradients = {node for each in moves.reductions for launched in each.launch for node in launched.all_input_nodes}
     for node in moves.fixed:
         involved = [each for each in node.all_input_nodes if each in parameters] + [node] * (node in gradients)
-        if node.target is call_block:  # a product with each parameter, and one for each gradient
+        if node.target in BLOCK_CALLS:  # a product with each parameter, and one for each gradient
             count = sum(map(numel, (*involved, *(item for item in node.users if item in gradients))))
         else:
             count = max(map(numel, involved), default=0)

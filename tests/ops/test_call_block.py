@@ -10,8 +10,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from compile_fsdp.ops import call_block, ensure_lowerings
-from compile_fsdp.ops.call_block import Half, op_by_op
+from compile_fsdp.ops import ensure_lowerings
+from compile_fsdp.ops.call_block import Half, call_block, op_by_op
 from helpers.releases.skip import skip_before
 
 
