@@ -1,4 +1,4 @@
-"""A decoder-only transformer: RMSNorm, rotary positions, SwiGLU, optional tied embeddings.
+"""A decoder-only transformer: RMSNorm, rotary positions, SwiGLU, optional tied embeddings and dropout.
 
 Shapes: B sequences, T tokens, D = dim, H heads of width K, V = vocab_size.
 """
@@ -22,6 +22,7 @@ class ModelConfig:
     hidden: int  # width of a SwiGLU feed-forward
     vocab_size: int = 256  # one token value per byte
     tie_embeddings: bool = False  # whether the output projection is the embedding table
+    dropout: float = 0.0  # share of attention weights, and of each half of a block's results, that training drops
 
     def __post_init__(self) -> None:
         if self.dim % (2 * self.heads) != 0:
@@ -65,7 +66,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, seq_len: int) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.heads, self.dropout = config.heads, config.dropout
         self.qkv = nn.Linear(config.dim, 3 * config.dim, bias=False)
         self.out = nn.Linear(config.dim, config.dim, bias=False)
         self.rotary = Rotary(config.dim // config.heads, seq_len)
@@ -75,7 +76,8 @@ class Attention(nn.Module):
         batch, length, dim = x.shape
         split: Tensor = self.qkv(x).view(batch, length, 3, self.heads, dim // self.heads)
         q, k, v = split.permute(2, 0, 3, 1, 4)  # each (B, H, T, K)
-        attended = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, is_causal=True)
+        dropout = self.dropout if self.training else 0.0
+        attended = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, dropout_p=dropout, is_causal=True)
         out: Tensor = self.out(attended.transpose(1, 2).reshape(batch, length, dim))
         return out
 
@@ -104,11 +106,12 @@ class Block(nn.Module):
         self.attention = Attention(config, seq_len)
         self.feed_forward_norm = nn.RMSNorm(config.dim)
         self.feed_forward = FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
-        x = x + self.attention(self.attention_norm(x))
-        out: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        out: Tensor = x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
         return out
 
 

@@ -23,5 +23,6 @@ class Decoder:
 SIZES = {
     "overhead": Decoder(ModelConfig(dim=64, layers=8, heads=4, hidden=192), batch=1, seq_len=16),
     "mid": Decoder(ModelConfig(dim=256, layers=8, heads=4, hidden=704), batch=2, seq_len=128),
+    "dropout": Decoder(ModelConfig(dim=256, layers=8, heads=4, hidden=704, dropout=0.1), batch=2, seq_len=128),
     "compute": Decoder(ModelConfig(dim=512, layers=6, heads=8, hidden=1408), batch=4, seq_len=128),
 }

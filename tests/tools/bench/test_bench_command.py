@@ -42,7 +42,7 @@ def test_modes_are_measured_on_two_ranks(modes: list[str], tmp_path: Path) -> No
         (["--modes", "eager,fast"], "expected --modes among eager, block"),
         (["--modes", "block"], "expected eager among --modes"),
         (["--rounds", "1"], "expected at least 2 rounds and 1 rank, got --rounds 1"),
-        (["--model", "large"], "expected --model among overhead, mid, compute, got large"),
+        (["--model", "large"], "expected --model among overhead, mid, dropout, compute, got large"),
         (["--script"], "expected a training script behind --script, got nothing"),
         (["--modes", "eager", "--script", "train.py"], "expected no --modes and no --model with --script"),
         (["--modes", "eager,simple"], "put a checkout of torchtitan on PYTHONPATH"),
