@@ -17,7 +17,7 @@ import torch
 
 from compile_fsdp.runtime.tracing import at_run_time
 from compile_fsdp.torch_compat.autograd import preserve_version_counter
-from compile_fsdp.torch_compat.dispatch import is_wrapper_subclass, storage_key
+from compile_fsdp.torch_compat.dispatch import PLAIN_TYPES, is_wrapper_subclass, storage_key
 from compile_fsdp.torch_compat.distributed import local_tensor
 from compile_fsdp.torch_compat.fsdp import FSDPParam, free_storage
 
@@ -30,14 +30,14 @@ def is_extended(param: FSDPParam) -> bool:
 def find_subclass(param: FSDPParam) -> type[torch.Tensor] | None:
     """Return the tensor subclass that an extension made of a parameter, also in a DTensor; None for a plain tensor."""
     kind = type(local_tensor(param._unsharded_param.data))
-    return None if kind is torch.Tensor else kind
+    return None if kind in PLAIN_TYPES else kind
 
 
 def has_plain_parts(param: FSDPParam) -> bool:
     """Return whether an unsharded subclass lists its parts and all parts are plain tensors."""
     whole: Any = local_tensor(param._unsharded_param)
     return is_wrapper_subclass(whole) and all(
-        type(getattr(whole, name)) is torch.Tensor for name in whole.__tensor_flatten__()[0]
+        type(getattr(whole, name)) in PLAIN_TYPES for name in whole.__tensor_flatten__()[0]
     )
 
 

@@ -39,6 +39,9 @@ attention_ops = frozenset(
 FakeTensorMode = fake_tensor.FakeTensorMode
 _FakeTensor = fake_tensor.FakeTensor
 
+# The types of tensors that have no parts: a plain tensor, and the fake tensor that stands for it. (2.13.0)
+PLAIN_TYPES = (torch.Tensor, _FakeTensor)
+
 # Intercepts every op below autograd. (2.13.0)
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 

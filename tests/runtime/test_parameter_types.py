@@ -5,10 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 import compile_fsdp
+from compile_fsdp.torch_compat.dispatch import FakeTensorMode
+from helpers.models.stacks import Stack
 from helpers.parity.twins import AOT_EAGER
+from helpers.ranks.fake_world import fake_world
 from helpers.ranks.pools import run_ranks
 
 
@@ -43,3 +47,15 @@ def _looks_sharded(rank: int, by_module: bool) -> list[bool]:
 @pytest.mark.parametrize(("by_module", "expected"), [(False, [True, False]), (True, [True, True])])
 def test_only_the_module_type_tells_that_a_module_is_sharded(by_module: bool, expected: list[bool]) -> None:
     assert run_ranks(2, _looks_sharded, by_module) == [expected] * 2
+
+
+def test_model_of_fake_tensors_may_run_eagerly_before_it_is_compiled() -> None:
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model = Stack()
+            for module in (*model.layers, model):
+                compile_fsdp.fully_shard(module, mesh=mesh)
+            model(torch.ones(3, 8))
+            model.compile(backend="compile_fsdp", fullgraph=True, options=dict(AOT_EAGER))
+            model(torch.ones(3, 8)).backward()
