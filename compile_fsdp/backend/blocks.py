@@ -23,7 +23,7 @@ from compile_fsdp.passes.analysis.costs import work_of
 from compile_fsdp.passes.analysis.effects import Effects
 from compile_fsdp.passes.analysis.equal_blocks import BlockCall
 from compile_fsdp.passes.cache_key import cache_key
-from compile_fsdp.torch_compat.dispatch import OpOverload, attention_ops, read_argument
+from compile_fsdp.torch_compat.dispatch import OpOverload, attention_gradients, attention_ops, read_argument
 from compile_fsdp.torch_compat.dynamo import set_tracer
 from compile_fsdp.torch_compat.global_state import autocast_dtypes
 from compile_fsdp.torch_compat.inductor import (
@@ -190,7 +190,9 @@ def _can_be_called(node: fx.Node) -> bool:
 def _is_random(node: fx.Node) -> bool:
     if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
-    return node.target not in attention_ops or read_argument(node, "dropout_p") != 0.0
+    if node.target in attention_ops:
+        return bool(read_argument(node, "dropout_p") != 0.0)
+    return node.target not in attention_gradients
 
 
 _SIZE_FUNCTIONS = (operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod)

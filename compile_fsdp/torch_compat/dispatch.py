@@ -35,6 +35,14 @@ attention_ops = frozenset(
     }
 )
 
+# The gradients of these kernels that torch marks as random, although only the forward draws numbers. (2.13.0)
+attention_gradients = frozenset(
+    {
+        torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
+    }
+)
+
 # Makes fake tensors, which have no data, for any device. (2.13.0)
 FakeTensorMode = fake_tensor.FakeTensorMode
 _FakeTensor = fake_tensor.FakeTensor

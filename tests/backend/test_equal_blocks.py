@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch._inductor.metrics
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import compile_fsdp
+from compile_fsdp.backend.blocks import _is_random
 from compile_fsdp.ops.call_block import _halves
 from helpers.graphs.capture import without_graph_caches
 from helpers.models.stacks import Stack
@@ -178,6 +179,13 @@ def test_equal_calls_of_random_blocks_draw_different_numbers() -> None:
         model = _shard(compile_fsdp.fully_shard, kind=_Twice)
         model.compile(backend="compile_fsdp", fullgraph=True, options=AOT_EAGER)
         assert model(torch.randn(3, 8)) > 0
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "efficient"])
+def test_gradient_of_attention_draws_no_numbers(kernel: str) -> None:
+    op = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention_backward").default
+    assert torch.Tag.nondeterministic_seeded in op.tags
+    assert not _is_random(fx.Graph().call_function(op))
 
 
 def test_blocks_vanish_with_the_model_that_calls_them() -> None:
