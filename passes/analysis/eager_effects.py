@@ -137,12 +137,13 @@ def _writes_first_argument(node: fx.Node, name: str) -> bool:
 
 
 def _is_inplace(node: fx.Node) -> bool:
-    if node.op != "call_function" or not any(each is True for each in node.args):
-        return bool(node.kwargs.get("inplace"))
+    """Return whether the argument `inplace`, which may come by position, is true."""
+    if node.kwargs.get("inplace"):
+        return True
     try:
         given = inspect.signature(cast(Callable[..., object], node.target)).bind(*node.args, **node.kwargs)
-    except (TypeError, ValueError):  # a function in C++
-        return "functional" in str(getattr(node.target, "__module__", ""))
+    except (TypeError, ValueError):  # a method, or a function in C++
+        return False
     return bool(given.arguments.get("inplace"))
 
 

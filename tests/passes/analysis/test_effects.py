@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import fx
 
-from compile_fsdp.ops import copy_, resize_storage_bytes_
+from compile_fsdp.ops import copy_, resize_storage_bytes_, run_block
 from compile_fsdp.passes.analysis.eager_effects import EagerEffects, is_passed_through, is_upkeep
 from compile_fsdp.passes.analysis.effects import Effects, get_argument
 from compile_fsdp.torch_compat.dynamo import set_version_counter, tensor_version
@@ -60,6 +60,7 @@ def call_module(*args: str) -> fx.Node:
         (call(operator.iadd, "x", "y"), "x"),
         (call(operator.add, "x", "y"), ""),
         (call(torch.add, "x", "y", out="z"), "z"),
+        (call(run_block, "name", 0, "x", "y"), ""),
         (call(functional.relu, "x", inplace=True), "x"),
         (call(functional.relu, "x", True), "x"),
         (call(functional.relu, "x", False), ""),
