@@ -96,8 +96,7 @@ def _is_given(node: fx.Node, run: Sequence[fx.Node]) -> bool:
 def _only_computes(node: fx.Node, effects: EagerEffects) -> bool:
     if not is_torch_function(node) or effects.written_inputs(node):
         return False
-    leaves = tree_leaves(fake_value(node))
-    return bool(leaves) and all(map(is_plain_fake, leaves))
+    return all(map(is_plain_fake, tree_leaves(fake_value(node))))
 
 
 def _describe(ops: list[fx.Node]) -> BlockCall | None:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from compile_fsdp.passes.analysis.equal_blocks import BlockCall, find_equal_blocks
+from compile_fsdp.ops import watch
+from compile_fsdp.passes.analysis.equal_blocks import BlockCall, _describe_target, find_equal_blocks
 from helpers.graphs.build import GraphBuilder
 
 Block = Callable[[Tensor, Tensor], Any]
@@ -39,7 +40,7 @@ def find_in(model: Callable[..., Any], *inputs: Tensor) -> list[list[BlockCall]]
         return gm
 
     torch._dynamo.reset()
-    torch.compile(model, backend=see, fullgraph=True, dynamic=False)(torch.zeros(()), *inputs)
+    torch.compile(model, backend=see, fullgraph=True, dynamic=None)(torch.zeros(()), *inputs)
     return found
 
 
@@ -60,6 +61,66 @@ def test_blocks_with_equal_ops_on_different_inputs_are_equal() -> None:
     assert {*one.tensors}.isdisjoint(other.tensors)
     assert [len(one.tensors), len(other.tensors)] == [2, 2]
     assert one.text == other.text
+
+
+def test_op_overload_ends_a_block() -> None:
+    ends = partial(block, last=lambda x: torch.ops.aten.relu.default(x))
+    ((one, _),) = find(ends, ends)
+    assert len(one.ops) == 7
+
+
+def test_input_within_a_block_does_not_end_it() -> None:
+    build, outputs = GraphBuilder(meta_key="example_value"), []
+    weight = build.input("weight", (4, 4))
+    for i in range(2):
+        node = build.input(f"x{i}", (4, 4))
+        for op in (torch.sin, torch.cos, torch.tanh):
+            node = build.call(op, node)
+        node = build.call(torch.add, node, build.input(f"y{i}", (4, 4)))
+        outputs.append(build.call(torch.sigmoid, node))
+        build.free(weight)
+    ((one, other),) = find_equal_blocks(build.output(*outputs))
+    assert len(one.ops) == len(other.ops) == 5
+
+
+def test_sizes_of_a_block_are_inputs_of_their_own() -> None:
+    def model(end: Tensor, x: Tensor, *weights: Tensor) -> list[Tensor]:
+        results = []
+        for weight in weights:
+            results.append(block(x, weight).view(2, x.shape[0] // 2, -1))
+            end.add_(1)
+        return results
+
+    x = like(6, 4, requires_grad=False)
+    torch._dynamo.mark_dynamic(x, 0)
+    ((one, other),) = find_in(model, x, like(), like())
+    assert one.text == other.text
+    assert [len(one.tensors), len(one.ops)] == [2, 9]
+    assert one.sizes and all(isinstance(node.meta["example_value"], torch.SymInt) for node in one.sizes)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_fills_frees_and_hook_points_do_not_read_a_weight(reads: bool) -> None:
+    build, outputs = GraphBuilder(meta_key="example_value"), []
+    with build.fake_mode:
+        weights = [build.input_like(f"weight_{i}", like()) for i in range(2)]
+        x, value = build.input_like("x", like(requires_grad=False)), build.input_like("value", like())
+    for weight in weights:
+        build.fill(weight, value)
+        build.call_opaque(watch, weight, 0)
+        node = build.call(torch.add, build.call(torch.rms_norm, weight, [4]), x)
+        for op in (torch.sin, torch.cos, torch.tanh):
+            node = build.call(op, node)
+        build.free(weight)
+        outputs += [node, *([build.call(torch.exp, weight)] if reads else [])]
+    assert len(find_equal_blocks(build.output(*outputs))) == (not reads)
+
+
+def test_texts_of_functions_differ_and_name_no_address() -> None:
+    functions = ["relu", torch.relu, torch.Tensor.relu, torch.nn.functional.relu, operator.add, operator.mul, torch.add]
+    texts = [*map(_describe_target, functions)]
+    assert len({*texts}) == len(functions)
+    assert not any("0x" in text or "None" in text for text in texts)
 
 
 def test_block_with_few_ops_is_no_call() -> None:
@@ -111,7 +172,7 @@ def test_blocks_with_different_kinds_of_inputs_are_not_equal(weight: Tensor) -> 
     ("read", "needs_gradient", "count"),
     [
         (torch.tanh, True, 2),
-        (lambda shared: shared * 2, True, 2),
+        (lambda shared: shared * torch.ones(4), True, 2),
         (lambda shared: shared * shared, True, 0),
         (lambda shared: shared.sin() + shared.cos(), True, 0),
         (lambda shared: torch.rms_norm(shared, (4,)), True, 0),
@@ -146,7 +207,9 @@ def test_block_with_two_outputs_that_need_gradients_is_no_call() -> None:
     assert len(find(without_gradient, without_gradient)) == 1
 
 
-@pytest.mark.parametrize("last", [lambda y, x: (y, y.view(16)), lambda y, x: (y, x.view(16))], ids=["result", "input"])
+@pytest.mark.parametrize(
+    "last", [lambda y, x: (y, y.detach().view(16)), lambda y, x: (y, x.detach().view(16))], ids=["result", "input"]
+)
 def test_block_that_returns_a_view_is_no_call(last: Callable[[Tensor, Tensor], Any]) -> None:
     def same(x: Tensor, weight: Tensor) -> Any:
         return last(block(x, weight), x)

@@ -73,6 +73,20 @@ def test_results_of_calls_keep_their_fake_values() -> None:
     assert {item.shape for item in items} == expected
 
 
+def test_second_call_on_the_same_inputs_stays() -> None:
+    build, outputs = GraphBuilder(meta_key="example_value"), []
+    x, weight = build.input("x", (4, 4)), build.input("weight", (4, 4))
+    for _ in range(2):
+        hidden = x
+        for op in _CHAIN:
+            hidden = build.call(op, hidden)
+        outputs.append(hidden)
+        build.free(weight)
+    graph = build.output(*outputs)
+    assert outline_blocks(graph, _name([])) == 1
+    graph.lint()
+
+
 def test_different_blocks_and_refused_blocks_stay() -> None:
     graph = _graph(first_scale=2.0)
     before = render(graph)
