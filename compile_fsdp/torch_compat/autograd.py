@@ -97,13 +97,15 @@ def will_run(node: Any) -> bool:
     return node is not None and bool(torch._C._will_engine_execute_node(node))
 
 
+@needs("torch._C._DisableTorchDispatch")
 def accumulates_into(leaf: torch.Tensor) -> bool:
     """Whether the running backward accumulates a gradient into `leaf`, before or after this call. (2.13.0)
 
     False if no path leads to the leaf, and inside `torch.autograd.grad` and `backward(inputs=...)` without the leaf.
     The engine raises RuntimeError for a leaf that `torch.autograd.grad` captures; False then, too.
     """
-    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    with torch._C._DisableTorchDispatch():  # finding the node takes a view, for which a subclass may read a freed leaf
+        node = torch.autograd.graph.get_gradient_edge(leaf).node
     try:
         return will_run(node)
     except RuntimeError:
