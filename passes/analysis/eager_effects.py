@@ -138,8 +138,6 @@ def _writes_first_argument(node: fx.Node, name: str) -> bool:
 
 def _is_inplace(node: fx.Node) -> bool:
     """Return whether the argument `inplace`, which may come by position, is true."""
-    if node.kwargs.get("inplace"):
-        return True
     try:
         given = inspect.signature(cast(Callable[..., object], node.target)).bind(*node.args, **node.kwargs)
     except (TypeError, ValueError):  # a method, or a function in C++

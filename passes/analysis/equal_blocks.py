@@ -159,7 +159,7 @@ def _describe_target(target: Any) -> str:
     if isinstance(target, str):
         return target
     owner = getattr(target, "__objclass__", None) or target
-    return f"{getattr(owner, '__module__', None)}.{getattr(target, '__qualname__', None) or target!r}"
+    return f"{owner.__module__}.{target.__qualname__}"
 
 
 def _describe_value(value: Any) -> str:

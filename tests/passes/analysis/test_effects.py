@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from compile_fsdp.ops import copy_, resize_storage_bytes_, run_block
-from compile_fsdp.passes.analysis.eager_effects import EagerEffects, is_passed_through, is_upkeep
+from compile_fsdp.passes.analysis.eager_effects import EagerEffects, is_grad_switch, is_passed_through, is_upkeep
 from compile_fsdp.passes.analysis.effects import Effects, get_argument
 from compile_fsdp.torch_compat.dynamo import set_version_counter, tensor_version
 from helpers.graphs.build import GraphBuilder, aten, c10d
@@ -173,3 +173,8 @@ def test_subgraph_reads_storages_if_one_of_its_ops_does(reads: bool) -> None:
 def test_only_aten_ops_that_write_nothing_only_compute() -> None:
     targets = (aten.neg.default, aten.neg_.default, c10d.wait_tensor.default, torch.neg)
     assert [Effects(None).only_computes(call(target, "x")) for target in targets] == [True, False, False, False]
+
+
+def test_input_named_like_a_switch_is_no_switch() -> None:
+    assert is_grad_switch(fx.Graph().call_function(torch._C._set_grad_enabled, (True,)))
+    assert not is_grad_switch(fx.Graph().placeholder("_set_grad_enabled"))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
+from torch._dynamo.source import ConstantSource
 
 from compile_fsdp.ops import watch
 from compile_fsdp.passes.analysis.equal_blocks import BlockCall, _describe_target, find_equal_blocks
@@ -230,14 +231,51 @@ def test_tuple_whose_items_are_read_behind_the_block_is_no_call() -> None:
     assert find_equal_blocks(build.output(*outputs)) == []
 
 
-@pytest.mark.parametrize(
-    "mode", [lambda: torch.autocast("cpu", torch.bfloat16), torch.inference_mode], ids=["autocast", "inference mode"]
-)
-def test_graph_that_switches_modes_has_no_equal_blocks(mode: Callable[[], Any]) -> None:
-    def switched(x: Tensor, weight: Tensor) -> Tensor:
-        with mode():
-            return block(x.detach(), weight.detach())
+def _in_mode(mode: Callable[[], Any], x: Tensor, weight: Tensor) -> Any:
+    with mode():
+        return block(x.detach(), weight.detach())
 
+
+def test_block_that_reads_an_item_of_a_tuple_is_no_call() -> None:
+    build, outputs = GraphBuilder(meta_key="example_value"), []
+    x = build.input("x", (4, 4))
+    for _ in range(2):
+        both = build.call(torch.max, x, 0)
+        build.free(x)
+        node = build.call(operator.getitem, both, 0)
+        for op in (torch.sin, torch.cos, torch.tanh, torch.sigmoid, torch.exp):
+            node = build.call(op, node)
+        build.free(x)
+        outputs.append(node)
+    assert find_equal_blocks(build.output(*outputs)) == []
+
+
+def test_size_of_a_result_ends_a_block() -> None:
+    build, outputs = GraphBuilder(meta_key="example_value"), []
+    shape_env, source = build.fake_mode.shape_env, ConstantSource("rows")
+    assert shape_env is not None
+    rows = shape_env.create_symintnode(shape_env.create_symbol(6, source), hint=6, source=source)
+    x = build.input("x", (rows, 4))
+    for _ in range(2):
+        node = x
+        for op in (torch.sin, torch.cos, torch.tanh, torch.sigmoid, torch.exp):
+            node = build.call(op, node)
+        outputs.append(build.call(operator.mul, build.call(torch.relu, node), build.call_method("size", node, 0)))
+        build.free(x)
+    found = find_equal_blocks(build.output(*outputs))
+    assert [len(call.ops) for equals in found for call in equals] == [6, 6]
+
+
+@pytest.mark.parametrize(
+    "switched",
+    [
+        partial(_in_mode, lambda: torch.autocast("cpu", torch.bfloat16)),
+        partial(_in_mode, torch.inference_mode),
+        lambda x, weight: block(torch.vmap(torch.sin)(x), weight),
+    ],
+    ids=["autocast", "inference mode", "vmap"],
+)
+def test_graph_that_switches_modes_has_no_equal_blocks(switched: Block) -> None:
     assert find(switched, switched) == []
 
 
