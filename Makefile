@@ -5,6 +5,8 @@
 #   make test-all    also run the slow tests, and train on the emulated device (hours on two cores)
 #   make test-matrix    run the tests with every supported torch, and write docs/compatibility.md (hours; MATRIX_ARGS for
 #                       pytest; where there is no GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu)
+#   make test-cuda    compile for an H100 on a machine without a GPU, with torch for CUDA in a virtual environment for each
+#                     release of CUDA_TORCHES (gigabytes)
 #   make parity  write docs/parity.md from a run of the whole parity table (half an hour on two cores)
 #   make bench   run most benchmarks (an hour on two cores); TORCHTITAN is a checkout of torchtitan, for SimpleFSDP, which
 #                needs tyro and spmd_types in the virtual environment
@@ -22,6 +24,7 @@ VENV ?= .venv
 DEMO_ARGS ?=
 TORCHTITAN ?=
 TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
+CUDA_TORCHES ?= 2.11.0 2.15.0
 MATRIX_ARGS ?=
 CONSTRAINTS ?= constraints.txt
 # Two tests at a time, because ranks wait for their peers, and for processes of the compiler.
@@ -35,7 +38,7 @@ PACKAGE_FILES := pyproject.toml README.md LICENSE $(shell find compile_fsdp pass
 
 # Both kinds of installation write into the same virtual environment.
 .NOTPARALLEL:
-.PHONY: setup demo test test-all test-matrix parity mutate bench docs dist clean
+.PHONY: setup demo test test-all test-matrix test-cuda parity mutate bench docs dist clean
 
 setup: $(VENV)/.deps-test $(VENV)/.package
 
@@ -65,6 +68,16 @@ test-all: setup
 
 test-matrix:
 	PYTEST_ADDOPTS="$(PARALLEL)" $(PYTHON) tests/helpers/releases/matrix.py $(TORCHES) -- $(MATRIX_ARGS)
+
+test-cuda:
+	@set -e; for torch in $(CUDA_TORCHES); do \
+		bin=.venv-cuda-$$torch/bin; \
+		test -x $$bin/pytest || { $(PYTHON) -m venv .venv-cuda-$$torch; \
+			$$bin/python -m pip install torch==$$torch expecttest hypothesis pytest pytest-timeout; }; \
+		$$bin/python -m pip install --quiet --no-deps --force-reinstall .; \
+		rm -rf build; \
+		$$bin/pytest tests/cuda; \
+	done
 
 parity: setup
 	$(BIN)/pytest -m 'slow or not slow' tests/parity/test_parity_table.py \
@@ -114,4 +127,4 @@ $(VENV)/.package: $(PACKAGE_FILES) | $(BIN)/python
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-torch-* build dist demo-out site
+	rm -rf $(VENV) .venv-torch-* .venv-cuda-* build dist demo-out site

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 _aten = torch.ops.aten
 _KEEPING = {
     *(_aten.alias.default, _aten.as_strided.default, _aten.clone.default, _aten.copy_.default, _aten.detach.default),
+    _aten.empty_like.default,
     *(_aten.new_zeros.default, _aten.slice.Tensor, _aten.split.Tensor, _aten.view.default, _aten._to_copy.default),
 }
 

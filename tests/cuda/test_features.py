@@ -1,0 +1,58 @@
+"""Features of FSDP2 compile to Triton kernels for an H100, with the scheduled collectives and without gloo's path."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+
+from compile_fsdp.tools.explain.capture import capture
+from helpers.cuda.calls import LAUNCHES, events, recording
+from helpers.cuda.features import FEATURES, run_steps
+from helpers.cuda.target import h100
+from helpers.graphs.capture import without_graph_caches
+from helpers.ranks.fake_world import fake_world
+
+# Collectives and waits of a step, and resizes of unsharded parameters, whose windows the passes have left: those of the
+# root (embedding, norm, output) stay filled from the forward to the backward.
+USUAL = "7 gather, 4 reduce, 11 wait; 6 resizes"
+EXPECTED = {
+    "hsdp": "7 gather, 4 reduce, 4 all-reduce, 15 wait; 6 resizes",
+    "tensor parallel": "7 gather, 4 reduce, 9 all-reduce, 20 wait; 6 resizes",
+    "offloading": "39 gather, 18 reduce, 18 offload, 18 fetch, 75 wait; 6 resizes",
+    "large budget": "1 gather, 1 reduce, 2 wait; 48 resizes",
+    "frozen layers": "5 gather, 2 reduce, 7 wait; 6 resizes",
+    "meshes by parameter": "13 gather, 7 reduce, 20 wait; 6 resizes",
+    "kept": "4 gather, 4 reduce, 8 wait; 48 resizes",
+    "retained windows": "7 gather, 4 reduce, 11 wait; 90 resizes",
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_feature_compiles(name: str) -> None:
+    with h100(), fake_world(8), without_graph_caches(), recording() as calls:
+        model = run_steps(FEATURES[name])
+    grads = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+    assert {(grad.device.type, grad.dtype) for grad in grads} == {(FEATURES[name].device, torch.float32)}
+    found = Counter(text.split()[0] for graph in (0, 1) for text in events([c for c in calls if c.graph == graph]))
+    kinds = [f"{found[kind]} {kind}" for kind in (*LAUNCHES.values(), "wait") if found[kind]]
+    resizes = sum(call.name == "resize_storage_bytes_" for call in calls)
+    assert f"{', '.join(kinds)}; {resizes} resizes" == EXPECTED.get(name, USUAL)
+    # Copies between kernels, and messages of gloo's path, would run as ops of these names.
+    assert not {"copy_", "clone", "_to_copy", "alltoall_base_", "chunk_cat"} & {call.name for call in calls}
+    for call in calls:
+        if call.name not in ("fetch", "wait_tensor", "offload"):
+            assert all(arg.is_cuda for arg in call.args if isinstance(arg, torch.Tensor)), call.name
+
+
+@pytest.mark.parametrize(
+    "attention", [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION]
+)
+def test_equal_blocks_are_compiled_once(attention: SDPBackend) -> None:
+    with h100(attention), fake_world(8), capture() as captured:
+        run_steps(FEATURES["mixed precision"])
+    for graph in captured.graphs:
+        operations = [operation for event in graph.events for operation in event.operations]
+        assert operations.count("compile_fsdp.call_block") == 3

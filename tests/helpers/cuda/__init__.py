@@ -1,0 +1,1 @@
+"""A stand-in for an H100, for which torch compiles on a machine without a GPU."""
