@@ -59,16 +59,24 @@ def test_wrapper_hides_collectives_behind_compute_and_calls_no_other_ops() -> No
     with h100(), fake_world(8), without_graph_caches(), recording() as calls:
         run_steps(FEATURES["mixed precision"])
     forward, backward = (fill(", ".join(_called([c for c in calls if c.graph == i])), 110) for i in (0, 1))
-    assert_expected_inline(forward, """\
+    assert_expected_inline(
+        forward,
+        """\
 gather root, gather layers.0, wait gather root, gather layers.1, wait gather layers.0, compute, gather
-layers.2, wait gather layers.1, compute, wait gather layers.2, compute""")
-    assert_expected_inline(backward, """\
+layers.2, wait gather layers.1, compute, wait gather layers.2, compute""",
+    )
+    assert_expected_inline(
+        backward,
+        """\
 gather layers.2, compute, gather layers.1, wait gather layers.2, compute, reduce layers.2, gather layers.0,
 wait gather layers.1, compute, wait reduce layers.2, reduce layers.1, wait gather layers.0, compute, wait
-reduce layers.1, reduce layers.0, wait reduce layers.0, reduce root, wait reduce root""")
+reduce layers.1, reduce layers.0, wait reduce layers.0, reduce root, wait reduce root""",
+    )
     assert any(call.is_kernel for call in calls)
     counts = Counter(call.name for call in calls if not call.is_kernel)
-    assert_expected_inline("\n".join(f"{count} {name}" for name, count in sorted(counts.items())), """\
+    assert_expected_inline(
+        "\n".join(f"{count} {name}" for name, count in sorted(counts.items())),
+        """\
 3 _scaled_dot_product_flash_attention
 3 _scaled_dot_product_flash_attention_backward
 7 all_gather_into_tensor
@@ -77,4 +85,5 @@ reduce layers.1, reduce layers.0, wait reduce layers.0, reduce root, wait reduce
 4 reduce_scatter_tensor
 6 resize_storage_bytes_
 7 split_with_sizes_copy
-11 wait_tensor""")
+11 wait_tensor""",
+    )

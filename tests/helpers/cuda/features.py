@@ -100,6 +100,10 @@ def run_steps(feature: Feature, count: int = 1) -> Any:
     return model
 
 
+# First torch release that compiles the feature here. 2.11 takes recomputed attention without dropout for random, and
+# asks the driver for a generator.
+SINCE = {"checkpoint": "2.12", "meshes by parameter": "2.12"}
+
 FEATURES = {
     "mixed precision": Feature(),
     "hsdp": Feature(mesh={"replicate": 2, "shard": 4}),
