@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -117,6 +117,7 @@ FEATURES = {
     ),
     "large budget": Feature(options={"memory_budget": "1GiB"}),
     "uneven": Feature(config=ModelConfig(dim=252, layers=3, heads=3, hidden=509)),
+    "dropout": Feature(config=replace(_CONFIG, dropout=0.1)),
     "frozen layers": Feature(prepare=_freeze),
     "meshes by parameter": Feature(prepare=_use_experts, arguments=PARITY["meshes by parameter"].arguments),
     "kept": Feature(arguments=lambda mesh: {"reshard_after_forward": False}),
