@@ -3,7 +3,7 @@
 For each mode and number of blocks, two gloo ranks start twice with one cache folder, empty at first. The time is that
 of the first forward and backward, the slowest rank's, after imports and sharding; the counters are those of rank 0.
 
-    python benchmarks/first_step.py [--modes block simple ...] [--size overhead] [--layers 8 32] 
+    python benchmarks/first_step.py [--modes block simple ...] [--size overhead] [--layers 8 32]
 
 The modes and sizes are those of `compile-fsdp bench`; those of SimpleFSDP need torchtitan on PYTHONPATH.
 """
