@@ -141,7 +141,7 @@ def _is_inplace(node: fx.Node) -> bool:
     try:
         given = inspect.signature(cast(Callable[..., object], node.target)).bind(*node.args, **node.kwargs)
     except (TypeError, ValueError):  # a method, or a function in C++
-        return False
+        return bool(node.kwargs.get("inplace"))
     return bool(given.arguments.get("inplace"))
 
 

@@ -94,7 +94,7 @@ def _is_given(node: fx.Node, run: Sequence[fx.Node]) -> bool:
 
 
 def _only_computes(node: fx.Node, effects: EagerEffects) -> bool:
-    if not is_torch_function(node) or effects.written_inputs(node):
+    if not is_torch_function(node) or effects.written_inputs(node) or not _has_name(node.target):
         return False
     return all(map(is_plain_fake, tree_leaves(fake_value(node))))
 
@@ -155,11 +155,16 @@ class _Word(str):
         return f"<{self}>"
 
 
+def _has_name(target: Any) -> bool:
+    return isinstance(target, str) or hasattr(target, "__qualname__")
+
+
 def _describe_target(target: Any) -> str:
     if isinstance(target, str):
         return target
     owner = getattr(target, "__objclass__", None) or target
-    return f"{owner.__module__}.{target.__qualname__}"
+    # Functions that torch makes in a loop, such as those of pooling, have one qualified name and different names.
+    return f"{owner.__module__}.{target.__qualname__} {target.__name__}"
 
 
 def _describe_value(value: Any) -> str:

@@ -62,6 +62,7 @@ def call_module(*args: str) -> fx.Node:
         (call(torch.add, "x", "y", out="z"), "z"),
         (call(run_block, "name", 0, "x", "y"), ""),
         (call(functional.relu, "x", inplace=True), "x"),
+        (call("relu", "x", inplace=True), "x"),
         (call(functional.relu, "x", True), "x"),
         (call(functional.relu, "x", False), ""),
         (call(functional.dropout, "x", 0.1, True, False), ""),

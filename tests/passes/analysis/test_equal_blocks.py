@@ -118,10 +118,34 @@ def test_fills_frees_and_hook_points_do_not_read_a_weight(reads: bool) -> None:
 
 
 def test_texts_of_functions_differ_and_name_no_address() -> None:
-    functions = ["relu", torch.relu, torch.Tensor.relu, torch.nn.functional.relu, operator.add, operator.mul, torch.add]
+    functional = torch.nn.functional
+    pools = [functional.max_pool2d, functional.adaptive_max_pool2d]
+    functions = ["relu", torch.relu, torch.Tensor.relu, functional.relu, operator.add, operator.mul, torch.add, *pools]
     texts = [*map(_describe_target, functions)]
     assert len({*texts}) == len(functions)
     assert not any("0x" in text or "None" in text for text in texts)
+
+
+def test_function_without_a_name_ends_a_block() -> None:
+    class Function:
+        __module__ = "torch"
+
+        def __init__(self) -> None:
+            self.__name__ = "function"
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return x.sin()
+
+    build, outputs, unnamed = GraphBuilder(meta_key="example_value"), [], Function()
+    x = build.input("x", (4, 4))
+    for _ in range(2):
+        node = x
+        for op in (torch.sin, torch.cos, torch.tanh, torch.sigmoid, torch.exp, unnamed):
+            node = build.call(op, node)
+        outputs.append(node)
+        build.free(x)
+    found = find_equal_blocks(build.output(*outputs))
+    assert [len(call.ops) for equals in found for call in equals] == [5, 5]
 
 
 def test_block_with_few_ops_is_no_call() -> None:
