@@ -17,14 +17,6 @@ import torch
 from torch import Tensor, fx
 
 _LIBRARY = torch.library.Library("compile_fsdp", "FRAGMENT")
-_TAGS = {"call_block": (), "call_random_block": (torch.Tag.nondeterministic_seeded,)}
-for _name, _tags in _TAGS.items():
-    _schema = f"{_name}(Tensor[] inputs, SymInt[] sizes, str half) -> Tensor[]"
-    _LIBRARY.define(_schema, tags=(torch.Tag.needs_exact_strides, *_tags))
-
-call_block = torch.ops.compile_fsdp.call_block.default
-call_random_block = torch.ops.compile_fsdp.call_random_block.default
-BLOCK_CALLS = (call_block, call_random_block)
 
 Facts = tuple[str, fx.GraphModule, tuple[tuple[int, int], ...], tuple[tuple[Any, ...], ...] | None, bool]
 
@@ -151,9 +143,15 @@ def _fake_call_block(inputs: list[Tensor], sizes: list[Any], half: str) -> list[
     return [torch.empty_strided(*layout, dtype=dtype, device=device) for *layout, dtype, device in found.results]
 
 
-for _name in _TAGS:
+for _name, _tags in (("call_block", ()), ("call_random_block", (torch.Tag.nondeterministic_seeded,))):
+    _schema = f"{_name}(Tensor[] inputs, SymInt[] sizes, str half) -> Tensor[]"
+    _LIBRARY.define(_schema, tags=(torch.Tag.needs_exact_strides, *_tags))
     _LIBRARY.impl(_name, _call_block, "CompositeExplicitAutograd")
     torch.library.register_fake(f"compile_fsdp::{_name}", _fake_call_block, lib=_LIBRARY)
+
+call_block = torch.ops.compile_fsdp.call_block.default
+call_random_block = torch.ops.compile_fsdp.call_random_block.default
+BLOCK_CALLS = (call_block, call_random_block)
 
 
 class _Differentiable(torch.autograd.Function):
