@@ -128,25 +128,31 @@ def _run(model: nn.Module, x: torch.Tensor) -> Any:
 
 
 def _train(rank: int, lengths: list[list[int]], name: str, options: dict[str, Any]) -> Parity:
-    """Take a step for each list of batch lengths, one of each rank, and evaluate."""
+    """Take a step for each list of batch lengths, one of each rank, and evaluate after each step."""
     eager, ours = build_both(lambda fully_shard: _shard(fully_shard, **MODELS[name]), **options)
     result = Parity()
     for step, by_rank in enumerate(lengths):
         torch.manual_seed(10 * step + rank)
-        x = torch.randn(by_rank[rank], 8)
-        losses = [_run(model, x) for model in (ours, eager)]
-        for loss in losses:
-            loss.backward()
-        compare(result, f"step {step}: loss", *losses)
+        for micro, x in enumerate(torch.randn(2, by_rank[rank], 8)):
+            losses = [_run(model, x) for model in (ours, eager)]
+            for loss in losses:
+                loss.backward()
+            compare(result, f"step {step}.{micro}: loss", *losses)
         compare_grads(result, f"step {step}", ours, eager)
-    with torch.no_grad():
-        compare(result, "evaluation", _run(ours, x), _run(eager, x))
+        with torch.no_grad():
+            compare(result, f"step {step}: evaluation", _run(ours, x), _run(eager, x))
+            for model in (ours, eager):
+                model.reshard()  # else the next step compiles again
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        parameter -= 0.1 * parameter.grad
+                        parameter.grad = None
     return result
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_are_bitwise_those_of_eager_fsdp2(name: str) -> None:
-    for result in run_ranks(2, _train, [[4, 4]], name, {}):
+    for result in run_ranks(2, _train, [[4, 4], [4, 4]], name, {}):
         assert result.differing == []
 
 
@@ -188,14 +194,25 @@ def test_gradient_of_attention_draws_no_numbers(kernel: str) -> None:
     assert not _is_random(fx.Graph().call_function(op))
 
 
-def test_blocks_vanish_with_the_model_that_calls_them() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "is_random"),
+    [
+        ({"block": partial(_Scaled, 3.0)}, False),
+        ({"block": _Views}, False),
+        ({"kind": _Conditioned}, False),
+        ({"block": _Draws}, True),
+    ],
+    ids=["plain", "views", "one condition", "dropout"],
+)
+def test_blocks_vanish_with_the_model_that_calls_them(arguments: dict[str, Any], is_random: bool) -> None:
     before = {*_halves}
     with fake_world(2):
-        model = _shard(compile_fsdp.fully_shard, block=partial(_Scaled, 3.0))
+        model = _shard(compile_fsdp.fully_shard, **arguments)
         model.compile(backend="compile_fsdp", fullgraph=True, options=AOT_EAGER)
         model(torch.randn(3, 8)).backward()
         names = {*_halves} - before
         assert len(names) == 2
+        assert [_halves[name].is_random for name in sorted(names)] == [is_random, False]  # forward and backward
         del model
         torch._dynamo.reset()
         gc.collect()
