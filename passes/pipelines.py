@@ -16,7 +16,6 @@ from compile_fsdp.passes.dynamo.expand_group_calls import expand_group_calls
 from compile_fsdp.passes.dynamo.join_op_runs import join_op_runs
 from compile_fsdp.passes.dynamo.legalize_windows import legalize_windows
 from compile_fsdp.passes.dynamo.lift_tensor_hooks import lift_tensor_hooks
-from compile_fsdp.passes.dynamo.outline_blocks import CompileBlock, outline_blocks
 from compile_fsdp.passes.dynamo.save_frozen_outputs import save_frozen_outputs
 from compile_fsdp.passes.post_grad.pack_gathers import pack_gathers
 from compile_fsdp.passes.post_grad.pack_reductions import pack_reductions
@@ -37,12 +36,12 @@ def forward(
     lifts_hooks: bool,
     fitted: Pass | None,
     frozen: Collection[fx.Node],
-    compile_block: CompileBlock | None = None,
 ) -> tuple[Pass, ...]:
     """Return the passes for a forward that Dynamo has traced.
 
     `lifts_hooks`: whether the inner backend needs a graph without hooks. `fitted`: `fit_memory_budget` with its
-    arguments, or None if the step has no budget. `compile_block`: that of `outline_blocks`, or None to outline nothing.
+    arguments, or None if the step has no budget. Last comes `outline_blocks`, which hides ops from all passes, unless
+    the budget has decided against it.
     """
     return (
         # First, because later passes match single ops.
@@ -50,8 +49,6 @@ def forward(
         *((lift_tensor_hooks,) if lifts_hooks else ()),
         *((fitted,) if fitted is not None else ()),
         partial(save_frozen_outputs, frozen=frozen),
-        # Last, because it hides the ops from later passes.
-        *((partial(outline_blocks, compile_block=compile_block),) if compile_block is not None else ()),
     )
 
 

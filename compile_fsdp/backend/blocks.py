@@ -41,9 +41,9 @@ from compile_fsdp.torch_compat.inductor import (
 
 
 def compiles_blocks(options: Options) -> bool:
-    """Return whether equal blocks are compiled once: not if something decides about, or counts, the ops of each."""
+    """Return whether equal blocks may be compiled once: not if something decides about, or counts, the ops of each."""
     is_known = options.inner_backend in ("inductor", "aot_eager") and generates_code()
-    return is_known and options.memory_budget is None and not autocast_dtypes()
+    return is_known and not autocast_dtypes()
 
 
 class BlockCompiler:
@@ -65,7 +65,8 @@ class BlockCompiler:
         matmul = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
         name = cache_key(call.text, *given, *matmul, torch.get_num_threads(), torch.get_default_dtype())[:32]
         if (block := find_block(name)) is None:
-            with Phase(f"compiling {len(call.ops)} ops that {count} modules share,", options.progress):
+            shared = f"that {count} modules share," if count > 1 else "of one module,"
+            with Phase(f"compiling {len(call.ops)} ops {shared}", options.progress):
                 block = self._compile(name, call)
         if block is not None:
             self.blocks.append(block)

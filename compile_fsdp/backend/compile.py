@@ -26,6 +26,7 @@ from compile_fsdp.options import Options
 from compile_fsdp.passes import pipelines
 from compile_fsdp.passes.dynamo.fit_memory_budget import fit_memory_budget
 from compile_fsdp.passes.dynamo.lift_tensor_hooks import lift_tensor_hooks
+from compile_fsdp.passes.dynamo.outline_blocks import outline_blocks
 from compile_fsdp.passes.runner import Run
 from compile_fsdp.runtime import calls, trace_record
 from compile_fsdp.runtime.attached import module_hooks_of
@@ -95,21 +96,21 @@ def _decide(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options)
     if (costs := settle_costs(gm, inputs, options)) is not None:
         options = replace(options, costs=costs)
     options = _with_random_numbers(options, inputs)
-    fitted = budget_pass(inputs, options) if has_backward else None
+    calls_blocks = bool(inputs.managed) and compiles_blocks(options)
+    fitted = budget_pass(inputs, options, calls_blocks=calls_blocks) if has_backward else None
     frozen = inputs.frozen_nodes() if has_backward else ()
-    compiler = BlockCompiler(options, has_backward) if inputs.managed and compiles_blocks(options) else None
-    passes = pipelines.forward(
-        GROUP_CALLS, lifts_hooks=lifts_hooks, fitted=fitted, frozen=frozen, compile_block=compiler
-    )
-    done = Run(gm.graph, passes)
+    done = Run(gm.graph, pipelines.forward(GROUP_CALLS, lifts_hooks=lifts_hooks, fitted=fitted, frozen=frozen))
+    decision = None if fitted is None else done.result(fit_memory_budget)
+    compiler = BlockCompiler(options, has_backward)
+    if calls_blocks and (decision is None or decision.calls_blocks):
+        outline_blocks(gm.graph, compiler)
     gm.recompile()
     hooks = done.result(lift_tensor_hooks) if lifts_hooks else None
     if hooks is not None:
         example_inputs, _ = hooks.split(example_inputs)
         inputs = GraphInputs(gm)  # one input less
     inputs.check_writes(gm.graph)
-    decision = None if fitted is None else done.result(fit_memory_budget)
-    step = Step(options, decision, hooks, inputs.texts, () if compiler is None else tuple(compiler.blocks))
+    step = Step(options, decision, hooks, inputs.texts, tuple(compiler.blocks))
     groups = group_figures(inputs, step.left_unsharded(inputs.groups)) if has_backward else ()
     return step, TracedGraph(step, gm, example_inputs, "forward", inputs, groups)
 

@@ -3,8 +3,8 @@
 [Note: One decision]
 Ranks may have batches of different sizes. The rank that needs the most memory decides for all ranks, so the decision
 fits on each of them. Ranks compare once for the groups of a graph. A rank that compiles alone later, for a different
-batch size, reuses the agreed kept groups and packs. It decides alone only on recomputation and offloading, because
-these do not affect its peers.
+batch size, reuses the agreed kept groups and packs, and calls equal blocks if its peers do, because no collective is
+issued within a block. It decides alone only on recomputation and offloading, which do not affect its peers.
 """
 
 from __future__ import annotations
@@ -41,14 +41,17 @@ RESERVE = 0.05
 STATE_TO_COME = 2
 
 _UNFIT = 2**60  # more than any step needs
+_WITHOUT_BLOCKS = 2**50  # more than any step that fits needs
 
 
 # By a graph's first group, then by budget and groups: the decision of all ranks.
 _agreed: WeakKeyDictionary[TraceableGroup, dict[Hashable, BudgetDecision]] = WeakKeyDictionary()
 
 
-def budget_pass(inputs: GraphInputs, options: Options) -> Pass | None:
+def budget_pass(inputs: GraphInputs, options: Options, *, calls_blocks: bool) -> Pass | None:
     """Return the pass `fit_memory_budget` for a forward graph; None without a budget or sharded parameters.
+
+    `calls_blocks`: whether equal blocks may become calls.
 
     Raises:
         MemoryBudgetError: the device does not report its free memory; or, on all ranks when the pass runs, the step
@@ -70,6 +73,7 @@ def budget_pass(inputs: GraphInputs, options: Options) -> Pass | None:
         costs=costs if fuses else replace(costs, offload_bandwidth=0.0),  # only Inductor's partitioner offloads
         settle=partial(_settle, inputs=inputs, budget=budget, options=options),
         fuses=fuses,
+        calls_blocks=calls_blocks,
     )
 
 
@@ -106,14 +110,16 @@ def _free_bytes(device: torch.device, groups: Sequence[TraceableGroup]) -> int:
     return max(int(free * (1 - RESERVE)) - STATE_TO_COME * sharded, 0)
 
 
-def _settle(own: BudgetDecision, *, inputs: GraphInputs, budget: int, options: Options) -> BudgetDecision:
-    """Make the decision of all ranks. See [Note: One decision]."""
-    groups = inputs.groups
+def _settle(
+    possible: Sequence[BudgetDecision], *, inputs: GraphInputs, budget: int, options: Options
+) -> BudgetDecision:
+    """Make the decision of all ranks, for this rank's possible ones. See [Note: One decision]."""
+    groups, own = inputs.groups, possible[0]
     known = _agreed.setdefault(groups[0], {})
     key = options.memory_budget, inputs.texts
     if key in known:
-        return _with_collectives_of(known[key], own)
-    need = own.fastest_bytes - budget + (0 if own.fits else _UNFIT)
+        return _with_collectives_of(known[key], possible)
+    need = own.fastest_bytes - budget + (0 if own.calls_blocks else _WITHOUT_BLOCKS) + (0 if own.fits else _UNFIT)
     text = share_largest(
         inputs.process_groups(), "memory budget", (need, json.dumps(asdict(own))), options.agreement_timeout_s
     )
@@ -124,7 +130,7 @@ def _settle(own: BudgetDecision, *, inputs: GraphInputs, budget: int, options: O
             f"needs with all that can be gathered and computed again, got {budget}; raise it, or make the batch smaller"
         )
     known[key] = decision
-    return decision if decision.ops == own.ops else _with_collectives_of(decision, own)
+    return decision if decision.ops == own.ops else _with_collectives_of(decision, possible)
 
 
 def note_decision(first: TraceableGroup, texts: tuple[str, ...], options: Options, decision: BudgetDecision) -> None:
@@ -132,7 +138,8 @@ def note_decision(first: TraceableGroup, texts: tuple[str, ...], options: Option
     _agreed.setdefault(first, {}).setdefault((options.memory_budget, texts), decision)
 
 
-def _with_collectives_of(agreed: BudgetDecision, own: BudgetDecision) -> BudgetDecision:
+def _with_collectives_of(agreed: BudgetDecision, possible: Sequence[BudgetDecision]) -> BudgetDecision:
+    own = next((each for each in possible if each.calls_blocks is agreed.calls_blocks), possible[0])
     choices = [each for each in agreed.choices if each.op < 0] + [each for each in own.choices if each.op >= 0]
     return replace(own, kept=agreed.kept, has_large_packs=agreed.has_large_packs, choices=tuple(choices))
 

@@ -313,9 +313,9 @@ def request_recomputation(node: torch.fx.Node) -> None:
     node.meta["ac_graph_id"] = 0
 
 
-def is_recomputation_settled(node: torch.fx.Node) -> bool:
-    """Whether a user's checkpoint decides if the backward recomputes a Dynamo graph's node. (2.13.0)"""
-    return "recompute" in node.meta
+def recomputation(node: torch.fx.Node) -> object:
+    """Return whether AOTAutograd's partitioner must recompute a Dynamo graph's node; None if it may decide. (2.13.0)"""
+    return node.meta.get("recompute")
 
 
 # Key in node.meta["custom"], where torch keeps users' annotations. AOTAutograd copies these to the nodes that it traces

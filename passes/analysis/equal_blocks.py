@@ -4,7 +4,8 @@
 A block is a run of neighbouring ops without a side effect; it ends where the graph fills or frees a parameter, calls a
 hook, switches autograd, or does anything else. Two blocks are equal if their ops are, with their constants and wiring,
 and if their inputs have equal types, shapes, strides, dtypes, devices and needs of a gradient. Nothing else decides, so
-two layers of one class may differ, and two of different classes may be equal.
+two layers of one class may differ, and two of different classes may be equal. Equal blocks whose ops a memory budget
+marks differently are variants of one another, and each variant is compiled, even for one call.
 
 [Note: Sums of gradients]
 Autograd adds the gradients of a tensor with several readers one by one. A block hands over one gradient for each input.
@@ -16,7 +17,7 @@ gradient.
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from compile_fsdp.passes.analysis.eager_effects import (
 )
 from compile_fsdp.passes.analysis.effects import nodes_in
 from compile_fsdp.torch_compat.dispatch import is_plain_fake, tree_leaves
+from compile_fsdp.torch_compat.dynamo import recomputation
 
 _FEWEST = 5  # fewest ops that are worth a call
 
@@ -47,7 +49,7 @@ class BlockCall:
         sizes: Inputs that are symbolic sizes.
         tensors: Inputs that are tensors.
         outputs: Ops whose results are read outside of the block.
-        text: Equal for equal blocks.
+        text: Equal for equal blocks with equal marks.
     """
 
     ops: list[fx.Node]
@@ -58,14 +60,17 @@ class BlockCall:
 
 
 def find_equal_blocks(graph: fx.Graph) -> list[list[BlockCall]]:
-    """Return the blocks of a graph that have equals, in lists of equals."""
-    found: dict[object, list[BlockCall]] = {}
+    """Return the blocks of a graph that have equals, in lists of equals with equal marks."""
+    found: dict[object, dict[str, list[BlockCall]]] = {}
     if any(map(is_mode_switch, graph.nodes)):
         return []  # ops in different modes differ, although they look equal
     for ops in _runs(graph):
         if (call := _describe(ops)) is not None:
-            found.setdefault((call.text, *(node.target for node in ops)), []).append(call)
-    return [equals for equals in found.values() if len(equals) > 1]
+            marks = " ".join(str(recomputation(node)) for node in ops)
+            variants = found.setdefault((call.text, *(node.target for node in ops)), {})
+            variants.setdefault(marks, []).append(replace(call, text=f"{call.text}\n{marks}"))
+    several = (variants for variants in found.values() if sum(map(len, variants.values())) > 1)
+    return [equals for variants in several for equals in variants.values()]
 
 
 def _runs(graph: fx.Graph) -> Iterator[list[fx.Node]]:

@@ -10,7 +10,7 @@ Source: the ratio is from DeepCompile's selective unsharding (arXiv 2504.09983),
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from torch import fx
@@ -18,9 +18,9 @@ from torch import fx
 from compile_fsdp.passes.analysis.module_names import module_fqn
 from compile_fsdp.passes.budget.offloads import find_offloads
 from compile_fsdp.passes.budget.op_facts import Kind
-from compile_fsdp.passes.budget.step_memory import Choices, Group
+from compile_fsdp.passes.budget.step_memory import Choices, Group, Step
 from compile_fsdp.passes.budget.timeline import Timeline
-from compile_fsdp.torch_compat.dynamo import is_recomputation_settled
+from compile_fsdp.torch_compat.dynamo import recomputation
 
 # Share of all packs' latencies that larger packs save.
 SAVED_LATENCIES = 3 / 4
@@ -88,14 +88,14 @@ def find_choices(timeline: Timeline) -> Iterator[Choice]:
             yield Choice(gather, group.size, group=group.number, name=f"gather {group.name} again")
     saved = [sum(value.size for value in made if value.is_saved) for made in step.made]
     sizes = [size + step.internal[at] for at, size in enumerate(saved)]
-    seconds = {at: _recomputation(timeline, at) for at, size in enumerate(sizes) if size}
-    recomputation = {at: each for at, each in seconds.items() if each is not None}
-    offloads = find_offloads(timeline, recomputation)
-    for at in sorted(recomputation.keys() | offloads.keys()):
-        again, away, name = recomputation.get(at, math.inf), offloads.get(at, math.inf), _name_of(step.ops[at])
+    again = {at: ops_run_again(step, at) for at, size in enumerate(sizes) if size}
+    seconds = {at: _recomputation(timeline, at, ops) for at, ops in again.items() if ops}
+    offloads = find_offloads(timeline, seconds)
+    for at in sorted(seconds.keys() | offloads.keys()):
+        rerun, away, name = seconds.get(at, math.inf), offloads.get(at, math.inf), _name_of(step.ops[at])
         # Only the results of an op leave the device; its internal saved bytes stay.
-        if again / sizes[at] <= away / max(saved[at], 1):
-            yield Choice(again, sizes[at], op=at, name=f"run {name} again")
+        if rerun / sizes[at] <= away / max(saved[at], 1):
+            yield Choice(rerun, sizes[at], op=at, name=f"run {name} again")
         else:
             yield Choice(away, saved[at], op=at, name=f"offload {name}", is_offload=True)
 
@@ -110,32 +110,36 @@ def _is_keepable(group: Group) -> bool:
     return is_gathered_again and all(parameter.fills == 1 for parameter in group.parameters)
 
 
-def _recomputation(timeline: Timeline, at: int) -> float | None:
-    """Return the seconds to run an op again; None if impossible.
+def _recomputation(timeline: Timeline, at: int, ops: Collection[int]) -> float:
+    """Return the seconds to run an op, and others that it needs, again."""
+    alone = (op for op in ops if op == at or timeline.step.facts[op].kind is Kind.HEAVY)  # not fused with its reader
+    return sum(timeline.seconds[op] for op in alone)
+
+
+def ops_run_again(step: Step, at: int) -> set[int]:
+    """Return the ops that run if an op runs again; empty if it cannot.
 
     Inputs that the backward does not have are computed again, too. All these ops must lie in one window, and may read
     only parameters that are gathered there or that the forward does not free.
     """
-    step, windows = timeline.step, timeline.step.windows
+    windows, impossible = step.windows, set[int]()
     window = windows[at]
-    if not step.facts[at].is_repeatable or is_recomputation_settled(step.ops[at]):
-        return None
+    if not step.facts[at].is_repeatable or recomputation(step.ops[at]) is not None:
+        return impossible
     for value in step.made[at]:
         # Recomputation in a different window begins with its inputs, so a value read there stays.
         if any(windows[each] is not window for each in (*value.uses, *value.saved_by)) or value.is_result:
-            return None
-    seconds, stack, seen = 0.0, [at], {at}
+            return impossible
+    stack, seen = [at], {at}
     while stack:
         op = stack.pop()
-        if op == at or step.facts[op].kind is Kind.HEAVY:  # else it is fused with its reader
-            seconds += timeline.seconds[op]
         if any(group.frees and not (group is window and group.unshards_in_backward) for group in step.read[op]):
-            return None
+            return impossible
         for source in {source for value in step.made[op] for source in value.sources}:
             if source.is_at_hand or source.made_at in seen:
                 continue
             if windows[source.made_at] is not window or not step.facts[source.made_at].is_repeatable:
-                return None
+                return impossible
             seen.add(source.made_at)
             stack.append(source.made_at)
-    return seconds
+    return seen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from compile_fsdp.passes.analysis.costs import Costs, plan_gathers, plan_reductions
@@ -15,8 +16,8 @@ class ParameterMemory:
 
     def __init__(self, step: Step, ranks: int, clock: Clock, costs: Costs) -> None:
         self._step, self._ranks, self._clock, self._costs = step, ranks, clock, costs
-        self._gathers = {group: _gathered_together(group, ranks, costs) for group in step.groups}
-        reduced = [pack for group in step.groups for pack in _reduced_together(group, ranks, costs)]
+        self._gathers = {group: self._gathered_together(group) for group in step.groups}
+        reduced = [pack for group in step.groups for pack in self._reduced_together(group)]
         self._reductions = sorted(reduced, key=lambda pack: -pack.first)
         # Number of packs gathered in the forward and reduced in the backward.
         self.packs = sum(map(len, self._gathers.values())) + len(self._reductions)
@@ -35,8 +36,8 @@ class ParameterMemory:
 
     def _hold_parameters(self, held: LiveBytes, index: int, group: Group, is_kept: bool, has_large_packs: bool) -> None:
         groups = self._step.groups
-        before = min(groups[index - 1].uses) if index else min(group.uses)
-        after = max(groups[index + 1].uses) if index + 1 < len(groups) else max(group.uses)
+        before = self._first(groups[index - 1] if index else group)
+        after = self._last(groups[index + 1] if index + 1 < len(groups) else group)
         for pack in self._gathers[group]:
             first, last = self._step.mirrored(pack.last), self._step.mirrored(pack.first)
             launched = max(self._sent_before(pack.first, pack), before)
@@ -64,7 +65,10 @@ class ParameterMemory:
 
     def _sent_before(self, place: int, pack: _Pack) -> int:
         """Return where a gather is launched to arrive before a place."""
-        return self._clock.last_before(self._clock.starts[place] - self._collective(pack))
+        launched = self._clock.last_before(self._clock.starts[place] - self._collective(pack))
+        if launched < len(self._step.ops):
+            return self._step.block_at(launched)[0]
+        return self._step.mirrored(self._step.block_at(self._step.mirrored(launched))[-1])
 
     def _arrived(self, place: int, pack: _Pack) -> int:
         """Return where a reduction launched at a place has arrived."""
@@ -73,12 +77,36 @@ class ParameterMemory:
     def _collective(self, pack: _Pack) -> float:
         return self._costs.collective(pack.size // self._ranks, self._ranks)
 
+    def _first(self, used: Group | Parameter) -> int:
+        return min(self._step.block_at(use)[0] for use in used.uses)
+
+    def _last(self, used: Group | Parameter) -> int:
+        return max(self._step.block_at(use)[-1] for use in used.uses)
+
+    def _gathered_together(self, group: Group) -> list[_Pack]:
+        """Return the packs that `pack_gathers` makes."""
+        used = [parameter for parameter in group.parameters if parameter.uses]
+        sizes = [parameter.size // self._ranks for parameter in used]
+        return self._packs(used, plan_gathers(sizes, self._ranks, self._costs))
+
+    def _reduced_together(self, group: Group) -> list[_Pack]:
+        """Return the packs that `pack_reductions` makes."""
+        trained = [parameter for parameter in group.parameters if parameter.uses and parameter.needs_grad]
+        sizes = [parameter.sharding.reduced_bytes for parameter in trained]
+        return self._packs(trained, plan_reductions(sizes, self._ranks, self._costs))
+
+    def _packs(self, parameters: Sequence[Parameter], plan: Sequence[Sequence[int]]) -> list[_Pack]:
+        packs = [tuple(parameters[i] for i in pack) for pack in plan]
+        return [_Pack(pack, min(map(self._first, pack)), max(map(self._last, pack))) for pack in packs]
+
 
 @dataclass(frozen=True, slots=True)
 class _Pack:
     """Parameters that travel together; a large parameter travels alone."""
 
     parameters: tuple[Parameter, ...]
+    first: int  # op that uses one
+    last: int
 
     @property
     def size(self) -> int:
@@ -88,25 +116,3 @@ class _Pack:
     def held_bytes(self) -> int:
         """Bytes of the gathered pack, plus copies out of a shared pack."""
         return self.size * (2 if len(self.parameters) > 1 else 1)
-
-    @property
-    def first(self) -> int:
-        return min(min(parameter.uses) for parameter in self.parameters)
-
-    @property
-    def last(self) -> int:
-        return max(max(parameter.uses) for parameter in self.parameters)
-
-
-def _gathered_together(group: Group, ranks: int, costs: Costs) -> list[_Pack]:
-    """Return the packs that `pack_gathers` makes."""
-    used = [parameter for parameter in group.parameters if parameter.uses]
-    packs = plan_gathers([parameter.size // ranks for parameter in used], ranks, costs)
-    return [_Pack(tuple(used[i] for i in pack)) for pack in packs]
-
-
-def _reduced_together(group: Group, ranks: int, costs: Costs) -> list[_Pack]:
-    """Return the packs that `pack_reductions` makes."""
-    trained = [parameter for parameter in group.parameters if parameter.uses and parameter.needs_grad]
-    packs = plan_reductions([parameter.sharding.reduced_bytes for parameter in trained], ranks, costs)
-    return [_Pack(tuple(trained[i] for i in pack)) for pack in packs]

@@ -4,6 +4,11 @@
 A user's checkpoint is one op with a body: a graph that runs in the forward, and again in the backward just before the
 backward of the body. So a body has its own `Step`. Between forward and backward only the inputs of the op are held. At
 both places there is room for the most bytes that the body holds at a time, including the parameters that it gathers.
+
+[Note: Blocks]
+A call of a block is one node of a graph: no parameter is gathered or freed within it, and all its gradients exist when
+it ends. So each of its parameters is held as if its first and its last op used it. A backward that runs op by op holds
+the saved values that it takes until it ends.
 """
 
 from __future__ import annotations
@@ -102,6 +107,7 @@ class Step:
     bodies: Mapping[int, Step]  # of ops that run a graph, by their position: see [Note: Bodies of checkpoints]
     fuses: bool  # values that are fused with their reader take no memory; False for graphs run op by op
     is_body: bool  # the step is a body of a checkpoint
+    blocks: Mapping[int, range] = field(default_factory=dict)  # by op, the ops of its block: see [Note: Blocks]
 
     @property
     def values(self) -> Iterator[Value]:
@@ -110,6 +116,10 @@ class Step:
     def mirrored(self, position: int) -> int:
         """Return the place of an op's backward."""
         return 2 * len(self.ops) - 1 - position
+
+    def block_at(self, position: int) -> range:
+        """Return the positions of the ops of an op's block, or the op's own."""
+        return self.blocks.get(position, range(position, position + 1))
 
 
 @dataclass(frozen=True, slots=True)

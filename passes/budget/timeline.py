@@ -66,6 +66,10 @@ class Timeline:
         return sum(self.seconds)
 
     @property
+    def step_seconds(self) -> float:
+        return self.forward_seconds + sum(self.backward_seconds)
+
+    @property
     def least_offloaded_bytes(self) -> int:
         """Bytes that the link carries within one latency; smaller tensors stay."""
         return int(self.costs.latency * self.costs.offload_bandwidth)

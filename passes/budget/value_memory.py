@@ -38,7 +38,11 @@ class Lifetimes:
 
     def last_read(self, value: Value) -> int:
         """Return where the backward last reads a saved value. If ops are fused, their backwards are fused, too."""
-        return self._step.mirrored(min(self._joined[each] for each in value.saved_by))
+        return self._step.mirrored(min(self._begin(self._joined[each]) for each in value.saved_by))
+
+    def _begin(self, op: int) -> int:
+        """Return the first op that runs when a saved value of this op may go: see [Note: Blocks]."""
+        return op if self._step.fuses else self._step.block_at(op)[0]
 
     def _is_in_memory(self, value: Value) -> bool:
         readers = [each for each in value.uses if self._step.facts[each].kind is not Kind.VIEW]

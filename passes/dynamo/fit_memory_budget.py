@@ -18,18 +18,22 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from compile_fsdp.passes.analysis.costs import Costs
-from compile_fsdp.passes.budget.choose import Choice, fit
+from compile_fsdp.passes.analysis.equal_blocks import BlockCall, find_equal_blocks
+from compile_fsdp.passes.budget.choose import Choice, fit, ops_run_again
 from compile_fsdp.passes.budget.read_step import read_step
 from compile_fsdp.passes.budget.step_memory import Sharding
 from compile_fsdp.passes.budget.timeline import Timeline
 from compile_fsdp.passes.text import count, format_bytes
 from compile_fsdp.torch_compat.dynamo import request_offload, request_recomputation
+
+# Share of a step that may be lost because equal blocks are called. They are compiled once then.
+_LOST = 0.01
 
 # Small steps exceeded the estimate by up to 10 %: benchmarks/results/memory_budget_cpu_202611.md.
 MARGIN = 1.06
@@ -51,6 +55,7 @@ class BudgetDecision:
         choices: Choices that were made, with their seconds and bytes, cheapest first.
         budget: Most bytes that a step may allocate, by the user or the device.
         offloaded: Positions, in `Step.ops`, of the ops whose results wait for the backward in host memory.
+        calls_blocks: Whether equal blocks become calls.
     """
 
     kept: tuple[int, ...]
@@ -64,6 +69,7 @@ class BudgetDecision:
     choices: tuple[Choice, ...] = ()
     budget: int = 0
     offloaded: tuple[int, ...] = ()
+    calls_blocks: bool = False
 
     def __str__(self) -> str:
         packs = ", in large packs" if self.has_large_packs else ""
@@ -81,9 +87,10 @@ def fit_memory_budget(
     ranks: int,
     budget: int,
     costs: Costs,
-    settle: Callable[[BudgetDecision], BudgetDecision],
+    settle: Callable[[Sequence[BudgetDecision]], BudgetDecision],
     *,
     fuses: bool = True,
+    calls_blocks: bool = False,
 ) -> BudgetDecision:
     """Decide, and rewrite the graph as decided.
 
@@ -93,24 +100,43 @@ def fit_memory_budget(
         ranks: Number of ranks that share the parameters.
         budget: Most bytes that a step may allocate above the sharded state.
         costs: Costs of the device.
-        settle: Returns the decision of all ranks for this rank's decision. Raises if the step does not fit.
+        settle: Returns the decision of all ranks for this rank's decisions, the best of them first. Raises if the step
+            does not fit.
         fuses: Whether pointwise ops are compiled together with their readers.
+        calls_blocks: Whether equal blocks may become calls.
     """
     step = read_step(graph, parameters, fuses=fuses)
     timeline = Timeline(step, ranks, costs)
-    decision = settle(decide(timeline, budget))
+    decisions = [decide(timeline, budget)]
+    if calls_blocks and (blocks := _block_of_each_op(step.ops, find_equal_blocks(graph))):
+        # Blocks offload nothing, because offloads wait for one another.
+        with_blocks = decide(
+            Timeline(replace(step, blocks=blocks), ranks, replace(costs, offload_bandwidth=0.0)), budget
+        )
+        lost = with_blocks.seconds - decisions[0].seconds
+        is_better = with_blocks.fits and lost <= _LOST * timeline.step_seconds
+        decisions.insert(0 if is_better else 1, replace(with_blocks, calls_blocks=True))
+    decision = settle(decisions)
     kept = set(decision.kept)
     for group in step.groups:
         if group.number in kept:
             for node in group.frees:
                 graph.erase_node(node)
-    for position in decision.recomputed:
+    # The partitioner would save the results of ops that a marked one needs, if they were not marked, too.
+    for position in {op for at in decision.recomputed for op in ops_run_again(step, at)}:
         for node in _with_items(step.ops[position]):
             request_recomputation(node)
     for position in decision.offloaded:
         for node in _with_items(step.ops[position]):
             request_offload(node, timeline.least_offloaded_bytes)
     return decision
+
+
+def _block_of_each_op(ops: Sequence[fx.Node], blocks: Sequence[Sequence[BlockCall]]) -> dict[int, range]:
+    """Map the position of each op in a block to the positions of all the block's ops."""
+    numbers = {node: i for i, node in enumerate(ops)}
+    found = [[numbers[node] for node in block.ops if node in numbers] for equals in blocks for block in equals]
+    return {op: range(each[0], each[-1] + 1) for each in found for op in each}
 
 
 def _with_items(node: fx.Node) -> list[fx.Node]:

@@ -59,6 +59,7 @@ def _build(budget: int | str | None, inner_backend: str) -> nn.Module:
     torch.manual_seed(0)
     model = Wide(blocks=3)
     for block in model.blocks:
+        block.insert(0, nn.Linear(32, 32))  # so that the block has enough ops to be worth a call
         compile_fsdp.fully_shard(block)
     compile_fsdp.fully_shard(model)
     options = {"inner_backend": inner_backend, "memory_budget": budget, "progress": False}
@@ -79,8 +80,11 @@ def _smallest(batch: torch.Tensor, inner_backend: str) -> int:
     return int(found[1])
 
 
-def _by_budget(_: int, rows: int, inner_backend: str) -> list[tuple[int, int, list[torch.Tensor]]]:
-    """Return budget, peak bytes and gradients of steps with increasing budgets, then without a budget."""
+def _by_budget(_: int, rows: int, inner_backend: str) -> list[tuple[int, int, list[torch.Tensor], bool]]:
+    """Return of steps with increasing budgets, then without, the budget, peak bytes and gradients.
+
+    Last, whether the budget lets equal blocks become calls.
+    """
     torch.manual_seed(1)
     batch = torch.randn(rows, 32)
     smallest = _smallest(batch, inner_backend)
@@ -92,7 +96,9 @@ def _by_budget(_: int, rows: int, inner_backend: str) -> list[tuple[int, int, li
         def step(model: nn.Module = model) -> None:
             model(batch).backward()
 
+        reset_reports()
         step()
+        calls_blocks = any(report.decision is not None and report.decision.calls_blocks for report in reports())
         grads = [full(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
 
         def again(model: nn.Module = model) -> None:
@@ -101,20 +107,21 @@ def _by_budget(_: int, rows: int, inner_backend: str) -> list[tuple[int, int, li
             model.zero_grad()
 
         again()
-        found.append((budget or 0, peak_bytes(again, batch.device), grads))
+        found.append((budget or 0, peak_bytes(again, batch.device), grads, calls_blocks))
     return found
 
 
 @pytest.mark.parametrize("inner_backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_step_stays_within_its_budget_with_equal_gradients(inner_backend: str) -> None:
-    for found in run_ranks(2, _by_budget, 512, inner_backend):
-        *_, (_, _, expected) = found
-        for budget, peak, grads in found[:-1]:
+    for found in run_ranks(2, _by_budget, 2048, inner_backend):
+        *_, (_, _, expected, _) = found
+        assert {calls_blocks for *_, calls_blocks in found[:-1]} == {False, True}
+        for budget, peak, grads, _ in found[:-1]:
             assert peak <= budget
             for mine, theirs in zip(grads, expected, strict=True):
                 torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-8)
                 assert inner_backend == "inductor" or torch.equal(mine, theirs)
-        peaks = [peak for _, peak, _ in found[:-1]]
+        peaks = [peak for _, peak, *_ in found[:-1]]
         assert peaks[0] < 0.8 * peaks[-1]
 
 
@@ -122,7 +129,7 @@ def _with_other_batches(rank: int) -> list[BudgetDecision]:
     """Return a rank's budget decisions. Batch sizes differ by rank, and only rank 0 recompiles."""
     torch.manual_seed(1)
     batch = torch.randn(512 if rank else 128, 32)
-    model = _build(1_200_000, "aot_eager")
+    model = _build(1_300_000, "aot_eager")
     reset_reports()
     for each in (batch, torch.randn(256, 32) if rank == 0 else batch, batch):
         model(each).backward()
@@ -134,3 +141,4 @@ def test_ranks_with_different_batch_sizes_make_equal_budget_decisions() -> None:
     assert first == second
     assert first.recomputed
     assert alone.kept == first.kept
+    assert alone.calls_blocks is first.calls_blocks

@@ -16,9 +16,9 @@ UNLIMITED = 10**12
 
 
 def blocks(
-    rows: int, count: int = 3, checkpointed: int = -1, trains: bool = True
+    rows: int, count: int = 3, checkpointed: int = -1, trains: bool = True, activations: int = 1
 ) -> tuple[fx.Graph, dict[fx.Node, Sharding]]:
-    """Build a forward of blocks x + gelu(x @ up) @ down, with a window per parameter."""
+    """Build a forward of blocks x + gelu(x @ up) @ down, with a window per parameter and so many gelu in a row."""
     build = GraphBuilder(meta_key="example_value")
     parameters: dict[fx.Node, Sharding] = {}
     with build.fake_mode:
@@ -34,7 +34,9 @@ def blocks(
             size = build.value(weight).nbytes
             parameters[weight] = Sharding(i, size // RANKS, size)
             build.fill(weight, value)
-        hidden = build.call(F.gelu, build.call(F.linear, x, group[0]))
+        hidden = build.call(F.linear, x, group[0])
+        for _ in range(activations):
+            hidden = build.call(F.gelu, hidden)
         if i == checkpointed:
             hidden.meta["recompute"] = "as the user says"
         x = build.call(torch.add, x, build.call(F.linear, hidden, group[1]))

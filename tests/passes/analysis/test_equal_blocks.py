@@ -14,6 +14,7 @@ from torch._dynamo.source import ConstantSource
 
 from compile_fsdp.ops import watch
 from compile_fsdp.passes.analysis.equal_blocks import BlockCall, _describe_target, find_equal_blocks
+from compile_fsdp.torch_compat.dynamo import request_recomputation
 from helpers.graphs.build import GraphBuilder
 
 Block = Callable[[Tensor, Tensor], Any]
@@ -82,6 +83,22 @@ def test_input_within_a_block_does_not_end_it() -> None:
         build.free(weight)
     ((one, other),) = find_equal_blocks(build.output(*outputs))
     assert len(one.ops) == len(other.ops) == 5
+
+
+def test_blocks_that_a_budget_marks_differently_are_variants() -> None:
+    build, outputs = GraphBuilder(meta_key="example_value"), []
+    for i in range(3):
+        node = build.input(f"x{i}", (4, 4))
+        for op in (torch.sin, torch.cos, torch.tanh, torch.sin, torch.cos):
+            node = build.call(op, node)
+            if i == 1 and op is torch.tanh:
+                request_recomputation(node)
+        outputs.append(node)
+        build.free(node)
+    found = find_equal_blocks(build.output(*outputs))
+    assert [[call.outputs for call in equals] for equals in found] == [[outputs[:1], outputs[2:]], [outputs[1:2]]]
+    (first, _), (variant,) = found
+    assert first.text != variant.text
 
 
 def test_sizes_of_a_block_are_inputs_of_their_own() -> None:

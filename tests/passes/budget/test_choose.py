@@ -13,6 +13,7 @@ from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
 
+from compile_fsdp.passes import Costs
 from compile_fsdp.passes.budget.choose import Choice, find_choices, fit
 from compile_fsdp.passes.budget.read_step import read_step
 from compile_fsdp.passes.budget.step_memory import Choices
@@ -138,7 +139,7 @@ def test_decision_prints_groups_ops_bytes_and_time() -> None:
 def test_graph_is_changed_as_decided() -> None:
     graph, parameters = blocks(rows=256, count=1)
     decided = BudgetDecision((0,), (1,), False, 4, 2**20, 2**19, 0.0, True)
-    fit_memory_budget(graph, parameters, RANKS, UNLIMITED, COSTS, lambda own: decided)
+    fit_memory_budget(graph, parameters, RANKS, UNLIMITED, COSTS, lambda possible: decided)
     assert [node.target for node in graph.nodes if "recompute" in node.meta] == [F.gelu]
     assert_expected_inline(render(graph), """\
 x: f32[256, 16]
@@ -164,9 +165,9 @@ def test_settle_gets_the_decision_that_is_applied(budget: int) -> None:
     graph, parameters = blocks(rows=256)
     proposed: list[BudgetDecision] = []
 
-    def settle(own: BudgetDecision) -> BudgetDecision:
-        proposed.append(own)
-        return own
+    def settle(possible: Sequence[BudgetDecision]) -> BudgetDecision:
+        proposed.extend(possible)
+        return possible[0]
 
     decision = fit_memory_budget(graph, parameters, RANKS, budget, COSTS, settle)
     assert [decision] == proposed
@@ -174,3 +175,43 @@ def test_settle_gets_the_decision_that_is_applied(budget: int) -> None:
     assert not decision.fits or decision.peak_bytes <= budget * 1.0001
     frees = [node for node in graph.nodes if "resize" in str(node.target) and node.args[1] == 0]
     assert len(frees) == 2 * (3 - len(decision.kept))
+
+
+def _possible(budget: int, *, costs: Costs = COSTS, count: int = 3) -> list[BudgetDecision]:
+    """Return the decisions about a graph whose blocks may become calls."""
+    graph, parameters = blocks(rows=256, count=count, activations=3)
+    found: list[BudgetDecision] = []
+
+    def settle(possible: Sequence[BudgetDecision]) -> BudgetDecision:
+        found.extend(possible)
+        return possible[0]
+
+    fit_memory_budget(graph, parameters, RANKS, budget, costs, settle, calls_blocks=True)
+    return found
+
+
+def test_blocks_are_called_within_a_large_budget_and_not_within_the_smallest() -> None:
+    best, other = _possible(UNLIMITED)
+    assert (best.calls_blocks, other.calls_blocks) == (True, False)
+    smallest = min(each.peak_bytes for each in _possible(0))
+    best, other = _possible(smallest + 100)
+    assert (best.calls_blocks, other.calls_blocks) == (False, True)
+    assert best.fits and not other.fits
+    assert other.peak_bytes > best.peak_bytes
+
+
+def test_blocks_are_not_called_if_they_need_more_gathers_and_recomputation() -> None:
+    best, other = _possible(320_000)
+    assert (best.calls_blocks, other.calls_blocks) == (False, True)
+    assert best.fits and other.fits
+    assert other.seconds > 2 * best.seconds
+
+
+def test_called_blocks_offload_nothing() -> None:
+    costs = replace(COSTS, offload_bandwidth=1e30)
+    possible = _possible(min(each.peak_bytes for each in _possible(0)), costs=costs)
+    assert [bool(each.offloaded) for each in possible if each.calls_blocks] == [False]
+
+
+def test_graph_without_equal_blocks_has_one_decision() -> None:
+    assert [each.calls_blocks for each in _possible(UNLIMITED, count=1)] == [False]

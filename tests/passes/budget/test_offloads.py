@@ -148,7 +148,7 @@ def marked(costs_bandwidth: float) -> tuple[fx.Graph, dict[fx.Node, Sharding], i
     graph, parameters = blocks(ROWS, 6)
     costs = replace(OVER_LINK, offload_bandwidth=costs_bandwidth)
     smallest = fit(Timeline(read_step(graph, parameters), RANKS, costs), 0).peak
-    decision = fit_memory_budget(graph, parameters, RANKS, int(smallest * 1.1), costs, lambda own: own)
+    decision = fit_memory_budget(graph, parameters, RANKS, int(smallest * 1.1), costs, lambda possible: possible[0])
     return graph, parameters, len(decision.offloaded)
 
 

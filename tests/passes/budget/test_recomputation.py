@@ -11,10 +11,12 @@ import torch.nn.functional as F
 from torch import fx
 
 from compile_fsdp.passes import Costs
-from compile_fsdp.passes.budget.choose import Choice, find_choices
+from compile_fsdp.passes.budget.choose import Choice, find_choices, ops_run_again
 from compile_fsdp.passes.budget.read_step import read_step
 from compile_fsdp.passes.budget.step_memory import Sharding, Step
 from compile_fsdp.passes.budget.timeline import Timeline
+from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision, fit_memory_budget
+from compile_fsdp.torch_compat.dynamo import recomputation
 from helpers.graphs.build import GraphBuilder, checkpoint
 
 COSTS = Costs(latency=1e-3, comm_bandwidth=1e9, memory_bandwidth=1e10, flops=1e9)
@@ -55,10 +57,13 @@ class Forward:
             build.free(weight)
         return self.x
 
+    def finish(self, *outputs: fx.Node) -> tuple[fx.Graph, dict[fx.Node, Sharding]]:
+        """The graph that returns the sum of the last result, and its parameters."""
+        return self.build.output(self.build.call(torch.sum, self.x), *outputs), self._parameters
+
     def choices(self, *outputs: fx.Node) -> tuple[Step, list[Choice]]:
-        """The step that returns the sum of the last result, and its choices."""
-        total = self.build.call(torch.sum, self.x)
-        step = read_step(self.build.output(total, *outputs), self._parameters)
+        """The step of the graph, and its choices."""
+        step = read_step(*self.finish(*outputs))
         return step, list(find_choices(Timeline(step, RANKS, COSTS)))
 
 
@@ -211,3 +216,19 @@ def test_choices_are_named_by_op_and_module() -> None:
 
     _, found = choices_of(body)
     assert {"run gelu again", "run linear of blocks.0.up again"} <= {choice.name for choice in found}
+
+
+def test_op_that_runs_again_takes_along_what_the_backward_does_not_have() -> None:
+    step, _ = choices_of(between_products(torch.tanh))
+    assert saved(step) == {torch.tanh}
+    assert [step.ops[at].target for at in sorted(ops_run_again(step, 1))] == [F.linear, torch.tanh]
+
+
+def test_ops_that_a_recomputed_op_needs_are_marked_too() -> None:
+    forward = Forward()
+    forward.module(between_products(torch.tanh))
+    graph, parameters = forward.finish()
+    decided = BudgetDecision((), (1,), False, 4, 2**20, 2**19, 0.0, True)
+    fit_memory_budget(graph, parameters, RANKS, 2**20, COSTS, lambda possible: decided)
+    marked = [node.target for node in graph.nodes if recomputation(node) is not None]
+    assert marked == [F.linear, torch.tanh]  # the product whose result only tanh reads

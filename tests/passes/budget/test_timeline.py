@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -55,9 +55,10 @@ class _Forward:
                 self.build.fill(weight, self._frozen)
         return made
 
-    def timeline(self, *outputs: fx.Node) -> Timeline:
+    def timeline(self, *outputs: fx.Node, blocks: Sequence[range] = ()) -> Timeline:
         step = read_step(self.build.output(*outputs), self._parameters, fuses=self._fuses)
-        return Timeline(step, RANKS, self._costs)
+        block_of = {op: block for block in blocks for op in block}
+        return Timeline(replace(step, blocks=block_of), RANKS, self._costs)
 
 
 def _held(timeline: Timeline, **choices: Any) -> list[int]:
@@ -386,6 +387,36 @@ def test_parameters_gathered_in_one_pack_are_copied_out_of_it() -> None:
 
 def test_a_parameter_that_no_op_reads_is_not_gathered() -> None:
     assert _parameters(_one_module(count=2, used=1)) == _parameters(_one_module(count=1, used=1))
+
+
+def _within_products(*blocks: range, costs: Costs = COSTS) -> Timeline:
+    """Six products, of which the middle two are with gathered matrices."""
+    forward = _Forward(costs=costs)
+    x = forward.product(forward.product(forward.x))
+    for group in range(2):
+        (weight,) = forward.weights(group)
+        x = forward.call(F.linear, x, weight)
+        forward.build.free(weight)
+    return forward.timeline(forward.product(forward.product(x)), blocks=blocks)
+
+
+def test_block_holds_its_parameters_and_their_gradients_from_end_to_end() -> None:
+    assert _parameters(_within_products()) == [0, 0, 4, 2, 0, 0, 0, 0, 7, 8, 4, 2]
+    assert _parameters(_within_products(range(1, 3), range(3, 5))) == [0, 4, 4, 2, 2, 0, 0, 4, 7, 7, 6, 4]
+
+
+def test_slow_gather_is_launched_before_the_block_before() -> None:
+    expected = [4, 4, 4, 2, 2, 2, 4, 4, 7, 7, 7, 8]
+    assert _parameters(_within_products(range(3), range(3, 6), costs=SLOW)) == expected
+
+
+def test_backward_of_a_block_holds_what_it_takes_to_its_end_if_its_ops_run_one_by_one() -> None:
+    held = {}
+    for fuses in (True, False):
+        forward, made = _chain(F.linear, F.softplus, F.linear, F.linear, fuses=fuses)
+        held[fuses] = _held(forward.timeline(made[-1], blocks=[range(4)]))
+    # The backward of softplus reads the result of the first product.
+    assert held == {True: [16, 32, 48, 48, 48, 48, 48, 16], False: [16, 32, 48, 48, 48, 48, 48, 32]}
 
 
 # Seconds.
