@@ -68,9 +68,10 @@ def read(text: str) -> Iterator[Table]:
 
 
 def newest(name: str, row: str, corner: str | None = None) -> Table:
-    """Return the newest table of a result file that has the row; of equally new tables the last."""
-    text = (ROOT / "benchmarks" / "results" / f"{name}.md").read_text()
-    fitting = [each for each in read(text) if row in each.rows and corner in (None, each.corner)]
+    """Return the newest table of a benchmark's result files that has the row; of equally new tables the last."""
+    pages = (path.read_text() for path in sorted((ROOT / "benchmarks/results").glob(f"{name}_*.md")))
+    every = (table for page in pages for table in read(page))
+    fitting = [each for each in every if row in each.rows and corner in (None, each.corner)]
     return max(reversed(fitting), key=lambda each: each.date)
 
 
@@ -81,7 +82,7 @@ def _render(header: list[str], rows: list[list[str]], *dates: str) -> str:
 
 
 def _steps() -> str:
-    found = {size: newest("steps_cpu_202611", "compile_kept", size) for size in SIZES}
+    found = {size: newest("steps_cpu", "compile_kept", size) for size in SIZES}
     modes = [mode for mode in NAMES if all(mode in table.rows for table in found.values())]
     rows = [
         [NAMES[mode], *(f"{table.rows[mode][0]}, {table.rows[mode][3]} MiB" for table in found.values())]
@@ -92,14 +93,14 @@ def _steps() -> str:
 
 
 def _first_step() -> str:
-    table = newest("first_step_cpu_202611", "compile")
+    table = newest("first_step_cpu", "compile")
     rows = [[NAMES[mode], *cells] for mode, cells in table.rows.items()]
     header = [text for count in (8, 32, 80) for text in (f"{count} blocks, cold", "warm")]
     return _render(["", *header], rows, table.date)
 
 
 def _budget() -> str:
-    table = newest("memory_budget_cpu_202611", "budget_84")
+    table = newest("memory_budget_cpu", "budget_84")
     names = {mode: f"`memory_budget` of {mode.removeprefix('budget_')} MiB" for mode in table.rows}
     modes = ["checkpointed", "compile", *(mode for mode in table.rows if mode.startswith("budget_"))]
     rows = [[NAMES.get(mode, names[mode]), table.rows[mode][0], table.rows[mode][3]] for mode in modes]
@@ -107,13 +108,13 @@ def _budget() -> str:
 
 
 def _gpu() -> str:
-    table = newest("gpu_h200_202611", "bound`, without sharding")
+    table = newest("gpu_h200", "bound`, without sharding")
     rows = [[NAMES[mode.split("`")[0]], cells[0], cells[3], cells[5]] for mode, cells in table.rows.items()]
     return _render(["one H200", "step, ms", "peak, GiB", "first step, cold and warm, s"], rows, table.date)
 
 
 def _passes() -> str:
-    found = [newest("passes_cpu_202611", "no_passes", size) for size in ("mid", "compute")]
+    found = [newest("passes_cpu", "no_passes", size) for size in ("mid", "compute")]
     names = {"compile": "all passes", "no_passes": "no passes"}
     rows = [
         [

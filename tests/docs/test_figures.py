@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -11,9 +12,9 @@ import pytest
 from helpers.pages.code_blocks import DOCS, ROOT
 
 
-def _load() -> ModuleType:
-    """Import docs/figures.py, which is in no package."""
-    spec = importlib.util.spec_from_file_location("figures", DOCS / "figures.py")
+def _load(path: Path) -> ModuleType:
+    """Import a file that is in no package."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look it up
@@ -21,7 +22,7 @@ def _load() -> ModuleType:
     return module
 
 
-figures = _load()
+figures = _load(DOCS / "figures.py")
 
 
 def test_pages_have_current_figures_and_repeat_none() -> None:
@@ -35,7 +36,7 @@ def test_every_table_is_on_a_page() -> None:
 
 def test_changed_table_is_written_anew() -> None:
     text = (ROOT / "README.md").read_text()
-    ratio = figures.newest("steps_cpu_202611", "compile", "compute").rows["compile"][0]
+    ratio = figures.newest("steps_cpu", "compile", "compute").rows["compile"][0]
     changed = text.replace(f"| {ratio}, ", "| 0.01, ")
     assert changed != text
     assert figures.current(changed) == text
@@ -68,3 +69,18 @@ def test_newest_table_wins() -> None:
         figures.read("2026-01-01\n\n| a | b |\n| --- | --- |\n| `x` | 1 |\n\n2026-01-02\n\n| a |\n| - |\n| y |\n")
     )
     assert [(table.date, table.rows) for table in tables] == [("2026-01-01", {"x": ["1"]}), ("2026-01-02", {"y": []})]
+
+
+def test_recorded_section_comes_first_and_has_the_newest_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = _load(ROOT / "benchmarks/steps.py")
+    page = "# Title\n\nIntroduction.\n\n## Old, 2026-11-01\n\n| mid | ms |\n| --- | ---: |\n| `compile` | 2 |\n"
+    section = "## 2026-11-02\n\n| mid | ms |\n| --- | ---: |\n| `compile` | 1 |\n"
+    folder = tmp_path / "benchmarks/results"
+    folder.mkdir(parents=True)
+    added = steps.add_section(page, section)
+    assert added.index("Introduction") < added.index("2026-11-02") < added.index("Old")
+    (folder / "steps_cpu_202611.md").write_text(added)
+    monkeypatch.setattr(figures, "ROOT", tmp_path)
+    assert figures.newest("steps_cpu", "compile", "mid").rows == {"compile": ["1"]}
+    (folder / "steps_cpu_202612.md").write_text(steps.add_section(steps.INTRODUCTION, "## 2026-12-01\n\nNo table.\n"))
+    assert figures.newest("steps_cpu", "compile", "mid").date == "2026-11-02"
