@@ -16,7 +16,7 @@ from compile_fsdp.cli import main
 from compile_fsdp.tools.bench.modes import MODES
 from compile_fsdp.wrap import plan
 
-BUDGETS_MIB = (150, 100, 84, 66)
+BUDGETS_MIB = (150, 100, 84, 68)
 
 
 def _checkpointed(model: nn.Module) -> nn.Module:

@@ -42,12 +42,6 @@ class _Both(io.StringIO):
         return super().write(text)
 
 
-def add_section(page: str, section: str) -> str:
-    """Return a result page with a section before all others."""
-    introduction, heading, rest = page.partition("\n## ")
-    return f"{introduction.rstrip()}\n\n{section.rstrip()}\n{heading}{rest}"
-
-
 def _describe(arguments: list[str]) -> str:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} cores"
     threads = os.environ.get("OMP_NUM_THREADS", "1")
@@ -72,7 +66,7 @@ def _run(arguments: list[str]) -> int:
         device = "gpu" if torch.cuda.is_available() else "cpu"
         path = ROOT / f"benchmarks/results/steps_{device}_{date.today():%Y%m}.md"
         page = path.read_text() if path.exists() else INTRODUCTION
-        path.write_text(add_section(page, section + output.getvalue()))
+        path.write_text(f"{page.rstrip()}\n\n{section}{output.getvalue().rstrip()}\n")
         subprocess.run([sys.executable, ROOT / "docs/figures.py"], check=True)
     return status
 

@@ -12,9 +12,9 @@ import pytest
 from helpers.pages.code_blocks import DOCS, ROOT
 
 
-def _load(path: Path) -> ModuleType:
-    """Import a file that is in no package."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+def _load() -> ModuleType:
+    """Import docs/figures.py, which is in no package."""
+    spec = importlib.util.spec_from_file_location("figures", DOCS / "figures.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look it up
@@ -22,7 +22,7 @@ def _load(path: Path) -> ModuleType:
     return module
 
 
-figures = _load(DOCS / "figures.py")
+figures = _load()
 
 
 def test_pages_have_current_figures_and_repeat_none() -> None:
@@ -71,16 +71,15 @@ def test_newest_table_wins() -> None:
     assert [(table.date, table.rows) for table in tables] == [("2026-01-01", {"x": ["1"]}), ("2026-01-02", {"y": []})]
 
 
-def test_recorded_section_comes_first_and_has_the_newest_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = _load(ROOT / "benchmarks/steps.py")
-    page = "# Title\n\nIntroduction.\n\n## Old, 2026-11-01\n\n| mid | ms |\n| --- | ---: |\n| `compile` | 2 |\n"
-    section = "## 2026-11-02\n\n| mid | ms |\n| --- | ---: |\n| `compile` | 1 |\n"
+def test_newest_table_of_all_months_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "benchmarks/results"
     folder.mkdir(parents=True)
-    added = steps.add_section(page, section)
-    assert added.index("Introduction") < added.index("2026-11-02") < added.index("Old")
-    (folder / "steps_cpu_202611.md").write_text(added)
+    table = "\n\n| mid | ms |\n| --- | ---: |\n| `compile` | {} |\n\n"
+    old, new, newest = (
+        f"## {date}{table.format(i)}" for i, date in enumerate(["2026-11-01", "2026-11-02", "2026-12-01"])
+    )
+    (folder / "steps_cpu_202611.md").write_text(f"# Title\n\n{new}{old}{new.replace('| 1 |', '| 3 |')}")
     monkeypatch.setattr(figures, "ROOT", tmp_path)
-    assert figures.newest("steps_cpu", "compile", "mid").rows == {"compile": ["1"]}
-    (folder / "steps_cpu_202612.md").write_text(steps.add_section(steps.INTRODUCTION, "## 2026-12-01\n\nNo table.\n"))
-    assert figures.newest("steps_cpu", "compile", "mid").date == "2026-11-02"
+    assert figures.newest("steps_cpu", "compile", "mid").rows == {"compile": ["3"]}  # of equally new ones the last
+    (folder / "steps_cpu_202612.md").write_text(newest)
+    assert figures.newest("steps_cpu", "compile", "mid").rows == {"compile": ["2"]}
