@@ -41,7 +41,6 @@ RESERVE = 0.05
 STATE_TO_COME = 2
 
 _UNFIT = 2**60  # more than any step needs
-_WITHOUT_BLOCKS = 2**50  # more than any step that fits needs
 
 
 # By a graph's first group, then by budget and groups: the decision of all ranks.
@@ -119,10 +118,8 @@ def _settle(
     key = options.memory_budget, inputs.texts
     if key in known:
         return _with_collectives_of(known[key], possible)
-    need = own.fastest_bytes - budget + (0 if own.calls_blocks else _WITHOUT_BLOCKS) + (0 if own.fits else _UNFIT)
-    text = share_largest(
-        inputs.process_groups(), "memory budget", (need, json.dumps(asdict(own))), options.agreement_timeout_s
-    )
+    row = _need(possible), json.dumps(asdict(own))
+    text = share_largest(inputs.process_groups(), "memory budget", row, options.agreement_timeout_s)
     decision = _parse(json.loads(text))
     if not decision.fits:
         raise MemoryBudgetError(
@@ -131,6 +128,12 @@ def _settle(
         )
     known[key] = decision
     return decision if decision.ops == own.ops else _with_collectives_of(decision, possible)
+
+
+def _need(possible: Sequence[BudgetDecision]) -> int:
+    """Return how far the fastest step without calls of blocks exceeds the budget, whatever this rank prefers."""
+    (plain,) = (each for each in possible if not each.calls_blocks)
+    return plain.fastest_bytes - plain.budget + (0 if possible[0].fits else _UNFIT)
 
 
 def note_decision(first: TraceableGroup, texts: tuple[str, ...], options: Options, decision: BudgetDecision) -> None:

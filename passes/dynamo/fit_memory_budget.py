@@ -32,7 +32,7 @@ from compile_fsdp.passes.budget.timeline import Timeline
 from compile_fsdp.passes.text import count, format_bytes
 from compile_fsdp.torch_compat.dynamo import request_offload, request_recomputation
 
-# Share of a step that may be lost because equal blocks are called. They are compiled once then.
+# Largest share of a step's time that calls of equal blocks may cost. The calls shorten the first step.
 _LOST = 0.01
 
 # Small steps exceeded the estimate by up to 10 %: benchmarks/results/memory_budget_cpu_202611.md.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 import compile_fsdp
+from compile_fsdp.backend.memory_budget import _need
 from compile_fsdp.errors import MemoryBudgetError
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
 from compile_fsdp.reports import reports, reset_reports
@@ -142,3 +144,16 @@ def test_ranks_with_different_batch_sizes_make_equal_budget_decisions() -> None:
     assert first.recomputed
     assert alone.kept == first.kept
     assert alone.calls_blocks is first.calls_blocks
+
+
+@pytest.mark.parametrize("calls_blocks", [False, True])
+def test_rank_with_the_larger_step_decides_whether_or_not_it_calls_blocks(calls_blocks: bool) -> None:
+    def possible(fastest_bytes: int, *order: bool) -> list[BudgetDecision]:
+        plain = BudgetDecision((), (), False, 4, fastest_bytes, 100, 0.0, True, budget=100)
+        return [replace(plain, fastest_bytes=fastest_bytes + 50 * each, calls_blocks=each) for each in order]
+
+    larger, smaller = possible(120, calls_blocks, not calls_blocks), possible(110, not calls_blocks, calls_blocks)
+    assert _need(larger) == 20
+    assert _need(smaller) == 10
+    unfit = [replace(each, fits=False) for each in possible(90, False, True)]
+    assert _need(unfit) > _need(larger)
