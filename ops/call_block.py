@@ -25,7 +25,7 @@ _op_by_op = False
 
 @dataclass(frozen=True, eq=False, weakref_slot=True, slots=True)
 class Half:
-    """The forward or the backward of a block.
+    """The forward of a block, or a part of its backward.
 
     Attributes:
         run: The compiled graph. It takes its sizes and then its tensors as one list, and empties the list. None if the
@@ -79,12 +79,33 @@ class Signature:
     gradients: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """The backward of a block, in parts that run one after the other.
+
+    Attributes:
+        parts: Each with the positions of its tensors among those that the backward takes, and behind them among the
+            results of earlier parts.
+        results: Positions of the backward's results, likewise.
+    """
+
+    parts: tuple[tuple[Half, tuple[int, ...]], ...]
+    results: tuple[int, ...]
+
+    def call(self, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> list[Tensor]:
+        """Call the ops that run it."""
+        values = [*tensors]
+        for half, inputs in self.parts:
+            values += half.call([values[i] for i in inputs], sizes)
+        return [values[i] for i in self.results]
+
+
 @dataclass(frozen=True, eq=False, weakref_slot=True, slots=True)
 class Block:
     """A block as autograd sees it; without a backward, it has only its forward."""
 
     forward: Half
-    backward: Half | None = None
+    backward: Backward | None = None
     signature: Signature | None = None
 
     def __post_init__(self) -> None:

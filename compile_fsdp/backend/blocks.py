@@ -1,8 +1,8 @@
 """Compile each block of a forward graph once for all its equals.
 
-AOTAutograd traces the block by itself and partitions it, as it would partition the whole graph. Both halves are then
-compiled as graphs without autograd. A half returns nothing that aliases its inputs: saved inputs are passed again, so
-no tensor that a block saves keeps an unsharded parameter in memory.
+AOTAutograd traces the block by itself and partitions it, as it would partition the whole graph. The forward, and the
+backward in parts, are then compiled as graphs without autograd. Each returns nothing that aliases its inputs: saved
+inputs are passed again, so no tensor that a block saves keeps an unsharded parameter in memory.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from torch import fx
 
 from compile_fsdp.backend.derived_backward import GraphTracer, UnusedBackward
 from compile_fsdp.backend.progress import Phase
-from compile_fsdp.ops.call_block import Block, Half, Signature, find_block
+from compile_fsdp.ops.call_block import Backward, Block, Half, Signature, find_block
 from compile_fsdp.options import Options
 from compile_fsdp.passes.analysis.aliases import Aliases, fake_value
 from compile_fsdp.passes.analysis.costs import work_of
 from compile_fsdp.passes.analysis.effects import Effects
 from compile_fsdp.passes.analysis.equal_blocks import BlockCall
 from compile_fsdp.passes.cache_key import cache_key
+from compile_fsdp.passes.partitioned.cut_backward import cut_backward
 from compile_fsdp.torch_compat.dispatch import OpOverload, attention_gradients, attention_ops, read_argument
 from compile_fsdp.torch_compat.dynamo import set_tracer
 from compile_fsdp.torch_compat.global_state import autocast_dtypes
@@ -81,7 +82,20 @@ class BlockCompiler:
             return Block(self._half(name, graphs[0]))
         forward, backward = graphs
         signature = _separate(forward, backward, call, needs_gradient)
-        return Block(self._half(name, forward), self._half(f"{name} backward", backward), signature)
+        return Block(self._half(name, forward), self._backward(name, backward, signature, call), signature)
+
+    def _backward(self, name: str, graph: fx.Graph, signature: Signature, call: BlockCall) -> Backward:
+        """Compile a backward in parts."""
+        results = _without_aliases(graph)
+        pairs = zip(signature.gradients, results, strict=True)
+        gradients = [node for i, node in pairs if call.tensors[i].op == "placeholder"]
+        values = list(filter(_is_tensor, graph.find_nodes(op="placeholder")))
+        parts = []
+        for i, part in enumerate(cut_backward(graph, results, gradients)):
+            inputs = tuple(map(values.index, filter(_is_tensor, part.inputs)))
+            parts.append((self._half(f"{name} backward {i}", part.graph), inputs))
+            values += part.results
+        return Backward(tuple(parts), tuple(map(values.index, results)))
 
     def _half(self, name: str, graph: fx.Graph) -> Half:
         """Compile a graph without autograd."""
@@ -240,6 +254,10 @@ def _results(graph: fx.Graph) -> list[Any]:
     (results,) = graph.output_node().args
     assert isinstance(results, (tuple, list))
     return list(results)
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(fake_value(node), torch.Tensor)
 
 
 def _tensor(node: fx.Node) -> torch.Tensor:

@@ -21,7 +21,7 @@ from compile_fsdp.backend.memory_budget import note_decision
 from compile_fsdp.backend.prefill import UnshardBeforeRun
 from compile_fsdp.backend.step import Step
 from compile_fsdp.errors import NotPortableError
-from compile_fsdp.ops.call_block import Block, Facts, Half, Signature
+from compile_fsdp.ops.call_block import Backward, Block, Facts, Half, Signature
 from compile_fsdp.options import Options
 from compile_fsdp.passes.analysis.costs import Costs
 from compile_fsdp.passes.analysis.sequence import CollectiveSequence
@@ -69,7 +69,7 @@ class StoredFrame:
 
 @dataclass(frozen=True, slots=True)
 class StoredHalf:
-    """The forward or backward of a block."""
+    """The forward of a block, or a part of its backward."""
 
     graph: bytes  # pickled
     facts: Facts
@@ -88,16 +88,19 @@ class StoredBlock:
     """A block that the graphs of a step call by its name."""
 
     forward: StoredHalf
-    backward: StoredHalf | None
+    backward: tuple[tuple[StoredHalf, tuple[int, ...]], ...]
+    results: tuple[int, ...]
     signature: Signature | None
 
     @classmethod
     def of(cls, block: Block) -> StoredBlock:
-        backward = None if block.backward is None else StoredHalf.of(block.backward)
-        return cls(StoredHalf.of(block.forward), backward, block.signature)
+        parts, results = ((), ()) if block.backward is None else (block.backward.parts, block.backward.results)
+        stored = tuple((StoredHalf.of(half), inputs) for half, inputs in parts)
+        return cls(StoredHalf.of(block.forward), stored, results, block.signature)
 
     def load(self) -> Block:
-        return Block(self.forward.load(), None if self.backward is None else self.backward.load(), self.signature)
+        parts = tuple((half.load(), inputs) for half, inputs in self.backward)
+        return Block(self.forward.load(), Backward(parts, self.results) if parts else None, self.signature)
 
 
 def _pickle(store: Callable[[], Any] | None) -> bytes:

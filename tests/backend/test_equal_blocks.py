@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import compile_fsdp
 from compile_fsdp.backend.blocks import _is_random
 from compile_fsdp.ops.call_block import _halves
-from helpers.graphs.capture import without_graph_caches
+from compile_fsdp.passes.analysis.costs import Costs
+from helpers.graphs.capture import render_step, without_graph_caches
 from helpers.models.stacks import Stack
 from helpers.parity.check import Parity, compare, compare_grads
 from helpers.parity.twins import AOT_EAGER, build_both
@@ -74,6 +76,16 @@ class _Scaled(nn.Module):
         return torch.tanh(self.linear(x)).sin().exp() * self.scale
 
 
+class _Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 24, bias=False), nn.Linear(24, 8, bias=False)
+        self.last = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.outer(torch.tanh(self.inner(torch.tanh(self.last(x)))))
+
+
 class _Twice(Stack):
     """Runs a block twice on the same input, and returns the difference."""
 
@@ -116,6 +128,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "plain": {},
     "frozen": {"frozen": 2, "layers": 4},
     "views": {"block": _Views},
+    "mlp": {"block": _Mlp},
     "dropout": {"block": _Draws},
     "one condition": {"kind": _Conditioned},
     "mixed precision": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
@@ -178,6 +191,17 @@ def test_further_equal_blocks_need_no_further_kernels() -> None:
             model(torch.randn(4, 8)).backward()
             kernels.append(torch._inductor.metrics.generated_kernel_count)
     assert 0 < kernels[1] <= kernels[0]
+
+
+def test_next_gather_starts_between_the_parts_of_a_backward() -> None:
+    slow_compute = Costs(latency=1e-6, comm_bandwidth=1e12, memory_bandwidth=1e12, flops=1e6)
+    with fake_world(2):
+        model = _shard(compile_fsdp.fully_shard, block=_Mlp)
+        graphs = render_step(model, lambda: model(torch.randn(4, 8)), bundle=False, costs=slow_compute)
+    kinds = re.findall(r"= (call_block|all_gather_into_tensor|reduce_scatter_tensor)\(", graphs[-1])
+    first = kinds.index("call_block")
+    block = ["call_block", "all_gather_into_tensor", "call_block", "reduce_scatter_tensor"]
+    assert kinds[first : first + len(block)] == block
 
 
 def test_equal_calls_of_random_blocks_draw_different_numbers() -> None:

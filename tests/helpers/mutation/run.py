@@ -36,6 +36,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "choose": ("test_choose", "test_offloads", "test_recomputation"),
     "collectives": ("find_packed", "pack_collectives", "schedule"),
     "costs": ("test_costs", "pack_collectives", "schedule"),
+    "cut_backward": ("cut_backward",),
     "eager_effects": ("test_effects", "legalize"),
     "effects": ("test_effects", "remove_unshard_copies", "legalize"),
     "equal_blocks": ("equal_blocks", "outline_blocks"),
