@@ -41,6 +41,7 @@ c10d = torch.ops._c10d_functional
 _GATHERS = (c10d.all_gather_into_tensor.default, all_gather_into_tensor)
 _REDUCTIONS = (c10d.reduce_scatter_tensor.default, reduce_scatter_tensor)
 WAIT = c10d.wait_tensor.default
+CAST = torch.ops.prims.convert_element_type.default
 RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 # As traced, and as packed anew.
@@ -49,7 +50,7 @@ _SPLITS = (aten.split_with_sizes.default, split_with_sizes_copy)
 
 # Ops from one tensor to a tensor of equal numel, element by element.
 _ELEMENTWISE = (
-    torch.ops.prims.convert_element_type.default,
+    CAST,
     aten.div.Tensor,
     aten.mul.Tensor,
     aten._to_copy.default,

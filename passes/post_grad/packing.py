@@ -2,7 +2,8 @@
 
 [Note: Kernels of packs]
 Packs are joined and split by ops that need no compiling (`ops/packs.py`), as in eager FSDP2. Inductor would fuse these
-copies with the compute around them, and so compile a kernel twice where one pack is beside it and another is not.
+copies with the compute around them, and so compile a kernel twice where one pack is beside it and another is not. With
+mixed precision a tensor is cast on its way into the pack, because a separate cast is a kernel for each tensor.
 """
 
 from __future__ import annotations
@@ -15,7 +16,17 @@ from itertools import accumulate
 from torch import fx
 
 from compile_fsdp.ops import all_gather_into_tensor, cat, reduce_scatter_tensor
-from compile_fsdp.passes.analysis.collectives import Packed, find_packed, insert, name_of, settings_of
+from compile_fsdp.passes.analysis.aliases import find_fake_tensor
+from compile_fsdp.passes.analysis.collectives import (
+    CAST,
+    RESHAPES,
+    Packed,
+    aten,
+    find_packed,
+    insert,
+    name_of,
+    settings_of,
+)
 from compile_fsdp.passes.analysis.costs import Costs, are_contiguous, device_costs, size_bytes
 from compile_fsdp.passes.analysis.effects import Effects, is_barrier
 from compile_fsdp.passes.report import PassCounts
@@ -27,11 +38,13 @@ class Part:
 
     Attributes:
         sent: A shard, or the rows of a gradient.
+        uncast: What is cast, and perhaps reshaped, to become `sent`; `sent` if nothing is cast.
         result: Item of the old pack; None if nothing reads it.
         source: Collective that was to send it.
     """
 
     sent: fx.Node
+    uncast: fx.Node
     result: fx.Node | None
     source: Packed
 
@@ -86,11 +99,18 @@ def pack_anew(graph: fx.Graph, kind: Kind, may_join: MayJoin | None, costs: Cost
     """
     nodes_before = len(graph.nodes)
     before = after = alone = copied = 0
+    places = Places(graph)
     replaced: dict[fx.Node, fx.Node] = {}
     obsolete: list[Packed] = []
+    casts: list[fx.Node] = []
     traced = [each for each in find_packed(graph, kind.matches) if each.pack.target is not cat]  # not packed anew yet
     for run in _runs(traced, may_join):
-        parts = [Part(*part, packed) for packed in run for part in zip(packed.inputs, packed.outputs, strict=True)]
+        parts = [
+            Part(sent, _uncast(sent, packed, places), result, packed)
+            for packed in run
+            for sent, result in zip(packed.inputs, packed.outputs, strict=True)
+        ]
+        casts += [part.sent for part in parts if part.uncast is not part.sent]
         sizes, ranks = [size_bytes(part.sent) for part in parts], run[0].ranks
         packs = [list(range(len(parts)))]
         if are_contiguous([part.sent for part in parts]):
@@ -113,6 +133,10 @@ def pack_anew(graph: fx.Graph, kind: Kind, may_join: MayJoin | None, costs: Cost
         graph.erase_node(node)
     for packed in obsolete:
         packed.erase()
+    for sent in casts:
+        for node in (sent, *sent.all_input_nodes):
+            if not node.users and node.op != "placeholder":
+                graph.erase_node(node)
     counts = zip(kind.counts, (before, after, alone, copied), strict=True)
     return PassCounts(kind.name, nodes_before, len(graph.nodes), tuple(counts))
 
@@ -133,11 +157,30 @@ def _runs(packed: Sequence[Packed], may_join: MayJoin | None) -> list[list[Packe
     return runs
 
 
-def join(pack: Sequence[Part], *dim: int, like: fx.Node) -> fx.Node:
-    """Concatenate the tensors of a pack. See [Note: Kernels of packs]."""
+def join(pack: Sequence[Part], dim: int = 0, *, like: fx.Node) -> fx.Node:
+    """Concatenate the tensors of a pack, and cast them. See [Note: Kernels of packs]."""
     if len(pack) == 1:
         return pack[0].sent
-    return insert(like.graph, cat, [part.sent for part in pack], *dim, like=like)
+    tensors = [_reshape_uncast(part, like.graph) for part in pack]
+    if all(part.uncast is part.sent for part in pack):
+        return insert(like.graph, cat, tensors, dim, like=like)
+    tensor = find_fake_tensor(pack[0].sent)
+    assert tensor is not None
+    return insert(like.graph, cat, tensors, dim, tensor.dtype, like=like)
+
+
+def _uncast(sent: fx.Node, packed: Packed, places: Places) -> fx.Node:
+    """Return the attribute `uncast` of a part."""
+    cast = sent.all_input_nodes[0] if sent.target in RESHAPES else sent
+    if cast.target is not CAST or places.is_written_between(cast, packed.pack):
+        return sent
+    return cast.all_input_nodes[0]
+
+
+def _reshape_uncast(part: Part, graph: fx.Graph) -> fx.Node:
+    if part.uncast is part.sent or part.sent.target not in RESHAPES:
+        return part.uncast
+    return insert(graph, aten.reshape.default, part.uncast, *part.sent.args[1:], like=part.sent)
 
 
 def launch(sent: fx.Node, pack: Sequence[Part], like: fx.Node) -> fx.Node:

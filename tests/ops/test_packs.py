@@ -25,6 +25,17 @@ def test_flat_shards_are_joined_along_their_only_dim() -> None:
     assert ops.cat([torch.ones(2), torch.zeros(1)]).tolist() == [1, 1, 0]
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_tensors_are_cast_on_their_way_into_the_pack(dtype: torch.dtype, dim: int) -> None:
+    tensors = [torch.randn(2, 3, dtype=each) for each in (torch.float32, torch.bfloat16, torch.float64)]
+    tensors.append(torch.randn(3, 2).t())
+    assert ops.cat(tensors, dim, dtype).equal(torch.cat([tensor.to(dtype) for tensor in tensors], dim))
+    with FakeTensorMode() as mode:
+        fake = ops.cat([mode.from_tensor(tensor) for tensor in tensors], dim, dtype)
+    assert (fake.shape, fake.dtype) == (torch.cat(tensors, dim).shape, dtype)
+
+
 def test_fake_tensors_have_the_shapes_of_real_ones() -> None:
     with FakeTensorMode():
         pack = ops.cat([torch.empty(2, size) for size in SIZES], 1)

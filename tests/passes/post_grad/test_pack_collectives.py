@@ -30,17 +30,27 @@ def above(elements: int, pack: float = 1e9) -> Costs:
     return Costs(latency, comm_bandwidth=2 * pack / max(latency, 1), memory_bandwidth=1.0, flops=1.0)
 
 
-def gather_graph(numels: list[int], ranks: int = 2, dtype: torch.dtype = torch.float32) -> fx.Graph:
+CAST = torch.ops.prims.convert_element_type.default
+
+
+def gather_graph(
+    numels: list[int], ranks: int = 2, dtype: torch.dtype = torch.float32, cast: torch.dtype | None = None
+) -> fx.Graph:
     build = GraphBuilder()
     shards = [build.input(f"shard{i}", (numel,), dtype) for i, numel in enumerate(numels)]
+    if cast is not None:
+        shards = [build.call(CAST, each, cast) for each in shards]
     return build.output(*(build.call(aten.neg.default, each) for each in gather(build, shards, ranks)))
 
 
-def reduce_graph(numels: list[int], ranks: int = 2) -> fx.Graph:
+def reduce_graph(numels: list[int], ranks: int = 2, cast: torch.dtype | None = None) -> fx.Graph:
     """Reductions of one gradient (ranks, numel) for each numel."""
     build = GraphBuilder()
     inputs = [build.input(f"g{i}", (ranks, numel)) for i, numel in enumerate(numels)]
-    return build.output(*reduce(build, [build.call(aten.neg.default, each) for each in inputs], ranks))
+    grads = [build.call(aten.neg.default, each) for each in inputs]
+    if cast is not None:
+        grads = [build.call(CAST, each, cast) for each in grads]
+    return build.output(*reduce(build, grads, ranks))
 
 
 def test_large_parameter_is_gathered_alone() -> None:
@@ -51,7 +61,7 @@ def test_large_parameter_is_gathered_alone() -> None:
 shard0: f32[2]
 shard1: f32[16]
 shard2: f32[3]
-%0: f32[5] = cat([shard0, shard2])
+%0: f32[5] = cat([shard0, shard2], 0)
 %1: f32[10] = all_gather_into_tensor(%0, 2, 'dp')
 %2: f32[10] = wait_tensor(%1)
 %3: f32[2, 5] = reshape(%2, [2, 5])
@@ -232,12 +242,58 @@ def test_neighbouring_reductions_are_joined_if_their_reduce_ops_match() -> None:
     assert len(other.find_nodes(op="call_function", target=REDUCE)) == 2
 
 
+def test_casts_are_part_of_the_copy_into_a_pack() -> None:
+    graph = gather_graph([2, 16, 3], cast=torch.bfloat16)
+    pack_gathers(graph, costs=above(20))
+    assert_expected_inline(render(graph), """\
+shard0: f32[2]
+shard1: f32[16]
+shard2: f32[3]
+%0: bf16[16] = convert_element_type(shard1, torch.bfloat16)
+%1: bf16[5] = cat([shard0, shard2], 0, torch.bfloat16)
+%2: bf16[10] = all_gather_into_tensor(%1, 2, 'dp')
+%3: bf16[10] = wait_tensor(%2)
+%4: bf16[2, 5] = reshape(%3, [2, 5])
+%5 = split_with_sizes_copy(%4, [2, 3], 1)
+%6: bf16[2, 2] = getitem(%5, 0)
+%7: bf16[2, 3] = getitem(%5, 1)
+%8: bf16[32] = all_gather_into_tensor(%0, 2, 'dp')
+%9: bf16[32] = wait_tensor(%8)
+%10: bf16[2, 16] = reshape(%9, [2, 16])
+%11: bf16[2, 2] = neg(%6)
+%12: bf16[2, 16] = neg(%10)
+%13: bf16[2, 3] = neg(%7)
+return (%11, %12, %13)
+""")
+    graph = reduce_graph([2, 3], cast=torch.bfloat16)
+    pack_reductions(graph, costs=above(20))
+    assert_expected_inline(render(graph), """\
+g0: f32[2, 2]
+g1: f32[2, 3]
+%0: f32[2, 2] = neg(g0)
+%1: f32[2, 3] = neg(g1)
+%2: f32[2, 2] = reshape(%0, [2, -1])
+%3: f32[2, 3] = reshape(%1, [2, -1])
+%4: bf16[2, 5] = cat([%2, %3], 1, torch.bfloat16)
+%5: bf16[10] = reshape(%4, [-1])
+%6: bf16[5] = reduce_scatter_tensor(%5, 'avg', 2, 'dp')
+%7: bf16[5] = wait_tensor(%6)
+%8 = split_with_sizes(%7, [2, 3])
+%9: bf16[2] = getitem(%8, 0)
+%10: bf16[3] = getitem(%8, 1)
+return (%9, %10)
+""")
+
+
 _numels = st.lists(st.integers(1, 40), min_size=1, max_size=6)
+_casts = st.sampled_from([None, torch.bfloat16, torch.float64])
 
 
-@given(_numels, st.integers(2, 4), st.integers(0, 60))
-def test_packing_changes_no_gathered_value(numels: list[int], ranks: int, bound: int) -> None:
-    graph = gather_graph(numels, ranks)
+@given(_numels, st.integers(2, 4), st.integers(0, 60), _casts)
+def test_packing_changes_no_gathered_value(
+    numels: list[int], ranks: int, bound: int, cast: torch.dtype | None
+) -> None:
+    graph = gather_graph(numels, ranks, cast=cast)
     with same_results(graph, ranks):
         pack_gathers(graph, costs=above(bound))
     after = render(graph)
@@ -245,9 +301,11 @@ def test_packing_changes_no_gathered_value(numels: list[int], ranks: int, bound:
     assert render(graph) == after
 
 
-@given(_numels, st.integers(2, 4), st.integers(0, 60))
-def test_packing_changes_no_reduced_value(numels: list[int], ranks: int, bound: int) -> None:
-    graph = reduce_graph(numels, ranks)
+@given(_numels, st.integers(2, 4), st.integers(0, 60), _casts)
+def test_packing_changes_no_reduced_value(
+    numels: list[int], ranks: int, bound: int, cast: torch.dtype | None
+) -> None:
+    graph = reduce_graph(numels, ranks, cast)
     with same_results(graph, ranks):
         pack_reductions(graph, costs=above(bound))
 

@@ -51,6 +51,19 @@ def test_gradients_with_gaps_stay_packed() -> None:
     assert launched(graph, REDUCE) == 1
 
 
+def test_cast_that_has_another_reader_or_comes_before_a_write_stays() -> None:
+    for is_written in (False, True):
+        build = GraphBuilder()
+        shards = [build.input(name, (2,)) for name in ("a", "b")]
+        casts = [build.call(torch.ops.prims.convert_element_type.default, each, torch.bfloat16) for each in shards]
+        if is_written:
+            build.call(aten.add_.Tensor, shards[0], 1)
+        graph = build.output(*gather(build, casts, 2), *(casts if not is_written else []))
+        with same_results(graph):
+            pack_gathers(graph, costs=TOGETHER)
+        assert set(casts) <= set(graph.nodes)
+
+
 def test_costs_of_the_device_are_used_unless_given() -> None:
     build = GraphBuilder()
     graph = build.output(*reduce(build, [build.input(name, (2, 2)) for name in "ab"], 2))
