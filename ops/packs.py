@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from compile_fsdp.torch_compat.dispatch import foreach_copy
+
 _LIBRARY = torch.library.Library("compile_fsdp", "FRAGMENT")
 _LIBRARY.define("cat(Tensor[] tensors, int dim=0, ScalarType? dtype=None) -> Tensor")
 _LIBRARY.define("split_with_sizes_copy(Tensor input, int[] split_sizes, int dim) -> Tensor[]")
@@ -26,7 +28,7 @@ def _cat(tensors: list[Tensor], dim: int = 0, dtype: torch.dtype | None = None) 
     sizes = [tensor.shape[dim] for tensor in tensors]
     shape[dim] = sum(sizes)
     pack = tensors[0].new_empty(shape, dtype=dtype)
-    torch._foreach_copy_(list(pack.split(sizes, dim)), tensors)  # one kernel for all, if the parts are contiguous
+    foreach_copy(list(pack.split(sizes, dim)), tensors)  # one kernel for all, if the parts are contiguous
     return pack
 
 

@@ -25,6 +25,9 @@ needs_attributes(OpOverload, "_schema")
 # The copy-in of a reduce-scatter. It pads each tensor's rows to a multiple of the number of ranks. (2.13.0)
 chunk_cat = torch.ops.aten._chunk_cat
 
+# Copies each tensor of a list into its place, and casts it. (2.13.0)
+foreach_copy = torch._foreach_copy_
+
 # The kernels that `scaled_dot_product_attention` chooses from, by device and by their constraints. (2.13.0)
 attention_ops = frozenset(
     {

@@ -133,10 +133,9 @@ def pack_anew(graph: fx.Graph, kind: Kind, may_join: MayJoin | None, costs: Cost
         graph.erase_node(node)
     for packed in obsolete:
         packed.erase()
-    for sent in casts:
-        for node in (sent, *sent.all_input_nodes):
-            if not node.users and node.op != "placeholder":
-                graph.erase_node(node)
+    for node in dict.fromkeys([*casts, *(each for sent in casts for each in sent.all_input_nodes)]):
+        if not node.users and node.op != "placeholder":
+            graph.erase_node(node)
     counts = zip(kind.counts, (before, after, alone, copied), strict=True)
     return PassCounts(kind.name, nodes_before, len(graph.nodes), tuple(counts))
 
