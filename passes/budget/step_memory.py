@@ -8,7 +8,7 @@ both places there is room for the most bytes that the body holds at a time, incl
 [Note: Blocks]
 A call of a block is one node of a graph: no parameter is gathered or freed within it, and all its gradients exist when
 it ends. So each of its parameters is held as if its first and its last op used it. A backward that runs op by op holds
-the saved values that it takes until it ends.
+the saved values that it takes until it ends. A backward in two parts (`passes/partitioned/cut_backward.py`) holds less.
 """
 
 from __future__ import annotations

@@ -64,6 +64,16 @@ def test_cast_that_has_another_reader_or_comes_before_a_write_stays() -> None:
         assert set(casts) <= set(graph.nodes)
 
 
+def test_cast_that_two_packs_share_is_erased_once() -> None:
+    build = GraphBuilder()
+    shards = [build.input(name, (2,)) for name in ("a", "b", "c")]
+    casts = [build.call(torch.ops.prims.convert_element_type.default, each, torch.bfloat16) for each in shards]
+    graph = build.output(*gather(build, casts[:2], 2), *gather(build, casts[1:], 2))
+    with same_results(graph):
+        pack_gathers(graph, costs=TOGETHER)
+    assert not set(casts) & set(graph.nodes)
+
+
 def test_costs_of_the_device_are_used_unless_given() -> None:
     build = GraphBuilder()
     graph = build.output(*reduce(build, [build.input(name, (2, 2)) for name in "ab"], 2))
