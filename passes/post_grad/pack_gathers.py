@@ -50,10 +50,10 @@ def pack_gathers(graph: fx.Graph, *, merge: bool = False, costs: Costs | None = 
 
 
 def _joining(graph: fx.Graph) -> MayJoin:
-    freed, places = find_freed(graph), Places(graph)
+    freed = find_freed(graph)
     stays: dict[fx.Node, bool] = {}  # by pack
 
-    def may_join(earlier: Packed, later: Packed) -> bool:
+    def may_join(places: Places, earlier: Packed, later: Packed) -> bool:
         for each in (earlier, later):
             if each.pack not in stays:
                 stays[each.pack] = _stays_unsharded(each, freed)

@@ -18,7 +18,6 @@ A gradient that waits for its pack to fill keeps its unsharded memory: at most `
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from torch import fx
 
@@ -30,7 +29,7 @@ from compile_fsdp.passes.report import PassCounts
 
 def pack_reductions(graph: fx.Graph, *, merge: bool = False, costs: Costs | None = None) -> PassCounts:
     """Pack the graph's reduce-scatters anew; with `merge`, also those of several groups together."""
-    return pack_anew(graph, _REDUCTIONS, partial(_may_join, Places(graph)) if merge else None, costs)
+    return pack_anew(graph, _REDUCTIONS, _may_join if merge else None, costs)
 
 
 def _may_join(places: Places, earlier: Packed, later: Packed) -> bool:

@@ -88,8 +88,8 @@ class Kind:
     collect: Callable[[Packed, Sequence[Part]], dict[fx.Node, fx.Node]]
 
 
-# Whether a collective, and a later collective with equal settings, may be issued at one place.
-MayJoin = Callable[[Packed, Packed], bool]
+# Whether a collective, and a later collective with equal settings, may be issued at one place of the graph.
+MayJoin = Callable[[Places, Packed, Packed], bool]
 
 
 def pack_anew(graph: fx.Graph, kind: Kind, may_join: MayJoin | None, costs: Costs | None) -> PassCounts:
@@ -104,7 +104,7 @@ def pack_anew(graph: fx.Graph, kind: Kind, may_join: MayJoin | None, costs: Cost
     obsolete: list[Packed] = []
     casts: list[fx.Node] = []
     traced = [each for each in find_packed(graph, kind.matches) if each.pack.target is not cat]  # not packed anew yet
-    for run in _runs(traced, may_join):
+    for run in _runs(traced, places, may_join):
         parts = [
             Part(sent, _uncast(sent, packed, places), result, packed)
             for packed in run
@@ -140,7 +140,7 @@ def pack_anew(graph: fx.Graph, kind: Kind, may_join: MayJoin | None, costs: Cost
     return PassCounts(kind.name, nodes_before, len(graph.nodes), tuple(counts))
 
 
-def _runs(packed: Sequence[Packed], may_join: MayJoin | None) -> list[list[Packed]]:
+def _runs(packed: Sequence[Packed], places: Places, may_join: MayJoin | None) -> list[list[Packed]]:
     """Group the collectives into runs of one kind that may share packs."""
     if may_join is None:
         return [[each] for each in packed]
@@ -149,7 +149,7 @@ def _runs(packed: Sequence[Packed], may_join: MayJoin | None) -> list[list[Packe
     for each in packed:
         kind = each.kind
         run = latest.get(kind, [])
-        if not run or not all(may_join(earlier, each) for earlier in run):
+        if not run or not all(may_join(places, earlier, each) for earlier in run):
             run = latest[kind] = []
             runs.append(run)
         run.append(each)
