@@ -58,16 +58,15 @@ def cut_backward(graph: fx.Graph, results: Sequence[fx.Node], gradients: Collect
     inputs = graph.find_nodes(op="placeholder")
     ops = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     first = _first_ops(ops, gradients)
-    rest = [node for node in ops if node not in first]
-    if not any(node in rest for node in gradients):
+    if all(node in first for node in gradients):
         return [_part(inputs, ops, results)]
-    again = _run_again(rest, first)
+    again = _run_again([node for node in ops if node not in first], first)
     second = [node for node in ops if node in again or node not in first]
-    crossing = [node for node in first if node not in again and any(user in second for user in node.users)]
-    early = [node for node in results if node not in rest]
-    early += [node for node in crossing if node not in early]
-    late = [node for node in results if node in rest]
-    return [_part(inputs, list(first), early), _part([*inputs, *crossing], second, late)]
+    read = {each for node in second for each in node.all_input_nodes}
+    crossing = [node for node in first if node in read and node not in again]
+    early = dict.fromkeys([*(node for node in results if node in first), *crossing])
+    late = [node for node in results if node not in first]
+    return [_part(inputs, first, early), _part([*inputs, *crossing], second, late)]
 
 
 def _first_ops(ops: Sequence[fx.Node], gradients: Collection[fx.Node]) -> dict[fx.Node, None]:
@@ -94,7 +93,7 @@ def _run_again(ops: Sequence[fx.Node], first: Collection[fx.Node]) -> set[fx.Nod
     return again
 
 
-def _part(inputs: Sequence[fx.Node], ops: Sequence[fx.Node], results: Sequence[fx.Node]) -> BackwardPart:
+def _part(inputs: Sequence[fx.Node], ops: Collection[fx.Node], results: Collection[fx.Node]) -> BackwardPart:
     read = {each for node in ops for each in node.all_input_nodes}.union(results)
     taken = [node for node in inputs if node in read or isinstance(fake_value(node), torch.SymInt)]
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
