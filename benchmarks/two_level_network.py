@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from compile_fsdp.passes import COSTS, Costs
-from compile_fsdp.tools.bench.llama import ModelConfig
-from compile_fsdp.tools.bench.workloads import Decoder
+from compile_fsdp.tools.bench.llama import ModelConfig, Transformer
 from compile_fsdp.tools.explain.events import Kind
 from compile_fsdp.tools.explain.report import Report
 from compile_fsdp.tools.explain.timeline import place
@@ -31,11 +30,11 @@ TIGHT = 0.8  # budget by the bytes that a step without one takes
 
 def trace(layers: int, settings: Settings, network: Network) -> Report:
     """Trace a step of a decoder with layers like those of Llama 3 8B, decided by the costs of `network`."""
-    size = Decoder(ModelConfig(dim=4096, layers=layers, heads=32, hidden=14_336, vocab_size=32_000), 1, TOKENS)
+    config = ModelConfig(dim=4096, layers=layers, heads=32, hidden=14_336, vocab_size=32_000)
 
     def build() -> tuple[nn.Module, Mapping[str, Any]]:
-        tokens = torch.zeros(size.batch, size.seq_len, dtype=torch.int64)
-        return size.build(), {"tokens": tokens, "targets": tokens}
+        tokens = torch.zeros(1, TOKENS, dtype=torch.int64)
+        return Transformer(config, TOKENS), {"tokens": tokens, "targets": tokens}
 
     return trace_step(build, settings, network)
 
@@ -61,10 +60,11 @@ def main() -> None:
     print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     built_in = COSTS["cuda"]
     for ranks in args.ranks:
-        plain = trace(args.layers, Settings(ranks), Network(built_in, ranks_per_host=ranks))
+        one_host = Network(built_in, ranks_per_host=ranks)
+        plain = trace(args.layers, Settings(ranks), one_host)
         for budget in (None, int(TIGHT * plain.allocated_bytes)):
             settings = Settings(ranks, memory_budget=budget)
-            expected = trace(args.layers, settings, Network(built_in, ranks_per_host=ranks))
+            expected = plain if budget is None else trace(args.layers, settings, one_host)
             for link in args.link:
                 network = Network(built_in, host_bandwidth=link * 1e9)
                 costs = network.shard_costs(ranks)
