@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from compile_fsdp.ops import ensure_lowerings
 from compile_fsdp.ops.call_block import Half, call_block, op_by_op
+from helpers.graphs.capture import without_graph_caches
 from helpers.releases.skip import skip_before
 
 
@@ -72,7 +73,7 @@ def test_generated_code_leaves_no_reference_to_an_input_that_it_hands_over() -> 
         (result,) = call_block([y], [2], block.name)
         return result, y if is_read_later else 0
 
-    with torch.no_grad():
+    with torch.no_grad(), without_graph_caches():
         for is_read_later in (False, True):
             torch._dynamo.reset()
             result, _ = torch.compile(function, fullgraph=True)(torch.ones(4), is_read_later)
