@@ -24,8 +24,8 @@ _op_by_op = False
 
 
 @dataclass(frozen=True, eq=False, weakref_slot=True, slots=True)
-class Half:
-    """The forward of a block, or a part of its backward.
+class Part:
+    """A part of a block that is compiled by itself: the forward, or a part of the backward.
 
     Attributes:
         run: The compiled graph. It takes its sizes and then its tensors as one list, and empties the list. None if the
@@ -46,7 +46,7 @@ class Half:
     stored: Callable[[], Any] | None = None
 
     def __post_init__(self) -> None:
-        _halves[self.name] = self
+        _parts[self.name] = self
 
     @property
     def facts(self) -> Facts:
@@ -89,35 +89,35 @@ class Backward:
         results: Positions of the backward's results, likewise.
     """
 
-    parts: tuple[tuple[Half, tuple[int, ...]], ...]
+    parts: tuple[tuple[Part, tuple[int, ...]], ...]
     results: tuple[int, ...]
 
     def call(self, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> list[Tensor]:
         """Call the ops that run it."""
         values = [*tensors]
-        for half, inputs in self.parts:
-            values += half.call([values[i] for i in inputs], sizes)
+        for part, inputs in self.parts:
+            values += part.call([values[i] for i in inputs], sizes)
         return [values[i] for i in self.results]
 
 
 @dataclass(frozen=True, eq=False, weakref_slot=True, slots=True)
 class Block:
-    """A block as autograd sees it; without a backward, it has only its forward."""
+    """A block as autograd sees it; without a backward, it has only its forward, and no signature."""
 
-    forward: Half
-    backward: Backward | None = None
+    forward: Part
+    backward: Backward = Backward((), ())
     signature: Signature | None = None
 
     def __post_init__(self) -> None:
         _blocks[self.forward.name] = self
 
 
-_halves: WeakValueDictionary[str, Half] = WeakValueDictionary()
+_parts: WeakValueDictionary[str, Part] = WeakValueDictionary()
 _blocks: WeakValueDictionary[str, Block] = WeakValueDictionary()
 
 
-def find_half(name: str) -> Half:
-    return _halves[name]
+def find_part(name: str) -> Part:
+    return _parts[name]
 
 
 def find_block(name: str) -> Block | None:
@@ -129,17 +129,17 @@ def run_block(name: str, size_count: int, *values: Any) -> tuple[Tensor, ...]:
     """Call a block in a Dynamo graph: `values` are its sizes and then its tensors."""
     block = _blocks[name]
     sizes, tensors = values[:size_count], values[size_count:]
-    if block.backward is None:
+    if block.signature is None:
         return tuple(block.forward.call(tensors, sizes))
     results: tuple[Tensor, ...] = _Differentiable.apply(block, sizes, *tensors)  # type: ignore[no-untyped-call]
     return results
 
 
-def run_half(inputs: list[Any], sizes: Sequence[int], name: str) -> list[Tensor]:
-    """Run a half on inputs that the caller hands over: the list is emptied as the half reads them."""
-    half = _halves[name]
+def run_part(inputs: list[Any], sizes: Sequence[int], name: str) -> list[Tensor]:
+    """Run a part on inputs that the caller hands over: the list is emptied as the part reads them."""
+    part = _parts[name]
     inputs[:0] = sizes
-    return list(half.graph(*inputs) if _op_by_op or half.run is None else half.run(inputs))
+    return list(part.graph(*inputs) if _op_by_op or part.run is None else part.run(inputs))
 
 
 @contextmanager
@@ -153,19 +153,19 @@ def op_by_op() -> Iterator[None]:
         _op_by_op = outer
 
 
-def _call_block(inputs: list[Tensor], sizes: list[int], half: str) -> list[Tensor]:
-    return run_half([*inputs], sizes, half)
+def _call_block(inputs: list[Tensor], sizes: list[int], part: str) -> list[Tensor]:
+    return run_part([*inputs], sizes, part)
 
 
-def _fake_call_block(inputs: list[Tensor], sizes: list[Any], half: str) -> list[Tensor]:
-    found = _halves[half]
+def _fake_call_block(inputs: list[Tensor], sizes: list[Any], part: str) -> list[Tensor]:
+    found = _parts[part]
     if found.results is None:
         return list(found.graph(*sizes, *inputs))
     return [torch.empty_strided(*layout, dtype=dtype, device=device) for *layout, dtype, device in found.results]
 
 
 for _name, _tags in (("call_block", ()), ("call_random_block", (torch.Tag.nondeterministic_seeded,))):
-    _schema = f"{_name}(Tensor[] inputs, SymInt[] sizes, str half) -> Tensor[]"
+    _schema = f"{_name}(Tensor[] inputs, SymInt[] sizes, str part) -> Tensor[]"
     _LIBRARY.define(_schema, tags=(torch.Tag.needs_exact_strides, *_tags))
     _LIBRARY.impl(_name, _call_block, "CompositeExplicitAutograd")
     torch.library.register_fake(f"compile_fsdp::{_name}", _fake_call_block, lib=_LIBRARY)
@@ -193,7 +193,6 @@ class _Differentiable(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         block: Block = ctx.block
         signature = block.signature
-        assert block.backward is not None
         assert signature is not None
         pairs = zip(grads, signature.differentiable, strict=True)
         own = [grad for grad, has_gradient in pairs if has_gradient]

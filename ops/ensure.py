@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from compile_fsdp.ops import fsdp_copy, resize_storage_bytes
-from compile_fsdp.ops.call_block import BLOCK_CALLS, run_half
+from compile_fsdp.ops.call_block import BLOCK_CALLS, run_part
 from compile_fsdp.ops.collectives import all_gather_into_tensor, reduce_scatter_tensor
 from compile_fsdp.ops.definition import check_lowering, ensure_definition
 from compile_fsdp.ops.offload import fetch
@@ -31,7 +31,7 @@ def ensure_lowerings() -> None:
     check_lowering(fsdp_copy.DEFINITION)
     check_lowering(resize_storage_bytes.DEFINITION)
     for op in BLOCK_CALLS:
-        hand_over_inputs(op, f"{run_half.__module__}.{run_half.__name__}")
+        hand_over_inputs(op, f"{run_part.__module__}.{run_part.__name__}")
     for op in (all_gather_into_tensor, reduce_scatter_tensor, fetch):
         if op not in inductor_lowerings():
             register_collective_lowering(op)

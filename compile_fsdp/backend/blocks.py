@@ -16,7 +16,7 @@ from torch import fx
 
 from compile_fsdp.backend.derived_backward import GraphTracer, UnusedBackward
 from compile_fsdp.backend.progress import Phase
-from compile_fsdp.ops.call_block import Backward, Block, Half, Signature, find_block
+from compile_fsdp.ops.call_block import Backward, Block, Part, Signature, find_block
 from compile_fsdp.options import Options
 from compile_fsdp.passes.analysis.aliases import Aliases, fake_value
 from compile_fsdp.passes.analysis.costs import work_of
@@ -79,10 +79,10 @@ class BlockCompiler:
         if not all(map(_can_be_called, (node for graph in graphs for node in graph.nodes))):
             return None
         if len(graphs) == 1:
-            return Block(self._half(name, graphs[0]))
+            return Block(self._compile_part(name, graphs[0]))
         forward, backward = graphs
         signature = _separate(forward, backward, call, needs_gradient)
-        return Block(self._half(name, forward), self._backward(name, backward, signature, call), signature)
+        return Block(self._compile_part(name, forward), self._backward(name, backward, signature, call), signature)
 
     def _backward(self, name: str, graph: fx.Graph, signature: Signature, call: BlockCall) -> Backward:
         """Compile a backward in parts."""
@@ -93,11 +93,11 @@ class BlockCompiler:
         parts = []
         for i, part in enumerate(cut_backward(graph, results, gradients)):
             inputs = tuple(map(values.index, filter(_is_tensor, part.inputs)))
-            parts.append((self._half(f"{name} backward {i}", part.graph), inputs))
+            parts.append((self._compile_part(f"{name} backward {i}", part.graph), inputs))
             values += part.results
         return Backward(tuple(parts), tuple(map(values.index, results)))
 
-    def _half(self, name: str, graph: fx.Graph) -> Half:
+    def _compile_part(self, name: str, graph: fx.Graph) -> Part:
         """Compile a graph without autograd."""
         graph.output_node().args = (tuple(_without_aliases(graph)),)
         examples = [fake_value(node) for node in graph.find_nodes(op="placeholder")]
@@ -114,7 +114,7 @@ class BlockCompiler:
                 gm = fx.GraphModule({}, graph)
                 compiled = compile_fx(gm, examples, config_patches=dict(self.options.inductor))
             run, stored = innermost(compiled), stored_graph(compiled)
-        return Half(run, name, plain, work, tuple(layouts) if is_fixed else None, is_random, stored)
+        return Part(run, name, plain, work, tuple(layouts) if is_fixed else None, is_random, stored)
 
 
 def _separate(forward: fx.Graph, backward: fx.Graph, call: BlockCall, needs_gradient: tuple[bool, ...]) -> Signature:

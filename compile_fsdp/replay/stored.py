@@ -21,7 +21,7 @@ from compile_fsdp.backend.memory_budget import note_decision
 from compile_fsdp.backend.prefill import UnshardBeforeRun
 from compile_fsdp.backend.step import Step
 from compile_fsdp.errors import NotPortableError
-from compile_fsdp.ops.call_block import Backward, Block, Facts, Half, Signature
+from compile_fsdp.ops.call_block import Backward, Block, Facts, Part, Signature
 from compile_fsdp.options import Options
 from compile_fsdp.passes.analysis.costs import Costs
 from compile_fsdp.passes.analysis.sequence import CollectiveSequence
@@ -68,39 +68,38 @@ class StoredFrame:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredHalf:
-    """The forward of a block, or a part of its backward."""
+class StoredPart:
+    """A part of a block."""
 
     graph: bytes  # pickled
     facts: Facts
 
     @classmethod
-    def of(cls, half: Half) -> StoredHalf:
-        return cls(_pickle(half.stored), half.facts)
+    def of(cls, part: Part) -> StoredPart:
+        return cls(_pickle(part.stored), part.facts)
 
-    def load(self) -> Half:
+    def load(self) -> Part:
         stored = partial(pickle.loads, self.graph)
-        return Half(load_graph(stored()), *self.facts, stored)
+        return Part(load_graph(stored()), *self.facts, stored)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
     """A block that the graphs of a step call by its name."""
 
-    forward: StoredHalf
-    backward: tuple[tuple[StoredHalf, tuple[int, ...]], ...]
+    forward: StoredPart
+    backward: tuple[tuple[StoredPart, tuple[int, ...]], ...]  # parts and positions, as in `Backward`
     results: tuple[int, ...]
     signature: Signature | None
 
     @classmethod
     def of(cls, block: Block) -> StoredBlock:
-        parts, results = ((), ()) if block.backward is None else (block.backward.parts, block.backward.results)
-        stored = tuple((StoredHalf.of(half), inputs) for half, inputs in parts)
-        return cls(StoredHalf.of(block.forward), stored, results, block.signature)
+        backward = tuple((StoredPart.of(part), inputs) for part, inputs in block.backward.parts)
+        return cls(StoredPart.of(block.forward), backward, block.backward.results, block.signature)
 
     def load(self) -> Block:
-        parts = tuple((half.load(), inputs) for half, inputs in self.backward)
-        return Block(self.forward.load(), Backward(parts, self.results) if parts else None, self.signature)
+        parts = tuple((part.load(), inputs) for part, inputs in self.backward)
+        return Block(self.forward.load(), Backward(parts, self.results), self.signature)
 
 
 def _pickle(store: Callable[[], Any] | None) -> bytes:

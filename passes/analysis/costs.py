@@ -16,7 +16,7 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
-from compile_fsdp.ops.call_block import BLOCK_CALLS, find_half
+from compile_fsdp.ops.call_block import BLOCK_CALLS, find_part
 from compile_fsdp.passes.analysis.aliases import fake_arguments, fake_value, find_fake_tensor, is_declared_view
 from compile_fsdp.passes.analysis.collectives import is_all_reduce, is_fetch, is_gather, is_offload, ranks_of
 from compile_fsdp.torch_compat.dispatch import OpOverload, flop_formula
@@ -124,7 +124,7 @@ def compute_seconds(node: fx.Node, costs: Costs) -> float:
     if node.target in BLOCK_CALLS:
         *_, name = node.args
         assert isinstance(name, str)
-        return sum(costs.compute(*work) for work in find_half(name).work)
+        return sum(costs.compute(*work) for work in find_part(name).work)
     return costs.compute(*work_of(node))
 
 

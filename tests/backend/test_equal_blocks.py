@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import compile_fsdp
 from compile_fsdp.backend.blocks import _is_random
-from compile_fsdp.ops.call_block import _halves
+from compile_fsdp.ops.call_block import _parts
 from compile_fsdp.passes.analysis.costs import Costs
 from helpers.graphs.capture import render_step, without_graph_caches
 from helpers.models.stacks import Stack
@@ -229,15 +229,15 @@ def test_gradient_of_attention_draws_no_numbers(kernel: str) -> None:
     ids=["plain", "views", "one condition", "dropout"],
 )
 def test_blocks_vanish_with_the_model_that_calls_them(arguments: dict[str, Any], is_random: bool) -> None:
-    before = {*_halves}
+    before = {*_parts}
     with fake_world(2):
         model = _shard(compile_fsdp.fully_shard, **arguments)
         model.compile(backend="compile_fsdp", fullgraph=True, options=AOT_EAGER)
         model(torch.randn(3, 8)).backward()
-        names = {*_halves} - before
+        names = {*_parts} - before
         assert len(names) == 2
-        assert [_halves[name].is_random for name in sorted(names)] == [is_random, False]  # forward and backward
+        assert [_parts[name].is_random for name in sorted(names)] == [is_random, False]  # forward and backward
         del model
         torch._dynamo.reset()
         gc.collect()
-    assert names.isdisjoint(_halves)
+    assert names.isdisjoint(_parts)
