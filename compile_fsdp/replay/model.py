@@ -30,6 +30,7 @@ from torch import nn
 
 from compile_fsdp.backend.agreement import are_fake, share_choice
 from compile_fsdp.backend.boundary import ForwardGraph
+from compile_fsdp.backend.cpu_probe import start_cpu_probe
 from compile_fsdp.backend.step import BackwardsRecord
 from compile_fsdp.backend.this_run import Run, running, see_guards
 from compile_fsdp.errors import NotPortableError
@@ -82,6 +83,8 @@ class ModelReplay:
         if not self._is_read:
             self._is_read = True
             self._read(module, arguments, closure)
+            if not self.steps and self.options.inner_backend == "inductor":
+                start_cpu_probe(module_hooks_of(module).hooks.state._device)
         for i, step in enumerate(self.steps):
             if step.forward.fits(arguments):
                 self.steps.insert(0, self.steps.pop(i))

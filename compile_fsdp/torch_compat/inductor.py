@@ -45,6 +45,9 @@ caches_disabled = Late("torch._inductor.config.force_disable_caches")
 # The command of Inductor's C++ compiler; RuntimeError or OSError if no compiler starts. (2.13.0)
 cpp_compiler: Callable[[], str] = Late("torch._inductor.cpp_builder.get_cpp_compiler")
 
+# Choose the vector instructions of C++ kernels, by probes that a cache folder keeps. (2.13.0)
+pick_vec_isa = Late("torch._inductor.cpu_vec_isa.pick_vec_isa")
+
 # Partition a joint graph with Inductor's default choice of saved tensors. (2.13.0)
 min_cut_partition: Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModule]] = Late(
     "torch._functorch.partitioners.min_cut_rematerialization_partition"
