@@ -107,7 +107,7 @@ def measure(nodes: int) -> float:
     reports: list[tuple[Report, ...]] = []
     # Costs under which every pass has work to do.
     costs = Costs(latency=1e-9, comm_bandwidth=1e9, memory_bandwidth=1e12, flops=1e12)
-    passes = pipelines.post_grad(node_name, hoist=True, merge=False, costs=costs)
+    passes = pipelines.post_grad(node_name, hoist=True, costs=costs)
     pipeline = Pipeline(passes, reports.append)
     gc.collect()
     start = time.process_time()

@@ -150,8 +150,11 @@ def _with_more_memory(
 def _with_larger_groups(
     groups: Sequence[GroupFigures], costs: Costs, decision: BudgetDecision | None, now: _Time
 ) -> Iterator[tuple[str, _Time]]:
-    """Advise to merge small groups, up to the size at which latency is a third of an all-gather."""
-    if decision is not None and decision.has_large_packs:
+    """Advise to merge small groups, up to the size at which latency is a third of an all-gather.
+
+    Without a budget, `pack_gathers` and `pack_reductions` merge them; with memory for large packs, too.
+    """
+    if decision is None or decision.has_large_packs:
         return
     small = [group for group in groups if group.ranks > 1 and group.size // group.ranks < costs.pack_bytes(group.ranks)]
     if len(small) < _FEW_GROUPS:

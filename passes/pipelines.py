@@ -19,6 +19,7 @@ from compile_fsdp.passes.dynamo.lift_tensor_hooks import lift_tensor_hooks
 from compile_fsdp.passes.dynamo.save_frozen_outputs import save_frozen_outputs
 from compile_fsdp.passes.post_grad.pack_gathers import pack_gathers
 from compile_fsdp.passes.post_grad.pack_reductions import pack_reductions
+from compile_fsdp.passes.post_grad.packing import Merge
 from compile_fsdp.passes.post_grad.read_by_strides import read_by_strides
 from compile_fsdp.passes.post_grad.remove_unread import remove_unread
 from compile_fsdp.passes.post_grad.remove_unshard_copies import remove_unshard_copies
@@ -79,7 +80,9 @@ def traced_backward(functions: Collection[Function], *, names: Names, fake_mode:
     )
 
 
-def post_grad(names: Names, *, hoist: bool, merge: bool, costs: Costs | None) -> tuple[PostGradPass, ...]:
+def post_grad(
+    names: Names, *, hoist: bool, merge: Merge = Merge.SMALL, costs: Costs | None
+) -> tuple[PostGradPass, ...]:
     """Return the passes for a forward or backward post-grad graph."""
     return (
         # First, because every read of a parameter depends on a mutation while a window copies into it, and no pass may
@@ -98,4 +101,4 @@ def post_grad(names: Names, *, hoist: bool, merge: bool, costs: Costs | None) ->
 
 
 # The passes that the option `disabled_passes` can name.
-PASSES = tuple(map(function_of, post_grad(node_name, hoist=True, merge=False, costs=None)))
+PASSES = tuple(map(function_of, post_grad(node_name, hoist=True, costs=None)))

@@ -11,6 +11,7 @@ from compile_fsdp.backend.step import Step
 from compile_fsdp.ops import accumulate_gradient, ensure_lowerings, run_block, watch
 from compile_fsdp.passes import GraphObserver, Pipeline, pipelines
 from compile_fsdp.passes.cache_key import cache_key
+from compile_fsdp.passes.post_grad.packing import Merge
 from compile_fsdp.reports import Direction
 from compile_fsdp.torch_compat.inductor import CACHEABLE_FUNCTIONS
 
@@ -36,7 +37,9 @@ def inductor_config(
         # Triton may come from a cache, because `force_disable_caches` compiles all of it again, and leaves a new folder
         # for each graph.
         config |= {"fx_graph_cache": False, "fx_graph_remote_cache": False}
-    merge = decision is not None and decision.has_large_packs
+    merge = Merge.SMALL
+    if decision is not None:
+        merge = Merge.ALL if decision.has_large_packs else Merge.NONE
     passes = pipelines.post_grad(inputs.name, hoist=direction == "forward", merge=merge, costs=options.costs)
     config["post_grad_custom_pre_pass"] = Pipeline(
         passes, recorder, options.disabled_passes, observer=observer, check=options.verify

@@ -76,6 +76,13 @@ class Costs:
         """
         return int((8 if is_spare else 2) * self.latency * self.comm_bandwidth / max(ranks - 1, 1))
 
+    def small_bytes(self, ranks: int) -> int:
+        """Return the most shard bytes that groups have together if they share a collective without a budget.
+
+        Latency is half of such a collective's time.
+        """
+        return int(self.latency * self.comm_bandwidth / max(ranks - 1, 1))
+
 
 # By device type. CPU: measured with two gloo ranks on one core each (benchmarks/results/steps_cpu_202611.md). CUDA:
 # about 60 % of the peaks in the data sheet of an H100 SXM, 8 of them connected by NVLink and to their hosts by PCIe 5.

@@ -2,7 +2,7 @@
 
 Precondition  packed all-gathers, see `collectives.py`
 Match         shards whose copies into and out of the pack cost more than a separate collective; packs of more bytes
-              than `Costs.pack_bytes`; with `merge`, packs whose parameters stay unsharded
+              than `Costs.pack_bytes`; with `merge`, packs of several groups
 Rewrite       such a shard gets its own all-gather, straight from the shard and into the parameter's own buffer;
               `plan_packs` packs the remaining shards; the items of a pack are copies, which need no clone
 Report        gathers before and after; parameters gathered by themselves; bytes no longer copied
@@ -16,8 +16,9 @@ Report        gathers before and after; parameters gathered by themselves; bytes
     n = reshape(clone(parts[1]), [4])
 
 [Note: Who pays for a merged pack]
-An early gather holds memory until its value is used. Parameters that stay unsharded all exist at the end of the graph,
-so gathering them together raises the peak by at most the pack. Packs of parameters that the graph frees stay separate.
+An early gather holds memory until its value is used. Without a budget (`Merge.SMALL`) a pack of several groups is so
+small that latency is half of its time, and raises the peak by at most its size. With a budget for everything
+(`Merge.ALL`) a pack is larger, but takes only parameters that stay unsharded: they all exist at the end of the graph.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from compile_fsdp.passes.analysis.layout import find_freed
 from compile_fsdp.passes.post_grad.packing import (
     Kind,
     MayJoin,
+    Merge,
     Part,
     Places,
     join,
@@ -44,32 +46,37 @@ from compile_fsdp.passes.post_grad.packing import (
 from compile_fsdp.passes.report import PassCounts
 
 
-def pack_gathers(graph: fx.Graph, *, merge: bool = False, costs: Costs | None = None) -> PassCounts:
+def pack_gathers(graph: fx.Graph, *, merge: Merge = Merge.NONE, costs: Costs | None = None) -> PassCounts:
     """Pack the graph's all-gathers anew; for `merge`, see [Note: Who pays for a merged pack]."""
-    return pack_anew(graph, _GATHERS, _joining(graph) if merge else None, costs)
+    return pack_anew(graph, _GATHERS, merge, _joining(graph, merge), costs)
 
 
-def _joining(graph: fx.Graph) -> MayJoin:
+def _joining(graph: fx.Graph, merge: Merge) -> MayJoin:
     freed = find_freed(graph)
-    stays: dict[fx.Node, bool] = {}  # by pack
+    known: dict[fx.Node, bool] = {}  # by pack
+
+    def is_early(packed: Packed) -> bool:
+        """Return whether the gather may be earlier than traced."""
+        if packed.pack not in known:
+            stays = merge is Merge.SMALL or _stays_unsharded(packed, freed)
+            known[packed.pack] = stays and _gathers_inputs(packed)
+        return known[packed.pack]
 
     def may_join(places: Places, earlier: Packed, later: Packed) -> bool:
-        for each in (earlier, later):
-            if each.pack not in stays:
-                stays[each.pack] = _stays_unsharded(each, freed)
         # The shards of the later gather must exist, unchanged, at the earlier gather.
-        is_unchanged = not places.is_written_between(earlier.pack, later.pack)
-        return stays[earlier.pack] and stays[later.pack] and is_unchanged
+        return is_early(earlier) and is_early(later) and not places.is_written_between(earlier.pack, later.pack)
 
     return may_join
 
 
-def _stays_unsharded(packed: Packed, freed: set[fx.Node | None]) -> bool:
-    """Return whether the pack gathers only inputs, into parameters that are never freed."""
-    # The shard is an input, or the cast of an input.
+def _gathers_inputs(packed: Packed) -> bool:
+    """Return whether every shard is an input, or the cast of an input."""
     sources = [shard.all_input_nodes or [shard] for shard in packed.inputs]
-    if any(node.op != "placeholder" for nodes in sources for node in nodes):
-        return False
+    return all(node.op == "placeholder" for nodes in sources for node in nodes)
+
+
+def _stays_unsharded(packed: Packed, freed: set[fx.Node | None]) -> bool:
+    """Return whether all parameters of the pack are filled, and never freed."""
     values = rearranged(item for item in packed.outputs if item is not None)
     readers = {user for each in values for user in each.users} - values
     return all(is_copy(reader) and parameter_of(reader) not in freed for reader in readers)

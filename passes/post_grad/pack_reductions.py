@@ -23,13 +23,13 @@ from torch import fx
 
 from compile_fsdp.passes.analysis.collectives import RESHAPES, Packed, aten, insert, is_reduction, numel
 from compile_fsdp.passes.analysis.costs import Costs, plan_reductions
-from compile_fsdp.passes.post_grad.packing import Kind, Part, Places, join, launch, pack_anew, split
+from compile_fsdp.passes.post_grad.packing import Kind, Merge, Part, Places, join, launch, pack_anew, split
 from compile_fsdp.passes.report import PassCounts
 
 
-def pack_reductions(graph: fx.Graph, *, merge: bool = False, costs: Costs | None = None) -> PassCounts:
+def pack_reductions(graph: fx.Graph, *, merge: Merge = Merge.NONE, costs: Costs | None = None) -> PassCounts:
     """Pack the graph's reduce-scatters anew; with `merge`, also those of several groups together."""
-    return pack_anew(graph, _REDUCTIONS, _may_join if merge else None, costs)
+    return pack_anew(graph, _REDUCTIONS, merge, _may_join, costs)
 
 
 def _may_join(places: Places, earlier: Packed, later: Packed) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import accumulate
 
 from torch import fx
@@ -24,6 +25,7 @@ from compile_fsdp.passes.analysis.collectives import (
     aten,
     find_packed,
     insert,
+    is_gather,
     name_of,
     settings_of,
 )
@@ -92,10 +94,18 @@ class Kind:
 MayJoin = Callable[[Places, Packed, Packed], bool]
 
 
-def pack_anew(graph: fx.Graph, kind: Kind, may_join: MayJoin | None, costs: Costs | None) -> PassCounts:
+class Merge(Enum):
+    """Which collectives share packs with others of their kind."""
+
+    NONE = "none"
+    SMALL = "small"  # those that have at most `Costs.small_bytes` together
+    ALL = "all"  # all, in packs for memory to spare
+
+
+def pack_anew(graph: fx.Graph, kind: Kind, merge: Merge, may_join: MayJoin, costs: Costs | None) -> PassCounts:
     """Replace packed collectives by collectives with planned packs.
 
-    `may_join`: None if no collectives share packs. `costs`: None for the built-in costs of the graph's device.
+    `costs`: None for the built-in costs of the graph's device.
     """
     nodes_before = len(graph.nodes)
     before = after = alone = copied = 0
@@ -104,7 +114,14 @@ def pack_anew(graph: fx.Graph, kind: Kind, may_join: MayJoin | None, costs: Cost
     obsolete: list[Packed] = []
     casts: list[fx.Node] = []
     traced = [each for each in find_packed(graph, kind.matches) if each.pack.target is not cat]  # not packed anew yet
-    for run in _runs(traced, places, may_join):
+
+    def may_merge(run: Sequence[Packed], later: Packed) -> bool:
+        if merge is Merge.NONE or not all(may_join(places, earlier, later) for earlier in run):
+            return False
+        limit = (costs or device_costs(later.collective)).small_bytes(later.ranks)
+        return merge is Merge.ALL or sum(map(_shard_bytes, (*run, later))) <= limit
+
+    for run in _runs(traced, may_merge):
         parts = [
             Part(sent, _uncast(sent, packed, places), result, packed)
             for packed in run
@@ -115,7 +132,7 @@ def pack_anew(graph: fx.Graph, kind: Kind, may_join: MayJoin | None, costs: Cost
         packs = [list(range(len(parts)))]
         if are_contiguous([part.sent for part in parts]):
             own = costs or device_costs(run[0].collective)
-            packs = kind.plan(sizes, ranks, own, is_spare=may_join is not None)
+            packs = kind.plan(sizes, ranks, own, is_spare=merge is Merge.ALL)
         place = kind.place(run)
         with graph.inserting_before(place.pack):
             for pack in packs:
@@ -140,16 +157,19 @@ def pack_anew(graph: fx.Graph, kind: Kind, may_join: MayJoin | None, costs: Cost
     return PassCounts(kind.name, nodes_before, len(graph.nodes), tuple(counts))
 
 
-def _runs(packed: Sequence[Packed], places: Places, may_join: MayJoin | None) -> list[list[Packed]]:
-    """Group the collectives into runs of one kind that may share packs."""
-    if may_join is None:
-        return [[each] for each in packed]
+def _shard_bytes(packed: Packed) -> int:
+    sent = sum(map(size_bytes, packed.inputs))
+    return sent if is_gather(packed.collective) else sent // packed.ranks
+
+
+def _runs(packed: Sequence[Packed], may_merge: Callable[[Sequence[Packed], Packed], bool]) -> list[list[Packed]]:
+    """Group the collectives into runs of one kind that share packs."""
     runs: list[list[Packed]] = []
     latest: dict[object, list[Packed]] = {}
     for each in packed:
         kind = each.kind
         run = latest.get(kind, [])
-        if not run or not all(may_join(places, earlier, each) for earlier in run):
+        if not run or not may_merge(run, each):
             run = latest[kind] = []
             runs.append(run)
         run.append(each)

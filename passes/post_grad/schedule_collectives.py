@@ -16,7 +16,7 @@ Report        collectives moved, and collectives left in place
                                               x = mm(x, b)
 
 [Note: Bounds of a prefetch]
-A forward gathers no group before the preceding group is used, as eager FSDP2's prefetch. A backward launches no gather
+A forward gathers no pack before the preceding pack is used, as eager FSDP2's prefetch. A backward launches no gather
 before its traced place, which `backward_prefetch` and the modules' prefetch lists decide. Within these bounds a gather
 goes as late as the costs allow, because gathered parameters take memory. A gradient in flight keeps its unsharded
 memory; all gradients in flight take at most the memory of the largest reduction.

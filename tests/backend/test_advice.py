@@ -65,17 +65,22 @@ def test_advice_with_negligible_gain_is_omitted(change: dict[str, Any], costs: d
 def test_advises_merging_small_groups() -> None:
     tiny = GroupFigures("tiny", (8 * 2**10,), (8 * 2**10,), 2 * 2**10, ranks=8, backward_ranks=1)
     large = dataclasses.replace(BLOCK, backward_ranks=1)
-    found = advise([large, *[tiny] * 40], dataclasses.replace(COSTS, flops=1e15), None)
-    keep, larger = sorted(found, key=lambda each: "in the place of" in each.change)
+    groups, costs = [large, *[tiny] * 40], dataclasses.replace(COSTS, flops=1e15)
+    decision = BudgetDecision((), (), False, 10, MIB, MIB, 0.0, True, (), MIB)
+    (larger,) = advise(groups, costs, decision)
     assert "1 group in the place of 40 small ones" in larger.change
     # One all-gather and one reduction replace 40 of each.
     assert larger.most_seconds == pytest.approx(2 * 39 * 0.5e-3)
+    # Without a budget, small groups share collectives.
+    (keep,) = advise(groups, costs, None)
+    assert "memory_budget" in keep.change
     assert keep.most_seconds == pytest.approx(3 / 4 * 2 * 41 * 0.5e-3)
 
 
 def test_merging_all_parameters_into_one_group_is_not_advised() -> None:
     tiny = GroupFigures("tiny", (8 * 2**10,), (8 * 2**10,), 2 * 2**10, ranks=8, backward_ranks=1)
-    assert not any("in the place of" in each.change for each in advise([tiny] * 40, COSTS, None))
+    decision = BudgetDecision((), (), False, 10, MIB, MIB, 0.0, True, (), MIB)
+    assert not any("in the place of" in each.change for each in advise([tiny] * 40, COSTS, decision))
 
 
 def test_advises_a_larger_memory_budget() -> None:

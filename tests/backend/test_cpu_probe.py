@@ -22,6 +22,7 @@ from helpers.releases.skip import skip_before
 def probes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
     """For each probe, whether it ran in the main thread, and how many graphs Dynamo had compiled when it began."""
     found: list[tuple[bool, int]] = []
+    torch._dynamo.utils.counters.clear()
 
     def probe() -> None:
         is_main = threading.current_thread() is threading.main_thread()

@@ -194,7 +194,8 @@ def test_further_equal_blocks_need_no_further_kernels() -> None:
 
 
 def test_next_gather_starts_between_the_parts_of_a_backward() -> None:
-    slow_compute = Costs(latency=1e-6, comm_bandwidth=1e12, memory_bandwidth=1e12, flops=1e6)
+    # No two groups, of 896 bytes a rank, share a collective.
+    slow_compute = Costs(latency=1e-6, comm_bandwidth=1e9, memory_bandwidth=1e12, flops=1e6)
     with fake_world(2):
         model = _shard(compile_fsdp.fully_shard, block=_Mlp)
         graphs = render_step(model, lambda: model(torch.randn(4, 8)), bundle=False, costs=slow_compute)

@@ -16,6 +16,7 @@ import torch
 import compile_fsdp
 from compile_fsdp.backend.derived_backward import Partitioner
 from compile_fsdp.passes import COSTS, PASSES, Costs, Pipeline, WindowReport, cache_key, pipelines
+from compile_fsdp.passes.post_grad.packing import Merge
 from compile_fsdp.passes.report import Names, node_name
 from compile_fsdp.passes.runner import PostGradPass
 from compile_fsdp.torch_compat.inductor import CustomGraphPass
@@ -25,7 +26,7 @@ ALL_DISABLED = frozenset(p.__name__ for p in PASSES)
 
 
 def passes(
-    names: Names = node_name, hoist: bool = True, merge: bool = False, costs: Costs | None = None
+    names: Names = node_name, hoist: bool = True, merge: Merge = Merge.SMALL, costs: Costs | None = None
 ) -> tuple[PostGradPass, ...]:
     return pipelines.post_grad(names, hoist=hoist, merge=merge, costs=costs)
 
@@ -61,7 +62,7 @@ def test_uuid_depends_on_sources_and_options_only(monkeypatch: pytest.MonkeyPatc
     uuid = Pipeline(passes(), ignore).uuid()
     assert Pipeline(passes(lambda node: "other"), print).uuid() == uuid
     assert Pipeline(passes(), ignore, ALL_DISABLED).uuid() != uuid
-    for other in (passes(hoist=False), passes(merge=True), passes(costs=COSTS["cpu"])):
+    for other in (passes(hoist=False), passes(merge=Merge.ALL), passes(costs=COSTS["cpu"])):
         assert Pipeline(other, ignore).uuid() != uuid
     monkeypatch.setattr(cache_key, "hash_sources", lambda: "other sources")
     assert Pipeline(passes(), ignore).uuid() != uuid
@@ -70,7 +71,7 @@ def test_uuid_depends_on_sources_and_options_only(monkeypatch: pytest.MonkeyPatc
 def test_uuid_is_the_same_in_another_process() -> None:
     code = """
 from compile_fsdp.passes import Pipeline, pipelines
-print(Pipeline(pipelines.post_grad(str, hoist=True, merge=False, costs=None), print).uuid())
+print(Pipeline(pipelines.post_grad(str, hoist=True, costs=None), print).uuid())
 """
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert other.stdout.strip() == Pipeline(passes(), ignore).uuid()
@@ -106,7 +107,7 @@ class Chosen:
 
 def keys():
     hash_sources.cache_clear()
-    passes = Pipeline(pipelines.post_grad(str, hoist=True, merge=False, costs=None), print)
+    passes = Pipeline(pipelines.post_grad(str, hoist=True, costs=None), print)
     return [cache_key(), passes.uuid(), Partitioner().uuid(), Partitioner(Chosen()).uuid()]
 
 package = Path(compile_fsdp.__file__).parent

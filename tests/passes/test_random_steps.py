@@ -14,6 +14,7 @@ from compile_fsdp.passes import PASSES, Costs, Pipeline, pipelines
 from compile_fsdp.passes.analysis.sequence import read_collectives
 from compile_fsdp.passes.post_grad.pack_gathers import pack_gathers
 from compile_fsdp.passes.post_grad.pack_reductions import pack_reductions
+from compile_fsdp.passes.post_grad.packing import Merge
 from compile_fsdp.passes.post_grad.read_by_strides import read_by_strides
 from compile_fsdp.passes.post_grad.remove_unread import remove_unread
 from compile_fsdp.passes.post_grad.remove_unshard_copies import remove_unshard_copies
@@ -62,7 +63,7 @@ def nodes_of(graph: fx.Graph) -> list[object]:
     return [(node, node.target, node.args, node.kwargs) for node in graph.nodes]
 
 
-def check_each_pass(plan: StepPlan, costs: Costs, hoist: bool, merge: bool) -> None:
+def check_each_pass(plan: StepPlan, costs: Costs, hoist: bool, merge: Merge) -> None:
     step = RandomStep(plan)
     expected = outcome(step, step.graph)
     runs: dict[str, Callable[[fx.Graph], object]] = {
@@ -85,7 +86,7 @@ def check_each_pass(plan: StepPlan, costs: Costs, hoist: bool, merge: bool) -> N
             assert nodes_of(graph) == before, name
 
 
-def check_pipeline(plan: StepPlan, costs: Costs, disabled: frozenset[str], hoist: bool, merge: bool) -> None:
+def check_pipeline(plan: StepPlan, costs: Costs, disabled: frozenset[str], hoist: bool, merge: Merge) -> None:
     step = RandomStep(plan)
     expected = outcome(step, step.graph)
     passes = pipelines.post_grad(node_name, hoist=hoist, merge=merge, costs=costs)
@@ -93,7 +94,7 @@ def check_pipeline(plan: StepPlan, costs: Costs, disabled: frozenset[str], hoist
     assert_same(expected, outcome(step, step.graph))
 
 
-def check_order(plan: StepPlan, costs: Costs, hoist: bool, merge: bool, rows: int) -> None:
+def check_order(plan: StepPlan, costs: Costs, hoist: bool, merge: Merge, rows: int) -> None:
     """Ranks whose batches have 3 and `rows` rows issue equal collectives."""
     issued = []
     passes = pipelines.post_grad(node_name, hoist=hoist, merge=merge, costs=costs)
@@ -107,19 +108,19 @@ def check_order(plan: StepPlan, costs: Costs, hoist: bool, merge: bool, rows: in
 @MANY
 def test_no_pass_changes_the_results_of_a_step(examples: int) -> None:
     unnamed = step_plans.map(lambda plan: replace(plan, is_named=False))  # as the pipeline hands them to the passes
-    fuzz(check_each_pass, examples, unnamed, costs, st.booleans(), st.booleans())
+    fuzz(check_each_pass, examples, unnamed, costs, st.booleans(), st.sampled_from(Merge))
 
 
 @MANY
 def test_the_pipeline_does_not_change_the_results_of_a_step(examples: int) -> None:
     disabled = st.frozensets(st.sampled_from(NAMES), max_size=2)
-    fuzz(check_pipeline, examples, step_plans, costs, disabled, st.booleans(), st.booleans())
+    fuzz(check_pipeline, examples, step_plans, costs, disabled, st.booleans(), st.sampled_from(Merge))
 
 
 @MANY
 def test_ranks_with_different_batch_sizes_issue_equal_collectives(examples: int) -> None:
     rows = st.sampled_from([1, 80, 5000])
-    fuzz(check_order, examples, step_plans, costs, st.booleans(), st.booleans(), rows)
+    fuzz(check_order, examples, step_plans, costs, st.booleans(), st.sampled_from(Merge), rows)
 
 
 def steps(*actions: str) -> tuple[Action, ...]:
@@ -146,10 +147,10 @@ def steps(*actions: str) -> tuple[Action, ...]:
     ],
 )
 @pytest.mark.parametrize("numels", [(1,), (1, 1, 1), (1, 2)])
-@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("merge", Merge)
 @pytest.mark.parametrize("costs", [costs_of(0, 1), costs_of(40, 16), costs_of(40, 10**9)])
 def test_step_that_once_failed_keeps_its_results(
-    actions: tuple[Action, ...], numels: tuple[int, ...], merge: bool, costs: Costs
+    actions: tuple[Action, ...], numels: tuple[int, ...], merge: Merge, costs: Costs
 ) -> None:
     plan = StepPlan((GroupPlan(numels, torch.float32, "dp"),), actions)
     check_each_pass(plan, costs, hoist=True, merge=merge)
@@ -159,4 +160,4 @@ def test_step_that_once_failed_keeps_its_results(
 def test_packs_are_joined_past_a_pack_of_a_different_dtype() -> None:
     wide, low = GroupPlan((1, 1), torch.float32, "dp"), GroupPlan((1,), torch.bfloat16, "dp")
     plan = StepPlan((wide, low), (("reduce_anew", 1, 0), ("reduce_anew", 0, 0), ("reduce_anew", 1, 0)))
-    check_each_pass(plan, costs_of(8, 1), hoist=False, merge=True)
+    check_each_pass(plan, costs_of(8, 1), hoist=False, merge=Merge.ALL)

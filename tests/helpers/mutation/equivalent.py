@@ -28,7 +28,7 @@ EQUIVALENT: dict[str, str] = {
     "legalize_windows.legalize_windows: not nodes -> False": "speed: it would find nothing to move",
     "offload_saved.offload_saved: not leaving -> False": "speed: nothing would be sent",
     "op_facts._hint: isinstance(value, (SymInt, SymFloat, SymBool)) -> False": "speed: fake tensors take symbols, too",
-    "pack_gathers._joining.may_join: each.pack not in stays -> True": _AGAIN,
+    "pack_gathers._joining.is_early: packed.pack not in known -> True": _AGAIN,
     "remove_unread._has_no_effect: isinstance(collective, fx.Node) -> True": _NODE,
     "remove_unread._sent: not isinstance(each, fx.Node) -> False": _NODE,
     "remove_unshard_copies._remove_windows: resized_placeholders(graph) -> True": "speed: it would find no window",

@@ -83,7 +83,7 @@ def test_faults_from_before_the_pass_are_not_reported() -> None:
 
 @pytest.mark.parametrize("build", [gathered, window])
 def test_the_pipeline_checks_its_passes(build: Callable[[], fx.Graph]) -> None:
-    passes = pipelines.post_grad(node_name, hoist=True, merge=False, costs=None)
+    passes = pipelines.post_grad(node_name, hoist=True, costs=None)
     Pipeline(passes, lambda reports: None, check=True)(build())
 
 

@@ -1,4 +1,4 @@
-"""Large parameters and gradients leave their pack; gathered and reduced values do not change."""
+"""Packs of parameters and gradients are made anew; gathered and reduced values do not change."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from compile_fsdp.passes import Costs
 from compile_fsdp.passes.analysis.collectives import is_gather, is_reduction, name_of
 from compile_fsdp.passes.post_grad.pack_gathers import pack_gathers
 from compile_fsdp.passes.post_grad.pack_reductions import pack_reductions
+from compile_fsdp.passes.post_grad.packing import Merge
 from helpers.graphs.build import GATHER, REDUCE, GraphBuilder, aten, gather, name_collectives, reduce
 from helpers.graphs.lockstep import same_results
 from helpers.graphs.render import render, render_calls
@@ -176,7 +177,7 @@ def _kept_layers(free: bool = False, dtype: torch.dtype = torch.float32) -> fx.G
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_groups_that_stay_unsharded_are_gathered_in_one_pack(dtype: torch.dtype) -> None:
     graph = _kept_layers(dtype=dtype)
-    report = pack_gathers(graph, merge=True, costs=above(1000))
+    report = pack_gathers(graph, merge=Merge.ALL, costs=above(1000))
     graph.lint()
     assert dict(report.counts) == {"gathers_packed_anew": 2, "now": 1, "gathered_alone": 0, "bytes_not_copied": 0}
     (node,) = graph.find_nodes(op="call_function", target=GATHER)
@@ -185,11 +186,11 @@ def test_groups_that_stay_unsharded_are_gathered_in_one_pack(dtype: torch.dtype)
 
 def test_pack_of_several_groups_is_copied_by_custom_ops() -> None:
     graph = _kept_layers()
-    pack_gathers(graph, merge=True, costs=above(1000))
+    pack_gathers(graph, merge=Merge.ALL, costs=above(1000))
     for op in (ops.cat, ops.split_with_sizes_copy):
         assert len(graph.find_nodes(op="call_function", target=op)) == 1
     graph = _two_reductions()
-    pack_reductions(graph, merge=True, costs=above(1000))
+    pack_reductions(graph, merge=Merge.ALL, costs=above(1000))
     assert len(graph.find_nodes(op="call_function", target=ops.cat)) == 1
 
 
@@ -204,17 +205,36 @@ def test_packs_are_copied_by_ops_that_need_no_compiling(pack: int) -> None:
     assert not gathers.find_nodes(op="call_function", target=aten.clone.default)
 
 
-@pytest.mark.parametrize(("free", "merge", "pack"), [(True, True, 1e9), (False, False, 1e9), (False, True, 5 / 4)])
-def test_packs_are_not_joined_if_freed_unmerged_or_too_large(free: bool, merge: bool, pack: float) -> None:
+@pytest.mark.parametrize(
+    ("free", "merge", "pack"),
+    [(True, Merge.ALL, 1e9), (False, Merge.NONE, 1e9), (False, Merge.ALL, 5 / 4), (False, Merge.SMALL, 17)],
+)
+def test_packs_are_not_joined_if_freed_unmerged_or_too_large(free: bool, merge: Merge, pack: float) -> None:
     graph = _kept_layers(free)
     pack_gathers(graph, merge=merge, costs=above(1000, pack))
     graph.lint()
     assert len(graph.find_nodes(op="call_function", target=GATHER)) == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_small_groups_are_gathered_together_though_freed(dtype: torch.dtype) -> None:
+    graph = _kept_layers(free=True, dtype=dtype)
+    with same_results(graph):
+        report = pack_gathers(graph, merge=Merge.SMALL, costs=above(1000, 18))
+    assert dict(report.counts)["now"] == 1
+
+
+def test_small_groups_that_are_gathered_from_activations_stay_apart() -> None:
+    build = GraphBuilder()
+    sent = [build.call(aten.neg.default, build.call(aten.neg.default, build.input(f"x{i}", (3,)))) for i in range(4)]
+    graph = build.output(*gather(build, sent[:2], 2), *gather(build, sent[2:], 2))
+    pack_gathers(graph, merge=Merge.SMALL, costs=above(1000))
+    assert len(graph.find_nodes(op="call_function", target=GATHER)) == 2
+
+
 def test_merged_packs_may_exceed_the_usual_pack_size() -> None:
     graph = _kept_layers()
-    pack_gathers(graph, merge=True, costs=above(1000, 5))
+    pack_gathers(graph, merge=Merge.ALL, costs=above(1000, 5))
     assert len(graph.find_nodes(op="call_function", target=GATHER)) == 1
 
 
@@ -233,12 +253,15 @@ def test_neighbouring_reductions_are_joined_if_their_reduce_ops_match() -> None:
     graph = _two_reductions()
     pack_reductions(graph, costs=above(1000))
     assert len(graph.find_nodes(op="call_function", target=REDUCE)) == 2  # joined only on request
+    for pack, left in ((27, 2), (28, 1)):
+        graph = _two_reductions()
+        assert dict(pack_reductions(graph, merge=Merge.SMALL, costs=above(1000, pack)).counts)["now"] == left
     graph = _two_reductions()
     with same_results(graph):
-        assert dict(pack_reductions(graph, merge=True, costs=above(1000)).counts)["now"] == 1
+        assert dict(pack_reductions(graph, merge=Merge.ALL, costs=above(1000)).counts)["now"] == 1
     assert len(graph.find_nodes(op="call_function", target=REDUCE)) == 1
     other = _two_reductions("sum")
-    pack_reductions(other, merge=True, costs=above(1000))
+    pack_reductions(other, merge=Merge.ALL, costs=above(1000))
     assert len(other.find_nodes(op="call_function", target=REDUCE)) == 2
 
 
@@ -325,5 +348,5 @@ def test_collective_has_the_names_of_all_collectives_that_it_replaces() -> None:
         (name,), pair = _names(split), _names(joined)
         pack(split, costs=above(10))
         assert _names(split) == [name, name]
-        pack(joined, merge=True, costs=above(1000))
+        pack(joined, merge=Merge.ALL, costs=above(1000))
         assert _names(joined) == [", ".join(pair)] and len(pair) == 2

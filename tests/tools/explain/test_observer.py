@@ -14,7 +14,7 @@ from helpers.graphs.build import one_window
 
 
 def _passes() -> tuple[PostGradPass, ...]:
-    return pipelines.post_grad(node_name, hoist=True, merge=False, costs=None)
+    return pipelines.post_grad(node_name, hoist=True, costs=None)
 
 
 class Notes:

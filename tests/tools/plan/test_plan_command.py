@@ -22,10 +22,10 @@ TABLE = """\
 ┏━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━━━━┳━━━━━━━━━━━┳━━━━━━━━━━┳━━━━━━━━━━┳━━━━━━━━┳━━━━━━━━━┓
 ┃ settings                                   ┃ shards   ┃ optimizer ┃ step     ┃ peak     ┃ time   ┃ exposed ┃
 ┡━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━╇━━━━━━━━━┩
-│ 8 ranks, float32                           │ 48.2 KiB │ 96.5 KiB  │ 2.81 MiB │ 2.95 MiB │ 225 us │ 220 us  │
-│ 8 ranks, checkpoint full, float32          │ 48.2 KiB │ 96.5 KiB  │ 1.81 MiB │ 1.95 MiB │ 226 us │ 219 us  │
-│ 8 ranks, 2 replicas, float32               │ 96.5 KiB │ 193 KiB   │ 2.81 MiB │ 3.1 MiB  │ 306 us │ 302 us  │
-│ 8 ranks, 2 replicas, checkpoint full,      │ 96.5 KiB │ 193 KiB   │ 1.81 MiB │ 2.1 MiB  │ 307 us │ 301 us  │
+│ 8 ranks, float32                           │ 48.2 KiB │ 96.5 KiB  │ 2.69 MiB │ 2.83 MiB │ 106 us │ 102 us  │
+│ 8 ranks, checkpoint full, float32          │ 48.2 KiB │ 96.5 KiB  │ 1.69 MiB │ 1.83 MiB │ 107 us │ 101 us  │
+│ 8 ranks, 2 replicas, float32               │ 96.5 KiB │ 193 KiB   │ 2.69 MiB │ 2.97 MiB │ 229 us │ 224 us  │
+│ 8 ranks, 2 replicas, checkpoint full,      │ 96.5 KiB │ 193 KiB   │ 1.69 MiB │ 1.97 MiB │ 231 us │ 224 us  │
 │ float32                                    │          │           │          │          │        │         │
 └────────────────────────────────────────────┴──────────┴───────────┴──────────┴──────────┴────────┴─────────┘
 shards, optimizer: bytes that a rank holds between steps. step: most bytes above them in forward and backward.
