@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -376,20 +377,29 @@ def compare(result: Parity, where: str, got: torch.Tensor, expected: torch.Tenso
 def more_collectives(compiled: Sequence[Collective], eager: Sequence[Collective]) -> list[str]:
     """List the collectives that a compiled step has beyond the eager step's.
 
-    An all-to-all between two ranks replaces an all-gather of equal bytes, or an all-reduce of twice as many bytes.
+    One collective may replace several that have its bytes together. An all-to-all between two ranks replaces an
+    all-gather of equal bytes, or an all-reduce of twice as many bytes.
     """
     left, more = list(eager), []
     for each in sorted(compiled, key=lambda each: each.kind == "all_to_all"):
-        found = next((other for other in left if _stands_for(each, other)), None)
-        if found is None:
+        if not (found := _replaced(each, left)):
             more.append(str(each))
-        else:
-            left.remove(found)
+        for other in found:
+            left.remove(other)
     return more
 
 
-def _stands_for(each: Collective, other: Collective) -> bool:
-    if each.kind != "all_to_all" or other.kind == "all_to_all":
-        return str(each) == str(other)
-    times = {"all_gather": 1, "all_reduce": 2}.get(other.kind)
-    return each.group == other.group and times is not None and each.bytes * times == other.bytes
+def _replaced(each: Collective, left: Sequence[Collective]) -> Sequence[Collective]:
+    """Return what a collective replaces; empty if nothing."""
+    for kind in ("all_gather", "all_reduce") if each.kind == "all_to_all" else (each.kind,):
+        size = each.bytes * (2 if kind != each.kind and kind == "all_reduce" else 1)
+        alike = [other for other in left if other.kind == kind and _is_alike(each, other)]
+        for count in range(1, len(alike) + 1):
+            for some in combinations(alike, count):
+                if sum(other.bytes for other in some) == size:
+                    return some
+    return ()
+
+
+def _is_alike(each: Collective, other: Collective) -> bool:
+    return each.group == other.group and (each.kind != other.kind or each.dtype == other.dtype)
