@@ -21,11 +21,13 @@ from helpers.releases.skip import skip_before
 USUAL = "7 gather, 4 reduce, 11 wait; 6 resizes"
 EXPECTED = {
     "hsdp": "7 gather, 4 reduce, 4 all-reduce, 15 wait; 6 resizes",
-    "tensor parallel": "7 gather, 4 reduce, 9 all-reduce, 20 wait; 6 resizes",
+    "tensor parallel": "6 gather, 4 reduce, 9 all-reduce, 19 wait; 6 resizes",
     "offloading": "39 gather, 18 reduce, 18 offload, 18 fetch, 75 wait; 6 resizes",
     "large budget": "1 gather, 1 reduce, 2 wait; 48 resizes",
+    "small groups": "2 gather, 2 reduce, 4 wait; 6 resizes",
     "frozen layers": "5 gather, 2 reduce, 7 wait; 6 resizes",
-    "meshes by parameter": "13 gather, 7 reduce, 20 wait; 6 resizes",
+    "subclass gather": "13 gather, 4 reduce, 17 wait; 6 resizes",
+    "meshes by parameter": "8 gather, 7 reduce, 15 wait; 6 resizes",
     "kept": "4 gather, 4 reduce, 8 wait; 48 resizes",
     "retained windows": "7 gather, 4 reduce, 11 wait; 90 resizes",
 }

@@ -44,7 +44,7 @@ def _decided(graph: CapturedGraph) -> list[str]:
     return _collapse(texts)
 
 
-@pytest.mark.parametrize("name", ["mixed precision", "hsdp", "frozen layers", "large budget"])
+@pytest.mark.parametrize("name", ["mixed precision", "hsdp", "small groups", "uneven", "large budget"])
 def test_wrapper_calls_in_the_order_of_the_passes(name: str) -> None:
     with h100(), fake_world(8), capture() as captured, recording() as calls:
         run_steps(FEATURES[name], count=2)

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import compile_fsdp
-from compile_fsdp.passes import Costs
+from compile_fsdp.passes import COSTS, Costs
 from compile_fsdp.runtime.attached import module_hooks_of
 from compile_fsdp.runtime.hooks import prepare_model
 from compile_fsdp.tools.bench.llama import ModelConfig, Transformer
@@ -21,6 +21,9 @@ from compile_fsdp.tools.plan.checkpointing import Checkpoint, checkpoint_layers
 from compile_fsdp.torch_compat.dispatch import FakeTensorMode
 from helpers.models.tensor_subclasses import Float8Weight, Int8RowsWeight, use
 from helpers.parity.features import FEATURES as PARITY
+
+# Costs with a latency at which no two groups of this small model share a collective.
+_APART = replace(COSTS["cuda"], latency=4.64e-6)
 
 RANKS, TOKENS = 8, 64
 _CONFIG = ModelConfig(dim=256, layers=3, heads=4, hidden=512)
@@ -89,7 +92,7 @@ def run_steps(feature: Feature, count: int = 1) -> Any:
         model.to_empty(device=feature.device)
         for layer in model.layers:
             layer.attention.rotary.to_empty(device="cuda")  # buffers are not offloaded
-        options = {"bundle": False, "progress": False, **feature.options}
+        options = {"bundle": False, "progress": False, "costs": _APART, **feature.options}
         model.compile(backend="compile_fsdp", fullgraph=True, options=options)
         # No mode is on while Dynamo traces, so the unsharded parameters would be real tensors.
         prepare_model(module_hooks_of(model).hooks)
@@ -116,6 +119,7 @@ FEATURES = {
         options={"memory_budget": "3.7MiB", "costs": Costs(1e-6, 1e9, 6e9, 1e9, offload_bandwidth=4e10)}
     ),
     "large budget": Feature(options={"memory_budget": "1GiB"}),
+    "small groups": Feature(options={"costs": None}),
     "uneven": Feature(config=ModelConfig(dim=252, layers=3, heads=3, hidden=509)),
     "dropout": Feature(config=replace(_CONFIG, dropout=0.1)),
     "frozen layers": Feature(prepare=_freeze),
