@@ -224,6 +224,11 @@ def test_small_groups_are_gathered_together_though_freed(dtype: torch.dtype) -> 
     assert dict(report.counts)["now"] == 1
 
 
+def test_small_groups_share_a_pack_by_the_built_in_costs() -> None:
+    graph = _kept_layers(free=True)
+    assert dict(pack_gathers(graph, merge=Merge.SMALL).counts)["now"] == 1
+
+
 def test_small_groups_that_are_gathered_from_activations_stay_apart() -> None:
     build = GraphBuilder()
     sent = [build.call(aten.neg.default, build.call(aten.neg.default, build.input(f"x{i}", (3,)))) for i in range(4)]
