@@ -25,11 +25,10 @@ from compile_fsdp.passes.analysis.collectives import (
     aten,
     find_packed,
     insert,
-    is_gather,
     name_of,
     settings_of,
 )
-from compile_fsdp.passes.analysis.costs import Costs, are_contiguous, device_costs, size_bytes
+from compile_fsdp.passes.analysis.costs import Costs, are_contiguous, communication, device_costs, size_bytes
 from compile_fsdp.passes.analysis.effects import Effects, is_barrier
 from compile_fsdp.passes.report import PassCounts
 
@@ -112,14 +111,15 @@ def pack_anew(graph: fx.Graph, kind: Kind, merge: Merge, may_join: MayJoin, cost
     places = Places(graph)
     replaced: dict[fx.Node, fx.Node] = {}
     obsolete: list[Packed] = []
-    casts: list[fx.Node] = []
+    sent: list[fx.Node] = []
     traced = [each for each in find_packed(graph, kind.matches) if each.pack.target is not cat]  # not packed anew yet
 
     def may_merge(run: Sequence[Packed], later: Packed) -> bool:
         if merge is Merge.NONE or not all(may_join(places, earlier, later) for earlier in run):
             return False
-        limit = (costs or device_costs(later.collective)).small_bytes(later.ranks)
-        return merge is Merge.ALL or sum(map(_shard_bytes, (*run, later))) <= limit
+        own = costs or device_costs(later.collective)
+        unsharded = sum(communication(each.collective, own)[0] for each in (*run, later))
+        return merge is Merge.ALL or unsharded <= own.small_bytes(later.ranks) * later.ranks
 
     for run in _runs(traced, may_merge):
         parts = [
@@ -127,7 +127,7 @@ def pack_anew(graph: fx.Graph, kind: Kind, merge: Merge, may_join: MayJoin, cost
             for packed in run
             for sent, result in zip(packed.inputs, packed.outputs, strict=True)
         ]
-        casts += [part.sent for part in parts if part.uncast is not part.sent]
+        sent += [part.sent for part in parts]
         sizes, ranks = [size_bytes(part.sent) for part in parts], run[0].ranks
         packs = [list(range(len(parts)))]
         if are_contiguous([part.sent for part in parts]):
@@ -150,16 +150,12 @@ def pack_anew(graph: fx.Graph, kind: Kind, merge: Merge, may_join: MayJoin, cost
         graph.erase_node(node)
     for packed in obsolete:
         packed.erase()
-    for node in dict.fromkeys([*casts, *(each for sent in casts for each in sent.all_input_nodes)]):
-        if not node.users and node.op != "placeholder":
+    # Casts that happen in the copy into a pack have no user left.
+    for node in dict.fromkeys([*sent, *(source for each in sent for source in each.all_input_nodes)]):
+        if not node.users:
             graph.erase_node(node)
     counts = zip(kind.counts, (before, after, alone, copied), strict=True)
     return PassCounts(kind.name, nodes_before, len(graph.nodes), tuple(counts))
-
-
-def _shard_bytes(packed: Packed) -> int:
-    sent = sum(map(size_bytes, packed.inputs))
-    return sent if is_gather(packed.collective) else sent // packed.ranks
 
 
 def _runs(packed: Sequence[Packed], may_merge: Callable[[Sequence[Packed], Packed], bool]) -> list[list[Packed]]:

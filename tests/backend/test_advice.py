@@ -24,6 +24,8 @@ MIB = 2**20
 COSTS = Costs(latency=5e-4, comm_bandwidth=MIB / 1e-3, memory_bandwidth=1e12, flops=1e12, rows=2048)
 BLOCK = GroupFigures("block", (8 * MIB,), (8 * MIB,), 2 * MIB, ranks=8, backward_ranks=8)
 BLOCKS = (BLOCK,) * 4
+# A budget that has no memory for packs of several groups.
+SMALL_PACKS = BudgetDecision((), (), False, 10, MIB, MIB, 0.0, True, (), MIB)
 
 
 def test_advises_a_budget_that_keeps_groups_for_the_backward() -> None:
@@ -66,8 +68,7 @@ def test_advises_merging_small_groups() -> None:
     tiny = GroupFigures("tiny", (8 * 2**10,), (8 * 2**10,), 2 * 2**10, ranks=8, backward_ranks=1)
     large = dataclasses.replace(BLOCK, backward_ranks=1)
     groups, costs = [large, *[tiny] * 40], dataclasses.replace(COSTS, flops=1e15)
-    decision = BudgetDecision((), (), False, 10, MIB, MIB, 0.0, True, (), MIB)
-    (larger,) = advise(groups, costs, decision)
+    (larger,) = advise(groups, costs, SMALL_PACKS)
     assert "1 group in the place of 40 small ones" in larger.change
     # One all-gather and one reduction replace 40 of each.
     assert larger.most_seconds == pytest.approx(2 * 39 * 0.5e-3)
@@ -79,8 +80,7 @@ def test_advises_merging_small_groups() -> None:
 
 def test_merging_all_parameters_into_one_group_is_not_advised() -> None:
     tiny = GroupFigures("tiny", (8 * 2**10,), (8 * 2**10,), 2 * 2**10, ranks=8, backward_ranks=1)
-    decision = BudgetDecision((), (), False, 10, MIB, MIB, 0.0, True, (), MIB)
-    assert not any("in the place of" in each.change for each in advise([tiny] * 40, COSTS, decision))
+    assert not any("in the place of" in each.change for each in advise([tiny] * 40, COSTS, SMALL_PACKS))
 
 
 def test_advises_a_larger_memory_budget() -> None:
