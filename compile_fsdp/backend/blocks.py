@@ -24,7 +24,8 @@ from compile_fsdp.passes.analysis.effects import Effects
 from compile_fsdp.passes.analysis.equal_blocks import BlockCall
 from compile_fsdp.passes.cache_key import cache_key
 from compile_fsdp.passes.partitioned.cut_backward import cut_backward
-from compile_fsdp.torch_compat.dispatch import OpOverload, attention_gradients, attention_ops, read_argument
+from compile_fsdp.passes.partitioned.drop_random_states import drop_random_states, is_random
+from compile_fsdp.torch_compat.dispatch import OpOverload, forget_recomputation
 from compile_fsdp.torch_compat.dynamo import set_tracer
 from compile_fsdp.torch_compat.global_state import autocast_dtypes
 from compile_fsdp.torch_compat.inductor import (
@@ -67,7 +68,7 @@ class BlockCompiler:
         name = cache_key(call.text, *given, *matmul, torch.get_num_threads(), torch.get_default_dtype())[:32]
         if (block := find_block(name)) is None:
             shared = f"that {count} modules share," if count > 1 else "of one module,"
-            with Phase(f"compiling {len(call.ops)} ops {shared}", options.progress):
+            with Phase(f"compiling {call.op_count} ops {shared}", options.progress):
                 block = self._compile(name, call)
         if block is not None:
             self.blocks.append(block)
@@ -104,7 +105,7 @@ class BlockCompiler:
         work = tuple(work for node in graph.nodes if any(work := work_of(node)))
         layouts = [_layout(_tensor(node)) for node in _results(graph)]
         is_fixed = all(isinstance(size, int) for layout in layouts for size in (*layout[0], *layout[1]))
-        is_random = any(map(_is_random, graph.nodes))
+        draws = any(map(is_random, graph.nodes))
         plain, run, stored = _without_values(graph), None, None
         if self.options.inner_backend == "inductor":
             compile_fx, _ = inductor_compilers()
@@ -114,7 +115,7 @@ class BlockCompiler:
                 gm = fx.GraphModule({}, graph)
                 compiled = compile_fx(gm, examples, config_patches=dict(self.options.inductor))
             run, stored = innermost(compiled), stored_graph(compiled)
-        return Part(run, name, plain, work, tuple(layouts) if is_fixed else None, is_random, stored)
+        return Part(run, name, plain, work, tuple(layouts) if is_fixed else None, draws, stored)
 
 
 def _separate(forward: fx.Graph, backward: fx.Graph, call: BlockCall, needs_gradient: tuple[bool, ...]) -> Signature:
@@ -158,7 +159,7 @@ def _without_aliases(graph: fx.Graph) -> list[fx.Node]:
 
 def _trace(call: BlockCall, options: Options, has_backward: bool) -> list[fx.Graph]:
     """Return the graphs of a block's forward and, if it has one, its backward, as AOTAutograd makes them."""
-    gm = fx.GraphModule({}, _copy(call))
+    gm = fx.GraphModule(call.ops[0].graph.owning_module or {}, _copy(call))
     examples = [_fresh(fake_value(node)) for node in (*call.sizes, *call.tensors)]
     found: list[fx.Graph] = []
 
@@ -171,6 +172,10 @@ def _trace(call: BlockCall, options: Options, has_backward: bool) -> list[fx.Gra
         assert kwargs["num_fwd_outputs"] == len(call.outputs)
         halves = (options.inductor.get("custom_partitioner_fn") or min_cut_partition)(joint, inputs, **kwargs)
         found.extend(_clone(half.graph) for half in halves)
+        for graph in found:
+            drop_random_states(graph)
+            for node in graph.nodes:
+                forget_recomputation(node)  # the graph has both runs of each op
         return halves
 
     settings = {"recompute_views": True, "enable_autograd_cache": False}
@@ -200,14 +205,6 @@ def _can_be_called(node: fx.Node) -> bool:
     if node.op == "call_function":
         return isinstance(node.target, OpOverload) or node.target in _SIZE_FUNCTIONS
     return node.op != "get_attr"
-
-
-def _is_random(node: fx.Node) -> bool:
-    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return False
-    if node.target in attention_ops:
-        return bool(read_argument(node, "dropout_p") != 0.0)
-    return node.target not in attention_gradients
 
 
 _SIZE_FUNCTIONS = (operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod)

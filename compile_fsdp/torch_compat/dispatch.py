@@ -171,3 +171,14 @@ def storage_key(tensor: torch.Tensor) -> int | None:
 def is_checkpoint(node: torch.fx.Node) -> bool:
     """Whether a node of a Dynamo graph runs the body of a user's activation checkpoint. (2.13.0)"""
     return node.target is torch.ops.higher_order.tag_activation_checkpoint
+
+
+def checkpoint_contexts(body: torch.fx.GraphModule) -> object:
+    """The user's `context_fn` of the checkpoint with this body, which selects the saved values, or None. (2.13.0)"""
+    return body.meta.get("_checkpoint_context_fn")
+
+
+def forget_recomputation(node: torch.fx.Node) -> None:
+    """Take away the marks by which AOTAutograd runs ops of a checkpoint again. (2.13.0)"""
+    for key in ("recompute", "ac_graph_id"):
+        node.meta.pop(key, None)

@@ -7,6 +7,11 @@ and if their inputs have equal types, shapes, strides, dtypes, devices and needs
 two layers of one class may differ, and two of different classes may be equal. Equal blocks whose ops a memory budget
 marks differently are variants of one another, and each variant is compiled, even for one call.
 
+[Note: Checkpoints in blocks]
+A user's activation checkpoint is one op with a body. It may belong to a block if all ops of its body may. The attribute
+that holds the body is then an op of the block. Its text has the ops of the body, and the function by which the user
+selects the saved values, if any. AOTAutograd makes a backward that runs the body again.
+
 [Note: Sums of gradients]
 Autograd adds the gradients of a tensor with several readers one by one. A block hands over one gradient for each input.
 If the input has other readers too, this must be the gradient of one op, or the sum would be rounded differently. And a
@@ -16,7 +21,7 @@ gradient.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,7 +39,15 @@ from compile_fsdp.passes.analysis.eager_effects import (
     target_name,
 )
 from compile_fsdp.passes.analysis.effects import nodes_in
-from compile_fsdp.torch_compat.dispatch import is_plain_fake, tree_leaves
+from compile_fsdp.passes.analysis.function_text import function_text
+from compile_fsdp.torch_compat.dispatch import (
+    HigherOrderOperator,
+    checkpoint_contexts,
+    is_checkpoint,
+    is_plain_fake,
+    op_name,
+    tree_leaves,
+)
 from compile_fsdp.torch_compat.dynamo import recomputation
 
 _FEWEST = 5  # fewest ops that are worth a call
@@ -45,7 +58,8 @@ class BlockCall:
     """The ops of one block in a graph.
 
     Attributes:
-        ops: In graph order.
+        ops: In graph order, each body of a checkpoint before its call.
+        op_count: Number of ops, those of bodies included.
         sizes: Inputs that are symbolic sizes.
         tensors: Inputs that are tensors.
         outputs: Ops whose results are read outside of the block.
@@ -53,6 +67,7 @@ class BlockCall:
     """
 
     ops: list[fx.Node]
+    op_count: int
     sizes: list[fx.Node]
     tensors: list[fx.Node]
     outputs: list[fx.Node]
@@ -64,27 +79,28 @@ def find_equal_blocks(graph: fx.Graph) -> list[list[BlockCall]]:
     found: dict[object, dict[str, list[BlockCall]]] = {}
     if any(map(is_mode_switch, graph.nodes)):
         return []  # ops in different modes differ, although they look equal
-    for ops in _runs(graph):
-        if (call := _describe(ops)) is not None:
+    effects = EagerEffects(graph.owning_module)
+    for ops in _runs(graph, effects):
+        targets = [*_targets(ops, effects)]
+        if len(targets) >= _FEWEST and (call := _describe(ops, len(targets), effects)) is not None:
             marks = " ".join(str(recomputation(node)) for node in ops)
-            variants = found.setdefault((call.text, *(node.target for node in ops)), {})
+            variants = found.setdefault((call.text, *targets), {})
             variants.setdefault(marks, []).append(replace(call, text=f"{call.text}\n{marks}"))
     several = (variants for variants in found.values() if sum(map(len, variants.values())) > 1)
     return [equals for variants in several for equals in variants.values()]
 
 
-def _runs(graph: fx.Graph) -> Iterator[list[fx.Node]]:
+def _runs(graph: fx.Graph, effects: EagerEffects) -> Iterator[list[fx.Node]]:
     """Yield the runs of ops that only compute while autograd records them, or in a graph without a backward."""
-    effects = EagerEffects(graph.owning_module)
     run: list[fx.Node] = []
     records = True
     for node in graph.nodes:
         if _is_given(node, run):
             continue
         if records and _only_computes(node, effects):
-            run.append(node)
+            run += [*_bodies(node, effects), node]
             continue
-        if len(run) >= _FEWEST:
+        if run:
             yield run
         run = []
         if is_grad_switch(node):
@@ -99,12 +115,35 @@ def _is_given(node: fx.Node, run: Sequence[fx.Node]) -> bool:
 
 
 def _only_computes(node: fx.Node, effects: EagerEffects) -> bool:
+    if is_checkpoint(node):
+        return all(map(_body_only_computes, _bodies(node, effects).values()))
     if not is_torch_function(node) or effects.written_inputs(node) or not _has_name(node.target):
         return False
     return all(map(is_plain_fake, tree_leaves(fake_value(node))))
 
 
-def _describe(ops: list[fx.Node]) -> BlockCall | None:
+def _body_only_computes(body: fx.GraphModule) -> bool:
+    inner = EagerEffects(body)
+    ops = (node for node in body.graph.nodes if node.op not in ("placeholder", "output"))
+    are_known = all(inner.subgraph(node) is not None or _only_computes(node, inner) for node in ops)
+    return are_known and function_text(checkpoint_contexts(body)) is not None
+
+
+def _bodies(node: fx.Node, effects: EagerEffects) -> dict[fx.Node, fx.GraphModule]:
+    """Return the graphs that an op runs, by the attributes that hold them."""
+    return {each: body for each in node.all_input_nodes if (body := effects.subgraph(each)) is not None}
+
+
+def _targets(nodes: Iterable[fx.Node], effects: EagerEffects) -> Iterator[Any]:
+    """Yield the functions and methods that the nodes call, and those that bodies call."""
+    for node in nodes:
+        if (body := effects.subgraph(node)) is not None:
+            yield from _targets(body.graph.nodes, EagerEffects(body))
+        elif node.op in ("call_function", "call_method"):
+            yield node.target
+
+
+def _describe(ops: list[fx.Node], op_count: int, effects: EagerEffects) -> BlockCall | None:
     """Describe a run of ops; None if it cannot become a call."""
     numbers = {node: f"op {i}" for i, node in enumerate(ops)}
     inputs: dict[fx.Node, str] = {}
@@ -112,10 +151,7 @@ def _describe(ops: list[fx.Node]) -> BlockCall | None:
     def name(node: fx.Node) -> _Word:
         return _Word(numbers.get(node) or inputs.setdefault(node, f"input {len(inputs)}"))
 
-    lines = []
-    for node in ops:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), name)
-        lines.append(f"{node.op} {_describe_target(node.target)} {args!r} {kwargs!r}")
+    lines = [_describe_op(node, name, effects) for node in ops]
     outputs = [node for node in ops if any(user not in numbers for user in node.users)]
     if not all(_adds_as_before(node, numbers) for node in inputs):
         return None
@@ -134,7 +170,17 @@ def _describe(ops: list[fx.Node]) -> BlockCall | None:
     lines.append(repr([(numbers[node], result.requires_grad) for node, result in zip(outputs, results, strict=True)]))
     sizes = [node for node, value in zip(inputs, values, strict=True) if isinstance(value, torch.SymInt)]
     tensors = [node for node in inputs if node not in sizes]
-    return BlockCall(ops, sizes, tensors, outputs, "\n".join(lines))
+    return BlockCall(ops, op_count, sizes, tensors, outputs, "\n".join(lines))
+
+
+def _describe_op(node: fx.Node, name: Callable[[fx.Node], _Word], effects: EagerEffects) -> str:
+    if (body := effects.subgraph(node)) is not None:
+        numbers = {each: _Word(f"op {i}") for i, each in enumerate(body.graph.nodes)}
+        lines = [_describe_op(each, numbers.__getitem__, EagerEffects(body)) for each in numbers]
+        return "\n".join([f"body {function_text(checkpoint_contexts(body))}", *lines, "end"])
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), name)
+    target = "" if node.op in ("placeholder", "output") else _describe_target(node.target)
+    return f"{node.op} {target} {args!r} {kwargs!r}"
 
 
 def _adds_as_before(node: fx.Node, ops: Container[fx.Node]) -> bool:
@@ -167,6 +213,8 @@ def _has_name(target: Any) -> bool:
 def _describe_target(target: Any) -> str:
     if isinstance(target, str):
         return target
+    if isinstance(target, HigherOrderOperator):
+        return op_name(target)
     owner = getattr(target, "__objclass__", None) or target
     # Functions that torch makes in a loop, such as those of pooling, have one qualified name and different names.
     return f"{owner.__module__}.{target.__qualname__} {target.__name__}"

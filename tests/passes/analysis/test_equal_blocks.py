@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from compile_fsdp.ops import watch
 from compile_fsdp.passes.analysis.equal_blocks import BlockCall, _describe_target, find_equal_blocks
@@ -191,6 +192,20 @@ def test_blocks_that_compute_differently_are_not_equal(other: Block) -> None:
     assert find(block, other) == []
 
 
+def in_checkpoint(inner: Block) -> Block:
+    return lambda x, weight: checkpointed(x, weight, inner)
+
+
+@pytest.mark.parametrize("outer", [lambda inner: inner, in_checkpoint], ids=["", "in a checkpoint"])
+def test_texts_of_blocks_with_different_ops_differ(outer: Callable[[Block], Block]) -> None:
+    texts = []
+    for last in (torch.relu, torch.abs):
+        same = outer(partial(block, last=last))
+        ((one, _),) = find(same, same)
+        texts.append(one.text)
+    assert texts[0] != texts[1]
+
+
 @pytest.mark.parametrize(
     "weight",
     [
@@ -326,3 +341,86 @@ def test_ops_without_autograd_belong_to_no_block() -> None:
             return block(x, weight)
 
     assert find(frozen, frozen) == []
+
+
+def checkpointed(x: Tensor, weight: Tensor, inner: Block = block, **options: Any) -> Tensor:
+    return x + checkpoint(inner, x, weight, use_reentrant=False, **options)
+
+
+def test_checkpoint_with_equal_bodies_belongs_to_a_block() -> None:
+    ((one, other),) = find(checkpointed, checkpointed)
+    assert [node.op for node in one.ops[:2]] == ["get_attr", "call_function"]
+    assert one.ops[0].target != other.ops[0].target
+    assert one.text == other.text
+    assert len(one.tensors) == 2
+
+
+def test_checkpoint_within_a_checkpoint_belongs_to_a_block() -> None:
+    nested = partial(checkpointed, inner=checkpointed)
+    assert len(find(nested, nested)) == 1
+    assert find(nested, partial(checkpointed, inner=partial(checkpointed, inner=partial(block, scale=3.0)))) == []
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        partial(checkpointed, inner=partial(block, scale=3.0)),
+        partial(checkpointed, inner=partial(block, last=torch.abs)),
+        partial(checkpointed, inner=lambda x, weight: block(x, weight, last=torch.relu) + 1),
+        partial(checkpointed, inner=lambda x, weight: block(weight, x)),
+        partial(checkpointed, determinism_check="none"),
+        lambda x, weight: x + block(x, weight),
+    ],
+    ids=["constant", "op", "length", "wiring", "option", "no checkpoint"],
+)
+def test_blocks_with_different_checkpoints_are_not_equal(other: Block) -> None:
+    assert find(checkpointed, other) == []
+
+
+def _with_write(x: Tensor, weight: Tensor) -> Tensor:
+    return block(x, weight, last=lambda y: torch.relu(y).add(1).add_(1))
+
+
+def _without_autograd(x: Tensor, weight: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = weight.sum()
+    return block(x, weight) * scale
+
+
+def _with_autocast(x: Tensor, weight: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return block(x, weight)
+
+
+@pytest.mark.parametrize("inner", [_with_write, _without_autograd, _with_autocast])
+def test_checkpoint_whose_body_does_more_than_compute_ends_a_block(inner: Block) -> None:
+    same = partial(checkpointed, inner=inner)
+    assert find(same, same) == []
+
+
+def _saves(*ops: Any) -> Callable[[], Any]:
+    return partial(create_selective_checkpoint_contexts, [*ops])
+
+
+def test_checkpoints_of_equal_blocks_select_equally_what_they_save() -> None:
+    aten = torch.ops.aten
+    mm, other = _saves(aten.mm.default), _saves(aten.mm.default, aten.sin.default)
+    same = partial(checkpointed, context_fn=mm)
+    assert len(find(same, partial(checkpointed, context_fn=_saves(aten.mm.default)))) == 1
+    assert find(same, partial(checkpointed, context_fn=other)) == []
+    assert find(same, checkpointed) == []
+    counts = {"mm": 0}
+
+    def counted() -> Any:
+        counts["mm"] += 1
+        return mm()
+
+    unknown = partial(checkpointed, context_fn=counted)
+    assert find(unknown, unknown) == []
+
+
+def test_ops_of_a_body_count_as_those_of_the_block() -> None:
+    small = partial(checkpointed, inner=torch.matmul)  # with the checkpoint, its item and the sum, 4 ops
+    assert find(small, small) == []
+    small = partial(checkpointed, inner=lambda x, weight: (x @ weight).relu())
+    assert len(find(small, small)) == 1

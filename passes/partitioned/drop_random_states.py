@@ -1,0 +1,88 @@
+"""Run attention again without the state of the random numbers, if it has no dropout.
+
+Precondition  a forward or a backward from AOTAutograd's partitioner
+Match         calls of attention without dropout, wrapped to save or to restore a state
+Rewrite       attention is called directly; states that nothing reads leave the inputs and results
+Report        number of calls
+
+    before                                                    after
+    both = run_and_save_rng_state(attention, q, k, v)         y = attention(q, k, v)
+    state = getitem(both, 0)
+    y = getitem(both, 1)
+    return y, state                                           return y
+
+The partitioner wraps an op that a checkpoint runs again if torch marks it as random. It marks all attention, because of
+its argument for dropout.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from compile_fsdp.torch_compat.dispatch import (
+    HigherOrderOperator,
+    OpOverload,
+    attention_gradients,
+    attention_ops,
+    op_name,
+    read_argument,
+)
+
+
+def drop_random_states(graph: fx.Graph) -> int:
+    """Replace the calls and return their number."""
+    dropped = 0
+    for node in list(graph.nodes):
+        if isinstance(node.target, HigherOrderOperator) and (name := op_name(node.target)) in _WRAPPERS:
+            dropped += _call_directly(node, saves_state=name == _SAVES)
+    return dropped
+
+
+def is_random(node: fx.Node) -> bool:
+    """Return whether an op draws random numbers."""
+    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    if node.target in attention_ops:
+        return bool(read_argument(node, "dropout_p") != 0.0)
+    return node.target not in attention_gradients
+
+
+_SAVES = "run_and_save_rng_state"
+_WRAPPERS = (_SAVES, "run_with_rng_state", "graphsafe_run_with_rng_state")
+
+
+def _call_directly(node: fx.Node, *, saves_state: bool) -> bool:
+    """Replace a wrapped op, unless it is random."""
+    graph, place = node.graph, next(i for i, each in enumerate(node.args) if isinstance(each, OpOverload))
+    state = node.kwargs.get("rng_state", node.args[0])
+    kwargs = {name: value for name, value in node.kwargs.items() if name != "rng_state"}
+    with graph.inserting_before(node):
+        plain = graph.call_function(node.args[place], node.args[place + 1 :], kwargs)  # type: ignore[arg-type]
+    if is_random(plain):
+        graph.erase_node(plain)
+        return False
+    plain.meta = dict(node.meta)
+    if saves_state:
+        for item in list(node.users):
+            assert item.target is operator.getitem
+            if item.args[1] == 0:
+                _stop_returning(item)
+            else:
+                plain.meta = dict(item.meta)
+                item.replace_all_uses_with(plain)
+            graph.erase_node(item)
+    node.replace_all_uses_with(plain)
+    graph.erase_node(node)
+    if isinstance(state, fx.Node):
+        graph.erase_node(state)
+    return True
+
+
+def _stop_returning(node: fx.Node) -> None:
+    output = node.graph.output_node()
+    (results,) = output.args
+    assert isinstance(results, (tuple, list))
+    output.args = (tuple(each for each in results if each is not node),)

@@ -1,0 +1,136 @@
+"""Attention without dropout runs again without a saved state; random ops keep theirs."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, fx
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from compile_fsdp.passes.partitioned.drop_random_states import drop_random_states, is_random
+from compile_fsdp.torch_compat.inductor import compile_op_by_op, min_cut_partition
+from helpers.graphs.build import GraphBuilder, aten
+from helpers.graphs.build import checkpoint as checkpoint_node
+from helpers.graphs.render import render
+
+_attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+def _partition(attend: Callable[[Tensor], Tensor]) -> list[fx.Graph]:
+    """Return the forward and the backward of a checkpoint."""
+    halves: list[fx.GraphModule] = []
+
+    def partition(*args: Any, **kwargs: Any) -> Any:
+        halves.extend(min_cut_partition(*args, **kwargs))
+        return halves
+
+    def compile_graph(gm: fx.GraphModule, inputs: Any) -> Any:
+        return compile_op_by_op(gm, inputs, partition)
+
+    def run(x: Tensor) -> Tensor:
+        return checkpoint(attend, x, use_reentrant=False)
+
+    torch._dynamo.reset()
+    torch.compile(run, backend=compile_graph, fullgraph=True)(torch.ones(1, 1, 2, 8, requires_grad=True))
+    return [half.graph for half in halves]
+
+
+def _render(graph: fx.Graph) -> str:
+    return render(graph).replace("_scaled_dot_product_flash_attention_for_cpu", "attention")
+
+
+def _attend(x: Tensor) -> Tensor:
+    return scaled_dot_product_attention(x, x, x)
+
+
+def test_attention_without_dropout_is_called_directly() -> None:
+    graphs = _partition(_attend)
+    for graph in graphs:
+        assert drop_random_states(graph) == 1
+        graph.lint()
+        assert drop_random_states(graph) == 0
+    assert_expected_inline("\n".join(map(_render, graphs)), """\
+primals_1: f32[1, 1, 2, 8]
+%0 = attention(primals_1, primals_1, primals_1)
+%1: f32[1, 1, 2, 8] = getitem(%0, 0)
+return (%1, primals_1)
+
+primals_1: f32[1, 1, 2, 8]
+tangents_1: f32[1, 1, 2, 8]
+%0 = attention(primals_1, primals_1, primals_1)
+%1: f32[1, 1, 2, 8] = getitem(%0, 0)
+%2: f32[1, 1, 2] = getitem(%0, 1)
+%3: f32[1, 1, 2, 8] = detach(%1)
+%4: f32[1, 1, 2, 8] = detach(%3)
+%5 = attention_backward(tangents_1, primals_1, primals_1, primals_1, %4, %2, 0.0, False)
+%6: f32[1, 1, 2, 8] = getitem(%5, 0)
+%7: f32[1, 1, 2, 8] = getitem(%5, 1)
+%8: f32[1, 1, 2, 8] = getitem(%5, 2)
+%9: f32[1, 1, 2, 8] = add(%6, %7)
+%10: f32[1, 1, 2, 8] = add(%9, %8)
+return (%10,)
+""")
+
+
+def test_random_op_keeps_its_state() -> None:
+    forward, backward = _partition(lambda x: _attend(torch.dropout(x, 0.5, True)))
+    assert (drop_random_states(forward), drop_random_states(backward)) == (1, 1)
+    for graph, name in ((forward, "run_and_save_rng_state"), (backward, "run_with_rng_state")):
+        wrapped = [node for node in graph.nodes if str(node.target) == name]
+        assert [node.args[-4] for node in wrapped] == [torch.ops.aten.native_dropout.default]
+        graph.lint()
+
+
+def test_generator_of_an_accelerator_is_no_input_any_more() -> None:
+    build = GraphBuilder()
+    x = build.input("x", (1, 1, 2, 8))
+    state = build.input("state", (1,))  # stands for a generator
+    run = torch.ops.higher_order.graphsafe_run_with_rng_state
+    direct = build.call(_attention, x, x, x, 0.0, True)
+    both = build.call_opaque(run, _attention, x, x, x, 0.0, True, rng_state=state, value=build.value(direct))
+    build.graph.erase_node(direct)
+    graph = build.output(build.call(operator.getitem, both, 0))
+    assert drop_random_states(graph) == 1
+    assert_expected_inline(_render(graph), """\
+x: f32[1, 1, 2, 8]
+%0 = attention(x, x, x, 0.0, True)
+%1: f32[1, 1, 2, 8] = getitem(%0, 0)
+return (%1,)
+""")
+
+
+def test_other_ops_that_run_a_graph_stay() -> None:
+    build = GraphBuilder()
+    x, weight = build.input("x", (4, 4)), build.input("weight", (4, 4))
+    run = checkpoint_node(build, x, weight, lambda body, *inputs: body.call(aten.mm.default, *inputs))
+    graph = build.output(run)
+    assert drop_random_states(graph) == 0
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "efficient"])
+def test_gradient_of_attention_draws_no_numbers(kernel: str) -> None:
+    op = getattr(aten, f"_scaled_dot_product_{kernel}_attention_backward").default
+    assert torch.Tag.nondeterministic_seeded in op.tags
+    assert not is_random(fx.Graph().call_function(op))
+
+
+def test_only_ops_that_draw_numbers_are_random() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    random = [
+        graph.call_function(aten.native_dropout.default, (x, 0.5, True)),
+        graph.call_function(_attention, (x, x, x, 0.5)),
+    ]
+    plain = [
+        x,
+        graph.call_function(aten.sin.default, (x,)),
+        graph.call_function(_attention, (x, x, x)),
+        graph.call_function(torch.dropout, (x, 0.5, True)),  # no op of ATen
+    ]
+    assert list(map(is_random, [*random, *plain])) == [True] * len(random) + [False] * len(plain)
