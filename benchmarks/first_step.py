@@ -3,7 +3,7 @@
 For each mode and number of blocks, two gloo ranks start twice with one cache folder, empty at first. The time is that
 of the first forward and backward, the slowest rank's, after imports and sharding; the counters are those of rank 0.
 
-    python benchmarks/first_step.py [--modes block simple ...] [--size overhead] [--layers 8 32]
+    python benchmarks/first_step.py [--modes block simple ...] [--size overhead] [--layers 8 32] [--checkpoint]
 
 The modes and sizes are those of `compile-fsdp bench`; those of SimpleFSDP need torchtitan on PYTHONPATH.
 """
@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["block", "bound", "compile"])
     parser.add_argument("--size", choices=SIZES, default="overhead")
     parser.add_argument("--layers", nargs="+", type=int, default=[8])
+    parser.add_argument("--checkpoint", action="store_true", help="of each block's activations")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     print(f"| {options.size} | blocks | start | first step, s | " + " | ".join(name for _, name in COUNTERS) + " |")
@@ -64,7 +65,9 @@ def main() -> None:
         for mode in options.modes:
             with tempfile.TemporaryDirectory() as cache:
                 for start in ("cold", "warm"):
-                    size = replace(SIZES[options.size], model=replace(SIZES[options.size].model, layers=layers))
+                    chosen = SIZES[options.size]
+                    model = replace(chosen.model, layers=layers)
+                    size = replace(chosen, model=model, is_checkpointed=options.checkpoint)
                     found = launch.run(RANKS, _first_step, mode, size, cache)
                     row = [f"{max(seconds for seconds, _ in found):.2f}", *map(str, found[0][1])]
                     print(f"| `{mode}` | {layers} | {start} | " + " | ".join(row) + " |", flush=True)

@@ -5,19 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from compile_fsdp.tools.bench.llama import ModelConfig, Transformer
+from compile_fsdp.torch_compat.nn import checkpoint_modules
 
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A decoder, and the number of sequences per rank and step and of tokens per sequence."""
+    """A decoder, the sequences per rank and step, the tokens of each, and whether each block is checkpointed."""
 
     model: ModelConfig
     batch: int
     seq_len: int
+    is_checkpointed: bool = False
 
     def build(self) -> Transformer:
         """Build the model on the default device."""
-        return Transformer(self.model, self.seq_len)
+        model = Transformer(self.model, self.seq_len)
+        if self.is_checkpointed:
+            checkpoint_modules(model, check_fn=lambda module: module in set(model.layers))
+        return model
 
 
 SIZES = {
