@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from compile_fsdp.backend.backward_run import BackwardRun
 from compile_fsdp.backend.call_inputs import CallInputs
 from compile_fsdp.backend.compiled_forward import CompiledForward, unchanged_versions
+from compile_fsdp.backend.measured_peak import StepPeak
 from compile_fsdp.runtime import calls
 from compile_fsdp.runtime.subclass_parameters import split_leaf
 from compile_fsdp.torch_compat.autograd import (
@@ -76,6 +77,7 @@ class GraphCall:
         self.inner: InnerGraph | None = None
         self.node: weakref.ref[Any] | None = None
         self._backward_id: int | None = None  # number of the last backward through the run
+        self._peak = StepPeak.of(forward, inputs.groups)
         for group, use in inputs.groups.items():
             group.forwards.add(self, is_whole=use.position in forward.parameters.whole)
 
@@ -99,6 +101,8 @@ class GraphCall:
         """Compute all gradients; return the gradients of the differentiable inputs."""
         run, inputs, versions = self._begin_backward(grads)
         self._run_unchanged(versions, run.run_whole)
+        if self._peak is not None:
+            self._peak.end()
         found = [tensor.grad for tensor in inputs]
         for tensor in inputs:
             tensor.grad = None  # a later backward through a kept graph would add to it

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Hashable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -43,8 +43,32 @@ STATE_TO_COME = 2
 _UNFIT = 2**60  # more than any step needs
 
 
-# By a graph's first group, then by budget and groups: the decision of all ranks.
-_agreed: WeakKeyDictionary[TraceableGroup, dict[Hashable, BudgetDecision]] = WeakKeyDictionary()
+@dataclass(eq=False, slots=True)
+class Agreement:
+    """Decision of all ranks about a step.
+
+    Attributes:
+        decision: None if the ranks have still to decide.
+        lowered: Bytes by which the first step has exceeded the budget; the estimate keeps so many free.
+        is_measured: Whether the peak of the first step has been compared with the budget.
+    """
+
+    decision: BudgetDecision | None = None
+    lowered: int = 0
+    is_measured: bool = False
+
+    def lower(self, size: int) -> None:
+        """Let the ranks decide again, with less memory."""
+        self.decision, self.lowered = None, size
+
+
+# By a graph's first group, then by budget and groups.
+_agreed: WeakKeyDictionary[TraceableGroup, dict[Hashable, Agreement]] = WeakKeyDictionary()
+
+
+def find_agreement(first: TraceableGroup, texts: tuple[str, ...], options: Options) -> Agreement | None:
+    """Return the agreement about a graph, by its first group and the texts of its groups."""
+    return _agreed.get(first, {}).get((options.memory_budget, texts))
 
 
 def budget_pass(inputs: GraphInputs, options: Options, *, calls_blocks: bool) -> Pass | None:
@@ -61,6 +85,8 @@ def budget_pass(inputs: GraphInputs, options: Options, *, calls_blocks: bool) ->
         return None
     device = groups[0].fsdp_group.device
     budget = options.memory_budget if options.memory_budget != "auto" else _free_bytes(device, groups)
+    if (agreement := find_agreement(groups[0], inputs.texts, options)) is not None:
+        budget = max(budget - agreement.lowered, 0)
     costs, fuses = options.costs, options.inner_backend == "inductor"
     assert costs is not None  # `settle_costs` has run
     numbers = {group: number for number, group in enumerate(groups)}
@@ -113,20 +139,21 @@ def _settle(
     possible: Sequence[BudgetDecision], *, inputs: GraphInputs, budget: int, options: Options
 ) -> BudgetDecision:
     """Make the decision of all ranks, for this rank's possible ones. See [Note: One decision]."""
-    groups, own = inputs.groups, possible[0]
-    known = _agreed.setdefault(groups[0], {})
     key = options.memory_budget, inputs.texts
-    if key in known:
-        return _with_collectives_of(known[key], possible)
+    agreement = _agreed.setdefault(inputs.groups[0], {}).setdefault(key, Agreement())
+    possible = [replace(each, lowered=agreement.lowered) for each in possible]
+    if agreement.decision is not None:
+        return _with_collectives_of(agreement.decision, possible)
+    own = possible[0]
     row = _need(possible), json.dumps(asdict(own))
     text = share_largest(inputs.process_groups(), "memory budget", row, options.agreement_timeout_s)
     decision = _parse(json.loads(text))
-    if not decision.fits:
+    if not (decision.fits or agreement.lowered):  # an estimate that a step has raised must not end the training
         raise MemoryBudgetError(
             f"expected a memory_budget of at least {decision.peak_bytes} bytes, which the step of this model and batch "
             f"needs with all that can be gathered and computed again, got {budget}; raise it, or make the batch smaller"
         )
-    known[key] = decision
+    agreement.decision = decision
     return decision if decision.ops == own.ops else _with_collectives_of(decision, possible)
 
 
@@ -138,7 +165,8 @@ def _need(possible: Sequence[BudgetDecision]) -> int:
 
 def note_decision(first: TraceableGroup, texts: tuple[str, ...], options: Options, decision: BudgetDecision) -> None:
     """Note the decision for a graph that no rank traces, as `note_rows` does with rows."""
-    _agreed.setdefault(first, {}).setdefault((options.memory_budget, texts), decision)
+    agreement = _agreed.setdefault(first, {}).setdefault((options.memory_budget, texts), Agreement())
+    agreement.decision = agreement.decision or decision
 
 
 def _with_collectives_of(agreed: BudgetDecision, possible: Sequence[BudgetDecision]) -> BudgetDecision:

@@ -87,6 +87,7 @@ class Root:
         is_ordered: Whether the gather streams already wait for the work before the last forward, such as the optimizer
             step. torch lets them wait in a forward that begins eagerly; a graph cannot.
         awaited_backward: Number of the backward that drops leftover gathers at its end; None before the first.
+        has_lowered_budget: Whether a step has exceeded its memory budget, and the ranks decide again.
         ahead: Groups that eager code in a partly compiled forward gathered ahead.
     """
 
@@ -99,6 +100,7 @@ class Root:
         self.is_ordered = True
         self.awaited_backward: int | None = None
         self.replay: Replay | None = None
+        self.has_lowered_budget = False
         self.ahead: list[TraceableGroup] = []
 
     @at_run_time

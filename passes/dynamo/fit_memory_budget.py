@@ -56,6 +56,7 @@ class BudgetDecision:
         budget: Most bytes that a step may allocate, by the user or the device.
         offloaded: Positions, in `Step.ops`, of the ops whose results wait for the backward in host memory.
         calls_blocks: Whether equal blocks become calls.
+        lowered: Bytes by which a step has exceeded the budget; `budget` is so much lower.
     """
 
     kept: tuple[int, ...]
@@ -70,14 +71,17 @@ class BudgetDecision:
     budget: int = 0
     offloaded: tuple[int, ...] = ()
     calls_blocks: bool = False
+    lowered: int = 0
 
     def __str__(self) -> str:
         packs = ", in large packs" if self.has_large_packs else ""
         away = f", {len(self.offloaded)} offloaded" if self.offloaded else ""
+        lower = f"; {format_bytes(self.lowered)} kept free, because a step exceeded the budget" if self.lowered else ""
         return (
             f"memory budget: {count(len(self.kept), 'group')} kept{packs}, "
             f"{len(self.recomputed)} of {self.ops} ops computed again{away}; about {format_bytes(self.peak_bytes)}, "
             f"where the fastest step takes {format_bytes(self.fastest_bytes)} and {self.seconds * 1e3:.1f} ms less"
+            f"{lower}"
         )
 
 

@@ -1,0 +1,71 @@
+"""Compare the peak of a step with its memory budget, and decide again if it was exceeded.
+
+[Note: A budget is a promise]
+A decision rests on an estimate. On a device that counts its memory, the first step shows the real peak. If it exceeds
+the budget on any rank, all ranks lower the budget of the estimate by the largest excess, and trace the next forward
+again. This happens once, and only for a graph about which all ranks have decided together. The device's counter of its
+peak is not reset, because users read it. If it shows an earlier, higher peak, that of the step is not known, and the
+decision stays. A CPU does not count its memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import torch
+
+from compile_fsdp.backend.agreement import share_largest
+from compile_fsdp.backend.compiled_forward import CompiledForward
+from compile_fsdp.backend.graph_inputs import process_group_names
+from compile_fsdp.backend.memory_budget import find_agreement
+from compile_fsdp.passes.text import format_bytes
+from compile_fsdp.runtime.attached import hooks_of
+from compile_fsdp.runtime.group import TraceableGroup
+
+_log = logging.getLogger("compile_fsdp")
+
+
+class StepPeak:
+    """The peak of a step that has just begun."""
+
+    def __init__(self, forward: CompiledForward, groups: list[TraceableGroup]) -> None:
+        self._forward, self._groups = forward, groups
+        self._device = groups[0].fsdp_group.device
+        self._module = torch.get_device_module(self._device)
+        self._before = self._module.memory_allocated(self._device)
+        self._highest = self._module.max_memory_allocated(self._device)
+
+    @classmethod
+    def of(cls, forward: CompiledForward, groups: Mapping[TraceableGroup, object]) -> StepPeak | None:
+        """Begin to measure; None if this has happened before, or if there is nothing to compare or to count."""
+        step, every = forward.step, list(groups)
+        if step.decision is None or forward.whole_of is None:
+            return None
+        agreement = find_agreement(every[0], step.groups, step.options)
+        if agreement is None or agreement.is_measured:
+            return None
+        module = torch.get_device_module(every[0].fsdp_group.device)
+        return cls(forward, every) if hasattr(module, "max_memory_allocated") else None
+
+    def end(self) -> None:
+        """Compare the peak with the budget on all ranks, at the end of the backward."""
+        step, first = self._forward.step, self._groups[0]
+        agreement = find_agreement(first, step.groups, step.options)
+        if agreement is None or agreement.is_measured or step.decision is None:
+            return
+        agreement.is_measured = True
+        highest = self._module.max_memory_allocated(self._device)
+        taken = highest - self._before if highest > self._highest else 0
+        excess = max(taken - step.decision.budget, 0)
+        names, limit_s = process_group_names(self._groups), step.options.agreement_timeout_s
+        largest = int(share_largest(names, "peak of the first step", (excess, str(excess)), limit_s))
+        if largest:
+            agreement.lower(largest)
+            hooks_of(first.state).root.has_lowered_budget = True
+            _log.warning(
+                "the first step exceeded its memory_budget of %s by %s on a rank; the next forward is compiled again "
+                "for so much less",
+                format_bytes(step.decision.budget),
+                format_bytes(largest),
+            )

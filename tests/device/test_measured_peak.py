@@ -1,0 +1,128 @@
+"""A step that exceeds its memory budget on the emulated device is compiled once more, for less memory."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import compile_fsdp
+from compile_fsdp.passes import Costs
+from compile_fsdp.passes.dynamo import fit_memory_budget
+from compile_fsdp.reports import count_captures, reports, reset_reports
+from helpers.models.layers import Wide
+from helpers.parity.check import full
+from helpers.ranks.pools import run_ranks
+
+DEVICE = "emulated"
+BLOCKS, DIM, STEPS = 4, 32, 4
+COSTS = Costs(latency=1e-6, comm_bandwidth=1e9, memory_bandwidth=6e9, flops=1e9)
+
+
+def _train(
+    rank: int,
+    budget: int,
+    margin: float,
+    rows: tuple[int, int] = (256, 256),
+    is_hidden: bool = False,
+    bundle: str | None = None,
+) -> tuple[Any, ...]:
+    """Peak of each step, bytes kept free by each forward's decision, warnings, and the last gradients.
+
+    `margin` is that of the estimate; `rows` are the batch sizes of the ranks; `is_hidden`: a peak before the first step
+    is higher than that of all steps; with a `bundle`, Inductor compiles.
+    """
+    device = torch.get_device_module(DEVICE)
+    torch.manual_seed(0)
+    model, batch = Wide(BLOCKS, DIM), torch.randn(rows[rank], DIM)
+    for block in model.blocks:
+        compile_fsdp.fully_shard(block)
+    compile_fsdp.fully_shard(model)
+    fit_memory_budget.MARGIN, before = margin, fit_memory_budget.MARGIN
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("compile_fsdp").addHandler(handler)
+    reset_reports()
+    options: dict[str, Any] = {"memory_budget": budget, "costs": COSTS, "progress": False}
+    options |= {"inner_backend": "aot_eager"} if bundle is None else {"bundle": bundle}
+    model.compile(backend="compile_fsdp", fullgraph=True, options=options)
+    peaks = []
+    try:
+        for step in range(STEPS):
+            model.zero_grad()
+            held = device.memory_allocated()
+            if step or not is_hidden:
+                device.reset_peak_memory_stats()
+            else:
+                torch.empty(2 * budget)
+            model(batch).backward()
+            peaks.append(device.max_memory_allocated() - held)
+    finally:
+        fit_memory_budget.MARGIN = before
+        logging.getLogger("compile_fsdp").removeHandler(handler)
+    lowered = [report.decision.lowered for report in reports() if report.decision is not None]
+    gradients = [full(parameter.grad).cpu() for parameter in model.parameters() if parameter.grad is not None]
+    return peaks, lowered, texts, gradients
+
+
+def _run(*args: Any) -> list[tuple[Any, ...]]:
+    return run_ranks(2, _train, *args, device=DEVICE)
+
+
+PLENTY = 10**9
+
+
+@pytest.mark.parametrize("rows", [(256, 256), (256, 128)], ids=["equal batches", "a smaller batch"])
+def test_next_step_is_within_the_budget(rows: tuple[int, int]) -> None:
+    plenty = _run(PLENTY, 1.0, rows)
+    budget = int(0.7 * plenty[0][0][0])
+    little = _run(budget, 0.75, rows)
+    excess = little[0][0][0] - budget
+    assert excess > 0
+    for (_, _, _, expected), (peaks, lowered, texts, gradients) in zip(plenty, little, strict=True):
+        assert lowered == [0, excess]  # on both ranks, although only the first may have exceeded its budget
+        assert max(peaks[1:]) <= budget
+        assert [text for text in texts if "exceeded its memory_budget" in text]
+        for mine, theirs in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-8)
+
+
+def test_step_that_fits_is_compiled_once() -> None:
+    for _, lowered, texts, _ in _run(PLENTY, 1.0):
+        assert (lowered, texts) == ([0], [])
+
+
+def test_earlier_peak_hides_that_of_the_step() -> None:
+    budget = int(0.7 * _run(PLENTY, 1.0)[0][0][0])
+    for peaks, lowered, texts, _ in _run(budget, 0.75, (256, 256), True):
+        assert peaks[1] > budget
+        assert (lowered, texts) == ([0], [])
+
+
+def test_step_that_cannot_fit_goes_on_with_the_least_memory() -> None:
+    for peaks, lowered, texts, _ in _run(100_000, 0.05):
+        assert lowered == [0, peaks[0] - 100_000]
+        assert len(texts) == 1
+        assert 100_000 < peaks[2] <= peaks[0]
+
+
+def _restart(rank: int, budget: int, bundle: str) -> tuple[list[int], int]:
+    """Peaks of a second model, and the number of graphs that it traced."""
+    _train(rank, budget, 0.9, bundle=bundle)
+    dist.barrier()  # the bundle is written
+    traced = count_captures()
+    peaks, *_ = _train(rank, budget, 0.9, bundle=bundle)
+    return peaks, count_captures() - traced
+
+
+def test_steps_of_a_bundle_are_measured_too(tmp_path: Path) -> None:
+    plenty = _run(PLENTY, 1.0, (256, 256), False, str(tmp_path / "plenty.bundle"))
+    budget = int(0.7 * plenty[0][0][0])
+    for peaks, traced in run_ranks(2, _restart, budget, str(tmp_path / "step.bundle"), device=DEVICE):
+        assert peaks[0] > budget >= max(peaks[1:])
+        assert traced == 0  # the bundle has both steps
