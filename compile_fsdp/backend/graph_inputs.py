@@ -70,7 +70,8 @@ class GraphInputs:
 
     def process_groups(self) -> list[str]:
         """Return the graph names of the process groups for gathers and reductions."""
-        return process_group_names(self.groups)
+        found = (each for group in self.groups for each in process_groups(group.fsdp_group) if each is not None)
+        return sorted({name_in_graphs(each) for each in found})
 
     def managed_nodes(self) -> list[tuple[fx.Node, TraceableGroup]]:
         """Return the placeholders that are unsharded parameters, with their groups."""
@@ -157,12 +158,6 @@ class GraphInputs:
     def _foreign(self) -> dict[str, nn.Parameter]:
         """Parameters of no group that no traceable module ignores, by FQN."""
         return {fqn: each for fqn, each in self._parameters.items() if not belongs_to_traceable(each)}
-
-
-def process_group_names(groups: Iterable[TraceableGroup]) -> list[str]:
-    """Return the graph names of the process groups for gathers and reductions of parameter groups."""
-    found = (each for group in groups for each in process_groups(group.fsdp_group) if each is not None)
-    return sorted({name_in_graphs(each) for each in found})
 
 
 def _reads_rows(node: fx.Node) -> bool:

@@ -11,13 +11,13 @@ decision stays. A CPU does not count its memory.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from compile_fsdp.backend.agreement import share_largest
 from compile_fsdp.backend.compiled_forward import CompiledForward
-from compile_fsdp.backend.graph_inputs import process_group_names
 from compile_fsdp.backend.memory_budget import find_agreement
 from compile_fsdp.passes.text import format_bytes
 from compile_fsdp.runtime.attached import hooks_of
@@ -58,14 +58,25 @@ class StepPeak:
         highest = self._module.max_memory_allocated(self._device)
         taken = highest - self._before if highest > self._highest else 0
         excess = max(taken - step.decision.budget, 0)
-        names, limit_s = process_group_names(self._groups), step.options.agreement_timeout_s
-        largest = int(share_largest(names, "peak of the first step", (excess, str(excess)), limit_s))
-        if largest:
-            agreement.lower(largest)
+        for name in _mesh_group_names(self._groups):
+            row = excess, str(excess)
+            excess = int(share_largest([name], "peak of the first step", row, step.options.agreement_timeout_s))
+        if excess:
+            agreement.lowered = excess
             hooks_of(first.state).root.has_lowered_budget = True
             _log.warning(
                 "the first step exceeded its memory_budget of %s by %s on a rank; the next forward is compiled again "
                 "for so much less",
                 format_bytes(step.decision.budget),
-                format_bytes(largest),
+                format_bytes(excess),
             )
+
+
+def _mesh_group_names(groups: Iterable[TraceableGroup]) -> list[str]:
+    """Return the names of the process groups of all mesh dims of the parameters, in an order that all ranks share.
+
+    Dims of tensor parallelism belong to them, because all ranks of a mesh must trace again or none.
+    """
+    params = (param.sharded_param for group in groups for param in group.fsdp_group.fsdp_params)
+    meshes = dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor))
+    return list(dict.fromkeys(each.group_name for mesh in meshes for each in mesh.get_all_groups()))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Hashable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -45,21 +45,24 @@ _UNFIT = 2**60  # more than any step needs
 
 @dataclass(eq=False, slots=True)
 class Agreement:
-    """Decision of all ranks about a step.
+    """Decisions of all ranks about a step.
 
     Attributes:
-        decision: None if the ranks have still to decide.
-        lowered: Bytes by which the first step has exceeded the budget; the estimate keeps so many free.
+        decisions: By whether a step has exceeded the budget before.
+        lowered: Bytes by which a step has exceeded the budget; the estimate keeps so many free.
         is_measured: Whether the peak of the first step has been compared with the budget.
     """
 
-    decision: BudgetDecision | None = None
+    decisions: dict[bool, BudgetDecision] = field(default_factory=dict)
     lowered: int = 0
     is_measured: bool = False
 
-    def lower(self, size: int) -> None:
-        """Let the ranks decide again, with less memory."""
-        self.decision, self.lowered = None, size
+    @property
+    def decision(self) -> BudgetDecision | None:
+        return self.decisions.get(self.lowered > 0)
+
+    def add(self, decision: BudgetDecision) -> None:
+        self.decisions.setdefault(decision.lowered > 0, decision)
 
 
 # By a graph's first group, then by budget and groups.
@@ -153,7 +156,7 @@ def _settle(
             f"expected a memory_budget of at least {decision.peak_bytes} bytes, which the step of this model and batch "
             f"needs with all that can be gathered and computed again, got {budget}; raise it, or make the batch smaller"
         )
-    agreement.decision = decision
+    agreement.add(decision)
     return decision if decision.ops == own.ops else _with_collectives_of(decision, possible)
 
 
@@ -165,8 +168,7 @@ def _need(possible: Sequence[BudgetDecision]) -> int:
 
 def note_decision(first: TraceableGroup, texts: tuple[str, ...], options: Options, decision: BudgetDecision) -> None:
     """Note the decision for a graph that no rank traces, as `note_rows` does with rows."""
-    agreement = _agreed.setdefault(first, {}).setdefault((options.memory_budget, texts), Agreement())
-    agreement.decision = agreement.decision or decision
+    _agreed.setdefault(first, {}).setdefault((options.memory_budget, texts), Agreement()).add(decision)
 
 
 def _with_collectives_of(agreed: BudgetDecision, possible: Sequence[BudgetDecision]) -> BudgetDecision:

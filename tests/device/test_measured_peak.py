@@ -9,13 +9,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import compile_fsdp
+from compile_fsdp.backend.measured_peak import _mesh_group_names
 from compile_fsdp.passes import Costs
 from compile_fsdp.passes.dynamo import fit_memory_budget
 from compile_fsdp.reports import count_captures, reports, reset_reports
+from compile_fsdp.runtime.attached import module_hooks_of
 from helpers.models.layers import Wide
 from helpers.parity.check import full
+from helpers.ranks.fake_world import fake_world
 from helpers.ranks.pools import run_ranks
 
 DEVICE = "emulated"
@@ -126,3 +131,14 @@ def test_steps_of_a_bundle_are_measured_too(tmp_path: Path) -> None:
     for peaks, traced in run_ranks(2, _restart, budget, str(tmp_path / "step.bundle"), device=DEVICE):
         assert peaks[0] > budget >= max(peaks[1:])
         assert traced == 0  # the bundle has both steps
+
+
+def test_ranks_of_all_mesh_dims_decide_together() -> None:
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = torch.nn.Linear(4, 4)
+        parallelize_module(model, mesh["tp"], ColwiseParallel())
+        compile_fsdp.fully_shard(model, mesh=mesh["dp"])
+        groups = module_hooks_of(model).hooks.groups
+        expected = [mesh.get_group(dim).group_name for dim in ("dp", "tp")]
+        assert _mesh_group_names(groups) == expected
