@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from compile_fsdp.backend.agreement import share_largest
 from compile_fsdp.backend.compiled_forward import CompiledForward
-from compile_fsdp.backend.memory_budget import find_agreement
+from compile_fsdp.backend.memory_budget import Agreement, find_agreement
 from compile_fsdp.passes.text import format_bytes
 from compile_fsdp.runtime.attached import hooks_of
 from compile_fsdp.runtime.group import TraceableGroup
@@ -29,8 +29,8 @@ _log = logging.getLogger("compile_fsdp")
 class StepPeak:
     """The peak of a step that has just begun."""
 
-    def __init__(self, forward: CompiledForward, groups: list[TraceableGroup]) -> None:
-        self._forward, self._groups = forward, groups
+    def __init__(self, forward: CompiledForward, groups: list[TraceableGroup], agreement: Agreement) -> None:
+        self._step, self._groups, self._agreement = forward.step, groups, agreement
         self._device = groups[0].fsdp_group.device
         self._module = torch.get_device_module(self._device)
         self._before = self._module.memory_allocated(self._device)
@@ -46,13 +46,12 @@ class StepPeak:
         if agreement is None or agreement.is_measured:
             return None
         module = torch.get_device_module(every[0].fsdp_group.device)
-        return cls(forward, every) if hasattr(module, "max_memory_allocated") else None
+        return cls(forward, every, agreement) if hasattr(module, "max_memory_allocated") else None
 
     def end(self) -> None:
         """Compare the peak with the budget on all ranks, at the end of the backward."""
-        step, first = self._forward.step, self._groups[0]
-        agreement = find_agreement(first, step.groups, step.options)
-        if agreement is None or agreement.is_measured or step.decision is None:
+        step, agreement = self._step, self._agreement
+        if agreement.is_measured or step.decision is None:
             return
         agreement.is_measured = True
         highest = self._module.max_memory_allocated(self._device)
@@ -63,7 +62,7 @@ class StepPeak:
             excess = int(share_largest([name], "peak of the first step", row, step.options.agreement_timeout_s))
         if excess:
             agreement.lowered = excess
-            hooks_of(first.state).root.has_lowered_budget = True
+            hooks_of(self._groups[0].state).root.has_lowered_budget = True
             _log.warning(
                 "the first step exceeded its memory_budget of %s by %s on a rank; the next forward is compiled again "
                 "for so much less",

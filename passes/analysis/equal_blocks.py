@@ -175,8 +175,8 @@ def _describe(ops: list[fx.Node], op_count: int, effects: EagerEffects) -> Block
 
 def _describe_op(node: fx.Node, name: Callable[[fx.Node], _Word], effects: EagerEffects) -> str:
     if (body := effects.subgraph(node)) is not None:
-        numbers = {each: _Word(f"op {i}") for i, each in enumerate(body.graph.nodes)}
-        lines = [_describe_op(each, numbers.__getitem__, EagerEffects(body)) for each in numbers]
+        numbers, inner = {each: _Word(f"op {i}") for i, each in enumerate(body.graph.nodes)}, EagerEffects(body)
+        lines = [_describe_op(each, numbers.__getitem__, inner) for each in numbers]
         return "\n".join([f"body {function_text(checkpoint_contexts(body))}", *lines, "end"])
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), name)
     target = "" if node.op in ("placeholder", "output") else _describe_target(node.target)
