@@ -67,6 +67,18 @@ def make_module(extension: ModuleType) -> ModuleType:
         finally:
             torch.accelerator.set_stream(before)
 
+    @contextlib.contextmanager
+    def graph(
+        cuda_graph: Any, pool: Any = None, stream: torch.Stream | None = None, capture_error_mode: str = "global"
+    ) -> Iterator[None]:
+        torch.accelerator.synchronize()
+        with module.stream(Stream() if stream is None else stream):
+            cuda_graph.begin()
+            try:
+                yield
+            finally:
+                cuda_graph.end()
+
     def get_rng_state(device: Any = NAME) -> torch.Tensor:
         return generator.get_state()
 
@@ -77,6 +89,7 @@ def make_module(extension: ModuleType) -> ModuleType:
         return types.SimpleNamespace(name=NAME, multi_processor_count=1, total_memory=2**36, major=0, minor=0)
 
     contents = {
+        "CUDAGraph": extension.Graph,
         "Event": Event,
         "Stream": Stream,
         "_is_in_bad_fork": lambda: False,
@@ -90,6 +103,7 @@ def make_module(extension: ModuleType) -> ModuleType:
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
         "get_device_properties": get_device_properties,
         "get_rng_state": get_rng_state,
+        "graph": graph,
         "initial_seed": generator.initial_seed,
         "is_available": lambda: True,
         "is_bf16_supported": lambda including_emulation=False: True,

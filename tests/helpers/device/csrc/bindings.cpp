@@ -5,7 +5,7 @@
 #include "collectives.h"
 #include "functions.h"
 #include "generator.h"
-#include "launch.h"
+#include "graph.h"
 #include "recorder.h"
 
 namespace {
@@ -50,6 +50,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     std::lock_guard lock(state_mutex());
     device_memory().statistics.peak_bytes = device_memory().statistics.allocated_bytes;
   });
+  py::class_<Graph>(module, "Graph")
+      .def(py::init<>())
+      .def("begin", &Graph::begin)
+      .def("end", &Graph::end)
+      .def("replay", &Graph::replay)
+      .def("pool", [](const Graph&) { return std::make_pair(0, 1); })
+      .def_property_readonly("launches", &Graph::launches);
   module.def("set_delays", &set_delays, py::arg("seed"), py::arg("most_us"));
   module.def("set_link", &set_link, py::arg("latency_s"), py::arg("bytes_per_s"));
   module.def("hold_streams", &hold_streams, py::arg("are_held"));

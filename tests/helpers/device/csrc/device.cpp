@@ -7,7 +7,7 @@
 #include <cstring>
 
 #include "generator.h"
-#include "launch.h"
+#include "graph.h"
 
 namespace emulated {
 namespace {
@@ -156,7 +156,7 @@ class Guard : public c10::impl::DeviceGuardImplInterface {
     if (is_left_out(Edge::EVENT)) {
       return;
     }
-    if (flag == c10::EventFlag::BACKEND_DEFAULT) {
+    if (flag == c10::EventFlag::BACKEND_DEFAULT && capturing() == nullptr) {
       recorded.time_ms = std::make_shared<double>(0);
       enqueue(number_of(stream), "event", [time_ms = recorded.time_ms] { *time_ms = now_ms(); });
     }

@@ -284,7 +284,8 @@ class Call {
         tensor = host_alias(tensor);
       }
     }
-    launch(name_, accesses_, [operation = operation_, stack, fresh]() mutable {
+    launch(name_, accesses_, [operation = operation_, arguments = stack, fresh]() mutable {
+      auto stack = arguments; // a graph runs it again
       call(operation, stack);
       for (auto& [position, tensors] : fresh) {
         size_t next = 0;

@@ -6,7 +6,7 @@
 
 #include <cstring>
 
-#include "launch.h"
+#include "graph.h"
 
 namespace emulated {
 namespace {
@@ -42,10 +42,9 @@ class GeneratorImpl : public c10::GeneratorImpl {
     std::memcpy(&state_, state.data(), sizeof(State));
   }
 
-  at::Generator draw() {
+  uint64_t draw() {
     std::lock_guard lock(mutex_);
-    uint64_t mixed = state_.seed + 0x9E3779B97F4A7C15 * ++state_.offset;
-    return at::detail::createCPUGenerator(mixed);
+    return state_.seed + 0x9E3779B97F4A7C15 * ++state_.offset;
   }
 
  private:
@@ -78,7 +77,14 @@ at::Generator next_cpu_generator(const std::optional<at::Generator>& generator) 
   auto& own = generator ? *generator : default_generator();
   auto* impl = dynamic_cast<GeneratorImpl*>(own.unsafeGetGeneratorImpl());
   TORCH_CHECK(impl != nullptr, "expected a generator of the device, got one of ", own.device());
-  return impl->draw();
+  auto* graph = capturing();
+  auto drawn = at::detail::createCPUGenerator(graph == nullptr ? impl->draw() : 0);
+  if (graph != nullptr) {
+    graph->add_draw([own, impl, drawn] {
+      return [drawn, seed = impl->draw()]() mutable { drawn.set_current_seed(seed); };
+    });
+  }
+  return drawn;
 }
 
 } // namespace emulated

@@ -6,7 +6,7 @@
 #include <c10/core/Allocator.h>
 #include <torch/library.h>
 
-#include "launch.h"
+#include "graph.h"
 
 namespace emulated {
 namespace {
@@ -100,6 +100,9 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
     std::vector<Access> accesses{access(self, true)};
     if (is_here || is_async) {
       accesses.push_back(access(source, false));
+    }
+    if (!is_here && !is_async) {
+      check_not_capturing("a copy from pageable memory");
     }
     auto from = is_here ? host_alias(source) : is_async ? borrow(source) : source.clone();
     launch("aten::copy_", accesses, [to = host_alias(self), from]() mutable { to.copy_(from); });

@@ -6,6 +6,7 @@
 
 #include <unordered_map>
 
+#include "graph.h"
 #include "recorder.h"
 
 namespace emulated {
@@ -129,6 +130,10 @@ void launch_on(
   raise_failure();
   std::erase_if(accesses, [](const Access& access) { return access.begin == access.end; });
   std::lock_guard lock(state_mutex());
+  if (auto* graph = capturing()) {
+    graph->add_launch(stream, operation, std::move(accesses), std::move(run));
+    return;
+  }
   enqueue(stream, operation, [run = std::move(run)] {
     at::AutoDispatchBelowAutograd below;
     run();
@@ -158,6 +163,7 @@ void launch(const std::string& operation, const std::vector<Access>& accesses, s
 }
 
 void launch_and_wait(const std::string& operation, const std::vector<Access>& accesses, std::function<void()> run) {
+  check_not_capturing(operation);
   auto error = std::make_shared<std::exception_ptr>();
   launch(operation, accesses, [run = std::move(run), error] {
     try {

@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "graph.h"
+
 namespace emulated {
 namespace {
 
@@ -51,7 +53,8 @@ Block& Pool::allocate(size_t bytes, StreamNumber stream) {
   std::lock_guard lock(state_mutex());
   collect_pending();
   size_t rounded = (bytes + GRANULE_BYTES - 1) / GRANULE_BYTES * GRANULE_BYTES;
-  auto& free = free_[{stream, rounded}];
+  auto* graph = kernel_offset_ != 0 ? capturing() : nullptr;
+  auto& free = free_[{graph != nullptr, stream, rounded}];
   Block* block;
   if (!free.empty()) {
     block = free.back();
@@ -60,12 +63,15 @@ Block& Pool::allocate(size_t bytes, StreamNumber stream) {
     TORCH_CHECK(taken_bytes_ + rounded <= CAPACITY_BYTES, "out of memory: ", rounded, " bytes");
     auto made = std::make_unique<Block>();
     block = made.get();
-    *block = {.address = base_ + taken_bytes_, .bytes = rounded, .stream = stream};
+    *block = {.address = base_ + taken_bytes_, .bytes = rounded, .stream = stream, .is_captured = graph != nullptr};
     taken_bytes_ += rounded;
     blocks_[block->address] = std::move(made);
   }
   auto pointer = kernel_pointer(block->address);
-  if (kernel_offset_ != 0) {
+  if (graph != nullptr) {
+    Access whole{.begin = block->address, .end = block->address + rounded, .is_write = true};
+    graph->add_launch(stream, "a new allocation", {whole}, [pointer, rounded] { poison(pointer, rounded); });
+  } else if (kernel_offset_ != 0) {
     enqueue(stream, "allocation", [pointer, rounded] { poison(pointer, rounded); });
     try {
       Access whole{.begin = block->address, .end = block->address + rounded, .is_write = true};
@@ -89,6 +95,10 @@ void Pool::free(uintptr_t address) {
   block.is_live = false;
   statistics.allocated_bytes -= block.bytes;
   statistics.allocated_bytes_by_stream[block.stream] -= block.bytes;
+  if (capturing() != nullptr && !block.used_by.empty()) {
+    block.used_by.clear();
+    return; // the graph keeps it: no mark of the capture can pass
+  }
   for (auto stream : block.used_by) {
     block.pending.push_back(mark(stream));
   }
@@ -116,7 +126,7 @@ void Pool::collect_pending() {
 }
 
 void Pool::put_back(Block& block) {
-  free_[{block.stream, block.bytes}].push_back(&block);
+  free_[{block.is_captured, block.stream, block.bytes}].push_back(&block);
 }
 
 Block* Pool::find(uintptr_t address) {

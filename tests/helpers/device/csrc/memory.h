@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 #include <set>
+#include <tuple>
 #include <vector>
 
 #include "detector.h"
@@ -15,6 +16,7 @@ struct Block {
   size_t bytes = 0; // a multiple of 512
   StreamNumber stream = 0; // that it belongs to: where it is allocated, and may be used again at once when freed
   bool is_live = false;
+  bool is_captured = false; // allocated while a graph was captured
   std::set<StreamNumber> used_by; // other streams that it must outlive, by `record_stream`
   std::vector<Mark> pending; // when freed: what must have run before it can be used again
   History history; // stays when the block is used again
@@ -57,7 +59,8 @@ class Pool {
   uintptr_t kernel_offset_ = 0;
   size_t taken_bytes_ = 0;
   std::map<uintptr_t, std::unique_ptr<Block>> blocks_; // by address
-  std::map<std::pair<StreamNumber, size_t>, std::vector<Block*>> free_; // by stream and size
+  using Key = std::tuple<bool, StreamNumber, size_t>; // whether it is a graph's, stream, size
+  std::map<Key, std::vector<Block*>> free_;
   std::vector<Block*> pending_;
 };
 

@@ -13,6 +13,8 @@
 #include <random>
 #include <thread>
 
+#include "graph.h"
+
 namespace emulated {
 namespace {
 
@@ -221,7 +223,8 @@ void enqueue(StreamNumber number, std::string name, std::function<void()> run) {
 
 Mark mark(StreamNumber stream) {
   std::lock_guard lock(state_mutex());
-  return {stream, get(stream).clock};
+  auto* graph = capturing();
+  return {stream, get(stream).clock, graph == nullptr ? -1 : graph->add_mark(stream)};
 }
 
 bool has_passed(const Mark& mark) {
@@ -233,11 +236,18 @@ void make_stream_wait(StreamNumber stream, const Mark& mark) {
   if (stream == mark.stream || is_left_out(Edge::WAIT)) {
     return;
   }
+  if (auto* graph = capturing()) {
+    if (mark.captured >= 0) {
+      graph->add_wait(stream, mark.captured);
+    }
+    return;
+  }
   enqueue(stream, "wait", [mark] { get(mark.stream).wait(mark.position()); });
   clock_of(stream).join(mark.clock);
 }
 
 void make_host_wait(const Mark& mark) {
+  check_not_capturing("a wait of the host");
   {
     WithoutPythonLock unlocked;
     get(mark.stream).wait(mark.position());

@@ -13,6 +13,7 @@ namespace emulated {
 struct Mark {
   StreamNumber stream = 0;
   Clock clock;
+  int64_t captured = -1; // its number in the graph that captured it
 
   uint64_t position() const {
     return clock.of(stream);

@@ -1,0 +1,66 @@
+"""The emulated device captures and replays graphs of launches as CUDA does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compile_fsdp.tools.launch import RankError
+from helpers.ranks.pools import run_ranks
+
+DEVICE = "emulated"
+
+
+def _random(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.dropout(x @ x, 0.5, True) * 2
+
+
+def _replays(rank: int) -> list[bool]:
+    module, x = torch.get_device_module(DEVICE), torch.zeros(8, 8)
+    _random(x)
+    graph = module.CUDAGraph()
+    with module.graph(graph):
+        result = _random(x)
+    are_equal = []
+    for seed in range(3):
+        x.copy_(torch.randn(8, 8))
+        torch.manual_seed(seed)
+        graph.replay()
+        got = result.clone()
+        torch.manual_seed(seed)
+        are_equal.append(torch.equal(got, _random(x)))
+    return are_equal
+
+
+def test_replay_computes_with_new_values_and_new_random_numbers() -> None:
+    assert run_ranks(1, _replays, device=DEVICE) == [[True] * 3]
+
+
+def _waits_for_the_host(rank: int) -> None:
+    module = torch.get_device_module(DEVICE)
+    with module.graph(module.CUDAGraph()):
+        torch.ones(8).sum().item()
+
+
+def test_capture_refuses_to_wait_for_the_host() -> None:
+    with pytest.raises(RankError, match="not permitted when stream is capturing"):
+        run_ranks(1, _waits_for_the_host, device=DEVICE)
+
+
+def _reads_freed_memory(rank: int) -> str:
+    module, x = torch.get_device_module(DEVICE), torch.ones(8)
+    graph = module.CUDAGraph()
+    with module.graph(graph):
+        result = x + 1
+    graph.replay()
+    del x
+    try:
+        graph.replay()
+    except RuntimeError as error:
+        return f"{error} {result.shape}"
+    return "no error"
+
+
+def test_replay_that_reads_freed_memory_is_refused() -> None:
+    (text,) = run_ranks(1, _reads_freed_memory, device=DEVICE)
+    assert "uses memory that is freed" in text
