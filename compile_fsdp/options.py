@@ -1,11 +1,9 @@
 """Parse and check the options of the backend.
 
-[Note: No CUDA graphs]
-A CUDA graph reads and writes fixed addresses, and each replay overwrites the outputs of the previous replay. A compiled
-backward returns gradients that stay in `.grad` until the optimizer or the next microbatch reads them. Parameters that
-stay unsharded between two graphs are in storages that are freed and reallocated. Inductor does not capture a graph with
-such inputs, or records it again for every new address: FSDP with `mode="reduce-overhead"` was recorded 40 to 144 times
-in one run (pytorch issue 183451). So CUDA graphs are refused, not skipped silently.
+[Note: CUDA graphs of our own]
+Inductor does not capture a graph whose inputs are written or move, or captures it again for every new address: FSDP
+with `mode="reduce-overhead"` was captured 40 to 144 times in one run (pytorch issue 183451). So Inductor is told not to
+capture, and `backend/device_graphs.py` does.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from torch.distributed.fsdp import BackwardPrefetch
 from compile_fsdp.backend.agreement import DEFAULT_LIMIT_S
 from compile_fsdp.errors import UnknownOptionError
 from compile_fsdp.passes import PASSES, Costs
-from compile_fsdp.passes.text import parse_bytes
+from compile_fsdp.passes.text import list_names, parse_bytes
 from compile_fsdp.torch_compat.dynamo import CAN_REPLAY, list_backends
 from compile_fsdp.torch_compat.inductor import (
     caches_disabled,
@@ -36,6 +34,9 @@ from compile_fsdp.torch_compat.inductor import (
 
 # The environment variable that sets a job's default for the option `costs`.
 COSTS_VARIABLE = "COMPILE_FSDP_COSTS"
+
+# This one, and one that captures CUDA graphs in its own way.
+_NO_INNER_BACKENDS = ("compile_fsdp", "cudagraphs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class Options:
             processes that start later: docs/performance.md. None: a file of this package's choice beside Inductor's
             caches, unless they are disabled. False: no file.
         inductor: Options of Inductor, by their names in `torch.compile(options=...)`.
+        cuda_graphs: Whether Inductor's option `triton.cudagraphs`, a mode or a setting asks for CUDA graphs.
     """
 
     inner_backend: str = "inductor"
@@ -80,6 +82,7 @@ class Options:
     verify: bool = False
     bundle: str | Literal[False] | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
+    cuda_graphs: bool = False
 
     @property
     def keeps_steps(self) -> bool:
@@ -88,6 +91,7 @@ class Options:
             return self.bundle is not False
         # "auto" asks for a new decision by the memory that is free now.
         is_plain = self.inner_backend == "inductor" and not self.verify and self.memory_budget != "auto"
+        is_plain = is_plain and not self.cuda_graphs  # captures belong to a process
         return CAN_REPLAY and is_plain and not caches_disabled.value
 
     @classmethod
@@ -99,9 +103,9 @@ class Options:
             mode: A mode of `torch.compile`, whose Inductor options `given` overrides; None for no mode.
         Raises:
             UnknownOptionError: a name is neither our option nor Inductor's, a value has the wrong type, or an option
-                enables CUDA graphs: see [Note: No CUDA graphs].
+                excludes CUDA graphs.
         """
-        own = {f.name for f in dataclasses.fields(cls)} - {"inductor"}
+        own = {f.name for f in dataclasses.fields(cls)} - {"inductor", "cuda_graphs"}
         ours: dict[str, Any] = {}
         inductor = inductor_mode_options(mode) if mode is not None else {}
         unknown: list[str] = []
@@ -123,14 +127,22 @@ class Options:
                 + (f"; did you mean {', '.join(hints)}?" if hints else "")
             )
         checked = _checked(ours)
-        asks_for_graphs = inductor.get("triton.cudagraphs", cuda_graphs_by_default.value)
-        if asks_for_graphs or checked.get("inner_backend") == "cudagraphs":
-            raise UnknownOptionError(
-                "expected no CUDA graphs, got a mode, an option or a setting that asks for them (reduce-overhead, "
-                "max-autotune, triton.cudagraphs): a sharded model has its gradients, and the parameters that it keeps "
-                'unsharded, at other addresses in every step; leave it out, or use mode="max-autotune-no-cudagraphs"'
-            )
-        return cls(**checked, inductor=inductor)
+        if cuda_graphs := bool(inductor.get("triton.cudagraphs", cuda_graphs_by_default.value)):
+            _check_cuda_graphs(checked)
+            inductor["triton.cudagraphs"] = False  # see [Note: CUDA graphs of our own]
+        return cls(**checked, inductor=inductor, cuda_graphs=cuda_graphs)
+
+
+def _check_cuda_graphs(ours: Mapping[str, Any]) -> None:
+    names = [name for name in ("bundle", "disabled_passes", "verify") if ours.get(name)]
+    if ours.get("inner_backend", "inductor") != "inductor":
+        names.append("inner_backend")
+    if names:
+        raise UnknownOptionError(
+            f"expected no option {list_names(names)} together with CUDA graphs, which a mode, an option or a setting "
+            "asks for (reduce-overhead, max-autotune, triton.cudagraphs); leave one of them out, or use "
+            'mode="max-autotune-no-cudagraphs"'
+        )
 
 
 def _read_costs(given: object) -> Costs | None:
@@ -152,7 +164,8 @@ def _read_costs(given: object) -> Costs | None:
 
 
 def _checked(ours: dict[str, Any]) -> dict[str, Any]:
-    backend, backends = ours.get("inner_backend", "inductor"), [b for b in list_backends() if b != "compile_fsdp"]
+    backends = [each for each in list_backends() if each not in _NO_INNER_BACKENDS]
+    backend = ours.get("inner_backend", "inductor")
     if backend not in backends:
         raise UnknownOptionError(f"expected inner_backend to be one of {backends}, got {backend!r}")
     prefetch = ours.get("backward_prefetch")

@@ -14,6 +14,7 @@ from compile_fsdp.backend.blocks import BlockCompiler, compiles_blocks
 from compile_fsdp.backend.boundary import ForwardGraph
 from compile_fsdp.backend.compiled_forward import CompiledForward, ParameterInputs
 from compile_fsdp.backend.costs import settle_costs
+from compile_fsdp.backend.device_graphs import check_device
 from compile_fsdp.backend.graph_inputs import GraphInputs
 from compile_fsdp.backend.group_figures import group_figures
 from compile_fsdp.backend.inner import TracedGraph, compile_traced
@@ -93,6 +94,8 @@ def _decide(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options)
     if lifts_hooks:
         gm = copy_dynamo_graph(gm)  # Dynamo still reads the inputs of the original graph
     inputs, has_backward = GraphInputs(gm), torch.is_grad_enabled()
+    if options.cuda_graphs and inputs.managed:
+        check_device(inputs.groups[0].fsdp_group.device)
     if (costs := settle_costs(gm, inputs, options)) is not None:
         options = replace(options, costs=costs)
     options = _with_random_numbers(options, inputs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import fx, nn
@@ -98,6 +98,10 @@ class GraphInputs:
         items = [user for node in self._positions for user in node.users if user.target is operator.getitem]
         managed = [node for node in (*self._positions, *items) if self._position(node) in self.managed]
         return [self._position(node) for node in find_unfilled_reads(graph, managed)]
+
+    def positions_of(self, fqns: Collection[str]) -> list[int]:
+        """Return the positions in `managed` of the parameters with these FQNs."""
+        return [position for position in self.managed if self._fqns[position] in fqns]
 
     def gathers(self, positions: Iterable[int]) -> CollectiveSequence:
         """Return the all-gathers outside the graph for parameters at these positions."""

@@ -13,6 +13,7 @@ from torch import fx
 from compile_fsdp.advice import GroupFigures
 from compile_fsdp.backend.agreement import agree
 from compile_fsdp.backend.derived_backward import ForwardCompiler
+from compile_fsdp.backend.device_graphs import GraphCapturer, allocate_kept
 from compile_fsdp.backend.graph_inputs import GraphInputs
 from compile_fsdp.backend.graph_order import follow
 from compile_fsdp.backend.inductor import inductor_config
@@ -31,6 +32,7 @@ from compile_fsdp.torch_compat.inductor import (
     compile_flat,
     compile_op_by_op,
     functorch_config,
+    generates_code,
     inductor_compilers,
     min_cut_partition,
     stored_graph,
@@ -76,6 +78,8 @@ def compile_traced(graph: TracedGraph, unfilled: Sequence[int] = ()) -> Callable
     recorder = Recorder(unchanged)
     compiled, stored = _call_inner_backend(graph, recorder)
     collectives = recorder.finish() or traced
+    if options.cuda_graphs:
+        compiled = allocate_kept(compiled, graph.inputs, recorder.reports)
     if unfilled:
         collectives = collectives.after(graph.inputs.gathers(unfilled))
     if (frame := this_run().observer) is not None:
@@ -114,6 +118,8 @@ def _call_inner_backend(graph: TracedGraph, recorder: Recorder) -> tuple[Callabl
     if options.inner_backend == "inductor" and is_captured:
         # Compile the backward at once, because AOTAutograd stores a graph only with both compiled halves.
         settings["force_non_lazy_backward_lowering"] = True
+    if options.cuda_graphs:
+        settings["enable_autograd_cache"] = False  # it would store graphs without their captures
     if this_run().observer is not None:  # it may store the graph
         settings["bundled_autograd_cache"] = True
     phase = Phase(f"compiling the {graph.what}, {len(gm.graph.nodes)} nodes,", options.progress)
@@ -124,6 +130,8 @@ def _call_inner_backend(graph: TracedGraph, recorder: Recorder) -> tuple[Callabl
             return lookup_backend(options.inner_backend)(gm, list(graph.example_inputs)), None
         config = inductor_config(graph.step, graph.direction, graph.inputs, recorder, observer, is_captured)
         compile_fx, compile_inner = inductor_compilers()
+        if options.cuda_graphs and generates_code():
+            compile_inner = GraphCapturer(compile_inner, graph.inputs, graph.what)
         if is_captured:
             compile_inner = ForwardCompiler(compile_inner)
         compile_graph = partial(compile_fx, inner_compile=compile_inner, config_patches=config)
@@ -131,4 +139,4 @@ def _call_inner_backend(graph: TracedGraph, recorder: Recorder) -> tuple[Callabl
             compiled, flat = compile_flat(gm, list(graph.example_inputs), compile_graph)
         else:
             compiled = flat = compile_graph(gm, list(graph.example_inputs))
-        return compiled, stored_graph(flat)
+        return compiled, None if options.cuda_graphs else stored_graph(flat)

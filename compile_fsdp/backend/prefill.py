@@ -30,15 +30,20 @@ class UnshardBeforeRun:
     positions: Sequence[int]
 
     def __call__(self, *args: Any) -> Any:
-        flat = [each for arg in args for each in (arg if isinstance(arg, list) else (arg,))]
-        unsharded = _unshard(owner_of(flat[position]) for position in self.positions)
-        del flat  # These references would keep tensors alive that the graph takes from its list.
+        unsharded = _unshard(owners_of(args, self.positions))
         try:
             return self.run(*args)
         finally:
             for group in unsharded:
                 if group.fsdp_group.reshard_after_backward:
                     group.fsdp_group.reshard()
+
+
+def owners_of(args: Sequence[Any], positions: Iterable[int]) -> list[TraceableGroup]:
+    """Return the groups of a graph's inputs at these positions, at which each item of a list counts."""
+    flat = [each for arg in args for each in (arg if isinstance(arg, list) else (arg,))]
+    owners = dict.fromkeys(owner_of(flat[position]) for position in positions)
+    return [group for group in owners if group is not None]
 
 
 def unshard_inputs(inputs: Iterable[Any]) -> None:
@@ -51,7 +56,7 @@ def unshard_inputs(inputs: Iterable[Any]) -> None:
 
 
 def _unshard(groups: Iterable[TraceableGroup | None]) -> list[TraceableGroup]:
-    unfilled = [group for group in dict.fromkeys(groups) if group is not None and not group.is_filled]
+    unfilled = [group for group in dict.fromkeys(groups) if group is not None and not group.is_unsharded]
     for group in unfilled:
         group.unshard_now()
     return unfilled

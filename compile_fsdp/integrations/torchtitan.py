@@ -41,8 +41,8 @@ def compiled(config: Any, *, options: Mapping[str, Any] | None = None, fullgraph
             )
         if not training.disable_cuda_graphs:
             raise UnsupportedFeatureError(
-                "expected training.disable_cuda_graphs=True: torchtitan would capture forward and backward in a CUDA "
-                "graph, and compiled steps cannot be captured; set it"
+                "expected training.disable_cuda_graphs=True: torchtitan would capture the whole step in a CUDA graph; "
+                'set it, and options={"triton.cudagraphs": True} to capture the forward and the backward'
             )
         model = parallelize_fn(model, training=training, compile_config=compile_config, **others)
         compiles.compile(model)

@@ -192,6 +192,15 @@ class TraceableGroup:
         sizes = [each for param in self.params for each in param.plan.storage_bytes]
         return all(each.untyped_storage().nbytes() >= size for each, size in zip(tensors, sizes, strict=True))
 
+    @at_run_time
+    def allocate(self) -> None:
+        """Give the unsharded parameters memory, if they have none."""
+        tensors = (each for param in self.params for each in param.filled)
+        sizes = (size for param in self.params for size in param.plan.storage_bytes)
+        for tensor, size in zip(tensors, sizes, strict=True):
+            if tensor.untyped_storage().nbytes() < size:
+                tensor.untyped_storage().resize_(size)
+
     # Unshard and reshard
 
     def launch(self) -> None:

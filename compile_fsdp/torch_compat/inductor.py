@@ -65,6 +65,7 @@ _boxed_nop = Late("torch._dynamo.backends.debugging.boxed_nop")
 _default_op_list = functools.cache(Late("torch._functorch.partitioners.get_default_op_list"))
 _decomposed = functools.cache(Late("torch._inductor.decomposition.select_decomp_table"))
 _output_code = Late("torch._inductor.output_code.OutputCode")
+_plain_output = Late("torch._functorch._aot_autograd.descriptors.PlainAOTOutput")
 _lowerings = Late("torch._inductor.lowering.lowerings")
 _register_lowering = Late("torch._inductor.lowering.register_lowering")
 _add_layout_constraint = Late("torch._inductor.lowering.add_layout_constraint")
@@ -147,7 +148,8 @@ def graph_input_position(node: torch.fx.Node) -> int | None:
 
 def graph_output_positions(output: torch.fx.Node) -> list[int | None]:
     """(outputs of Inductor's graph,) positions among the Dynamo graph's outputs; None for extra outputs. (2.13.0)"""
-    return [getattr(each, "idx", None) for each in output.meta.get("desc") or ()]
+    plain = _plain_output.value
+    return [each.idx if isinstance(each, plain) else None for each in output.meta.get("desc") or ()]
 
 
 def inductor_output_type() -> Any:

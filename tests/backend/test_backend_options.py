@@ -45,29 +45,40 @@ def test_options_override_mode() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "mode", "is_refused"),
+    ("given", "mode", "captures"),
     [
         ({}, "reduce-overhead", True),
         ({}, "max-autotune", True),
         ({"triton.cudagraphs": True}, None, True),
-        ({"inner_backend": "cudagraphs"}, None, True),
         ({"triton.cudagraphs": False}, "reduce-overhead", False),
+        ({}, "max-autotune-no-cudagraphs", False),
         ({}, None, False),
     ],
 )
-def test_cuda_graphs_are_refused_with_an_alternative(given: dict[str, Any], mode: str | None, is_refused: bool) -> None:
-    if is_refused:
-        with pytest.raises(UnknownOptionError, match=r"expected no CUDA graphs.*max-autotune-no-cudagraphs"):
-            Options.parse(given, mode)
-    else:
-        Options.parse(given, mode)
+def test_cuda_graphs_are_captured_by_this_package(given: dict[str, Any], mode: str | None, captures: bool) -> None:
+    options = Options.parse(given, mode)
+    assert options.cuda_graphs is captures
+    assert not options.inductor.get("triton.cudagraphs", False)
+    assert not (captures and options.keeps_steps)
 
 
-def test_cuda_graphs_in_inductor_config_are_refused() -> None:
+def test_inductor_config_may_ask_for_cuda_graphs() -> None:
     with torch._inductor.config.patch({"triton.cudagraphs": True}):
-        with pytest.raises(UnknownOptionError, match="expected no CUDA graphs"):
-            Options.parse({})
-        Options.parse({"triton.cudagraphs": False})
+        assert Options.parse({}).cuda_graphs
+        assert not Options.parse({"triton.cudagraphs": False}).cuda_graphs
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"bundle": "file"}, "bundle"),
+        ({"verify": True, "disabled_passes": {"remove_unread"}}, "disabled_passes, verify"),
+        ({"inner_backend": "aot_eager"}, "inner_backend"),
+    ],
+)
+def test_options_that_exclude_cuda_graphs_are_refused(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnknownOptionError, match=f"expected no option {named} together with CUDA graphs"):
+        Options.parse(given, "reduce-overhead")
 
 
 @pytest.mark.parametrize(
@@ -78,6 +89,7 @@ def test_cuda_graphs_in_inductor_config_are_refused() -> None:
         ({"max_autotun": True}, ["; did you mean max_autotune in place of max_autotun?"]),
         ({"inner_backend": "inductr"}, ["'inductr'", "'inductor'", "'aot_eager'"]),
         ({"inner_backend": "compile_fsdp"}, ["'compile_fsdp'"]),
+        ({"inner_backend": "cudagraphs"}, ["'cudagraphs'"]),
         ({"disabled_passes": {"no_such_pass"}}, ["no_such_pass", "remove_unshard_copies"]),
         ({"disabled_passes": "remove_unshard_copies"}, ["expected disabled_passes to be a set"]),
         ({"memory_budget": -1}, ["expected memory_budget to be a number of bytes"]),

@@ -126,5 +126,6 @@ FEATURES = {
     "meshes by parameter": Feature(prepare=_use_experts, arguments=PARITY["meshes by parameter"].arguments),
     "kept": Feature(arguments=lambda mesh: {"reshard_after_forward": False}),
     "cpu offload": Feature(arguments=lambda mesh: {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, device="cpu"),
+    "cuda graphs": Feature(options={"triton.cudagraphs": True}),
     "retained windows": Feature(options={"disabled_passes": {"remove_unshard_copies"}}),
 }

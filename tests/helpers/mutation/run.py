@@ -55,6 +55,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "packing": ("pack_collectives",),
     "parameter_memory": ("test_timeline",),
     "read_step": ("test_step_memory", "test_choose"),
+    "keep_memory": ("keep_memory",),
     "read_by_strides": ("read_by_strides",),
     "remove_unread": ("remove_unread",),
     "remove_unshard_copies": ("remove_unshard_copies",),

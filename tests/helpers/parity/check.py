@@ -215,7 +215,7 @@ def relative_difference(got: torch.Tensor, expected: torch.Tensor, least: float 
     return difference if math.isfinite(difference) else math.inf
 
 
-def check_parity(feature: Feature, inner_backend: str, steps: int = 3) -> Outcome:
+def check_parity(feature: Feature, inner_backend: str, steps: int = 3, **options: Any) -> Outcome:
     """Train by torch's eager FSDP2, ours eager, ours compiled, and unsharded.
 
     Compares losses and gradients after every step; at the end parameters, buffers, optimizer state, and the keys and
@@ -225,6 +225,7 @@ def check_parity(feature: Feature, inner_backend: str, steps: int = 3) -> Outcom
         feature: The model and the training run.
         inner_backend: The backend's option.
         steps: Number of steps; the last step records collectives and memory.
+        options: Further options of the backend.
     """
 
     def ours(module: Any, **kwargs: Any) -> Any:
@@ -235,7 +236,8 @@ def check_parity(feature: Feature, inner_backend: str, steps: int = 3) -> Outcom
         return sharded
 
     eager, plain, compiled = Trainer(feature, feature.sharding), Trainer(feature, ours), Trainer(feature, ours)
-    compiled.model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": inner_backend})
+    options = {"inner_backend": inner_backend, **options}
+    compiled.model.compile(backend="compile_fsdp", fullgraph=True, options=options)
     trainers = [eager, plain, compiled]
     reference = Trainer(feature, None) if feature.has_reference else None
     outcome = Outcome()
