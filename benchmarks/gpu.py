@@ -5,8 +5,8 @@
 
 `fake8` and `fake64` are rank 0 of 8 and of 64 on the fake process group: shards of that size, gathered into full
 parameters by one kernel each, and other collectives that take no time. `nccl1` is NCCL with one rank. The modes are
-those of `compile-fsdp bench`; those of SimpleFSDP need torchtitan on PYTHONPATH. Each runs in a process of its own,
-since a card holds one such model at a time, and the modes take turns in every round.
+those of `compile-fsdp bench`, and `compile_graphs` with CUDA graphs; those of SimpleFSDP need torchtitan on PYTHONPATH.
+Each runs in a process of its own, since a card holds one such model at a time, and the modes take turns in every round.
 Any other device than `cuda` is a rehearsal with a tiny model, whose figures mean nothing: `cpu`, an accelerator that
 torch knows, or with `tests/` on PYTHONPATH the emulated device (docs/contributing.md).
 """
@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ from compile_fsdp.tools.bench.llama import ModelConfig
 from compile_fsdp.tools.bench.measure import Run, synchronize
 from compile_fsdp.tools.bench.modes import MODES
 from compile_fsdp.tools.bench.workloads import Decoder
+
+MODES["compile_graphs"] = partial(MODES["compile"], **{"triton.cudagraphs": True})
 
 WORLDS = {"fake8": 8, "fake64": 64, "nccl1": 1}  # ranks
 SIZES = {
@@ -174,6 +177,8 @@ def main() -> None:
         parser.error("expected a GPU that torch can use, got none; --device cpu rehearses with a tiny model")
     has_simple = importlib.util.find_spec("torchtitan") is not None
     modes = options.modes or [mode for mode in MODES if has_simple or not mode.startswith("simple")]
+    if options.device == "cpu" and "compile_graphs" in modes:
+        modes.remove("compile_graphs")  # CPUs have no CUDA graphs
     if options.layers is None:
         memory = torch.cuda.get_device_properties(0).total_memory if options.device == "cuda" else 2**34
         options.layers = layers_that_fit(size, memory)

@@ -41,12 +41,12 @@ class Step:
     is_alone: bool = False
 
 
-MODES = ("eager", "compile", "block", "bound")  # of `compile-fsdp bench`; "bound" is the model without sharding
+MODES = ("eager", "compile", "block", "bound", "compile_graphs")  # of `gpu.py`; "bound" is the model without sharding
 
 STEPS = (
     Step("A ladder of small programs on one rank", ("gpu_kit/ladder.py",), 120),
     Step("Parity rows on two ranks of one device", ("gpu_kit/two_ranks.py",), 200),
-    Step("20 steps with accumulation and evaluation; CUDA graphs are refused", ("gpu_kit/twenty_steps.py",), 120),
+    Step("20 steps with accumulation and evaluation, without and with CUDA graphs", ("gpu_kit/twenty_steps.py",), 120),
     Step("Overlap on two ranks of one device", ("gpu_kit/two_ranks.py", "--what", "overlap"), 120),
     Step("torch's CUDA sanitizer over a step", ("gpu_kit/two_ranks.py", "--what", "sanitizer"), 120),
     Step(
