@@ -12,10 +12,20 @@ from compile_fsdp.tools.doctor.asked import is_asked_for as _doctor_is_asked_for
 
 if not _doctor_is_asked_for():  # See [Note: A doctor for a failing import]
     import compile_fsdp.torch_compat.required as _required  # noqa: F401  # first: refuses unsupported torch versions
-    from compile_fsdp.api import fully_shard, make_traceable
+    from compile_fsdp.api import drop_cuda_graphs, fully_shard, make_traceable
     from compile_fsdp.options import Options
     from compile_fsdp.passes.analysis.costs import Costs
     from compile_fsdp.reports import GraphReport, reports, reset_reports
     from compile_fsdp.tools.explain import explain
 
-__all__ = ["Costs", "GraphReport", "Options", "explain", "fully_shard", "make_traceable", "reports", "reset_reports"]
+__all__ = [
+    "Costs",
+    "GraphReport",
+    "Options",
+    "drop_cuda_graphs",
+    "explain",
+    "fully_shard",
+    "make_traceable",
+    "reports",
+    "reset_reports",
+]

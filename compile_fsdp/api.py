@@ -90,3 +90,14 @@ def make_traceable(model: nn.Module) -> nn.Module:
         if not is_traceable(module):
             install(module, _start_replay)
     return model
+
+
+def drop_cuda_graphs() -> None:
+    """Forget all CUDA graphs that `mode="reduce-overhead"` has captured in this process.
+
+    `torch.distributed.destroy_process_group()` waits for ever for a graph that uses its communicator (pytorch issue
+    115388), so call this function first. A step that runs later is captured again.
+    """
+    from compile_fsdp.backend.device_graphs import drop_captures  # here, because it imports Inductor
+
+    drop_captures()

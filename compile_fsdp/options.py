@@ -35,7 +35,7 @@ from compile_fsdp.torch_compat.inductor import (
 # The environment variable that sets a job's default for the option `costs`.
 COSTS_VARIABLE = "COMPILE_FSDP_COSTS"
 
-# This one, and one that captures CUDA graphs in its own way.
+# Not allowed as inner backends: this backend, and torch's that captures CUDA graphs by itself.
 _NO_INNER_BACKENDS = ("compile_fsdp", "cudagraphs")
 
 
@@ -103,7 +103,7 @@ class Options:
             mode: A mode of `torch.compile`, whose Inductor options `given` overrides; None for no mode.
         Raises:
             UnknownOptionError: a name is neither our option nor Inductor's, a value has the wrong type, or an option
-                excludes CUDA graphs.
+                excludes the CUDA graphs that a different one asks for.
         """
         own = {f.name for f in dataclasses.fields(cls)} - {"inductor", "cuda_graphs"}
         ours: dict[str, Any] = {}
@@ -134,7 +134,8 @@ class Options:
 
 
 def _check_cuda_graphs(ours: Mapping[str, Any]) -> None:
-    names = [name for name in ("bundle", "disabled_passes", "verify") if ours.get(name)]
+    excluded = "bundle", "disabled_passes", "memory_budget", "verify"
+    names = [name for name in excluded if ours.get(name)]
     if ours.get("inner_backend", "inductor") != "inductor":
         names.append("inner_backend")
     if names:

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from compile_fsdp.backend.derived_backward import GraphTracer, UnusedBackward
+from compile_fsdp.backend.device_graphs import check_capturable
 from compile_fsdp.backend.progress import Phase
 from compile_fsdp.ops.call_block import Backward, Block, Part, Signature, find_block
 from compile_fsdp.options import Options
@@ -79,6 +80,9 @@ class BlockCompiler:
         graphs = _trace(call, self.options, self.has_backward and any(needs_gradient))
         if not all(map(_can_be_called, (node for graph in graphs for node in graph.nodes))):
             return None
+        if self.options.cuda_graphs:
+            for graph in graphs:
+                check_capturable(graph, "block")
         if len(graphs) == 1:
             return Block(self._compile_part(name, graphs[0]))
         forward, backward = graphs

@@ -4,19 +4,23 @@
 A device graph reads and writes the addresses of its capture. Sharded parameters, buffers, and results of other device
 graphs stay where they are, and are read there. Every other input is copied to a buffer first. Which inputs stay is
 measured: those at the same address in two runs. Each run compares the addresses again, so an input that has moved is
-found, and is copied from then on. Parameters that stay unsharded between two graphs are allocated once and never freed:
-see `passes/post_grad/keep_memory.py`.
+found, and is copied from then on. Parameters that stay unsharded between two graphs keep their memory between steps
+(`passes/post_grad/keep_memory.py`). If eager code frees it, `AllocatedRun` allocates it again.
 
 [Note: Results of a replay]
 A replay overwrites the results of the previous replay. So results that leave the compiled graph, such as gradients, are
 copied. Values that a forward saves for its backward are not: while anything holds them, the graph runs without a
 replay. Both ways issue the same collectives, so ranks may choose differently.
+
+[Note: Memory of a capture]
+Each capture has a memory pool of its own. In a shared pool, a capture takes memory that an earlier capture has used for
+temporaries, and a later replay of the earlier one would overwrite saved values of the later one.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -31,23 +35,30 @@ from compile_fsdp.errors import UnknownOptionError, UnsupportedFeatureError
 from compile_fsdp.ops import offload
 from compile_fsdp.passes.analysis.aliases import find_fake_tensor
 from compile_fsdp.passes.report import Kept
-from compile_fsdp.passes.text import count, list_names
+from compile_fsdp.passes.text import list_names
 from compile_fsdp.reports import GraphReport
-from compile_fsdp.torch_compat.device_graphs import alias_memory, has_device_graphs
+from compile_fsdp.torch_compat.device_graphs import count_holders, has_device_graphs
 from compile_fsdp.torch_compat.dispatch import OpOverload
-from compile_fsdp.torch_compat.inductor import graph_input_position, graph_output_positions, inductor_output_type
+from compile_fsdp.torch_compat.inductor import (
+    graph_input_position,
+    graph_saved_outputs,
+    inductor_output_type,
+    is_unsafe_in_graphs,
+)
 
 _log = logging.getLogger("compile_fsdp")
 
 _OutputCode: Any = inductor_output_type()
 
-# Windows that graphs open or close for each other. Their parameters may stay allocated.
+# Why a parameter is unsharded when a graph starts or returns. It can stay allocated.
 _BETWEEN_GRAPHS = {Kept.OPEN_AT_START.value, Kept.OPEN_AT_RETURN.value}
 
-# Captures of one graph, after which it runs without: an input moves in every step.
+# Most captures of one graph: one that needs more has inputs that keep moving, and runs without a CUDA graph. A capture
+# that has served many steps does not count.
 _MOST_CAPTURES = 4
+_MANY_REPLAYS = 100
 
-# Combinations of sizes for which one graph is captured; each capture has memory of its own.
+# Most combinations of sizes for which one graph is captured, because each capture has memory of its own.
 _MOST_SIZES = 8
 
 
@@ -60,44 +71,54 @@ class GraphCapturer:
         self.what = what
 
     def __call__(self, gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        tensors = map(find_fake_tensor, gm.graph.find_nodes(op="placeholder"))
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        tensors = map(find_fake_tensor, placeholders)
         device = next((each.device for each in tensors if each is not None and each.device.type != "cpu"), None)
-        returned = [position is not None for position in graph_output_positions(gm.graph.output_node())]
-        if device is not None:
-            self._check(gm.graph)
-        placeholders = enumerate(gm.graph.find_nodes(op="placeholder"))
-        parameters = [i for i, node in placeholders if graph_input_position(node) in self.inputs.managed]
-        code = self.compile_inner(gm, *args, **kwargs)
-        return code if device is None else ReplayedCode(code, device, frozenset(parameters), returned, self.what)
-
-    def _check(self, graph: fx.Graph) -> None:
-        """Refuse what only the host can do, and what reads the host's memory."""
-        called = {_called_op(node) for node in graph.nodes}
-        found = [text for op, text in _HOST_OPS.items() if op in called]
-        if on_host := [node for node in graph.find_nodes(op="placeholder") if node.users and _is_on_host(node)]:
-            found.append(f"{count(len(on_host), 'tensor')} on the CPU among its inputs, such as sharded parameters")
-        if found:
-            raise UnsupportedFeatureError(
-                f"expected a {self.what} that a CUDA graph can replay, got one with {' and '.join(found)}; leave these "
-                'out, or compile without CUDA graphs, such as with mode="max-autotune-no-cudagraphs"'
-            )
+        if device is None:
+            return self.compile_inner(gm, *args, **kwargs)
+        check_capturable(gm.graph, self.what)
+        managed, saved = self.inputs.managed, graph_saved_outputs(gm.graph.output_node())
+        parameters = frozenset(i for i, node in enumerate(placeholders) if graph_input_position(node) in managed)
+        return ReplayedCode(self.compile_inner(gm, *args, **kwargs), device, parameters, saved, self.what)
 
 
-# By op that runs code of the host: its cause.
+def check_capturable(graph: fx.Graph, what: str) -> None:
+    """Raise UnsupportedFeatureError if a graph runs Python code or reads CPU tensors, which no CUDA graph can do."""
+    if found := list(dict.fromkeys(filter(None, map(_find_fault, graph.nodes)))):
+        raise UnsupportedFeatureError(
+            f"expected a {what} that a CUDA graph can replay, got one with {' and '.join(found)}; leave these out, or "
+            'compile without CUDA graphs, such as with mode="max-autotune-no-cudagraphs"'
+        )
+
+
+# Ops that run on the CPU, and the feature that uses each.
 _HOST_OPS = {
     torch.ops.compile_fsdp.hand_over.default: "hooks on sharded parameters, such as an optimizer in the backward",
     offload: "activations that a memory_budget offloads",
 }
 
 
-def _called_op(node: fx.Node) -> Any:
-    """Return the op that a node calls; a functionalized op is the node's first argument."""
-    return next((each for each in node.args[:1] if isinstance(each, OpOverload)), node.target)
+def _find_fault(node: fx.Node) -> str | None:
+    # A functionalized op is the first argument of its node.
+    called = next((each for each in node.args[:1] if isinstance(each, OpOverload)), node.target)
+    if called in _HOST_OPS:
+        return _HOST_OPS[called]
+    if node.op == "placeholder":
+        if node.users and _is_on_host(node, least_dims=0):
+            return "tensors on the CPU among its inputs, such as offloaded parameters"
+        is_generator = isinstance(node.meta.get("val"), torch.Generator)
+        return "attention with dropout in a checkpoint" if is_generator else None
+    if is_unsafe_in_graphs(node):
+        return f"the op {node.target}"
+    copies = node.op == "call_function" and not _is_on_host(node, least_dims=0)
+    if copies and any(_is_on_host(each, least_dims=1) for each in node.all_input_nodes):
+        return f"the op {node.target} on a tensor on the CPU"
+    return None
 
 
-def _is_on_host(node: fx.Node) -> bool:
+def _is_on_host(node: fx.Node, least_dims: int) -> bool:
     tensor = find_fake_tensor(node)
-    return tensor is not None and tensor.device.type == "cpu"
+    return tensor is not None and tensor.device.type == "cpu" and tensor.ndim >= least_dims
 
 
 class ReplayedCode(_OutputCode):  # type: ignore[misc]
@@ -107,31 +128,36 @@ class ReplayedCode(_OutputCode):  # type: ignore[misc]
         code: The compiled graph; it takes its inputs as one list, and empties the list.
         device: The device of the graph's tensors.
         parameters: Positions of the unsharded parameters in the inputs.
-        returned: By result: whether it leaves the compiled graph. All do if the list is shorter.
+        saved: Positions of the results that only the backward reads.
         what: The graph's name in messages.
     """
 
     _boxed_call = True
 
     def __init__(
-        self, code: Any, device: torch.device, parameters: frozenset[int], returned: Sequence[bool], what: str
+        self, code: Any, device: torch.device, parameters: frozenset[int], saved: Collection[int], what: str
     ) -> None:
         self.code = code
         self.device = device
         self.parameters = parameters
-        self.returned = returned
+        self.saved = saved
         self.what = what
         self._runs: dict[tuple[Any, ...], _Runs] = {}
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         sizes = tuple(each for each in inputs if isinstance(each, (int, float)))
-        if (runs := self._runs.get(sizes)) is None:
-            if len(self._runs) == _MOST_SIZES:
-                _warn_of_sizes(self.what)
-                results: Sequence[Any] = self.code(inputs)
-                return results
-            runs = self._runs[sizes] = _Runs(self)
-        return runs(inputs)
+        if sizes not in self._runs:
+            if len(self._runs) >= 4 * _MOST_SIZES:  # forget sizes that have been seen once
+                self._runs = {each: runs for each, runs in self._runs.items() if runs.is_captured}
+            self._runs[sizes] = _Runs(self)
+        return self._runs[sizes](inputs)
+
+    def may_capture(self) -> bool:
+        """Whether a further combination of sizes may be captured."""
+        if sum(runs.is_captured for runs in self._runs.values()) < _MOST_SIZES:
+            return True
+        _warn_of_sizes(self.what)
+        return False
 
     def prepare_for_serialization(self) -> None:
         pass
@@ -145,7 +171,8 @@ class ReplayedCode(_OutputCode):  # type: ignore[misc]
 
 @cache
 def _warn_of_sizes(what: str) -> None:
-    _log.warning("a %s runs without a CUDA graph: its sizes differ from %d captured combinations", what, _MOST_SIZES)
+    text = "a %s runs without a CUDA graph: it is already captured for %d other combinations of sizes"
+    _log.warning(text, what, _MOST_SIZES)
 
 
 class _Runs:
@@ -157,16 +184,25 @@ class _Runs:
         self._moving: set[int] = set()  # positions of inputs that were at several addresses
         self._capture: _Capture | None = None
         self._captures_left = _MOST_CAPTURES
+        _all_runs.add(self)
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         addresses, before = [each.data_ptr() if isinstance(each, Tensor) else 0 for each in inputs], self._addresses
         self._addresses = addresses
-        if self._capture is None and before is not None and self._captures_left:
+        if self._capture is None and before is not None and self._captures_left and self.graph.may_capture():
             self._begin(inputs, addresses, before)
         if self._capture is None or self._capture.is_in_use() or self._has_moved(self._capture, addresses):
             results: Sequence[Any] = self.graph.code(inputs)
             return results
         return self._capture.replay(inputs)
+
+    @property
+    def is_captured(self) -> bool:
+        return self._capture is not None
+
+    def drop(self) -> None:
+        """Forget the capture."""
+        self._capture = None
 
     def _begin(self, inputs: list[Any], addresses: list[int], before: list[int]) -> None:
         self._captures_left -= 1
@@ -181,12 +217,16 @@ class _Runs:
         The capture is then dropped, unless only results of graphs have moved that ran without a replay this time.
         """
         moved = {i for i, address in capture.fixed.items() if addresses[i] != address}
-        # A graph does not read a parameter that may arrive without memory.
+        # Parameters without memory are not read: see `AllocatedRun`.
         moved -= {i for i in moved & self.graph.parameters if 0 in (addresses[i], capture.fixed[i])}
+        # Results of captures that are younger, or of graphs that ran without a replay at this capture.
+        moved |= {i for i in capture.copied if _find_producer(addresses[i])}
         if all(i in capture.produced and _find_producer(capture.fixed[i]) for i in moved):
             return bool(moved)
-        self._moving |= moved - capture.produced
+        self._moving |= {i for i in moved if not _find_producer(addresses[i])} - capture.produced
         self._capture = None
+        if capture.replays >= _MANY_REPLAYS:
+            self._captures_left = _MOST_CAPTURES
         if not self._captures_left:
             text = "the %s runs without a CUDA graph: %d of its inputs have moved again after %d captures"
             _log.warning(text, self.graph.what, len(moved), _MOST_CAPTURES)
@@ -198,9 +238,9 @@ class _Capture:
 
     Attributes:
         fixed: By position: the address of each input that is read where it is.
-        produced: Positions of those that are results of other captures.
-        device: The device of the graph's tensors.
-        pool: Handle of the memory pool that all captures on the device share.
+        produced: Positions in `fixed` of results that a different capture has saved.
+        copied: Positions of the other tensors.
+        replays: Number of replays.
     """
 
     def __init__(self, graph: ReplayedCode, inputs: list[Any], fixed: set[int]) -> None:
@@ -209,54 +249,66 @@ class _Capture:
         self.produced = {i for i, address in self.fixed.items() if _find_producer(address)}
         self._buffers = {i: _buffer_like(inputs[i]) for i in tensors if i not in fixed}
         args = [self._buffers.get(i, each) for i, each in enumerate(inputs)]
+        self.copied = self._buffers.keys()
+        self.replays = 0
         self._written = [i for i in self._buffers if i in graph.code.mutated_input_idxs]
         # A result that is an input is taken from the inputs of each run.
         positions = {id(each): i for i, each in enumerate(args) if not isinstance(each, (int, float))}
-        self.device, module = graph.device, torch.get_device_module(graph.device)
+        module = torch.get_device_module(graph.device)
         self._graph = module.CUDAGraph()
-        pool = next((each.pool for each in _captures if each.device == self.device), None)
-        with module.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+        # torch does not restore the current stream if a capture fails.
+        current = module.stream(module.current_stream(graph.device))
+        with current, module.graph(self._graph, capture_error_mode="thread_local"):
             results = graph.code([*args])
-        self.pool: Any = self._graph.pool()
         self._positions = [positions.get(id(each)) for each in results]
         self._results = [each if i is None else None for each, i in zip(results, self._positions, strict=True)]
-        self._leaves = graph.returned if len(graph.returned) == len(results) else [True] * len(results)
-        kept = (each for each, leaves in zip(self._results, self._leaves, strict=True) if not leaves)
-        self.addresses = {each.data_ptr() for each in kept if isinstance(each, Tensor)} - {0}
-        self._are_free: list[Callable[[], bool]] = []  # of each result that was handed out
+        self._saved = graph.saved
+        kept = [each for i, each in enumerate(self._results) if i in self._saved and isinstance(each, Tensor)]
+        self.addresses = {each.data_ptr() for each in kept} - {0}
+        # Each saved storage of the graph's own with the number of its holders while no backward needs it.
+        others = {inputs[i].untyped_storage().data_ptr() for i in self.fixed}
+        storages = [each.untyped_storage() for each in kept if each.untyped_storage().data_ptr() not in others]
+        self._holders = [(each, count_holders(each)) for each in storages]
         _captures.add(self)
 
     def is_in_use(self) -> bool:
-        """Whether something holds a result of the last replay."""
-        return not all(is_free() for is_free in self._are_free)
+        """Whether something holds a saved result of the last replay."""
+        return any(count_holders(storage) > count for storage, count in self._holders)
 
     def replay(self, inputs: list[Any]) -> Sequence[Any]:
         """Run the graph on inputs of which those in `fixed` have not moved; empty the list."""
         for i, buffer in self._buffers.items():
-            _without_repeats(buffer).copy_(_without_repeats(inputs[i]))
+            if inputs[i].data_ptr():  # a parameter without memory is not read
+                _without_repeats(buffer).copy_(_without_repeats(inputs[i]))
         taken = [None if i is None else inputs[i] for i in self._positions]
         written = [inputs[i] for i in self._written]
-        inputs.clear()
         self._graph.replay()
+        inputs.clear()
         for i, each in zip(self._written, written, strict=True):
-            each.copy_(self._buffers[i])
-        self._are_free.clear()
-        every = zip(self._results, taken, self._leaves, strict=True)
-        return [self._hand_out(result, leaves) if own is None else own for result, own, leaves in every]
+            if each.data_ptr():
+                each.copy_(self._buffers[i])
+        self.replays += 1
+        pairs = zip(self._results, taken, strict=True)
+        return [self._hand_out(i, result) if own is None else own for i, (result, own) in enumerate(pairs)]
 
-    def _hand_out(self, result: Any, leaves: bool) -> Any:
+    def _hand_out(self, i: int, result: Any) -> Any:
         if not isinstance(result, Tensor):
             return result
-        if leaves:
-            copy = _buffer_like(result)
-            _without_repeats(copy).copy_(_without_repeats(result))
-            return copy
-        alias, is_free = alias_memory(result)
-        self._are_free.append(is_free)
-        return alias
+        if i in self._saved:
+            return result.detach()
+        copy = _buffer_like(result)
+        _without_repeats(copy).copy_(_without_repeats(result))
+        return copy
 
 
 _captures: WeakSet[_Capture] = WeakSet()
+_all_runs: WeakSet[_Runs] = WeakSet()
+
+
+def drop_captures() -> None:
+    """Forget all captures of this process."""
+    for runs in _all_runs:
+        runs.drop()
 
 
 def _find_producer(address: int) -> _Capture | None:
@@ -297,7 +349,7 @@ class AllocatedRun:
 def allocate_kept(
     compiled: Callable[..., Any], inputs: GraphInputs, reports: Sequence[GraphReport]
 ) -> Callable[..., Any]:
-    """Let a compiled graph find the parameters allocated whose windows it has kept.
+    """Allocate the parameters that stay unsharded across a graph's start or return, before each run.
 
     Raises:
         UnsupportedFeatureError: a kept window has to be freed within the graph.
@@ -305,7 +357,7 @@ def allocate_kept(
     kept = [(fqn, reason) for report in reports for fqn, reason in report.kept]
     if freed := [f"{fqn}: {reason}" for fqn, reason in kept if reason not in _BETWEEN_GRAPHS]:
         raise UnsupportedFeatureError(
-            f"expected no parameters that a CUDA graph would have to allocate and free, got {list_names(freed)}; "
+            f"expected a graph that gathers and frees each parameter, or leaves it unsharded, got {list_names(freed)}; "
             "compile without CUDA graphs, or change how the model reads these parameters"
         )
     return AllocatedRun(compiled, inputs.positions_of({fqn for fqn, _ in kept})) if kept else compiled

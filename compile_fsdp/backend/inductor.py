@@ -40,8 +40,8 @@ def inductor_config(
     merge = Merge.SMALL
     if decision is not None:
         merge = Merge.ALL if decision.has_large_packs else Merge.NONE
-    hoist, keeps = direction == "forward", options.cuda_graphs
-    passes = pipelines.post_grad(inputs.name, hoist=hoist, merge=merge, costs=options.costs, keeps=keeps)
+    costs, keeps = options.costs, options.cuda_graphs
+    passes = pipelines.post_grad(inputs.name, hoist=direction == "forward", merge=merge, costs=costs, keeps=keeps)
     config["post_grad_custom_pre_pass"] = Pipeline(
         passes, recorder, options.disabled_passes, observer=observer, check=options.verify
     )

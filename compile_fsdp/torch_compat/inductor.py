@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -66,6 +67,11 @@ _default_op_list = functools.cache(Late("torch._functorch.partitioners.get_defau
 _decomposed = functools.cache(Late("torch._inductor.decomposition.select_decomp_table"))
 _output_code = Late("torch._inductor.output_code.OutputCode")
 _plain_output = Late("torch._functorch._aot_autograd.descriptors.PlainAOTOutput")
+_first_unsafe = Late("torch._inductor.utils.get_first_incompatible_cudagraph_node")
+_saved_outputs = (
+    Late("torch._functorch._aot_autograd.descriptors.SavedForBackwardsAOTOutput"),
+    Late("torch._functorch._aot_autograd.descriptors.SavedForBackwardsNoVcCheckAOTOutput"),
+)
 _lowerings = Late("torch._inductor.lowering.lowerings")
 _register_lowering = Late("torch._inductor.lowering.register_lowering")
 _add_layout_constraint = Late("torch._inductor.lowering.add_layout_constraint")
@@ -150,6 +156,20 @@ def graph_output_positions(output: torch.fx.Node) -> list[int | None]:
     """(outputs of Inductor's graph,) positions among the Dynamo graph's outputs; None for extra outputs. (2.13.0)"""
     plain = _plain_output.value
     return [each.idx if isinstance(each, plain) else None for each in output.meta.get("desc") or ()]
+
+
+def graph_saved_outputs(output: torch.fx.Node) -> frozenset[int]:
+    """Positions of the outputs of Inductor's graph that only its backward reads. (2.13.0)"""
+    saved = tuple(each.value for each in _saved_outputs)
+    return frozenset(i for i, each in enumerate(output.meta.get("desc") or ()) if isinstance(each, saved))
+
+
+def is_unsafe_in_graphs(node: torch.fx.Node) -> bool:
+    """Whether Inductor would capture no graph with this node. (2.13.0)
+
+    Such a node waits for the device, or the size of its result depends on values.
+    """
+    return _first_unsafe(SimpleNamespace(graph=SimpleNamespace(nodes=[node]))) is not None
 
 
 def inductor_output_type() -> Any:

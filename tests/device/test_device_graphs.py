@@ -67,8 +67,8 @@ class Code:
         return results
 
 
-def _replayed(code: Code, returned: list[bool], parameters: frozenset[int] = frozenset()) -> ReplayedCode:
-    return ReplayedCode(code, torch.device(DEVICE, 0), parameters, returned, "graph")
+def _replayed(code: Code, saved: set[int], parameters: frozenset[int] = frozenset()) -> ReplayedCode:
+    return ReplayedCode(code, torch.device(DEVICE, 0), parameters, saved, "graph")
 
 
 def _add_in_place(x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
@@ -78,7 +78,7 @@ def _add_in_place(x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
 
 def _moving_inputs(rank: int) -> tuple[list[float], list[float], list[int]]:
     """Two runs each have their input at two addresses, the other runs at others."""
-    graph, weight = _replayed(Code(_add_in_place, written={0}), [True]), torch.ones(8)
+    graph, weight = _replayed(Code(_add_in_place, written={0}), set()), torch.ones(8)
     inputs = [torch.full((8,), float(i)) for i in range(6)]
     results = []
     with counted() as counts:
@@ -97,8 +97,8 @@ def test_input_that_moves_is_copied_and_what_is_written_to_it_copied_back() -> N
 
 def _consumed_results(rank: int) -> tuple[list[bool], list[int], list[bool]]:
     """A graph saves a value for a second graph; in the fifth step, the value of the fourth is still in use."""
-    first = _replayed(Code(lambda x: [x + 1, x * 3]), [True, False])
-    second = _replayed(Code(lambda saved: [saved + 1]), [True])
+    first = _replayed(Code(lambda x: [x + 1, x * 3]), {1})
+    second = _replayed(Code(lambda saved: [saved + 1]), set())
     x, are_equal, in_place = torch.zeros(8), [], []
     kept: list[torch.Tensor] = []
     with counted() as counts:
@@ -127,7 +127,7 @@ def test_result_of_a_graph_is_read_where_it_is_and_not_overwritten_while_in_use(
 
 
 def _freed_parameter(rank: int) -> list[int]:
-    graph = _replayed(Code(lambda x, parameter: [x + 1]), [True], frozenset({1}))
+    graph = _replayed(Code(lambda x, parameter: [x + 1]), set(), frozenset({1}))
     x, parameter = torch.zeros(8), torch.ones(8)
     with counted() as counts:
         for step in range(5):
@@ -200,7 +200,8 @@ def _build(shard: Callable[..., Any]) -> nn.Module:
 
 
 def _grads(model: nn.Module) -> list[torch.Tensor]:
-    return [full(each.grad) for each in model.parameters() if each.grad is not None]
+    """Return all gradients, with zeros in place of None."""
+    return [full(torch.zeros_like(each) if each.grad is None else each.grad) for each in model.parameters()]
 
 
 def _worst(got: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
@@ -265,6 +266,51 @@ def _kept_graph(rank: int) -> tuple[float, float]:
 def test_values_that_a_later_backward_needs_are_not_overwritten() -> None:
     for worst, size in run_ranks(2, _kept_graph, device=DEVICE):
         assert worst <= 1e-6 * max(size, 1.0)
+
+
+class Heads(nn.Module):
+    """Two heads, of which the loss uses the second; its output, or two views of it, are returned."""
+
+    def __init__(self, returns_views: bool) -> None:
+        super().__init__()
+        self.returns_views = returns_views
+        self.trunk = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hidden = self.trunk(x)
+        second = self.second(hidden)
+        return self.first(hidden), *((second[:, :4], second[:, 4:]) if self.returns_views else (second,))
+
+
+def _heads(rank: int, returns_views: bool) -> tuple[float, list[int]]:
+    models, found = [], []
+    for shard in (torch_fully_shard, compile_fsdp.fully_shard):
+        torch.manual_seed(0)
+        models.append(model := Heads(returns_views))
+        for module in (model.trunk, model.first, model.second, model):
+            shard(module)
+    models[1].compile(backend="compile_fsdp", fullgraph=True, options=GRAPHS)
+    with counted() as counts:
+        for model in models:
+            values = []
+            for step in range(5):
+                torch.manual_seed(step)
+                _, *used = model(torch.randn(4, 8))
+                sum(each.square().sum() for each in used).backward()
+                values += [*(each.detach() for each in used), *_grads(model)]
+                model.zero_grad()
+            found.append(values)
+    compile_fsdp.drop_cuda_graphs()
+    assert not device_graphs._captures
+    return _worst(found[1], found[0]), counts
+
+
+@pytest.mark.parametrize("returns_views", [False, True])
+def test_gathers_of_an_unused_module_are_awaited_and_returned_views_are_kept(returns_views: bool) -> None:
+    for worst, counts in run_ranks(2, _heads, returns_views, device=DEVICE):
+        assert worst <= 1e-5
+        assert counts == [2, 8]
 
 
 @pytest.mark.parametrize(

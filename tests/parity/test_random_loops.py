@@ -11,8 +11,10 @@ import traceback
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
@@ -41,9 +43,10 @@ WITH_PASSES = int(os.environ.get("COMPILE_FSDP_TEST_LOOPS_WITH_PASSES", WITH_PAS
 def _train(rank: int, loop: Loop, folder: str) -> Verdict:
     """Compare compiled training with eager FSDP2, and eager FSDP2 with unsharded training if possible.
 
-    With Inductor, train once more from the bundle that the first training has written into the folder.
+    With Inductor, train once more from the bundle that the first training has written into the folder, and on the
+    emulated device once more in device graphs.
     """
-    bundle.own_folder = lambda: Path(folder)
+    bundle.own_folder, has_graphs = lambda: Path(folder), device_type() != "cpu"
     eager = Training(loop, torch_fully_shard, rank)
     if (verdict := _train_eagerly(eager)).outcome != TRAINED:
         return verdict
@@ -55,13 +58,20 @@ def _train(rank: int, loop: Loop, folder: str) -> Verdict:
         again, verdict = _train_compiled(loop, rank)
         if (found := _first_difference(again.seen, ours.seen, 0.0)) is not None:
             difference = f"from a bundle, {found}"
+    if difference is None and verdict.outcome == TRAINED and loop.inner_backend == "inductor" and has_graphs:
+        torch._dynamo.reset()  # the third compilation of a process would hit Dynamo's limit
+        replayed, of_graphs = _train_compiled(loop, rank, **{"triton.cudagraphs": True})
+        if of_graphs.outcome == FAILED:
+            return of_graphs
+        if (found := _first_difference(replayed.seen, ours.seen, 0.0)) is not None:
+            difference = f"in device graphs, {found}"
     return verdict if difference is None else Verdict(FAILED, difference)
 
 
-def _train_compiled(loop: Loop, rank: int) -> tuple[Training, Verdict]:
+def _train_compiled(loop: Loop, rank: int, **further: Any) -> tuple[Training, Verdict]:
     ours = Training(loop, compile_fsdp.fully_shard, rank)
     compiles = compile_with_replay if loop.replay and loop.inner_backend != "inductor" else nn.Module.compile
-    options = {"inner_backend": loop.inner_backend, "progress": False}
+    options = {"inner_backend": loop.inner_backend, "progress": False, **further}
     compiles(ours.model, backend="compile_fsdp", fullgraph=True, options=options)
     try:
         ours.run()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from expecttest import assert_expected_inline
 
 from compile_fsdp.passes.post_grad.keep_memory import keep_memory
-from helpers.graphs.build import GraphBuilder, aten
+from helpers.graphs.build import GraphBuilder, aten, c10d
 from helpers.graphs.render import render
 
 
@@ -19,7 +19,7 @@ def test_resizes_go_and_fills_stay() -> None:
     z = build.call(aten.mm.default, y, earlier)
     build.free(earlier)
     graph = build.output(z)
-    assert dict(keep_memory(graph).counts) == {"resizes_erased": 2}
+    assert dict(keep_memory(graph).counts) == {"resizes_erased": 2, "waits_added": 0}
     graph.lint()
     assert_expected_inline(render(graph), """\
 rows
@@ -32,4 +32,23 @@ copy_(weight, value)
 %1: f32[3, 3] = mm(%0, earlier)
 return (%1,)
 """)
-    assert dict(keep_memory(graph).counts) == {"resizes_erased": 0}
+    assert dict(keep_memory(graph).counts) == {"resizes_erased": 0, "waits_added": 0}
+
+
+def test_collective_in_flight_is_awaited() -> None:
+    build = GraphBuilder()
+    shard = build.input("shard", (4,))
+    first, second = (build.call(c10d.all_gather_into_tensor.default, shard, 2, "0") for _ in range(2))
+    awaited = build.call(c10d.wait_tensor.default, first)
+    graph = build.output(awaited, second)
+    assert dict(keep_memory(graph).counts) == {"resizes_erased": 0, "waits_added": 1}
+    graph.lint()
+    assert_expected_inline(render(graph), """\
+shard: f32[4]
+%0: f32[8] = all_gather_into_tensor(shard, 2, '0')
+%1: f32[8] = all_gather_into_tensor(shard, 2, '0')
+%2: f32[8] = wait_tensor(%0)
+%3: f32[8] = wait_tensor(%1)
+return (%2, %3)
+""")
+    assert dict(keep_memory(graph).counts) == {"resizes_erased": 0, "waits_added": 0}

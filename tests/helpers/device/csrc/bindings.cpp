@@ -55,7 +55,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("begin", &Graph::begin)
       .def("end", &Graph::end)
       .def("replay", &Graph::replay)
-      .def("pool", [](const Graph&) { return std::make_pair(0, 1); })
       .def_property_readonly("launches", &Graph::launches);
   module.def("set_delays", &set_delays, py::arg("seed"), py::arg("most_us"));
   module.def("set_link", &set_link, py::arg("latency_s"), py::arg("bytes_per_s"));

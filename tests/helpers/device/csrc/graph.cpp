@@ -21,6 +21,8 @@ void check_not_capturing(const std::string& operation) {
 void Graph::begin() {
   std::lock_guard lock(state_mutex());
   TORCH_CHECK(current == nullptr && items_.empty(), "a graph is captured once, and only one at a time");
+  static uint64_t captures = 0;
+  number_ = ++captures;
   origin_ = current_stream();
   current = this;
 }
@@ -28,12 +30,14 @@ void Graph::begin() {
 void Graph::end() {
   std::lock_guard lock(state_mutex());
   current = nullptr;
+  for (auto& [stream, clock] : clocks_) {
+    TORCH_CHECK(
+        clocks_[origin_].of(stream) == clock.of(stream), "capturing stream has unjoined work, on stream ", stream);
+  }
 }
 
 void Graph::add(Item item) {
-  if (item.stream != origin_) {
-    others_.insert(item.stream);
-  }
+  clocks_[item.stream].advance(item.stream);
   items_.push_back(std::move(item));
 }
 
@@ -43,12 +47,14 @@ void Graph::add_launch(
 }
 
 int64_t Graph::add_mark(StreamNumber stream) {
-  add({.stream = stream, .marks = marks_});
-  return marks_++;
+  items_.push_back({.stream = stream, .marks = static_cast<int64_t>(marks_.size())});
+  marks_.push_back(clocks_[stream]);
+  return items_.back().marks;
 }
 
 void Graph::add_wait(StreamNumber stream, int64_t mark) {
-  add({.stream = stream, .waits_for = mark});
+  items_.push_back({.stream = stream, .waits_for = mark});
+  clocks_[stream].join(marks_.at(mark));
 }
 
 void Graph::add_draw(std::function<std::function<void()>()> draw) {
@@ -60,10 +66,12 @@ void Graph::replay() {
   std::lock_guard lock(state_mutex());
   TORCH_CHECK(current == nullptr, "a graph is replayed while one is captured");
   auto here = current_stream();
-  for (auto stream : others_) {
-    make_stream_wait(stream, mark(here));
+  for (auto& [stream, clock] : clocks_) {
+    if (stream != origin_) {
+      make_stream_wait(stream, mark(here));
+    }
   }
-  std::vector<Mark> marks(marks_);
+  std::vector<Mark> marks(marks_.size());
   for (auto& item : items_) {
     auto stream = item.stream == origin_ ? here : item.stream;
     if (item.marks >= 0) {
@@ -76,14 +84,11 @@ void Graph::replay() {
       for (auto& access : item.accesses) {
         auto* block = device_memory().find(access.begin);
         TORCH_CHECK(
-            access.begin == access.end || block == nullptr || block->is_captured || block->is_live,
-            "the replay of ", item.operation, " uses memory that is freed");
+            access.begin == access.end || block == nullptr || block->captured_by != 0 || block->is_live,
+            "the replay of ", item.operation, " uses memory that is freed: ", access.begin, " ", access.name);
       }
       launch_on(stream, item.operation, item.accesses, item.run);
     }
-  }
-  for (auto stream : others_) {
-    make_stream_wait(here, mark(stream));
   }
 }
 

@@ -3,7 +3,7 @@
 
 #include <ATen/core/Generator.h>
 
-#include <set>
+#include <map>
 
 #include "launch.h"
 
@@ -12,7 +12,7 @@ namespace emulated {
 class Graph {
  public:
   // Captures what is launched from now on, by any thread, in place of running it. Memory that is allocated meanwhile
-  // comes from a pool of its own: it is used again within captures only.
+  // comes from a pool of its own. The end refuses work on a stream for which the stream of the capture does not wait.
   void begin();
   void end();
 
@@ -20,6 +20,9 @@ class Graph {
   // has left computes something else.
   void replay();
 
+  uint64_t number() const {
+    return number_;
+  }
   size_t launches() const {
     return items_.size();
   }
@@ -44,10 +47,11 @@ class Graph {
 
   void add(Item item);
 
+  uint64_t number_ = 0; // of the capture, from 1
   StreamNumber origin_ = 0; // the stream of the capture, in place of which a replay uses its own
-  std::set<StreamNumber> others_;
+  std::map<StreamNumber, Clock> clocks_; // of the captured launches, by stream
   std::vector<Item> items_;
-  int64_t marks_ = 0;
+  std::vector<Clock> marks_;
 };
 
 // The graph that captures now, or null.

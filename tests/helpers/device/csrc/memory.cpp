@@ -54,7 +54,8 @@ Block& Pool::allocate(size_t bytes, StreamNumber stream) {
   collect_pending();
   size_t rounded = (bytes + GRANULE_BYTES - 1) / GRANULE_BYTES * GRANULE_BYTES;
   auto* graph = kernel_offset_ != 0 ? capturing() : nullptr;
-  auto& free = free_[{graph != nullptr, stream, rounded}];
+  auto number = graph == nullptr ? 0 : graph->number();
+  auto& free = free_[{number, stream, rounded}];
   Block* block;
   if (!free.empty()) {
     block = free.back();
@@ -63,7 +64,7 @@ Block& Pool::allocate(size_t bytes, StreamNumber stream) {
     TORCH_CHECK(taken_bytes_ + rounded <= CAPACITY_BYTES, "out of memory: ", rounded, " bytes");
     auto made = std::make_unique<Block>();
     block = made.get();
-    *block = {.address = base_ + taken_bytes_, .bytes = rounded, .stream = stream, .is_captured = graph != nullptr};
+    *block = {.address = base_ + taken_bytes_, .bytes = rounded, .stream = stream, .captured_by = number};
     taken_bytes_ += rounded;
     blocks_[block->address] = std::move(made);
   }
@@ -126,7 +127,7 @@ void Pool::collect_pending() {
 }
 
 void Pool::put_back(Block& block) {
-  free_[{block.is_captured, block.stream, block.bytes}].push_back(&block);
+  free_[{block.captured_by, block.stream, block.bytes}].push_back(&block);
 }
 
 Block* Pool::find(uintptr_t address) {

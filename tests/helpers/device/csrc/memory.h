@@ -16,7 +16,7 @@ struct Block {
   size_t bytes = 0; // a multiple of 512
   StreamNumber stream = 0; // that it belongs to: where it is allocated, and may be used again at once when freed
   bool is_live = false;
-  bool is_captured = false; // allocated while a graph was captured
+  uint64_t captured_by = 0; // number of the graph that was captured when it was allocated; 0 for none
   std::set<StreamNumber> used_by; // other streams that it must outlive, by `record_stream`
   std::vector<Mark> pending; // when freed: what must have run before it can be used again
   History history; // stays when the block is used again
@@ -59,7 +59,7 @@ class Pool {
   uintptr_t kernel_offset_ = 0;
   size_t taken_bytes_ = 0;
   std::map<uintptr_t, std::unique_ptr<Block>> blocks_; // by address
-  using Key = std::tuple<bool, StreamNumber, size_t>; // whether it is a graph's, stream, size
+  using Key = std::tuple<uint64_t, StreamNumber, size_t>; // graph, stream, size
   std::map<Key, std::vector<Block*>> free_;
   std::vector<Block*> pending_;
 };
