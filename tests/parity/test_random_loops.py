@@ -63,7 +63,8 @@ def _train(rank: int, loop: Loop, folder: str) -> Verdict:
         replayed, of_graphs = _train_compiled(loop, rank, **{"triton.cudagraphs": True})
         if of_graphs.outcome == FAILED:
             return of_graphs
-        if (found := _first_difference(replayed.seen, ours.seen, 0.0)) is not None:
+        # Matrix products on a CPU round by the alignment of their memory.
+        if (found := _first_difference(replayed.seen, ours.seen, loop.tolerance)) is not None:
             difference = f"in device graphs, {found}"
     return verdict if difference is None else Verdict(FAILED, difference)
 
