@@ -126,6 +126,36 @@ def test_result_of_a_graph_is_read_where_it_is_and_not_overwritten_while_in_use(
     assert counts == [2, 12]
 
 
+def _late_replays(rank: int) -> tuple[list[bool], list[int], bool]:
+    """The second graph is captured in a step in which the first runs without a replay."""
+    first = _replayed(Code(lambda x: [x + 1, x * 3]), {1})
+    second = _replayed(Code(lambda saved: [saved + 1]), set())
+    x, are_equal = torch.zeros(8), []
+    kept: list[torch.Tensor] = []
+    with counted() as counts:
+        for step in range(7):
+            x.fill_(step)
+            _, saved = first([x])
+            if step == 1:
+                kept.append(saved)
+            if step >= 1:
+                are_equal.append(bool((second([saved])[0] == 3 * step + 1).all()))
+            if step == 2:
+                kept.clear()
+            del saved
+    (runs,) = second._runs.values()
+    assert runs._capture is not None
+    return are_equal, counts, not runs._capture._buffers
+
+
+def test_result_that_was_copied_at_the_capture_is_read_in_place_later() -> None:
+    ((are_equal, counts, in_place),) = run_ranks(1, _late_replays, device=DEVICE)
+    assert are_equal == [True] * 6
+    assert in_place
+    # The second graph is captured in step 2, in which the first is not replayed, and again in step 4.
+    assert counts == [3, 5 + 4]
+
+
 def _freed_parameter(rank: int) -> list[int]:
     graph = _replayed(Code(lambda x, parameter: [x + 1]), set(), frozenset({1}))
     x, parameter = torch.zeros(8), torch.ones(8)
