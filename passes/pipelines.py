@@ -17,7 +17,7 @@ from compile_fsdp.passes.dynamo.join_op_runs import join_op_runs
 from compile_fsdp.passes.dynamo.legalize_windows import legalize_windows
 from compile_fsdp.passes.dynamo.lift_tensor_hooks import lift_tensor_hooks
 from compile_fsdp.passes.dynamo.save_frozen_outputs import save_frozen_outputs
-from compile_fsdp.passes.post_grad.keep_memory import keep_memory
+from compile_fsdp.passes.post_grad.make_replayable import make_replayable
 from compile_fsdp.passes.post_grad.pack_gathers import pack_gathers
 from compile_fsdp.passes.post_grad.pack_reductions import pack_reductions
 from compile_fsdp.passes.post_grad.packing import Merge
@@ -82,16 +82,16 @@ def traced_backward(functions: Collection[Function], *, names: Names, fake_mode:
 
 
 def post_grad(
-    names: Names, *, hoist: bool, merge: Merge = Merge.SMALL, costs: Costs | None, keeps: bool = False
+    names: Names, *, hoist: bool, merge: Merge = Merge.SMALL, costs: Costs | None, replayed: bool = False
 ) -> tuple[PostGradPass, ...]:
-    """Return the passes for a forward or backward post-grad graph; `keeps`: whether a device graph will run it."""
+    """Return the passes for a forward or backward post-grad graph; `replayed`: whether a device graph will run it."""
     return (
         # First, because every read of a parameter depends on a mutation while a window copies into it, and no pass may
         # move such a read. Afterwards the graph is functional in these parameters.
         partial(remove_unshard_copies, names=names),
         # Next, because it matches the windows that are left.
         read_by_strides,
-        *((keep_memory,) if keeps else ()),
+        *((make_replayable,) if replayed else ()),
         # Before packing and ordering, because these settle which collectives there are.
         remove_unread,
         replace_unsafe_gathers,

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
+from compile_fsdp.backend.output_code import PlainOutputCode
 from compile_fsdp.passes.cache_key import cache_key
 from compile_fsdp.passes.partitioned.offload_saved import offload_saved
 from compile_fsdp.torch_compat.dispatch import OpOverload
@@ -23,11 +24,8 @@ from compile_fsdp.torch_compat.dynamo import set_tracer
 from compile_fsdp.torch_compat.inductor import (
     CustomPartitionerFn,
     copy_cache_key,
-    inductor_output_type,
     min_cut_partition,
 )
-
-_OutputCode: Any = inductor_output_type()
 
 
 class GraphTracer(fx.Tracer):
@@ -81,22 +79,11 @@ class Partitioner(CustomPartitionerFn):
         return None if chosen is None else cache_key(chosen, *self.decided)  # None turns caching off
 
 
-class UnusedBackward(_OutputCode):  # type: ignore[misc]
+class UnusedBackward(PlainOutputCode):
     """A compiled backward that raises if it runs."""
-
-    _boxed_call = True
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
         raise NotImplementedError("expected the backward of a sharded model to run under compiled autograd")
-
-    def prepare_for_serialization(self) -> None:
-        pass
-
-    def post_compile(self, *args: Any) -> None:
-        pass
-
-    def set_triton_bundle(self, triton_bundle: Any) -> None:
-        pass
 
 
 class ForwardCompiler:

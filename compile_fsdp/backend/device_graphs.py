@@ -5,7 +5,7 @@ A device graph reads and writes the addresses of its capture. Sharded parameters
 graphs stay where they are, and are read there. Every other input is copied to a buffer first. Which inputs stay is
 measured: those at the same address in two runs. Each run compares the addresses again, so an input that has moved is
 found, and is copied from then on. Parameters that stay unsharded between two graphs keep their memory between steps
-(`passes/post_grad/keep_memory.py`). If eager code frees it, `AllocatedRun` allocates it again.
+(`passes/post_grad/make_replayable.py`). If eager code frees it, `AllocatedRun` allocates it again.
 
 [Note: Results of a replay]
 A replay overwrites the results of the previous replay. So results that leave the compiled graph, such as gradients, are
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, fx
 
 from compile_fsdp.backend.graph_inputs import GraphInputs
+from compile_fsdp.backend.output_code import PlainOutputCode
 from compile_fsdp.backend.prefill import owners_of
 from compile_fsdp.errors import UnknownOptionError, UnsupportedFeatureError
 from compile_fsdp.ops import offload
@@ -42,13 +43,10 @@ from compile_fsdp.torch_compat.dispatch import OpOverload
 from compile_fsdp.torch_compat.inductor import (
     graph_input_position,
     graph_saved_outputs,
-    inductor_output_type,
     is_unsafe_in_graphs,
 )
 
 _log = logging.getLogger("compile_fsdp")
-
-_OutputCode: Any = inductor_output_type()
 
 # Why a parameter is unsharded when a graph starts or returns. It can stay allocated.
 _BETWEEN_GRAPHS = {Kept.OPEN_AT_START.value, Kept.OPEN_AT_RETURN.value}
@@ -121,7 +119,7 @@ def _is_on_host(node: fx.Node, least_dims: int) -> bool:
     return tensor is not None and tensor.device.type == "cpu" and tensor.ndim >= least_dims
 
 
-class ReplayedCode(_OutputCode):  # type: ignore[misc]
+class ReplayedCode(PlainOutputCode):
     """A compiled graph, with a capture for each combination of sizes.
 
     Args:
@@ -131,8 +129,6 @@ class ReplayedCode(_OutputCode):  # type: ignore[misc]
         saved: Positions of the results that only the backward reads.
         what: The graph's name in messages.
     """
-
-    _boxed_call = True
 
     def __init__(
         self, code: Any, device: torch.device, parameters: frozenset[int], saved: Collection[int], what: str
@@ -158,15 +154,6 @@ class ReplayedCode(_OutputCode):  # type: ignore[misc]
             return True
         _warn_of_sizes(self.what)
         return False
-
-    def prepare_for_serialization(self) -> None:
-        pass
-
-    def post_compile(self, *args: Any) -> None:
-        pass
-
-    def set_triton_bundle(self, triton_bundle: Any) -> None:
-        pass
 
 
 @cache

@@ -40,8 +40,8 @@ def inductor_config(
     merge = Merge.SMALL
     if decision is not None:
         merge = Merge.ALL if decision.has_large_packs else Merge.NONE
-    costs, keeps = options.costs, options.cuda_graphs
-    passes = pipelines.post_grad(inputs.name, hoist=direction == "forward", merge=merge, costs=costs, keeps=keeps)
+    costs, replayed = options.costs, options.cuda_graphs
+    passes = pipelines.post_grad(inputs.name, hoist=direction == "forward", merge=merge, costs=costs, replayed=replayed)
     config["post_grad_custom_pre_pass"] = Pipeline(
         passes, recorder, options.disabled_passes, observer=observer, check=options.verify
     )

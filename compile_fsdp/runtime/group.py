@@ -188,18 +188,19 @@ class TraceableGroup:
     @property
     def is_filled(self) -> bool:
         """Whether the unsharded parameters have memory, regardless of the states."""
-        tensors = [each for param in self.params for each in param.filled]
-        sizes = [each for param in self.params for each in param.plan.storage_bytes]
-        return all(each.untyped_storage().nbytes() >= size for each, size in zip(tensors, sizes, strict=True))
+        return all(storage.nbytes() >= size for storage, size in self._storages())
 
     @at_run_time
     def allocate(self) -> None:
         """Give the unsharded parameters memory, if they have none."""
-        tensors = (each for param in self.params for each in param.filled)
-        sizes = (size for param in self.params for size in param.plan.storage_bytes)
-        for tensor, size in zip(tensors, sizes, strict=True):
-            if tensor.untyped_storage().nbytes() < size:
-                tensor.untyped_storage().resize_(size)
+        for storage, size in self._storages():
+            if storage.nbytes() < size:
+                storage.resize_(size)
+
+    def _storages(self) -> list[tuple[torch.UntypedStorage, int]]:
+        """The storages of the unsharded parameters, each with its size in bytes when filled."""
+        pairs = [pair for param in self.params for pair in zip(param.filled, param.plan.storage_bytes, strict=True)]
+        return [(tensor.untyped_storage(), size) for tensor, size in pairs]
 
     # Unshard and reshard
 

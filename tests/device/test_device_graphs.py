@@ -95,65 +95,46 @@ def test_input_that_moves_is_copied_and_what_is_written_to_it_copied_back() -> N
     assert counts == [2, 6]
 
 
-def _consumed_results(rank: int) -> tuple[list[bool], list[int], list[bool]]:
-    """A graph saves a value for a second graph; in the fifth step, the value of the fourth is still in use."""
-    first = _replayed(Code(lambda x: [x + 1, x * 3]), {1})
-    second = _replayed(Code(lambda saved: [saved + 1]), set())
-    x, are_equal, in_place = torch.zeros(8), [], []
-    kept: list[torch.Tensor] = []
-    with counted() as counts:
-        for step in range(8):
-            x.fill_(step)
-            _, saved = first([x])
-            if step == 3:
-                kept.append(saved)
-            (result,) = second([saved])
-            are_equal.append(bool((result == 3 * step + 1).all()))
-            if step == 4:
-                are_equal.append(bool((kept.pop() == 9).all()))
-            del saved
-    (runs,) = second._runs.values()
-    assert runs._capture is not None
-    in_place.append(not runs._capture._buffers)
-    return are_equal, counts, in_place
+def _consumed_results(rank: int, steps: int, begin: int, hold: int, release: int) -> tuple[bool, list[int], bool]:
+    """A graph saves a value for a second graph, which runs from step `begin` on.
 
-
-def test_result_of_a_graph_is_read_where_it_is_and_not_overwritten_while_in_use() -> None:
-    ((are_equal, counts, in_place),) = run_ranks(1, _consumed_results, device=DEVICE)
-    assert are_equal == [True] * 9
-    assert in_place == [True]
-    # The first run of each graph and its fifth are no replays, and the fifth drops no capture.
-    assert counts == [2, 12]
-
-
-def _late_replays(rank: int) -> tuple[list[bool], list[int], bool]:
-    """The second graph is captured in a step in which the first runs without a replay."""
+    The value of step `hold` is in use until the end of step `release`. Returns whether all values are right, counts,
+    and whether the second graph reads the value in place in the end.
+    """
     first = _replayed(Code(lambda x: [x + 1, x * 3]), {1})
     second = _replayed(Code(lambda saved: [saved + 1]), set())
     x, are_equal = torch.zeros(8), []
     kept: list[torch.Tensor] = []
     with counted() as counts:
-        for step in range(7):
+        for step in range(steps):
             x.fill_(step)
             _, saved = first([x])
-            if step == 1:
+            if step == hold:
                 kept.append(saved)
-            if step >= 1:
+            if step >= begin:
                 are_equal.append(bool((second([saved])[0] == 3 * step + 1).all()))
-            if step == 2:
-                kept.clear()
+            if step == release:
+                are_equal.append(bool((kept.pop() == 3 * hold).all()))
             del saved
     (runs,) = second._runs.values()
     assert runs._capture is not None
-    return are_equal, counts, not runs._capture._buffers
+    return all(are_equal), counts, not runs._capture._buffers
 
 
-def test_result_that_was_copied_at_the_capture_is_read_in_place_later() -> None:
-    ((are_equal, counts, in_place),) = run_ranks(1, _late_replays, device=DEVICE)
-    assert are_equal == [True] * 6
-    assert in_place
-    # The second graph is captured in step 2, in which the first is not replayed, and again in step 4.
-    assert counts == [3, 5 + 4]
+@pytest.mark.parametrize(
+    ("steps", "begin", "hold", "release", "expected"),
+    [
+        # The first run of each graph and its fifth are no replays, and the fifth drops no capture.
+        pytest.param(8, 0, 3, 4, [2, 6 + 6], id="in use after the captures"),
+        # The second graph is captured in step 2, in which the first is not replayed, and again in step 4.
+        pytest.param(7, 1, 1, 2, [3, 5 + 4], id="in use at a capture"),
+    ],
+)
+def test_result_of_a_graph_is_read_where_it_is_and_not_overwritten_while_in_use(
+    steps: int, begin: int, hold: int, release: int, expected: list[int]
+) -> None:
+    (result,) = run_ranks(1, _consumed_results, steps, begin, hold, release, device=DEVICE)
+    assert result == (True, expected, True)
 
 
 def _freed_parameter(rank: int) -> list[int]:

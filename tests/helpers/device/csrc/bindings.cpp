@@ -54,8 +54,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def(py::init<>())
       .def("begin", &Graph::begin)
       .def("end", &Graph::end)
-      .def("replay", &Graph::replay)
-      .def_property_readonly("launches", &Graph::launches);
+      .def("replay", &Graph::replay);
+
   module.def("set_delays", &set_delays, py::arg("seed"), py::arg("most_us"));
   module.def("set_link", &set_link, py::arg("latency_s"), py::arg("bytes_per_s"));
   module.def("hold_streams", &hold_streams, py::arg("are_held"));

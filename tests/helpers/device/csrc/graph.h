@@ -23,9 +23,6 @@ class Graph {
   uint64_t number() const {
     return number_;
   }
-  size_t launches() const {
-    return items_.size();
-  }
 
   // For what is captured. `add_mark` returns the number by which a wait names it.
   void add_launch(StreamNumber stream, std::string operation, std::vector<Access> accesses, std::function<void()> run);

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from expecttest import assert_expected_inline
 
-from compile_fsdp.passes.post_grad.keep_memory import keep_memory
+from compile_fsdp.passes.post_grad.make_replayable import make_replayable
 from helpers.graphs.build import GraphBuilder, aten, c10d
 from helpers.graphs.render import render
 
@@ -19,7 +19,7 @@ def test_resizes_go_and_fills_stay() -> None:
     z = build.call(aten.mm.default, y, earlier)
     build.free(earlier)
     graph = build.output(z)
-    assert dict(keep_memory(graph).counts) == {"resizes_erased": 2, "waits_added": 0}
+    assert dict(make_replayable(graph).counts) == {"resizes_erased": 2, "waits_added": 0}
     graph.lint()
     assert_expected_inline(render(graph), """\
 rows
@@ -32,7 +32,7 @@ copy_(weight, value)
 %1: f32[3, 3] = mm(%0, earlier)
 return (%1,)
 """)
-    assert dict(keep_memory(graph).counts) == {"resizes_erased": 0, "waits_added": 0}
+    assert dict(make_replayable(graph).counts) == {"resizes_erased": 0, "waits_added": 0}
 
 
 def test_collective_in_flight_is_awaited() -> None:
@@ -41,7 +41,7 @@ def test_collective_in_flight_is_awaited() -> None:
     first, second = (build.call(c10d.all_gather_into_tensor.default, shard, 2, "0") for _ in range(2))
     awaited = build.call(c10d.wait_tensor.default, first)
     graph = build.output(awaited, second)
-    assert dict(keep_memory(graph).counts) == {"resizes_erased": 0, "waits_added": 1}
+    assert dict(make_replayable(graph).counts) == {"resizes_erased": 0, "waits_added": 1}
     graph.lint()
     assert_expected_inline(render(graph), """\
 shard: f32[4]
@@ -51,4 +51,4 @@ shard: f32[4]
 %3: f32[8] = wait_tensor(%1)
 return (%2, %3)
 """)
-    assert dict(keep_memory(graph).counts) == {"resizes_erased": 0, "waits_added": 0}
+    assert dict(make_replayable(graph).counts) == {"resizes_erased": 0, "waits_added": 0}

@@ -24,7 +24,7 @@ from compile_fsdp.passes.analysis.effects import find_resizes
 from compile_fsdp.passes.report import PassCounts
 
 
-def keep_memory(graph: fx.Graph) -> PassCounts:
+def make_replayable(graph: fx.Graph) -> PassCounts:
     """Erase the resizes that `remove_unshard_copies` has left, and wait for all collectives."""
     nodes, resizes = len(graph.nodes), [node for node in find_resizes(graph) if not node.users]
     for node in resizes:
@@ -35,7 +35,7 @@ def keep_memory(graph: fx.Graph) -> PassCounts:
             waited = insert(graph, WAIT, node, like=node)
         output.replace_input_with(node, waited)
     counts = ("resizes_erased", len(resizes)), ("waits_added", len(unawaited))
-    return PassCounts(keep_memory.__name__, nodes, len(graph.nodes), counts)
+    return PassCounts(make_replayable.__name__, nodes, len(graph.nodes), counts)
 
 
 def _is_left_in_flight(node: fx.Node) -> bool:
