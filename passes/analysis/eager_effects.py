@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Sequence
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -138,11 +138,12 @@ def _writes_first_argument(node: fx.Node, name: str) -> bool:
 
 def _is_inplace(node: fx.Node) -> bool:
     """Return whether the argument `inplace`, which may come by position, is true."""
-    try:
-        given = inspect.signature(cast(Callable[..., object], node.target)).bind(*node.args, **node.kwargs)
-    except (TypeError, ValueError):  # a method, or a function in C++
-        return bool(node.kwargs.get("inplace"))
-    return bool(given.arguments.get("inplace"))
+    # Not by inspect.signature(), which takes a millisecond for a function in C++, and those have no such argument.
+    code = getattr(inspect.unwrap(cast(Any, node.target)), "__code__", None)
+    names = () if code is None else code.co_varnames[: code.co_argcount]
+    if "inplace" in names[: len(node.args)]:
+        return bool(node.args[names.index("inplace")])
+    return bool(node.kwargs.get("inplace"))
 
 
 def is_embedding(node: fx.Node) -> bool:
