@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from compile_fsdp.ops import copy_, resize_storage_bytes_
+from compile_fsdp.ops import copy_, resize_storage_bytes_, split_with_sizes_copy
 from compile_fsdp.runtime.group_calls import group_call
 from compile_fsdp.torch_compat.autograd import preserve_version_counter
 from compile_fsdp.torch_compat.distributed import functional_collectives
@@ -97,11 +97,11 @@ def copy_out(output: torch.Tensor, shard_count: int, inputs: Sequence[tuple[Any,
     described = [Input(*each) for each in inputs]
     as_bytes = len({each.dtype for each in described}) > 1
     numels = [each.numel * each.dtype.itemsize if as_bytes else each.numel for each in described]
-    parts = output.view(shard_count, sum(numels)).split(numels, dim=1)
+    rows = output.view(shard_count, sum(numels))
+    parts = [rows] if len(numels) == 1 else split_with_sizes_copy(rows, numels, 1)
     values = []
     for i, each in enumerate(described):
-        rows = parts[i].contiguous().view(each.dtype) if as_bytes else parts[i]
-        values.append(_join(rows, shard_count, each))
+        values.append(_join(parts[i].view(each.dtype) if as_bytes else parts[i], shard_count, each))
     return tuple(values)
 
 
@@ -109,13 +109,12 @@ def _join(rows: torch.Tensor, shard_count: int, each: Input) -> torch.Tensor:
     if each.kind == "inputs":
         return rows
     if each.kind == "flat":
-        return rows.contiguous().view(-1)[: math.prod(each.size)].view(each.size)
+        return rows.view(-1)[: math.prod(each.size)].view(each.size)
     if each.kind == "columns":
         shards = rows.reshape(shard_count, *each.shard_size).unbind(0)
         return torch.cat([shards[i] for i in range(shard_count)], dim=each.dim)
     length = each.shard_size[0] * shard_count
-    # Not reshape(), because it returns a view with gaps if each rank has one row.
-    full = rows.contiguous().view(length, *each.shard_size[1:])
+    full = rows.view(length, *each.shard_size[1:])
     return full if length == each.size[0] else full[: each.size[0]]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from compile_fsdp.ops import reduce_scatter_tensor
+from compile_fsdp.ops import reduce_scatter_tensor, split_with_sizes_copy
 from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.runtime.group_calls import group_call
 from compile_fsdp.runtime.group_names import name_in_graphs
@@ -196,5 +196,5 @@ def split_shards(reduced: torch.Tensor, numels: Sequence[int]) -> tuple[torch.Te
     """Split the flat gradient, because a graph that returned it could not reduce each parameter's gradient alone."""
     if len(numels) == 1:
         return (reduced,)
-    shards = reduced.split(list(numels))
-    return tuple([shards[i].clone() for i in range(len(numels))])
+    shards = split_with_sizes_copy(reduced, list(numels), 0)
+    return tuple([shards[i] for i in range(len(numels))])

@@ -3,14 +3,14 @@
 A collective is either the runtime's op, whose last argument is a name, or torch's op, which the model calls.
 
 The runtime gathers a parameter group as one buffer, with the shards of each rank one behind the next, and reduces the
-gradients of the group in that layout; packs made anew have ops of `ops/packs.py` for `cat` and `split_with_sizes`:
+gradients of the group in that layout; packs made anew have the op of `ops/packs.py` for `cat`:
 
     gather                                      reduction
     packed = cat([shard, ...])                  packed = reshape(cat([rows, ...], 1), [-1])
     all_gather_into_tensor(packed)              reduce_scatter_tensor(packed)
     wait_tensor                                 wait_tensor
     reshape [ranks, -1]                         (convert, divide ...)
-    split_with_sizes, dim 1                     split_with_sizes
+    split_with_sizes_copy, dim 1                split_with_sizes_copy
     getitem: [ranks, numel of the shard]        getitem: [numel of the shard]
 """
 
@@ -44,9 +44,7 @@ WAIT = c10d.wait_tensor.default
 CAST = torch.ops.prims.convert_element_type.default
 RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
-# As traced, and as packed anew.
-_JOINS = (aten.cat.default, cat)
-_SPLITS = (aten.split_with_sizes.default, split_with_sizes_copy)
+_JOINS = (aten.cat.default, cat)  # as traced, and as packed anew
 
 # Ops from one tensor to a tensor of equal numel, element by element.
 _ELEMENTWISE = (
@@ -168,7 +166,7 @@ def _match(collective: fx.Node) -> Packed | None:
     while len(last.users) == 1 and (_is_link(user := next(iter(last.users))) or is_wait(user)):
         after.append(user)
         last = user
-    if len(last.users) != 1 or (split := next(iter(last.users))).target not in _SPLITS:
+    if len(last.users) != 1 or (split := next(iter(last.users))).target is not split_with_sizes_copy:
         return None
     inputs, sizes = node.args[0], split.args[1]
     assert isinstance(inputs, Sequence) and isinstance(sizes, Sequence)

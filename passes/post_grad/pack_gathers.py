@@ -4,16 +4,16 @@ Precondition  packed all-gathers, see `collectives.py`
 Match         shards whose copies into and out of the pack cost more than a separate collective; packs of more bytes
               than `Costs.pack_bytes`; with `merge`, packs of several groups
 Rewrite       such a shard gets its own all-gather, straight from the shard and into the parameter's own buffer;
-              `plan_packs` packs the remaining shards; the items of a pack are copies, which need no clone
+              `plan_packs` packs the remaining shards
 Report        gathers before and after; parameters gathered by themselves; bytes no longer copied
 
     before                                    after
     packed = cat([wide, narrow])              %0 = wait_tensor(all_gather_into_tensor(wide))
     %0 = wait_tensor(all_gather...(packed))   w = reshape(reshape(%0, [ranks, -1]), [8, 4])
     rows = reshape(%0, [ranks, -1])           %1 = wait_tensor(all_gather_into_tensor(narrow))
-    parts = split_with_sizes(rows, ...)       n = reshape(reshape(%1, [ranks, -1]), [4])
-    w = reshape(clone(parts[0]), [8, 4])
-    n = reshape(clone(parts[1]), [4])
+    parts = split_with_sizes_copy(rows, ...)  n = reshape(reshape(%1, [ranks, -1]), [4])
+    w = reshape(parts[0], [8, 4])
+    n = reshape(parts[1], [4])
 
 [Note: Who pays for a merged pack]
 An early gather holds memory until its value is used. Without a budget (`Merge.SMALL`) a pack of several groups is so
@@ -27,7 +27,6 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from compile_fsdp.ops import split_with_sizes_copy
 from compile_fsdp.passes.analysis.collectives import WAIT, Packed, aten, insert, is_gather, numel, rearranged
 from compile_fsdp.passes.analysis.costs import Costs, plan_gathers
 from compile_fsdp.passes.analysis.effects import is_copy, parameter_of
@@ -95,12 +94,7 @@ def _gather(place: Packed, pack: Sequence[Part]) -> dict[fx.Node, fx.Node]:
     launched = launch(sent, pack, like=source.collective)
     waited = insert(graph, WAIT, launched, like=source.after[0])
     rows = insert(graph, aten.reshape.default, waited, [source.ranks, numel(sent)], like=source.after[-1])
-    replaced = dict(split(split_with_sizes_copy, rows, pack, [numel(part.sent) for part in pack], 1))
-    for old, item in list(replaced.items()):
-        users = list(old.users)
-        if len(users) == 1 and users[0].target is aten.clone.default:
-            replaced[users[0]] = item  # the clone only joined the ranks' rows, and the item has its own memory
-    return replaced
+    return split(rows, pack, [numel(part.sent) for part in pack], 1)
 
 
 _GATHERS = Kind(

@@ -9,7 +9,7 @@ Report        reductions before and after; gradients that are reduced by themsel
     before                                                  after
     packed = cat([reshape(wide, [ranks, -1]), ...], 1)      %0 = reduce_scatter_tensor(reshape(wide, [-1]))
     %0 = reduce_scatter_tensor(reshape(packed, [-1]))       return wait_tensor(%0), ...
-    parts = split_with_sizes(wait_tensor(%0), ...)
+    parts = split_with_sizes_copy(wait_tensor(%0), ...)
     return parts[0], ...
 
 A gradient that waits for its pack to fill keeps its unsharded memory: at most `Costs.pack_bytes` per rank.
@@ -51,7 +51,7 @@ def _reduce(place: Packed, pack: Sequence[Part]) -> dict[fx.Node, fx.Node]:
             args = tuple(result if isinstance(each, fx.Node) else each for each in node.args)
             result = insert(graph, node.target, *args, like=node, **node.kwargs)
     numels = [numel(part.sent) // place.ranks for part in pack]
-    return dict(split(aten.split_with_sizes.default, result, pack, numels))
+    return split(result, pack, numels, 0)
 
 
 _REDUCTIONS = Kind(

@@ -9,14 +9,14 @@ mixed precision a tensor is cast on its way into the pack, because a separate ca
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
 
 from torch import fx
 
-from compile_fsdp.ops import all_gather_into_tensor, cat, reduce_scatter_tensor
+from compile_fsdp.ops import all_gather_into_tensor, cat, reduce_scatter_tensor, split_with_sizes_copy
 from compile_fsdp.passes.analysis.aliases import find_fake_tensor
 from compile_fsdp.passes.analysis.collectives import (
     CAST,
@@ -208,12 +208,12 @@ def launch(sent: fx.Node, pack: Sequence[Part], like: fx.Node) -> fx.Node:
     return insert(like.graph, like.target, sent, *settings_of(like), *name, like=like)
 
 
-def split(
-    target: Callable[..., object], result: fx.Node, pack: Sequence[Part], numels: Sequence[int], *dim: int
-) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Split a collective's result into items of these sizes; yield each old result that is read, with its new item."""
-    items = insert(result.graph, target, result, list(numels), *dim, like=result) if len(pack) > 1 else None
+def split(result: fx.Node, pack: Sequence[Part], numels: Sequence[int], dim: int) -> dict[fx.Node, fx.Node]:
+    """Split a collective's result into copies of these sizes; return what replaces each old result that is read."""
+    items = insert(result.graph, split_with_sizes_copy, result, list(numels), dim, like=result) if pack[1:] else None
+    replaced: dict[fx.Node, fx.Node] = {}
     for i, part in enumerate(pack):
         if part.result is not None:
             item = result if items is None else insert(result.graph, operator.getitem, items, i, like=result)
-            yield part.result, item
+            replaced[part.result] = item
+    return replaced

@@ -11,7 +11,13 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from compile_fsdp.ops import all_gather_into_tensor, copy_, reduce_scatter_tensor, resize_storage_bytes_
+from compile_fsdp.ops import (
+    all_gather_into_tensor,
+    copy_,
+    reduce_scatter_tensor,
+    resize_storage_bytes_,
+    split_with_sizes_copy,
+)
 
 aten = torch.ops.aten
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
@@ -166,9 +172,8 @@ def gather(build: GraphBuilder, shards: Sequence[fx.Node], ranks: int, group: st
     rows = build.call(aten.reshape.default, waited, [ranks, sum(numels)])
     if len(shards) == 1:
         return [rows]
-    split = build.call(aten.split_with_sizes.default, rows, numels, 1)
-    items = [build.call(operator.getitem, split, i) for i in range(len(shards))]
-    return [build.call(aten.clone.default, item, memory_format=torch.contiguous_format) for item in items]
+    split = build.call(split_with_sizes_copy, rows, numels, 1)
+    return [build.call(operator.getitem, split, i) for i in range(len(shards))]
 
 
 def reduce(build: GraphBuilder, gradients: Sequence[fx.Node], ranks: int, group: str = "dp") -> list[fx.Node]:
@@ -179,7 +184,7 @@ def reduce(build: GraphBuilder, gradients: Sequence[fx.Node], ranks: int, group:
     flat = build.call(aten.reshape.default, packed, [-1])
     launched = build.call(REDUCE, flat, "avg", ranks, group)
     waited = build.call(c10d.wait_tensor.default, launched)
-    split = build.call(aten.split_with_sizes.default, waited, numels)
+    split = build.call(split_with_sizes_copy, waited, numels, 0)
     return [build.call(operator.getitem, split, i) for i in range(len(gradients))]
 
 

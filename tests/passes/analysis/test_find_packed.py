@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 from torch import fx
 
+from compile_fsdp.ops import split_with_sizes_copy
 from compile_fsdp.passes.analysis.collectives import WAIT, find_packed, is_gather, is_rearrangement, is_reduction
 from helpers.graphs.build import GATHER, REDUCE, GraphBuilder, aten, c10d, gather, reduce
 
@@ -16,7 +17,7 @@ def found_after(change: Callable[[fx.Graph, dict[str, fx.Node]], object]) -> int
     """Number of packed gathers in a graph with one pack, after a change."""
     build = GraphBuilder()
     build.output(*gather(build, [build.input("a", (2,)), build.input("b", (3,))], 2))
-    targets = {"pack": aten.cat.default, "wait": WAIT, "split": aten.split_with_sizes.default, "launch": GATHER}
+    targets = {"pack": aten.cat.default, "wait": WAIT, "split": split_with_sizes_copy, "launch": GATHER}
     nodes = {
         name: next(node for node in build.graph.nodes if node.target is target) for name, target in targets.items()
     }
@@ -75,7 +76,7 @@ def test_split_of_a_single_gathered_tensor_is_left_alone() -> None:
     whole = build.call(aten.neg.default, build.input("a", (5,)))
     launched = build.call(c10d.all_gather_into_tensor.default, whole, 2, "dp")
     rows = build.call(aten.reshape.default, build.call(WAIT, launched), [2, 5])
-    split = build.call(aten.split_with_sizes.default, rows, [2, 3], 1)
+    split = build.call(split_with_sizes_copy, rows, [2, 3], 1)
     for i in range(2):
         build.call(operator.getitem, split, i)
     assert find_packed(build.graph, is_gather) == []

@@ -115,7 +115,7 @@ def test_large_gradient_is_reduced_alone() -> None:
 %7: f32[10] = reshape(%6, [-1])
 %8: f32[5] = reduce_scatter_tensor(%7, 'avg', 2, 'dp')
 %9: f32[5] = wait_tensor(%8)
-%10 = split_with_sizes(%9, [2, 3])
+%10 = split_with_sizes_copy(%9, [2, 3], 0)
 %11: f32[2] = getitem(%10, 0)
 %12: f32[3] = getitem(%10, 1)
 %13: f32[32] = reshape(%4, [-1])
@@ -136,7 +136,7 @@ def test_ops_on_the_pack_are_applied_to_each_gradient() -> None:
     launched = build.call(REDUCE, sent, "sum", 2, "dp")
     waited = build.call(torch.ops._c10d_functional.wait_tensor.default, launched)
     cast = build.call(torch.ops.prims.convert_element_type.default, waited, torch.float32)
-    split = build.call(aten.split_with_sizes.default, cast, [4, 16])
+    split = build.call(ops.split_with_sizes_copy, cast, [4, 16], 0)
     graph = build.output(*(build.call(operator.getitem, split, i) for i in range(2)))
     with same_results(graph):
         assert dict(pack_reductions(graph, costs=above(8)).counts)["reduced_alone"] == 2
@@ -201,8 +201,8 @@ def test_packs_are_copied_by_ops_that_need_no_compiling(pack: int) -> None:
     pack_reductions(reductions, costs=above(1000, pack=pack))
     for graph in (gathers, reductions):
         assert len(graph.find_nodes(op="call_function", target=ops.cat)) == 1
+        assert len(graph.find_nodes(op="call_function", target=ops.split_with_sizes_copy)) == 1
         assert not graph.find_nodes(op="call_function", target=aten.cat.default)
-    assert not gathers.find_nodes(op="call_function", target=aten.clone.default)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ g1: f32[2, 3]
 %5: bf16[10] = reshape(%4, [-1])
 %6: bf16[5] = reduce_scatter_tensor(%5, 'avg', 2, 'dp')
 %7: bf16[5] = wait_tensor(%6)
-%8 = split_with_sizes(%7, [2, 3])
+%8 = split_with_sizes_copy(%7, [2, 3], 0)
 %9: bf16[2] = getitem(%8, 0)
 %10: bf16[3] = getitem(%8, 1)
 return (%9, %10)
