@@ -144,14 +144,16 @@ def wait_and_copy_out(
 
 def _refill(unsharded_param: Any, value: Any) -> None:
     # Keep the version counter, because tensors that autograd saved of the parameter are valid again. Under a proxy, ops
-    # read and set the version, because fake tensors do not know it.
-    if isinstance(unsharded_param, fx.Proxy):
+    # read and set the version, because fake tensors do not know it, unless the graph has no backward that could check.
+    if not isinstance(unsharded_param, fx.Proxy):
+        with preserve_version_counter(unsharded_param):
+            copy_(unsharded_param, value)
+    elif torch.is_grad_enabled():
         version = tensor_version(unsharded_param)
         copy_(unsharded_param, value)
         set_version_counter((unsharded_param,), (version,))
     else:
-        with preserve_version_counter(unsharded_param):
-            copy_(unsharded_param, value)
+        copy_(unsharded_param, value)
 
 
 @group_call
