@@ -3,7 +3,7 @@
 Precondition  a graph as Dynamo has traced it
 Match         calls of functions that compiled autograd has made for this backward, or bound when it first met them
 Rewrite       a call that checks gradients is replaced by the ops that it ends in; gradient accumulation is called by
-              our name; nodes are numbered
+              our name, and may return the gradient of a block itself; nodes are numbered
 Report        nothing, because a call that stays only keeps the graph out of AOTAutograd's cache
 
     before                                                     after
@@ -22,9 +22,10 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from compile_fsdp.ops import accumulate_gradient
+from compile_fsdp.ops.call_block import BLOCK_CALLS
 from compile_fsdp.passes.analysis.aliases import fake_value
 from compile_fsdp.torch_compat.autograd import is_accumulate_grad, may_hand_on
-from compile_fsdp.torch_compat.dispatch import is_wrapper_subclass
+from compile_fsdp.torch_compat.dispatch import chunk_cat, is_wrapper_subclass
 from compile_fsdp.torch_compat.dynamo import rename
 
 
@@ -38,11 +39,26 @@ def canonicalize_backward(graph: fx.Graph, fake_mode: Any) -> None:
             continue
         if is_accumulate_grad(node.target):
             node.target = accumulate_gradient
+            ((gradient,), *_), is_copied = node.args, all(map(_is_only_copied, node.users))
+            node.update_kwarg("is_only_copied", is_copied and _is_of_block(gradient))
         elif may_hand_on(node.target) and all(user.target is operator.getitem for user in node.users):
             _inline(graph, node, fake_mode)
     for number, node in enumerate(graph.nodes):
         if node.op != "placeholder":
             rename(node, f"node_{number}")  # part of the cache key; names differ if the forward came from a cache
+
+
+def _is_of_block(gradient: fx.Node) -> bool:
+    # Not of a single op, because Inductor moves an op to its first reader if nothing pins it, and so behind later
+    # gathers, and what it reads stays in memory.
+    source = gradient.args[0] if gradient.target is operator.getitem else None
+    return isinstance(source, fx.Node) and source.target in BLOCK_CALLS
+
+
+def _is_only_copied(gradient: fx.Node) -> bool:
+    """Return whether the graph reads a gradient only to copy it, perhaps cast or in pieces, for its reduction."""
+    copies, passes_on = (chunk_cat, chunk_cat.default, torch.cat), (operator.getitem, "to", "chunk")
+    return all(user.target in copies or (user.target in passes_on and _is_only_copied(user)) for user in gradient.users)
 
 
 def _inline(graph: fx.Graph, node: fx.Node, fake_mode: Any) -> None:
