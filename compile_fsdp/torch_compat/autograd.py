@@ -188,6 +188,11 @@ def is_accumulate_grad(target: object) -> bool:
     return isinstance(target, _Op) and target.__name__ == "AccumulateGrad"
 
 
+def is_derivative(target: object) -> bool:
+    """Whether a node's target is compiled autograd's function of an autograd node that only computes. (2.13.0)"""
+    return isinstance(target, _Op) and not is_accumulate_grad(target)
+
+
 def may_hand_on(target: object) -> bool:
     """Whether a node's target is a compiled autograd function that may return its arguments. (2.13.0)"""
     if isinstance(target, _Op):

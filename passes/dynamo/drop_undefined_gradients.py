@@ -32,7 +32,9 @@ from torch import fx
 
 from compile_fsdp.passes.analysis.effects import Effects
 from compile_fsdp.torch_compat.autograd import (
+    AotGradients,
     find_aot_gradients,
+    is_derivative,
     is_gradient_hook,
     leaf_of_accumulation,
     leaf_of_hook,
@@ -51,14 +53,15 @@ def drop_undefined_gradients(graph: fx.Graph, has_gradient: Sequence[bool], inpu
         has_gradient: By result of the forward graph, whether it has a gradient at all.
         inputs: Inputs of the graph in the backward that runs; its first placeholder is the list of them.
     Returns:
-        Positions, in the list of inputs, of the leaves that get no gradient. Also empty if a forward changes its inputs
-        or returns views that share a storage, because their gradients stand elsewhere: the zeros stay.
+        Positions, in the list of inputs, of the leaves that get no gradient.
     """
-    defined, undefined = _find_gradients(graph, has_gradient)
-    if not undefined:
+    found = find_aot_gradients(graph)
+    if found is None or not any(map(_is_zeros, found.given)):
         return []
-    dropped = _only_behind(graph, defined, undefined)
     values = _find_values(graph, inputs)
+    if not (undefined := _find_undefined(found, has_gradient, values)):
+        return []
+    dropped = _only_behind(graph, [node for node in found.read if node not in undefined], undefined)
     for node in list(graph.nodes):
         if node not in dropped and any(each in dropped for each in node.all_input_nodes):
             _do_without(node, dropped, values)
@@ -73,19 +76,20 @@ def drop_undefined_gradients(graph: fx.Graph, has_gradient: Sequence[bool], inpu
     return sorted(_position(leaf) for leaf in leaves)
 
 
-def _find_gradients(graph: fx.Graph, has_gradient: Sequence[bool]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Return the defined gradients and the zeros that AOTAutograd's ops read."""
-    if (found := find_aot_gradients(graph)) is None or len(found.given) != len(has_gradient):
-        return [], []
-    given = [each for each, has in zip(found.given, has_gradient, strict=True) if has]
-    if len(given) != len(found.read):
-        return [], []
-    defined: list[fx.Node] = []
-    undefined: list[fx.Node] = []
-    for read, each in zip(found.read, given, strict=True):
-        is_zeros = isinstance(each, fx.Node) and each.target is _aten.zeros.default
-        (undefined if is_zeros else defined).append(read)
-    return defined, undefined
+def _is_zeros(gradient: object) -> bool:
+    return isinstance(gradient, fx.Node) and gradient.target is _aten.zeros.default
+
+
+def _find_undefined(found: AotGradients, has_gradient: Sequence[bool], values: Mapping[fx.Node, Any]) -> list[fx.Node]:
+    """Return the gradients that AOTAutograd's ops read, and that are zeros in the place of an undefined one."""
+    if len(found.given) == len(has_gradient):
+        given = [each for each, has in zip(found.given, has_gradient, strict=True) if has]
+        if len(given) == len(found.read):
+            return [read for read, each in zip(found.read, given, strict=True) if _is_zeros(each)]
+    # A forward that returns views of one result, or changes an input, has further gradients, and of the views none is
+    # read. Then the results of the prologue tell which gradients are read, unless it copies them or sizes are symbolic.
+    zeros = [values[each] for each in found.given if isinstance(each, fx.Node) and _is_zeros(each) and each in values]
+    return [read for read in found.read if any(values.get(read) is each for each in zeros)]
 
 
 def _only_behind(graph: fx.Graph, defined: Collection[fx.Node], undefined: Collection[fx.Node]) -> dict[fx.Node, None]:
@@ -141,4 +145,5 @@ def _find_values(graph: fx.Graph, inputs: Sequence[Any]) -> dict[fx.Node, Any]:
 
 
 def _is_known(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) or node.target is operator.getitem or may_hand_on(node.target)
+    is_op = isinstance(node.target, OpOverload) or node.target is operator.getitem
+    return is_op or is_derivative(node.target) or may_hand_on(node.target)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,21 +20,28 @@ from helpers.releases.skip import skip_before
 
 
 class _Heads(nn.Module):
-    """A trunk and three heads; the third head takes the second head's output."""
+    """A trunk and three heads; the third head takes the second head's output.
 
-    def __init__(self, breaks: bool = False) -> None:
+    `breaks`: the graph, behind the trunk. `splits`: the main head's output, into two views.
+    """
+
+    def __init__(self, breaks: bool = False, splits: bool = False) -> None:
         super().__init__()
         self.trunk = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Tanh())
         self.main, self.second, self.third = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
         self.scale = nn.Parameter(torch.ones(6))
         self.breaks = breaks
+        self.splits = splits
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         x = self.trunk(x)
         if self.breaks:
             torch._dynamo.graph_break()
         second = x + self.second(x * self.scale)
-        return self.main(x), second.detach(), second, self.third(second).sum()
+        main = self.main(x)
+        if self.splits:
+            return main[:, :3], second.detach(), second, self.third(second).sum(), main[:, 3:]
+        return main, second.detach(), second, self.third(second).sum()
 
 
 _LOSSES: dict[str, Callable[[Sequence[torch.Tensor]], torch.Tensor]] = {
@@ -43,8 +52,8 @@ _LOSSES: dict[str, Callable[[Sequence[torch.Tensor]], torch.Tensor]] = {
 }
 
 
-def _build(fully_shard: Any, breaks: bool = False) -> Any:
-    model: Any = _Heads(breaks)
+def _build(fully_shard: Any, **variant: bool) -> Any:
+    model: Any = _Heads(**variant)
     for module in (model.trunk, model.main, model.second, model.third, model):
         fully_shard(module)
     return model
@@ -67,32 +76,36 @@ def _train(model: Any, losses: Sequence[str]) -> tuple[list[list[bool]], list[in
 _Found = tuple[list[bool], bool, tuple[list[int], list[int]], dict[str, int]]
 
 
-def _as_eager(rank: int, options: dict[str, Any], breaks: bool) -> _Found:
+def _as_eager(rank: int, options: dict[str, Any], variant: dict[str, bool]) -> _Found:
     """Compare compiled training with eager FSDP2.
 
     Returns whether each final parameter is equal, whether equal parameters had gradients in each step, collective
     counts of the backwards (eager, compiled) and the number of compiled graphs by direction.
     """
-    models = build_both(lambda shard: _build(shard, breaks), fullgraph=not breaks, options=options)
+    models = build_both(lambda shard: _build(shard, **variant), fullgraph="breaks" not in variant, options=options)
     compile_fsdp.reset_reports()
     losses = ("main", "all", "second", "main", "third", "second", "all")
     (expected_have, theirs, expected), (have, mine, found) = (_train(model, losses) for model in models)
     names = [report.direction for report in compile_fsdp.reports()]
-    close = torch.equal if options["inner_backend"] == "aot_eager" else torch.allclose
+    close = torch.equal if options["inner_backend"] == "aot_eager" else partial(torch.allclose, atol=1e-6)
     equal = [close(one, other) for one, other in zip(found, expected, strict=True)]
     return equal, have == expected_have, (theirs, mine), {each: names.count(each) for each in ("forward", "backward")}
 
 
+@pytest.mark.parametrize("variant", [{}, {"splits": True}])
 @pytest.mark.parametrize("inner_backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_unused_outputs_leave_gradients_none_as_in_eager(inner_backend: str) -> None:
-    for equal, have_equal, (eager, ours), graphs in run_ranks(2, _as_eager, {"inner_backend": inner_backend}, False):
+def test_unused_outputs_leave_gradients_none_as_in_eager(inner_backend: str, variant: dict[str, bool]) -> None:
+    for equal, have_equal, (eager, ours), graphs in run_ranks(2, _as_eager, {"inner_backend": inner_backend}, variant):
         assert have_equal and all(equal)
         assert graphs == {"forward": 1, "backward": 4}
-        assert ours == eager  # no gathers for outputs that the loss does not use
+        # No gathers for outputs that the loss does not use. Eager code gathers once more for outputs that are views;
+        # on the way through Inductor, small groups share collectives.
+        is_equal = inner_backend == "aot_eager" and not variant
+        assert ours == eager if is_equal else all(map(operator.le, ours, eager))
 
 
 def test_unused_outputs_leave_gradients_none_with_a_graph_break() -> None:
-    for equal, have_equal, _, graphs in run_ranks(2, _as_eager, {"inner_backend": "aot_eager"}, True):
+    for equal, have_equal, _, graphs in run_ranks(2, _as_eager, {"inner_backend": "aot_eager"}, {"breaks": True}):
         assert have_equal and all(equal)
         assert graphs == {"forward": 3, "backward": 5}
 
