@@ -321,7 +321,8 @@ def _heads(rank: int, returns_views: bool) -> tuple[float, list[int]]:
 def test_gathers_of_an_unused_module_are_awaited_and_returned_views_are_kept(returns_views: bool) -> None:
     for worst, counts in run_ranks(2, _heads, returns_views, device=DEVICE):
         assert worst <= 1e-5
-        assert counts == [2, 8]
+        # A batch may by chance lie where the last one lay. When the next one does not, both graphs are captured again.
+        assert counts in ([2, 8], [4, 6])
 
 
 @pytest.mark.parametrize(
