@@ -50,7 +50,7 @@ def test_feature_compiles(name: str) -> None:
     between = {"fetch", "offload", "wait_tensor"}
     if name == "cpu offload":
         unexpected.remove("copy_")
-        between.add("copy_")
+        between |= {"copy_", "split_with_sizes_copy"}  # reduced gradients are split on the host
     assert unexpected.isdisjoint(call.name for call in calls)
     for call in calls:
         assert call.name in between or all(arg.is_cuda for arg in call.args if isinstance(arg, torch.Tensor)), call.name

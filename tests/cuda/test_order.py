@@ -84,6 +84,6 @@ reduce layers.1, reduce layers.0, wait reduce layers.0, reduce root, wait reduce
 48 mm
 4 reduce_scatter_tensor
 6 resize_storage_bytes_
-7 split_with_sizes_copy
+11 split_with_sizes_copy
 11 wait_tensor""",
     )
