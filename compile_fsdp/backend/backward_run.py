@@ -17,6 +17,7 @@ from compile_fsdp.backend.lifetimes import weak_callable
 from compile_fsdp.backend.step import BackwardObserver
 from compile_fsdp.backend.this_run import Run, running
 from compile_fsdp.runtime.backward import deliver, enter_graph, expect_no_gradient, leave_graph, start_backward
+from compile_fsdp.runtime.run_compiler import run_compiler
 from compile_fsdp.torch_compat.autograd import compiled_autograd, kept_hooks
 
 
@@ -114,7 +115,7 @@ class BackwardRun:
             running(Run(self.inputs.hooks, observer)),
             compiled_autograd(compile_captured, has_sizes=bool(self.inputs.sizes)),
         ):
-            return run()
+            return run_compiler(run)
 
 
 def _without_nan_check() -> AbstractContextManager[None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import logging
 import math
@@ -31,7 +30,6 @@ from compile_fsdp.passes.runner import Run
 from compile_fsdp.runtime.attached import owner_of
 from compile_fsdp.runtime.backward import expect_no_gradient
 from compile_fsdp.runtime.group_calls import GROUP_CALLS
-from compile_fsdp.runtime.pause import pause_collection
 from compile_fsdp.torch_compat.dynamo import (
     FailOnRecompileLimitHit,
     Unsupported,
@@ -145,13 +143,10 @@ class CapturedBackward:
         """Surround a run; the first run traces the backward."""
         if is_first:
             self._tracing = Phase("tracing the backward", self._compiler.step.options.progress)
-        is_paused = is_first and pause_collection()
         try:
             with without_side_effect_log() if is_first else nullcontext():
                 yield
         finally:
-            if is_paused:
-                gc.enable()
             if self._tracing is not None:
                 self._tracing.end()
                 self._tracing = None

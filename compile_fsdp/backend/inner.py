@@ -27,6 +27,7 @@ from compile_fsdp.passes.analysis.sequence import read_collectives
 from compile_fsdp.passes.partitioned.lift_views import lift_views
 from compile_fsdp.reports import Direction, GraphReport, present_observer
 from compile_fsdp.runtime.calls import outermost
+from compile_fsdp.runtime.run_compiler import run_compiler
 from compile_fsdp.torch_compat.dynamo import copy_dynamo_graph, has_hooks_input, lookup_backend
 from compile_fsdp.torch_compat.inductor import (
     compile_flat,
@@ -76,7 +77,7 @@ def compile_traced(graph: TracedGraph, unfilled: Sequence[int] = ()) -> Callable
         direction, options.inner_backend, 0, 0, 0, (), nodes, nodes, 0.0, False, decision, options.costs, graph.groups
     )
     recorder = Recorder(unchanged)
-    compiled, stored = _call_inner_backend(graph, recorder)
+    compiled, stored = run_compiler(_call_inner_backend, graph, recorder)
     collectives = recorder.finish() or traced
     if options.cuda_graphs:
         compiled = allocate_kept(compiled, graph.inputs, recorder.reports)

@@ -19,7 +19,7 @@ class ModuleCall:
 
     Attributes:
         is_outermost: Whether the call is not within a call of a sharded module.
-        is_paused: Whether the call paused garbage collection.
+        is_first: Whether the call is the first since the model was compiled.
         forward_id: Unique object that identifies this call.
         on_output: Function that gets the module's output, if set while the call runs; else None.
     """
@@ -28,7 +28,7 @@ class ModuleCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     is_outermost: bool
-    is_paused: bool
+    is_first: bool
     forward_id: object = field(default_factory=object)
     on_output: Callable[[Any], None] | None = None
 
@@ -45,8 +45,8 @@ _running = _Running()
 
 
 @at_run_time
-def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_paused: bool) -> ModuleCall:
-    call = ModuleCall(module, args, kwargs, not _running.calls, is_paused)
+def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_first: bool) -> ModuleCall:
+    call = ModuleCall(module, args, kwargs, not _running.calls, is_first)
     _running.calls.append(call)
     return call
 

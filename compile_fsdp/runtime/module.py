@@ -8,10 +8,9 @@ as separate frames, so each hook has a separate code object, too.
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from itertools import chain, count
 from types import FunctionType, MethodType
 from typing import Any
@@ -23,9 +22,9 @@ from compile_fsdp.runtime import calls, trace_record
 from compile_fsdp.runtime.attached import attach, find_hooks, hooks_of, module_hooks_of
 from compile_fsdp.runtime.checks import describe
 from compile_fsdp.runtime.hooks import post_forward, pre_forward
-from compile_fsdp.runtime.pause import pause_collection
 from compile_fsdp.runtime.reset import reset_step
 from compile_fsdp.runtime.root import ModuleHooks, Replay, Root, StateHooks
+from compile_fsdp.runtime.run_compiler import run_compiler
 from compile_fsdp.runtime.subclass_parameters import is_extended
 from compile_fsdp.runtime.tracing import at_run_time, inline_only, restore_hook_bodies_now
 from compile_fsdp.torch_compat.dynamo import TorchRuntimeError, Unsupported, compiles_frames, skip_code
@@ -78,7 +77,7 @@ class TraceableModule:
 @at_run_time
 def _begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> calls.ModuleCall:
     """Prepare the objects that a trace reads, and record the start of the call."""
-    is_paused = False
+    is_first = False
     if calls.outermost() is None:
         _take_own_code(module)
         root = _root_of(module)
@@ -86,10 +85,10 @@ def _begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> calls.
         if not root.was_called:  # the first call compiles
             root.was_called = True
             _settle_hook_order(module)
-            is_paused = pause_collection()
+            is_first = True
     if module._compiled_call_impl is not None:
         _complete_unshard(module)
-    return calls.begin(module, args, kwargs, is_paused)
+    return calls.begin(module, args, kwargs, is_first)
 
 
 @at_run_time
@@ -111,6 +110,8 @@ def _run(call: calls.ModuleCall, run: Callable[..., Any]) -> Any:
     """Run the forward, by a replay if the model has one, and name the module in Dynamo's errors."""
     module: Any = call.module
     replay = _root_of(module).replay if call.is_outermost else None
+    if call.is_first:
+        run = partial(run_compiler, run)
     try:
         if replay is None or module._compiled_call_impl is None or compiles_frames() or is_forced_eager():
             return run(*call.args, **call.kwargs)
@@ -123,8 +124,6 @@ def _run(call: calls.ModuleCall, run: Callable[..., Any]) -> Any:
 @at_run_time
 def _end(call: calls.ModuleCall) -> None:
     calls.end()
-    if call.is_paused:
-        gc.enable()
     restore_hook_bodies_now()  # in case a trace stopped before it restored them
 
 

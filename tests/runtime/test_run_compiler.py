@@ -1,8 +1,9 @@
-"""Python's garbage collector is paused during compilation, then restored."""
+"""Compilation runs without garbage collection, and without a new piece of stack for each call."""
 
 from __future__ import annotations
 
 import gc
+import resource
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch._dynamo import register_backend
 
 import compile_fsdp
+from compile_fsdp.runtime.run_compiler import run_compiler
 from helpers.ranks.fake_world import fake_world
 
 is_enabled: list[bool] = []  # whether the collector was enabled when each graph was compiled
@@ -67,3 +69,18 @@ def test_disabled_garbage_collector_stays_disabled() -> None:
         gc.disable()
         model(torch.ones(2, 4)).sum().backward()
         assert not gc.isenabled()
+
+
+def test_calls_at_any_depth_share_a_chunk_of_the_stack() -> None:
+    def call_often_at_each_depth(depth: int) -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(1000):
+            _do_nothing()
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        return max(faults, call_often_at_each_depth(depth - 1)) if depth else faults
+
+    assert run_compiler(call_often_at_each_depth, 300) < 1000
+
+
+def _do_nothing() -> None:
+    pass
