@@ -16,6 +16,7 @@ from compile_fsdp.passes.dynamo.expand_group_calls import expand_group_calls
 from compile_fsdp.passes.dynamo.join_op_runs import join_op_runs
 from compile_fsdp.passes.dynamo.legalize_windows import legalize_windows
 from compile_fsdp.passes.dynamo.lift_tensor_hooks import lift_tensor_hooks
+from compile_fsdp.passes.dynamo.open_checkpoints import open_checkpoints
 from compile_fsdp.passes.dynamo.save_frozen_outputs import save_frozen_outputs
 from compile_fsdp.passes.post_grad.make_replayable import make_replayable
 from compile_fsdp.passes.post_grad.pack_gathers import pack_gathers
@@ -35,18 +36,21 @@ Function = Callable[..., Any]
 def forward(
     functions: Collection[Function],
     *,
+    free: Function,
     lifts_hooks: bool,
     fitted: Pass | None,
     frozen: Collection[fx.Node],
 ) -> tuple[Pass, ...]:
     """Return the passes for a forward that Dynamo has traced.
 
-    `lifts_hooks`: whether the inner backend needs a graph without hooks. `fitted`: `fit_memory_budget` with its
-    arguments, or None if the step has no budget. Last comes `outline_blocks`, which hides ops from all passes, unless
-    the budget has decided against it.
+    `free`: the one of `functions` that frees parameters. `lifts_hooks`: whether the inner backend needs a graph without
+    hooks. `fitted`: `fit_memory_budget` with its arguments, or None if the step has no budget. Last comes
+    `outline_blocks`, which hides ops from all passes, unless the budget has decided against it.
     """
     return (
-        # First, because later passes match single ops.
+        # First, because it moves group calls.
+        partial(open_checkpoints, functions=functions, free=free),
+        # Next, because later passes match single ops.
         partial(expand_group_calls, functions=functions),
         *((lift_tensor_hooks,) if lifts_hooks else ()),
         *((fitted,) if fitted is not None else ()),

@@ -31,6 +31,7 @@ from compile_fsdp.passes.dynamo.outline_blocks import outline_blocks
 from compile_fsdp.passes.runner import Run
 from compile_fsdp.runtime import calls, trace_record
 from compile_fsdp.runtime.attached import module_hooks_of
+from compile_fsdp.runtime.gather import free
 from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.runtime.group_calls import GROUP_CALLS
 from compile_fsdp.runtime.root import StateHooks
@@ -102,7 +103,8 @@ def _decide(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options)
     calls_blocks = bool(inputs.managed) and compiles_blocks(options)
     fitted = budget_pass(inputs, options, calls_blocks=calls_blocks) if has_backward else None
     frozen = inputs.frozen_nodes() if has_backward else ()
-    done = Run(gm.graph, pipelines.forward(GROUP_CALLS, lifts_hooks=lifts_hooks, fitted=fitted, frozen=frozen))
+    passes = pipelines.forward(GROUP_CALLS, free=free, lifts_hooks=lifts_hooks, fitted=fitted, frozen=frozen)
+    done = Run(gm.graph, passes)
     decision = None if fitted is None else done.result(fit_memory_budget)
     compiler = BlockCompiler(options, has_backward)
     if calls_blocks and (decision is None or decision.calls_blocks):

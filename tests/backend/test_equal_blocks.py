@@ -19,7 +19,7 @@ import compile_fsdp
 from compile_fsdp.ops.call_block import _parts
 from compile_fsdp.passes.analysis.costs import Costs
 from helpers.graphs.capture import render_step, without_graph_caches
-from helpers.models.stacks import Stack
+from helpers.models.stacks import Block, Stack
 from helpers.parity.check import Parity, compare, compare_grads
 from helpers.parity.twins import AOT_EAGER, build_both
 from helpers.ranks.fake_world import fake_world
@@ -54,6 +54,16 @@ class _Checkpointed(nn.Module):
     def _attend(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.linear(x)).view(1, 1, -1, 8)
         return F.scaled_dot_product_attention(hidden, hidden, hidden).view(-1, 8).exp()
+
+
+class _Called(Block):
+    """A layer whose call is a checkpoint, as in Transformers, so that its hooks are in the body."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+
+    def __call__(self, *args: Any) -> Any:
+        return checkpoint(super().__call__, *args, use_reentrant=False)
 
 
 class _Modulated(nn.Module):
@@ -146,6 +156,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "mlp": {"block": _Mlp},
     "dropout": {"block": _Draws},
     "checkpointed": {"block": _Checkpointed},
+    "called in a checkpoint": {"block": _Called},
+    "frozen, called in a checkpoint": {"block": _Called, "frozen": 2, "layers": 4},
+    "cast, called in a checkpoint": {"block": _Called, "param_dtype": torch.bfloat16},
     "one condition": {"kind": _Conditioned},
     "mixed precision": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
 }
@@ -197,12 +210,13 @@ def test_inductor_draws_the_numbers_of_eager_fsdp2_on_cpus(options: dict[str, An
         assert result.worst < 1e-5
 
 
-def test_further_equal_blocks_need_no_further_kernels() -> None:
+@pytest.mark.parametrize("block", [None, _Called], ids=["", "called in a checkpoint"])
+def test_further_equal_blocks_need_no_further_kernels(block: Any) -> None:
     kernels = []
     for layers in (2, 4):
         with fake_world(2), without_graph_caches():
             torch._inductor.metrics.reset()
-            model = _shard(compile_fsdp.fully_shard, layers)
+            model = _shard(compile_fsdp.fully_shard, layers, block=block)
             model.compile(backend="compile_fsdp", fullgraph=True, options={"bundle": False})
             model(torch.randn(4, 8)).backward()
             kernels.append(torch._inductor.metrics.generated_kernel_count)

@@ -1,0 +1,133 @@
+"""Take the gather, the free and the hooks of a sharded module out of a checkpoint that surrounds the module.
+
+Precondition  a graph as Dynamo has traced it, with group calls
+Match         a checkpoint whose body gathers before it reads the gathered parameters, frees after that, and puts hooks
+              on its results only
+Rewrite       what the runtime has added moves before and after the checkpoint, in its order
+Report        the number of checkpoints
+
+    before                                    after
+    y = checkpoint(body, shard, weight, x)    gathered = all_gather(copy_in(shard))
+      body: gathered = all_gather(...)        wait_and_copy_out(gathered, weight)
+            wait_and_copy_out(...)            y = checkpoint(body, weight, x)
+            y = linear(x, weight)               body: y = linear(x, weight)
+            free(weight)                      free(weight)
+            register_hook(y, ...)             register_hook(y, ...)
+
+Transformers checkpoints the whole call of a layer, and with it the hooks of FSDP2. When the backward runs such a body
+again, the module's parameters are gathered already, as in eager FSDP2, because the hook on its result comes first. So
+only what the user wrote has to run again. A body that stays as it is, such as one of two sharded modules, runs again
+with all that is in it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from compile_fsdp.passes.analysis.aliases import fake_value
+from compile_fsdp.passes.analysis.collectives import is_gather
+from compile_fsdp.passes.analysis.eager_effects import EagerEffects, is_grad_switch, is_upkeep
+from compile_fsdp.torch_compat.dispatch import is_checkpoint
+from compile_fsdp.torch_compat.dynamo import deferred_hook
+
+Function = Callable[..., Any]
+
+_set_grad_enabled = torch._C._set_grad_enabled
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """What the runtime has added around the ops of a body: gathers before them, frees and hooks after them."""
+
+    before: list[fx.Node]
+    after: list[fx.Node]
+
+
+def open_checkpoints(graph: fx.Graph, functions: Container[Function], free: Function) -> int:
+    """Rewrite each checkpoint that matches, and return their number.
+
+    `functions` are the group calls; `free` is the one that frees parameters.
+    """
+    effects = EagerEffects(graph.owning_module)
+    count, records = 0, torch.is_grad_enabled()
+    for node in list(graph.nodes):
+        if is_grad_switch(node):
+            records = bool(node.args[0])
+        elif is_checkpoint(node) and (body := effects.subgraph(attribute := node.all_input_nodes[0])) is not None:
+            frame = _find_frame(body.graph, functions, free) if len(attribute.users) == 1 else None
+            if frame is not None:
+                _open(node, body, frame, records)
+                count += 1
+    return count
+
+
+def _find_frame(body: fx.Graph, functions: Container[Function], free: Function) -> _Frame | None:
+    """Find what can be moved out; None if there is nothing, or if anything would stay."""
+    before = [node for node in body.nodes if (node.target in functions and node.target is not free) or is_gather(node)]
+    frees = body.find_nodes(op="call_function", target=free)
+    hooks = [node for node in body.nodes if deferred_hook(node) is not None]
+    own, results = {*before, *frees, *hooks}, body.output_node().all_input_nodes
+    parameters = {each for node in before for each in node.all_input_nodes if each.op == "placeholder"}
+    reads = [node for node in body.nodes if node not in own and not parameters.isdisjoint(node.all_input_nodes)]
+    is_whole = (
+        before
+        and all(each in own or each.op == "placeholder" for node in before for each in node.all_input_nodes)
+        and all(user in own for node in before for user in node.users)
+        and all(before[-1] < each for each in (*reads, *frees))
+        and all(each < node for each in reads for node in frees)
+        and all(each.op == "placeholder" or each in results for node in hooks for each in node.all_input_nodes)
+        and not any(map(is_upkeep, body.nodes))
+    )
+    return _Frame(before, [*frees, *hooks]) if is_whole else None
+
+
+def _open(call: fx.Node, body: fx.GraphModule, frame: _Frame, records: bool) -> None:
+    """Move the frame of a body out; `records`: whether autograd records where the graph calls the checkpoint."""
+    graph, placeholders = call.graph, body.graph.find_nodes(op="placeholder")
+    outside: dict[fx.Node, Any] = dict(zip(placeholders, call.args[1:], strict=True))
+    with graph.inserting_before(call):
+        if records:
+            graph.call_function(_set_grad_enabled, (False,))
+        for node in frame.before:
+            outside[node] = graph.node_copy(node, outside.__getitem__)
+        if records:
+            graph.call_function(_set_grad_enabled, (True,))
+    last = _find_items(call, body, outside)
+    for node in frame.after:
+        with graph.inserting_after(last):
+            last = graph.node_copy(node, outside.__getitem__)
+    for node in reversed([*frame.before, *frame.after]):
+        body.graph.erase_node(node)
+    _erase_idle_switches(body.graph, records)
+    call.args = (call.args[0], *(outside[node] for node in placeholders if node.users))
+    for node in placeholders:
+        if not node.users:
+            body.graph.erase_node(node)
+    body.recompile()
+
+
+def _find_items(call: fx.Node, body: fx.GraphModule, outside: dict[fx.Node, Any]) -> fx.Node:
+    """Add the results of a call to `outside`, by the nodes in the body that compute them; return the last node."""
+    items, last = {user.args[1]: user for user in call.users}, max([call, *call.users])
+    for i, result in enumerate(body.graph.output_node().all_input_nodes):
+        if i not in items:
+            with call.graph.inserting_after(last):
+                items[i] = last = call.graph.call_function(operator.getitem, (call, i))
+            last.meta["example_value"] = fake_value(result)
+        outside.setdefault(result, items[i])
+    return last
+
+
+def _erase_idle_switches(graph: fx.Graph, records: bool) -> None:
+    """Erase switches of autograd that no op follows, or that change nothing."""
+    for node in list(filter(is_grad_switch, graph.nodes)):
+        if is_grad_switch(node.next) or bool(node.args[0]) == records:
+            graph.erase_node(node)
+        else:
+            records = bool(node.args[0])
