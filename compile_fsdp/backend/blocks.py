@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from compile_fsdp.backend.capturable import check_capturable
 from compile_fsdp.backend.derived_backward import GraphTracer, UnusedBackward
-from compile_fsdp.backend.device_graphs import check_capturable
 from compile_fsdp.backend.progress import Phase
 from compile_fsdp.ops.call_block import Backward, Block, Part, Signature, find_block
 from compile_fsdp.options import Options

@@ -12,9 +12,9 @@ from torch import fx, nn
 
 from compile_fsdp.backend.blocks import BlockCompiler, compiles_blocks
 from compile_fsdp.backend.boundary import ForwardGraph
+from compile_fsdp.backend.capturable import check_device
 from compile_fsdp.backend.compiled_forward import CompiledForward, ParameterInputs
 from compile_fsdp.backend.costs import settle_costs
-from compile_fsdp.backend.device_graphs import check_device
 from compile_fsdp.backend.graph_inputs import GraphInputs
 from compile_fsdp.backend.group_figures import group_figures
 from compile_fsdp.backend.inner import TracedGraph, compile_traced

@@ -12,8 +12,9 @@ from torch import fx
 
 from compile_fsdp.advice import GroupFigures
 from compile_fsdp.backend.agreement import agree
+from compile_fsdp.backend.capturable import allocate_kept
 from compile_fsdp.backend.derived_backward import ForwardCompiler
-from compile_fsdp.backend.device_graphs import GraphCapturer, allocate_kept
+from compile_fsdp.backend.device_graphs import GraphCapturer
 from compile_fsdp.backend.graph_inputs import GraphInputs
 from compile_fsdp.backend.graph_order import follow
 from compile_fsdp.backend.inductor import inductor_config

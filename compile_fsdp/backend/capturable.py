@@ -1,0 +1,108 @@
+"""What a CUDA graph can replay: the device, the ops of a graph, and parameters that stay unsharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from compile_fsdp.backend.graph_inputs import GraphInputs
+from compile_fsdp.backend.prefill import owners_of
+from compile_fsdp.errors import UnknownOptionError, UnsupportedFeatureError
+from compile_fsdp.ops import offload
+from compile_fsdp.passes.analysis.aliases import find_fake_tensor
+from compile_fsdp.passes.report import Kept
+from compile_fsdp.passes.text import list_names
+from compile_fsdp.reports import GraphReport
+from compile_fsdp.torch_compat.device_graphs import has_device_graphs
+from compile_fsdp.torch_compat.dispatch import OpOverload
+from compile_fsdp.torch_compat.inductor import is_unsafe_in_graphs
+
+# Why a parameter is unsharded when a graph starts or returns. It can stay allocated.
+_BETWEEN_GRAPHS = {Kept.OPEN_AT_START.value, Kept.OPEN_AT_RETURN.value}
+
+
+def check_device(device: torch.device) -> None:
+    """Refuse CUDA graphs on a device that has none."""
+    if not has_device_graphs(device):
+        raise UnknownOptionError(
+            f"expected a GPU to capture CUDA graphs on, got {device}; leave out the mode or option that asks for them "
+            '(reduce-overhead, max-autotune, triton.cudagraphs), or use mode="max-autotune-no-cudagraphs"'
+        )
+
+
+def check_capturable(graph: fx.Graph, what: str) -> None:
+    """Raise UnsupportedFeatureError if a graph runs Python code or reads CPU tensors, which no CUDA graph can do."""
+    if found := list(dict.fromkeys(filter(None, map(_find_fault, graph.nodes)))):
+        raise UnsupportedFeatureError(
+            f"expected a {what} that a CUDA graph can replay, got one with {' and '.join(found)}; leave these out, or "
+            'compile without CUDA graphs, such as with mode="max-autotune-no-cudagraphs"'
+        )
+
+
+# Ops that run on the CPU, and the feature that uses each.
+_HOST_OPS = {
+    torch.ops.compile_fsdp.hand_over.default: "hooks on sharded parameters, such as an optimizer in the backward",
+    offload: "activations that a memory_budget offloads",
+}
+
+
+def _find_fault(node: fx.Node) -> str | None:
+    # A functionalized op is the first argument of its node.
+    called = next((each for each in node.args[:1] if isinstance(each, OpOverload)), node.target)
+    if called in _HOST_OPS:
+        return _HOST_OPS[called]
+    if node.op == "placeholder":
+        if node.users and _is_on_host(node, least_dims=0):
+            return "tensors on the CPU among its inputs, such as offloaded parameters"
+        is_generator = isinstance(node.meta.get("val"), torch.Generator)
+        return "attention with dropout in a checkpoint" if is_generator else None
+    if is_unsafe_in_graphs(node):
+        return f"the op {node.target}"
+    copies = node.op == "call_function" and not _is_on_host(node, least_dims=0)
+    if copies and any(_is_on_host(each, least_dims=1) for each in node.all_input_nodes):
+        return f"the op {node.target} on a tensor on the CPU"
+    return None
+
+
+def _is_on_host(node: fx.Node, least_dims: int) -> bool:
+    tensor = find_fake_tensor(node)
+    return tensor is not None and tensor.device.type == "cpu" and tensor.ndim >= least_dims
+
+
+@dataclass(eq=False)
+class AllocatedRun:
+    """A compiled graph whose parameters that stay unsharded between graphs are allocated before it runs.
+
+    Attributes:
+        run: The compiled graph.
+        positions: Positions of these parameters in the graph's inputs; each item of a list counts.
+    """
+
+    run: Callable[..., Any]
+    positions: Sequence[int]
+
+    def __call__(self, *args: Any) -> Any:
+        for group in owners_of(args, self.positions):
+            group.allocate()
+        return self.run(*args)
+
+
+def allocate_kept(
+    compiled: Callable[..., Any], inputs: GraphInputs, reports: Sequence[GraphReport]
+) -> Callable[..., Any]:
+    """Allocate the parameters that stay unsharded across a graph's start or return, before each run.
+
+    Raises:
+        UnsupportedFeatureError: a kept window has to be freed within the graph.
+    """
+    kept = [(fqn, reason) for report in reports for fqn, reason in report.kept]
+    if freed := [f"{fqn}: {reason}" for fqn, reason in kept if reason not in _BETWEEN_GRAPHS]:
+        raise UnsupportedFeatureError(
+            f"expected a graph that gathers and frees each parameter, or leaves it unsharded, got {list_names(freed)}; "
+            "compile without CUDA graphs, or change how the model reads these parameters"
+        )
+    return AllocatedRun(compiled, inputs.positions_of({fqn for fqn, _ in kept})) if kept else compiled
