@@ -22,7 +22,6 @@ with all that is in it.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +29,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from compile_fsdp.passes.analysis.aliases import fake_value
 from compile_fsdp.passes.analysis.collectives import is_gather
 from compile_fsdp.passes.analysis.eager_effects import EagerEffects, is_grad_switch, is_upkeep
 from compile_fsdp.torch_compat.dispatch import is_checkpoint
@@ -43,10 +41,17 @@ _set_grad_enabled = torch._C._set_grad_enabled
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """What the runtime has added around the ops of a body: gathers before them, frees and hooks after them."""
+    """What the runtime has added around the ops of a body.
+
+    Attributes:
+        before: Gathers.
+        after: Frees and hooks.
+        items: Nodes of the outer graph that hold results of the body.
+    """
 
     before: list[fx.Node]
     after: list[fx.Node]
+    items: dict[fx.Node, fx.Node]
 
 
 def open_checkpoints(graph: fx.Graph, functions: Container[Function], free: Function) -> int:
@@ -60,37 +65,39 @@ def open_checkpoints(graph: fx.Graph, functions: Container[Function], free: Func
         if is_grad_switch(node):
             records = bool(node.args[0])
         elif is_checkpoint(node) and (body := effects.subgraph(attribute := node.all_input_nodes[0])) is not None:
-            frame = _find_frame(body.graph, functions, free) if len(attribute.users) == 1 else None
+            frame = _find_frame(node, body.graph, functions, free) if len(attribute.users) == 1 else None
             if frame is not None:
                 _open(node, body, frame, records)
                 count += 1
     return count
 
 
-def _find_frame(body: fx.Graph, functions: Container[Function], free: Function) -> _Frame | None:
-    """Find what can be moved out; None if there is nothing, or if anything would stay."""
+def _find_frame(call: fx.Node, body: fx.Graph, functions: Container[Function], free: Function) -> _Frame | None:
+    """Find what can be moved out of a body; None if there is nothing, or if anything would stay."""
     before = [node for node in body.nodes if (node.target in functions and node.target is not free) or is_gather(node)]
     frees = body.find_nodes(op="call_function", target=free)
     hooks = [node for node in body.nodes if deferred_hook(node) is not None]
-    own, results = {*before, *frees, *hooks}, body.output_node().all_input_nodes
+    own = {*before, *frees, *hooks}
     parameters = {each for node in before for each in node.all_input_nodes if each.op == "placeholder"}
     reads = [node for node in body.nodes if node not in own and not parameters.isdisjoint(node.all_input_nodes)]
+    results: Any = body.output_node().args[0]
+    items: dict[fx.Node, fx.Node] = {results[user.args[1]]: user for user in call.users}
     is_whole = (
         before
         and all(each in own or each.op == "placeholder" for node in before for each in node.all_input_nodes)
         and all(user in own for node in before for user in node.users)
         and all(before[-1] < each for each in (*reads, *frees))
         and all(each < node for each in reads for node in frees)
-        and all(each.op == "placeholder" or each in results for node in hooks for each in node.all_input_nodes)
+        and all(each.op == "placeholder" or each in items for node in hooks for each in node.all_input_nodes)
         and not any(map(is_upkeep, body.nodes))
     )
-    return _Frame(before, [*frees, *hooks]) if is_whole else None
+    return _Frame(before, [*frees, *hooks], items) if is_whole else None
 
 
 def _open(call: fx.Node, body: fx.GraphModule, frame: _Frame, records: bool) -> None:
     """Move the frame of a body out; `records`: whether autograd records where the graph calls the checkpoint."""
     graph, placeholders = call.graph, body.graph.find_nodes(op="placeholder")
-    outside: dict[fx.Node, Any] = dict(zip(placeholders, call.args[1:], strict=True))
+    outside: dict[fx.Node, Any] = {**frame.items, **dict(zip(placeholders, call.args[1:], strict=True))}
     with graph.inserting_before(call):
         if records:
             graph.call_function(_set_grad_enabled, (False,))
@@ -98,10 +105,9 @@ def _open(call: fx.Node, body: fx.GraphModule, frame: _Frame, records: bool) -> 
             outside[node] = graph.node_copy(node, outside.__getitem__)
         if records:
             graph.call_function(_set_grad_enabled, (True,))
-    last = _find_items(call, body, outside)
-    for node in frame.after:
-        with graph.inserting_after(last):
-            last = graph.node_copy(node, outside.__getitem__)
+    with graph.inserting_before(max([call, *call.users]).next):
+        for node in frame.after:
+            graph.node_copy(node, outside.__getitem__)
     for node in reversed([*frame.before, *frame.after]):
         body.graph.erase_node(node)
     _erase_idle_switches(body.graph, records)
@@ -110,18 +116,6 @@ def _open(call: fx.Node, body: fx.GraphModule, frame: _Frame, records: bool) -> 
         if not node.users:
             body.graph.erase_node(node)
     body.recompile()
-
-
-def _find_items(call: fx.Node, body: fx.GraphModule, outside: dict[fx.Node, Any]) -> fx.Node:
-    """Add the results of a call to `outside`, by the nodes in the body that compute them; return the last node."""
-    items, last = {user.args[1]: user for user in call.users}, max([call, *call.users])
-    for i, result in enumerate(body.graph.output_node().all_input_nodes):
-        if i not in items:
-            with call.graph.inserting_after(last):
-                items[i] = last = call.graph.call_function(operator.getitem, (call, i))
-            last.meta["example_value"] = fake_value(result)
-        outside.setdefault(result, items[i])
-    return last
 
 
 def _erase_idle_switches(graph: fx.Graph, records: bool) -> None:
