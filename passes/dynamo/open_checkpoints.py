@@ -32,11 +32,9 @@ from torch import fx
 from compile_fsdp.passes.analysis.collectives import is_gather
 from compile_fsdp.passes.analysis.eager_effects import EagerEffects, is_grad_switch, is_upkeep
 from compile_fsdp.torch_compat.dispatch import is_checkpoint
-from compile_fsdp.torch_compat.dynamo import deferred_hook
+from compile_fsdp.torch_compat.dynamo import deferred_hook, set_grad_enabled
 
 Function = Callable[..., Any]
-
-_set_grad_enabled = torch._C._set_grad_enabled
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +98,11 @@ def _open(call: fx.Node, body: fx.GraphModule, frame: _Frame, records: bool) -> 
     outside: dict[fx.Node, Any] = {**frame.items, **dict(zip(placeholders, call.args[1:], strict=True))}
     with graph.inserting_before(call):
         if records:
-            graph.call_function(_set_grad_enabled, (False,))
+            graph.call_function(set_grad_enabled, (False,))
         for node in frame.before:
             outside[node] = graph.node_copy(node, outside.__getitem__)
         if records:
-            graph.call_function(_set_grad_enabled, (True,))
+            graph.call_function(set_grad_enabled, (True,))
     with graph.inserting_before(max([call, *call.users]).next):
         for node in frame.after:
             graph.node_copy(node, outside.__getitem__)

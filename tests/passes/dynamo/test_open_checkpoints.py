@@ -11,6 +11,7 @@ from expecttest import assert_expected_inline
 from torch import fx
 
 from compile_fsdp.passes.dynamo.open_checkpoints import open_checkpoints
+from compile_fsdp.torch_compat.dynamo import set_grad_enabled
 from helpers.graphs.build import CHECKPOINT, GraphBuilder
 from helpers.graphs.render import render
 
@@ -31,7 +32,7 @@ Body = Callable[[GraphBuilder, fx.Node, fx.Node, fx.Node], fx.Node]
 
 
 def _switch(build: GraphBuilder, records: bool) -> None:
-    build.graph.call_function(torch._C._set_grad_enabled, (records,))
+    build.graph.call_function(set_grad_enabled, (records,))
 
 
 def _gather(build: GraphBuilder, shard: fx.Node, weight: fx.Node) -> None:
