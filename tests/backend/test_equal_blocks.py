@@ -57,7 +57,7 @@ class _Checkpointed(nn.Module):
 
 
 class _Called(Block):
-    """A layer whose call is a checkpoint, as in Transformers, so that its hooks are in the body."""
+    """A layer whose call is a checkpoint, which has its hooks in the body."""
 
     def __init__(self) -> None:
         super().__init__(8)
