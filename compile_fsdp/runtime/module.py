@@ -110,12 +110,12 @@ def _run(call: calls.ModuleCall, run: Callable[..., Any]) -> Any:
     """Run the forward, by a replay if the model has one, and name the module in Dynamo's errors."""
     module: Any = call.module
     replay = _root_of(module).replay if call.is_outermost else None
-    if call.is_first:
-        run = partial(run_compiler, run)
+    if replay is None or module._compiled_call_impl is None or compiles_frames() or is_forced_eager():
+        forward = partial(run, *call.args, **call.kwargs)
+    else:
+        forward = partial(replay.call, module, call.args, call.kwargs, run)
     try:
-        if replay is None or module._compiled_call_impl is None or compiles_frames() or is_forced_eager():
-            return run(*call.args, **call.kwargs)
-        return replay.call(module, call.args, call.kwargs, run)
+        return run_compiler(forward) if call.is_first else forward()
     except (Unsupported, TorchRuntimeError) as error:
         _name_module(error)
         raise

@@ -14,9 +14,10 @@ Report        the number of checkpoints
             free(weight)                      free(weight)
             register_hook(y, ...)             register_hook(y, ...)
 
-`checkpoint(layer, x)` runs the hooks of FSDP2 in the body. When the backward runs the body again, the layer's parameters
-are gathered already, as in eager FSDP2, because the hook on its result comes first. So only what the user wrote has to
-run again. A body that stays as it is, such as one of two sharded modules, runs again with all that is in it.
+`checkpoint(layer, x)` runs the hooks of FSDP2 in the body. When the backward runs the body again, the layer's
+parameters are gathered already, as in eager FSDP2, because the hook on its result comes first. So only what the user
+wrote has to run again. A body that stays as it is, such as one of two sharded modules, runs again with all that is in
+it.
 """
 
 from __future__ import annotations
