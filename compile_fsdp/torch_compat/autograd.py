@@ -21,6 +21,9 @@ needs_attributes(torch.Tensor, "_backward_hooks", "_base", "_post_accumulate_gra
 # The BackwardState of an AOTAutograd graph: its autograd node holds the hooks for the backward. (2.11.0, 2.13.0)
 needs_attributes(torch._C._FunctionBase, "_compiled_autograd_backward_state")
 
+# The function that switches autograd on and off in a graph. (2.13.0)
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+
 # Context manager: in-place writes inside do not bump the tensors' version counters. (2.13.0)
 preserve_version_counter = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
 

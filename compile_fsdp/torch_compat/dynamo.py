@@ -56,9 +56,6 @@ assume_constant_result = torch._dynamo.assume_constant_result
 # call_with_side_effects(fn, *args) lets fn mutate objects from outside a higher-order op's body. (2.13.0)
 call_with_side_effects = utils._disable_side_effect_safety_checks_for_current_subtracer
 
-# The function that switches autograd on and off in a graph. (2.13.0)
-set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
-
 # The ops that read and set version counters in a graph. The import of their module defines them. (2.13.0)
 tensor_version: OpOverload = tensor_version_op._tensor_version
 set_version_counter: OpOverload = tensor_version_op._unsafe_set_version_counter

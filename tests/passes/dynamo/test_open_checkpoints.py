@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 from torch import fx
 
 from compile_fsdp.passes.dynamo.open_checkpoints import open_checkpoints
-from compile_fsdp.torch_compat.dynamo import set_grad_enabled
+from compile_fsdp.torch_compat.autograd import set_grad_enabled
 from helpers.graphs.build import CHECKPOINT, GraphBuilder
 from helpers.graphs.render import render
 
