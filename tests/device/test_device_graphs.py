@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import compile_fsdp
 from compile_fsdp.backend import device_graphs
+from compile_fsdp.backend.capturable import allocate_kept
 from compile_fsdp.backend.device_graphs import ReplayedCode
 from compile_fsdp.errors import UnknownOptionError, UnsupportedFeatureError
 from compile_fsdp.passes import Kept
@@ -349,4 +350,4 @@ def test_windows_within_a_graph_are_refused_by_name() -> None:
     kept = (("layers.0.weight", Kept.MUTATED.value),)
     report = GraphReport("forward", "inductor", 0, 0, 0, kept, 0, 0, 0.0, cached=False)
     with pytest.raises(UnsupportedFeatureError, match=r"layers\.0\.weight: mutated in the window"):
-        device_graphs.allocate_kept(print, None, [report])  # type: ignore[arg-type]
+        allocate_kept(print, None, [report])  # type: ignore[arg-type]
