@@ -78,7 +78,8 @@ def compile_traced(graph: TracedGraph, unfilled: Sequence[int] = ()) -> Callable
         direction, options.inner_backend, 0, 0, 0, (), nodes, nodes, 0.0, False, decision, options.costs, graph.groups
     )
     recorder = Recorder(unchanged)
-    compiled, stored = run_compiler(_call_inner_backend, graph, recorder)
+    # Here too, because torch.compile(model) traces the forward from above the model's own call.
+    compiled, stored = run_compiler(partial(_call_inner_backend, graph, recorder))
     collectives = recorder.finish() or traced
     if options.cuda_graphs:
         compiled = allocate_kept(compiled, graph.inputs, recorder.reports)

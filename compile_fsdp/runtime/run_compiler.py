@@ -16,25 +16,22 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
 from compile_fsdp.runtime.tracing import at_run_time
 
-_Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 # Of 8 bytes. The rest of the chunk is as large, and holds as many frames as the default recursion limit allows.
 _STACK_SLOTS = 1 << 16
 
 
-def run_compiler(
-    function: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
-) -> _Result:
+def run_compiler(function: Callable[[], _Result]) -> _Result:
     """Call a function that compiles. Automatic garbage collection is disabled meanwhile."""
     was_on = gc.isenabled()
     gc.disable()
     try:
-        return function(*args, **kwargs)
+        return function()
     finally:
         if was_on:
             gc.enable()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import resource
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 from torch._dynamo import register_backend
 
 import compile_fsdp
+from compile_fsdp.runtime.attached import module_hooks_of
 from compile_fsdp.runtime.run_compiler import run_compiler
 from helpers.ranks.fake_world import fake_world
 
@@ -55,6 +57,20 @@ def test_garbage_collector_is_paused_while_graphs_are_compiled() -> None:
     assert is_enabled == [False, False]
 
 
+def test_garbage_collector_is_paused_while_a_first_call_loads_a_bundle() -> None:
+    class Replay:
+        def call(self, module: nn.Module, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
+            is_enabled.append(gc.isenabled())
+            return args[0]
+
+    with fake_world(2):
+        model = _compiled(nn.Linear(4, 4))
+        module_hooks_of(model).hooks.root.replay = Replay()  # type: ignore[assignment]
+        for _ in range(2):
+            model(torch.ones(2, 4))
+    assert is_enabled == [False, True]  # in the first call, in the second
+
+
 def test_garbage_collector_is_enabled_after_a_failed_trace() -> None:
     with fake_world(2):
         model = _compiled(_Breaks(4, 4))
@@ -79,7 +95,7 @@ def test_calls_at_any_depth_share_a_chunk_of_the_stack() -> None:
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
         return max(faults, call_often_at_each_depth(depth - 1)) if depth else faults
 
-    assert run_compiler(call_often_at_each_depth, 300) < 1000
+    assert run_compiler(partial(call_often_at_each_depth, 300)) < 1000
 
 
 def _do_nothing() -> None:
