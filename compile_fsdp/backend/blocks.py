@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from compile_fsdp.backend.capturable import check_capturable
-from compile_fsdp.backend.derived_backward import GraphTracer, UnusedBackward
+from compile_fsdp.backend.derived_backward import DERIVED_BACKWARD, GraphTracer, UnusedBackward
 from compile_fsdp.backend.progress import Phase
 from compile_fsdp.ops.call_block import Backward, Block, Part, Signature, find_block
 from compile_fsdp.options import Options
@@ -182,7 +182,7 @@ def _trace(call: BlockCall, options: Options, has_backward: bool) -> list[fx.Gra
                 forget_recomputation(node)  # the graph has both runs of each op
         return halves
 
-    settings = {"recompute_views": True, "enable_autograd_cache": False}
+    settings = {**DERIVED_BACKWARD, "enable_autograd_cache": False}
     with functorch_config.patch(settings), separate_trace(examples), torch.set_grad_enabled(has_backward):
         if options.inner_backend == "aot_eager":
             compile_op_by_op(gm, examples, partition, keep)

@@ -18,7 +18,6 @@ from compile_fsdp.passes.report import Kept
 from compile_fsdp.passes.text import list_names
 from compile_fsdp.reports import GraphReport
 from compile_fsdp.torch_compat.device_graphs import has_device_graphs
-from compile_fsdp.torch_compat.dispatch import OpOverload
 from compile_fsdp.torch_compat.inductor import is_unsafe_in_graphs
 
 # Why a parameter is unsharded when a graph starts or returns. It can stay allocated.
@@ -47,19 +46,19 @@ def check_capturable(graph: fx.Graph, what: str) -> None:
 _HOST_OPS = {
     torch.ops.compile_fsdp.hand_over.default: "hooks on sharded parameters, such as an optimizer in the backward",
     offload: "activations that a memory_budget offloads",
+    torch.ops.higher_order.run_and_save_rng_state: "dropout in a checkpoint",
+    torch.ops.higher_order.run_with_rng_state: "dropout in a checkpoint",
 }
 
 
 def _find_fault(node: fx.Node) -> str | None:
-    # A functionalized op is the first argument of its node.
-    called = next((each for each in node.args[:1] if isinstance(each, OpOverload)), node.target)
-    if called in _HOST_OPS:
-        return _HOST_OPS[called]
+    called = node.target, *node.args[:1]  # a functionalized op is the first argument of its node
+    if (cause := next((cause for op, cause in _HOST_OPS.items() if op in called), None)) is not None:
+        return cause
     if node.op == "placeholder":
         if node.users and _is_on_host(node, least_dims=0):
             return "tensors on the CPU among its inputs, such as offloaded parameters"
-        is_generator = isinstance(node.meta.get("val"), torch.Generator)
-        return "attention with dropout in a checkpoint" if is_generator else None
+        return None
     if is_unsafe_in_graphs(node):
         return f"the op {node.target}"
     copies = node.op == "call_function" and not _is_on_host(node, least_dims=0)

@@ -27,6 +27,12 @@ from compile_fsdp.torch_compat.inductor import (
     min_cut_partition,
 )
 
+# Settings of AOTAutograd for a backward that compiled autograd takes over, or that a block calls. The backward computes
+# views of unsharded parameters again from the parameter, because a saved view would keep the storage alive, or read it
+# after it was freed. An op that a checkpoint runs again gets the state of the random numbers as a saved tensor. The
+# default for CUDA is a generator as an input, which only AOTAutograd's own backward passes on.
+DERIVED_BACKWARD = {"recompute_views": True, "graphsafe_rng_functionalization": False}
+
 
 class GraphTracer(fx.Tracer):
     """Rebuilds a graph from its code, with one node for each op."""

@@ -13,7 +13,7 @@ from torch import fx
 from compile_fsdp.advice import GroupFigures
 from compile_fsdp.backend.agreement import agree
 from compile_fsdp.backend.capturable import allocate_kept
-from compile_fsdp.backend.derived_backward import ForwardCompiler
+from compile_fsdp.backend.derived_backward import DERIVED_BACKWARD, ForwardCompiler
 from compile_fsdp.backend.device_graphs import GraphCapturer
 from compile_fsdp.backend.graph_inputs import GraphInputs
 from compile_fsdp.backend.graph_order import follow
@@ -112,9 +112,7 @@ def _call_inner_backend(graph: TracedGraph, recorder: Recorder) -> tuple[Callabl
     observer = None
     if (watching := present_observer()) is not None:
         observer = watching.begin(graph.direction, gm, graph.inputs.groups, options.costs)
-    # The backward computes views of unsharded parameters again from the parameter, because a saved view would keep the
-    # storage alive, or read it after it was freed.
-    settings: dict[str, Any] = {"recompute_views": True}
+    settings: dict[str, Any] = dict(DERIVED_BACKWARD)
     # Hooks that stay in the graph keep it out of the caches, and become inputs of the backward that Inductor cannot
     # take.
     is_captured = graph.direction == "forward" and bool(graph.inputs.managed) and not has_hooks_input(gm)

@@ -51,16 +51,14 @@ def is_random(node: fx.Node) -> bool:
 
 
 _SAVES = "run_and_save_rng_state"
-_WRAPPERS = (_SAVES, "run_with_rng_state", "graphsafe_run_with_rng_state")
+_WRAPPERS = (_SAVES, "run_with_rng_state")
 
 
 def _call_directly(node: fx.Node, *, saves_state: bool) -> bool:
     """Replace a wrapped op, unless it is random."""
-    graph, place = node.graph, next(i for i, each in enumerate(node.args) if isinstance(each, OpOverload))
-    state = node.kwargs.get("rng_state", node.args[0])
-    kwargs = {name: value for name, value in node.kwargs.items() if name != "rng_state"}
+    graph, (state, *call) = node.graph, (None, *node.args) if saves_state else node.args
     with graph.inserting_before(node):
-        plain = graph.call_function(node.args[place], node.args[place + 1 :], kwargs)  # type: ignore[arg-type]
+        plain = graph.call_function(call[0], tuple(call[1:]), node.kwargs)  # type: ignore[arg-type]
     if is_random(plain):
         graph.erase_node(plain)
         return False

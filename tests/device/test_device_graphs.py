@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import compile_fsdp
 from compile_fsdp.backend import device_graphs
-from compile_fsdp.backend.capturable import allocate_kept
+from compile_fsdp.backend.capturable import allocate_kept, check_capturable
 from compile_fsdp.backend.device_graphs import ReplayedCode
 from compile_fsdp.errors import UnknownOptionError, UnsupportedFeatureError
 from compile_fsdp.passes import Kept
@@ -336,6 +336,14 @@ def test_gathers_of_an_unused_module_are_awaited_and_returned_views_are_kept(ret
 def test_work_of_the_host_is_refused_by_its_cause(row: str, cause: str) -> None:
     with pytest.raises(RankError, match=f"UnsupportedFeatureError: expected {cause}"):
         run_ranks(2, _train, row, device=DEVICE)
+
+
+def test_dropout_in_a_checkpoint_is_refused() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.call_function(torch.ops.higher_order.run_and_save_rng_state, (torch.ops.aten.bernoulli.p, x, 0.5))
+    with pytest.raises(UnsupportedFeatureError, match=r"expected a block .*, got one with dropout in a checkpoint"):
+        check_capturable(graph, "block")
 
 
 def test_a_cpu_model_is_refused_with_an_alternative() -> None:

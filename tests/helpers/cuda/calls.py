@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import torch
 from torch._inductor.output_code import CompiledFxGraph
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from compile_fsdp.torch_compat.dispatch import storage_key
+from compile_fsdp.torch_compat.dispatch import HigherOrderOperator, OpOverload, storage_key
 
 # Ops without a kernel.
 _VIEWS = {"alias", "as_strided", "detach", "empty_strided", "view"}
@@ -71,6 +72,8 @@ def events(calls: Sequence[Call], by_number: bool = False) -> list[str]:
 
 
 class _Recorder(TorchDispatchMode):
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Call] = []
@@ -78,6 +81,11 @@ class _Recorder(TorchDispatchMode):
         self.is_inside = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, HigherOrderOperator):  # reads or sets the state of the random numbers around an op
+            place = next(i for i, each in enumerate(args) if isinstance(each, OpOverload))
+            with self:
+                result = args[place](*args[place + 1 :], **(kwargs or {}))
+            return result if place else (torch.cuda.get_rng_state(), result)
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if func.namespace != "prim" and name not in _VIEWS:

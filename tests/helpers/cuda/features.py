@@ -103,9 +103,8 @@ def run_steps(feature: Feature, count: int = 1) -> Any:
     return model
 
 
-# First torch release that compiles the feature here. 2.11 takes recomputed attention without dropout for random, and
-# asks the driver for a generator.
-SINCE = {"checkpoint": "2.12", "meshes by parameter": "2.12"}
+# First torch release that has the feature.
+SINCE = {"meshes by parameter": "2.12"}
 
 FEATURES = {
     "mixed precision": Feature(),
@@ -122,8 +121,12 @@ FEATURES = {
     "small groups": Feature(options={"costs": None}),
     "uneven": Feature(config=ModelConfig(dim=252, layers=3, heads=3, hidden=509)),
     "dropout": Feature(config=replace(_CONFIG, dropout=0.1)),
+    "dropout in checkpoints": Feature(
+        config=replace(_CONFIG, dropout=0.1), prepare=lambda model, _: checkpoint_layers(model, Checkpoint.FULL)
+    ),
     "frozen layers": Feature(prepare=_freeze),
     "meshes by parameter": Feature(prepare=_use_experts, arguments=PARITY["meshes by parameter"].arguments),
+    "reshard to 2": Feature(arguments=lambda mesh: {"reshard_after_forward": 2}),
     "kept": Feature(arguments=lambda mesh: {"reshard_after_forward": False}),
     "cpu offload": Feature(arguments=lambda mesh: {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, device="cpu"),
     "cuda graphs": Feature(options={"triton.cudagraphs": True}),

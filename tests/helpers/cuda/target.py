@@ -15,7 +15,7 @@ import itertools
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +28,7 @@ from torch._inductor.runtime import triton_helpers
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._subclasses import fake_tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fully_shard as fsdp_module
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -81,6 +82,20 @@ class _Driver:
         return torch.cuda
 
 
+# Functions that read tensors of rank numbers.
+_READS_RANKS = ((DeviceMesh, "__init__"), (fsdp_module, "_get_post_forward_mesh_info"))
+
+
+def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs without the mode that makes tensors fake."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return run
+
+
 @functools.cache
 def load_gpu() -> ctypes.CDLL:
     """Replace CUDA's device guard and hooks in this process, for good. Needs g++."""
@@ -127,13 +142,6 @@ def h100(attention: SDPBackend = SDPBackend.FLASH_ATTENTION) -> Iterator[None]:
             base, size, stride, base.storage_offset() + offset
         ),
     }
-    init_mesh = DeviceMesh.__init__
-
-    def init_with_ranks(*args: Any, **kwargs: Any) -> None:
-        """Run `DeviceMesh.__init__`, which reads tensors of rank numbers, without the mode that makes tensors fake."""
-        with _disable_current_modes():
-            init_mesh(*args, **kwargs)
-
     always = property(lambda self: True, lambda self, value: None)
     with ExitStack() as stack:
         for owner, name, value in (
@@ -143,7 +151,7 @@ def h100(attention: SDPBackend = SDPBackend.FLASH_ATTENTION) -> Iterator[None]:
             (torch._C, "_cuda_setDevice", lambda _: None),
             (fake_tensor, "init_gpu_context", lambda _: None),
             (fake_tensor.FakeTensorMode, "avoid_device_init", always),
-            (DeviceMesh, "__init__", init_with_ranks),
+            *((owner, name, _without_modes(getattr(owner, name))) for owner, name in _READS_RANKS),
             (triton.runtime.driver, "_active", _Driver()),
             (triton_helpers, "set_driver_to_gpu", lambda: None),
             (CachingAutotuner, "_make_launchers", lambda self: None),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -85,24 +84,6 @@ def test_random_op_keeps_its_state() -> None:
         wrapped = [node for node in graph.nodes if str(node.target) == name]
         assert [node.args[-4] for node in wrapped] == [torch.ops.aten.native_dropout.default]
         graph.lint()
-
-
-def test_generator_of_an_accelerator_is_no_input_any_more() -> None:
-    build = GraphBuilder()
-    x = build.input("x", (1, 1, 2, 8))
-    state = build.input("state", (1,))  # stands for a generator
-    run = torch.ops.higher_order.graphsafe_run_with_rng_state
-    direct = build.call(_attention, x, x, x, 0.0, True)
-    both = build.call_opaque(run, _attention, x, x, x, 0.0, True, rng_state=state, value=build.value(direct))
-    build.graph.erase_node(direct)
-    graph = build.output(build.call(operator.getitem, both, 0))
-    assert drop_random_states(graph) == 1
-    assert_expected_inline(_render(graph), """\
-x: f32[1, 1, 2, 8]
-%0 = attention(x, x, x, 0.0, True)
-%1: f32[1, 1, 2, 8] = getitem(%0, 0)
-return (%1,)
-""")
 
 
 def test_other_ops_that_run_a_graph_stay() -> None:
