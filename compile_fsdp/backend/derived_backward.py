@@ -27,11 +27,16 @@ from compile_fsdp.torch_compat.inductor import (
     min_cut_partition,
 )
 
-# Settings of AOTAutograd for a backward that compiled autograd takes over, or that a block calls. The backward computes
-# views of unsharded parameters again from the parameter, because a saved view would keep the storage alive, or read it
-# after it was freed. An op that a checkpoint runs again gets the state of the random numbers as a saved tensor. The
-# default for CUDA is a generator as an input, which only AOTAutograd's own backward passes on.
-DERIVED_BACKWARD = {"recompute_views": True, "graphsafe_rng_functionalization": False}
+# Settings of AOTAutograd for a backward that compiled autograd takes over, or that a block calls.
+DERIVED_BACKWARD: dict[str, Any] = {
+    # A saved view of an unsharded parameter would keep its storage alive, or read it after it was freed.
+    "recompute_views": True,
+    # An op that a checkpoint runs again gets the state of the random numbers as a saved tensor. On a GPU it would be a
+    # generator, which only AOTAutograd's own backward gets.
+    "graphsafe_rng_functionalization": False,
+    # As in eager FSDP2, autocast around the forward casts nothing in the backward.
+    "backward_pass_autocast": "off",
+}
 
 
 class GraphTracer(fx.Tracer):

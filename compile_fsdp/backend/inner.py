@@ -112,7 +112,7 @@ def _call_inner_backend(graph: TracedGraph, recorder: Recorder) -> tuple[Callabl
     observer = None
     if (watching := present_observer()) is not None:
         observer = watching.begin(graph.direction, gm, graph.inputs.groups, options.costs)
-    settings: dict[str, Any] = dict(DERIVED_BACKWARD)
+    settings = dict(DERIVED_BACKWARD)
     # Hooks that stay in the graph keep it out of the caches, and become inputs of the backward that Inductor cannot
     # take.
     is_captured = graph.direction == "forward" and bool(graph.inputs.managed) and not has_hooks_input(gm)
