@@ -28,7 +28,7 @@ from compile_fsdp.passes.partitioned.cut_backward import cut_backward
 from compile_fsdp.passes.partitioned.drop_random_states import drop_random_states, is_random
 from compile_fsdp.torch_compat.dispatch import OpOverload, forget_recomputation
 from compile_fsdp.torch_compat.dynamo import set_tracer
-from compile_fsdp.torch_compat.global_state import autocast_dtypes
+from compile_fsdp.torch_compat.global_state import autocast_dtypes, without_autocast, without_cast_cache
 from compile_fsdp.torch_compat.inductor import (
     CustomPartitionerFn,
     compile_op_by_op,
@@ -45,8 +45,7 @@ from compile_fsdp.torch_compat.inductor import (
 
 def compiles_blocks(options: Options) -> bool:
     """Return whether equal blocks may be compiled once: not if something decides about, or counts, the ops of each."""
-    is_known = options.inner_backend in ("inductor", "aot_eager") and generates_code()
-    return is_known and not autocast_dtypes()
+    return options.inner_backend in ("inductor", "aot_eager") and generates_code()
 
 
 class BlockCompiler:
@@ -66,7 +65,8 @@ class BlockCompiler:
         options = self.options
         given = options.inner_backend, options.inductor, self.has_backward, settings_hash()
         matmul = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
-        name = cache_key(call.text, *given, *matmul, torch.get_num_threads(), torch.get_default_dtype())[:32]
+        dtypes = torch.get_default_dtype(), autocast_dtypes()
+        name = cache_key(call.text, *given, *matmul, torch.get_num_threads(), *dtypes)[:32]
         if (block := find_block(name)) is None:
             shared = f"that {count} modules share," if count > 1 else "of one module,"
             with Phase(f"compiling {call.op_count} ops {shared}", options.progress):
@@ -115,7 +115,8 @@ class BlockCompiler:
             compile_fx, _ = inductor_compilers()
             # A later graph that calls the block may be stored.
             storable = functorch_config.patch({"bundled_autograd_cache": True})
-            with torch.no_grad(), storable, separate_trace(examples):
+            # The ops have been cast.
+            with torch.no_grad(), without_autocast(), storable, separate_trace(examples):
                 gm = fx.GraphModule({}, graph)
                 compiled = compile_fx(gm, examples, config_patches=dict(self.options.inductor))
             run, stored = innermost(compiled), stored_graph(compiled)
@@ -183,7 +184,8 @@ def _trace(call: BlockCall, options: Options, has_backward: bool) -> list[fx.Gra
         return halves
 
     settings = {**DERIVED_BACKWARD, "enable_autograd_cache": False}
-    with functorch_config.patch(settings), separate_trace(examples), torch.set_grad_enabled(has_backward):
+    patched = functorch_config.patch(settings)
+    with patched, separate_trace(examples), torch.set_grad_enabled(has_backward), without_cast_cache():
         if options.inner_backend == "aot_eager":
             compile_op_by_op(gm, examples, partition, keep)
         else:
@@ -219,8 +221,12 @@ def _copy(call: BlockCall) -> fx.Graph:
     for i, node in enumerate((*call.sizes, *call.tensors)):
         copies[node] = graph.placeholder(f"input_{i}")
         copies[node].meta["example_value"] = fake_value(node)
+    opened = [graph.call_function(each.target, (*each.args[:3], False)) for each in call.regions]  # without a cache
     for node in call.ops:
         copies[node] = graph.node_copy(node, copies.__getitem__)
+    for each, copy in zip(reversed(call.regions), reversed(opened), strict=True):
+        (close,) = each.users
+        graph.call_function(close.target, (copy,))
     graph.output(tuple(copies[node] for node in call.outputs))
     return graph
 

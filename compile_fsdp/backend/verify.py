@@ -182,7 +182,7 @@ class VerifiedStep:
         self._buffers = _copy_buffers(call.module)
         self._grads = {name: _copy(parameter.grad) for name, parameter in call.module.named_parameters()}
         self._random = _Random(call.module.parameters())
-        self._dtypes = autocast_dtypes()
+        self._dtypes = autocast_dtypes().values()
         self._output_grads: dict[int, torch.Tensor] = {}
         call.on_output = self._watch
 

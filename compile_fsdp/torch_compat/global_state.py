@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
 import torch
 from torch._C._dynamo.guards import GlobalStateGuard
 from torch._dynamo import eval_frame
@@ -31,10 +34,28 @@ def is_forced_eager() -> bool:
     return eval_frame._stance.stance == "force_eager"
 
 
-def autocast_dtypes() -> list[torch.dtype]:
-    """The autocast dtypes of all devices for which autocast is enabled. (2.13.0)"""
-    devices = {"cpu", accelerator.type} if (accelerator := torch.accelerator.current_accelerator()) else {"cpu"}
-    return [torch.get_autocast_dtype(device) for device in devices if torch.is_autocast_enabled(device)]
+def autocast_dtypes() -> dict[str, torch.dtype]:
+    """The autocast dtype of each type of device for which autocast is enabled. (2.13.0)"""
+    accelerator = torch.accelerator.current_accelerator()
+    devices = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+    return {device: torch.get_autocast_dtype(device) for device in devices if torch.is_autocast_enabled(device)}
+
+
+@needs("torch._C._DisableAutocast")
+def without_autocast() -> AbstractContextManager[None]:
+    """Ignore autocast inside the block, as AOTAutograd does while a compiled graph runs. (2.13.0)"""
+    return torch._C._DisableAutocast()
+
+
+@contextmanager
+def without_cast_cache() -> Iterator[None]:
+    """Let autocast cast a parameter for each op that reads it inside the block. (2.13.0)"""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 class GlobalState:

@@ -3,8 +3,9 @@
 [Note: What makes blocks equal]
 A block is a run of neighbouring ops without a side effect; it ends where the graph fills or frees a parameter, calls a
 hook, switches autograd, or does anything else. Two blocks are equal if their ops are, with their constants and wiring,
-and if their inputs have equal types, shapes, strides, dtypes, devices and needs of a gradient. Nothing else decides, so
-two layers of one class may differ, and two of different classes may be equal. Equal blocks whose ops a memory budget
+if the same regions of autocast contain them, and if their inputs have equal types, shapes, strides, dtypes, devices and
+needs of a gradient. Nothing else decides, so two layers of one class may differ, and two of different classes may be
+equal. Equal blocks whose ops a memory budget
 marks differently are variants of one another, and each variant is compiled, even for one call.
 
 [Note: Checkpoints in blocks]
@@ -17,6 +18,10 @@ Autograd adds the gradients of a tensor with several readers one by one. A block
 If the input has other readers too, this must be the gradient of one op, or the sum would be rounded differently. And a
 block has only one output with a gradient, because an output that the loss does not use would get zeros in place of no
 gradient.
+
+[Note: Casts of parameters]
+Autocast casts a parameter once for all ops of a region that read it, and adds their gradients before the cast. A block
+is traced without this, so each of its parameters may have one reader only. Other tensors are cast for each reader.
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ from compile_fsdp.ops import watch
 from compile_fsdp.passes.analysis.aliases import fake_value, storage_keys
 from compile_fsdp.passes.analysis.eager_effects import (
     EagerEffects,
+    is_autocast_switch,
     is_grad_switch,
     is_mode_switch,
     is_torch_function,
@@ -49,6 +55,7 @@ from compile_fsdp.torch_compat.dispatch import (
     tree_leaves,
 )
 from compile_fsdp.torch_compat.dynamo import recomputation
+from compile_fsdp.torch_compat.global_state import autocast_dtypes
 
 _FEWEST = 5  # fewest ops that are worth a call
 
@@ -63,6 +70,7 @@ class BlockCall:
         sizes: Inputs that are symbolic sizes.
         tensors: Inputs that are tensors.
         outputs: Ops whose results are read outside of the block.
+        regions: Ops that open the graph's regions of autocast around the block, the outermost first.
         text: Equal for equal blocks with equal marks.
     """
 
@@ -71,18 +79,19 @@ class BlockCall:
     sizes: list[fx.Node]
     tensors: list[fx.Node]
     outputs: list[fx.Node]
+    regions: tuple[fx.Node, ...]
     text: str
 
 
 def find_equal_blocks(graph: fx.Graph) -> list[list[BlockCall]]:
     """Return the blocks of a graph that have equals, in lists of equals with equal marks."""
     found: dict[object, dict[str, list[BlockCall]]] = {}
-    if any(map(is_mode_switch, graph.nodes)):
+    if any(is_mode_switch(node) and not is_autocast_switch(node) for node in graph.nodes):
         return []  # ops in different modes differ, although they look equal
     effects = EagerEffects(graph.owning_module)
-    for ops in _runs(graph, effects):
+    for ops, regions in _runs(graph, effects):
         targets = [*_targets(ops, effects)]
-        if len(targets) >= _FEWEST and (call := _describe(ops, len(targets), effects)) is not None:
+        if len(targets) >= _FEWEST and (call := _describe(ops, len(targets), effects, regions)) is not None:
             marks = " ".join(str(recomputation(node)) for node in ops)
             variants = found.setdefault((call.text, *targets), {})
             variants.setdefault(marks, []).append(replace(call, text=f"{call.text}\n{marks}"))
@@ -90,9 +99,13 @@ def find_equal_blocks(graph: fx.Graph) -> list[list[BlockCall]]:
     return [equals for variants in several for equals in variants.values()]
 
 
-def _runs(graph: fx.Graph, effects: EagerEffects) -> Iterator[list[fx.Node]]:
-    """Yield the runs of ops that only compute while autograd records them, or in a graph without a backward."""
+def _runs(graph: fx.Graph, effects: EagerEffects) -> Iterator[tuple[list[fx.Node], tuple[fx.Node, ...]]]:
+    """Yield the runs of ops that only compute while autograd records them, or in a graph without a backward.
+
+    The second item are the ops that open the regions of autocast around the run.
+    """
     run: list[fx.Node] = []
+    regions: tuple[fx.Node, ...] = ()
     records = True
     for node in graph.nodes:
         if _is_given(node, run):
@@ -101,10 +114,12 @@ def _runs(graph: fx.Graph, effects: EagerEffects) -> Iterator[list[fx.Node]]:
             run += [*_bodies(node, effects), node]
             continue
         if run:
-            yield run
+            yield run, regions
         run = []
         if is_grad_switch(node):
             records = bool(node.args[0])
+        elif is_autocast_switch(node):
+            regions = regions[:-1] if node.args[0] in regions else (*regions, node)
 
 
 def _is_given(node: fx.Node, run: Sequence[fx.Node]) -> bool:
@@ -117,7 +132,9 @@ def _is_given(node: fx.Node, run: Sequence[fx.Node]) -> bool:
 def _only_computes(node: fx.Node, effects: EagerEffects) -> bool:
     if is_checkpoint(node):
         return all(map(_body_only_computes, _bodies(node, effects).values()))
-    if not is_torch_function(node) or effects.written_inputs(node) or not _has_name(node.target):
+    if is_mode_switch(node) or not is_torch_function(node):
+        return False
+    if effects.written_inputs(node) or not _has_name(node.target):
         return False
     return all(map(is_plain_fake, tree_leaves(fake_value(node))))
 
@@ -143,7 +160,9 @@ def _targets(nodes: Iterable[fx.Node], effects: EagerEffects) -> Iterator[Any]:
             yield node.target
 
 
-def _describe(ops: list[fx.Node], op_count: int, effects: EagerEffects) -> BlockCall | None:
+def _describe(
+    ops: list[fx.Node], op_count: int, effects: EagerEffects, regions: tuple[fx.Node, ...]
+) -> BlockCall | None:
     """Describe a run of ops; None if it cannot become a call."""
     numbers = {node: f"op {i}" for i, node in enumerate(ops)}
     inputs: dict[fx.Node, str] = {}
@@ -151,9 +170,10 @@ def _describe(ops: list[fx.Node], op_count: int, effects: EagerEffects) -> Block
     def name(node: fx.Node) -> _Word:
         return _Word(numbers.get(node) or inputs.setdefault(node, f"input {len(inputs)}"))
 
-    lines = [_describe_op(node, name, effects) for node in ops]
+    lines = [*(f"autocast {each.args}" for each in regions), *(_describe_op(node, name, effects) for node in ops)]
     outputs = [node for node in ops if any(user not in numbers for user in node.users)]
-    if not all(_adds_as_before(node, numbers) for node in inputs):
+    casts = bool(regions or autocast_dtypes())
+    if not all(_adds_as_before(node, numbers, casts) for node in inputs):
         return None
     results: list[Any] = [fake_value(node) for node in outputs]
     values = [fake_value(node) for node in inputs]
@@ -170,7 +190,7 @@ def _describe(ops: list[fx.Node], op_count: int, effects: EagerEffects) -> Block
     lines.append(repr([(numbers[node], result.requires_grad) for node, result in zip(outputs, results, strict=True)]))
     sizes = [node for node, value in zip(inputs, values, strict=True) if isinstance(value, torch.SymInt)]
     tensors = [node for node in inputs if node not in sizes]
-    return BlockCall(ops, op_count, sizes, tensors, outputs, "\n".join(lines))
+    return BlockCall(ops, op_count, sizes, tensors, outputs, regions, "\n".join(lines))
 
 
 def _describe_op(node: fx.Node, name: Callable[[fx.Node], _Word], effects: EagerEffects) -> str:
@@ -183,16 +203,20 @@ def _describe_op(node: fx.Node, name: Callable[[fx.Node], _Word], effects: Eager
     return f"{node.op} {target} {args!r} {kwargs!r}"
 
 
-def _adds_as_before(node: fx.Node, ops: Container[fx.Node]) -> bool:
-    """Return whether an input's gradient is added up as without the block; see [Note: Sums of gradients]."""
+def _adds_as_before(node: fx.Node, ops: Container[fx.Node], casts: bool) -> bool:
+    """Return whether an input's gradient is added up as without the block; see [Note: Sums of gradients].
+
+    `casts`: whether the block is under autocast; see [Note: Casts of parameters].
+    """
     value = fake_value(node)
     if not (isinstance(value, torch.Tensor) and value.requires_grad):
         return True
-    if all(user in ops or is_upkeep(user) or user.target is watch for user in node.users):
-        return True
     readers = [user for user in node.users if user in ops]
     reads = [each for user in readers for each in nodes_in((user.args, user.kwargs)) if each is node]
-    return len(reads) == 1 and target_name(readers[0]) in _DIFFERENTIATED_AT_ONCE
+    is_read_here = all(user in ops or is_upkeep(user) or user.target is watch for user in node.users)
+    if casts and value.is_leaf:
+        return is_read_here and len(reads) == 1
+    return is_read_here or (len(reads) == 1 and target_name(readers[0]) in _DIFFERENTIATED_AT_ONCE)
 
 
 # Names of functions whose gradient autograd adds once to that of an input, not once for each op that they consist of.

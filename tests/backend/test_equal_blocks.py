@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -90,6 +91,31 @@ class _Conditioned(Stack):
         return self.out(x).square().mean()
 
 
+class _Projected(nn.Module):
+    """Reads its input three times, which autocast casts three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.q(x) * self.k(x)).sin() * self.v(x)
+
+
+class _Cast(Stack):
+    """Runs its blocks under autocast, and the last of them in float32."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.inp(x)
+            for layer in self.layers[:-2]:
+                x = layer(x)
+            with torch.autocast("cpu", enabled=False):
+                for layer in self.layers[-2:]:
+                    x = layer(x.float())
+            return self.out(x).float().square().mean()
+
+
 class _Scaled(nn.Module):
     """Equal to no block of another test, whose model may still be alive."""
 
@@ -160,13 +186,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "frozen, called in a checkpoint": {"block": _Called, "frozen": 2, "layers": 4},
     "cast, called in a checkpoint": {"block": _Called, "param_dtype": torch.bfloat16},
     "one condition": {"kind": _Conditioned},
+    "autocast": {"kind": _Cast, "block": _Projected, "layers": 4},
+    "autocast, in checkpoints": {"kind": _Cast, "block": _Checkpointed, "layers": 4},
+    "autocast around the model": {"kind": _Cast, "block": _Projected, "layers": 4},
     "mixed precision": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
 }
 
 
-def _run(model: nn.Module, x: torch.Tensor) -> Any:
+def _run(model: nn.Module, x: torch.Tensor, name: str) -> Any:
     torch.manual_seed(0)
-    return model(x)
+    with torch.autocast("cpu", torch.bfloat16) if "around the model" in name else nullcontext():
+        return model(x)
 
 
 def _train(rank: int, lengths: list[list[int]], name: str, options: dict[str, Any]) -> Parity:
@@ -176,13 +206,13 @@ def _train(rank: int, lengths: list[list[int]], name: str, options: dict[str, An
     for step, by_rank in enumerate(lengths):
         torch.manual_seed(10 * step + rank)
         for micro, x in enumerate(torch.randn(2, by_rank[rank], 8)):
-            losses = [_run(model, x) for model in (ours, eager)]
+            losses = [_run(model, x, name) for model in (ours, eager)]
             for loss in losses:
                 loss.backward()
             compare(result, f"step {step}.{micro}: loss", *losses)
         compare_grads(result, f"step {step}", ours, eager)
         with torch.no_grad():
-            compare(result, f"step {step}: evaluation", _run(ours, x), _run(eager, x))
+            compare(result, f"step {step}: evaluation", _run(ours, x, name), _run(eager, x, name))
             for model in (ours, eager):
                 model.reshard()  # else the next step compiles again
                 for parameter in model.parameters():
@@ -210,13 +240,15 @@ def test_inductor_draws_the_numbers_of_eager_fsdp2_on_cpus(options: dict[str, An
         assert result.worst < 1e-5
 
 
-@pytest.mark.parametrize("block", [None, _Called], ids=["", "called in a checkpoint"])
-def test_further_equal_blocks_need_no_further_kernels(block: Any) -> None:
+@pytest.mark.parametrize(
+    "arguments", [{}, {"block": _Called}, {"kind": _Cast}], ids=["", "called in a checkpoint", "autocast"]
+)
+def test_further_equal_blocks_need_no_further_kernels(arguments: dict[str, Any]) -> None:
     kernels = []
-    for layers in (2, 4):
+    for layers in (4, 6):
         with fake_world(2), without_graph_caches():
             torch._inductor.metrics.reset()
-            model = _shard(compile_fsdp.fully_shard, layers, block=block)
+            model = _shard(compile_fsdp.fully_shard, layers, **arguments)
             model.compile(backend="compile_fsdp", fullgraph=True, options={"bundle": False})
             model(torch.randn(4, 8)).backward()
             kernels.append(torch._inductor.metrics.generated_kernel_count)
@@ -233,6 +265,19 @@ def test_next_gather_starts_between_the_parts_of_a_backward() -> None:
     first = kinds.index("call_block")
     block = ["call_block", "all_gather_into_tensor", "call_block", "reduce_scatter_tensor"]
     assert kinds[first : first + len(block)] == block
+
+
+def test_model_without_autocast_does_not_call_the_blocks_under_autocast() -> None:
+    x, before = torch.randn(4, 8), {*_parts}
+    with fake_world(2), torch.no_grad():
+        model = _shard(compile_fsdp.fully_shard)
+        model.compile(backend="compile_fsdp", fullgraph=True, options=AOT_EAGER)
+        with torch.autocast("cpu", torch.bfloat16):
+            model(x)
+        under_autocast = {*_parts} - before
+        assert len(under_autocast) == 1
+        model(x)
+    assert len({*_parts} - before - under_autocast) == 1
 
 
 def test_equal_calls_of_random_blocks_draw_different_numbers() -> None:

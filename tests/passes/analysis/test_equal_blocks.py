@@ -325,14 +325,53 @@ def test_size_of_a_result_ends_a_block() -> None:
 @pytest.mark.parametrize(
     "switched",
     [
-        partial(_in_mode, lambda: torch.autocast("cpu", torch.bfloat16)),
         partial(_in_mode, torch.inference_mode),
         lambda x, weight: block(torch.vmap(torch.sin)(x), weight),
     ],
-    ids=["autocast", "inference mode", "vmap"],
+    ids=["inference mode", "vmap"],
 )
 def test_graph_that_switches_modes_has_no_equal_blocks(switched: Block) -> None:
     assert find(switched, switched) == []
+
+
+def _cast(*regions: tuple[torch.dtype, bool], read_twice: bool = False) -> Block:
+    """Return a block in regions of autocast, the outermost first; `read_twice`: whether two ops read its weight."""
+
+    def run(x: Tensor, weight: Tensor) -> Any:
+        result = torch.relu((x @ weight).sin().cos().tanh().sigmoid())
+        return result @ weight if read_twice else result
+
+    for dtype, enabled in reversed(regions):
+        run = partial(_in_region, run, torch.autocast("cpu", dtype, enabled=enabled))
+    return run
+
+
+def _in_region(run: Block, region: Any, x: Tensor, weight: Tensor) -> Any:
+    with region:
+        return run(x, weight)
+
+
+_BFLOAT16, _OFF = (torch.bfloat16, True), (torch.bfloat16, False)
+
+
+@pytest.mark.parametrize("regions", [[_BFLOAT16], [_OFF], [_BFLOAT16, _OFF], [_BFLOAT16, _OFF, _BFLOAT16]])
+def test_blocks_in_equal_regions_of_autocast_are_equal(regions: list[Any]) -> None:
+    ((one, other),) = find(_cast(*regions), _cast(*regions))
+    assert one.text == other.text
+    assert [node.args[1:3] for node in one.regions] == regions
+
+
+@pytest.mark.parametrize("regions", [[], [_OFF], [(torch.float16, True)], [_BFLOAT16, _OFF], [_BFLOAT16, _BFLOAT16]])
+def test_blocks_in_different_regions_of_autocast_are_not_equal(regions: list[Any]) -> None:
+    assert find(_cast(_BFLOAT16), _cast(*regions)) == []
+
+
+def test_block_whose_parameter_autocast_casts_for_several_ops_stays() -> None:
+    same = partial(_cast, read_twice=True)
+    assert len(find(same(), same())) == 1
+    assert find(same(_BFLOAT16), same(_BFLOAT16)) == []
+    with torch.autocast("cpu", torch.bfloat16):
+        assert find(same(), same()) == []
 
 
 def test_ops_without_autograd_belong_to_no_block() -> None:
