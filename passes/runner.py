@@ -89,6 +89,7 @@ class Pipeline(CustomGraphPass):
         disabled: Names of passes to leave out.
         observer: Sees each graph that the passes run on, so no graph from Inductor's cache.
         check: Whether to look for faults after every pass; see `analysis/check.py`.
+        applies: Whether the passes run on a graph.
     Raises:
         ValueError: `disabled` names a pass that is not in the list.
         VerificationError: A pass has made a fault. Calling the pipeline raises it.
@@ -102,6 +103,7 @@ class Pipeline(CustomGraphPass):
         *,
         observer: GraphObserver | None = None,
         check: bool = False,
+        applies: Callable[[fx.Graph], bool] = lambda graph: True,
     ) -> None:
         known = list(map(_name, passes))
         if unknown := sorted(disabled.difference(known)):
@@ -110,8 +112,11 @@ class Pipeline(CustomGraphPass):
         self._on_report = on_report
         self._observer = observer
         self._check = check
+        self._applies = applies
 
     def __call__(self, graph: fx.Graph) -> None:
+        if not self._applies(graph):
+            return
         if self._observer is not None:
             self._observer.start(graph)
         reports = tuple(self._run(each, graph) for each in self._passes)

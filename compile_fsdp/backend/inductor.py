@@ -13,7 +13,7 @@ from compile_fsdp.passes import GraphObserver, Pipeline, pipelines
 from compile_fsdp.passes.cache_key import cache_key
 from compile_fsdp.passes.post_grad.packing import Merge
 from compile_fsdp.reports import Direction
-from compile_fsdp.torch_compat.inductor import CACHEABLE_FUNCTIONS
+from compile_fsdp.torch_compat.inductor import CACHEABLE_FUNCTIONS, is_whole
 
 
 def inductor_config(
@@ -43,7 +43,7 @@ def inductor_config(
     costs, replayed = options.costs, options.cuda_graphs
     passes = pipelines.post_grad(inputs.name, hoist=direction == "forward", merge=merge, costs=costs, replayed=replayed)
     config["post_grad_custom_pre_pass"] = Pipeline(
-        passes, recorder, options.disabled_passes, observer=observer, check=options.verify
+        passes, recorder, options.disabled_passes, observer=observer, check=options.verify, applies=is_whole
     )
     ours = {f"{each.__module__}.{each.__name__}": cache_key() for each in (watch, accumulate_gradient, run_block)}
     config[CACHEABLE_FUNCTIONS] = {**config.get(CACHEABLE_FUNCTIONS, {}), **ours}

@@ -164,6 +164,11 @@ def graph_saved_outputs(output: torch.fx.Node) -> frozenset[int]:
     return frozenset(i for i, each in enumerate(output.meta.get("desc") or ()) if isinstance(each, saved))
 
 
+def is_whole(graph: torch.fx.Graph) -> bool:
+    """Whether AOTAutograd made the graph; else it is the body of an op, such as a condition, in a graph. (2.13.0)"""
+    return "desc" in graph.output_node().meta
+
+
 def is_unsafe_in_graphs(node: torch.fx.Node) -> bool:
     """Whether Inductor would capture no graph with this node. (2.13.0)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
+
 import compile_fsdp
 from helpers.graphs.capture import without_graph_caches
 from helpers.logs import logged
@@ -40,6 +42,18 @@ def test_windows_are_removed_for_blocks_and_kept_for_the_root() -> None:
         assert {why for _, why in report.kept} == {reason}
         assert report.seconds > 0
     assert sum("14 windows removed" in line for line in lines) == 2, lines
+
+
+def test_body_of_an_op_is_no_graph_of_its_own() -> None:
+    compile_fsdp.reset_reports()
+
+    @torch.compile(backend="compile_fsdp", fullgraph=True)
+    def run(x: torch.Tensor) -> Any:
+        return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+
+    with without_graph_caches():
+        run(torch.ones(3))
+    assert [report.direction for report in compile_fsdp.reports()] == ["forward"]
 
 
 def test_disabled_pass_does_not_run() -> None:
