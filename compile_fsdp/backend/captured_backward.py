@@ -128,6 +128,10 @@ class CapturedBackward:
         passes = pipelines.captured_backward(has_gradient=self._compiler.has_gradient, inputs=inputs, hooks=hooks)
         done = Run(captured.graph, passes)
         self._op_runs = done.result(join_op_runs)
+        for name, body in captured.named_children():  # of conditions and loops
+            if isinstance(body, fx.GraphModule):
+                # A plain module, because Dynamo does not trace modules that compile their code on the first call.
+                setattr(captured, name, fx.GraphModule(body, body.graph))
         captured.recompile()
         # Compile the function instead of the module, because Dynamo would also compile the module's exception handler,
         # which then fails with a different exception. Compile a copy, because the data that Dynamo keeps with code and

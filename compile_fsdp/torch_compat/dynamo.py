@@ -44,6 +44,10 @@ TorchDynamoException = exc.TorchDynamoException
 TorchRuntimeError = exc.TorchRuntimeError
 OptimizedModule = torch._dynamo.OptimizedModule
 
+# Whether Dynamo forgets an attribute that is set before an op with a body, such as torch.cond, and again behind it.
+# (wrong in 2.13.0 and 2.14.1, right in 2.11.0, 2.12.1 and 2.15.0)
+LOSES_STATE_BEHIND_BODIES = "2.13" <= torch.__version__ < "2.15"
+
 # Whether Dynamo's guards and bytecode have the form that `compile_fsdp.replay` reads. (2.13.0, 2.15.0)
 CAN_REPLAY = torch.__version__ >= "2.13"
 
