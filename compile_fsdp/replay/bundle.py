@@ -34,7 +34,7 @@ from compile_fsdp.torch_compat.inductor import cache_folder, settings_hash
 _MAGIC = b"compile_fsdp bundle 1\n"
 
 # Bounds of the folder of bundles that no option names.
-_MOST_FILES = 32
+_MOST_FILES = 256  # a model has one for each GPU of the machine
 _MOST_BYTES = 4 * 2**30
 
 # Inside `kept_in`: the folder of all bundles, None for no bundles, and their outcomes by path.
@@ -90,13 +90,14 @@ def note(path: Path, outcome: str) -> None:
         _kept[1][path] = outcome
 
 
-def make_facts(model: nn.Module, options: Options) -> dict[str, str]:
-    """Return facts that a step depends on beside its conditions, by name."""
+def make_facts(model: nn.Module, options: Options, device: torch.device) -> dict[str, str]:
+    """Return facts that a step depends on beside its conditions, by name; `device` is that of the computation."""
     return {
         "torch": torch.__version__,
         "python": f"{sys.implementation.cache_tag} {platform.machine()}",
         "code of compile_fsdp": hash_package(),
         "processor": _processor(),
+        "device": str(device),  # compiled code names its GPU
         "options": repr(replace(options, bundle=None, progress=True, agreement_timeout_s=0.0)),
         "settings of Inductor": settings_hash(),
         "parameters": _hash([_describe_parameter(*named) for named in model.named_parameters()]),

@@ -10,6 +10,11 @@ The next process reads the conditions from this file, finds that they hold, and 
 A rank that traces meets its peers to compare collectives, see `backend/agreement.py`; a rank that replays meets nobody.
 So the ranks decide together on a bundle in their first call: all ranks use it if it has the same collectives on all,
 and if the same of its steps, or none, fits on all. The file may differ from machine to machine.
+
+[Note: Bundles of one rank]
+On CPUs one bundle serves all ranks of a machine, and on GPUs all ranks with the same number of the device. A step that
+may depend on its rank, because its code reads it or because parameters are DTensors while they are unsharded, is in a
+bundle of its rank.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import CellType
 from typing import Any
@@ -72,7 +78,9 @@ class ModelReplay:
         self._is_read = not has_bundle
         self._records = True  # until a step cannot be recorded
         self._path: Path | None = None  # of the bundle; None if it is not written
-        self._facts: Mapping[str, Any] = {}
+        self._facts: Mapping[str, str] = {}
+        self._is_of_rank = False  # see [Note: Bundles of one rank]
+        self._has_device = False  # whether the compiled code names a device
 
     @at_run_time
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
@@ -118,6 +126,8 @@ class ModelReplay:
         backwards = forward.graph.forward.step.record
         backwards.observer = None
         with self._failures_logged():
+            if forward.may_read_rank:
+                self._use_bundle_of_rank()
             step = StoredStep.of(forward, self._writes)
             if backward is not None:
                 self._add_backward(step, backwards, backward)
@@ -136,6 +146,8 @@ class ModelReplay:
     def _add_backward(self, step: StoredStep, backwards: BackwardsRecord, record: BackwardRecord) -> None:
         backward = StoredBackward.of(record, self._writes)
         assert record.frame is not None
+        if record.frame.may_read_rank and not self._is_of_rank:
+            raise NotPortableError("its backward reads the rank, and its forward does not")
         step.backwards.append(backward)
         backwards.known.append(backward.bind(record.frame.graph))
         self._observe_further(step, backwards)
@@ -145,10 +157,25 @@ class ModelReplay:
             backwards.observer = BackwardRecord(partial(self._keep_further, step, backwards))
 
     @property
+    def _is_automatic(self) -> bool:
+        return not self.options.bundle and bundle.kept_folder() is None
+
+    @property
     def _writes(self) -> bool:
         rank = dist.get_rank()
-        # Each machine has its own caches.
-        return self._path is not None and (rank if self.options.bundle else dist.get_node_local_rank(rank)) == 0
+        if not self.options.bundle:  # each machine has its own caches
+            rank = 0 if self._is_of_rank or self._has_device else dist.get_node_local_rank(rank)
+        return self._path is not None and rank == 0
+
+    def _use_bundle_of_rank(self) -> None:
+        """Write a bundle for this rank only. See [Note: Bundles of one rank]."""
+        if self._is_of_rank or self._path is None:
+            return
+        if not self._is_automatic:
+            raise NotPortableError("it reads the rank, and the bundle is for all ranks")
+        self._is_of_rank, self._facts = True, _of_rank(self._facts)
+        self._path = bundle.locate(None, self._facts)
+        self._stored = [step for step in self._stored if step.forward.graph]
 
     def _write(self) -> None:
         if self._path is not None and self._writes:
@@ -177,15 +204,14 @@ class ModelReplay:
     def _read(self, module: nn.Module, arguments: Mapping[str, Any], closure: Sequence[CellType]) -> None:
         """Read the bundle, and use it if all ranks can. See [Note: All ranks or none]."""
         groups = prepare_model(module_hooks_of(module).hooks)
-        if not self.options.bundle and bundle.kept_folder() is None and are_fake(groups):
+        if self._is_automatic and are_fake(groups):
             self._records = False
             return
         steps: list[StoredStep] = []
         loaded: list[ReplayedStep] = []
         fitting: int | None = None
         try:
-            self._facts = bundle.make_facts(module, self.options)
-            self._path = bundle.locate(self.options.bundle or None, self._facts)
+            self._locate(module)
             steps = bundle.read(self._path, self._facts)
             loaded = self._load(steps, module, closure)
             fitting = next((i for i, step in enumerate(loaded) if step.forward.fits(arguments)), None)
@@ -209,6 +235,20 @@ class ModelReplay:
             step.note_agreed(self.options, every)
             self._observe_further(step, replayed.backwards)
 
+    def _locate(self, module: nn.Module) -> None:
+        """Find the facts and the path of the bundle: that of this rank if there is one."""
+        hooks = module_hooks_of(module).hooks
+        device = hooks.state._device
+        self._has_device = device.index is not None
+        self._facts = bundle.make_facts(module, self.options, device)
+        self._path = bundle.locate(self.options.bundle or None, self._facts)
+        if self._is_automatic:
+            facts = _of_rank(self._facts)
+            path = bundle.locate(None, facts)
+            every = chain.from_iterable(each.groups for each in hooks.root.all_hooks)
+            if path.exists() or any(param.fsdp_param.is_dtensor for group in every for param in group.params):
+                self._is_of_rank, self._facts, self._path = True, facts, path
+
     def _load(self, steps: Sequence[StoredStep], module: nn.Module, closure: Sequence[CellType]) -> list[ReplayedStep]:
         for frame in (each for step in steps for each in step.frames()):
             if (changed := frame.sources.changed()) is not None:
@@ -218,6 +258,10 @@ class ModelReplay:
             ReplayedStep(step.bind(graph, closure), graph.forward.step.record)
             for step, graph in zip(steps, graphs, strict=True)
         ]
+
+
+def _of_rank(facts: Mapping[str, str]) -> dict[str, str]:
+    return {**facts, "rank": f"{dist.get_rank()} of {dist.get_world_size()}"}
 
 
 def _hash_collectives(steps: Sequence[StoredStep]) -> str:

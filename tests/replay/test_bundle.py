@@ -13,6 +13,7 @@ import torch
 import torch._dynamo.utils
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import compile_fsdp
@@ -170,6 +171,70 @@ def test_steps_from_a_bundle_equal_steps_without_replay(
         assert result == (replays, graphs, True)
 
 
+class _ReadsRank(_Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 + dist.get_rank())
+
+
+class _ReadsPlace(_Block):
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.chunk(2, dim=1)[self.mesh.get_local_rank()].repeat(1, 2))
+
+
+class _ReadsGroup(_Block):
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.group = dist.distributed_c10d._get_default_group()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 + self.group.rank())
+
+
+# By name, because ranks cannot import a test's classes.
+RANK_READERS = {"rank": _ReadsRank, "mesh": _ReadsPlace, "group": _ReadsGroup}
+
+
+def _restart_by_rank(rank: int, folder: str, kind: str, is_own: bool) -> tuple[int, bool]:
+    """Train twice; return how many steps of the second model were replays, and whether it equals one without."""
+    bundle.own_folder = lambda: Path(folder)
+    path, block = None if is_own else Path(folder, "step.bundle"), RANK_READERS[kind]
+    for _ in range(2):
+        model = _model(path, block=block)
+        found = _train(model)
+        dist.barrier()  # the bundle is written
+    plain = _train(_model(False, block=block))
+    return count_replays(model)[0], all(map(torch.equal, found, plain))
+
+
+@pytest.mark.parametrize("kind", RANK_READERS)
+def test_step_that_reads_its_rank_is_replayed_by_this_rank_only(tmp_path: Path, kind: str) -> None:
+    assert run_ranks(2, _restart_by_rank, str(tmp_path), kind, True) == [(3, True)] * 2
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_step_that_reads_its_rank_is_in_no_bundle_for_all_ranks(tmp_path: Path) -> None:
+    assert run_ranks(2, _restart_by_rank, str(tmp_path), "rank", False) == [(0, True)] * 2
+    assert not list(tmp_path.iterdir())
+
+
+class _MakesTensor(_Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+
+def test_step_whose_backward_reads_a_constant_tensor_is_not_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundle, "own_folder", lambda: tmp_path)
+    with fake_world(2):
+        found, plain = (_train(_model(path, block=_MakesTensor)) for path in (tmp_path / "step.bundle", False))
+    assert all(map(torch.equal, found, plain))
+
+
 def _with_arguments(rank: int, folder: str) -> list[tuple[int, int] | None]:
     bundle.own_folder = lambda: Path(folder)
     mode = {"mode": "max-autotune-no-cudagraphs"}
@@ -251,9 +316,13 @@ def test_package_hash_changes_with_a_source_file(tmp_path: Path, monkeypatch: py
     assert found[0] != found[1]
 
 
+def _facts(model: Any, **options: Any) -> dict[str, str]:
+    return bundle.make_facts(model, Options(**options), torch.device("cpu"))
+
+
 def test_facts_depend_on_model_options_and_world_size() -> None:
     with fake_world(2):
-        made = bundle.make_facts(_model(None), Options())
+        made = _facts(_model(None))
         others = {
             "parameters": _model(None, blocks=3),
             "buffers": _model(None, width=1),
@@ -261,12 +330,12 @@ def test_facts_depend_on_model_options_and_world_size() -> None:
             "code of the modules": _model(None, block=_OtherBlock),
         }
         for name, model in others.items():
-            assert bundle.make_facts(model, Options())[name] != made[name], name
-        same = bundle.make_facts(_model(None), Options(bundle="elsewhere", progress=False))
+            assert _facts(model)[name] != made[name], name
+        same = _facts(_model(None), bundle="elsewhere", progress=False)
         assert same == made
-        assert bundle.make_facts(_model(None), Options(memory_budget=1))["options"] != made["options"]
+        assert _facts(_model(None), memory_budget=1)["options"] != made["options"]
     with fake_world(4):
-        assert bundle.make_facts(_model(None), Options())["parameters"] != made["parameters"]
+        assert _facts(_model(None))["parameters"] != made["parameters"]
 
 
 def _refusals(rank: int, folder: str) -> list[str]:
