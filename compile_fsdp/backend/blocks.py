@@ -221,12 +221,12 @@ def _copy(call: BlockCall) -> fx.Graph:
     for i, node in enumerate((*call.sizes, *call.tensors)):
         copies[node] = graph.placeholder(f"input_{i}")
         copies[node].meta["example_value"] = fake_value(node)
-    opened = [graph.call_function(each.target, (*each.args[:3], False)) for each in call.regions]  # without a cache
+    opened = [graph.create_node("call_function", each.target, (*each.args[:3], False)) for each in call.regions]
     for node in call.ops:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     for each, copy in zip(reversed(call.regions), reversed(opened), strict=True):
         (close,) = each.users
-        graph.call_function(close.target, (copy,))
+        graph.create_node("call_function", close.target, (copy,))
     graph.output(tuple(copies[node] for node in call.outputs))
     return graph
 

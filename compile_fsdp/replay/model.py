@@ -80,7 +80,7 @@ class ModelReplay:
         self._path: Path | None = None  # of the bundle; None if it is not written
         self._facts: Mapping[str, str] = {}
         self._is_of_rank = False  # see [Note: Bundles of one rank]
-        self._has_device = False  # whether the compiled code names a device
+        self._device_index: int | None = None  # of the device that compiled code names; None on a CPU
 
     @at_run_time
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
@@ -162,10 +162,13 @@ class ModelReplay:
 
     @property
     def _writes(self) -> bool:
+        if self._path is None:
+            return False
         rank = dist.get_rank()
-        if not self.options.bundle:  # each machine has its own caches
-            rank = 0 if self._is_of_rank or self._has_device else dist.get_node_local_rank(rank)
-        return self._path is not None and rank == 0
+        if self.options.bundle:  # the first ranks of a job have its first machine's devices
+            return rank == (self._device_index or 0)
+        # Each machine has its own caches.
+        return self._is_of_rank or self._device_index is not None or dist.get_node_local_rank(rank) == 0
 
     def _use_bundle_of_rank(self) -> None:
         """Write a bundle for this rank only. See [Note: Bundles of one rank]."""
@@ -211,7 +214,7 @@ class ModelReplay:
         loaded: list[ReplayedStep] = []
         fitting: int | None = None
         try:
-            self._locate(module)
+            self._facts, self._path = self._locate(module)
             steps = bundle.read(self._path, self._facts)
             loaded = self._load(steps, module, closure)
             fitting = next((i for i, step in enumerate(loaded) if step.forward.fits(arguments)), None)
@@ -235,19 +238,20 @@ class ModelReplay:
             step.note_agreed(self.options, every)
             self._observe_further(step, replayed.backwards)
 
-    def _locate(self, module: nn.Module) -> None:
-        """Find the facts and the path of the bundle: that of this rank if there is one."""
+    def _locate(self, module: nn.Module) -> tuple[dict[str, str], Path]:
+        """Return the facts and the path of the bundle: that of this rank if there is one."""
         hooks = module_hooks_of(module).hooks
-        device = hooks.state._device
-        self._has_device = device.index is not None
-        self._facts = bundle.make_facts(module, self.options, device)
-        self._path = bundle.locate(self.options.bundle or None, self._facts)
-        if self._is_automatic:
-            facts = _of_rank(self._facts)
-            path = bundle.locate(None, facts)
-            every = chain.from_iterable(each.groups for each in hooks.root.all_hooks)
-            if path.exists() or any(param.fsdp_param.is_dtensor for group in every for param in group.params):
-                self._is_of_rank, self._facts, self._path = True, facts, path
+        device, asked = hooks.state._device, self.options.bundle or None
+        self._device_index = device.index
+        facts = bundle.make_facts(module, self.options, device)
+        if not self._is_automatic:
+            return facts, bundle.locate(f"{asked}.{device.index}" if asked and device.index else asked, facts)
+        of_rank = _of_rank(facts)
+        every = chain.from_iterable(each.groups for each in hooks.root.all_hooks)
+        has_dtensors = any(param.fsdp_param.is_dtensor for group in every for param in group.params)
+        self._is_of_rank = has_dtensors or bundle.locate(None, of_rank).exists()
+        chosen = of_rank if self._is_of_rank else facts
+        return chosen, bundle.locate(None, chosen)
 
     def _load(self, steps: Sequence[StoredStep], module: nn.Module, closure: Sequence[CellType]) -> list[ReplayedStep]:
         for frame in (each for step in steps for each in step.frames()):
