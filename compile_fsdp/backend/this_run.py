@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from compile_fsdp.backend.step import BackwardObserver, FrameObserver
-from compile_fsdp.torch_compat.dynamo import on_bytecode
+from compile_fsdp.torch_compat.dynamo import forget_guarded_objects, on_bytecode
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,4 +58,5 @@ def see_guards(entries: Sequence[Any]) -> list[bool]:
     """Show all guards to the observer and keep them all, as Dynamo's option `guard_filter_fn`."""
     if (observer := this_run().observer) is not None:
         observer.see_guards(entries)
+    forget_guarded_objects(entries)
     return [True] * len(entries)

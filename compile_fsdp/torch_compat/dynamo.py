@@ -183,6 +183,15 @@ def guard_facts(entries: Sequence[Any]) -> list[GuardFact]:
     return facts
 
 
+def forget_guarded_objects(entries: Sequence[Any]) -> None:
+    """Let Dynamo make all guards again, as it does behind every `guard_filter_fn`. (2.13.0)
+
+    It compares the object of a guard with that of the first time by `==`, which has no truth value for NumPy arrays.
+    """
+    for entry in entries:
+        entry.orig_guard.obj_weakref = None
+
+
 @needs("torch._dynamo.convert_frame.register_bytecode_hook")
 @contextlib.contextmanager
 def on_bytecode(see: Callable[[CodeType, CodeType], None]) -> Iterator[None]:

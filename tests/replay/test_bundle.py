@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
+import numpy
 import pytest
 import torch
 import torch._dynamo.utils
@@ -232,6 +233,21 @@ def test_step_whose_backward_reads_a_constant_tensor_is_not_replayed(
     monkeypatch.setattr(bundle, "own_folder", lambda: tmp_path)
     with fake_world(2):
         found, plain = (_train(_model(path, block=_MakesTensor)) for path in (tmp_path / "step.bundle", False))
+    assert all(map(torch.equal, found, plain))
+
+
+class _ReadsArray(_Block):
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.array = numpy.arange(4, dtype=numpy.float32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * torch.from_numpy(self.array)
+
+
+def test_step_that_reads_a_numpy_array_trains(tmp_path: Path) -> None:
+    with fake_world(2):
+        found, plain = (_train(_model(path, block=_ReadsArray)) for path in (tmp_path / "step.bundle", False))
     assert all(map(torch.equal, found, plain))
 
 
