@@ -28,7 +28,8 @@ from torch import nn
 from compile_fsdp.errors import NotPortableError
 from compile_fsdp.options import Options
 from compile_fsdp.passes.cache_key import hash_package
-from compile_fsdp.replay.words import class_name, describe, hash_code
+from compile_fsdp.replay.classes import base_names, hash_code
+from compile_fsdp.replay.words import describe
 from compile_fsdp.torch_compat.inductor import cache_folder, settings_hash
 
 _MAGIC = b"compile_fsdp bundle 1\n"
@@ -102,7 +103,7 @@ def make_facts(model: nn.Module, options: Options, device: torch.device) -> dict
         "settings of Inductor": settings_hash(),
         "parameters": _hash([_describe_parameter(*named) for named in model.named_parameters()]),
         "buffers": _hash([(name, describe(buffer)) for name, buffer in model.named_buffers()]),
-        "modules": _hash([(name, class_name(type(module))) for name, module in model.named_modules()]),
+        "modules": _hash([(name, base_names(type(module))) for name, module in model.named_modules()]),
         "code of the modules": _hash([_code_of(module) for module in model.modules()]),
     }
 

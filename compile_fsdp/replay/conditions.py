@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 import torch
 
 from compile_fsdp.errors import NotPortableError
+from compile_fsdp.replay.classes import describe_class, forget_classes
 from compile_fsdp.replay.paths import STEPS, Paths, Scope
-from compile_fsdp.replay.words import class_name, describe
+from compile_fsdp.replay.words import describe
 from compile_fsdp.torch_compat.dynamo import GuardFact
 from compile_fsdp.torch_compat.global_state import GlobalState
 
@@ -55,11 +56,10 @@ _LOOKS: dict[str, Callable[[Any, Any], Any]] = {
         lambda value, _: describe(value),
     ),
     # Include the value of a number, because Dynamo may guard only its class here, and its relations by SHAPE_ENV.
-    "TYPE_MATCH": lambda value, _: describe(value) if type(value) in (int, float) else class_name(type(value)),
+    "TYPE_MATCH": lambda value, _: describe(value) if type(value) in (int, float) else describe_class(type(value)),
     "SEQUENCE_LENGTH": lambda value, _: len(value),
     "EMPTY_NN_MODULE_HOOKS_DICT": lambda value, _: len(value),
-    # Describe keys that are no strings by class, because the keys of hooks are numbers that count up in each process.
-    "DICT_KEYS_MATCH": lambda value, _: [key if isinstance(key, str) else class_name(type(key)) for key in value],
+    "DICT_KEYS_MATCH": lambda value, _: [key if type(key) is str else describe(key) for key in value],
     "DICT_CONTAINS": lambda value, key: key in value,
     "DICT_NOT_CONTAINS": lambda value, key: key in value,
     "HASATTR": lambda value, name: hasattr(value, name),
@@ -69,10 +69,14 @@ _LOOKS: dict[str, Callable[[Any, Any], Any]] = {
 }
 _LOOKS["MAPPING_KEYS_CHECK"] = _LOOKS["DICT_KEYS_MATCH"]
 
+# The keys of torch's hooks, which are numbers that count up in each process.
+_HOOK_KEYS = "HOOK_KEYS"
+_LOOKS[_HOOK_KEYS] = lambda value, _: [type(key).__name__ for key in value]
+
 # A rank's local tensor of a DTensor, which Dynamo guards in addition to the DTensor. Its sizes differ between ranks if
 # shards are uneven. Graphs read padded shards, and do not depend on these sizes.
 _LOCAL_TENSOR = "LOCAL_TENSOR"
-_LOOKS[_LOCAL_TENSOR] = lambda value, _: (class_name(type(value)), str(value.dtype), str(value.device))
+_LOOKS[_LOCAL_TENSOR] = lambda value, _: (describe_class(type(value)), str(value.dtype), str(value.device))
 
 # Kinds of guards with an argument.
 _ASKS_FOR = {"DICT_CONTAINS", "DICT_NOT_CONTAINS", "HASATTR", "NOT_PRESENT_IN_GENERIC_DICT"}
@@ -98,6 +102,7 @@ class Conditions:
 
         NotPortableError for a guard of an unknown kind or step, or of an object that does not exist.
         """
+        forget_classes()
         self.paths = Paths()
         looks = [(guard, self.paths.add(guard.name)) for guard in guards if guard.kind not in _COVERED]
         twice = [(guard.name, guard.argument.name) for guard in guards if guard.kind == "DUPLICATE_INPUT"]
@@ -111,19 +116,33 @@ class Conditions:
             if guard.kind not in _LOOKS:
                 raise NotPortableError(f"the graph depends on {guard.name} by a guard of kind {guard.kind}")
             argument = guard.argument if guard.kind in _ASKS_FOR else None
-            is_local = guard.kind == "TENSOR_MATCH" and self.paths.accesses[position].key == "_local_tensor"
-            kind = _LOCAL_TENSOR if is_local else guard.kind
+            kind = self._kind(guard.kind, position, values)
             self.conditions.append(Condition(kind, position, argument, _LOOKS[kind](values[position], argument)))
         self.conditions = list({repr(condition): condition for condition in self.conditions}.values())
         self.same = _first_same(values)
         self.state = state
         self._own: dict[tuple[str, int], Any] | None = self._find_own(values)
 
+    def _kind(self, kind: str, position: int, values: Sequence[Any]) -> str:
+        """Return the kind of condition for a guard."""
+        access = self.paths.accesses[position]
+        if kind == "TENSOR_MATCH" and access.key == "_local_tensor":
+            return _LOCAL_TENSOR
+        # Dynamo reads the keys in `list(a_dict)`, but guards only their number.
+        if kind == "SEQUENCE_LENGTH" and isinstance(values[position], dict):
+            kind = "DICT_KEYS_MATCH"
+        if kind in ("DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK") and "_hooks" in str(access.key):
+            above = self.paths.accesses[access.parent]
+            owner = values[above.parent if above.kind == "variables" else access.parent]
+            return _HOOK_KEYS if isinstance(owner, (torch.nn.Module, torch.Tensor)) else kind
+        return kind
+
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_own": None}
 
     def problem(self, scope: Scope) -> str | None:
         """Describe the first condition that does not hold; None if all hold."""
+        forget_classes()
         if self.state.has_changed():
             return f"torch's global state has changed: {self.state.difference()}"
         try:
@@ -273,7 +292,7 @@ def _contents(
         (contains, [list(map(_variables, objects(generic))), arguments(generic)]),
         (contains, [objects(*contained), arguments(*contained)]),
         (type, [objects("TYPE_MATCH")]),
-        (list, [objects("DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK")]),
+        (list, [objects("DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK", _HOOK_KEYS)]),
         (hasattr, [objects("HASATTR"), arguments("HASATTR")]),
         (attrgetter("__code__"), [functions]),
         (attrgetter("requires_grad", "dtype", "shape", "device"), [objects("TENSOR_MATCH")]),

@@ -87,14 +87,22 @@ class _Block(nn.Module):
         self.linear = nn.Linear(4, 4)
         self.register_buffer("offset", torch.ones(width))
         self.scale = 2.0
+        self.names = {3: "x"}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(x)).sin() * self.scale + self.offset
+        return torch.tanh(self.project(x)).sin() * self.scale + self.offset
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * list(self.names)[0]  # type: ignore[no-any-return] # noqa: RUF015  (see Conditions._kind)
 
 
 class _OtherBlock(_Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.linear(x)).sin() * self.scale - self.offset
+
+
+def _project_otherwise(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.linear(x) * 2.0  # type: ignore[no-any-return]
 
 
 def _model(
@@ -354,6 +362,18 @@ def test_facts_depend_on_model_options_and_world_size() -> None:
         assert _facts(_model(None))["parameters"] != made["parameters"]
 
 
+def test_facts_depend_on_the_modules_of_classes() -> None:
+    """Equal code in two Python modules reads the constants of its own module."""
+
+    def make(module: str) -> Any:
+        return type("Block", (_Block,), {"__module__": module, "__qualname__": "Block"})
+
+    with fake_world(2):
+        one, other = (bundle.make_facts(_model(None, make(name)), Options()) for name in ("one", "other"))
+    assert one["code of the modules"] == other["code of the modules"]
+    assert one["modules"] != other["modules"]
+
+
 def _refusals(rank: int, folder: str) -> list[str]:
     """The first warning of each changed model about the bundle."""
     path = Path(folder, "step.bundle")
@@ -365,7 +385,10 @@ def _refusals(rank: int, folder: str) -> list[str]:
         (lambda model: model[1].linear.bias.requires_grad_(False), 3),
         (lambda model: model[0].register_forward_hook(lambda module, args, output: output), 3),
         (lambda model: None, 5),
+        (lambda model: setattr(model[1], "names", {4: "x"}), 3),
+        (lambda model: setattr(_Block, "project", _project_otherwise), 3),
     ]
+    own = _Block.project
     for change, batch in changes:
         model = _model(path)
         change(model)
@@ -377,13 +400,29 @@ def _refusals(rank: int, folder: str) -> list[str]:
             _train(model := _model(path))
             assert count_replays(model) == (3, 3)
         path.write_bytes(content)
+    _Block.project = own  # type: ignore[method-assign]
     return problems
 
 
 def test_bundle_of_a_changed_step_is_refused_with_the_difference(tmp_path: Path) -> None:
     (problems,) = run_ranks(1, _refusals, str(tmp_path))
-    for problem, named in zip(problems, ("scale", "parameters", "_forward_hooks", "args[0]"), strict=True):
+    expected = "scale", "parameters", "_forward_hooks", "args[0]", "names", "_Block"
+    for problem, named in zip(problems, expected, strict=True):
         assert named in problem
+
+
+def _hooked(rank: int, folder: str) -> list[tuple[int, int]]:
+    replays = []
+    for _ in range(2):
+        model = _model(Path(folder, "step.bundle"))
+        model[0].register_forward_hook(lambda module, args, output: output * 2.0)
+        _train(model)
+        replays.append(count_replays(model))
+    return replays
+
+
+def test_hook_with_a_different_number_is_in_the_bundle(tmp_path: Path) -> None:
+    assert run_ranks(1, _hooked, str(tmp_path)) == [[(2, 2), (3, 3)]]
 
 
 @pytest.mark.parametrize(

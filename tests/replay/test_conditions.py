@@ -50,9 +50,10 @@ class _Block(nn.Module):
         self.settings = settings
         self.scale = 2.0
         self.shifts = [0.5]
+        self.names = {2: "two"}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.act(self.linear(x)) * self.scale + self.settings.shift
+        x = self.act(self.linear(x)) * self.scale + self.settings.shift + max(self.names)
         for shift in self.shifts:
             x = x + shift
         for module in self.extra.values():
@@ -179,6 +180,7 @@ FORWARD: _Changes = {
     "setting": lambda step: setattr(step.block.settings, "shift", 0.75),
     "longer list": lambda step: step.block.shifts.append(1.0),
     "list item": lambda step: step.block.shifts.__setitem__(0, 1.0),
+    "key": lambda step: setattr(step.block, "names", {3: "two"}),
     "new attribute": lambda step: setattr(step.block, "bonus", 1.0),
     "forward of an instance": lambda step: setattr(
         step.block.linear, "forward", MethodType(lambda self, x: x @ self.weight, step.block.linear)

@@ -1,0 +1,122 @@
+"""Classes of one name have one description if, and only if, objects of them behave alike."""
+
+from __future__ import annotations
+
+import enum
+import textwrap
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from compile_fsdp.replay.classes import describe_class, forget_classes
+from compile_fsdp.replay.words import describe
+
+# By name: the source of a class H, with FIRST or SECOND, or code with two definitions.
+_PARTS = """
+import abc, enum, functools
+from torch import nn
+
+def first(*args): return 1.0
+def second(*args): return 2.0
+class One: pass
+class Two: pass
+def scaled(scale):
+    def scale_it(self, x): return x * scale
+    return scale_it
+def decorated(function):
+    @functools.wraps(function)
+    def call(*args): return function(*args)
+    return call
+"""
+
+_DIFFERENCES = {
+    "base": ("class H(One): pass", "class H(Two): pass"),
+    "order of bases": ("class H(One, Two): pass", "class H(Two, One): pass"),
+    "method": ("class H: f = first", "class H: f = second"),
+    "method of a base": ("One.f = first\nclass H(One): pass", "One.f = second\nclass H(One): pass"),
+    "default": ("class H:\n    def f(self, x=1.0): return x", "class H:\n    def f(self, x=2.0): return x"),
+    "keyword default": ("class H:\n    def f(self, *, x=1): return x", "class H:\n    def f(self, *, x=2): return x"),
+    "closure": ("class H: f = scaled(1.0)", "class H: f = scaled(2.0)"),
+    "decorated": ("class H: f = decorated(first)", "class H: f = decorated(second)"),
+    "static method": ("class H: f = staticmethod(first)", "class H: f = staticmethod(second)"),
+    "class method": ("class H: f = classmethod(first)", "class H: f = classmethod(second)"),
+    "property": ("class H: f = property(first)", "class H: f = property(second)"),
+    "cached property": (
+        "class H: f = functools.cached_property(first)",
+        "class H: f = functools.cached_property(second)",
+    ),
+    "cached function": ("class H: f = functools.cache(first)", "class H: f = functools.cache(second)"),
+    "partial method": (
+        "class H: f = functools.partialmethod(first, 1)",
+        "class H: f = functools.partialmethod(first, 2)",
+    ),
+    "descriptor": (
+        "One.__get__ = first\nclass H: f = One()",
+        "One.__get__ = second\nclass H: f = One()",
+    ),
+    "metaclass": (
+        "class M(type): f = first\nclass H(metaclass=M): pass",
+        "class M(type): f = second\nclass H(metaclass=M): pass",
+    ),
+    "virtual subclass": ("class H(abc.ABC): pass\nH.register(One)", "class H(abc.ABC): pass\nH.register(Two)"),
+    "constant": ("class H: x = (1, 2.0)", "class H: x = (1, 3.0)"),
+    "member of an enum": ("class H(str, enum.Enum): A = 'one'", "class H(str, enum.Enum): A = 'two'"),
+    "torch's method": (
+        "class H(nn.Tanh): __module__ = 'torch.nn'\nH.forward = first",
+        "class H(nn.Tanh): __module__ = 'torch.nn'\nH.forward = second",
+    ),
+}
+
+
+def _define(source: str) -> type:
+    scope: dict[str, Any] = {"__name__": "defined"}
+    exec(textwrap.dedent(_PARTS + source), scope)
+    return scope["H"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", _DIFFERENCES)
+def test_description_differs_with_a_definition(name: str) -> None:
+    first, second = _DIFFERENCES[name]
+    assert describe_class(_define(first)) == describe_class(_define("\n\n" + first))
+    assert describe_class(_define(first)) != describe_class(_define(second))
+
+
+def test_object_of_a_class_is_described_with_its_members() -> None:
+    one, other = (_define(source) for source in _DIFFERENCES["method"])
+    assert describe(one()) != describe(other())
+    assert describe(one) != describe(other)
+
+
+def test_class_that_refers_to_itself_is_described() -> None:
+    source = "class H:\n    def __get__(self, *args): return H\nH.x = H()\nH.y = H"
+    assert describe_class(_define(source)) == describe_class(_define(source))
+
+
+def test_replaced_method_is_seen_once_classes_are_forgotten() -> None:
+    cls = _define("class H: f = first")
+    before = describe_class(cls)
+    cls.f = _define("class H: f = second").f  # type: ignore[attr-defined]
+    assert describe_class(cls) == before
+    forget_classes()
+    assert describe_class(cls) != before
+
+
+def test_replaced_method_of_torch_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = describe(nn.Hardshrink())
+    monkeypatch.setattr(nn.Hardshrink, "forward", lambda self, x: x)
+    forget_classes()
+    assert describe(nn.Hardshrink()) != before
+    forget_classes()
+
+
+@pytest.mark.parametrize("base", [enum.Enum, enum.IntEnum, enum.IntFlag])
+def test_member_of_an_enum_is_described_by_name_and_value(base: Any) -> None:
+    one, other, renamed = base("E", {"A": 2}).A, base("E", {"A": 4}).A, base("E", {"B": 2}).B
+    assert len({describe(each) for each in (one, other, renamed, 2)}) == 4
+
+
+def test_constants_are_described_by_value() -> None:
+    values = [1, True, 1.0, "1", b"1", None, torch.float32, torch.device("cpu"), (1,), [1], (True,)]
+    assert len({repr(describe(value)) for value in values}) == len(values)
