@@ -100,8 +100,11 @@ class Conditions:
     def __init__(self, guards: Sequence[GuardFact], scope: Scope, state: GlobalState) -> None:
         """Make conditions of Dynamo's guards, while their graph is compiled.
 
-        NotPortableError for a guard of an unknown kind or step, or of an object that does not exist.
+        NotPortableError for a guard of an unknown kind or step, of an object that does not exist, or for a graph that
+        was traced under a TorchFunctionMode other than a default device.
         """
+        if state.foreign_mode is not None:
+            raise NotPortableError(f"the graph depends on {state.foreign_mode}")
         forget_classes()
         self.paths = Paths()
         looks = [(guard, self.paths.add(guard.name)) for guard in guards if guard.kind not in _COVERED]

@@ -9,20 +9,29 @@ import torch
 from torch._C._dynamo.guards import GlobalStateGuard
 from torch._dynamo import eval_frame
 from torch.utils import _python_dispatch
+from torch.utils._device import DeviceContext
 
 from compile_fsdp.torch_compat.declarations import needs
 
 
+@needs("torch._C._len_torch_function_stack", "torch._C._get_function_stack_at")
+def _function_modes() -> list[object]:
+    return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+
+
+def _describe_mode(mode: object) -> str:
+    return f"device {mode.device}" if type(mode) is DeviceContext else f"the mode {type(mode).__qualname__}"
+
+
 @needs(
-    "torch._C._len_torch_function_stack",
     "torch._C._autograd._top_saved_tensors_default_hooks",
     "torch.utils._python_dispatch._len_torch_dispatch_stack",
 )
 def _modes() -> tuple[object, ...]:
-    # Modes (the default device is one) and hooks are code, so only their count or presence can be compared.
+    # Dispatch modes and hooks are code, so only their count or presence can be compared.
     return (
         torch.is_inference_mode_enabled(),
-        torch._C._len_torch_function_stack(),
+        *map(_describe_mode, _function_modes()),
         _python_dispatch._len_torch_dispatch_stack(),  # type: ignore[attr-defined]
         torch._C._autograd._top_saved_tensors_default_hooks(True) is None,
     )
@@ -65,6 +74,9 @@ class GlobalState:
         # Dynamo's guard on grad mode, autocast, deterministic algorithms, thread count, matmul precision.
         self.guard = GlobalStateGuard()
         self.modes = _modes()
+        # A TorchFunctionMode whose code other processes cannot compare; None if there is only a default device.
+        foreign = (mode for mode in _function_modes() if type(mode) is not DeviceContext)
+        self.foreign_mode = next(map(_describe_mode, foreign), None)
 
     def has_changed(self) -> bool:
         return not self.guard.check() or _modes() != self.modes

@@ -198,6 +198,7 @@ FORWARD: _Changes = {
     "autocast": lambda step: setattr(step, "around", torch.autocast("cpu", torch.bfloat16)),
     "deterministic": lambda step: setattr(step, "around", deterministic()),
     "function mode": lambda step: setattr(step, "around", _Mode()),
+    "default device": lambda step: setattr(step, "around", torch.device("cpu")),
     "stance": lambda step: setattr(step, "around", _all_eager()),
     "global function": lambda step: setattr(step, "around", _with_other_activation()),
     "reshard_after_forward": lambda step: step.block.set_reshard_after_forward(False),
@@ -297,6 +298,49 @@ def _paths_without(rank: int, pairs: Sequence[tuple[str, str]]) -> list[bool]:
 
 def test_changed_forward_is_replayed_without_the_condition_that_detects_it() -> None:
     assert run_ranks(1, _paths_without, ALONE) == [[True] * len(ALONE)]
+
+
+class _Doubled(_Mode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        return output * 2 if func is torch.tanh else output
+
+
+def _steps_under(rank: int, names: Sequence[str]) -> list[tuple[bool, bool]]:
+    """Whether steps under each context were replayed, and match eager FSDP2."""
+    contexts: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+        "device": lambda: torch.device("cpu"),
+        "meta": lambda: torch.device("meta"),
+        "mode": _Mode,
+        "doubled": _Doubled,
+    }
+    torch.manual_seed(0)
+    source = _Model()
+    replayed, eager = _make(source), _shard(source, torch_fully_shard)
+    found = []
+    for name in names:
+        before = count_replays(replayed)
+        grads = []
+        for model in (replayed, eager):
+            step = _step(model)
+            step.around = contexts[name]()
+            grads.append(step.run())
+        is_right = all(a is b is None or torch.equal(a, b) for a, b in zip(*grads, strict=True))  # type: ignore[arg-type]
+        found.append((count_replays(replayed)[0] > before[0], is_right))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("names", "are_replayed"),
+    [
+        # Recorded under a default device, which is compared by value.
+        (("device", "device", "meta", "device"), (False, True, False, True)),
+        # Never recorded under any other mode.
+        (("doubled", "doubled", "mode", "doubled"), (False, False, False, False)),
+    ],
+)
+def test_step_is_replayed_under_a_default_device_only(names: tuple[str, ...], are_replayed: tuple[bool, ...]) -> None:
+    assert run_ranks(1, _steps_under, names) == [[(is_replayed, True) for is_replayed in are_replayed]]
 
 
 def _has_replay(rank: int) -> bool:
