@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+import time
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,29 +17,45 @@ from compile_fsdp.torch_compat.dynamo import traced_code
 # Folders whose code the versions of torch and of this project identify.
 _KNOWN = tuple(str(folder.absolute()) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 
+# Beginnings of the file names of code that was typed in, which no file has.
+_TYPED = ("<stdin>", "<console>", "<ipython-input", "<python-input")
+
+# A file that was modified later may have newer code than this process runs.
+_IMPORTED_S = time.time()
+
 
 class Sources:
     """Hashes of source files, by module name because paths differ between machines."""
 
     def __init__(self) -> None:
-        self.hashes: dict[str, str | None] = {}  # None for a file that cannot be read
-        self.problem: str | None = None  # names traced code outside of all modules' files
+        self.hashes: dict[str, str] = {}
+        self.problem: str | None = None  # names traced code that no file is known to have
 
     def add_traced_code(self) -> None:
         """Add the files of traced code, while Dynamo compiles the graph."""
         files = {code.co_filename for code in traced_code()}
-        # Skip generated code, such as a dataclass's, because it derives from code in a file.
-        files = {file for file in files if not file.startswith((*_KNOWN, "<"))}
         modules = {getattr(module, "__file__", None): name for name, module in list(sys.modules.items())}
-        for file in files:
-            if (name := modules.get(file)) is None:
+        for file in sorted(files):
+            if file.startswith(_TYPED) or (file == "<string>" and not hasattr(sys.modules["__main__"], "__file__")):
+                self.problem = f"its code was typed in, as {file}"
+            elif file.startswith((*_KNOWN, "<")):
+                continue  # skip generated code, such as a dataclass's, because it derives from code in a file
+            elif (name := modules.get(file)) is None:
                 self.problem = f"its code is in {file}, which is no module's"
+            elif (digest := _hash_file(file)) is None:
+                self.problem = f"its code is in {file}, which is no readable file"
+            elif _is_modified(file):
+                self.problem = f"its code is in {file}, which was modified after this process began"
             else:
-                self.hashes["__main__" if name == "__mp_main__" else name] = _hash_file(file)
+                self.hashes["__main__" if name == "__mp_main__" else name] = digest
 
     def changed(self) -> str | None:
-        """Return the first module whose file has changed; None if none has."""
-        return next((name for name, was in self.hashes.items() if _hash_file(_file_of(name)) != was), None)
+        """Return the first module whose file has changed, in this process or since the hash; None if none has."""
+        for name, was in self.hashes.items():
+            file = _file_of(name)
+            if _hash_file(file) != was or _is_modified(file):
+                return name
+        return None
 
 
 def _file_of(name: str) -> str | None:
@@ -57,3 +74,11 @@ def _hash_file(file: str | None) -> str | None:
         return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
     except OSError:
         return None
+
+
+def _is_modified(file: str | None) -> bool:
+    """Return whether a file was modified after this package was imported, or does not exist."""
+    try:
+        return file is None or os.stat(file).st_mtime > _IMPORTED_S
+    except OSError:
+        return True
