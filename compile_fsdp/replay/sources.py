@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-import time
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
+from compile_fsdp.replay import IMPORTED_S
 from compile_fsdp.torch_compat.dynamo import traced_code
 
 # Folders whose code the versions of torch and of this project identify.
@@ -19,9 +19,6 @@ _KNOWN = tuple(str(folder.absolute()) + os.sep for folder in (Path(torch.__file_
 
 # Beginnings of the file names of code that was typed in, which no file has.
 _TYPED = ("<stdin>", "<console>", "<ipython-input", "<python-input")
-
-# A file that was modified later may have newer code than this process runs.
-_IMPORTED_S = time.time()
 
 
 class Sources:
@@ -77,8 +74,8 @@ def _hash_file(file: str | None) -> str | None:
 
 
 def _is_modified(file: str | None) -> bool:
-    """Return whether a file was modified after this package was imported, or does not exist."""
+    """Return whether a file may have newer code than this process runs, or does not exist."""
     try:
-        return file is None or os.stat(file).st_mtime > _IMPORTED_S
+        return file is None or os.stat(file).st_mtime > IMPORTED_S
     except OSError:
         return True

@@ -61,6 +61,25 @@ def test_file_modified_since_the_start_is_not_recorded(tmp_path: Path, monkeypat
     assert before.changed() == "a_step"
 
 
+_SAVE_AFTER_IMPORT = """
+import json, sys, time
+from pathlib import Path
+
+import compile_fsdp
+
+time.sleep(0.1)
+file = Path(json.loads(sys.argv[1])[0], "a_step.py")
+file.write_text("def step(x): return x * 2.0")
+time.sleep(0.1)
+from compile_fsdp.replay import sources
+print(json.dumps(sources._is_modified(file)))
+"""
+
+
+def test_time_of_the_start_is_taken_when_the_package_is_imported(tmp_path: Path) -> None:
+    assert run_fresh(_SAVE_AFTER_IMPORT, str(tmp_path))[0] is True
+
+
 def test_code_in_an_unreadable_file_is_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module of a zip archive has a path below the archive."""
     code = _module(tmp_path / "a_step.py", monkeypatch)
