@@ -99,13 +99,20 @@ def make_facts(model: nn.Module, options: Options, device: torch.device) -> dict
         "code of compile_fsdp": hash_package(),
         "processor": _processor(),
         "device": str(device),  # compiled code names its GPU
-        "options": repr(replace(options, bundle=None, progress=True, agreement_timeout_s=0.0)),
+        "options": _describe_options(options),
         "settings of Inductor": settings_hash(),
         "parameters": _hash([_describe_parameter(*named) for named in model.named_parameters()]),
         "buffers": _hash([(name, describe(buffer)) for name, buffer in model.named_buffers()]),
         "modules": _hash([(name, base_names(type(module))) for name, module in model.named_modules()]),
         "code of the modules": _hash([_code_of(module) for module in model.modules()]),
     }
+
+
+def _describe_options(options: Options) -> str:
+    # Sorted, because each process has its own order of a set of strings.
+    names = sorted(options.disabled_passes)
+    rest = replace(options, disabled_passes=frozenset(), bundle=None, progress=True, agreement_timeout_s=0.0)
+    return f"{rest!r}, disabled passes: {names}"
 
 
 def _processor() -> str:

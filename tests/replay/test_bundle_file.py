@@ -140,3 +140,20 @@ def test_failed_write_keeps_the_previous_bundle(tmp_path: Path) -> None:
     assert "too large" in problem
     assert bundle.read(path, {}) == "before"
     assert list(tmp_path.iterdir()) == [path]
+
+
+_DESCRIBE_OPTIONS = """
+import json
+from compile_fsdp import Options
+from compile_fsdp.passes import PASSES
+from compile_fsdp.replay import bundle
+
+names = [each.__name__ for each in PASSES]
+print(json.dumps([bundle._describe_options(Options(disabled_passes=frozenset(names[:n]))) for n in (1, len(names))]))
+"""
+
+
+def test_options_have_equal_descriptions_in_all_processes() -> None:
+    one, other = (run_fresh(_DESCRIBE_OPTIONS, PYTHONHASHSEED=seed)[0] for seed in ("1", "2"))
+    assert one == other
+    assert one[0] != one[1]
