@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import CodeType
 
 import torch
 
@@ -30,10 +32,13 @@ class Sources:
 
     def add_traced_code(self) -> None:
         """Add the files of traced code, while Dynamo compiles the graph."""
-        files = {code.co_filename for code in traced_code()}
+        traced = traced_code()
+        if not _of_command_line().isdisjoint(traced):
+            self.problem = "its code is in the command line of Python"
+        files = {code.co_filename for code in traced}
         modules = {getattr(module, "__file__", None): name for name, module in list(sys.modules.items())}
         for file in sorted(files):
-            if file.startswith(_TYPED) or (file == "<string>" and not hasattr(sys.modules["__main__"], "__file__")):
+            if file.startswith(_TYPED):
                 self.problem = f"its code was typed in, as {file}"
             elif file.startswith((*_KNOWN, "<")):
                 continue  # skip generated code, such as a dataclass's, because it derives from code in a file
@@ -53,6 +58,21 @@ class Sources:
             if _hash_file(file) != was or _is_modified(file):
                 return name
         return None
+
+
+def _of_command_line() -> set[CodeType]:
+    """Return the code objects of the program behind `python -c`; none for other programs."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return set(_codes_in(frame.f_code)) if frame.f_code.co_filename == "<string>" else set()
+
+
+def _codes_in(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes_in(constant)
 
 
 def _file_of(name: str) -> str | None:
