@@ -43,9 +43,13 @@ def base_names(cls: type) -> list[str]:
     return [class_name(base) for base in cls.__mro__]
 
 
-@cache
 def describe_class(cls: type) -> str:
     """Describe a class by its name and a hash of its bases and members. See [Note: Members of a class]."""
+    return _describe_class(cls)
+
+
+@cache
+def _describe_class(cls: type) -> str:
     digest = hashlib.sha256()
     described: set[type] = set()
     classes = [cls, type(cls)]
@@ -62,7 +66,7 @@ def describe_class(cls: type) -> str:
 
 def forget_classes() -> None:
     """Describe classes anew from now on, because a program may replace members."""
-    describe_class.cache_clear()
+    _describe_class.cache_clear()
     _members.cache_clear()
 
 

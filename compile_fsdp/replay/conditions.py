@@ -23,11 +23,13 @@ from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodTyp
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from compile_fsdp.errors import NotPortableError
 from compile_fsdp.replay.classes import describe_class, forget_classes
 from compile_fsdp.replay.paths import STEPS, Paths, Scope
-from compile_fsdp.replay.words import describe
+from compile_fsdp.replay.words import describe, describe_place
 from compile_fsdp.torch_compat.dynamo import GuardFact
 from compile_fsdp.torch_compat.global_state import GlobalState
 
@@ -78,6 +80,11 @@ _LOOKS[_HOOK_KEYS] = lambda value, _: [type(key).__name__ for key in value]
 _LOCAL_TENSOR = "LOCAL_TENSOR"
 _LOOKS[_LOCAL_TENSOR] = lambda value, _: (describe_class(type(value)), str(value.dtype), str(value.device))
 
+# This rank's place in a mesh or group that the user's code reads. FSDP2's hooks read no place.
+_PLACE = "PLACE"
+_MESHES: tuple[type, ...] = (DeviceMesh, dist.ProcessGroup)
+_LOOKS[_PLACE] = lambda value, _: describe_place(value) if isinstance(value, _MESHES) else None
+
 # Kinds of guards with an argument.
 _ASKS_FOR = {"DICT_CONTAINS", "DICT_NOT_CONTAINS", "HASATTR", "NOT_PRESENT_IN_GENERIC_DICT"}
 
@@ -121,6 +128,8 @@ class Conditions:
             argument = guard.argument if guard.kind in _ASKS_FOR else None
             kind = self._kind(guard.kind, position, values)
             self.conditions.append(Condition(kind, position, argument, _LOOKS[kind](values[position], argument)))
+            if isinstance(values[position], _MESHES) and not self._is_of_hooks(position):
+                self.conditions.append(Condition(_PLACE, position, None, describe_place(values[position])))
         self.conditions = list({repr(condition): condition for condition in self.conditions}.values())
         self.same = _first_same(values)
         self.state = state
@@ -139,6 +148,13 @@ class Conditions:
             owner = values[above.parent if above.kind == "variables" else access.parent]
             return _HOOK_KEYS if isinstance(owner, (torch.nn.Module, torch.Tensor)) else kind
         return kind
+
+    def _is_of_hooks(self, position: int) -> bool:
+        """Return whether an object is found through FSDP2's hooks or a DTensor."""
+        kind, parent, key = self.paths.accesses[position]
+        if kind == "root":
+            return bool(key == ("L", "state"))
+        return key in ("_compile_fsdp_hooks", "_spec", "device_mesh") or self._is_of_hooks(parent)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_own": None}

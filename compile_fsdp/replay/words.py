@@ -7,6 +7,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, Modul
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from compile_fsdp.replay.classes import class_name, describe_class, describe_constant, hash_code
@@ -41,6 +42,13 @@ def describe(value: Any) -> Any:
     if isinstance(value, (FunctionType, MethodType, BuiltinFunctionType, ModuleType, OpOverload, CodeType)):
         return _describe_code(value)
     return ("object", describe_class(type(value)))
+
+
+def describe_place(value: DeviceMesh | dist.ProcessGroup) -> Any:
+    """Describe the ranks of a mesh or group, and this rank's place among them."""
+    if isinstance(value, DeviceMesh):
+        return (repr(value.mesh.tolist()), repr(value.get_coordinate()))
+    return (tuple(dist.get_process_group_ranks(value)), dist.get_rank(value))
 
 
 def _describe_tensor(tensor: torch.Tensor) -> Any:

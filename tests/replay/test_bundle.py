@@ -14,7 +14,7 @@ import torch
 import torch._dynamo.utils
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import compile_fsdp
@@ -409,6 +409,40 @@ def test_bundle_of_a_changed_step_is_refused_with_the_difference(tmp_path: Path)
     expected = "scale", "parameters", "_forward_hooks", "args[0]", "names", "_Block"
     for problem, named in zip(problems, expected, strict=True):
         assert named in problem
+
+
+class _Placed(nn.Module):
+    """Reads the rank's place in a mesh of its own."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.mesh = mesh
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * (1 + self.mesh.get_local_rank())  # type: ignore[no-any-return]
+
+
+def _placed(rank: int, folder: str) -> list[bool]:
+    """Start a model twice, and once with a mesh of other ranks; return whether each matches a model without bundle."""
+    found = []
+    for ranks in ([0, 1], [0, 1], [1, 0]):
+        outputs = []
+        for path in (str(Path(folder, "step.bundle")), False):
+            torch.manual_seed(0)
+            model: Any = compile_fsdp.fully_shard(_Placed(DeviceMesh("cpu", ranks)))
+            model.compile(backend="compile_fsdp", fullgraph=True, options={"bundle": path})
+            for _ in range(2):
+                output = model(torch.ones(3, 4))
+                output.square().mean().backward()
+            outputs.append(output.detach())
+            dist.barrier()  # the bundle is written
+        found.append(torch.equal(*outputs))
+    return found
+
+
+def test_place_in_a_mesh_is_a_condition(tmp_path: Path) -> None:
+    assert run_ranks(2, _placed, str(tmp_path)) == [[True] * 3] * 2
 
 
 def _hooked(rank: int, folder: str) -> list[tuple[int, int]]:
