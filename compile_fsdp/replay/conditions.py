@@ -82,7 +82,7 @@ _LOOKS[_LOCAL_TENSOR] = lambda value, _: (describe_class(type(value)), str(value
 
 # This rank's place in a mesh or group that the user's code reads. FSDP2's hooks read no place.
 _PLACE = "PLACE"
-_MESHES: tuple[type, ...] = (DeviceMesh, dist.ProcessGroup)
+_MESHES = (DeviceMesh, dist.ProcessGroup)
 _LOOKS[_PLACE] = lambda value, _: describe_place(value) if isinstance(value, _MESHES) else None
 
 # Kinds of guards with an argument.
