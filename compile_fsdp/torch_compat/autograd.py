@@ -186,21 +186,10 @@ def set_compiled_autograd_flag(value: bool) -> None:
     _compiled_autograd.compiled_autograd_enabled = value
 
 
-def is_accumulate_grad(target: object) -> bool:
-    """Whether a node's target is compiled autograd's gradient accumulation. (2.13.0)"""
-    return isinstance(target, _Op) and target.__name__ == "AccumulateGrad"
-
-
-def is_derivative(target: object) -> bool:
-    """Whether a node's target is compiled autograd's function of an autograd node that only computes. (2.13.0)"""
-    return isinstance(target, _Op) and not is_accumulate_grad(target)
-
-
-def may_hand_on(target: object) -> bool:
-    """Whether a node's target is a compiled autograd function that may return its arguments. (2.13.0)"""
-    if isinstance(target, _Op):
-        return target.__name__ == "validate_outputs"
-    return getattr(target, "__name__", "") == "call_aot_bwd_prologue"
+def autograd_function(node: torch.fx.Node) -> str | None:
+    """The name of the compiled autograd function that a node calls; None if it calls something else. (2.13.0)"""
+    name: str = getattr(node.target, "__name__", "")
+    return name if isinstance(node.target, _Op) or name == "call_aot_bwd_prologue" else None
 
 
 class AotGradients(NamedTuple):
@@ -212,7 +201,7 @@ class AotGradients(NamedTuple):
 
 def find_aot_gradients(graph: torch.fx.Graph) -> AotGradients | None:
     """Find the `AotGradients`; None unless the backward has exactly one AOTAutograd graph. (2.11.0, 2.13.0)"""
-    calls = [node for node in graph.nodes if getattr(node.target, "__name__", "") == "call_aot_bwd_prologue"]
+    calls = [node for node in graph.nodes if autograd_function(node) == "call_aot_bwd_prologue"]
     if len(calls) != 1:
         return None
     *_, last = arguments = calls[0].args

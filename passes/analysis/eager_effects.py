@@ -62,8 +62,7 @@ def is_passed_through(node: fx.Node) -> bool:
     The prologue returns all saved tensors and gradients without reading their data.
     """
     source = node.args[0] if node.target is operator.getitem else node
-    is_prologue = isinstance(source, fx.Node) and target_name(source) == "call_aot_bwd_prologue"
-    return is_input(node) or is_prologue
+    return is_input(node) or (isinstance(source, fx.Node) and target_name(source) == "call_aot_bwd_prologue")
 
 
 def is_input(node: fx.Node) -> bool:

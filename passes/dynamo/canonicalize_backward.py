@@ -24,9 +24,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from compile_fsdp.ops import accumulate_gradient
 from compile_fsdp.ops.call_block import BLOCK_CALLS
 from compile_fsdp.passes.analysis.aliases import fake_value
-from compile_fsdp.torch_compat.autograd import is_accumulate_grad, may_hand_on
+from compile_fsdp.torch_compat.autograd import autograd_function
 from compile_fsdp.torch_compat.dispatch import chunk_cat, is_wrapper_subclass
 from compile_fsdp.torch_compat.dynamo import rename
+
+# Compiled autograd's functions that may return their arguments.
+_HAND_ON = ("validate_outputs", "call_aot_bwd_prologue")
 
 
 def canonicalize_backward(graph: fx.Graph, fake_mode: Any) -> None:
@@ -37,11 +40,12 @@ def canonicalize_backward(graph: fx.Graph, fake_mode: Any) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        if is_accumulate_grad(node.target):
+        function = autograd_function(node)
+        if function == "AccumulateGrad":
             node.target = accumulate_gradient
             ((gradient,), *_), is_copied = node.args, all(map(_is_only_copied, node.users))
             node.update_kwarg("is_only_copied", is_copied and _is_of_block(gradient))
-        elif may_hand_on(node.target) and all(user.target is operator.getitem for user in node.users):
+        elif function in _HAND_ON and all(user.target is operator.getitem for user in node.users):
             _inline(graph, node, fake_mode)
     for number, node in enumerate(graph.nodes):
         if node.op != "placeholder":

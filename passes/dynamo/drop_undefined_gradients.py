@@ -33,12 +33,11 @@ from torch import fx
 from compile_fsdp.passes.analysis.effects import Effects
 from compile_fsdp.torch_compat.autograd import (
     AotGradients,
+    autograd_function,
     find_aot_gradients,
-    is_derivative,
     is_gradient_hook,
     leaf_of_accumulation,
     leaf_of_hook,
-    may_hand_on,
 )
 from compile_fsdp.torch_compat.dispatch import FakeTensorMode, OpOverload
 
@@ -146,4 +145,4 @@ def _find_values(graph: fx.Graph, inputs: Sequence[Any]) -> dict[fx.Node, Any]:
 
 def _is_known(node: fx.Node) -> bool:
     is_op = isinstance(node.target, OpOverload) or node.target is operator.getitem
-    return is_op or is_derivative(node.target) or may_hand_on(node.target)
+    return is_op or autograd_function(node) not in (None, "AccumulateGrad")
