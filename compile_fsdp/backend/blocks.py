@@ -27,7 +27,6 @@ from compile_fsdp.passes.cache_key import cache_key
 from compile_fsdp.passes.partitioned.cut_backward import cut_backward
 from compile_fsdp.passes.partitioned.drop_random_states import drop_random_states, is_random
 from compile_fsdp.torch_compat.dispatch import OpOverload, forget_recomputation
-from compile_fsdp.torch_compat.dynamo import set_tracer
 from compile_fsdp.torch_compat.global_state import autocast_dtypes, without_autocast, without_cast_cache
 from compile_fsdp.torch_compat.inductor import (
     CustomPartitionerFn,
@@ -243,7 +242,7 @@ def _without_values(graph: fx.Graph) -> fx.GraphModule:
     for node in plain.nodes:
         node.meta.clear()
     gm = fx.GraphModule({}, plain)
-    set_tracer(gm, GraphTracer)
+    gm._tracer_cls = GraphTracer
     return gm
 
 

@@ -20,7 +20,6 @@ from compile_fsdp.backend.output_code import PlainOutputCode
 from compile_fsdp.passes.cache_key import cache_key
 from compile_fsdp.passes.partitioned.offload_saved import offload_saved
 from compile_fsdp.torch_compat.dispatch import OpOverload
-from compile_fsdp.torch_compat.dynamo import set_tracer
 from compile_fsdp.torch_compat.inductor import (
     CustomPartitionerFn,
     copy_cache_key,
@@ -80,7 +79,7 @@ class Partitioner(CustomPartitionerFn):
         if offload_saved(forward.graph, backward.graph, kwargs["num_fwd_outputs"]):
             forward.recompile()
             backward.recompile()
-        set_tracer(backward, GraphTracer)
+        backward._tracer_cls = GraphTracer
         return forward, backward
 
     def uuid(self) -> Any:

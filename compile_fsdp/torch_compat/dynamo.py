@@ -302,16 +302,6 @@ def input_fqn(node: torch.fx.Node) -> str:
     return ".".join(re.findall(r"\._(?:modules|parameters)\['([^']+)'\]", text)) or node.name
 
 
-def set_tracer(gm: torch.fx.GraphModule, tracer: type[torch.fx.Tracer]) -> None:
-    """Set the tracer class that rebuilds the graph from the module's code on unpickling. (2.13.0)"""
-    gm._tracer_cls = tracer
-
-
-def rename(node: torch.fx.Node, name: str) -> None:
-    """Rename a node; the new name must be unused in the graph. (2.13.0)"""
-    node._rename(name)
-
-
 def ban_recomputation(node: torch.fx.Node) -> None:
     """Forbid AOTAutograd's partitioner to recompute a Dynamo graph's node in the backward. (2.13.0)"""
     node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE

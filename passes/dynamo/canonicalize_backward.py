@@ -26,7 +26,6 @@ from compile_fsdp.ops.call_block import BLOCK_CALLS
 from compile_fsdp.passes.analysis.aliases import fake_value
 from compile_fsdp.torch_compat.autograd import autograd_function
 from compile_fsdp.torch_compat.dispatch import chunk_cat, is_wrapper_subclass
-from compile_fsdp.torch_compat.dynamo import rename
 
 # Compiled autograd's functions that may return their arguments.
 _HAND_ON = ("validate_outputs", "call_aot_bwd_prologue")
@@ -49,7 +48,7 @@ def canonicalize_backward(graph: fx.Graph, fake_mode: Any) -> None:
             _inline(graph, node, fake_mode)
     for number, node in enumerate(graph.nodes):
         if node.op != "placeholder":
-            rename(node, f"node_{number}")  # part of the cache key; names differ if the forward came from a cache
+            node._rename(f"node_{number}")  # part of the cache key; names differ if the forward came from a cache
 
 
 def _is_of_block(gradient: fx.Node) -> bool:
