@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from compile_fsdp.passes.analysis.effects import Effects
-from compile_fsdp.torch_compat.dispatch import OpOverload, argument_aliasing, storage_key
+from compile_fsdp.torch_compat.dispatch import OpOverload, argument_aliasing, plain_tensors, storage_key
 
 UNKNOWN = object()
 
@@ -99,14 +99,4 @@ class Aliases:
 
 def storage_keys(value: object) -> Iterator[int | None]:
     """Yield the storage keys of a fake value; None without a storage."""
-    if isinstance(value, torch.Tensor):
-        # A wrapper subclass has no data; it lists the attributes that have data.
-        if (flatten := getattr(value, "__tensor_flatten__", None)) is None:
-            yield storage_key(value)
-        else:
-            yield from storage_keys([getattr(value, name) for name in flatten()[0]])
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from storage_keys(item)
-    elif isinstance(value, dict):
-        yield from storage_keys(list(value.values()))
+    return map(storage_key, plain_tensors(value))
