@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from torch import fx
 
@@ -28,27 +28,19 @@ from compile_fsdp.torch_compat.inductor import CustomGraphPass
 Pass = Callable[[fx.Graph], object]
 PostGradPass = Callable[[fx.Graph], Report]
 
-_Result = TypeVar("_Result")
-
 _log = logging.getLogger("compile_fsdp.passes")
 
 _NOTE = "compile_fsdp "  # Prefix that tells notes from the names of Inductor's counts.
 
 
-def function_of(each: Callable[..., _Result]) -> Callable[..., _Result]:
+def function_of(each: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function of a pass without its bound arguments."""
     return each.func if isinstance(each, partial) else each
 
 
-class Run:
-    """Run passes on a Dynamo graph, in order."""
-
-    def __init__(self, graph: fx.Graph, passes: Iterable[Pass]) -> None:
-        self._results: dict[Callable[..., object], Any] = {function_of(each): each(graph) for each in passes}
-
-    def result(self, function: Callable[..., _Result]) -> _Result:
-        result: _Result = self._results[function]
-        return result
+def run_passes(graph: fx.Graph, passes: Iterable[Pass]) -> dict[Callable[..., object], Any]:
+    """Run passes on a Dynamo graph, in order; return the result of each by its function."""
+    return {function_of(each): each(graph) for each in passes}
 
 
 class GraphObserver(Protocol):

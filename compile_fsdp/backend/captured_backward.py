@@ -26,7 +26,7 @@ from compile_fsdp.passes import pipelines
 from compile_fsdp.passes.dynamo.drop_undefined_gradients import drop_undefined_gradients
 from compile_fsdp.passes.dynamo.join_op_runs import join_op_runs
 from compile_fsdp.passes.dynamo.legalize_windows import legalize_windows
-from compile_fsdp.passes.runner import Run
+from compile_fsdp.passes.runner import run_passes
 from compile_fsdp.runtime.attached import owner_of
 from compile_fsdp.runtime.backward import expect_no_gradient
 from compile_fsdp.runtime.group_calls import GROUP_CALLS
@@ -126,8 +126,8 @@ class CapturedBackward:
         _mark_changing(inputs, self._compiler.sizes)
         hooks = None if lifted is None else lifted.names
         passes = pipelines.captured_backward(has_gradient=self._compiler.has_gradient, inputs=inputs, hooks=hooks)
-        done = Run(captured.graph, passes)
-        self._op_runs = done.result(join_op_runs)
+        done = run_passes(captured.graph, passes)
+        self._op_runs = done[join_op_runs]
         for name, body in captured.named_children():  # of conditions and loops
             if isinstance(body, fx.GraphModule):
                 # A plain module, because Dynamo does not trace modules that compile their code on the first call.
@@ -140,7 +140,7 @@ class CapturedBackward:
         # Weak, because torch.compile keeps its backends as long as the process lives.
         method, backend = MethodType(function, captured), weak_callable(self._compile_traced)
         compiled = compile_for_many(method, backend, None if this_run().backward is None else see_guards)
-        return _Traceable(function, compiled, done.result(drop_undefined_gradients))
+        return _Traceable(function, compiled, done[drop_undefined_gradients])
 
     @contextmanager
     def _around_run(self, is_first: bool) -> Iterator[None]:
@@ -166,7 +166,7 @@ class CapturedBackward:
         inputs = GraphInputs(gm)
         functions = {*GROUP_CALLS, *self._op_runs}
         passes = pipelines.traced_backward(functions, names=inputs.name_before, fake_mode=fake_mode)
-        if unmoved := Run(gm.graph, passes).result(legalize_windows).unmoved:
+        if unmoved := run_passes(gm.graph, passes)[legalize_windows].unmoved:
             raise UnsupportedFeatureError(
                 "expected every read of a parameter in the backward to fit between its gather and its free, got "
                 f"{[f'{fqn}: {reason.value}' for fqn, reason in unmoved]}; leave out the hooks that change these "

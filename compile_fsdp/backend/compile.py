@@ -28,7 +28,7 @@ from compile_fsdp.passes import pipelines
 from compile_fsdp.passes.dynamo.fit_memory_budget import fit_memory_budget
 from compile_fsdp.passes.dynamo.lift_tensor_hooks import lift_tensor_hooks
 from compile_fsdp.passes.dynamo.outline_blocks import outline_blocks
-from compile_fsdp.passes.runner import Run
+from compile_fsdp.passes.runner import run_passes
 from compile_fsdp.runtime import calls, trace_record
 from compile_fsdp.runtime.attached import module_hooks_of
 from compile_fsdp.runtime.gather import free
@@ -124,13 +124,13 @@ def _decide(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options)
     fitted = budget_pass(inputs, options, calls_blocks=calls_blocks) if has_backward else None
     frozen = inputs.frozen_nodes() if has_backward else ()
     passes = pipelines.forward(GROUP_CALLS, free=free, lifts_hooks=lifts_hooks, fitted=fitted, frozen=frozen)
-    done = Run(gm.graph, passes)
-    decision = None if fitted is None else done.result(fit_memory_budget)
+    done = run_passes(gm.graph, passes)
+    decision = done.get(fit_memory_budget)
     compiler = BlockCompiler(options, has_backward)
     if calls_blocks and (decision is None or decision.calls_blocks):
         outline_blocks(gm.graph, compiler)
     gm.recompile()
-    hooks = done.result(lift_tensor_hooks) if lifts_hooks else None
+    hooks = done.get(lift_tensor_hooks)
     if hooks is not None:
         example_inputs, _ = hooks.split(example_inputs)
         inputs = GraphInputs(gm)  # one input less
