@@ -20,11 +20,7 @@ from compile_fsdp.backend.output_code import PlainOutputCode
 from compile_fsdp.passes.cache_key import cache_key
 from compile_fsdp.passes.partitioned.offload_saved import offload_saved
 from compile_fsdp.torch_compat.dispatch import OpOverload
-from compile_fsdp.torch_compat.inductor import (
-    CustomPartitionerFn,
-    copy_cache_key,
-    min_cut_partition,
-)
+from compile_fsdp.torch_compat.inductor import CustomPartitionerFn, copy_cache_key, min_cut_partition
 
 # Settings of AOTAutograd for a backward that compiled autograd takes over, or that a block calls.
 DERIVED_BACKWARD: dict[str, Any] = {

@@ -68,10 +68,7 @@ tree_map_only = _pytree.tree_map_only
 has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
 
 # Dispatch keys included, and dispatch keys excluded, outside any op's kernel. (2.13.0)
-_DISPATCH_KEYS_OF_EAGER_CODE = (
-    torch._C._dispatch_tls_local_include_set(),
-    torch._C._dispatch_tls_local_exclude_set(),
-)
+_DISPATCH_KEYS_OF_EAGER_CODE = (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
 
 # The address of a storage's C++ object. (2.13.0)
 needs_attributes(torch.UntypedStorage, "_cdata")

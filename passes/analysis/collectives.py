@@ -24,14 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from compile_fsdp.ops import (
-    all_gather_into_tensor,
-    cat,
-    fetch,
-    offload,
-    reduce_scatter_tensor,
-    split_with_sizes_copy,
-)
+from compile_fsdp.ops import all_gather_into_tensor, cat, fetch, offload, reduce_scatter_tensor, split_with_sizes_copy
 from compile_fsdp.passes.analysis.aliases import fake_arguments, find_fake_tensor
 from compile_fsdp.torch_compat.dispatch import OpOverload, argument_aliasing, op_name
 
@@ -47,12 +40,7 @@ RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _JOINS = (aten.cat.default, cat)  # as traced, and as packed anew
 
 # Ops from one tensor to a tensor of equal numel, element by element.
-_ELEMENTWISE = (
-    CAST,
-    aten.div.Tensor,
-    aten.mul.Tensor,
-    aten._to_copy.default,
-)
+_ELEMENTWISE = (CAST, aten.div.Tensor, aten.mul.Tensor, aten._to_copy.default)
 
 _COPIES = (
     aten.cat.default,

@@ -90,12 +90,7 @@ COSTS: Mapping[str, Costs] = MappingProxyType(
     {
         "cpu": Costs(latency=1e-3, comm_bandwidth=0.6e9, memory_bandwidth=6e9, flops=30e9, rows=512),
         "cuda": Costs(
-            latency=20e-6,
-            comm_bandwidth=250e9,
-            memory_bandwidth=2e12,
-            flops=500e12,
-            rows=8192,
-            offload_bandwidth=40e9,
+            latency=20e-6, comm_bandwidth=250e9, memory_bandwidth=2e12, flops=500e12, rows=8192, offload_bandwidth=40e9
         ),
     }
 )

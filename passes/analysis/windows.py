@@ -137,12 +137,7 @@ class _Matcher:
         return list(found.values())
 
     def _visit_use(
-        self,
-        position: int,
-        node: fx.Node,
-        parameter: Parameter,
-        sources: Sequence[fx.Node],
-        written: Sequence[fx.Node],
+        self, position: int, node: fx.Node, parameter: Parameter, sources: Sequence[fx.Node], written: Sequence[fx.Node]
     ) -> None:
         span = parameter.spans[-1]
         span.uses += 1

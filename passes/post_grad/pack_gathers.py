@@ -31,17 +31,7 @@ from compile_fsdp.passes.analysis.collectives import WAIT, Packed, aten, insert,
 from compile_fsdp.passes.analysis.costs import Costs, plan_gathers
 from compile_fsdp.passes.analysis.effects import is_copy, parameter_of
 from compile_fsdp.passes.analysis.layout import find_freed
-from compile_fsdp.passes.post_grad.packing import (
-    Kind,
-    MayJoin,
-    Merge,
-    Part,
-    Places,
-    join,
-    launch,
-    pack_anew,
-    split,
-)
+from compile_fsdp.passes.post_grad.packing import Kind, MayJoin, Merge, Part, Places, join, launch, pack_anew, split
 from compile_fsdp.passes.report import PassCounts
 
 
