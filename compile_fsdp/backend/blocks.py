@@ -7,7 +7,6 @@ inputs are passed again, so no tensor that a block saves keeps an unsharded para
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import fx
 
 from compile_fsdp.backend.capturable import check_capturable
-from compile_fsdp.backend.derived_backward import DERIVED_BACKWARD, GraphTracer, UnusedBackward
+from compile_fsdp.backend.derived_backward import DERIVED_BACKWARD, GraphTracer, UnusedBackward, can_be_rebuilt
 from compile_fsdp.backend.progress import Phase
 from compile_fsdp.ops.call_block import Backward, Block, Part, Signature, find_block
 from compile_fsdp.options import Options
@@ -26,7 +25,7 @@ from compile_fsdp.passes.analysis.equal_blocks import BlockCall
 from compile_fsdp.passes.cache_key import cache_key
 from compile_fsdp.passes.partitioned.cut_backward import cut_backward
 from compile_fsdp.passes.partitioned.drop_random_states import drop_random_states, is_random
-from compile_fsdp.torch_compat.dispatch import OpOverload, forget_recomputation
+from compile_fsdp.torch_compat.dispatch import forget_recomputation
 from compile_fsdp.torch_compat.global_state import autocast_dtypes, without_autocast, without_cast_cache
 from compile_fsdp.torch_compat.inductor import (
     CustomPartitionerFn,
@@ -77,8 +76,9 @@ class BlockCompiler:
     def _compile(self, name: str, call: BlockCall) -> Block | None:
         needs_gradient = tuple(_tensor(node).requires_grad for node in call.outputs)
         graphs = _trace(call, self.options, self.has_backward and any(needs_gradient))
-        if not all(map(_can_be_called, (node for graph in graphs for node in graph.nodes))):
-            return None
+        nodes = [node for graph in graphs for node in graph.nodes]
+        if not all(node.op != "get_attr" and can_be_rebuilt(node) for node in nodes):
+            return None  # calls have no constants
         if self.options.cuda_graphs:
             for graph in graphs:
                 check_capturable(graph, "block")
@@ -203,16 +203,6 @@ class _Partitioner(CustomPartitionerFn):
 
     def uuid(self) -> None:
         """Turn caching off, because this partitioner keeps its graphs."""
-
-
-def _can_be_called(node: fx.Node) -> bool:
-    """Return whether a call may contain a node: calls have no constants."""
-    if node.op == "call_function":
-        return isinstance(node.target, OpOverload) or node.target in _SIZE_FUNCTIONS
-    return node.op != "get_attr"
-
-
-_SIZE_FUNCTIONS = (operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod)
 
 
 def _copy(call: BlockCall) -> fx.Graph:

@@ -104,7 +104,7 @@ class ForwardCompiler:
             self.forward = self.compile_inner(gm, *args, **kwargs)
             return self.forward
         unused = UnusedBackward()
-        if all(map(_is_known, gm.graph.nodes)):
+        if all(map(can_be_rebuilt, gm.graph.nodes)):
             # AOTAutograd's cache refers to both halves by their keys in Inductor's cache, and loads both. The backward
             # gets the key of the forward, because that entry exists and is loaded already. Without a key nothing is
             # stored.
@@ -112,13 +112,14 @@ class ForwardCompiler:
         return unused
 
 
-def _is_known(node: fx.Node) -> bool:
+def can_be_rebuilt(node: fx.Node) -> bool:
+    """Return whether `GraphTracer` rebuilds a node from its code."""
     if node.op == "call_function":
         return isinstance(node.target, OpOverload) or node.target in _PLAIN
     return node.op in ("placeholder", "get_attr", "output")
 
 
-# Functions that `GraphTracer` rebuilds beside ops: access to items, and computations with sizes, which are proxies.
+# Functions beside ops: access to items, and computations with sizes, which are proxies.
 _PLAIN = (
     operator.getitem,
     operator.add,
