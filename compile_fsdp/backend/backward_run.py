@@ -11,9 +11,8 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from compile_fsdp.backend.call_inputs import CallInputs
-from compile_fsdp.backend.captured_backward import BackwardCompiler
+from compile_fsdp.backend.captured_backward import BackwardCompiler, weak_method
 from compile_fsdp.backend.compiled_forward import CompiledForward
-from compile_fsdp.backend.lifetimes import weak_callable
 from compile_fsdp.backend.step import BackwardObserver
 from compile_fsdp.backend.this_run import Run, running
 from compile_fsdp.runtime.backward import deliver, enter_graph, expect_no_gradient, leave_graph, start_backward
@@ -108,7 +107,7 @@ class BackwardRun:
     def _run_captured(self, run: Callable[[], Any], observer: BackwardObserver | None = None) -> Any:
         compiler = BackwardCompiler(self.forward.step, self.has_gradient, self.inputs.sizes)
         # Weak, because compiled autograd keeps the function as long as the process lives.
-        compile_captured = weak_callable(compiler.compile)
+        compile_captured = weak_method(compiler.compile)
         with (
             kept_hooks(self.outputs) if self.is_kept else nullcontext(),
             _without_nan_check(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -16,7 +17,6 @@ from torch import fx
 
 from compile_fsdp.backend.graph_inputs import GraphInputs
 from compile_fsdp.backend.inner import TracedGraph, compile_traced
-from compile_fsdp.backend.lifetimes import weak_callable
 from compile_fsdp.backend.prefill import unshard_inputs
 from compile_fsdp.backend.progress import Phase
 from compile_fsdp.backend.step import Step
@@ -46,6 +46,18 @@ _log = logging.getLogger("compile_fsdp")
 FALLS_BACK = "backward falls back to eager, op by op, with all its parameters unsharded: "
 
 
+def weak_method(method: Callable[..., Any], otherwise: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """Return a caller of a bound method, for torch's permanent tables; it calls `otherwise` once the object is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        target = reference() or otherwise
+        assert target is not None
+        return target(*args)
+
+    return call
+
+
 @dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class BackwardCompiler:
     """Compiles the backwards that compiled autograd captures in one run.
@@ -68,7 +80,7 @@ class BackwardCompiler:
         backward = CapturedBackward(captured, self)
         self.step.record.compiled.append(backward)
         # If AOTAutograd does not make every graph unique, a model may hit the cached graph of a deleted model.
-        return weak_callable(backward.run, otherwise=captured)
+        return weak_method(backward.run, otherwise=captured)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +150,7 @@ class CapturedBackward:
         # globals would live as long as the captured graph.
         function = FunctionType(captured.forward.__code__.replace(), dict(captured.forward.__globals__))
         # Weak, because torch.compile keeps its backends as long as the process lives.
-        method, backend = MethodType(function, captured), weak_callable(self._compile_traced)
+        method, backend = MethodType(function, captured), weak_method(self._compile_traced)
         compiled = compile_for_many(method, backend, None if this_run().backward is None else see_guards)
         return _Traceable(function, compiled, done[drop_undefined_gradients])
 
