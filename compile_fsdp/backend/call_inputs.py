@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
 
 from compile_fsdp.backend.compiled_forward import CompiledForward
-from compile_fsdp.backend.stack import runs_below
 from compile_fsdp.runtime import calls
 from compile_fsdp.runtime.attached import owner_of
 from compile_fsdp.runtime.group import TraceableGroup
@@ -81,3 +82,14 @@ def _is_stage(forward: CompiledForward) -> bool:
     outermost = calls.outermost()
     is_whole = forward.whole_of is not None and outermost is not None and forward.whole_of() is outermost.module
     return is_whole and runs_below(stage_forward_code(), threading.get_ident())
+
+
+def runs_below(code: CodeType | None, thread: int) -> bool:
+    """Return whether a function's frame is on a thread's stack; False for None, a function nobody has imported.
+
+    Callers pass the thread of the forward, because a backward may run on a thread of the autograd engine.
+    """
+    frame = None if code is None else sys._current_frames().get(thread)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None

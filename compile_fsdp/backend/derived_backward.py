@@ -16,11 +16,17 @@ import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
-from compile_fsdp.backend.output_code import PlainOutputCode
 from compile_fsdp.passes.cache_key import cache_key
 from compile_fsdp.passes.partitioned.offload_saved import offload_saved
 from compile_fsdp.torch_compat.dispatch import OpOverload
-from compile_fsdp.torch_compat.inductor import CustomPartitionerFn, copy_cache_key, min_cut_partition
+from compile_fsdp.torch_compat.inductor import (
+    CustomPartitionerFn,
+    copy_cache_key,
+    inductor_output_type,
+    min_cut_partition,
+)
+
+_OutputCode: Any = inductor_output_type()
 
 # Settings of AOTAutograd for a backward that compiled autograd takes over, or that a block calls.
 DERIVED_BACKWARD: dict[str, Any] = {
@@ -83,6 +89,21 @@ class Partitioner(CustomPartitionerFn):
             return cache_key(*self.decided)
         chosen = self.chosen.uuid()
         return None if chosen is None else cache_key(chosen, *self.decided)  # None turns caching off
+
+
+class PlainOutputCode(_OutputCode):  # type: ignore[misc]
+    """Stands for a compiled graph of Inductor: what AOTAutograd and its cache call besides the graph does nothing."""
+
+    _boxed_call = True
+
+    def prepare_for_serialization(self) -> None:
+        pass
+
+    def post_compile(self, *args: Any) -> None:
+        pass
+
+    def set_triton_bundle(self, triton_bundle: Any) -> None:
+        pass
 
 
 class UnusedBackward(PlainOutputCode):
