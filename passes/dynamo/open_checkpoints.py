@@ -22,8 +22,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -36,21 +35,6 @@ from compile_fsdp.torch_compat.dispatch import is_checkpoint
 from compile_fsdp.torch_compat.dynamo import deferred_hook
 
 Function = Callable[..., Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _Frame:
-    """What the runtime has added around the ops of a body.
-
-    Attributes:
-        before: Gathers.
-        after: Frees and hooks.
-        items: Nodes of the outer graph that hold results of the body.
-    """
-
-    before: list[fx.Node]
-    after: list[fx.Node]
-    items: dict[fx.Node, fx.Node]
 
 
 def open_checkpoints(graph: fx.Graph, functions: Container[Function], free: Function) -> int:
@@ -66,21 +50,22 @@ def open_checkpoints(graph: fx.Graph, functions: Container[Function], free: Func
         elif is_checkpoint(node) and (body := effects.subgraph(attribute := node.all_input_nodes[0])) is not None:
             frame = _find_frame(node, body.graph, functions, free) if len(attribute.users) == 1 else None
             if frame is not None:
-                _open(node, body, frame, records)
+                _open(node, body, *frame, records)
                 count += 1
     return count
 
 
-def _find_frame(call: fx.Node, body: fx.Graph, functions: Container[Function], free: Function) -> _Frame | None:
-    """Find what can be moved out of a body; None if there is nothing, or if anything would stay."""
+def _find_frame(
+    call: fx.Node, body: fx.Graph, functions: Container[Function], free: Function
+) -> tuple[list[fx.Node], list[fx.Node]] | None:
+    """Find the gathers, and the frees and hooks, of a body; None if there are none, or if anything would stay."""
     before = [node for node in body.nodes if (node.target in functions and node.target is not free) or is_gather(node)]
     frees = body.find_nodes(op="call_function", target=free)
     hooks = [node for node in body.nodes if deferred_hook(node) is not None]
     own = {*before, *frees, *hooks}
     parameters = {each for node in before for each in node.all_input_nodes if each.op == "placeholder"}
     reads = [node for node in body.nodes if node not in own and not parameters.isdisjoint(node.all_input_nodes)]
-    results: Any = body.output_node().args[0]
-    items: dict[fx.Node, fx.Node] = {results[user.args[1]]: user for user in call.users}
+    items = _items(call, body)
     is_whole = (
         before
         and all(each in own or each.op == "placeholder" for node in before for each in node.all_input_nodes)
@@ -90,24 +75,32 @@ def _find_frame(call: fx.Node, body: fx.Graph, functions: Container[Function], f
         and all(each.op == "placeholder" or each in items for node in hooks for each in node.all_input_nodes)
         and not any(map(is_upkeep, body.nodes))
     )
-    return _Frame(before, [*frees, *hooks], items) if is_whole else None
+    return (before, [*frees, *hooks]) if is_whole else None
 
 
-def _open(call: fx.Node, body: fx.GraphModule, frame: _Frame, records: bool) -> None:
-    """Move the frame of a body out; `records`: whether autograd records where the graph calls the checkpoint."""
+def _items(call: fx.Node, body: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Map results of a body to the nodes of the outer graph that hold them."""
+    results: Any = body.output_node().args[0]
+    return {results[user.args[1]]: user for user in call.users}
+
+
+def _open(
+    call: fx.Node, body: fx.GraphModule, before: Sequence[fx.Node], after: Sequence[fx.Node], records: bool
+) -> None:
+    """Move nodes before and after a call out of its body; `records`: whether autograd records where the call stands."""
     graph, placeholders = call.graph, body.graph.find_nodes(op="placeholder")
-    outside: dict[fx.Node, Any] = {**frame.items, **dict(zip(placeholders, call.args[1:], strict=True))}
+    outside: dict[fx.Node, Any] = {**_items(call, body.graph), **dict(zip(placeholders, call.args[1:], strict=True))}
     with graph.inserting_before(call):
         if records:
             graph.call_function(set_grad_enabled, (False,))
-        for node in frame.before:
+        for node in before:
             outside[node] = graph.node_copy(node, outside.__getitem__)
         if records:
             graph.call_function(set_grad_enabled, (True,))
     with graph.inserting_before(max([call, *call.users]).next):
-        for node in frame.after:
+        for node in after:
             graph.node_copy(node, outside.__getitem__)
-    for node in reversed([*frame.before, *frame.after]):
+    for node in reversed([*before, *after]):
         body.graph.erase_node(node)
     _erase_idle_switches(body.graph, records)
     call.args = (call.args[0], *(outside[node] for node in placeholders if node.users))
