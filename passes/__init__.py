@@ -2,7 +2,7 @@
 
 from compile_fsdp.passes.analysis.costs import COSTS, Costs
 from compile_fsdp.passes.pipelines import PASSES
-from compile_fsdp.passes.report import Kept, LegalizeReport, PassCounts, Unmoved, WindowReport
+from compile_fsdp.passes.report import Kept, PassCounts, WindowReport
 from compile_fsdp.passes.runner import GraphObserver, Pipeline
 
 __all__ = [
@@ -11,9 +11,7 @@ __all__ = [
     "Costs",
     "GraphObserver",
     "Kept",
-    "LegalizeReport",
     "PassCounts",
     "Pipeline",
-    "Unmoved",
     "WindowReport",
 ]

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import fx
 
 from compile_fsdp.ops import copy_, resize_storage_bytes_
-from compile_fsdp.passes import LegalizeReport, Unmoved
 from compile_fsdp.passes.dynamo.legalize_windows import legalize_windows
+from compile_fsdp.passes.report import LegalizeReport, Unmoved
 from compile_fsdp.torch_compat.dynamo import set_version_counter, tensor_version
 from helpers.graphs.build import GraphBuilder, Layer
 from helpers.graphs.execution import freed, run, storage_sizes
