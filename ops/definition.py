@@ -89,7 +89,7 @@ def ensure_definition(definition: OpDefinition, library: torch.library.Library |
 
 def check_lowering(definition: OpDefinition) -> None:
     """Raise OpDefinitionError if Inductor, which this imports, has no lowering of the op."""
-    if get_op(definition) not in inductor.inductor_lowerings():
+    if get_op(definition) not in inductor.inductor_lowerings.value:
         raise OpDefinitionError(f"expected an Inductor lowering of {definition.name}, found none; {_REMEDY}")
 
 

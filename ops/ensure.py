@@ -33,5 +33,5 @@ def ensure_lowerings() -> None:
     for op in BLOCK_CALLS:
         hand_over_inputs(op, f"{run_part.__module__}.{run_part.__name__}")
     for op in (all_gather_into_tensor, reduce_scatter_tensor, fetch):
-        if op not in inductor_lowerings():
+        if op not in inductor_lowerings.value:
             register_collective_lowering(op)

@@ -22,11 +22,11 @@ from compile_fsdp.torch_compat.dispatch import OpOverload
 from compile_fsdp.torch_compat.inductor import (
     CustomPartitionerFn,
     copy_cache_key,
-    inductor_output_type,
     min_cut_partition,
+    output_code,
 )
 
-_OutputCode: Any = inductor_output_type()
+_OutputCode: Any = output_code.value
 
 # Settings of AOTAutograd for a backward that compiled autograd takes over, or that a block calls.
 DERIVED_BACKWARD: dict[str, Any] = {

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from compile_fsdp.torch_compat.autograd import get_compiled_autograd_flag, set_compiled_autograd_flag
+from compile_fsdp.torch_compat.autograd import swap_compiled_autograd_flag
 from compile_fsdp.torch_compat.dynamo import assume_constant_result, count_outer_tracers, skip_code
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -94,20 +94,19 @@ def defer_hook_bodies() -> None:
     Dynamo decides this by compiled autograd's flag, for the user's hooks as for ours. If the flag stayed on, Dynamo
     would trace the rest of the code differently.
     """
-    _flags_before.append(get_compiled_autograd_flag())
-    set_compiled_autograd_flag(True)
+    _flags_before.append(swap_compiled_autograd_flag(True))
 
 
 @eval_at_trace_time
 def restore_hook_bodies() -> None:
     """Undo one `defer_hook_bodies`; do nothing if its trace ended."""
     if _flags_before:
-        set_compiled_autograd_flag(_flags_before.pop())
+        swap_compiled_autograd_flag(_flags_before.pop())
 
 
 @at_run_time
 def restore_hook_bodies_now() -> None:
     """Undo every `defer_hook_bodies` of a trace that ended or failed."""
     if _flags_before:
-        set_compiled_autograd_flag(_flags_before[0])
+        swap_compiled_autograd_flag(_flags_before[0])
         _flags_before.clear()

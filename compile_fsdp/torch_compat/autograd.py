@@ -175,15 +175,10 @@ def prepare_compiled_autograd() -> None:
 
 
 @needs("torch._dynamo.compiled_autograd.compiled_autograd_enabled")
-def get_compiled_autograd_flag() -> bool:
-    """Whether Dynamo traces for compiled autograd, and so defers the bodies of hooks to the backward. (2.13.0)"""
-    return _compiled_autograd.compiled_autograd_enabled
-
-
-@needs("torch._dynamo.compiled_autograd.compiled_autograd_enabled")
-def set_compiled_autograd_flag(value: bool) -> None:
-    """Set whether Dynamo traces for a backward under compiled autograd. (2.13.0)"""
-    _compiled_autograd.compiled_autograd_enabled = value
+def swap_compiled_autograd_flag(value: bool) -> bool:
+    """Set whether Dynamo traces for compiled autograd, and so defers the bodies of hooks; return it before. (2.13.0)"""
+    before, _compiled_autograd.compiled_autograd_enabled = _compiled_autograd.compiled_autograd_enabled, value
+    return before
 
 
 def autograd_function(node: torch.fx.Node) -> str | None:

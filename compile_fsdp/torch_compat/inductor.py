@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,6 +49,12 @@ cpp_compiler: Callable[[], str] = Late("torch._inductor.cpp_builder.get_cpp_comp
 # Choose the vector instructions of C++ kernels, by probes that a cache folder keeps. (2.13.0)
 pick_vec_isa = Late("torch._inductor.cpu_vec_isa.pick_vec_isa")
 
+# Its value: the class of Inductor's compiled graphs, which AOTAutograd's cache stores. (2.13.0)
+output_code = Late("torch._inductor.output_code.OutputCode")
+
+# Its value: Inductor's lowerings by op. (2.13.0)
+inductor_lowerings = Late("torch._inductor.lowering.lowerings")
+
 # Partition a joint graph with Inductor's default choice of saved tensors. (2.13.0)
 min_cut_partition: Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModule]] = Late(
     "torch._functorch.partitioners.min_cut_rematerialization_partition"
@@ -65,14 +71,12 @@ _reorder_for_locality = Late("torch._inductor.fx_passes.post_grad.reorder_for_lo
 _boxed_nop = Late("torch._dynamo.backends.debugging.boxed_nop")
 _default_op_list = functools.cache(Late("torch._functorch.partitioners.get_default_op_list"))
 _decomposed = functools.cache(Late("torch._inductor.decomposition.select_decomp_table"))
-_output_code = Late("torch._inductor.output_code.OutputCode")
 _plain_output = Late("torch._functorch._aot_autograd.descriptors.PlainAOTOutput")
 _first_unsafe = Late("torch._inductor.utils.get_first_incompatible_cudagraph_node")
 _saved_outputs = (
     Late("torch._functorch._aot_autograd.descriptors.SavedForBackwardsAOTOutput"),
     Late("torch._functorch._aot_autograd.descriptors.SavedForBackwardsNoVcCheckAOTOutput"),
 )
-_lowerings = Late("torch._inductor.lowering.lowerings")
 _register_lowering = Late("torch._inductor.lowering.register_lowering")
 _add_layout_constraint = Late("torch._inductor.lowering.add_layout_constraint")
 _constrain_to_fx_strides = Late("torch._inductor.lowering.constrain_to_fx_strides")
@@ -177,25 +181,10 @@ def is_unsafe_in_graphs(node: torch.fx.Node) -> bool:
     return _first_unsafe(SimpleNamespace(graph=SimpleNamespace(nodes=[node]))) is not None
 
 
-def inductor_output_type() -> Any:
-    """The class of Inductor's compiled graphs, which AOTAutograd's cache stores. (2.13.0)"""
-    return _output_code.value
-
-
 def copy_cache_key(source: Any, target: Any) -> None:
     """Give `target` the AOTAutograd cache key of the compiled graph `source`. (2.13.0)"""
     for name in ("_fx_graph_cache_key", "_fx_graph_cache_debug_lines", "guards_expr"):
         setattr(target, name, getattr(source, name, None))
-
-
-def inductor_lowerings() -> Mapping[Any, Callable[..., object]]:
-    """Inductor's lowerings by op. (2.13.0)"""
-    return cast(Mapping[Any, Callable[..., object]], _lowerings.value)
-
-
-def register_inductor_lowering(op: OpOverload, lowering: Callable[..., object]) -> None:
-    """Register a lowering without type promotion of its arguments. (2.13.0)"""
-    _register_lowering(op, type_promotion_kind=None)(lowering)
 
 
 def register_collective_lowering(op: OpOverload) -> None:
@@ -204,7 +193,8 @@ def register_collective_lowering(op: OpOverload) -> None:
     Inductor then leaves the send and receive buffers unchanged until the wait.
     """
     _add_layout_constraint(op, _constrain_to_fx_strides.value)
-    register_inductor_lowering(op, lambda *args: _create_tensor_box(_create_collective(op, *args)))
+    register = _register_lowering(op, type_promotion_kind=None)
+    register(lambda *args: _create_tensor_box(_create_collective(op, *args)))
 
 
 def hand_over_inputs(op: OpOverload, function: str) -> None:
@@ -245,7 +235,7 @@ def innermost(compiled: Any) -> Callable[[list[Any]], Any]:
 
     It takes its inputs as one list, and empties the list.
     """
-    while not isinstance(compiled, _output_code.value):
+    while not isinstance(compiled, output_code.value):
         compiled = compiled.__wrapped__
     return cast(Callable[[list[Any]], Any], compiled)
 
