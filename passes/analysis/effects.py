@@ -93,24 +93,20 @@ def is_barrier(node: fx.Node, effects: Effects) -> bool:
     return not (is_resize(node) or is_copy(node)) and bool(effects.written_inputs(node))
 
 
-@dataclass(frozen=True, slots=True)
-class _Selection:
-    """Arguments of an op, by position, or by name for keywords."""
+# Arguments of an op: the name of each, and its position, None for a keyword.
+_Arguments = tuple[tuple[str, int | None], ...]
 
-    positions: tuple[int, ...]
-    names: tuple[str, ...]
 
-    def nodes(self, node: fx.Node) -> tuple[fx.Node, ...]:
-        if not self.names:
-            return ()
-        positional = [node.args[i] for i in self.positions if i < len(node.args)]
-        return tuple(nodes_in(positional + [node.kwargs[n] for n in self.names if n in node.kwargs]))
+def _nodes_passed(node: fx.Node, arguments: _Arguments) -> tuple[fx.Node, ...]:
+    """Return the nodes that a call passes in some of its op's arguments."""
+    values = [node.args[i] if i is not None and i < len(node.args) else node.kwargs.get(n) for n, i in arguments]
+    return tuple(nodes_in(values))
 
 
 @dataclass(frozen=True, slots=True)
 class _Schema:
-    written: _Selection
-    aliased: _Selection
+    written: _Arguments
+    aliased: _Arguments
     returns_nothing: bool
 
 
@@ -145,9 +141,9 @@ class Effects:
             return ()
         target = node.target
         if isinstance(target, OpOverload):
-            return self._schema(target).written.nodes(node)
+            return _nodes_passed(node, self._schema(target).written)
         if isinstance(target, OpOverloadPacket):  # Only before AOTAutograd.
-            return tuple(n for op in packet_overloads(target) for n in self._schema(op).written.nodes(node))
+            return tuple(n for op in packet_overloads(target) for n in _nodes_passed(node, self._schema(op).written))
         if target is operator.getitem:
             return ()
         if isinstance(target, HigherOrderOperator) and not self._summary_of_call(node).writes:
@@ -156,7 +152,7 @@ class Effects:
 
     def view_inputs(self, node: fx.Node) -> Sequence[fx.Node]:
         """Return the inputs that the node's results alias, by its schema."""
-        return self._schema(node.target).aliased.nodes(node) if isinstance(node.target, OpOverload) else ()
+        return _nodes_passed(node, self._schema(node.target).aliased) if isinstance(node.target, OpOverload) else ()
 
     def has_result(self, node: fx.Node) -> bool:
         if isinstance(node.target, OpOverload):
@@ -199,7 +195,7 @@ class Effects:
 
     def _summary_of_callable(self, item: object) -> _Summary | None:
         if isinstance(item, OpOverload):
-            return _Summary(writes=bool(self._schema(item).written.names), reads_storage=item in _STORAGE_OPS)
+            return _Summary(writes=bool(self._schema(item).written), reads_storage=item in _STORAGE_OPS)
         if isinstance(item, (HigherOrderOperator, OpOverloadPacket)):
             return _Summary(writes=True, reads_storage=True)
         module = self.subgraph(item) if isinstance(item, fx.Node) else None
@@ -226,10 +222,8 @@ def _read_schema(op: OpOverload) -> _Schema:
     if op_name(op) in _UNDECLARED_VIEWS:
         aliased = {arguments[0].name}
 
-    def select(names: set[str]) -> _Selection:
-        chosen = [(i, a) for i, a in enumerate(arguments) if a.name in names]
-        positions = tuple(i for i, a in chosen if not a.keyword_only)
-        return _Selection(positions, tuple(a.name for _, a in chosen))
+    def select(names: set[str]) -> _Arguments:
+        return tuple((a.name, None if a.keyword_only else i) for i, a in enumerate(arguments) if a.name in names)
 
     return _Schema(select(written), select(aliased), returns_nothing(op))
 
