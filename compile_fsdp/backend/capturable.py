@@ -17,7 +17,6 @@ from compile_fsdp.passes.analysis.aliases import find_fake_tensor
 from compile_fsdp.passes.report import Kept
 from compile_fsdp.passes.text import list_names
 from compile_fsdp.reports import GraphReport
-from compile_fsdp.torch_compat.device_graphs import has_device_graphs
 from compile_fsdp.torch_compat.inductor import is_unsafe_in_graphs
 
 # Why a parameter is unsharded when a graph starts or returns. It can stay allocated.
@@ -26,7 +25,7 @@ _BETWEEN_GRAPHS = {Kept.OPEN_AT_START.value, Kept.OPEN_AT_RETURN.value}
 
 def check_device(device: torch.device) -> None:
     """Refuse CUDA graphs on a device that has none."""
-    if not has_device_graphs(device):
+    if not hasattr(torch.get_device_module(device), "CUDAGraph"):
         raise UnknownOptionError(
             f"expected a GPU to capture CUDA graphs on, got {device}; leave out the mode or option that asks for them "
             '(reduce-overhead, max-autotune, triton.cudagraphs), or use mode="max-autotune-no-cudagraphs"'

@@ -32,7 +32,7 @@ from compile_fsdp.backend.capturable import check_capturable
 from compile_fsdp.backend.derived_backward import PlainOutputCode
 from compile_fsdp.backend.graph_inputs import GraphInputs
 from compile_fsdp.passes.analysis.aliases import find_fake_tensor
-from compile_fsdp.torch_compat.device_graphs import count_holders
+from compile_fsdp.torch_compat.dispatch import count_holders
 from compile_fsdp.torch_compat.inductor import graph_input_position, graph_saved_outputs
 
 _log = logging.getLogger("compile_fsdp")

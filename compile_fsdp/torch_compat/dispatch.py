@@ -165,6 +165,12 @@ def storage_key(tensor: torch.Tensor) -> int | None:
         return None
 
 
+@needs("torch._C._storage_Use_Count")
+def count_holders(storage: torch.UntypedStorage) -> int:
+    """The number of tensors and other objects that hold a storage. (2.13.0)"""
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
 def is_checkpoint(node: torch.fx.Node) -> bool:
     """Whether a node of a Dynamo graph runs the body of a user's activation checkpoint. (2.13.0)"""
     return node.target is torch.ops.higher_order.tag_activation_checkpoint

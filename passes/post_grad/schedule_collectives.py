@@ -79,7 +79,7 @@ def schedule_collectives(graph: fx.Graph, *, hoist: bool = True, costs: Costs | 
         _place_reductions(moves.reductions, clock)
         _place_gathers(moves, clock, Clock(_usual_seconds(moves, costs)), hoist)
         _place_fetches(moves, clock)
-        _reorder(graph, moves)
+        _reorder(moves)
     counts = (("collectives_scheduled", len(moved)), ("left_in_place", moves.left))
     return PassCounts(schedule_collectives.__name__, nodes, nodes, counts)
 
@@ -265,7 +265,7 @@ def _place_reductions(reductions: list[_Collective], clock: Clock) -> None:
         flying.append(each)
 
 
-def _reorder(graph: fx.Graph, moves: _Moves) -> None:
+def _reorder(moves: _Moves) -> None:
     """Put the nodes that move before the fixed nodes at their positions."""
     position = {node: i for i, node in enumerate(moves.fixed)}
     placed: list[tuple[int, int, fx.Node]] = []  # (position, order within it, node)
