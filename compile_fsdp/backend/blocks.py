@@ -18,7 +18,7 @@ from compile_fsdp.backend.derived_backward import DERIVED_BACKWARD, GraphTracer,
 from compile_fsdp.backend.progress import Phase
 from compile_fsdp.ops.call_block import Backward, Block, Part, Signature, find_block
 from compile_fsdp.options import Options
-from compile_fsdp.passes.analysis.aliases import Aliases, fake_value
+from compile_fsdp.passes.analysis.aliases import Aliases, fake_value, get_fake_tensor
 from compile_fsdp.passes.analysis.costs import work_of
 from compile_fsdp.passes.analysis.effects import Effects
 from compile_fsdp.passes.analysis.equal_blocks import BlockCall
@@ -74,7 +74,7 @@ class BlockCompiler:
         return None if block is None else name
 
     def _compile(self, name: str, call: BlockCall) -> Block | None:
-        needs_gradient = tuple(_tensor(node).requires_grad for node in call.outputs)
+        needs_gradient = tuple(get_fake_tensor(node).requires_grad for node in call.outputs)
         graphs = _trace(call, self.options, self.has_backward and any(needs_gradient))
         nodes = [node for graph in graphs for node in graph.nodes]
         if not all(node.op != "get_attr" and can_be_rebuilt(node) for node in nodes):
@@ -106,7 +106,7 @@ class BlockCompiler:
         graph.output_node().args = (tuple(_without_aliases(graph)),)
         examples = [fake_value(node) for node in graph.find_nodes(op="placeholder")]
         work = tuple(work for node in graph.nodes if any(work := work_of(node)))
-        layouts = [_layout(_tensor(node)) for node in _results(graph)]
+        layouts = [_layout(get_fake_tensor(node)) for node in _results(graph)]
         is_fixed = all(isinstance(size, int) for layout in layouts for size in (*layout[0], *layout[1]))
         draws = any(map(is_random, graph.nodes))
         plain, run, stored = _without_values(graph), None, None
@@ -140,7 +140,7 @@ def _separate(forward: fx.Graph, backward: fx.Graph, call: BlockCall, needs_grad
         differentiable=needs_gradient,
         saved=tuple(places[node.name] for node in saved if node.name not in size_places),
         saved_sizes=tuple(size_places[node.name] for node in saved if node.name in size_places),
-        strides=tuple(None if each.is_contiguous() else each.stride() for each in map(_tensor, tangents)),
+        strides=tuple(None if each.is_contiguous() else each.stride() for each in map(get_fake_tensor, tangents)),
         gradients=tuple(gradients),
     )
 
@@ -254,12 +254,6 @@ def _results(graph: fx.Graph) -> list[Any]:
 
 def _is_tensor(node: fx.Node) -> bool:
     return isinstance(fake_value(node), torch.Tensor)
-
-
-def _tensor(node: fx.Node) -> torch.Tensor:
-    value = fake_value(node)
-    assert isinstance(value, torch.Tensor)
-    return value
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:

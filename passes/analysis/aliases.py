@@ -46,6 +46,13 @@ def find_fake_tensor(node: object) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
+def get_fake_tensor(node: fx.Node) -> torch.Tensor:
+    """Return the fake value of a node whose result is a tensor."""
+    value = fake_value(node)
+    assert isinstance(value, torch.Tensor)
+    return value
+
+
 def is_declared_view(node: fx.Node) -> bool:
     """Return whether the op's schema says that its result aliases an input."""
     target = node.target

@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from compile_fsdp.ops import all_gather_into_tensor, cat, fetch, offload, reduce_scatter_tensor, split_with_sizes_copy
-from compile_fsdp.passes.analysis.aliases import fake_arguments, find_fake_tensor
+from compile_fsdp.passes.analysis.aliases import fake_arguments, find_fake_tensor, get_fake_tensor
 from compile_fsdp.torch_compat.dispatch import OpOverload, argument_aliasing, op_name
 
 aten = torch.ops.aten
@@ -74,8 +74,7 @@ class Packed:
             [(node.target, node.args[1:], node.kwargs) for node in chain if node.target not in RESHAPES]
             for chain in (self.before, self.after)
         )
-        tensor = find_fake_tensor(self.pack)
-        assert tensor is not None
+        tensor = get_fake_tensor(self.pack)
         collective = self.collective.target, settings_of(self.collective)
         return str((tensor.dtype, tensor.device, before, collective, after))
 

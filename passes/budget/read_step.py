@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from compile_fsdp.passes.analysis.aliases import find_fake_tensor
+from compile_fsdp.passes.analysis.aliases import find_fake_tensor, get_fake_tensor
 from compile_fsdp.passes.analysis.eager_effects import is_upkeep
 from compile_fsdp.passes.analysis.effects import Effects, get_argument, is_copy, parameter_of
 from compile_fsdp.passes.analysis.layout import get_size, is_free, size_hint
@@ -85,8 +85,7 @@ class _Reader:
         self._values: dict[int | None, Value] = {}
         self._parameters: dict[int | None, tuple[Group, Parameter]] = {}
         for node, sharding in parameters.items():
-            tensor = find_fake_tensor(node)
-            assert tensor is not None
+            tensor = get_fake_tensor(node)
             parameter = Parameter(sharding, tensor.requires_grad)
             group = self.groups.setdefault(sharding.group, Group(sharding.group))
             group.parameters.append(parameter)

@@ -20,7 +20,7 @@ from __future__ import annotations
 from torch import fx
 
 from compile_fsdp import ops
-from compile_fsdp.passes.analysis.aliases import find_fake_tensor, is_declared_view
+from compile_fsdp.passes.analysis.aliases import find_fake_tensor, get_fake_tensor, is_declared_view
 from compile_fsdp.passes.analysis.collectives import WAIT, insert
 from compile_fsdp.passes.analysis.layout import size_hint
 from compile_fsdp.torch_compat.dynamo import least_offloaded_bytes
@@ -74,14 +74,12 @@ def _find_last_uses(graph: fx.Graph, order: dict[fx.Node, int]) -> dict[fx.Node,
 
 def _fetch(saved: fx.Node, away: fx.Node) -> None:
     """Let the backward take the host copy `away`, and fetch it before its first use."""
-    tensor = find_fake_tensor(saved)
-    assert tensor is not None
-    users = set(saved.users)
+    users, device = set(saved.users), get_fake_tensor(saved).device
     if not users:
         return
     first = next(node for node in saved.graph.nodes if node in users)
     saved.meta["val"] = away.meta["val"]
     with saved.graph.inserting_before(first):
-        launched = insert(saved.graph, ops.fetch, saved, tensor.device, like=saved)
+        launched = insert(saved.graph, ops.fetch, saved, device, like=saved)
         fetched = insert(saved.graph, WAIT, launched, like=saved)
     saved.replace_all_uses_with(fetched, lambda user: user in users)

@@ -17,7 +17,7 @@ from itertools import accumulate
 from torch import fx
 
 from compile_fsdp.ops import all_gather_into_tensor, cat, reduce_scatter_tensor, split_with_sizes_copy
-from compile_fsdp.passes.analysis.aliases import find_fake_tensor
+from compile_fsdp.passes.analysis.aliases import get_fake_tensor
 from compile_fsdp.passes.analysis.collectives import (
     CAST,
     RESHAPES,
@@ -179,9 +179,7 @@ def join(pack: Sequence[Part], dim: int = 0, *, like: fx.Node) -> fx.Node:
     tensors = [_reshape_uncast(part, like.graph) for part in pack]
     if all(part.uncast is part.sent for part in pack):
         return insert(like.graph, cat, tensors, dim, like=like)
-    tensor = find_fake_tensor(pack[0].sent)
-    assert tensor is not None
-    return insert(like.graph, cat, tensors, dim, tensor.dtype, like=like)
+    return insert(like.graph, cat, tensors, dim, get_fake_tensor(pack[0].sent).dtype, like=like)
 
 
 def _uncast(sent: fx.Node, packed: Packed, places: Places) -> fx.Node:
