@@ -37,7 +37,6 @@ class Span:
     end: int = 0  # position of the next span's resize, or the number of nodes
     copies: list[fx.Node] = field(default_factory=list)  # fills: `fsdp.copy_` into the parameter itself
     readers: list[fx.Node] = field(default_factory=list)  # take the parameter or a view of it, and do not fill it
-    uses: int = 0  # number of copies and readers
     read_before_copy: bool = False
     read_by_storage: bool = False
     fills_another: bool = False
@@ -140,7 +139,6 @@ class _Matcher:
         self, position: int, node: fx.Node, parameter: Parameter, sources: Sequence[fx.Node], written: Sequence[fx.Node]
     ) -> None:
         span = parameter.spans[-1]
-        span.uses += 1
         for source in sources:
             home = self._home.get(source, span)
             if home is not span:

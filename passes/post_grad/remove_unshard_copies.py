@@ -129,7 +129,7 @@ def _find_parameter_fault(parameter: Parameter) -> Kept | None:
     arrives_filled = parameter.spans[1].frees
     for span in parameter.spans:
         in_window = arrives_filled if span.resize is None else not span.frees
-        if span.uses and not in_window:
+        if (span.copies or span.readers) and not in_window:
             return Kept.COPY_OUTSIDE if span.copies else Kept.READ_OUTSIDE
     return None
 
