@@ -8,10 +8,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import fx
 from torch.autograd.graph import GradientEdge
 
 from compile_fsdp.backend.call_inputs import CallInputs
-from compile_fsdp.backend.captured_backward import BackwardCompiler, weak_method
+from compile_fsdp.backend.captured_backward import CapturedBackward, weak_method
 from compile_fsdp.backend.compiled_forward import CompiledForward
 from compile_fsdp.backend.step import BackwardObserver
 from compile_fsdp.backend.this_run import Run, running
@@ -105,16 +106,26 @@ class BackwardRun:
                 group.resume_unsharded()
 
     def _run_captured(self, run: Callable[[], Any], observer: BackwardObserver | None = None) -> Any:
-        compiler = BackwardCompiler(self.forward.step, self.has_gradient, self.inputs.sizes)
-        # Weak, because compiled autograd keeps the function as long as the process lives.
-        compile_captured = weak_method(compiler.compile)
         with (
             kept_hooks(self.outputs) if self.is_kept else nullcontext(),
             _without_nan_check(),
             running(Run(self.inputs.hooks, observer)),
-            compiled_autograd(compile_captured, has_sizes=bool(self.inputs.sizes)),
+            # Weak, because compiled autograd keeps the function as long as the process lives.
+            compiled_autograd(weak_method(self._compile), has_sizes=bool(self.inputs.sizes)),
         ):
             return run_compiler(run)
+
+    def _compile(self, captured: fx.GraphModule) -> Callable[..., Any]:
+        """Return the function that compiled autograd calls for a captured graph.
+
+        Compiled autograd's cache keeps the function as long as the process lives. The function has a weak reference to
+        the backward, because the backward belongs to the compiled forward graph, which Dynamo drops with the model.
+        """
+        step = self.forward.step
+        backward = CapturedBackward(captured, step, self.has_gradient, self.inputs.sizes)
+        step.record.compiled.append(backward)
+        # If AOTAutograd does not make every graph unique, a model may hit the cached graph of a deleted model.
+        return weak_method(backward.run, otherwise=captured)
 
 
 def _without_nan_check() -> AbstractContextManager[None]:

@@ -58,31 +58,6 @@ def weak_method(method: Callable[..., Any], otherwise: Callable[..., Any] | None
     return call
 
 
-@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
-class BackwardCompiler:
-    """Compiles the backwards that compiled autograd captures in one run.
-
-    Attributes:
-        has_gradient: By result of the forward: whether it has a gradient.
-        sizes: Integer inputs of the forward: sizes that may change.
-    """
-
-    step: Step
-    has_gradient: Sequence[bool]
-    sizes: Sequence[int]
-
-    def compile(self, captured: fx.GraphModule) -> Callable[..., Any]:
-        """Return the function that compiled autograd calls for a captured graph.
-
-        Compiled autograd's cache keeps the function as long as the process lives. The function has a weak reference to
-        the backward, because the backward belongs to the compiled forward graph, which Dynamo drops with the model.
-        """
-        backward = CapturedBackward(captured, self)
-        self.step.record.compiled.append(backward)
-        # If AOTAutograd does not make every graph unique, a model may hit the cached graph of a deleted model.
-        return weak_method(backward.run, otherwise=captured)
-
-
 @dataclass(frozen=True, slots=True)
 class _Traceable:
     """A captured backward after the passes.
@@ -99,11 +74,17 @@ class _Traceable:
 
 
 class CapturedBackward:
-    """A captured backward. Its first run compiles it, or every run goes op by op if that fails."""
+    """A captured backward. Its first run compiles it, or every run goes op by op if that fails.
 
-    def __init__(self, captured: fx.GraphModule, compiler: BackwardCompiler) -> None:
-        self._captured = captured
-        self._compiler = compiler
+    Args:
+        has_gradient: By result of the forward: whether it has a gradient.
+        sizes: Integer inputs of the forward: sizes that may change.
+    """
+
+    def __init__(
+        self, captured: fx.GraphModule, step: Step, has_gradient: Sequence[bool], sizes: Sequence[int]
+    ) -> None:
+        self._captured, self._step, self._has_gradient, self._sizes = captured, step, has_gradient, sizes
         self._traceable: _Traceable | None = None
         self._op_runs: Collection[Callable[..., Any]] = ()
         self._fake_modes: list[Any] = []  # of graphs compiled in the present run
@@ -116,7 +97,7 @@ class CapturedBackward:
             self._traceable = self._rewrite(inputs)
         traceable = self._traceable
         expect_no_gradient([inputs[i] for i in traceable.undefined])
-        if self._compiler.step.hooks is not None:
+        if self._step.hooks is not None:
             rest = (*rest, facts.hooks)
         frame = None
         if facts.backward is not None:
@@ -134,10 +115,10 @@ class CapturedBackward:
 
     def _rewrite(self, inputs: Sequence[Any]) -> _Traceable:
         """Rewrite the captured graph with its first inputs for Dynamo."""
-        captured, lifted = self._captured, self._compiler.step.hooks
-        _mark_changing(inputs, self._compiler.sizes)
+        captured, lifted = self._captured, self._step.hooks
+        _mark_changing(inputs, self._sizes)
         hooks = None if lifted is None else lifted.names
-        passes = pipelines.captured_backward(has_gradient=self._compiler.has_gradient, inputs=inputs, hooks=hooks)
+        passes = pipelines.captured_backward(has_gradient=self._has_gradient, inputs=inputs, hooks=hooks)
         done = run_passes(captured.graph, passes)
         self._op_runs = done[join_op_runs]
         for name, body in captured.named_children():  # of conditions and loops
@@ -158,7 +139,7 @@ class CapturedBackward:
     def _around_run(self, is_first: bool) -> Iterator[None]:
         """Surround a run; the first run traces the backward."""
         if is_first:
-            self._tracing = Phase("tracing the backward", self._compiler.step.options.progress)
+            self._tracing = Phase("tracing the backward", self._step.options.progress)
         try:
             with without_side_effect_log() if is_first else nullcontext():
                 yield
@@ -188,7 +169,7 @@ class CapturedBackward:
         unfilled = inputs.unfilled_positions(gm.graph)
         if (observer := this_run().backward) is not None:
             observer.see_unfilled(unfilled)
-        compiled = compile_traced(TracedGraph(self._compiler.step, gm, example_inputs, "backward", inputs), unfilled)
+        compiled = compile_traced(TracedGraph(self._step, gm, example_inputs, "backward", inputs), unfilled)
         if (frame := this_run().observer) is not None:
             frame.see_graph(compiled)
         return compiled
