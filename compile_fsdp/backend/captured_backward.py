@@ -88,7 +88,7 @@ class CapturedBackward:
         self._traceable: _Traceable | None = None
         self._op_runs: Collection[Callable[..., Any]] = ()
         self._fake_modes: list[Any] = []  # of graphs compiled in the present run
-        self._tracing: Phase | None = None  # of the first run; ends when Dynamo has traced it
+        self._tracing: Phase  # of the present run; ends when Dynamo has traced the backward
 
     def run(self, inputs: list[Any], sizes: Any, scalars: Any, hooks: list[Any], *rest: Any) -> Any:
         """Run the backward with compiled autograd's arguments; takes the tensors out of `inputs`."""
@@ -138,22 +138,17 @@ class CapturedBackward:
     @contextmanager
     def _around_run(self, is_first: bool) -> Iterator[None]:
         """Surround a run; the first run traces the backward."""
-        if is_first:
-            self._tracing = Phase("tracing the backward", self._step.options.progress)
-        try:
-            with without_side_effect_log() if is_first else nullcontext():
-                yield
-        finally:
-            if self._tracing is not None:
-                self._tracing.end()
-                self._tracing = None
-            while self._fake_modes:
-                release_real_tensors(self._fake_modes.pop())
+        with Phase("tracing the backward", is_first and self._step.options.progress) as self._tracing:
+            try:
+                with without_side_effect_log() if is_first else nullcontext():
+                    yield
+            finally:
+                while self._fake_modes:
+                    release_real_tensors(self._fake_modes.pop())
 
     def _compile_traced(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile Dynamo's trace of the backward, as a Dynamo backend."""
-        if self._tracing is not None:
-            self._tracing.end()
+        self._tracing.end()
         if (fake_mode := fake_mode_of(gm)) is not None:
             self._fake_modes.append(fake_mode)
         inputs = GraphInputs(gm)
