@@ -16,7 +16,6 @@ from compile_fsdp.backend.capturable import check_device
 from compile_fsdp.backend.compiled_forward import CompiledForward, ParameterInputs
 from compile_fsdp.backend.costs import settle_costs
 from compile_fsdp.backend.graph_inputs import GraphInputs
-from compile_fsdp.backend.group_figures import group_figures
 from compile_fsdp.backend.inner import TracedGraph, compile_traced
 from compile_fsdp.backend.memory_budget import budget_pass
 from compile_fsdp.backend.step import Step
@@ -136,7 +135,7 @@ def _decide(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options)
         inputs = GraphInputs(gm)  # one input less
     inputs.check_writes(gm.graph)
     step = Step(options, decision, hooks, inputs.texts, tuple(compiler.blocks))
-    groups = group_figures(inputs, step.left_unsharded(inputs.groups)) if has_backward else ()
+    groups = inputs.figures(step.left_unsharded(inputs.groups)) if has_backward else ()
     return step, TracedGraph(step, gm, example_inputs, "forward", inputs, groups)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
+from compile_fsdp.advice import GroupFigures
 from compile_fsdp.errors import NotShardedError, UnsupportedFeatureError
 from compile_fsdp.passes.analysis.eager_effects import is_embedding, is_upkeep
 from compile_fsdp.passes.analysis.parameter_writes import find_refused_writes
@@ -23,7 +24,9 @@ from compile_fsdp.runtime.module import belongs_to_traceable
 from compile_fsdp.runtime.reduction import process_groups
 from compile_fsdp.torch_compat.distributed import resolve_group
 from compile_fsdp.torch_compat.dynamo import graph_input_example, input_fqn
+from compile_fsdp.torch_compat.fsdp import unsharded_dtype
 from compile_fsdp.torch_compat.inductor import graph_input_position
+from compile_fsdp.wrap.tree import ROOT
 
 _log = logging.getLogger("compile_fsdp")
 
@@ -88,10 +91,14 @@ class GraphInputs:
         read = (node for node, _ in self.managed_nodes() if not all(map(is_upkeep, node.users)))
         return frozenset(self._positions[node] for node in read)
 
-    def looked_up(self) -> set[TraceableGroup]:
-        """Return the groups whose parameters the graph reads only in embeddings, whose backward does not read them."""
-        others = {group for node, group in self.managed_nodes() if not all(map(_reads_rows, node.users))}
-        return {*self.groups} - others
+    def figures(self, left_unsharded: Collection[TraceableGroup]) -> tuple[GroupFigures, ...]:
+        """Return the sizes of a forward graph's groups, in input order, for its report.
+
+        The backward gathers neither the groups in `left_unsharded` nor those whose parameters the graph reads only in
+        embeddings, whose backward does not read them.
+        """
+        read = {group for node, group in self.managed_nodes() if not all(map(_reads_rows, node.users))}
+        return tuple(_figures(group, group in left_unsharded or group not in read) for group in self.groups)
 
     def unfilled_positions(self, graph: fx.Graph) -> list[int]:
         """Return the positions in `managed` that a backward graph, as Dynamo has traced it, reads and never fills."""
@@ -166,3 +173,23 @@ class GraphInputs:
 
 def _reads_rows(node: fx.Node) -> bool:
     return is_upkeep(node) or is_embedding(node)
+
+
+def _figures(group: TraceableGroup, is_once: bool) -> GroupFigures:
+    fsdp_group, ranks = group.fsdp_group, group.constants.shard_count
+    reduce_dtype = fsdp_group._reduce_dtype
+    numels = [(param, param.plan.shard_numel * ranks) for param in group.params]
+    is_once = is_once or fsdp_group.post_forward_mesh_info is None or not fsdp_group.unshard_in_backward
+    again = group.constants.post_forward_count if fsdp_group._use_post_forward_mesh else ranks
+    return GroupFigures(
+        name=fsdp_group._module_fqn or ROOT,
+        unsharded=tuple(numel * unsharded_dtype(param.fsdp_param).itemsize for param, numel in numels),
+        reduced=tuple(
+            numel * (reduce_dtype or unsharded_dtype(param.fsdp_param)).itemsize
+            for param, numel in numels
+            if param.fsdp_param.sharded_param.requires_grad
+        ),
+        factors=sum(numel for param, numel in numels if len(param.plan.shard_size) > 1),
+        ranks=ranks,
+        backward_ranks=1 if is_once else again,
+    )
