@@ -35,7 +35,6 @@ from compile_fsdp.torch_compat.fsdp import (
     FSDPParamGroup,
     FSDPState,
     ShardedState,
-    await_post_reduce,
     forget_post_backward,
 )
 
@@ -349,7 +348,9 @@ class TraceableGroup:
     def receive(self, reduced: Sequence[torch.Tensor], params: Sequence[int]) -> None:
         """Add reduced gradients, each (padded shard numel,), to these parameters' gradients, and run their hooks."""
         if params:
-            await_post_reduce(self.fsdp_group)  # eager code of this backward may still add to the gradients
+            if (event := self.fsdp_group._post_reduce_event) is not None:
+                # Eager code of this backward may still add to the gradients.
+                self.fsdp_group.device_handle.current_stream().wait_event(event)
             forget_post_backward(self.fsdp_group)
         for index, flat in zip(params, reduced, strict=True):
             param = self.params[index].fsdp_param

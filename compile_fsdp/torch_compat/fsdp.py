@@ -184,12 +184,6 @@ def forget_post_backward(group: FSDPParamGroup) -> None:
         group._post_backward_pending = False
 
 
-def await_post_reduce(group: FSDPParamGroup) -> None:
-    """Make the current stream wait for the last reduction that eager FSDP2 launched for a group. (2.13.0)"""
-    if (event := group._post_reduce_event) is not None:
-        group.device_handle.current_stream().wait_event(event)
-
-
 def unsharded_spec(parameter: FSDPParam) -> DTensorSpec:
     """Mesh, placements and shape of an unsharded parameter that is a DTensor. (2.11.0, 2.13.0)"""
     spec = getattr(parameter, _UNSHARDED_SPEC)
