@@ -48,7 +48,6 @@ MODULES: dict[str, tuple[str, ...]] = {
     "live_bytes": ("test_step_time", "test_timeline"),
     "make_replayable": ("make_replayable",),
     "offload_saved": ("test_offload_saved",),
-    "offloads": ("test_offloads",),
     "op_facts": ("test_op_facts", "test_choose"),
     "outline_blocks": ("outline_blocks",),
     "pack_gathers": ("pack_collectives",),

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
-from compile_fsdp.passes.budget.choose import find_choices, fit
-from compile_fsdp.passes.budget.offloads import find_offloads
+from compile_fsdp.passes.budget.choose import find_choices, find_offloads, fit
 from compile_fsdp.passes.budget.read_step import read_step
 from compile_fsdp.passes.budget.step_memory import Choices, Sharding
 from compile_fsdp.passes.budget.timeline import Timeline
