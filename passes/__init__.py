@@ -5,13 +5,4 @@ from compile_fsdp.passes.pipelines import PASSES
 from compile_fsdp.passes.report import Kept, PassCounts, WindowReport
 from compile_fsdp.passes.runner import GraphObserver, Pipeline
 
-__all__ = [
-    "COSTS",
-    "PASSES",
-    "Costs",
-    "GraphObserver",
-    "Kept",
-    "PassCounts",
-    "Pipeline",
-    "WindowReport",
-]
+__all__ = ["COSTS", "PASSES", "Costs", "GraphObserver", "Kept", "PassCounts", "Pipeline", "WindowReport"]

@@ -19,12 +19,7 @@ from torch.overrides import TorchFunctionMode
 from compile_fsdp.passes.cache_key import cache_key
 from compile_fsdp.passes.partitioned.offload_saved import offload_saved
 from compile_fsdp.torch_compat.dispatch import OpOverload
-from compile_fsdp.torch_compat.inductor import (
-    CustomPartitionerFn,
-    copy_cache_key,
-    min_cut_partition,
-    output_code,
-)
+from compile_fsdp.torch_compat.inductor import CustomPartitionerFn, copy_cache_key, min_cut_partition, output_code
 
 _OutputCode: Any = output_code.value
 
