@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -71,24 +70,6 @@ def _is_on_host(node: fx.Node, least_dims: int) -> bool:
     return tensor is not None and tensor.device.type == "cpu" and tensor.ndim >= least_dims
 
 
-@dataclass(eq=False)
-class AllocatedRun:
-    """A compiled graph whose parameters that stay unsharded between graphs are allocated before it runs.
-
-    Attributes:
-        run: The compiled graph.
-        positions: Positions of these parameters in the graph's inputs; each item of a list counts.
-    """
-
-    run: Callable[..., Any]
-    positions: Sequence[int]
-
-    def __call__(self, *args: Any) -> Any:
-        for group in owners_of(args, self.positions):
-            group.allocate()
-        return self.run(*args)
-
-
 def allocate_kept(
     compiled: Callable[..., Any], inputs: GraphInputs, reports: Sequence[GraphReport]
 ) -> Callable[..., Any]:
@@ -103,4 +84,11 @@ def allocate_kept(
             f"expected a graph that gathers and frees each parameter, or leaves it unsharded, got {list_names(freed)}; "
             "compile without CUDA graphs, or change how the model reads these parameters"
         )
-    return AllocatedRun(compiled, inputs.positions_of({fqn for fqn, _ in kept})) if kept else compiled
+    positions = inputs.positions_of({fqn for fqn, _ in kept})
+
+    def run(*args: Any) -> Any:
+        for group in owners_of(args, positions):
+            group.allocate()
+        return compiled(*args)
+
+    return run if kept else compiled

@@ -5,7 +5,7 @@ A device graph reads and writes the addresses of its capture. Sharded parameters
 graphs stay where they are, and are read there. Every other input is copied to a buffer first. Which inputs stay is
 measured: those at the same address in two runs. Each run compares the addresses again, so an input that has moved is
 found, and is copied from then on. Parameters that stay unsharded between two graphs keep their memory between steps
-(`passes/post_grad/make_replayable.py`). If eager code frees it, `AllocatedRun` allocates it again.
+(`passes/post_grad/make_replayable.py`). If eager code frees it, `allocate_kept` allocates it again.
 
 [Note: Results of a replay]
 A replay overwrites the results of the previous replay. So results that leave the compiled graph, such as gradients, are
@@ -151,7 +151,7 @@ class _Runs:
         The capture is then dropped, unless only results of graphs have moved that ran without a replay this time.
         """
         moved = {i for i, address in capture.fixed.items() if addresses[i] != address}
-        # Parameters without memory are not read: see `AllocatedRun`.
+        # Parameters without memory are not read: see `allocate_kept`.
         moved -= {i for i in moved & self.graph.parameters if 0 in (addresses[i], capture.fixed[i])}
         # Results of captures that are younger, or of graphs that ran without a replay at this capture.
         moved |= {i for i in capture.copied if _find_producer(addresses[i])}
