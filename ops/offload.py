@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,14 +29,11 @@ fetch = torch.ops.compile_fsdp.fetch.default
 
 _HOST = torch.device("cpu")
 
-_transfers: dict[torch.device, Any] = {}
 
-
+@cache
 def _transfer_stream(device: torch.device) -> Any:
     # See [Note: One stream for both ways].
-    if device not in _transfers:
-        _transfers[device] = torch.get_device_module(device).Stream(device=device)
-    return _transfers[device]
+    return torch.get_device_module(device).Stream(device=device)
 
 
 def _on_host(input: Tensor, sent: Sequence[Tensor], is_last: bool) -> Tensor:
