@@ -103,11 +103,6 @@ def read_argument(node: torch.fx.Node, name: str) -> Any:
     return node.args[position] if position < len(node.args) else node.kwargs.get(name, argument.default_value)
 
 
-def returns_nothing(op: OpOverload) -> bool:
-    """Whether the op returns nothing, and only writes its arguments. (2.13.0)"""
-    return not op._schema.returns
-
-
 def op_schema(op: OpOverload) -> str:
     """`namespace::op(arguments) -> returns`, as torch prints it. (2.13.0)"""
     return str(op._schema)

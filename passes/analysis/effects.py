@@ -22,7 +22,6 @@ from compile_fsdp.torch_compat.dispatch import (
     argument_aliasing,
     op_name,
     packet_overloads,
-    returns_nothing,
 )
 
 _aten = torch.ops.aten
@@ -225,7 +224,7 @@ def _read_schema(op: OpOverload) -> _Schema:
     def select(names: set[str]) -> _Arguments:
         return tuple((a.name, None if a.keyword_only else i) for i, a in enumerate(arguments) if a.name in names)
 
-    return _Schema(select(written), select(aliased), returns_nothing(op))
+    return _Schema(select(written), select(aliased), returns_nothing=not op._schema.returns)
 
 
 def _leaves(argument: object) -> Iterator[object]:
