@@ -17,7 +17,7 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from compile_fsdp.errors import ScriptError
 from compile_fsdp.reports import count_captures, reports
+from compile_fsdp.state.ranks import gather
 from compile_fsdp.tools.bench.measure import (
     STEPS_PER_TURN,
     Result,
@@ -139,14 +140,14 @@ class ScriptTurns:
             synchronize(self._device)
             first_s = first_s if step else time.perf_counter() - start
             before, captures = captures, count_captures()
-            warm = 0 if any(_exchange(captures != before)) else warm + 1
-            if step + 1 >= WARM_STEPS and not all(_exchange(len(reports()) > known)):
+            warm = 0 if any(gather(captures != before)) else warm + 1
+            if step + 1 >= WARM_STEPS and not all(gather(len(reports()) > known)):
                 raise ScriptError(
                     f"expected a script that compiles its model with compile_fsdp, got no graph in {step + 1} steps; "
                     "compile-fsdp check says why"
                 )
             if warm == WARM_STEPS:
-                return max(_exchange(first_s))
+                return max(gather(first_s))
         raise ScriptError(
             f"expected a warm step, got one that was compiled again in each of {MOST_COLD_STEPS}; compile-fsdp check "
             "says what for"
@@ -167,7 +168,7 @@ class ScriptTurns:
                 ends.append(time.perf_counter())
         # The median, because an evaluation at a fixed interval may meet the turns of one mode only.
         step_s = statistics.median(end - start for start, end in pairwise(ends))
-        found = _exchange((step_s, self._peak(), captures != count_captures()))
+        found = gather((step_s, self._peak(), captures != count_captures()))
         return max(each[0] for each in found), max(each[1] for each in found), any(each[2] for each in found)
 
     def _reset_peak(self) -> None:
@@ -210,10 +211,3 @@ class ScriptTurns:
 def _running(mode: str) -> Iterator[None]:
     with torch.compiler.set_stance("force_eager" if mode == EAGER else "default"):
         yield
-
-
-def _exchange(own: T) -> list[T]:
-    """Gather a value from each rank."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    return found
