@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 
-from compile_fsdp.tools.doctor import caches, machine, software
+from compile_fsdp.tools.doctor import checks
 from compile_fsdp.tools.doctor.asked import NAME
-from compile_fsdp.tools.doctor.rows import Row, State
+from compile_fsdp.tools.doctor.checks import Row, State
 
 DESCRIPTION = """\
 Check that compile_fsdp works on this host: versions, private names of torch, a C++ compiler, devices, process groups,
@@ -23,18 +23,18 @@ Checks = Mapping[str, Callable[[], Row]]
 
 # A fault in one of these prevents the import of the package, so no further check runs.
 FIRST: Checks = {
-    "package": software.check_package,
-    "Python": software.check_python,
-    "torch": software.check_torch,
-    "compiler cache": caches.check_cache_folder,
-    "private names": software.check_private_names,
+    "package": checks.check_package,
+    "Python": checks.check_python,
+    "torch": checks.check_torch,
+    "compiler cache": checks.check_cache_folder,
+    "private names": checks.check_private_names,
 }
 THEN: Checks = {
-    "Dynamo": software.check_dynamo,
-    "C++ compiler": machine.check_compiler,
-    "devices": machine.check_devices,
-    "process groups": machine.check_process_groups,
-    "fake group": machine.check_fake_group,
+    "Dynamo": checks.check_dynamo,
+    "C++ compiler": checks.check_compiler,
+    "devices": checks.check_devices,
+    "process groups": checks.check_process_groups,
+    "fake group": checks.check_fake_group,
 }
 
 

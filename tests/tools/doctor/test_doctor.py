@@ -17,8 +17,8 @@ import torch
 
 from compile_fsdp.cli import main
 from compile_fsdp.tools import launch
-from compile_fsdp.tools.doctor import caches, command, machine, software
-from compile_fsdp.tools.doctor.rows import Row, State
+from compile_fsdp.tools.doctor import checks, command
+from compile_fsdp.tools.doctor.checks import Row, State
 from compile_fsdp.torch_compat import declarations, dynamo
 
 ROOT = Path(__file__).parents[3]
@@ -127,13 +127,13 @@ def test_a_checkout_imports_in_place() -> None:
 
 
 def test_an_old_python_is_a_fault() -> None:
-    assert software.check_python((3, 9)) == Row(State.FAULT, "3.9, older than 3.10", "install Python 3.10 or later")
-    assert software.check_python((3, 10)).state is State.OK
+    assert checks.check_python((3, 9)) == Row(State.FAULT, "3.9, older than 3.10", "install Python 3.10 or later")
+    assert checks.check_python((3, 10)).state is State.OK
 
 
 def test_python_unsupported_by_dynamo_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dynamo, "why_dynamo_refuses", lambda: "Python 3.19+ not yet supported")
-    row = software.check_dynamo()
+    row = checks.check_dynamo()
     assert (row.state, row.found) == (State.FAULT, "Python 3.19+ not yet supported")
     assert row.remedy
 
@@ -144,7 +144,7 @@ def test_backend_that_fails_to_import_is_a_fault(tmp_path: Path, monkeypatch: py
     (folder / "METADATA").write_text(INCOMPLETE)
     (folder / "entry_points.txt").write_text("[torch_dynamo_backends]\ncompile_fsdp = compile_fsdp.gone:backend\n")
     monkeypatch.syspath_prepend(tmp_path)
-    row = software.check_dynamo()
+    row = checks.check_dynamo()
     assert row.state is State.FAULT
     assert "No module named 'compile_fsdp.gone'" in row.found and "pip install" in row.remedy
 
@@ -154,12 +154,12 @@ def test_compiler_error_is_quoted(tmp_path: Path) -> None:
     lines = ("#!/bin/sh", "echo In file included from >&2", "echo fatal error: Python.h: No such file >&2", "exit 1")
     compiler.write_text("\n".join(lines))
     compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
-    assert machine.try_compiler(str(compiler)) == "fatal error: Python.h: No such file"
+    assert checks.try_compiler(str(compiler)) == "fatal error: Python.h: No such file"
 
 
 def test_missing_compiler_or_missing_output_is_reported() -> None:
-    assert "sample.so" in (machine.try_compiler("true") or "")
-    assert "No such file" in (machine.try_compiler("no-such-compiler") or "")
+    assert "sample.so" in (checks.try_compiler("true") or "")
+    assert "No such file" in (checks.try_compiler("no-such-compiler") or "")
 
 
 @pytest.mark.parametrize(
@@ -183,15 +183,15 @@ def test_device_row_reports_accelerators_and_faults(
     monkeypatch.setattr(torch.version, "cuda", built_for)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.version, "xpu", None)
-    monkeypatch.setattr(machine, "find_spec", lambda name: has_triton or None)
-    row = machine.check_devices()
+    monkeypatch.setattr(checks, "find_spec", lambda name: has_triton or None)
+    row = checks.check_devices()
     assert row.state is state
     assert text in row.found
     assert (row.remedy == "") == (state is State.OK)
 
 
 def test_missing_process_group_backend_is_a_fault() -> None:
-    row = machine.check_process_groups(["mpi"])
+    row = checks.check_process_groups(["mpi"])
     assert (row.state, row.found) == (State.FAULT, "mpi; no gloo")
 
 
@@ -200,22 +200,22 @@ def test_missing_fake_process_group_is_a_fault(monkeypatch: pytest.MonkeyPatch) 
         raise ImportError("No module named torch.testing")
 
     monkeypatch.setattr(launch, "init_fake_process_group", refuse)
-    assert machine.check_fake_group().state is State.FAULT
+    assert checks.check_fake_group().state is State.FAULT
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="nobody may write to this folder of Linux")
 def test_unwritable_cache_folder_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/proc")
-    row = caches.check_cache_folder()
+    row = checks.check_cache_folder()
     assert row.state is State.FAULT
     assert "/proc" in row.found and "TORCHINDUCTOR_CACHE_DIR" in row.remedy
 
 
 def test_low_disk_space_is_a_warning(cache: Path) -> None:
-    row = caches.check_cache_folder(least_free_bytes=2**70)
+    row = checks.check_cache_folder(least_free_bytes=2**70)
     assert row.state is State.WARNING
     assert row.found.startswith(str(cache))
-    assert caches.check_cache_folder(least_free_bytes=1).state is State.OK
+    assert checks.check_cache_folder(least_free_bytes=1).state is State.OK
 
 
 def test_unexpected_error_in_a_check_is_a_fault_of_that_row() -> None:

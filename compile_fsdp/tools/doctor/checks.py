@@ -1,20 +1,29 @@
-"""Checks of the machine: the C++ compiler, devices and backends of collectives."""
+"""Checks of an installation: this package, Python, torch, caches, the C++ compiler, devices and process groups.
+
+They import what they need themselves. See [Note: A doctor for a failing import].
+"""
 
 from __future__ import annotations
 
 import ctypes
+import enum
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
 from collections import Counter
 from collections.abc import Collection
+from dataclasses import dataclass
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from compile_fsdp.tools.doctor.rows import Row, State
+from compile_fsdp.torch_compat.releases import check_version
+
+DISTRIBUTION, PACKAGE = "compile-fsdp", "compile_fsdp"
 
 COMPILE_LIMIT_S = 120.0
 
@@ -27,6 +36,107 @@ SAMPLE = """\
 #endif
 extern "C" double root(double x) { return std::sqrt(x); }
 """
+
+
+class State(enum.Enum):
+    """Outcome of a check; only faults count for the exit status."""
+
+    OK = "ok"
+    WARNING = "warning"
+    FAULT = "fault"
+    UNCHECKED = "unchecked"  # because of a fault above
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The result of one check."""
+
+    state: State
+    found: str  # one line
+    remedy: str = ""  # empty if there is nothing to do
+
+
+def check_package() -> Row:
+    """Check that the package is installed, and show the folder that it runs from."""
+    folder = Path(__file__).parents[2]
+    try:
+        return Row(State.OK, f"{metadata.version(DISTRIBUTION)} in {folder}")
+    except metadata.PackageNotFoundError:
+        return Row(State.FAULT, f"{folder} was copied, not installed", "install the package with pip")
+
+
+def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Row:
+    """Check that the package supports this release of Python."""
+    needed = metadata.metadata(DISTRIBUTION)["Requires-Python"].removeprefix(">=")
+    if version < tuple(int(part) for part in needed.split(".")):
+        shown = ".".join(map(str, version))
+        return Row(State.FAULT, f"{shown}, older than {needed}", f"install Python {needed} or later")
+    return Row(State.OK, f"{sys.version.split()[0]}, {sys.executable}")
+
+
+def check_torch() -> Row:
+    """Check that torch can be imported, and that the package supports its release."""
+    try:
+        import torch
+
+        check_version(torch.__version__)
+    except (ImportError, OSError) as error:  # OSError if a shared library of torch is missing
+        found, _, remedy = str(error).partition("; ")
+        return Row(State.FAULT, found, remedy or "install torch again")
+    return Row(State.OK, torch.__version__)
+
+
+def check_private_names() -> Row:
+    """Check that torch has all private names and attributes that the package uses."""
+    try:
+        from compile_fsdp.torch_compat import declarations, required
+
+        required.check_names()
+    except ImportError as error:
+        found, _, remedy = str(error).partition("; ")
+        return Row(State.FAULT, found, remedy or "install a release of torch that the package is for")
+    attributes = sum(len(names) for names in declarations.ATTRIBUTES.values())
+    return Row(State.OK, f"{len(declarations.NAMES)} names and {attributes} attributes, all there")
+
+
+def check_dynamo() -> Row:
+    """Check that Dynamo supports this interpreter and finds the backend `compile_fsdp` by its entry point."""
+    from compile_fsdp.torch_compat.dynamo import list_backends, why_dynamo_refuses
+
+    if (reason := why_dynamo_refuses()) is not None:
+        return Row(State.FAULT, reason, "use another Python: without Dynamo, models train eagerly alone")
+    remedy = f"install the package again: pip install --force-reinstall --no-deps, with what {DISTRIBUTION} came from"
+    if PACKAGE not in list_backends():
+        return Row(State.FAULT, f"no entry point registers the backend {PACKAGE}", remedy)
+    try:
+        for point in metadata.entry_points(group="torch_dynamo_backends", name=PACKAGE):
+            point.load()
+    except (ImportError, AttributeError) as error:
+        return Row(State.FAULT, f"the backend {PACKAGE} cannot be loaded: {error}", remedy)
+    return Row(State.OK, f"has the backend {PACKAGE}")
+
+
+def check_cache_folder(least_free_bytes: int = 2**30) -> Row:
+    """Check that Inductor can write to its cache folder."""
+    remedy = "name a folder that you may write to in the variable TORCHINDUCTOR_CACHE_DIR"
+    try:
+        # torch makes the folder when its compilers are imported.
+        from compile_fsdp.torch_compat.inductor import cache_folder
+
+        folder = cache_folder()
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"\0" * 4096)
+    except ImportError:
+        return Row(State.UNCHECKED, "see private names")
+    except OSError as error:
+        return Row(State.FAULT, str(error), remedy)
+    from compile_fsdp.passes.text import format_bytes
+
+    free = shutil.disk_usage(folder).free
+    text = f"{folder}, {format_bytes(free)} free"
+    if free < least_free_bytes:  # a compiler without disk space stops a job in the middle
+        return Row(State.WARNING, text, f"delete old files in it, or {remedy}")
+    return Row(State.OK, text)
 
 
 def check_compiler() -> Row:
