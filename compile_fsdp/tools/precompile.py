@@ -9,8 +9,10 @@ import torch.distributed as dist
 
 from compile_fsdp.errors import ScriptError
 from compile_fsdp.replay import bundle
+from compile_fsdp.tools.check.failures import run_reported
 from compile_fsdp.tools.launch import fake_world
-from compile_fsdp.tools.scripts import add_script
+from compile_fsdp.tools.protect_files import protected_files
+from compile_fsdp.tools.scripts import add_script, ended_after
 
 DESCRIPTION = """\
 Run a training script in one process, as one rank of a world whose collectives do nothing, and write the bundles of its
@@ -30,10 +32,6 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def run(args: argparse.Namespace) -> None:
-    from compile_fsdp.tools.check.failures import run_reported
-    from compile_fsdp.tools.check.steps import ended_after
-    from compile_fsdp.tools.protect_files import protected_files
-
     if dist.is_torchelastic_launched():
         raise ScriptError("expected one process, got ranks that torchrun has started; run the command without it")
     with fake_world(args.world), protected_files("precompile", args.script) as files:

@@ -16,7 +16,7 @@ from compile_fsdp.tools import launch
 from compile_fsdp.tools.bench.measure import Result
 from compile_fsdp.tools.bench.turns import ScriptTurns, steps_needed
 from compile_fsdp.tools.check.failures import run_reported
-from compile_fsdp.tools.check.steps import ended_by
+from compile_fsdp.tools.scripts import ended_by
 
 USER_ERROR = 2  # exit status of the command for an error that it has already printed
 

@@ -35,7 +35,7 @@ from compile_fsdp.tools.bench.measure import (
     profile_allocations,
     synchronize,
 )
-from compile_fsdp.tools.check.steps import Steps
+from compile_fsdp.tools.scripts import Steps
 from compile_fsdp.torch_compat.distributed import executed_collectives
 
 EAGER, COMPILE = MODES = ("eager", "compile")

@@ -16,10 +16,9 @@ from compile_fsdp.tools.check.failures import explain_failure, print_traceback, 
 from compile_fsdp.tools.check.findings import CheckReport, Level
 from compile_fsdp.tools.check.models import ShardedModel, describe_models, find_modules
 from compile_fsdp.tools.check.rules import Seen, find
-from compile_fsdp.tools.check.steps import ended_after
 from compile_fsdp.tools.explain.capture import capture
 from compile_fsdp.tools.protect_files import protected_files
-from compile_fsdp.tools.scripts import add_script, add_world, run_script, world
+from compile_fsdp.tools.scripts import add_script, add_world, ended_after, run_script, world
 
 DESCRIPTION = """\
 Run a training script for two steps and say whether it compiles whole: which line breaks the graph and why, which

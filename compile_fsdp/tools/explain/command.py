@@ -5,7 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from compile_fsdp.tools.scripts import add_script, add_world, world
+from compile_fsdp.tools.check.failures import run_reported
+from compile_fsdp.tools.explain.capture import capture
+from compile_fsdp.tools.explain.report import make_report
+from compile_fsdp.tools.protect_files import protected_files
+from compile_fsdp.tools.scripts import add_script, add_world, ended_after, world
 
 DESCRIPTION = """\
 Run a training script and write one HTML page about its compiled steps: a timeline, the memory of unsharded parameters,
@@ -31,12 +35,6 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         ScriptError: if `--steps` is less than 1; see also `world` and `run_reported`.
     """
-    from compile_fsdp.tools.check.failures import run_reported
-    from compile_fsdp.tools.check.steps import ended_after
-    from compile_fsdp.tools.explain.capture import capture
-    from compile_fsdp.tools.explain.report import make_report
-    from compile_fsdp.tools.protect_files import protected_files
-
     protected = protected_files("explain", args.script)
     with world(args.world) as (rank, world_size), protected, capture() as captured, ended_after(args.steps):
         run_reported(args.script, args.args)

@@ -21,8 +21,8 @@ from compile_fsdp.tools.check.failures import describe
 from compile_fsdp.tools.check.findings import Finding, Level
 from compile_fsdp.tools.check.models import ShardedGroup, ShardedModel
 from compile_fsdp.tools.check.rules import Seen, describe_reason, find
-from compile_fsdp.tools.check.steps import Steps
 from compile_fsdp.tools.explain.capture import Capture, GraphBreak, Place, Recompile, describe_guard, split_reason
+from compile_fsdp.tools.scripts import Steps
 from compile_fsdp.torch_compat.dynamo import CompileSettings
 from helpers.pages.code_blocks import ROOT
 
