@@ -14,10 +14,9 @@ from torch.optim import Optimizer
 
 from compile_fsdp.errors import StateError
 from compile_fsdp.state.containers import leaves, map_leaves
-from compile_fsdp.state.expected import Expected, Probe
+from compile_fsdp.state.expected import Differences, Expected, Probe
 from compile_fsdp.state.layout import TensorSpec
 from compile_fsdp.state.names import NamedParameter, named_groups, options_of
-from compile_fsdp.state.verify import Differences
 
 Group = Mapping[str, Any]
 

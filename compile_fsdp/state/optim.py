@@ -12,12 +12,11 @@ from torch.optim import Optimizer
 
 from compile_fsdp.errors import StateError, StateMismatchError
 from compile_fsdp.state.containers import leaves, map_leaves
-from compile_fsdp.state.expected import describe
+from compile_fsdp.state.expected import Differences, describe
 from compile_fsdp.state.layout import TensorSpec, collect_on_first, collect_whole, cut, distribute_from_first
 from compile_fsdp.state.loading import LoadPlan, plan_load
 from compile_fsdp.state.names import named_groups, options_of
 from compile_fsdp.state.ranks import broadcast, gather, is_first
-from compile_fsdp.state.verify import Differences
 
 # {"state": {fqn: {entry: value}}, "param_groups": [{"params": [fqn, ...], option: value}]}
 OptimState = dict[str, Any]

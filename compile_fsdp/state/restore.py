@@ -19,12 +19,12 @@ from torch.optim import Optimizer
 from compile_fsdp.errors import CheckpointError
 from compile_fsdp.state.checkpoint import checkpoint_errors, finish_running
 from compile_fsdp.state.containers import decode, map_leaves
+from compile_fsdp.state.expected import Differences
 from compile_fsdp.state.folder import find_checkpoint
 from compile_fsdp.state.layout import TensorSpec, empty
 from compile_fsdp.state.loading import plan_load
 from compile_fsdp.state.ranks import on_first
 from compile_fsdp.state.safe import SafePlanner, SafeReader
-from compile_fsdp.state.verify import Differences
 from compile_fsdp.torch_compat.distributed import unflatten_state_dict
 
 
