@@ -21,8 +21,7 @@ from compile_fsdp.passes.analysis.collectives import (
     is_wait,
 )
 from compile_fsdp.passes.analysis.costs import COSTS, Costs, communication, compute_seconds, device_costs
-from compile_fsdp.tools.explain.activations import alive_bytes
-from compile_fsdp.tools.explain.memory import unsharded_bytes
+from compile_fsdp.tools.explain.memory import alive_bytes, unsharded_bytes
 from compile_fsdp.tools.explain.names import NO_MODULE, GraphNames, common_module, module_names
 from compile_fsdp.tools.explain.text import operation
 from compile_fsdp.torch_compat.inductor import graph_input_position, graph_output_positions

@@ -1,19 +1,29 @@
-"""Live bytes of unsharded parameters at each node of a graph."""
+"""Live bytes at each node of a graph: unsharded parameters, activations, gradients, recomputed and offloaded ones."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from torch import fx
 
 from compile_fsdp.passes.analysis.aliases import is_declared_view
-from compile_fsdp.passes.analysis.collectives import RESHAPES, is_gather, is_rearrangement, is_wait
+from compile_fsdp.passes.analysis.collectives import (
+    RESHAPES,
+    is_collective,
+    is_fetch,
+    is_gather,
+    is_offload,
+    is_rearrangement,
+    is_wait,
+)
 from compile_fsdp.passes.analysis.costs import size_bytes
 from compile_fsdp.passes.analysis.effects import get_argument, is_copy, is_resize, parameter_of
 from compile_fsdp.passes.analysis.live_bytes import LiveBytes
 from compile_fsdp.tools.explain.names import GraphNames
-from compile_fsdp.torch_compat.inductor import graph_input_position
+from compile_fsdp.torch_compat.dispatch import OpOverload
+from compile_fsdp.torch_compat.inductor import graph_input_position, is_fused
 
 
 def unsharded_bytes(graph: fx.Graph, names: GraphNames) -> list[int]:
@@ -83,3 +93,85 @@ def count_windows(graph: fx.Graph, names: GraphNames) -> Counter[str]:
             position = graph_input_position(filled)
             counts[filled.name if position is None else names.unsharded.get(position, filled.name)] += 1
     return counts
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """Live bytes at each node, without unsharded parameters."""
+
+    kept: list[int]  # activations, gradients and tensors packed for a collective
+    again: list[int]  # recomputed activations: results in a backward that do not depend on its incoming gradient
+    away: list[int]  # in host memory: offloaded tensors that the backward has not fetched
+
+
+def alive_bytes(graph: fx.Graph, names: GraphNames, is_backward: bool) -> Alive:
+    """Estimate live bytes at each node, without gathered parameters, from the graph's reads.
+
+    A node's result has memory unless Inductor fuses the node with its readers, as it does with pointwise ops. The
+    memory lives until its last read; a result of the graph lives to the end. A backward's input from its forward lives
+    from the beginning. A forward's inputs do not count, because the caller owns them.
+    """
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    gathered = gathered_memory(graph)
+    last = _find_last_reads(graph, position)
+    again = _find_again(graph, names) if is_backward else set()
+    kept, made, away = (LiveBytes(len(position)) for _ in range(3))
+    for node, start in position.items():
+        if node in gathered or is_view(node) or is_wait(node):
+            continue
+        size = size_bytes(node)
+        if node.op == "placeholder":
+            number = graph_input_position(node)
+            if any(map(is_fetch, node.users)):
+                away.hold(0, last[node], size)
+            elif is_backward and number not in names.unsharded and number not in names.shards:
+                kept.hold(0, last[node], size)
+        elif is_offload(node):
+            away.hold(start, len(position) - 1, size)
+        elif node.op == "call_function" and _has_memory(node):
+            each = made if node in again and not is_fetch(node) else kept
+            each.hold(start, last[node], size)
+    return Alive(kept.totals(), made.totals(), away.totals())
+
+
+def _find_again(graph: fx.Graph, names: GraphNames) -> set[fx.Node]:
+    """Calls in a backward that depend neither on its first input, its incoming gradient, nor on shards."""
+    inputs = graph.find_nodes(op="placeholder")
+    behind = {*inputs[:1], *(node for node in inputs if graph_input_position(node) in names.shards)}
+    for node in graph.nodes:
+        if any(each in behind for each in node.all_input_nodes):
+            behind.add(node)
+    return {node for node in graph.nodes if node.op == "call_function" and node not in behind}
+
+
+def _find_last_reads(graph: fx.Graph, position: dict[fx.Node, int]) -> dict[fx.Node, int]:
+    """Position of the last read of each node's memory, also through views and fused readers."""
+    last: dict[fx.Node, int] = {}
+    for node in reversed(graph.nodes):
+        passed = (last[user] if _is_passed_on(user) else position[user] for user in node.users)
+        last[node] = max(passed, default=position[node])
+    return last
+
+
+def _is_passed_on(node: fx.Node) -> bool:
+    return is_view(node) or is_wait(node) or (node.op == "call_function" and not _has_memory(node))
+
+
+def _has_memory(node: fx.Node) -> bool:
+    """Whether a node's result is written to memory: the node is a reduction, or it or a reader is not fused."""
+    is_sum = any(size_bytes(each) > size_bytes(node) for each in node.all_input_nodes)
+    return is_sum or not _is_fused(node) or any(not _is_fused(reader) for reader in _readers(node))
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the nodes that read a node's result, directly or through views."""
+    for user in node.users:
+        if is_view(user):
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _is_fused(node: fx.Node) -> bool:
+    """Whether Inductor computes a node together with its readers."""
+    return isinstance(node.target, OpOverload) and is_fused(node.target) and not is_collective(node)

@@ -11,7 +11,7 @@ from torch import nn
 import compile_fsdp
 from compile_fsdp import ops
 from compile_fsdp.tools.explain import Report
-from compile_fsdp.tools.explain.activations import alive_bytes
+from compile_fsdp.tools.explain.memory import alive_bytes
 from compile_fsdp.tools.explain.names import GraphNames
 from compile_fsdp.tools.explain.summary import summary_lines
 from helpers.graphs.build import GraphBuilder, aten, c10d
