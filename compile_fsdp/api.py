@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping
 from typing import Any, overload
 
 import torch.distributed as dist
@@ -37,12 +38,7 @@ def fully_shard(module: nn.Module | list[nn.Module], **kwargs: Any) -> FSDPModul
         ProcessGroupMissingError: no mesh is given and there is no process group to build one from.
     """
     modules = module if isinstance(module, list) else [module]
-    if kwargs.get("mesh") is None and not dist.is_initialized() and "RANK" not in os.environ:
-        names = ", ".join(type(each).__name__ for each in modules)
-        raise ProcessGroupMissingError(
-            f"expected a mesh or an initialised process group to shard {names} over, found neither; "
-            "call torch.distributed.init_process_group(), run under torchrun, or pass mesh="
-        )
+    check_process_group(modules, kwargs)
     before = named_parameters(modules)
     sharded = torch_fully_shard(module, **kwargs)
     for each in modules:
@@ -51,6 +47,16 @@ def fully_shard(module: nn.Module | list[nn.Module], **kwargs: Any) -> FSDPModul
     assert state is not None
     note_replaced(state, before)
     return sharded
+
+
+def check_process_group(modules: Iterable[nn.Module], kwargs: Mapping[str, Any]) -> None:
+    """Refuse arguments of `fully_shard` without a mesh if there is no process group to build one from."""
+    if kwargs.get("mesh") is None and not dist.is_initialized() and "RANK" not in os.environ:
+        names = ", ".join(type(each).__name__ for each in modules)
+        raise ProcessGroupMissingError(
+            f"expected a mesh or an initialised process group to shard {names} over, found neither; "
+            "call torch.distributed.init_process_group(), run under torchrun, or pass mesh="
+        )
 
 
 @at_run_time

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
@@ -19,7 +17,6 @@ from compile_fsdp.errors import (
     NothingSelectedError,
     PolicyError,
     PrecisionOverrideError,
-    ProcessGroupMissingError,
     SharedParameterError,
     UnshardableParameterError,
 )
@@ -155,16 +152,6 @@ def check_full_precision(root: nn.Module, modules: Collection[nn.Module]) -> Non
             f"expected float32 parameters and a forward that is the class's in mixed_precision_overrides, got {wrong}; "
             "call float() on these modules, and set no forward on them, before sharding"
         )
-
-
-def check_process_group(kwargs: Iterable[Mapping[str, Any]]) -> None:
-    """Refuse arguments of `fully_shard` without a mesh if there is no process group to build one from."""
-    if dist.is_initialized() or "RANK" in os.environ or all(each.get("mesh") is not None for each in kwargs):
-        return
-    raise ProcessGroupMissingError(
-        "expected a mesh or an initialised process group to shard over, found neither; "
-        "call torch.distributed.init_process_group(), run under torchrun, or pass mesh="
-    )
 
 
 def frozen_warnings(drafts: Sequence[Draft]) -> Iterator[str]:

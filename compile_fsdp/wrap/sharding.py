@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from compile_fsdp.api import fully_shard
+from compile_fsdp.api import check_process_group, fully_shard
 from compile_fsdp.errors import MixedFrozenWarning
 from compile_fsdp.wrap import checks
 from compile_fsdp.wrap.groups import Draft, collect_all, in_order, merge_shared
@@ -85,7 +85,8 @@ def apply(plan: Plan) -> nn.Module:
         ProcessGroupMissingError: a group has no mesh, and there is no process group to build one from.
     """
     checks.check_modules(plan.root, [module for group in plan.groups for module in group.modules])
-    checks.check_process_group(group.kwargs for group in plan.groups)
+    for group in plan.groups:
+        check_process_group(group.modules, group.kwargs)
     for warning in plan.warnings:
         warnings.warn(warning, MixedFrozenWarning, stacklevel=2)
     for module in plan.full_precision:
