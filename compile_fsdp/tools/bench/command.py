@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import argparse
 import os
+import runpy
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from compile_fsdp.errors import CommandError
+from compile_fsdp.errors import CommandError, ScriptError
 from compile_fsdp.passes.text import fill
 from compile_fsdp.reports import newest_advice
 from compile_fsdp.tools import launch
 from compile_fsdp.tools.bench.measure import Result, measure
 from compile_fsdp.tools.bench.modes import MODES, SIMPLE_FSDP
 from compile_fsdp.tools.bench.report import describe_gain, format_table, write_json
-from compile_fsdp.tools.bench.script import measure_script, on_own_ranks
-from compile_fsdp.tools.bench.turns import steps_needed
+from compile_fsdp.tools.bench.turns import ScriptTurns, steps_needed
 from compile_fsdp.tools.bench.workloads import SIZES, Decoder
+from compile_fsdp.tools.check.failures import run_reported
+from compile_fsdp.tools.scripts import ended_by
 from compile_fsdp.torch_compat.dynamo import recompile_limit
 
 DESCRIPTION = """\
@@ -45,6 +49,7 @@ gains.
 
 DEFAULT_MODES = ("eager", "block", "compile")
 DEFAULT_MODELS = ("mid",)
+USER_ERROR = 2  # exit status of the command for an error that it has already printed
 
 
 def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -107,12 +112,12 @@ def _run_script(args: argparse.Namespace) -> int:
     script, arguments = Path(args.script[0]), args.script[1:]
     if "RANK" not in os.environ:
         options = [f"--rounds={args.rounds}", *([f"--json={args.json}"] if args.json else [])]
-        return on_own_ranks(["bench", *options, "--script", *args.script], args.ranks)
+        return _on_own_ranks(["bench", *options, "--script", *args.script], args.ranks)
     if os.environ["RANK"] == "0":
         steps, fewest = steps_needed(args.rounds), steps_needed(2)
         needed = f"needs {fewest} optimizer steps or fewer, and measures {steps} at most"
         print(fill(f"really trains: the script's own writes happen; {needed}"), flush=True)
-    table, rounds = measure_script(script, arguments, args.rounds)
+    table, rounds = _measure_script(script, arguments, args.rounds)
     if os.environ["RANK"] == "0":
         ranks = int(os.environ["WORLD_SIZE"])
         print(format_table(script.name, table))
@@ -120,6 +125,53 @@ def _run_script(args: argparse.Namespace) -> int:
         if args.json is not None:
             write_json({script.name: table}, ranks, args.json)
     return 0
+
+
+def _measure_script(script: Path, arguments: Sequence[str], rounds: int) -> tuple[dict[str, Result], int]:
+    """Run a script until it ends or enough of its steps are measured. Collective.
+
+    Returns the results of "eager" and "compile", and the number of measured rounds: at least 2, at most `rounds`.
+
+    Raises:
+        ScriptError: if the script raises an error, makes too few steps, compiles nothing, or recompiles too often; see
+            also `run_reported`.
+    """
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "400"  # collectives that the flight recorder keeps
+    turns = ScriptTurns(rounds)
+    with turns.begun(), ended_by(turns.count):
+        run_reported(script, list(arguments))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if isinstance(turns.outcome, ScriptError):
+        raise turns.outcome
+    if turns.outcome is None:
+        raise ScriptError(
+            f"expected {script} to make about {steps_needed(2)} optimizer steps or more, got {turns.steps}; let it "
+            "train longer"
+        )
+    return turns.outcome, turns.rounds
+
+
+def _on_own_ranks(arguments: Sequence[str], ranks: int) -> int:
+    """Run this command again on new ranks of this host; return the exit status."""
+    try:
+        launch.run(ranks, _run_command, arguments)
+    except launch.RankLost as lost:
+        if lost.exit_code != USER_ERROR:
+            raise
+        return USER_ERROR
+    return 0
+
+
+def _run_command(rank: int, arguments: Sequence[str]) -> None:
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    sys.argv = ["compile-fsdp", *arguments]
+    try:
+        runpy.run_module("compile_fsdp", run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
 
 
 def _check(args: argparse.Namespace) -> None:
