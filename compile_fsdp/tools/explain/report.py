@@ -8,10 +8,9 @@ from pathlib import Path
 import torch
 
 from compile_fsdp.tools.explain.capture import Capture
-from compile_fsdp.tools.explain.groups import make_rows
 from compile_fsdp.tools.explain.html import render_page
 from compile_fsdp.tools.explain.names import GroupFacts
-from compile_fsdp.tools.explain.report_data import GraphView, ReportData
+from compile_fsdp.tools.explain.report_data import GraphView, ReportData, make_rows
 from compile_fsdp.tools.explain.summary import summary_lines
 from compile_fsdp.tools.explain.timeline import place
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
 from compile_fsdp.passes.text import fill, format_bytes, format_seconds
-from compile_fsdp.tools.explain.groups import GroupRow
-from compile_fsdp.tools.explain.report_data import ReportData
+from compile_fsdp.tools.explain.report_data import GroupRow, ReportData
 
 MOST_CHOICES = 12  # number of choices that the terminal shows; the page shows all
 
