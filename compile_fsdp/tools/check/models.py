@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from compile_fsdp.reports import Direction
 from compile_fsdp.runtime.attached import find_group
 from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.runtime.module import is_traceable
-from compile_fsdp.tools.explain.capture import TracedGraph
 from compile_fsdp.torch_compat.dynamo import CompileSettings, OptimizedModule, compile_settings
 from compile_fsdp.torch_compat.fsdp import FSDPParamGroup, fsdp_state, param_groups, parameter_owners, unsharded_dtype
 from compile_fsdp.wrap.tree import ROOT
+
+# As in `Capture.traced`.
+Traced = Mapping[Direction, Collection[tuple[TraceableGroup, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ def find_modules() -> Iterator[nn.Module]:
             yield each
 
 
-def describe_models(modules: Collection[nn.Module], traced: Collection[TracedGraph]) -> tuple[ShardedModel, ...]:
+def describe_models(modules: Collection[nn.Module], traced: Traced) -> tuple[ShardedModel, ...]:
     """Describe the models among sharded and compiled modules, in the order of their roots."""
     sharded = [module for module in modules if isinstance(module, FSDPModule)]
     below = {id(each) for module in sharded for each in module.modules() if each is not module}
@@ -68,25 +71,24 @@ def _is_compiled(module: nn.Module) -> bool:
     return type(module) is OptimizedModule or vars(module).get("_compiled_call_impl") is not None
 
 
-def _describe(root: nn.Module, compiled: Collection[nn.Module], traced: Collection[TracedGraph]) -> ShardedModel:
+def _describe(root: nn.Module, compiled: Collection[nn.Module], traced: Traced) -> ShardedModel:
     fqns = {module: fqn for fqn, module in root.named_modules()}
     states = (fsdp_state(module) for module in fqns)
     found = dict.fromkeys(group for state in states if state is not None for group in param_groups(state))
     settings = (_settings(each) for each in compiled if any(module is root for module in each.modules()))
-    forward = [graph for graph in traced if graph.direction == "forward"]
-    backward = [graph for graph in traced if graph.direction == "backward"]
     owns = {own for group in found if (own := find_group(group)) is not None}
-    seen = {group for graph in forward for group in graph.groups}
-    last = {graph.groups[-1] for graph in forward if graph.groups}
+    forward, backward = traced["forward"], traced["backward"]
+    seen = {group for groups in forward for group in groups}
+    last = {groups[-1] for groups in forward if groups}
     return ShardedModel(
         name=type(root).__name__.removeprefix("FSDP"),
         is_traceable=all(is_traceable(each) for each in root.modules() if isinstance(each, FSDPModule)),
         settings=next(settings, None),
         compiled_parts=tuple(sorted(fqns[each] for each in compiled if each in fqns and each is not root)),
         groups=tuple(_describe_group(group, fqns, seen, last) for group in found),
-        forward_graphs=_count(forward, owns),
-        backward_graphs=_count(backward, owns),
-        is_whole=any(len(owns.intersection(graph.groups)) == len(found) for graph in forward),
+        forward_graphs=sum(not owns.isdisjoint(groups) for groups in forward),
+        backward_graphs=sum(not owns.isdisjoint(groups) for groups in backward),
+        is_whole=any(len(owns.intersection(groups)) == len(found) for groups in forward),
         trains=any(parameter.requires_grad for parameter in root.parameters()),
         has_run=(state := fsdp_state(root)) is not None and state._is_root is not None,
     )
@@ -95,10 +97,6 @@ def _describe(root: nn.Module, compiled: Collection[nn.Module], traced: Collecti
 def _settings(module: nn.Module) -> CompileSettings | None:
     own = vars(module).get("_compiled_call_impl")
     return compile_settings(module if own is None else own)
-
-
-def _count(graphs: Collection[TracedGraph], owns: set[TraceableGroup]) -> int:
-    return sum(not owns.isdisjoint(graph.groups) for graph in graphs)
 
 
 def _describe_group(

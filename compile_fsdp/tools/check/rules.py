@@ -84,7 +84,7 @@ def _useful(hints: tuple[str, ...]) -> list[str]:
 
 
 def _not_whole(seen: Seen) -> Iterator[Finding]:
-    if not seen.models and not seen.captured.traced:
+    if not seen.models and not any(seen.captured.traced.values()):
         what = "No sharded model was found, and none was compiled."
         remedy = "Shard with compile_fsdp.fully_shard and run a training step; keep the model until the script ends."
         yield Finding(Level.BREAKS, "no-sharded-model", what, remedy)

@@ -69,14 +69,6 @@ class Recompile:
 
 
 @dataclass(frozen=True, slots=True)
-class TracedGraph:
-    """A graph that was passed to an inner backend, Inductor or not."""
-
-    direction: Direction
-    groups: tuple[TraceableGroup, ...]  # groups whose unsharded parameters are inputs of the graph
-
-
-@dataclass(frozen=True, slots=True)
 class Stage:
     """A graph after one pass."""
 
@@ -141,7 +133,8 @@ class Capture:
     """
 
     def __init__(self) -> None:
-        self.traced: list[TracedGraph] = []  # graphs of all inner backends
+        # Graphs of all inner backends: the groups whose unsharded parameters are inputs of each graph.
+        self.traced: dict[Direction, list[tuple[TraceableGroup, ...]]] = {"forward": [], "backward": []}
         self.graphs: list[CapturedGraph] = []  # graphs that Inductor compiles with the passes
         self.breaks: list[GraphBreak] = []  # each place and reason once
         self.recompiles: list[Recompile] = []
@@ -157,7 +150,7 @@ class Capture:
         compile_id = current_compile_id()
         if (caller := _find_caller()) is not None:
             self._callers[compile_id] = caller
-        self.traced.append(TracedGraph(direction, tuple(groups)))
+        self.traced[direction].append(tuple(groups))
         facts = tuple(describe_group(group) for group in groups)
         kind = direction if torch.is_grad_enabled() or direction == "backward" else "evaluation"
         return _Watcher(self.graphs, kind, facts, name_graph(gm, groups), costs)
@@ -225,11 +218,8 @@ def split_reason(text: str) -> tuple[str, str, tuple[str, ...]]:
 
 def _find_caller() -> Place | None:
     """The innermost stack line outside torch, compile_fsdp and generated code; None if there is none."""
-    for frame, line in traceback.walk_stack(sys._getframe()):
-        filename = frame.f_code.co_filename
-        if not is_library(filename) and Path(filename).name != "contextlib.py":
-            return Place.at(filename, line)
-    return None
+    stack = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(sys._getframe())]
+    return innermost_place(each for each in reversed(stack) if Path(each[0]).name != "contextlib.py")
 
 
 @contextmanager
