@@ -21,7 +21,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 _REST = "\n"  # name of the link to the user's folder, in a folder of the tree that lacks links to some entries
@@ -235,20 +235,14 @@ class Entry:
         return os.path.isfile(self.path) and (follow_symlinks or not self.is_symlink())
 
 
-class Entries:
+class Entries(Iterator[Entry], AbstractContextManager["Entries"]):
     """The iterator that `os.scandir` returns."""
 
     def __init__(self, folder: Any, names: Iterable[Any]) -> None:
         self._entries = (Entry(os.fspath(folder), name) for name in names)
 
-    def __iter__(self) -> Iterator[Entry]:
-        return self._entries
-
     def __next__(self) -> Entry:
         return next(self._entries)
-
-    def __enter__(self) -> Entries:
-        return self
 
     def __exit__(self, *args: object) -> None:
         self.close()
