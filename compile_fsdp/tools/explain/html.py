@@ -9,41 +9,21 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 from importlib.resources import files
 from typing import Any
 
-from compile_fsdp.tools.explain.report_data import GraphView, ReportData
-
 Edit = tuple[str, list[int]]  # " ", "-" or "+", and positions in the graph's table of lines
 
 
-def render_page(report: ReportData) -> str:
-    """Render the HTML page of a report."""
+def render_page(title: str, data: Mapping[str, Any]) -> str:
+    """Render the HTML page of a report from its title and data, see `page_data` in report.py."""
     here = files("compile_fsdp.tools.explain")
     page, style, code = ((here / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js"))
-    data = _embed(page_data(report))
-    parts = {"TITLE": html.escape(report.model), "STYLE": style, "CODE": code, "DATA": data}
+    parts = {"TITLE": html.escape(title), "STYLE": style, "CODE": code, "DATA": _embed(data)}
     pieces = page.split("@@")  # every second piece is the name of a part
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
-
-
-def page_data(report: ReportData) -> dict[str, Any]:
-    """Make the page's data: the report, with each graph line stored once and each pass as edits."""
-    data = report.to_dict()
-    data["graphs"] = [_graph_data(graph) for graph in report.graphs]
-    return data
-
-
-def _graph_data(graph: GraphView) -> dict[str, Any]:
-    numbers: dict[str, int] = {}
-    texts = [[numbers.setdefault(line, len(numbers)) for line in stage.lines] for stage in graph.stages]
-    stages = []
-    for i, stage in enumerate(graph.stages):
-        edits = [(" ", texts[0])] if i == 0 else compare(texts[i - 1], texts[i])
-        stages.append({"name": stage.name, "summary": stage.summary, "edits": edits})
-    return {"kind": graph.kind, "lines": list(numbers), "stages": stages}
 
 
 def compare(before: Sequence[int], after: Sequence[int]) -> list[Edit]:
@@ -58,6 +38,6 @@ def compare(before: Sequence[int], after: Sequence[int]) -> list[Edit]:
     return edits
 
 
-def _embed(data: dict[str, Any]) -> str:
+def _embed(data: Mapping[str, Any]) -> str:
     text = json.dumps(data, separators=(",", ":"))  # ASCII only
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

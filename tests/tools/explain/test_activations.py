@@ -13,7 +13,7 @@ from compile_fsdp import ops
 from compile_fsdp.tools.explain import Report
 from compile_fsdp.tools.explain.memory import alive_bytes
 from compile_fsdp.tools.explain.names import GraphNames
-from compile_fsdp.tools.explain.summary import summary_lines
+from compile_fsdp.tools.explain.report import summary_lines
 from helpers.graphs.build import GraphBuilder, aten, c10d
 from helpers.pages.open_page import OpenPage
 

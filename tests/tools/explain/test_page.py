@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 from compile_fsdp.tools.explain import Report
-from compile_fsdp.tools.explain.html import compare, page_data
+from compile_fsdp.tools.explain.html import compare
+from compile_fsdp.tools.explain.report import page_data
 from helpers.models.explained import HOSTILE
 from helpers.pages.open_page import OpenPage
 

@@ -6,7 +6,7 @@ import json
 
 from compile_fsdp.tools.explain import Report
 from compile_fsdp.tools.explain.events import Kind
-from compile_fsdp.tools.explain.summary import summary_lines
+from compile_fsdp.tools.explain.report import summary_lines
 from helpers.models.explained import HOSTILE, WORLD, Model
 
 BLOCK_BYTES = 2 * 2 * WORLD * 4 * 4
