@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from compile_fsdp.passes import COSTS
-from compile_fsdp.tools.plan.checkpointing import Checkpoint
-from compile_fsdp.tools.plan.models import PRESETS, build_from_config
+from compile_fsdp.tools.plan.models import PRESETS, Checkpoint, build_from_config
 from compile_fsdp.tools.plan.network import Network
 from compile_fsdp.tools.plan.report import Figures, read_figures
 from compile_fsdp.tools.plan.trace import Settings, trace_step

@@ -18,8 +18,7 @@ from compile_fsdp.tools.explain.capture import Capture, capture
 from compile_fsdp.tools.explain.events import Kind
 from compile_fsdp.tools.explain.report import Report, make_report
 from compile_fsdp.tools.launch import fake_world
-from compile_fsdp.tools.plan.checkpointing import Checkpoint, checkpoint_layers
-from compile_fsdp.tools.plan.models import Build
+from compile_fsdp.tools.plan.models import Build, Checkpoint, checkpoint_layers
 from compile_fsdp.tools.plan.network import Network
 from compile_fsdp.torch_compat.dispatch import FakeTensorMode, tree_map_only
 from compile_fsdp.torch_compat.inductor import without_code

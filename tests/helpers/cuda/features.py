@@ -17,7 +17,7 @@ from compile_fsdp.passes import COSTS, Costs
 from compile_fsdp.runtime.attached import module_hooks_of
 from compile_fsdp.runtime.hooks import prepare_model
 from compile_fsdp.tools.bench.llama import ModelConfig, Transformer
-from compile_fsdp.tools.plan.checkpointing import Checkpoint, checkpoint_layers
+from compile_fsdp.tools.plan.models import Checkpoint, checkpoint_layers
 from compile_fsdp.torch_compat.dispatch import FakeTensorMode
 from helpers.models.tensor_subclasses import Float8Weight, Int8RowsWeight, use
 from helpers.parity.features import FEATURES as PARITY

@@ -18,7 +18,7 @@ from compile_fsdp.errors import EstimateError, MemoryBudgetError
 from compile_fsdp.passes import COSTS
 from compile_fsdp.tools.explain import Report
 from compile_fsdp.tools.explain.events import Kind
-from compile_fsdp.tools.plan.checkpointing import Checkpoint, checkpoint_layers
+from compile_fsdp.tools.plan.models import Checkpoint, checkpoint_layers
 from compile_fsdp.tools.plan.network import Network
 from compile_fsdp.tools.plan.report import read_figures
 from compile_fsdp.tools.plan.trace import Settings, trace_step
