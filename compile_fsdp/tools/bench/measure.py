@@ -1,13 +1,15 @@
-"""Measure time, memory and collectives of training steps in several modes that take turns."""
+"""Measure time, memory and collectives of training steps in several modes that take turns, and show the results."""
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -152,3 +154,39 @@ def make_result(
     lower, _, upper = statistics.quantiles(ratios, n=4)
     step_ms = 1000 * statistics.median(seconds[mode])
     return Result(statistics.median(ratios), (lower, upper), step_ms, peak_bytes / 2**20, collectives, first_step_s)
+
+
+def format_table(name: str, table: Mapping[str, Result]) -> str:
+    """Format the results of one workload as a table in Markdown."""
+    lines = [
+        f"| {name} | step / eager | quartiles | ms | peak MiB | collectives | first step, s |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for mode, result in table.items():
+        lower, upper = result.spread
+        first = "-" if result.first_step_s is None else f"{result.first_step_s:.1f}"
+        lines.append(
+            f"| `{mode}` | {result.ratio:.2f} | {lower:.2f} to {upper:.2f} | {result.step_ms:.1f} | "
+            f"{result.peak_mib:.1f} | {result.collectives} | {first} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def describe_gain(table: Mapping[str, Result], rounds: int, ranks: int) -> str:
+    """Compare a step of "compile" with a step of "eager" in one sentence."""
+    eager, compiled = table["eager"], table["compile"]
+    lower, upper = compiled.spread
+    # On a CPU, the peak counts only memory that the step allocates, so it can be 0.
+    memory = f" and {compiled.peak_mib / eager.peak_mib:.2f} of its peak memory" if eager.peak_mib > 0 else ""
+    unclear = ", so no clear difference" if lower <= 1 <= upper else ""
+    return (
+        f"Measured on {ranks} ranks: a compiled step takes {compiled.ratio:.2f} of an eager step's time (quartiles of "
+        f"{rounds} rounds {lower:.2f} to {upper:.2f}{unclear}){memory}."
+    )
+
+
+def write_json(tables: Mapping[str, Mapping[str, Result]], ranks: int, path: Path) -> None:
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    results = {name: {mode: asdict(result) for mode, result in table.items()} for name, table in tables.items()}
+    head = {"torch": torch.__version__, "ranks": ranks, "device": device.type}
+    path.write_text(json.dumps({**head, "results": results}, indent=1) + "\n")

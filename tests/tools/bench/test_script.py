@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 import compile_fsdp
 from compile_fsdp.cli import main
-from compile_fsdp.tools.bench.measure import Result
-from compile_fsdp.tools.bench.report import describe_gain
+from compile_fsdp.tools.bench.measure import Result, describe_gain
 from compile_fsdp.tools.scripts import run_script
 
 SCRIPT = """\
