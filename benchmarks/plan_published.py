@@ -20,9 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from compile_fsdp.passes import COSTS
 from compile_fsdp.tools.plan.models import PRESETS, Checkpoint, build_from_config
-from compile_fsdp.tools.plan.network import Network
 from compile_fsdp.tools.plan.report import Figures, read_figures
-from compile_fsdp.tools.plan.trace import Settings, trace_step
+from compile_fsdp.tools.plan.trace import Network, Settings, trace_step
 
 TABLES = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
 BUCKETING = "torchtitan, pull request 1881"

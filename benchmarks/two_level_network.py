@@ -21,8 +21,7 @@ from compile_fsdp.tools.bench.llama import ModelConfig, Transformer
 from compile_fsdp.tools.explain.events import Kind
 from compile_fsdp.tools.explain.report import Report
 from compile_fsdp.tools.explain.timeline import place
-from compile_fsdp.tools.plan.network import Network
-from compile_fsdp.tools.plan.trace import Settings, trace_step
+from compile_fsdp.tools.plan.trace import Network, Settings, trace_step
 
 TOKENS = 8192
 TIGHT = 0.8  # budget by the bytes that a step without one takes

@@ -12,9 +12,8 @@ from compile_fsdp.errors import EstimateError, MemoryBudgetError
 from compile_fsdp.passes import COSTS
 from compile_fsdp.passes.text import parse_bytes
 from compile_fsdp.tools.plan.models import PRESETS, Build, Checkpoint, build_from_config, find_factory, read_config
-from compile_fsdp.tools.plan.network import Network
 from compile_fsdp.tools.plan.report import NOTES, OPTIMIZERS, Row, make_table, read_figures, write_json
-from compile_fsdp.tools.plan.trace import DTYPES, Settings, trace_step
+from compile_fsdp.tools.plan.trace import DTYPES, Network, Settings, trace_step
 
 DESCRIPTION = """\
 Estimate memory and time of a model's compiled step on one rank, without a GPU and without running it. Options that take

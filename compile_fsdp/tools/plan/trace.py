@@ -1,7 +1,8 @@
-"""Trace one step of a model under given settings, on fake tensors in a fake world."""
+"""Trace one step of a model under given settings and on a given network, on fake tensors in a fake world."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,7 +20,6 @@ from compile_fsdp.tools.explain.events import Kind
 from compile_fsdp.tools.explain.report import Report, make_report
 from compile_fsdp.tools.launch import fake_world
 from compile_fsdp.tools.plan.models import Build, Checkpoint, checkpoint_layers
-from compile_fsdp.tools.plan.network import Network
 from compile_fsdp.torch_compat.dispatch import FakeTensorMode, tree_map_only
 from compile_fsdp.torch_compat.inductor import without_code
 from compile_fsdp.wrap import Policy, apply, plan
@@ -57,6 +57,35 @@ class Settings:
         if self.memory_budget is not None:
             parts.append(f"budget {format_bytes(self.memory_budget)}")
         return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """The connections between ranks of a host, and between hosts. Consecutive ranks share a host."""
+
+    within: Costs  # of a device, and of collectives within a host
+    ranks_per_host: int = 8
+    host_bandwidth: float = 240e9  # bytes per second into a host; as many leave it at the same time
+
+    def shard_costs(self, shards: int) -> Costs:
+        """Return the costs of all-gathers and reduce-scatters over the first `shards` ranks."""
+        # Ranks of a host pass on the bytes that enter the host, so one collective has the whole link.
+        return self._costs(self._hosts(shards), self.host_bandwidth)
+
+    def replica_costs(self, shards: int, replicas: int) -> Costs:
+        """Return the costs of all-reduces over `replicas` ranks that are `shards` ranks apart."""
+        # Each rank of a host all-reduces a different shard, and all of them share the link.
+        bandwidth = self.host_bandwidth / min(shards, self.ranks_per_host)
+        return self._costs(min(self._hosts(shards * replicas), replicas), bandwidth)
+
+    def _hosts(self, ranks: int) -> int:
+        return math.ceil(ranks / self.ranks_per_host)
+
+    def _costs(self, hosts: int, bandwidth: float) -> Costs:
+        if hosts == 1:
+            return self.within
+        latency = self.within.latency * (1 + math.log2(hosts))  # a tree of hosts
+        return replace(self.within, latency=latency, comm_bandwidth=min(self.within.comm_bandwidth, bandwidth))
 
 
 def trace_step(build: Build, settings: Settings, network: Network, policy: Policy | None = None) -> Report:

@@ -11,8 +11,7 @@ import torch
 from compile_fsdp.cli import main
 from compile_fsdp.passes import COSTS
 from compile_fsdp.tools.plan.models import PRESETS, build_from_config
-from compile_fsdp.tools.plan.network import Network
-from compile_fsdp.tools.plan.trace import Settings, trace_step
+from compile_fsdp.tools.plan.trace import Network, Settings, trace_step
 from helpers.models import planned
 from helpers.models.configs import LLAMA
 

@@ -19,9 +19,8 @@ from compile_fsdp.passes import COSTS
 from compile_fsdp.tools.explain import Report
 from compile_fsdp.tools.explain.events import Kind
 from compile_fsdp.tools.plan.models import Checkpoint, checkpoint_layers
-from compile_fsdp.tools.plan.network import Network
 from compile_fsdp.tools.plan.report import read_figures
-from compile_fsdp.tools.plan.trace import Settings, trace_step
+from compile_fsdp.tools.plan.trace import Network, Settings, trace_step
 from compile_fsdp.wrap import auto_shard
 from helpers.models.planned import BLOCK_BYTES, HEAD_BYTES, HIDDEN, ROWS, WIDTH, Model, build
 from helpers.ranks.fake_world import fake_world
