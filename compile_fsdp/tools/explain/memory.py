@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import fx
 
@@ -69,20 +70,13 @@ def _windows(graph: fx.Graph, names: GraphNames, position: dict[fx.Node, int]) -
         if graph_input_position(leaf) not in names.unsharded:
             continue
         users = sorted((user for user in leaf.users if user.op != "output"), key=position.__getitem__)
-        start = None
-        if users and not (is_resize(users[0]) and get_argument(users[0], 1, "new_size") != 0):
-            start = 0  # an earlier graph has filled it
-        for user in users:
-            if not is_resize(user):
-                continue
-            is_free = get_argument(user, 1, "new_size") == 0
-            if is_free and start is not None:
-                yield start, position[user], size_bytes(leaf)
-                start = None
-            elif not is_free and start is None:
-                start = position[user]
-        if start is not None:
-            yield start, len(position), size_bytes(leaf)
+        fills = {user: get_argument(user, 1, "new_size") != 0 for user in users if is_resize(user)}
+        # An earlier graph has filled a parameter whose first use is no fill.
+        is_filled = bool(users) and not fills.get(users[0], False)
+        bounds = pairwise((0, *(position[user] for user in fills), len(position)))
+        for (start, end), is_allocated in zip(bounds, (is_filled, *fills.values()), strict=True):
+            if is_allocated:
+                yield start, end, size_bytes(leaf)
 
 
 def count_windows(graph: fx.Graph, names: GraphNames) -> Counter[str]:
