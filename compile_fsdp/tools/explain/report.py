@@ -18,7 +18,6 @@ from compile_fsdp.tools.explain.capture import Capture, GraphBreak, Recompile, S
 from compile_fsdp.tools.explain.events import TRANSFERS, Kind
 from compile_fsdp.tools.explain.groups import GroupRow, make_rows
 from compile_fsdp.tools.explain.html import compare, render_page
-from compile_fsdp.tools.explain.names import GroupFacts
 from compile_fsdp.tools.explain.timeline import Placed, place
 
 MOST_CHOICES = 12  # number of choices that the terminal shows; the page shows all
@@ -119,14 +118,11 @@ class Report:
 
 def make_report(captured: Capture, model: str, world_size: int) -> Report:
     """Make the report of a capture."""
-    groups: dict[str, GroupFacts] = {}
-    for graph in captured.graphs:
-        for group in graph.groups:
-            groups.setdefault(group.name, group)
+    groups = list({group.name: group for graph in captured.graphs for group in graph.groups}.values())
     backwards = [i for i, graph in enumerate(captured.graphs) if graph.kind == "backward"]
-    placed = place([graph.events for graph in captured.graphs], list(groups.values()), backwards)
+    placed = place([graph.events for graph in captured.graphs], groups, backwards)
     rows = make_rows(
-        list(groups.values()),
+        groups,
         placed,
         sum((graph.windows for graph in captured.graphs), Counter()),
         sum((graph.windows_left for graph in captured.graphs), Counter()),
