@@ -1,4 +1,4 @@
-"""The `compile-fsdp` command. Each subcommand's module adds the subcommand's parser."""
+"""The `compile-fsdp` command. Each subcommand's module has its `DESCRIPTION`, its `add_options` and its `run`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from types import ModuleType
 from typing import Any
 
 from compile_fsdp.tools.doctor import command as doctor_command
@@ -32,9 +33,19 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="compile-fsdp", description="FSDP2 under torch.compile.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('compile-fsdp')}")
     subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    commands = [plan_command, check_command, explain_command, precompile, bench_command, calibrate_command]
-    for command in [*commands, doctor_command]:
-        command.add_parser(subcommands)
+    commands: dict[str, tuple[ModuleType, str]] = {
+        "plan": (plan_command, "estimate memory and time per rank, without running"),
+        "check": (check_command, "say whether a script compiles whole, for CI"),
+        "explain": (explain_command, "report on the compiled steps of a script, as an HTML page"),
+        "precompile": (precompile, "make the bundles of a job before it starts"),
+        "bench": (bench_command, "measure training steps of several modes"),
+        "calibrate": (calibrate_command, "measure the costs by which the passes decide"),
+        DOCTOR: (doctor_command, "check the installation"),
+    }
+    for name, (command, summary) in commands.items():
+        own = subcommands.add_parser(name, help=summary, description=command.DESCRIPTION)
+        own.set_defaults(run=command.run)
+        command.add_options(own)
     return parser
 
 

@@ -21,11 +21,7 @@ cache folder, or where the option `bundle` says. The script's own writes do not 
 """
 
 
-def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subcommands.add_parser(
-        "precompile", help="make the bundles of a job before it starts", description=DESCRIPTION
-    )
-    parser.set_defaults(run=run)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world", type=int, required=True, metavar="N", help="ranks of the job")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder that gets the bundles")
     add_script(parser)

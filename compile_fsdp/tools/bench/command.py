@@ -51,14 +51,8 @@ DEFAULT_MODELS = ("mid",)
 USER_ERROR = 2  # exit status of the command for an error that it has already printed
 
 
-def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subcommands.add_parser(
-        "bench",
-        help="measure training steps of several modes",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(run=run)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     default = ",".join(DEFAULT_MODES)
     parser.add_argument("--modes", type=_names, default=DEFAULT_MODES, metavar="NAME,NAME", help=f"default {default}")
     parser.add_argument(

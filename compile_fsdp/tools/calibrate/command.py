@@ -27,11 +27,7 @@ matrix products on the device. Write the costs over the last dim, over which HSD
 """
 
 
-def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subcommands.add_parser(
-        "calibrate", help="measure the costs by which the passes decide", description=DESCRIPTION
-    )
-    parser.set_defaults(run=run)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks", type=int, default=None, metavar="N", help="without torchrun (default: the GPUs, or 2 on CPUs)"
     )

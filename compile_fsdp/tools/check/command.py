@@ -32,11 +32,8 @@ Exit status: 0 if the script compiles whole, 1 if it does not, 2 if the script i
 """
 
 
-def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subcommands.add_parser(
-        "check", help="say whether a script compiles whole, for CI", description=DESCRIPTION, epilog=EPILOG
-    )
-    parser.set_defaults(run=run)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EPILOG
     parser.add_argument("--strict", action="store_true", help="also exit with 1 for costly settings")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings")
     add_world(parser)

@@ -38,17 +38,15 @@ THEN: Checks = {
 }
 
 
-def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subcommands.add_parser(NAME, help="check the installation", description=DESCRIPTION)
-    parser.set_defaults(run=run)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the rows as JSON, for programs")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run this command with the arguments after `doctor`. See [Note: A doctor for a failing import]."""
-    parser = argparse.ArgumentParser(prog="compile-fsdp")
-    add_parser(parser.add_subparsers())
-    return run(parser.parse_args([NAME, *arguments]))
+    parser = argparse.ArgumentParser(prog=f"compile-fsdp {NAME}", description=DESCRIPTION)
+    add_options(parser)
+    return run(parser.parse_args(arguments))
 
 
 def run(args: argparse.Namespace) -> int:

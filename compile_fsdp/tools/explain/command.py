@@ -19,11 +19,7 @@ do not reach its files.
 """
 
 
-def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subcommands.add_parser(
-        "explain", help="report on the compiled steps of a script, as an HTML page", description=DESCRIPTION
-    )
-    parser.set_defaults(run=run)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the page to write")
     add_world(parser)
     add_script(parser)

@@ -24,11 +24,7 @@ and float8 are not planned.
 UNPLANNED = {"tp": "tensor parallelism", "pp": "pipeline parallelism", "float8": "float8"}
 
 
-def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subcommands.add_parser(
-        "plan", help="estimate memory and time per rank, without running", description=DESCRIPTION
-    )
-    parser.set_defaults(run=run)
+def add_options(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model").add_mutually_exclusive_group(required=True)
     model.add_argument(
         "--factory",
