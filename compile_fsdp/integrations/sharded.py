@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -13,6 +13,7 @@ from compile_fsdp.api import make_traceable
 from compile_fsdp.errors import AlreadyCompiledError, FSDP1Error, NotShardedError
 from compile_fsdp.options import Options
 from compile_fsdp.torch_compat.nn import wrapped_child
+from compile_fsdp.wrap.tree import below
 
 
 class CompilesSharded:
@@ -54,8 +55,10 @@ class CompilesSharded:
             make_traceable(model)
         except (FSDP1Error, NotShardedError) as error:
             raise type(error)(f"{error}. Of this trainer: {self.remedy}") from None
-        for root in _outermost_sharded(model):
-            if root not in self._compiled:
+        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        inner = below(sharded)
+        for root in sharded:
+            if root not in inner and root not in self._compiled:
                 root.compile(backend="compile_fsdp", **self._settings)
                 self._compiled.add(root)
 
@@ -68,11 +71,3 @@ class CompilesSharded:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-
-def _outermost_sharded(module: nn.Module) -> Iterator[nn.Module]:
-    if isinstance(module, FSDPModule):
-        yield module
-    else:
-        for child in module.children():
-            yield from _outermost_sharded(child)
