@@ -16,10 +16,6 @@ except ImportError as error:
     raise MissingExtraError.of("accelerate", extra="accelerate") from error
 
 
-class _Prepared(CompilesSharded):
-    remedy = "FullyShardedDataParallelPlugin(fsdp_version=2) has it shard with FSDP2, where there is an accelerator"
-
-
 def prepare(
     accelerator: Accelerator, *objects: Any, options: Mapping[str, Any] | None = None, fullgraph: bool = True
 ) -> Any:
@@ -38,7 +34,10 @@ def prepare(
         NotShardedError: accelerate has sharded nothing, as on a CPU.
         UnknownOptionError: an option does not exist or has a wrong value.
     """
-    compiles = _Prepared(options=options, fullgraph=fullgraph)
+    compiles = CompilesSharded(options=options, fullgraph=fullgraph)
+    compiles.remedy = (
+        "FullyShardedDataParallelPlugin(fsdp_version=2) has it shard with FSDP2, where there is an accelerator"
+    )
     prepared = accelerator.prepare(*objects)
     for each in prepared if len(objects) > 1 else [prepared]:
         if isinstance(each, nn.Module):

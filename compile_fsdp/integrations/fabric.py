@@ -11,10 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from compile_fsdp.integrations.sharded import CompilesSharded
 
 
-class _Parallelized(CompilesSharded):
-    remedy = "the function given to compiled() calls fully_shard, and returns the model"
-
-
 def compiled(
     parallelize_fn: Callable[[Any, DeviceMesh], nn.Module],
     *,
@@ -35,7 +31,8 @@ def compiled(
     Raises:
         UnknownOptionError: an option does not exist or has a wrong value.
     """
-    compiles = _Parallelized(options=options, fullgraph=fullgraph)
+    compiles = CompilesSharded(options=options, fullgraph=fullgraph)
+    compiles.remedy = "the function given to compiled() calls fully_shard, and returns the model"
 
     def parallelize(model: Any, mesh: DeviceMesh) -> nn.Module:
         sharded = parallelize_fn(model, mesh)

@@ -17,7 +17,7 @@ from compile_fsdp.wrap.tree import below
 
 
 class CompilesSharded:
-    """Compiles the models of one trainer; base of the callbacks.
+    """Compiles the models of one trainer; also the base of its callback.
 
     Attributes:
         remedy: How to make this trainer shard with FSDP2; the last words of errors about models not sharded with FSDP2.

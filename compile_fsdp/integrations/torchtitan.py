@@ -12,10 +12,6 @@ from compile_fsdp.errors import AlreadyCompiledError, UnsupportedFeatureError
 from compile_fsdp.integrations.sharded import CompilesSharded
 
 
-class _Parallelized(CompilesSharded):
-    remedy = "the parallelize_fn of the config's model_spec calls fully_shard, as apply_fsdp_to_decoder does"
-
-
 def compiled(config: Any, *, options: Mapping[str, Any] | None = None, fullgraph: bool = True) -> Any:
     """Make a config's `Trainer` compile its model: `return compiled(llama3_8b())` in a config function.
 
@@ -30,7 +26,8 @@ def compiled(config: Any, *, options: Mapping[str, Any] | None = None, fullgraph
     Raises:
         UnknownOptionError: an option does not exist or has a wrong value.
     """
-    compiles = _Parallelized(options=options, fullgraph=fullgraph)
+    compiles = CompilesSharded(options=options, fullgraph=fullgraph)
+    compiles.remedy = "the parallelize_fn of the config's model_spec calls fully_shard, as apply_fsdp_to_decoder does"
     parallelize_fn = config.model_spec.parallelize_fn
 
     def parallelize(model: nn.Module, *, training: Any, compile_config: Any, **others: Any) -> nn.Module:
