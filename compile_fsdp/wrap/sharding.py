@@ -13,9 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from compile_fsdp.api import check_process_group, fully_shard
 from compile_fsdp.errors import MixedFrozenWarning
 from compile_fsdp.wrap import checks
-from compile_fsdp.wrap.groups import Draft, collect_all, in_order, merge_shared
+from compile_fsdp.wrap.groups import Draft, Group, Plan, collect_all, in_order, merge_shared
 from compile_fsdp.wrap.layout import shard_bytes
-from compile_fsdp.wrap.plans import Group, Plan
 from compile_fsdp.wrap.policies import Policy, RepeatedBlocksPolicy, Selection
 from compile_fsdp.wrap.precision import run_in_full_precision
 from compile_fsdp.wrap.tree import has_parameters, with_all_below
