@@ -22,6 +22,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -52,7 +53,7 @@ class ProtectedFiles:
         self.threads: WeakSet[threading.Thread] = WeakSet()  # threads that the script leaves running
         self.cwd = os.getcwd()
         self._own = [self.cwd, os.path.abspath(script.parent)]
-        self._rules: tuple[list[str | None], dict[str, bool]] = ([], {})
+        self._rules = cache(self._make_rules)
         cache_folder()  # makes the folder and sets TORCHINDUCTOR_CACHE_DIR
 
     def keep(self, paths: Iterable[Path]) -> None:
@@ -63,18 +64,15 @@ class ProtectedFiles:
 
     def protects(self, path: str) -> bool:
         """Whether a path without symbolic links is a user's file; the nearest folder with a rule decides."""
-        caches = [os.environ.get(name) for name in _CACHES]
-        if caches != self._rules[0]:  # the script may set them
-            self._rules = (caches, self._make_rules([each for each in caches if each]))
-        rules = self._rules[1]
+        rules = self._rules(tuple(os.environ.get(name, "") for name in _CACHES))  # the script may set them
         while path not in rules:
             path = os.path.dirname(path)
         return rules[path]
 
-    def _make_rules(self, caches: list[str]) -> dict[str, bool]:
+    def _make_rules(self, caches: tuple[str, ...]) -> dict[str, bool]:
         """By folder, whether the files in it are protected."""
         debug = os.path.join(self.cwd, "torch_compile_debug")
-        free = (*map(os.path.expanduser, _FREE), *caches, debug, self.overlay.folder)
+        free = (*map(os.path.expanduser, _FREE), *filter(None, caches), debug, self.overlay.folder)
         rules = {os.sep: True, tempfile.gettempdir(): False}
         rules |= dict.fromkeys(self._own, True) | dict.fromkeys(free, False)
         return {os.path.realpath(folder): protects for folder, protects in rules.items()}
