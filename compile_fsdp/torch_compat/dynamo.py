@@ -44,8 +44,7 @@ TorchDynamoException = exc.TorchDynamoException
 TorchRuntimeError = exc.TorchRuntimeError
 OptimizedModule = torch._dynamo.OptimizedModule
 
-# Whether Dynamo forgets an attribute that is set before an op with a body, such as torch.cond, and again behind it.
-# (wrong in 2.13.0 and 2.14.1, right in 2.11.0, 2.12.1 and 2.15.0)
+# Whether Dynamo forgets a second write of an attribute behind an op with a body, as torch.cond has. (2.13.0, 2.14.1)
 LOSES_STATE_BEHIND_BODIES = "2.13" <= torch.__version__ < "2.15"
 
 # Whether Dynamo's guards and bytecode have the form that `compile_fsdp.replay` reads. (2.13.0, 2.15.0)
@@ -184,10 +183,7 @@ def guard_facts(entries: Sequence[Any]) -> list[GuardFact]:
 
 
 def forget_guarded_objects(entries: Sequence[Any]) -> None:
-    """Let Dynamo make all guards again, as it does behind every `guard_filter_fn`. (2.13.0)
-
-    It compares the object of a guard with that of the first time by `==`, which has no truth value for NumPy arrays.
-    """
+    """Let Dynamo make guards again behind a `guard_filter_fn`; it would compare NumPy arrays by `==`. (2.13.0)"""
     for entry in entries:
         entry.orig_guard.obj_weakref = None
 
