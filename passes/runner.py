@@ -88,7 +88,7 @@ class Pipeline(CustomGraphPass):
         disabled: Names of passes to leave out.
         observer: Sees each graph that the passes run on, so no graph from Inductor's cache.
         check: Whether to look for faults after every pass; see `analysis/check.py`.
-        applies: Whether the passes run on a graph.
+        applies: Whether the passes run on a graph; on all if None.
     Raises:
         ValueError: `disabled` names a pass that is not in the list.
         VerificationError: A pass has made a fault. Calling the pipeline raises it.
@@ -102,7 +102,7 @@ class Pipeline(CustomGraphPass):
         *,
         observer: GraphObserver | None = None,
         check: bool = False,
-        applies: Callable[[fx.Graph], bool] = lambda graph: True,
+        applies: Callable[[fx.Graph], bool] | None = None,
     ) -> None:
         known = list(map(_name, passes))
         if unknown := sorted(disabled.difference(known)):
@@ -114,7 +114,7 @@ class Pipeline(CustomGraphPass):
         self._applies = applies
 
     def __call__(self, graph: fx.Graph) -> None:
-        if not self._applies(graph):
+        if self._applies is not None and not self._applies(graph):
             return
         if self._observer is not None:
             self._observer.start(graph)

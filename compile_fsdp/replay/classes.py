@@ -84,8 +84,9 @@ def _members(cls: type) -> tuple[str, list[type]]:
             words.append((name, _describe_member(member)))
             if hasattr(type(member), "__get__") and not _is_known(type(member)):
                 descriptors.append(type(member))
-    if isinstance(cls, abc.ABCMeta) and not is_known and hasattr(abc, "_get_dump"):
-        registered = (reference() for reference in abc._get_dump(cls)[0])
+    dump = getattr(abc, "_get_dump", None)  # CPython's; its first item are the registered classes
+    if isinstance(cls, abc.ABCMeta) and not is_known and dump is not None:
+        registered = (reference() for reference in dump(cls)[0])
         words.append(sorted(class_name(each) for each in registered if each is not None))
     return repr(words), descriptors
 

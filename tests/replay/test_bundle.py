@@ -369,7 +369,7 @@ def test_facts_depend_on_the_modules_of_classes() -> None:
         return type("Block", (_Block,), {"__module__": module, "__qualname__": "Block"})
 
     with fake_world(2):
-        one, other = (bundle.make_facts(_model(None, make(name)), Options()) for name in ("one", "other"))
+        one, other = (_facts(_model(None, make(name))) for name in ("one", "other"))
     assert one["code of the modules"] == other["code of the modules"]
     assert one["modules"] != other["modules"]
 
