@@ -170,7 +170,9 @@ def graph_saved_outputs(output: torch.fx.Node) -> frozenset[int]:
 
 def is_whole(graph: torch.fx.Graph) -> bool:
     """Whether AOTAutograd made the graph; else it is the body of an op, such as a condition, in a graph. (2.13.0)"""
-    return "desc" in graph.output_node().meta
+    # Not by the output, which the partitioner makes anew for states of random numbers.
+    inputs = graph.find_nodes(op="placeholder")
+    return not inputs or any("desc" in node.meta for node in inputs)
 
 
 def is_unsafe_in_graphs(node: torch.fx.Node) -> bool:

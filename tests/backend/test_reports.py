@@ -6,6 +6,8 @@ import logging
 from typing import Any
 
 import torch
+from torch.nn.functional import dropout
+from torch.utils.checkpoint import checkpoint
 
 import compile_fsdp
 from helpers.graphs.capture import without_graph_caches
@@ -54,6 +56,21 @@ def test_body_of_an_op_is_no_graph_of_its_own() -> None:
     with without_graph_caches():
         run(torch.ones(3))
     assert [report.direction for report in compile_fsdp.reports()] == ["forward"]
+
+
+def test_windows_are_removed_where_a_checkpoint_saves_states_of_random_numbers() -> None:
+    class Draws(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(lambda x: dropout(super(Draws, self).forward(x)), x, use_reentrant=False)
+
+    compile_fsdp.reset_reports()
+    with fake_world(2), without_graph_caches():
+        model = torch.nn.Sequential(Draws(8, 8), Draws(8, 8))
+        for module in (*model, model):
+            compile_fsdp.fully_shard(module)
+        model.compile(backend="compile_fsdp", fullgraph=True, options={"bundle": False})
+        model(torch.ones(4, 8)).sum().backward()
+    assert [report.windows_removed for report in compile_fsdp.reports()] == [4, 4]
 
 
 def test_disabled_pass_does_not_run() -> None:
