@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -180,6 +179,8 @@ class GraphOrder:
 
 
 _orders: WeakKeyDictionary[dist.ProcessGroup, GraphOrder] = WeakKeyDictionary()
+_watch_lock = threading.Lock()
+_watch: threading.Thread | None = None
 
 
 @dataclass(eq=False)
@@ -216,9 +217,12 @@ def follow(compiled: Callable[..., Any], collectives: CollectiveSequence, what: 
     return FollowedGraph(compiled, places)
 
 
-@cache
 def _start_watch() -> None:
-    threading.Thread(target=_watch_orders, name="compile_fsdp graph order", daemon=True).start()
+    global _watch
+    with _watch_lock:
+        if _watch is None:
+            _watch = threading.Thread(target=_watch_orders, name="compile_fsdp graph order", daemon=True)
+            _watch.start()
 
 
 def _watch_orders() -> None:
