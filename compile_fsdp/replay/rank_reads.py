@@ -9,24 +9,23 @@ from __future__ import annotations
 import dis
 import sys
 from collections.abc import Collection
-from pathlib import Path
 from types import CodeType
 
-import torch
+from compile_fsdp.replay.sources import KNOWN_FOLDERS
 
 # Functions and methods of torch.distributed.
 _READS = frozenset(
     ("get_rank", "get_local_rank", "get_node_local_rank", "get_group_rank", "get_global_rank", "get_coordinate")
 )
 
-# Folders of this project and of torch. Their code computes the same on all ranks, except for DTensor's, which
-# `ModelReplay` knows by the parameters.
-_KNOWN = tuple(str(folder.absolute()) for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
-
 
 def may_read_rank(traced: Collection[CodeType]) -> bool:
-    """Return whether one of the code objects that Dynamo has traced may read its rank."""
-    return any(not code.co_filename.startswith(_KNOWN) and _may_read_rank(code) for code in traced)
+    """Return whether one of the code objects that Dynamo has traced may read its rank.
+
+    Code of torch and of this project computes the same on all ranks, except for DTensor's, which `ModelReplay` knows by
+    the parameters.
+    """
+    return any(not code.co_filename.startswith(KNOWN_FOLDERS) and _may_read_rank(code) for code in traced)
 
 
 def _may_read_rank(code: CodeType) -> bool:

@@ -17,7 +17,9 @@ from compile_fsdp.replay import IMPORTED_S
 from compile_fsdp.torch_compat.dynamo import traced_code
 
 # Folders whose code the versions of torch and of this project identify.
-_KNOWN = tuple(str(folder.absolute()) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+KNOWN_FOLDERS = tuple(
+    str(folder.absolute()) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
+)
 
 # Beginnings of the file names of code that was typed in, which no file has.
 _TYPED = ("<stdin>", "<console>", "<ipython-input", "<python-input")
@@ -40,7 +42,7 @@ class Sources:
         for file in sorted(files):
             if file.startswith(_TYPED):
                 self.problem = f"its code was typed in, as {file}"
-            elif file.startswith((*_KNOWN, "<")):
+            elif file.startswith((*KNOWN_FOLDERS, "<")):
                 continue  # skip generated code, such as a dataclass's, because it derives from code in a file
             elif (name := modules.get(file)) is None:
                 self.problem = f"its code is in {file}, which is no module's"
