@@ -210,6 +210,7 @@ def _copy(call: BlockCall) -> fx.Graph:
     for i, node in enumerate((*call.sizes, *call.tensors)):
         copies[node] = graph.placeholder(f"input_{i}")
         copies[node].meta["example_value"] = fake_value(node)
+    # Without autocast's cache: see [Note: Casts of parameters].
     opened = [graph.create_node("call_function", each.target, (*each.args[:3], False)) for each in call.regions]
     for node in call.ops:
         copies[node] = graph.node_copy(node, copies.__getitem__)

@@ -96,15 +96,17 @@ def _check_bundle(options: Options, traced: trace_record.TraceRecord) -> None:
 
 def _check_bodies(graph: fx.Graph) -> None:
     """Refuse conditions, loops and FlexAttention where Dynamo forgets the state of FSDP2 that changes after them."""
-    found = sorted({op_name(node.target) for node in graph.nodes if isinstance(node.target, HigherOrderOperator)})
-    if LOSES_STATE_BEHIND_BODIES and (bodies := [name for name in found if name in _BODIES]):
+    if not LOSES_STATE_BEHIND_BODIES:
+        return
+    found = {op_name(node.target) for node in graph.nodes if isinstance(node.target, HigherOrderOperator)}
+    if bodies := sorted(found & _BODIES):
         raise UnsupportedFeatureError(
             f"expected a forward without {' and '.join(bodies)}, because Dynamo of torch 2.13 and 2.14 loses the state "
             "of FSDP2 that changes after it; use torch 2.12 or 2.15, or train without compile()"
         )
 
 
-_BODIES = ("associative_scan", "cond", "flex_attention", "map_impl", "scan", "while_loop")
+_BODIES = {"associative_scan", "cond", "flex_attention", "map_impl", "scan", "while_loop"}
 
 
 def _decide(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> tuple[Step, TracedGraph]:
