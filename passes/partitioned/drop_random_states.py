@@ -11,8 +11,8 @@ Report        number of calls
     y = getitem(both, 1)
     return y, state                                           return y
 
-The partitioner wraps an op that a checkpoint runs again if torch marks it as random. It marks all attention, because of
-its argument for dropout.
+Before torch 2.15, the partitioner wraps all attention that a checkpoint runs again, because torch marks it as random
+for its argument for dropout.
 """
 
 from __future__ import annotations
