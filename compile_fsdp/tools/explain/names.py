@@ -19,7 +19,6 @@ from torch import fx
 from compile_fsdp.ops import accumulate_gradient, reduce_scatter_tensor
 from compile_fsdp.passes.analysis.module_names import module_fqn
 from compile_fsdp.runtime.group import TraceableGroup
-from compile_fsdp.torch_compat.autograd import autograd_function
 from compile_fsdp.torch_compat.dispatch import chunk_cat
 from compile_fsdp.torch_compat.distributed import functional_collectives
 from compile_fsdp.torch_compat.dynamo import graph_input_example
@@ -106,7 +105,7 @@ def _find_gradient(
 
     `reduced`: whether the data has passed a reduction behind the node.
     """
-    while not (node.target is accumulate_gradient or autograd_function(node) == "AccumulateGrad"):
+    while node.target is not accumulate_gradient:
         inputs = node.all_input_nodes
         if node.target in (chunk_cat, chunk_cat.default):
             parts: Any = node.args[0]
