@@ -11,7 +11,6 @@ from weakref import WeakSet
 import torch.distributed as dist
 
 from compile_fsdp.errors import ScriptError
-from compile_fsdp.reports import reports
 from compile_fsdp.tools.check.failures import explain_failure, print_traceback, script_error
 from compile_fsdp.tools.check.findings import CheckReport, Level
 from compile_fsdp.tools.check.models import ShardedModel, describe_models, find_modules
@@ -62,7 +61,7 @@ def check_script(script: Path, arguments: Sequence[str], steps: int, world_size:
     Raises:
         ScriptError: if the script raises an error that is not about compiling; see also `run_script`.
     """
-    earlier_modules, earlier_reports = WeakSet(find_modules()), len(reports())
+    earlier_modules = WeakSet(find_modules())
     failed: Exception | None = None
     names: object = None  # globals of the script, which keep its models alive
     with capture() as captured:
@@ -82,16 +81,15 @@ def check_script(script: Path, arguments: Sequence[str], steps: int, world_size:
         raise script_error(failed, script) from failed
     if dist.is_initialized():
         dist.destroy_process_group()
-    own = reports()[earlier_reports:]
     return CheckReport(
         script=str(script),
         world_size=world_size,
         steps=made.made,
         models=models,
-        windows_removed=sum(report.windows_removed for report in own),
+        windows_removed=sum(report.windows_removed for report in captured.reports),
         # A window that the forward leaves open is at the start of the backward, too.
-        windows_kept=sum(reason != "open at start" for report in own for _, reason in report.kept),
-        findings=find(Seen(captured, models, own, made.made, finding)),
+        windows_kept=sum(reason != "open at start" for report in captured.reports for _, reason in report.kept),
+        findings=find(Seen(captured, models, made.made, finding)),
     )
 
 

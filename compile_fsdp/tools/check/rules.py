@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from compile_fsdp.backend.captured_backward import FALLS_BACK
 from compile_fsdp.passes.text import format_bytes, list_names
-from compile_fsdp.reports import GraphReport
 from compile_fsdp.tools.check.findings import Finding, Level
 from compile_fsdp.tools.check.models import ShardedModel
 from compile_fsdp.tools.explain.capture import Capture, GraphBreak, is_library, last_user_place, split_reason
@@ -25,7 +24,6 @@ class Seen:
 
     captured: Capture
     models: tuple[ShardedModel, ...]
-    reports: tuple[GraphReport, ...]
     steps: int  # of the optimizer with the most steps
     failure: Finding | None = None  # for the error that has ended the script, if any
 
@@ -143,12 +141,12 @@ def _kept(seen: Seen) -> Iterator[Finding]:
     for model in captured:
         yield from _kept_by_settings(model)
     by_reason: dict[str, dict[str, None]] = {}
-    for report in seen.reports:
+    for report in seen.captured.reports:
         for fqn, reason in report.kept:
             group = groups.get(fqn)
             if reason not in OPEN or (group is not None and group.reshards):
                 by_reason.setdefault(OPEN[0] if reason in OPEN else reason, {})[fqn] = None
-    has_budget = bool(seen.captured.decisions)
+    has_budget = any(report.decision is not None for report in seen.captured.reports)
     changes = any("post_forward_mesh_info" in each.reason for each in seen.captured.recompiles)
     for reason, fqns in by_reason.items():
         names = tuple(fqns)
@@ -226,7 +224,7 @@ def _settings(seen: Seen) -> Iterator[Finding]:
         if model.is_captured and model.settings is not None and not model.settings.fullgraph:
             what = f"{model.name} is compiled without fullgraph=True: a graph break would pass unnoticed."
             yield Finding(Level.NOTE, "not-fullgraph", what, f"Compile it with {COMPILE}.")
-    others = dict.fromkeys(each.inner_backend for each in seen.reports if each.inner_backend != "inductor")
+    others = dict.fromkeys(each.inner_backend for each in seen.captured.reports if each.inner_backend != "inductor")
     for name in others:
         what = f'The graphs are compiled by inner_backend="{name}": no copy of a gather is removed, no kernel made.'
         yield Finding(Level.COSTS, "inner-backend", what, "Leave out inner_backend, where Inductor runs.")

@@ -19,10 +19,9 @@ from torch import fx
 
 from compile_fsdp.passes import PassCounts, WindowReport
 from compile_fsdp.passes.analysis.costs import Costs
-from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
 from compile_fsdp.passes.post_grad.remove_unshard_copies import remove_unshard_copies
 from compile_fsdp.replay import bundle
-from compile_fsdp.reports import Direction, observing, reports
+from compile_fsdp.reports import Direction, GraphReport, observing, reports
 from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.tools.explain.events import Event, read_events, trace_parameters
 from compile_fsdp.tools.explain.memory import count_windows
@@ -129,7 +128,7 @@ class _Watcher:
 class Capture:
     """The graphs, graph breaks and recompiles that `capture` has collected so far.
 
-    Graphs are in the order of their compilation. Recompiles and decisions are added at the end of the block.
+    Graphs are in the order of their compilation. Recompiles and reports are added at the end of the block.
     """
 
     def __init__(self) -> None:
@@ -138,7 +137,7 @@ class Capture:
         self.graphs: list[CapturedGraph] = []  # graphs that Inductor compiles with the passes
         self.breaks: list[GraphBreak] = []  # each place and reason once
         self.recompiles: list[Recompile] = []
-        self.decisions: list[BudgetDecision] = []  # fit steps into their memory budgets
+        self.reports: list[GraphReport] = []
         self.notes: list[str] = []  # warnings of `compile_fsdp` itself, such as a backward that runs op by op
         self._reported = len(reports())
         self._callers: dict[str, Place] = {}  # by compile id
@@ -173,8 +172,7 @@ class Capture:
                 function = "the backward" if (each.co_filename or "").startswith("<eval_with_key>") else function
                 found[Recompile(place, function, describe_guard(each.recompile_reason))] += 1
         self.recompiles += [replace(each, times=times) for each, times in found.items()]
-        decisions = (report.decision for report in reports()[self._reported :])
-        self.decisions += [decision for decision in decisions if decision is not None]
+        self.reports += reports()[self._reported :]
 
 
 def describe_guard(reason: str) -> str:

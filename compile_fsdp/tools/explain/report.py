@@ -146,7 +146,7 @@ def make_report(captured: Capture, model: str, world_size: int) -> Report:
         breaks=tuple(captured.breaks),
         recompiles=tuple(captured.recompiles),
         notes=tuple(notes),
-        decisions=tuple(captured.decisions),
+        decisions=tuple(report.decision for report in captured.reports if report.decision is not None),
     )
 
 

@@ -47,7 +47,9 @@ _MODEL = ShardedModel(
 
 def _seen(*kept: tuple[str, str], direction: Direction = "forward", model: ShardedModel = _MODEL) -> Seen:
     report = GraphReport(direction, "inductor", 1, 1, 2, kept, 9, 9, 0.0, False)
-    return Seen(Capture(), (model,), (report,), steps=2)
+    captured = Capture()
+    captured.reports.append(report)
+    return Seen(captured, (model,), steps=2)
 
 
 def _rules(seen: Seen) -> list[tuple[Level, str]]:
@@ -74,7 +76,8 @@ def test_only_the_last_group_may_stay_unsharded(is_last: bool, found: list[tuple
 def test_group_kept_unsharded_by_budget_or_an_earlier_setting_is_a_note(by_budget: bool) -> None:
     seen = _seen(("0.weight", "open at return"))
     if by_budget:
-        seen.captured.decisions.append(BudgetDecision((1,), (), False, 4, 9, 9, 0.0, True))
+        (report,) = seen.captured.reports
+        seen.captured.reports[:] = [replace(report, decision=BudgetDecision((1,), (), False, 4, 9, 9, 0.0, True))]
     else:
         seen.captured.recompiles.append(Recompile(Place("train.py", 7, ""), "f", "x.post_forward_mesh_info is None"))
     found = find(seen)[0]
@@ -202,7 +205,7 @@ def test_breaks_come_before_costs() -> None:
 
 
 def test_missing_sharded_model_is_a_break() -> None:
-    assert _rules(Seen(Capture(), (), (), steps=2)) == [(Level.BREAKS, "no-sharded-model")]
+    assert _rules(Seen(Capture(), (), steps=2)) == [(Level.BREAKS, "no-sharded-model")]
 
 
 @pytest.mark.parametrize(
