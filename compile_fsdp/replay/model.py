@@ -126,7 +126,7 @@ class ModelReplay:
         backwards = forward.graph.forward.step.record
         backwards.observer = None
         with self._failures_logged():
-            if forward.may_read_rank:
+            if forward.sources.may_read_rank:
                 self._use_bundle_of_rank()
             step = StoredStep.of(forward, self._writes)
             if backward is not None:
@@ -146,7 +146,7 @@ class ModelReplay:
     def _add_backward(self, step: StoredStep, backwards: BackwardsRecord, record: BackwardRecord) -> None:
         backward = StoredBackward.of(record, self._writes)
         assert record.frame is not None
-        if record.frame.may_read_rank and not self._is_of_rank:
+        if record.frame.sources.may_read_rank and not self._is_of_rank:
             raise NotPortableError("its backward reads the rank, and its forward does not")
         step.backwards.append(backward)
         backwards.known.append(backward.bind(record.frame.graph))

@@ -12,10 +12,9 @@ from compile_fsdp.passes.analysis.sequence import CollectiveSequence
 from compile_fsdp.replay.conditions import Conditions
 from compile_fsdp.replay.paths import Scope
 from compile_fsdp.replay.program import Program
-from compile_fsdp.replay.rank_reads import may_read_rank
 from compile_fsdp.replay.sources import Sources
 from compile_fsdp.reports import GraphReport
-from compile_fsdp.torch_compat.dynamo import GuardFact, guard_facts, traced_code
+from compile_fsdp.torch_compat.dynamo import GuardFact, guard_facts
 from compile_fsdp.torch_compat.global_state import GlobalState
 
 
@@ -32,12 +31,11 @@ class FrameRecord:
         self.stored: Callable[[], Any] | None = None  # returns the graph in a storable form; None without such a form
         self.reports: Sequence[GraphReport] = ()
         self.collectives = CollectiveSequence(())
+        self.sources = Sources()
         self.problem: str | None = None  # why the frame cannot be replayed; None if it can
-        self.may_read_rank = False  # then processes of other ranks cannot replay it
         self._has_self = "self" in scope["L"]
         self._variables = scope["G"]
         self._state = GlobalState()  # before the trace, because Dynamo changes it
-        self._sources = Sources()
         self._conditions: Conditions | None = None
         self._new_code: CodeType | None = None
 
@@ -49,8 +47,7 @@ class FrameRecord:
     def see_graph(self, graph: Any) -> None:
         self.graphs += 1
         self.graph = graph
-        self._sources.add_traced_code()
-        self.may_read_rank = may_read_rank(traced_code())
+        self.sources.add_traced_code()
 
     def see_guards(self, entries: Sequence[Any]) -> None:
         facts = [fact for fact in guard_facts(entries) if not self.dropped(fact)]
@@ -72,9 +69,9 @@ class FrameRecord:
             raise NotPortableError(self.problem)
         if self._conditions is None or self._new_code is None or self.graphs != 1:
             raise NotPortableError(f"it was compiled as {self.graphs} graphs")
-        if (problem := self._sources.problem) is not None:
+        if (problem := self.sources.problem) is not None:
             raise NotPortableError(problem)
         if not self._has_self and any(each.argval == "self" for each in dis.get_instructions(self._new_code)):
             raise NotPortableError("it reads a constant that is an attribute of its graph")
         names = (key[1] for kind, _, key in self._conditions.paths.accesses if kind == "root" and key[0] == "G")
-        return self._conditions, Program.record(self._new_code, self._variables, names), self._sources
+        return self._conditions, Program.record(self._new_code, self._variables, names), self.sources

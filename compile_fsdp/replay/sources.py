@@ -1,7 +1,8 @@
-"""Source files whose code is traced into a graph."""
+"""Code that is traced into a graph: its source files, and whether it may read the rank of its process."""
 
 from __future__ import annotations
 
+import dis
 import hashlib
 import os
 import sys
@@ -17,32 +18,44 @@ from compile_fsdp.replay import IMPORTED_S
 from compile_fsdp.torch_compat.dynamo import traced_code
 
 # Folders whose code the versions of torch and of this project identify.
-KNOWN_FOLDERS = tuple(
+_KNOWN_FOLDERS = tuple(
     str(folder.absolute()) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
 )
 
 # Beginnings of the file names of code that was typed in, which no file has.
 _TYPED = ("<stdin>", "<console>", "<ipython-input", "<python-input")
 
+# Functions and methods of torch.distributed.
+_RANK_READS = frozenset(
+    ("get_rank", "get_local_rank", "get_node_local_rank", "get_group_rank", "get_global_rank", "get_coordinate")
+)
+
 
 class Sources:
-    """Hashes of source files, by module name because paths differ between machines."""
+    """Hashes of source files, by module name because paths differ between machines.
+
+    Dynamo computes ranks and coordinates in a mesh at trace time, and guards the graph by none of them. So a process of
+    another rank must not replay code that may read one. Code of torch and of this project computes the same on all
+    ranks, except for DTensor's, which `ModelReplay` knows by the parameters.
+    """
 
     def __init__(self) -> None:
         self.hashes: dict[str, str] = {}
         self.problem: str | None = None  # names traced code that no file is known to have
+        self.may_read_rank = False
 
     def add_traced_code(self) -> None:
         """Add the files of traced code, while Dynamo compiles the graph."""
         traced = traced_code()
         if not _of_command_line().isdisjoint(traced):
             self.problem = "its code is in the command line of Python"
-        files = {code.co_filename for code in traced}
+        own = [code for code in traced if not code.co_filename.startswith(_KNOWN_FOLDERS)]
+        self.may_read_rank = any(map(_may_read_rank, own))
         modules = {getattr(module, "__file__", None): name for name, module in list(sys.modules.items())}
-        for file in sorted(files):
+        for file in sorted({code.co_filename for code in own}):
             if file.startswith(_TYPED):
                 self.problem = f"its code was typed in, as {file}"
-            elif file.startswith((*KNOWN_FOLDERS, "<")):
+            elif file.startswith("<"):
                 continue  # skip generated code, such as a dataclass's, because it derives from code in a file
             elif (name := modules.get(file)) is None:
                 self.problem = f"its code is in {file}, which is no module's"
@@ -75,6 +88,20 @@ def _codes_in(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _codes_in(constant)
+
+
+def _may_read_rank(code: CodeType) -> bool:
+    if not _RANK_READS.isdisjoint(code.co_names):
+        return True
+    return "rank" in code.co_names and any(map(_calls_rank, dis.get_instructions(code)))
+
+
+def _calls_rank(instruction: dis.Instruction) -> bool:
+    """Return whether an instruction loads a method `rank`, a process group's; an attribute `rank` is guarded."""
+    is_method = instruction.opname == "LOAD_METHOD"
+    if instruction.opname == "LOAD_ATTR" and sys.version_info >= (3, 12):
+        is_method = bool((instruction.arg or 0) & 1)
+    return is_method and instruction.argval == "rank"
 
 
 def _file_of(name: str) -> str | None:
