@@ -47,13 +47,6 @@ class Paths:
         self.accesses: list[Access] = []  # each after its parent
         self._positions: dict[Access, int] = {}
 
-    def __getstate__(self) -> list[Access]:
-        return self.accesses
-
-    def __setstate__(self, accesses: list[Access]) -> None:
-        self.accesses = accesses
-        self._positions = {access: position for position, access in enumerate(accesses)}
-
     def add(self, expression: str) -> int:
         """Add an expression; return the position of its object. NotPortableError for an unknown kind of step."""
         return self._add(ast.parse(expression, mode="eval").body, expression)
