@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,17 +27,6 @@ from compile_fsdp.state.safe import SafePlanner, SafeReader
 from compile_fsdp.torch_compat.distributed import unflatten_state_dict
 
 
-@dataclass(frozen=True, slots=True)
-class Outline:
-    """The contents of a checkpoint, with a `TensorSpec` in place of every tensor."""
-
-    folder: Path
-    model: Mapping[str, Any]  # state by FQN
-    state: Mapping[str, Any]  # the optimizer's, by FQN, encoded for DCP
-    groups: list[dict[str, Any]]  # the optimizer's, with tensors as values rather than `TensorSpec`s
-    step: int | None
-
-
 def load(model: nn.Module, optim: Optimizer, path: str | os.PathLike[str], *, strict: bool = True) -> int:
     """Load the newest checkpoint in a folder or a given checkpoint, saved by any number of ranks.
 
@@ -60,14 +48,16 @@ def load(model: nn.Module, optim: Optimizer, path: str | os.PathLike[str], *, st
         ForeignParameterError: the optimizer holds parameters that are not in the model.
     """
     finish_running(path)
-    outline = on_first(lambda: _read_outline(find_checkpoint(path)))
-    differences = Differences(f"the checkpoint {outline.folder}", strict)
+    folder, outline = on_first(lambda: _read_outline(find_checkpoint(path)))
+    saved, optimizer = outline["model"], outline["optimizer"]
+    differences = Differences(f"the checkpoint {folder}", strict)
     present = get_model_state_dict(model)
-    _compare_model(present, outline.model, differences)
-    if outline.step is None:
+    _compare_model(present, saved, differences)
+    if (step := outline.get("step")) is None:
         differences.missing("step")
-    decoded = {fqn: decode(entries) for fqn, entries in outline.state.items()}
-    plan = plan_load(model, optim, outline.groups, decoded, differences)
+    encoded = optimizer.get("state", {})
+    decoded = {fqn: decode(entries) for fqn, entries in encoded.items()}
+    plan = plan_load(model, optim, optimizer["param_groups"], decoded, differences)
 
     tensors: dict[str, Tensor] = {}  # tensors to read into, by their names in the checkpoint
 
@@ -84,19 +74,17 @@ def load(model: nn.Module, optim: Optimizer, path: str | os.PathLike[str], *, st
             leaf = tensors[f"optimizer.state.{fqn}.{entry}"] = empty(plan.target(fqn, entry, leaf), device)
         return leaf
 
-    model_state = {
-        fqn: map_leaves(value, room_in_model, f"model.{fqn}") for fqn, value in outline.model.items() if fqn in present
-    }
-    optim_state = {fqn: map_leaves(outline.state[fqn], partial(room_in_state, fqn)) for fqn in plan.parameters}
-    with checkpoint_errors(f"cannot read the checkpoint {outline.folder}"):
-        load_tensors(tensors, storage_reader=SafeReader(outline.folder))
+    model_state = {fqn: map_leaves(saved[fqn], room_in_model, f"model.{fqn}") for fqn in saved if fqn in present}
+    optim_state = {fqn: map_leaves(encoded[fqn], partial(room_in_state, fqn)) for fqn in plan.parameters}
+    with checkpoint_errors(f"cannot read the checkpoint {folder}"):
+        load_tensors(tensors, storage_reader=SafeReader(folder))
     plan.apply(optim, {fqn: decode(entries) for fqn, entries in optim_state.items()})
     set_model_state_dict(model, model_state, options=StateDictOptions(strict=strict))
-    return outline.step or 0
+    return step or 0
 
 
-def _read_outline(folder: Path) -> Outline:
-    """Read a checkpoint except the tensors of model and optimizer state. Not collective."""
+def _read_outline(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """Read a checkpoint, with a `TensorSpec` in place of every tensor of model and optimizer state. Not collective."""
     try:
         reader = SafeReader(folder)
         metadata = reader.read_metadata()
@@ -123,7 +111,7 @@ def _read_outline(folder: Path) -> Outline:
             f'expected a checkpoint of {{"model": ..., "optimizer": ...}} in {folder}, got one of {sorted(nested)}; '
             "write it with save(), whose entries are dicts"
         )
-    return Outline(folder, state, optimizer.get("state", {}), optimizer["param_groups"], nested.get("step"))
+    return folder, nested
 
 
 def _compare_model(present: Mapping[str, Any], saved: Mapping[str, Any], differences: Differences) -> None:
