@@ -8,17 +8,9 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from types import ModuleType
-from typing import Any
 
 from compile_fsdp.tools.doctor import command as doctor_command
 from compile_fsdp.tools.doctor.asked import NAME as DOCTOR
-
-
-class _Parser(argparse.ArgumentParser):
-    """Takes no abbreviated options, because they could be options of the script."""
-
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments, allow_abbrev=False)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -30,7 +22,8 @@ def build_parser() -> argparse.ArgumentParser:
     from compile_fsdp.tools.explain import command as explain_command
     from compile_fsdp.tools.plan import command as plan_command
 
-    parser = _Parser(prog="compile-fsdp", description="FSDP2 under torch.compile.")
+    # No abbreviated options, because they could be options of the script.
+    parser = argparse.ArgumentParser(prog="compile-fsdp", description="FSDP2 under torch.compile.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('compile-fsdp')}")
     subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     commands: dict[str, tuple[ModuleType, str]] = {
@@ -43,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
         DOCTOR: (doctor_command, "check the installation"),
     }
     for name, (command, summary) in commands.items():
-        own = subcommands.add_parser(name, help=summary, description=command.DESCRIPTION)
+        own = subcommands.add_parser(name, help=summary, description=command.DESCRIPTION, allow_abbrev=False)
         own.set_defaults(run=command.run)
         command.add_options(own)
     return parser
