@@ -145,22 +145,18 @@ def checkpoint_layers(model: nn.Module, how: Checkpoint) -> None:
         raise EstimateError("expected a model with repeated layers to checkpoint, got none; use --checkpoint none")
     options: dict[str, Any] = {"use_reentrant": False}
     if how is not Checkpoint.FULL:
-        options["context_fn"] = _save_odd_products if how is Checkpoint.SELECTIVE else _save_products
+        options["context_fn"] = partial(_save_products, every=2 if how is Checkpoint.SELECTIVE else 1)
     for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, **options)
 
 
-def _save_products() -> Any:
-    return create_selective_checkpoint_contexts([_PRODUCT, *attention_ops])
-
-
-def _save_odd_products() -> Any:
+def _save_products(every: int) -> Any:
     counts: Counter[bool] = Counter()  # products so far, by whether the layer runs again
 
     def choose(context: Any, op: OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op is _PRODUCT:
-            counts[context.is_recompute] += 1
-        is_saved = op in attention_ops or (op is _PRODUCT and counts[context.is_recompute] % 2 == 1)
+        is_product = op is _PRODUCT
+        is_saved = op in attention_ops or (is_product and counts[context.is_recompute] % every == 0)
+        counts[context.is_recompute] += is_product
         return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(choose)
