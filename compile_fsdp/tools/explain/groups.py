@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from compile_fsdp.tools.explain.capture import CapturedGraph
 from compile_fsdp.tools.explain.events import Kind
 from compile_fsdp.tools.explain.names import GroupFacts
 from compile_fsdp.tools.explain.timeline import Placed
@@ -39,18 +39,14 @@ class GroupRow:
 
 
 def make_rows(
-    groups: Sequence[GroupFacts],
-    placed: Sequence[Placed],
-    windows: Counter[str],
-    windows_left: Counter[str],
-    kept: Sequence[tuple[str, str]],
+    groups: Sequence[GroupFacts], placed: Sequence[Placed], graphs: Sequence[CapturedGraph]
 ) -> tuple[GroupRow, ...]:
-    """Make a row for each group, from the events of the step and from the windows of its parameters, by FQN."""
+    """Make a row for each group, from the events of the step and from the windows of its parameters in the graphs."""
     rows = []
     for group in groups:
         own = set(group.parameters)
         carried = [each for each in placed if not own.isdisjoint(each.event.parameters)]
-        traced = sum(windows[fqn] for fqn in own)
+        traced = sum(graph.windows[fqn] for graph in graphs for fqn in own)
         uses = (_use(number, carried, placed) for number in dict.fromkeys(each.graph for each in carried))
         rows.append(
             GroupRow(
@@ -58,8 +54,8 @@ def make_rows(
                 gathers=sum(each.event.kind is Kind.GATHER for each in carried),
                 reductions=sum(each.event.kind is Kind.REDUCE for each in carried),
                 windows=traced,
-                windows_removed=traced - sum(windows_left[fqn] for fqn in own),
-                kept=tuple((fqn, reason) for fqn, reason in kept if fqn in own),
+                windows_removed=traced - sum(graph.windows_left[fqn] for graph in graphs for fqn in own),
+                kept=tuple((fqn, reason) for graph in graphs for fqn, reason in graph.kept if fqn in own),
                 uses=tuple(use for use in uses if use is not None),
             )
         )

@@ -121,13 +121,7 @@ def make_report(captured: Capture, model: str, world_size: int) -> Report:
     groups = list({group.name: group for graph in captured.graphs for group in graph.groups}.values())
     backwards = [i for i, graph in enumerate(captured.graphs) if graph.kind == "backward"]
     placed = place([graph.events for graph in captured.graphs], groups, backwards)
-    rows = make_rows(
-        groups,
-        placed,
-        sum((graph.windows for graph in captured.graphs), Counter()),
-        sum((graph.windows_left for graph in captured.graphs), Counter()),
-        [kept for graph in captured.graphs for kept in graph.kept],
-    )
+    rows = make_rows(groups, placed, captured.graphs)
     notes = list(dict.fromkeys(captured.notes))
     if not captured.graphs:
         notes.append(
