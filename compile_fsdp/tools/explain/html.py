@@ -21,7 +21,9 @@ def render_page(title: str, data: Mapping[str, Any]) -> str:
     """Render the HTML page of a report from its title and data, see `page_data` in report.py."""
     here = files("compile_fsdp.tools.explain")
     page, style, code = ((here / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js"))
-    parts = {"TITLE": html.escape(title), "STYLE": style, "CODE": code, "DATA": _embed(data)}
+    text = json.dumps(data, separators=(",", ":"))  # ASCII only
+    text = text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    parts = {"TITLE": html.escape(title), "STYLE": style, "CODE": code, "DATA": text}
     pieces = page.split("@@")  # every second piece is the name of a part
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
 
@@ -36,8 +38,3 @@ def compare(before: Sequence[int], after: Sequence[int]) -> list[Edit]:
             sides = ("-", before[i:i_end]), ("+", after[j:j_end])
             edits += [(sign, list(lines)) for sign, lines in sides if lines]
     return edits
-
-
-def _embed(data: Mapping[str, Any]) -> str:
-    text = json.dumps(data, separators=(",", ":"))  # ASCII only
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
