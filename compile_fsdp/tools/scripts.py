@@ -56,10 +56,6 @@ def run_script(script: Path, arguments: list[str]) -> dict[str, Any]:
     """Run a script with arguments as Python would; return its global names.
 
     In a `fake_world`, the script's `init_process_group()` keeps the fake process group.
-
-    Raises:
-        ScriptError: if the script does not exist, or ends with an error status.
-        Exception: if the script raises an exception.
     """
     if not script.is_file():
         raise ScriptError(f"expected a Python file to run, got {script}, which does not exist")
@@ -133,11 +129,7 @@ def ended_by(count: Callable[[Optimizer], bool], end: list[BaseException] | None
 
 @contextmanager
 def ended_after(limit: int) -> Iterator[Steps]:
-    """End the block without an error after `limit` steps of each optimizer, see `Steps.count`.
-
-    Raises:
-        ScriptError: if `limit` is less than 1.
-    """
+    """End the block without an error after `limit` steps of each optimizer, see `Steps.count`."""
     if limit < 1:
         raise ScriptError(f"expected --steps to be at least 1, got {limit}")
     steps = Steps(limit)

@@ -124,10 +124,6 @@ def _measure_script(script: Path, arguments: Sequence[str], rounds: int) -> tupl
     """Run a script until it ends or enough of its steps are measured. Collective.
 
     Returns the results of "eager" and "compile", and the number of measured rounds: at least 2, at most `rounds`.
-
-    Raises:
-        ScriptError: if the script raises an error, makes too few steps, compiles nothing, or recompiles too often; see
-            also `run_reported`.
     """
     os.environ["TORCH_FR_BUFFER_SIZE"] = "400"  # collectives that the flight recorder keeps
     turns = ScriptTurns(rounds)

@@ -40,11 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the script, report on rank 0, and return the exit status.
-
-    Raises:
-        ScriptError: if the script itself fails, or `--steps` is less than 1; see also `world` and `run_script`.
-    """
+    """Run the script, report on rank 0, and return the exit status."""
     with world(args.world) as (rank, world_size), protected_files("check", args.script):
         report = check_script(args.script, args.args, args.steps, world_size)
     if rank == 0:
@@ -56,11 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_script(script: Path, arguments: Sequence[str], steps: int, world_size: int) -> CheckReport:
-    """Run a script in the present world for some optimizer steps and report the findings.
-
-    Raises:
-        ScriptError: if the script raises an error that is not about compiling; see also `run_script`.
-    """
+    """Run a script in the present world for some optimizer steps and report the findings."""
     earlier_modules = WeakSet(find_modules())
     failed: Exception | None = None
     names: object = None  # globals of the script, which keep its models alive

@@ -69,11 +69,7 @@ def script_error(error: Exception, script: Path) -> ScriptError:
 
 
 def run_reported(script: Path, arguments: list[str]) -> None:
-    """Run a script with `run_script`, and print the traceback of its error.
-
-    Raises:
-        ScriptError: if the script raises an error; see also `run_script`.
-    """
+    """Run a script with `run_script`; print the traceback of its error, and raise the error as a `ScriptError`."""
     try:
         run_script(script, arguments)
     except ScriptError:

@@ -26,11 +26,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the script, write the page and print a summary on rank 0.
-
-    Raises:
-        ScriptError: if `--steps` is less than 1; see also `world` and `run_reported`.
-    """
+    """Run the script, write the page and print a summary on rank 0."""
     protected = protected_files("explain", args.script)
     with world(args.world) as (rank, world_size), protected, capture() as captured, ended_after(args.steps):
         run_reported(args.script, args.args)

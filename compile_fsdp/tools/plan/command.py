@@ -80,12 +80,7 @@ def _size(text: str) -> int | None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Trace each combination of settings, print the table, and write the JSON file.
-
-    Raises:
-        EstimateError: a setting is not planned or not possible, or the model cannot be built or traced.
-        PlanError: the model cannot be sharded.
-    """
+    """Trace each combination of settings, print the table, and write the JSON file."""
     build, combinations = _find_build(args), list(_combine(args))
     network = Network(COSTS[args.costs], args.ranks_per_host, args.host_bandwidth * 1e9)
     try:

@@ -43,11 +43,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def find_factory(text: str) -> Build:
-    """Find a user's function by `FILE.py:NAME` or `MODULE:NAME`.
-
-    Raises:
-        EstimateError: the file, the module or the function cannot be loaded.
-    """
+    """Find a user's function by `FILE.py:NAME` or `MODULE:NAME`."""
     where, _, name = text.rpartition(":")
     try:
         if where.endswith(".py"):
@@ -63,11 +59,7 @@ def find_factory(text: str) -> Build:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read the entries of a config.json.
-
-    Raises:
-        EstimateError: the file cannot be read, or is not the configuration of a model.
-    """
+    """Read the entries of a config.json."""
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -83,9 +75,6 @@ def build_from_config(config: Mapping[str, Any], batch_size: int, seq_len: int) 
     [Note: Attention without a mask]
     Transformers builds an attention mask for a traced model even if there is no padding. Its
     `scaled_dot_product_attention` is therefore registered under a name for which transformers builds no mask.
-
-    Raises:
-        EstimateError: transformers is not installed, or cannot build a model from this configuration.
     """
     try:
         from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
@@ -133,11 +122,7 @@ class Checkpoint(str, enum.Enum):
 
 
 def checkpoint_layers(model: nn.Module, how: Checkpoint) -> None:
-    """Checkpoint the repeated layers of a model in place.
-
-    Raises:
-        EstimateError: the model has no repeated layers.
-    """
+    """Checkpoint the repeated layers of a model in place."""
     if how is Checkpoint.NONE:
         return
     layers = RepeatedBlocksPolicy().select(model, frozenset(), {})
