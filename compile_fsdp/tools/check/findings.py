@@ -15,7 +15,7 @@ from compile_fsdp.tools.check.models import ShardedModel
 from compile_fsdp.tools.explain.capture import Place
 
 
-class Level(Enum):
+class Level(str, Enum):
     """Severity of a finding."""
 
     BREAKS = "breaks"  # the step does not compile whole
@@ -53,10 +53,8 @@ class CheckReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as dicts, lists, strings and numbers, ready for `json.dumps`."""
-        plain = dataclasses.asdict(self)
-        for finding, own in zip(plain["findings"], self.findings, strict=True):
-            finding["level"] = own.level.value
-        return {"compiles_whole": self.compiles_whole, "torch_version": torch.__version__, **plain}
+        head = {"compiles_whole": self.compiles_whole, "torch_version": torch.__version__}
+        return {**head, **dataclasses.asdict(self)}
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
