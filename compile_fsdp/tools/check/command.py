@@ -11,7 +11,7 @@ from weakref import WeakSet
 import torch.distributed as dist
 
 from compile_fsdp.errors import ScriptError
-from compile_fsdp.tools.check.failures import explain_failure, print_traceback, script_error
+from compile_fsdp.tools.check.failures import explain_failure, report_error
 from compile_fsdp.tools.check.findings import CheckReport, Level
 from compile_fsdp.tools.check.models import ShardedModel, describe_models, find_modules
 from compile_fsdp.tools.check.rules import Seen, find
@@ -69,8 +69,7 @@ def check_script(script: Path, arguments: Sequence[str], steps: int, world_size:
     del names, modules
     finding = None
     if failed is not None and (finding := explain_failure(failed, _has_other_backend(models))) is None:
-        print_traceback(failed)
-        raise script_error(failed, script) from failed
+        raise report_error(failed, script) from failed
     if dist.is_initialized():
         dist.destroy_process_group()
     return CheckReport(

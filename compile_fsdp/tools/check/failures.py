@@ -61,8 +61,12 @@ def explain_failure(error: Exception, has_other_backend: bool) -> Finding | None
     return None
 
 
-def script_error(error: Exception, script: Path) -> ScriptError:
-    """Make the ScriptError for an error that the script itself caused."""
+def report_error(error: Exception, script: Path) -> ScriptError:
+    """Print an error that the script itself caused, without the frames above the script, and make its ScriptError."""
+    trace = error.__traceback__
+    while trace is not None and is_library(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    traceback.print_exception(type(error), error, trace or error.__traceback__)
     place = _find_place(error)
     where = "" if place is None else f" at {place.filename}:{place.line} ({place.source})"
     return ScriptError(f"expected {script} to make its steps, got {describe(error)}{where}; {_remedy(error)}")
@@ -75,16 +79,7 @@ def run_reported(script: Path, arguments: list[str]) -> None:
     except ScriptError:
         raise
     except Exception as error:
-        print_traceback(error)
-        raise script_error(error, script) from error
-
-
-def print_traceback(error: Exception) -> None:
-    """Print an error as Python does, without the frames between the command and the script."""
-    trace = error.__traceback__
-    while trace is not None and is_library(trace.tb_frame.f_code.co_filename):
-        trace = trace.tb_next
-    traceback.print_exception(type(error), error, trace or error.__traceback__)
+        raise report_error(error, script) from error
 
 
 def describe(error: Exception) -> str:
