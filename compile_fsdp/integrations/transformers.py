@@ -8,7 +8,7 @@ from compile_fsdp.errors import MissingExtraError
 from compile_fsdp.integrations.sharded import CompilesSharded
 
 try:
-    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers import TrainerCallback
 except ImportError as error:
     raise MissingExtraError.of("transformers", extra="transformers") from error
 
@@ -21,12 +21,8 @@ class CompileFSDP(CompilesSharded, TrainerCallback):
 
     remedy = "TrainingArguments(fsdp=True) has it shard with FSDP2, where there is an accelerator"
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         self.compile(kwargs["model"])
 
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
         self.reshard(kwargs["model"])
