@@ -41,8 +41,6 @@ _TEXTS = {"attribute": ".{}", "item": "[{!r}]", "key": ".keys()[{}]", "value": "
 
 
 class Paths:
-    """A table of steps."""
-
     def __init__(self) -> None:
         self.accesses: list[Access] = []  # each after its parent
         self._positions: dict[Access, int] = {}

@@ -69,8 +69,6 @@ class StoredFrame:
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A part of a block."""
-
     graph: bytes  # pickled
     facts: Facts
 
@@ -113,8 +111,6 @@ def _pickle(store: Callable[[], Any] | None) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class StoredBackward:
-    """A backward of a stored forward."""
-
     frame: StoredFrame
     signature: BackwardSignature
     unfilled: tuple[int, ...]  # positions of inputs whose groups are gathered before it runs

@@ -150,7 +150,6 @@ class Ranks:
         self.kill()
 
     def kill(self) -> None:
-        """Kill all ranks."""
         atexit.unregister(self.kill)
         for process, connection in zip(self.processes, self._connections, strict=True):
             process.kill()

@@ -25,8 +25,6 @@ class Level(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One finding."""
-
     level: Level
     rule: str  # name of the kind of finding; stable across scripts and versions
     what: str  # description of the finding, in a sentence
@@ -37,8 +35,6 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """Result of checking a script."""
-
     script: str  # path
     world_size: int
     steps: int  # of the optimizer with the most steps

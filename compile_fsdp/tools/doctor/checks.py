@@ -49,8 +49,6 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The result of one check."""
-
     state: State
     found: str  # one line
     remedy: str = ""  # empty if there is nothing to do

@@ -117,7 +117,6 @@ class Report:
 
 
 def make_report(captured: Capture, model: str, world_size: int) -> Report:
-    """Make the report of a capture."""
     groups = list({group.name: group for graph in captured.graphs for group in graph.groups}.values())
     backwards = [i for i, graph in enumerate(captured.graphs) if graph.kind == "backward"]
     placed = place([graph.events for graph in captured.graphs], groups, backwards)
@@ -212,7 +211,6 @@ def _groups(report: Report) -> Sequence[tuple[str, ...]]:
 
 
 def _choices(decision: BudgetDecision) -> list[tuple[str, str, str]]:
-    """List the choices for a memory budget, with costs and savings."""
     choices = [(each.name, each.seconds, each.size) for each in decision.choices[:MOST_CHOICES]]
     if others := decision.choices[MOST_CHOICES:]:
         name = f"and {len(others)} more"

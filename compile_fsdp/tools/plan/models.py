@@ -59,7 +59,6 @@ def find_factory(text: str) -> Build:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read the entries of a config.json."""
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:

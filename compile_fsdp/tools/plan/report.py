@@ -69,7 +69,6 @@ def make_table(rows: Sequence[Row]) -> Table:
 
 
 def write_json(rows: Sequence[Row], path: Path) -> None:
-    """Write the rows as a list of objects."""
     try:
         path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
     except OSError as error:
