@@ -272,19 +272,9 @@ class Watch:
             return False
 
     def _others_hold(self, scope: Scope) -> bool:
-        found: dict[int, Any] = {}
-        accesses = self.conditions.paths.accesses
-
-        def value(position: int) -> Any:
-            if position not in self.others:
-                return self._values[position]
-            if position not in found:
-                kind, parent, key = accesses[position]
-                found[position] = scope[key[0]][key[1]] if kind == "root" else STEPS[kind](value(parent), key)
-            return found[position]
-
-        return all(self.conditions.holds(each, value(each.position)) for each in self._of_others) and all(
-            value(one) is value(other) for one, other in self._pairs
+        values = self.conditions.paths.fill(self._values.copy(), sorted(self.others), scope)
+        return all(self.conditions.holds(each, values[each.position]) for each in self._of_others) and all(
+            values[one] is values[other] for one, other in self._pairs
         )
 
 

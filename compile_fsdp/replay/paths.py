@@ -8,7 +8,7 @@ kept as one table of steps.
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from operator import getitem
 from typing import Any, NamedTuple
 
@@ -51,9 +51,13 @@ class Paths:
 
     def values(self, scope: Scope) -> list[Any]:
         """Return all objects of the table; LookupError, AttributeError or TypeError if one does not exist."""
-        values: list[Any] = []
-        for kind, parent, key in self.accesses:
-            values.append(scope[key[0]][key[1]] if kind == "root" else STEPS[kind](values[parent], key))
+        return self.fill([None] * len(self.accesses), range(len(self.accesses)), scope)
+
+    def fill(self, values: list[Any], positions: Iterable[int], scope: Scope) -> list[Any]:
+        """Set the objects at some positions, in rising order, among the objects of the table; raises as `values`."""
+        for i in positions:
+            kind, parent, key = self.accesses[i]
+            values[i] = scope[key[0]][key[1]] if kind == "root" else STEPS[kind](values[parent], key)
         return values
 
     def name(self, position: int) -> str:
