@@ -28,12 +28,8 @@ matrix products on the device. Write the costs over the last dim, over which HSD
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--ranks", type=int, default=None, metavar="N", help="without torchrun (default: the GPUs, or 2 on CPUs)"
-    )
-    parser.add_argument(
-        "--mesh", type=_shape, default=None, metavar="NxN", help="sizes of the dims, such as 2x8 (default: one dim)"
-    )
+    parser.add_argument("--ranks", type=int, metavar="N", help="without torchrun (default: the GPUs, or 2 on CPUs)")
+    parser.add_argument("--mesh", type=_shape, metavar="NxN", help="sizes of the dims, such as 2x8 (default: one dim)")
     parser.add_argument(
         "--dtype", type=_dtype, default="bfloat16", metavar="NAME", help="of the matrices (default %(default)s)"
     )
