@@ -24,7 +24,8 @@ from compile_fsdp.state.layout import TensorSpec
 from compile_fsdp.state.ranks import gather
 from compile_fsdp.torch_compat.nn import unhooked_step
 
-_KINDS = ("missing", "unexpected", "wrong shape", "wrong dtype", "saved with other options than the rest of its group")
+OTHER_OPTIONS = "saved with other options than the rest of its group"
+_KINDS = ("missing", "unexpected", "wrong shape", "wrong dtype", OTHER_OPTIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +83,11 @@ class Differences:
     def __init__(self, source: str, strict: bool) -> None:
         self.strict = strict
         self._source = source
-        self._found: list[str] = []  # the index of a kind in _KINDS, and a name
+        self._found: dict[str, list[str]] = {kind: [] for kind in _KINDS}
 
-    def missing(self, name: str) -> None:
-        if self.strict:
-            self._found.append(f"0{name}")
-
-    def unexpected(self, name: str) -> None:
-        if self.strict:
-            self._found.append(f"1{name}")
-
-    def other_options(self, name: str) -> None:
-        self._found.append(f"4{name}")
+    def add(self, kind: str, name: str) -> None:
+        if self.strict or kind not in ("missing", "unexpected"):
+            self._found[kind].append(name)
 
     def compare(self, name: str, expected: TensorSpec | None, got: TensorSpec | None) -> None:
         """Compare the expected and the actual entry of a name; None stands for an entry that is not a tensor."""
@@ -101,34 +95,31 @@ class Differences:
         if expected == got or (expected is not None and got is None and not expected.shape):
             return
         if expected is None or got is None:
-            self._found.append(f"2{name} (expected {_text(expected)}, got {_text(got)})")
+            self.add("wrong shape", f"{name} (expected {_text(expected)}, got {_text(got)})")
         elif expected.shape != got.shape:
-            self._found.append(f"2{name} (expected {list(expected.shape)}, got {list(got.shape)})")
+            self.add("wrong shape", f"{name} (expected {list(expected.shape)}, got {list(got.shape)})")
         elif expected.dtype != got.dtype:
-            self._found.append(f"3{name} (expected {expected.dtype}, got {got.dtype})")
+            self.add("wrong dtype", f"{name} (expected {expected.dtype}, got {got.dtype})")
 
     def compare_state(self, fqn: str, expected: Expected, got: Mapping[str, TensorSpec | None]) -> None:
         """Compare a parameter's optimizer state entry by entry."""
         for name in expected.required - got.keys():
-            self.missing(f"{fqn}: {name}")
+            self.add("missing", f"{fqn}: {name}")
         for name, spec in got.items():
             if name in expected.entries:
                 self.compare(f"{fqn}: {name}", expected.entries[name], spec)
             elif expected.is_complete:
-                self.unexpected(f"{fqn}: {name}")
+                self.add("unexpected", f"{fqn}: {name}")
 
     def raise_together(self) -> None:
         """Raise on all ranks if any rank has found differences; the error lists all of them. Collective."""
-        by_kind: dict[int, list[str]] = {}
-        for text in sorted({text for found_there in gather(self._found) for text in found_there}):
-            by_kind.setdefault(int(text[0]), []).append(text[1:])
-        if not by_kind:
-            return
-        found = "; ".join(f"{_KINDS[kind]}: {', '.join(texts)}" for kind, texts in sorted(by_kind.items()))
-        raise StateMismatchError(
-            f"expected {self._source} to fit the model and its optimizer, got {found}. Nothing was changed; load into "
-            "the model and optimizer that it was saved from, or load only the common entries with strict=False"
-        )
+        everywhere = gather(self._found)
+        by_kind = {kind: sorted({name for found in everywhere for name in found[kind]}) for kind in _KINDS}
+        if found := "; ".join(f"{kind}: {', '.join(names)}" for kind, names in by_kind.items() if names):
+            raise StateMismatchError(
+                f"expected {self._source} to fit the model and its optimizer, got {found}. Nothing was changed; load "
+                "into the model and optimizer that it was saved from, or load only the common entries with strict=False"
+            )
 
 
 def _text(spec: TensorSpec | None) -> str:

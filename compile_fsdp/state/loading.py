@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from compile_fsdp.errors import StateError
 from compile_fsdp.state.containers import leaves, map_leaves
-from compile_fsdp.state.expected import Differences, Expected, Probe
+from compile_fsdp.state.expected import OTHER_OPTIONS, Differences, Expected, Probe
 from compile_fsdp.state.layout import TensorSpec
 from compile_fsdp.state.names import NamedParameter, named_groups, options_of
 
@@ -91,7 +91,7 @@ def plan_load(
         for member in members:
             name = next((name for name in member.names if name in saved_names), None)
             if name is None:
-                differences.missing(member.fqn)
+                differences.add("missing", member.fqn)
                 kept.add(member.parameter)
                 continue
             matched.add(name)
@@ -101,7 +101,7 @@ def plan_load(
                 got = {key: leaf if isinstance(leaf, TensorSpec) else None for key, leaf in leaves(outline[name])}
                 differences.compare_state(member.fqn, expected[name], got)
     for name in saved_names - matched:
-        differences.unexpected(str(name))
+        differences.add("unexpected", str(name))
     differences.raise_together()
     return LoadPlan(parameters, expected, frozenset(kept), not differences.strict, options)
 
@@ -127,7 +127,7 @@ def _match_groups(
         for fqn, others in found[1:]:
             keys = sorted(key for key in {**options, **others} if not _same(options.get(key), others.get(key)))
             if keys:
-                differences.other_options(f"{fqn} ({', '.join(keys)}; group {number})")
+                differences.add(OTHER_OPTIONS, f"{fqn} ({', '.join(keys)}; group {number})")
         matched.append({**options_of(group), **options})
     return matched
 

@@ -54,7 +54,7 @@ def load(model: nn.Module, optim: Optimizer, path: str | os.PathLike[str], *, st
     present = get_model_state_dict(model)
     _compare_model(present, saved, differences)
     if (step := outline.get("step")) is None:
-        differences.missing("step")
+        differences.add("missing", "step")
     encoded = optimizer.get("state", {})
     decoded = {fqn: decode(entries) for fqn, entries in encoded.items()}
     plan = plan_load(model, optim, optimizer["param_groups"], decoded, differences)
@@ -117,10 +117,10 @@ def _read_outline(folder: Path) -> tuple[Path, dict[str, Any]]:
 def _compare_model(present: Mapping[str, Any], saved: Mapping[str, Any], differences: Differences) -> None:
     for fqn, value in present.items():
         if fqn not in saved:
-            differences.missing(fqn)
+            differences.add("missing", fqn)
         elif isinstance(value, Tensor):
             got = saved[fqn] if isinstance(saved[fqn], TensorSpec) else None
             differences.compare(fqn, TensorSpec(value.shape, value.dtype), got)
     for fqn in saved:
         if fqn not in present:
-            differences.unexpected(fqn)
+            differences.add("unexpected", fqn)
