@@ -93,6 +93,10 @@ def note(path: Path, outcome: str) -> None:
 
 def make_facts(model: nn.Module, options: Options, device: torch.device) -> dict[str, str]:
     """Return facts that a step depends on beside its conditions, by name; `device` is that of the computation."""
+    parameters = [
+        (name, describe(each), describe(getattr(each, "_spec", None))) for name, each in model.named_parameters()
+    ]
+    codes = [getattr(type(module).forward, "__code__", None) for module in model.modules()]
     return {
         "torch": torch.__version__,
         "python": f"{sys.implementation.cache_tag} {platform.machine()}",
@@ -101,10 +105,10 @@ def make_facts(model: nn.Module, options: Options, device: torch.device) -> dict
         "device": str(device),  # compiled code names its GPU
         "options": _describe_options(options),
         "settings of Inductor": settings_hash(),
-        "parameters": _hash([_describe_parameter(*named) for named in model.named_parameters()]),
+        "parameters": _hash(parameters),
         "buffers": _hash([(name, describe(buffer)) for name, buffer in model.named_buffers()]),
         "modules": _hash([(name, base_names(type(module))) for name, module in model.named_modules()]),
-        "code of the modules": _hash([_code_of(module) for module in model.modules()]),
+        "code of the modules": _hash([code and hash_code(code) for code in codes]),
     }
 
 
@@ -120,15 +124,6 @@ def _processor() -> str:
     if accelerator is None or accelerator.type != "cuda":
         return torch.backends.cpu.get_cpu_capability()
     return f"{torch.cuda.get_device_name()} {torch.cuda.get_device_capability()}"
-
-
-def _describe_parameter(name: str, parameter: nn.Parameter) -> tuple[object, ...]:
-    return name, describe(parameter), describe(getattr(parameter, "_spec", None))
-
-
-def _code_of(module: nn.Module) -> object:
-    code = getattr(type(module).forward, "__code__", None)
-    return None if code is None else hash_code(code)
 
 
 def _hash(described: object) -> str:
