@@ -13,7 +13,7 @@ import torch.distributed as dist
 from compile_fsdp.errors import ScriptError
 from compile_fsdp.tools.check.failures import explain_failure, report_error
 from compile_fsdp.tools.check.findings import CheckReport, Level
-from compile_fsdp.tools.check.models import ShardedModel, describe_models, find_modules
+from compile_fsdp.tools.check.models import describe_models, find_modules
 from compile_fsdp.tools.check.rules import Seen, find
 from compile_fsdp.tools.explain.capture import capture
 from compile_fsdp.tools.protect_files import protected_files
@@ -68,8 +68,11 @@ def check_script(script: Path, arguments: Sequence[str], steps: int, world_size:
         models = describe_models(modules, captured.traced)
     del names, modules
     finding = None
-    if failed is not None and (finding := explain_failure(failed, _has_other_backend(models))) is None:
-        raise report_error(failed, script) from failed
+    if failed is not None:
+        settings = (model.settings for model in models if not model.is_captured)
+        has_other_backend = any(each is not None and each.backend != "compile_fsdp" for each in settings)
+        if (finding := explain_failure(failed, has_other_backend)) is None:
+            raise report_error(failed, script) from failed
     if dist.is_initialized():
         dist.destroy_process_group()
     return CheckReport(
@@ -82,8 +85,3 @@ def check_script(script: Path, arguments: Sequence[str], steps: int, world_size:
         windows_kept=sum(reason != "open at start" for report in captured.reports for _, reason in report.kept),
         findings=find(Seen(captured, models, made.made, finding)),
     )
-
-
-def _has_other_backend(models: Sequence[ShardedModel]) -> bool:
-    settings = (model.settings for model in models if not model.is_captured)
-    return any(each is not None and each.backend != "compile_fsdp" for each in settings)
