@@ -2,7 +2,7 @@
 
 [Note: Inner groups come first]
 `fully_shard` takes all parameters below its modules, but stops at modules that are already sharded. So a group is
-sharded after all groups below any of its modules. Post-order ensures this for groups of one module.
+sharded after all groups below any of its modules.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from compile_fsdp.errors import SharedParameterError
 from compile_fsdp.passes.text import count
 from compile_fsdp.torch_compat.fsdp import fsdp_state
 from compile_fsdp.wrap.layout import shard_count
-from compile_fsdp.wrap.tree import ROOT, below, in_post_order, names_of
+from compile_fsdp.wrap.tree import ROOT, below, names_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,7 +131,7 @@ def find_shared(drafts: Sequence[Draft]) -> dict[nn.Parameter, list[Draft]]:
 
 def in_order(root: nn.Module, drafts: Sequence[Draft]) -> list[Draft]:
     """Sort drafts into sharding order. See [Note: Inner groups come first]."""
-    position = {module: index for index, module in enumerate(in_post_order(root))}
+    position = {module: index for index, module in enumerate(root.modules())}
     drafts = sorted(drafts, key=lambda draft: position[draft.modules[0]])
     ordered: dict[Draft, None] = {}
 
@@ -142,9 +142,7 @@ def in_order(root: nn.Module, drafts: Sequence[Draft]) -> list[Draft]:
                 visit(inner)
         ordered[draft] = None
 
-    for draft in drafts:
-        if draft not in ordered:
-            visit(draft)
+    visit(drafts[0])  # the root's, which contains all others
     return list(ordered)
 
 

@@ -1,4 +1,4 @@
-"""The modules of a model: names, orders, and whether they have a forward or parameters."""
+"""The modules of a model: names, and whether they have a forward or parameters."""
 
 from __future__ import annotations
 
@@ -24,22 +24,6 @@ def has_parameters(module: nn.Module) -> bool:
 def names_of(root: nn.Module) -> dict[nn.Module, str]:
     """The first FQN of each module, in pre-order; `ROOT` for the root itself."""
     return {module: fqn or ROOT for fqn, module in root.named_modules()}
-
-
-def in_post_order(root: nn.Module) -> list[nn.Module]:
-    """All modules in post-order; a shared module has the position of its first path."""
-    modules: dict[nn.Module, None] = {}
-    seen = {root}
-
-    def visit(module: nn.Module) -> None:
-        for child in module.children():
-            if child not in seen:
-                seen.add(child)
-                visit(child)
-        modules[module] = None
-
-    visit(root)
-    return list(modules)
 
 
 def below(modules: Iterable[nn.Module]) -> set[nn.Module]:
