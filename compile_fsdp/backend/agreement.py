@@ -21,7 +21,7 @@ import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import NoReturn
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -63,17 +63,20 @@ def agree(sequence: CollectiveSequence, what: str, limit_s: float, shown: bool) 
         CollectiveMismatchError: the ranks of a group differ; raised on each of them.
         RankMissingError: a rank does not arrive within the limit.
     """
-    are_all_here, meeting = True, _Meeting(what, limit_s)
-    with meeting.announce(shown):
+    are_all_here = True
+    with _announced(what, shown):
         for name, group in real_groups(sequence.groups):
             lines = shared_lines(sequence, group)
             digest = _digest(lines)
             if digest in _agreed_in(group).digests:
                 are_all_here = False  # See [Note: Agreed once is agreed].
                 continue
-            verdict = meeting.decide(group, name, digest, _first_other)
-            if verdict:
-                _raise_mismatch(meeting, group, int(verdict), lines)
+            if _decide(group, name, what, digest, limit_s, lambda digests: str(len({*digests}))) != "1":
+                found = _decide(group, name, what, json.dumps(lines), limit_s, partial(_first_mismatch, group))
+                raise CollectiveMismatchError(
+                    f"expected the same collectives in the {what} of all ranks, got {found}; build and shard the same "
+                    "model with the same options on all ranks, and let no branch of its forward depend on the rank"
+                )
             _agreed_in(group).digests.add(digest)
     return are_all_here
 
@@ -141,10 +144,9 @@ def share_by(
     Raises:
         RankMissingError: a rank does not arrive within the limit.
     """
-    meeting = _Meeting(what, limit_s)
-    with meeting.announce(shown):
+    with _announced(what, shown):
         for name, group in real_groups(names):
-            own = meeting.decide(group, name, own, judge)
+            own = _decide(group, name, what, own, limit_s, judge)
     return own
 
 
@@ -183,64 +185,43 @@ def _agreed_in(group: dist.ProcessGroup) -> _Agreed:
     return _agreed.setdefault(group, _Agreed())
 
 
-def _first_other(digests: Sequence[str]) -> str:
-    return next((str(rank) for rank, digest in enumerate(digests) if digest != digests[0]), "")
+def _announced(what: str, shown: bool) -> Phase:
+    return Phase(f"waiting for the other ranks' {what}", shown)
 
 
-@dataclass(slots=True)
-class _Meeting:
-    """Lets the ranks of process groups wait for each other and decide.
+def _decide(
+    group: dist.ProcessGroup, name: str, what: str, own: str, limit_s: float, judge: Callable[[Sequence[str]], str]
+) -> str:
+    """Return the result of `judge` on the texts of a group's ranks; the group's first rank calls it."""
+    agreed, store = _agreed_in(group), group_store(group)
+    prefix = f"compile_fsdp/{name}/{agreed.rounds}"
+    agreed.rounds += 1
+    # A process group that is destroyed and created again may get its old store.
+    prefix = f"{prefix}/{(store.add(f'{prefix}/arrivals', 1) - 1) // group.size()}"
 
-    Attributes:
-        what: Subject of the decisions in errors and messages.
-        limit_s: Seconds to wait for the peers.
-        prefix: Prefix of the present decision's keys in the store.
-    """
-
-    what: str
-    limit_s: float
-    prefix: str = ""
-
-    def announce(self, shown: bool) -> Phase:
-        return Phase(f"waiting for the other ranks' {self.what}", shown)
-
-    def decide(self, group: dist.ProcessGroup, name: str, own: str, judge: Callable[[Sequence[str]], str]) -> str:
-        """Return the result of `judge` on the texts of a group's ranks; the group's first rank calls it."""
-        agreed, store = _agreed_in(group), group_store(group)
-        prefix = f"compile_fsdp/{name}/{agreed.rounds}"
-        agreed.rounds += 1
-        # A process group that is destroyed and created again may get its old store.
-        self.prefix = f"{prefix}/{(store.add(f'{prefix}/arrivals', 1) - 1) // group.size()}"
-        store.set(f"{self.prefix}/{group.rank()}", own)
-        if group.rank() == 0:
-            texts = [self.get(group, rank, str(rank)) for rank in range(group.size())]
-            store.set(f"{self.prefix}/verdict", judge(texts))
-        return self.get(group, 0, "verdict")
-
-    def get(self, group: dist.ProcessGroup, rank: int, key: str) -> str:
+    def get(rank: int, key: str) -> str:
         """Wait until a rank has set a key, and return the text."""
-        store = group_store(group)
         try:
-            store.wait([f"{self.prefix}/{key}"], timedelta(seconds=self.limit_s))
+            store.wait([f"{prefix}/{key}"], timedelta(seconds=limit_s))
         except RuntimeError as error:  # FileStore has no error class for a timeout
             raise RankMissingError(
-                f"expected rank {dist.get_global_rank(group, rank)} to compile its {self.what} within "
-                f"{self.limit_s:g} s, got nothing from it; look for its error, or for a step that it does not compile; "
-                "if it only needs longer, raise the option agreement_timeout_s"
+                f"expected rank {dist.get_global_rank(group, rank)} to compile its {what} within {limit_s:g} s, got "
+                "nothing from it; look for its error, or for a step that it does not compile; if it only needs longer, "
+                "raise the option agreement_timeout_s"
             ) from error
-        return store.get(f"{self.prefix}/{key}").decode()
+        return store.get(f"{prefix}/{key}").decode()
+
+    store.set(f"{prefix}/{group.rank()}", own)
+    if group.rank() == 0:
+        store.set(f"{prefix}/verdict", judge([get(rank, str(rank)) for rank in range(group.size())]))
+    return get(0, "verdict")
 
 
-def _raise_mismatch(meeting: _Meeting, group: dist.ProcessGroup, other: int, lines: tuple[str, ...]) -> NoReturn:
-    if group.rank() in (0, other):
-        group_store(group).set(f"{meeting.prefix}/lines/{group.rank()}", json.dumps(lines))
-    first, second = (json.loads(meeting.get(group, rank, f"lines/{rank}")) for rank in (0, other))
+def _first_mismatch(group: dist.ProcessGroup, texts: Sequence[str]) -> str:
+    """Describe the difference between the first rank and the first rank that differs from it."""
+    other = next(rank for rank, text in enumerate(texts) if text != texts[0])
     ranks = [dist.get_global_rank(group, rank) for rank in (0, other)]
-    found = first_difference(ranks, first, second)
-    raise CollectiveMismatchError(
-        f"expected the same collectives in the {meeting.what} of all ranks, got {found}; build and "
-        "shard the same model with the same options on all ranks, and let no branch of its forward depend on the rank"
-    )
+    return first_difference(ranks, json.loads(texts[0]), json.loads(texts[other]))
 
 
 def first_difference(ranks: Sequence[int], first: Sequence[str], second: Sequence[str]) -> str:
