@@ -64,13 +64,10 @@ def fit(timeline: Timeline, budget: int) -> Fit:
         )
 
     fastest = timeline.peak(choices_of(0))
-    fewest, most = 0, len(ordered) if fastest > budget else 0
-    while fewest < most:
-        middle = (fewest + most) // 2
-        if timeline.peak(choices_of(middle)) <= budget:
-            most = middle
-        else:
-            fewest = middle + 1
+    fewest = 0
+    if fastest > budget:
+        counts = range(len(ordered))
+        fewest = bisect_left(counts, True, key=lambda count: timeline.peak(choices_of(count)) <= budget)
     choices = choices_of(fewest)
     peak = timeline.peak(choices)
     return Fit(choices, peak <= budget, peak, fastest, tuple(ordered[:fewest]))
