@@ -17,10 +17,10 @@ import torch
 
 from compile_fsdp.backend.backward_checks import check_backward
 from compile_fsdp.backend.call_inputs import CallInputs
-from compile_fsdp.backend.compiled_forward import CompiledForward, unchanged_versions
+from compile_fsdp.backend.compiled_forward import CompiledForward
 from compile_fsdp.backend.graph_call import GraphCall
 from compile_fsdp.runtime.attached import owner_of
-from compile_fsdp.torch_compat.autograd import prepare_compiled_autograd
+from compile_fsdp.torch_compat.autograd import prepare_compiled_autograd, preserve_version_counter
 
 
 class ForwardGraph:
@@ -52,7 +52,8 @@ class ForwardGraph:
         return tuple(_Boundary.apply(call, args, *tensors))  # type: ignore[no-untyped-call]
 
     def _run_plain(self, args: list[Any]) -> Sequence[Any]:
-        with unchanged_versions([args[i] for i in self.forward.parameters.managed]):
+        # Eager code between graphs may have saved the parameters.
+        with preserve_version_counter(tuple(args[i] for i in self.forward.parameters.managed)):
             return self.forward.run(*args)
 
 

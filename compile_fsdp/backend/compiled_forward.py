@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from compile_fsdp.backend.step import Step
-from compile_fsdp.torch_compat.autograd import get_versions, set_versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +51,3 @@ class CompiledForward:
     parameters: ParameterInputs
     whole_of: weakref.ref[nn.Module] | None
     step: Step
-
-
-@contextmanager
-def unchanged_versions(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Restore version counters on exit, as eager FSDP2 does around its fills.
-
-    Autograd would take a fill with equal values for a change of a saved tensor. Eager code between graphs may have
-    saved the parameters too.
-    """
-    versions = get_versions(parameters)
-    try:
-        yield
-    finally:
-        set_versions(parameters, versions)

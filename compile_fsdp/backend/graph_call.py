@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from compile_fsdp.backend.backward_run import BackwardRun
 from compile_fsdp.backend.call_inputs import CallInputs
-from compile_fsdp.backend.compiled_forward import CompiledForward, unchanged_versions
+from compile_fsdp.backend.compiled_forward import CompiledForward
 from compile_fsdp.backend.measured_peak import StepPeak
 from compile_fsdp.runtime import calls
 from compile_fsdp.runtime.subclass_parameters import split_leaf
@@ -32,6 +32,7 @@ from compile_fsdp.torch_compat.autograd import (
     current_backward,
     get_versions,
     keeps_graph,
+    preserve_version_counter,
     set_versions,
     will_run,
     without_saved_tensor_hooks,
@@ -89,7 +90,8 @@ class GraphCall:
             else:
                 leaf = args[i] = args[i].detach().requires_grad_()
             leaves.append(leaf)
-        with unchanged_versions(self.inputs.managed):
+        # As eager FSDP2: autograd would take a fill with equal values for a change of a saved tensor.
+        with preserve_version_counter(tuple(self.inputs.managed)):
             with torch.enable_grad(), without_saved_tensor_hooks() as had_hooks:
                 if had_hooks:
                     _warn_of_saved_tensor_hooks()
@@ -140,7 +142,7 @@ class GraphCall:
 
     def _run_unchanged(self, versions: list[int], run: Callable[[], Any]) -> Any:
         """Run a backward with the saved version counters. See also [Note: Settings on the device's thread]."""
-        with unchanged_versions(self.inputs.managed):
+        with preserve_version_counter(tuple(self.inputs.managed)):
             set_versions(self.inputs.managed, versions)
             return run() if threading.get_ident() == self.thread else self._context.run(run)
 
