@@ -66,27 +66,18 @@ class _Random:
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         devices = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
-        self._devices = sorted(devices, key=str)
-        self._states = self._get()
-
-    def _get(self) -> list[torch.Tensor]:
-        on_devices = [torch.get_device_module(device).get_rng_state(device) for device in self._devices]
-        return [torch.get_rng_state(), *on_devices]
-
-    def _set(self, states: list[torch.Tensor]) -> None:
-        torch.set_rng_state(states[0])
-        for device, state in zip(self._devices, states[1:], strict=True):
-            torch.get_device_module(device).set_rng_state(state, device)
+        self._cpu = torch.get_rng_state()
+        self._states = {device: torch.get_device_module(device).get_rng_state(device) for device in devices}
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Set the saved states inside, and the present states again on exit."""
-        now = self._get()
-        self._set(self._states)
-        try:
+        device_type = next((device.type for device in self._states), "cpu")
+        with torch.random.fork_rng([*self._states], device_type=device_type):
+            torch.set_rng_state(self._cpu)
+            for device, state in self._states.items():
+                torch.get_device_module(device).set_rng_state(state, device)
             yield
-        finally:
-            self._set(now)
 
 
 def is_repeatable(graph: fx.Graph) -> bool:
