@@ -46,24 +46,19 @@ _MANY_REPLAYS = 100
 _MOST_SIZES = 8
 
 
-class GraphCapturer:
-    """Inductor's inner compiler, whose compiled graphs are captured by their second run and replayed from then on."""
-
-    def __init__(self, compile_inner: Callable[..., Any], inputs: GraphInputs, what: str) -> None:
-        self.compile_inner = compile_inner
-        self.inputs = inputs
-        self.what = what
-
-    def __call__(self, gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        placeholders = gm.graph.find_nodes(op="placeholder")
-        tensors = map(find_fake_tensor, placeholders)
-        device = next((each.device for each in tensors if each is not None and each.device.type != "cpu"), None)
-        if device is None:
-            return self.compile_inner(gm, *args, **kwargs)
-        check_capturable(gm.graph, self.what)
-        managed, saved = self.inputs.managed, graph_saved_outputs(gm.graph.output_node())
-        parameters = frozenset(i for i, node in enumerate(placeholders) if graph_input_position(node) in managed)
-        return ReplayedCode(self.compile_inner(gm, *args, **kwargs), device, parameters, saved, self.what)
+def compile_replayed(
+    compile_inner: Callable[..., Any], inputs: GraphInputs, what: str, gm: fx.GraphModule, *args: Any, **kwargs: Any
+) -> Any:
+    """Compile a graph by Inductor's inner compiler; its second run captures it, and later runs replay it."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    tensors = map(find_fake_tensor, placeholders)
+    device = next((each.device for each in tensors if each is not None and each.device.type != "cpu"), None)
+    if device is None:
+        return compile_inner(gm, *args, **kwargs)
+    check_capturable(gm.graph, what)
+    saved = graph_saved_outputs(gm.graph.output_node())
+    parameters = frozenset(i for i, node in enumerate(placeholders) if graph_input_position(node) in inputs.managed)
+    return ReplayedCode(compile_inner(gm, *args, **kwargs), device, parameters, saved, what)
 
 
 class ReplayedCode(PlainOutputCode):

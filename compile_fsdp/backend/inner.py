@@ -14,11 +14,11 @@ from compile_fsdp.advice import GroupFigures
 from compile_fsdp.backend.agreement import agree
 from compile_fsdp.backend.capturable import allocate_kept
 from compile_fsdp.backend.derived_backward import DERIVED_BACKWARD, ForwardCompiler
-from compile_fsdp.backend.device_graphs import GraphCapturer
+from compile_fsdp.backend.device_graphs import compile_replayed
 from compile_fsdp.backend.graph_inputs import GraphInputs
 from compile_fsdp.backend.graph_order import follow
 from compile_fsdp.backend.inductor import inductor_config
-from compile_fsdp.backend.prefill import UnshardBeforeRun
+from compile_fsdp.backend.prefill import unshard_before_run
 from compile_fsdp.backend.progress import Phase
 from compile_fsdp.backend.recorder import Recorder
 from compile_fsdp.backend.step import Step
@@ -95,7 +95,7 @@ def compile_traced(graph: TracedGraph, unfilled: Sequence[int] = ()) -> Callable
         if original is not None:
             compiled = VerifiedGraph(compiled, original, graph.what, collectives, limit_s)
     if unfilled:
-        compiled = UnshardBeforeRun(compiled, unfilled)
+        compiled = unshard_before_run(compiled, unfilled)
     return follow(compiled, collectives, graph.what)
 
 
@@ -132,7 +132,7 @@ def _call_inner_backend(graph: TracedGraph, recorder: Recorder) -> tuple[Callabl
         config = inductor_config(graph.step, graph.direction, graph.inputs, recorder, observer, is_captured)
         compile_fx, compile_inner = inductor_compilers()
         if options.cuda_graphs and generates_code():
-            compile_inner = GraphCapturer(compile_inner, graph.inputs, graph.what)
+            compile_inner = partial(compile_replayed, compile_inner, graph.inputs, graph.what)
         if is_captured:
             compile_inner = ForwardCompiler(compile_inner)
         compile_graph = partial(compile_fx, inner_compile=compile_inner, config_patches=config)

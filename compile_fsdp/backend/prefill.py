@@ -10,33 +10,28 @@ AOTAutograd's partitioner from computing frozen layers again unasked.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from compile_fsdp.runtime.attached import owner_of
 from compile_fsdp.runtime.group import TraceableGroup
 
 
-@dataclass(eq=False)
-class UnshardBeforeRun:
-    """A compiled backward graph that first gathers parameter groups, unless they are already gathered.
+def unshard_before_run(run: Callable[..., Any], positions: Sequence[int]) -> Callable[..., Any]:
+    """Let a compiled backward graph first gather parameter groups, unless they are already gathered.
 
-    Attributes:
-        run: The compiled graph.
-        positions: Positions of these groups' parameters in the graph's inputs; each item of a list counts.
+    `positions`: of these groups' parameters in the graph's inputs; each item of a list counts.
     """
 
-    run: Callable[..., Any]
-    positions: Sequence[int]
-
-    def __call__(self, *args: Any) -> Any:
-        unsharded = _unshard(owners_of(args, self.positions))
+    def run_unsharded(*args: Any) -> Any:
+        unsharded = _unshard(owners_of(args, positions))
         try:
-            return self.run(*args)
+            return run(*args)
         finally:
             for group in unsharded:
                 if group.fsdp_group.reshard_after_backward:
                     group.fsdp_group.reshard()
+
+    return run_unsharded
 
 
 def owners_of(args: Sequence[Any], positions: Iterable[int]) -> list[TraceableGroup]:

@@ -18,7 +18,7 @@ from compile_fsdp.backend.compiled_forward import CompiledForward, ParameterInpu
 from compile_fsdp.backend.costs import note_rows
 from compile_fsdp.backend.graph_order import follow
 from compile_fsdp.backend.memory_budget import note_decision
-from compile_fsdp.backend.prefill import UnshardBeforeRun
+from compile_fsdp.backend.prefill import unshard_before_run
 from compile_fsdp.backend.step import Step
 from compile_fsdp.errors import NotPortableError
 from compile_fsdp.ops.call_block import Backward, Block, Facts, Part, Signature
@@ -133,7 +133,7 @@ class StoredBackward:
             inputs.clear()
             return run(flat)
 
-        whole = UnshardBeforeRun(run_list, self.unfilled) if self.unfilled else run_list
+        whole = unshard_before_run(run_list, self.unfilled) if self.unfilled else run_list
         return self.bind(follow(whole, self.frame.collectives, "backward graph"))
 
 
