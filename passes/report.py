@@ -119,24 +119,17 @@ Report = WindowReport | PassCounts
 
 
 def to_json(reports: Iterable[Report]) -> str:
-    rows = []
-    for report in reports:
-        row = asdict(report)
-        if isinstance(report, WindowReport):
-            row["kept"] = [{"parameter": name, "reason": reason.value} for name, reason in report.kept]
-        rows.append(row)
-    return json.dumps(rows)
+    return json.dumps([asdict(report) for report in reports], default=lambda reason: reason.value)
 
 
 def from_json(text: str) -> tuple[Report, ...]:
-    return tuple(_from_row(row) for row in json.loads(text))
+    return tuple(map(_from_row, json.loads(text)))
 
 
 def _from_row(row: dict[str, Any]) -> Report:
     if "counts" in row:
         return PassCounts(**{**row, "counts": tuple(map(tuple, row["counts"]))})
-    kept = tuple((each["parameter"], Kept(each["reason"])) for each in row["kept"])
-    return WindowReport(**{**row, "kept": kept})
+    return WindowReport(**{**row, "kept": tuple((name, Kept(reason)) for name, reason in row["kept"])})
 
 
 @dataclass(frozen=True, slots=True)
