@@ -16,7 +16,6 @@ Report        windows, copies and resizes removed; FQN and Kept reason of every 
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
 
 from torch import fx
 
@@ -37,7 +36,7 @@ def remove_unshard_copies(graph: fx.Graph, names: Names = node_name) -> WindowRe
     subgraphs = find_window_subgraphs(graph)
     graphs = [*(module.graph for _, module in subgraphs), graph]
     nodes_before = sum(len(each.nodes) for each in graphs)
-    removed: list[_Window] = []
+    removed: list[int] = []  # bytes of each window
     kept: list[tuple[str, Kept]] = []
     # Subgraphs first, because a higher-order op without windows no longer writes its operands.
     for path, module in subgraphs:
@@ -51,39 +50,31 @@ def remove_unshard_copies(graph: fx.Graph, names: Names = node_name) -> WindowRe
         windows_removed=len(removed),
         copies_removed=len(removed),
         resizes_removed=2 * len(removed),
-        bytes_removed=sum(size_hint(window.span.size_bytes) for window in removed),
+        bytes_removed=sum(removed),
         kept=tuple(kept),
         nodes_before=nodes_before,
         nodes_after=sum(len(each.nodes) for each in graphs),
     )
 
 
-@dataclass(slots=True)
-class _Window:
-    """A complete window that the pass removes."""
-
-    parameter: fx.Node
-    span: Span
-    free: fx.Node
-
-
 def _below(path: str) -> Names:
     return lambda node: f"{path}.{node.name}"
 
 
-def _remove_windows(graph: fx.Graph, names: Names, kept: list[tuple[str, Kept]]) -> list[_Window]:
-    """Return the windows removed from one graph, and add the windows left in it to `kept`."""
+def _remove_windows(graph: fx.Graph, names: Names, kept: list[tuple[str, Kept]]) -> list[int]:
+    """Return the bytes of each window removed from one graph, and add the windows left in it to `kept`."""
     windows = _match(graph, names, kept) if resized_placeholders(graph) else []
-    for window in windows:
-        _rewrite(graph, window)
+    for parameter, index in windows:
+        _rewrite(graph, parameter, index)
     if windows:
         # Inductor matches no pattern across a mutation, so it must count the mutations again without the windows.
         for node in graph.nodes:
             node.meta.pop(MUTATION_REGION_KEY, None)
-    return windows
+    return [size_hint(parameter.spans[index].size_bytes) for parameter, index in windows]
 
 
-def _match(graph: fx.Graph, names: Names, kept: list[tuple[str, Kept]]) -> list[_Window]:
+def _match(graph: fx.Graph, names: Names, kept: list[tuple[str, Kept]]) -> list[tuple[Parameter, int]]:
+    """Return each window to remove: its parameter, and the number of the span that it fills."""
     effects = Effects(graph.owning_module)
     aliases = Aliases(graph, effects)
     lifetimes = match_lifetimes(graph, effects, aliases)
@@ -91,24 +82,16 @@ def _match(graph: fx.Graph, names: Names, kept: list[tuple[str, Kept]]) -> list[
     for parameter in lifetimes.parameters:
         parameter_fault = _find_parameter_fault(parameter)
         for index, span in enumerate(parameter.spans):
-            free = _find_free(parameter, index)
-            if free is None:
-                fault = _find_open_end(parameter, index)
-            else:
+            is_window = span.resize is not None and not span.frees and span is not parameter.spans[-1]
+            if is_window:
                 fault = parameter_fault or _find_window_fault(parameter, index, lifetimes, aliases)
+            else:
+                fault = _find_open_end(parameter, index)
             if fault is not None:
                 kept.append((names(parameter.node), fault))
-            elif free is not None:
-                windows.append(_Window(parameter.node, span, free))
+            elif is_window:
+                windows.append((parameter, index))
     return windows
-
-
-def _find_free(parameter: Parameter, index: int) -> fx.Node | None:
-    """Return the resize that ends the window which the span begins, if both exist."""
-    span, following = parameter.spans[index], parameter.spans[index + 1 : index + 2]
-    if span.resize is None or span.frees or not following:
-        return None
-    return following[0].resize
 
 
 def _find_open_end(parameter: Parameter, index: int) -> Kept | None:
@@ -174,11 +157,12 @@ def _is_written(positions: list[int], span: Span) -> bool:
     return first < len(positions) and positions[first] < span.end
 
 
-def _rewrite(graph: fx.Graph, window: _Window) -> None:
-    copy, resize = window.span.copies[0], window.span.resize
-    value = get_argument(copy, 1, "data")
-    assert isinstance(value, fx.Node) and resize is not None, "the window has been checked"
-    for reader in window.span.readers:
-        reader.replace_input_with(window.parameter, value)
-    for node in (window.free, copy, resize):
+def _rewrite(graph: fx.Graph, parameter: Parameter, index: int) -> None:
+    span, following = parameter.spans[index : index + 2]
+    value = get_argument(span.copies[0], 1, "data")
+    assert isinstance(value, fx.Node), "the window has been checked"
+    for reader in span.readers:
+        reader.replace_input_with(parameter.node, value)
+    for node in (following.resize, span.copies[0], span.resize):
+        assert node is not None, "the window has been checked"
         graph.erase_node(node)
