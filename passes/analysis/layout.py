@@ -33,7 +33,7 @@ def size_hint(size: int | SymInt | None) -> int:
 
 def needed_bytes(tensor: torch.Tensor) -> int | SymInt:
     """Return the bytes from the storage's start to the last element of a strided tensor."""
-    if _is_known(tensor.numel() == 0):
+    if statically_known_true(tensor.numel() == 0):
         return 0
     last: int | SymInt = tensor.storage_offset()
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
@@ -42,7 +42,7 @@ def needed_bytes(tensor: torch.Tensor) -> int | SymInt:
 
 
 def is_zero(size: int | SymInt | None) -> bool:
-    return _is_known(size == 0)
+    return statically_known_true(size == 0)
 
 
 def is_free(node: fx.Node) -> bool:
@@ -57,7 +57,7 @@ def is_full(size: int | SymInt | None, tensor: torch.Tensor | None) -> bool:
     """Return whether `size` bytes surely hold the tensor. See [Note: Full size]."""
     if size is None or tensor is None or tensor.layout is not torch.strided:
         return False
-    return _is_known(size >= needed_bytes(tensor))
+    return statically_known_true(size >= needed_bytes(tensor))
 
 
 def find_copy_fault(param: torch.Tensor | None, value: torch.Tensor | None) -> Kept | None:
@@ -78,8 +78,4 @@ def _bits(tensor: torch.Tensor) -> tuple[bool, bool]:
 
 
 def _are_equal(left: tuple[int, ...], right: tuple[int, ...]) -> bool:
-    return len(left) == len(right) and all(_is_known(a == b) for a, b in zip(left, right, strict=True))
-
-
-def _is_known(condition: bool | torch.SymBool) -> bool:
-    return bool(statically_known_true(condition))
+    return len(left) == len(right) and all(statically_known_true(a == b) for a, b in zip(left, right, strict=True))
