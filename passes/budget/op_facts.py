@@ -34,14 +34,9 @@ from compile_fsdp.torch_compat.inductor import is_decomposed, is_fused
 class Kind(enum.Enum):
     """How the compiler treats an op."""
 
-    VIEW = enum.auto()
-    """Only another view of its inputs."""
-
-    FUSED = enum.auto()
-    """Pointwise ops and reductions, which are computed together with what reads them."""
-
-    HEAVY = enum.auto()
-    """A kernel of its own: its inputs and results are in memory."""
+    VIEW = enum.auto()  # only another view of its inputs
+    FUSED = enum.auto()  # pointwise ops and reductions, which are computed together with what reads them
+    HEAVY = enum.auto()  # a kernel of its own: its inputs and results are in memory
 
 
 @dataclass(frozen=True, slots=True)
