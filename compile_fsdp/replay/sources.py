@@ -6,7 +6,6 @@ import dis
 import hashlib
 import os
 import sys
-from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +13,7 @@ from types import CodeType
 
 import torch
 
+from compile_fsdp.passes.analysis.function_text import codes_in
 from compile_fsdp.replay import IMPORTED_S
 from compile_fsdp.torch_compat.dynamo import traced_code
 
@@ -80,14 +80,7 @@ def _of_command_line() -> set[CodeType]:
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
-    return set(_codes_in(frame.f_code)) if frame.f_code.co_filename == "<string>" else set()
-
-
-def _codes_in(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes_in(constant)
+    return set(codes_in(frame.f_code)) if frame.f_code.co_filename == "<string>" else set()
 
 
 def _may_read_rank(code: CodeType) -> bool:

@@ -59,7 +59,7 @@ def _function(function: FunctionType, outer: tuple[object, ...]) -> str:
         closed_over = [cell.cell_contents for cell in function.__closure__ or ()]
     except ValueError:
         raise _NoTextError from None  # a variable without a value
-    codes = [*_codes(function.__code__)]
+    codes = [*codes_in(function.__code__)]
     names = sorted({name for code in codes for name in code.co_names if name in function.__globals__})
     constants = [each for code in codes for each in code.co_consts if not isinstance(each, CodeType)]
     read = [(name, function.__globals__[name]) for name in names]
@@ -68,12 +68,12 @@ def _function(function: FunctionType, outer: tuple[object, ...]) -> str:
     return _texts((facts, constants, read, defaults, closed_over), outer)
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
+def codes_in(code: CodeType) -> Iterator[CodeType]:
     """Yield the code of a function and of the functions within it."""
     yield code
     for each in code.co_consts:
         if isinstance(each, CodeType):
-            yield from _codes(each)
+            yield from codes_in(each)
 
 
 def _is_library(value: ModuleType | type | FunctionType | BuiltinFunctionType) -> bool:
