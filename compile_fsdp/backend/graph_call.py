@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from compile_fsdp.backend.backward_run import BackwardRun
 from compile_fsdp.backend.call_inputs import CallInputs
 from compile_fsdp.backend.compiled_forward import CompiledForward
-from compile_fsdp.backend.measured_peak import StepPeak
+from compile_fsdp.backend.measured_peak import begin_peak
 from compile_fsdp.runtime import calls
 from compile_fsdp.runtime.subclass_parameters import split_leaf
 from compile_fsdp.torch_compat.autograd import (
@@ -78,7 +78,7 @@ class GraphCall:
         self.inner: InnerGraph | None = None
         self.node: weakref.ref[Any] | None = None
         self._backward_id: int | None = None  # number of the last backward through the run
-        self._peak = StepPeak.of(forward, inputs.groups)
+        self._end_peak = begin_peak(forward, inputs.groups)
         for group, use in inputs.groups.items():
             group.forwards.add(self, is_whole=use.position in forward.parameters.whole)
 
@@ -103,8 +103,8 @@ class GraphCall:
         """Compute all gradients; return the gradients of the differentiable inputs."""
         run, inputs, versions = self._begin_backward(grads)
         self._run_unchanged(versions, run.run_whole)
-        if self._peak is not None:
-            self._peak.end()
+        if self._end_peak is not None:
+            self._end_peak()
         found = [tensor.grad for tensor in inputs]
         for tensor in inputs:
             tensor.grad = None  # a later backward through a kept graph would add to it

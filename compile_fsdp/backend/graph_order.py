@@ -18,7 +18,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -183,24 +182,22 @@ _watch_lock = threading.Lock()
 _watch: threading.Thread | None = None
 
 
-@dataclass(eq=False)
-class FollowedGraph:
-    """A compiled graph that notes its runs and explains diverging ranks."""
+def note_runs(compiled: Callable[..., Any], places: Sequence[tuple[GraphOrder, str]]) -> Callable[..., Any]:
+    """Let a compiled graph note its runs and explain diverging ranks."""
 
-    compiled: Callable[..., Any]
-    places: Sequence[tuple[GraphOrder, str]]
-
-    def __call__(self, *args: Any) -> Any:
-        for order, graph in self.places:
+    def run(*args: Any) -> Any:
+        for order, graph in places:
             order.begin(graph)
         try:
-            return self.compiled(*args)
+            return compiled(*args)
         except RuntimeError as error:
             if isinstance(error, dist.DistError) or "gloo" in str(error):  # gloo's errors have no type of their own
-                for order, _ in self.places:
+                for order, _ in places:
                     if (found := order.difference(only_certain=False)) is not None:
                         raise RanksPartedError(f"{found} (the failed collective: {error})") from error
             raise
+
+    return run
 
 
 def follow(compiled: Callable[..., Any], collectives: CollectiveSequence, what: str) -> Callable[..., Any]:
@@ -214,7 +211,7 @@ def follow(compiled: Callable[..., Any], collectives: CollectiveSequence, what: 
     if not places:
         return compiled
     _start_watch()
-    return FollowedGraph(compiled, places)
+    return note_runs(compiled, places)
 
 
 def _start_watch() -> None:

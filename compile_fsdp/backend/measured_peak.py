@@ -11,14 +11,14 @@ decision stays. A CPU does not count its memory.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from compile_fsdp.backend.agreement import share_largest
 from compile_fsdp.backend.compiled_forward import CompiledForward
-from compile_fsdp.backend.memory_budget import Agreement, find_agreement
+from compile_fsdp.backend.memory_budget import find_agreement
 from compile_fsdp.passes.text import format_bytes
 from compile_fsdp.runtime.attached import hooks_of
 from compile_fsdp.runtime.group import TraceableGroup
@@ -26,49 +26,43 @@ from compile_fsdp.runtime.group import TraceableGroup
 _log = logging.getLogger("compile_fsdp")
 
 
-class StepPeak:
-    """The peak of a step that has just begun."""
+def begin_peak(forward: CompiledForward, groups: Iterable[TraceableGroup]) -> Callable[[], None] | None:
+    """Begin to measure the peak of a step; return a function for the end of its backward.
 
-    def __init__(self, forward: CompiledForward, groups: list[TraceableGroup], agreement: Agreement) -> None:
-        self._step, self._groups, self._agreement = forward.step, groups, agreement
-        self._device = groups[0].fsdp_group.device
-        self._module = torch.get_device_module(self._device)
-        self._before = self._module.memory_allocated(self._device)
-        self._highest = self._module.max_memory_allocated(self._device)
+    That function compares the peak with the budget on all ranks. None if this has happened before, or if there is
+    nothing to compare or to count.
+    """
+    step, decision, every = forward.step, forward.step.decision, list(groups)
+    if decision is None or forward.whole_of is None:
+        return None
+    agreement = find_agreement(every[0], step.groups, step.options)
+    device = every[0].fsdp_group.device
+    module = torch.get_device_module(device)
+    if agreement is None or agreement.is_measured or not hasattr(module, "max_memory_allocated"):
+        return None
+    before, earlier = module.memory_allocated(device), module.max_memory_allocated(device)
 
-    @classmethod
-    def of(cls, forward: CompiledForward, groups: Mapping[TraceableGroup, object]) -> StepPeak | None:
-        """Begin to measure; None if this has happened before, or if there is nothing to compare or to count."""
-        step, every = forward.step, list(groups)
-        if step.decision is None or forward.whole_of is None:
-            return None
-        agreement = find_agreement(every[0], step.groups, step.options)
-        if agreement is None or agreement.is_measured:
-            return None
-        module = torch.get_device_module(every[0].fsdp_group.device)
-        return cls(forward, every, agreement) if hasattr(module, "max_memory_allocated") else None
-
-    def end(self) -> None:
-        """Compare the peak with the budget on all ranks, at the end of the backward."""
-        step, agreement = self._step, self._agreement
-        if agreement.is_measured or step.decision is None:
+    def end() -> None:
+        if agreement.is_measured:
             return
         agreement.is_measured = True
-        highest = self._module.max_memory_allocated(self._device)
-        taken = highest - self._before if highest > self._highest else 0
-        excess = max(taken - step.decision.budget, 0)
-        for name in _mesh_group_names(self._groups):
+        highest = module.max_memory_allocated(device)
+        taken = highest - before if highest > earlier else 0
+        excess = max(taken - decision.budget, 0)
+        for name in _mesh_group_names(every):
             row = excess, str(excess)
             excess = int(share_largest([name], "peak of the first step", row, step.options.agreement_timeout_s))
         if excess:
             agreement.lowered = excess
-            hooks_of(self._groups[0].state).root.has_lowered_budget = True
+            hooks_of(every[0].state).root.has_lowered_budget = True
             _log.warning(
                 "the first step exceeded its memory_budget of %s by %s on a rank; the next forward is compiled again "
                 "for so much less",
-                format_bytes(step.decision.budget),
+                format_bytes(decision.budget),
                 format_bytes(excess),
             )
+
+    return end
 
 
 def _mesh_group_names(groups: Iterable[TraceableGroup]) -> list[str]:

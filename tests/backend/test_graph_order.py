@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compile_fsdp.backend import graph_order
-from compile_fsdp.backend.graph_order import FollowedGraph, GraphOrder, Prediction
+from compile_fsdp.backend.graph_order import GraphOrder, Prediction, note_runs
 from helpers.ranks.forked import TESTS, start_ranks
 from helpers.ranks.pools import run_ranks
 
@@ -119,7 +119,7 @@ def _fail_in_graph(rank: int) -> tuple[str, str]:
         raise RuntimeError("out of range")
 
     try:
-        FollowedGraph(fail, [(order, graphs[rank])])()
+        note_runs(fail, [(order, graphs[rank])])()
     except RuntimeError as error:
         return type(error).__name__, str(error)
     return "", ""
