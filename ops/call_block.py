@@ -54,7 +54,6 @@ class Part:
         return self.name, self.graph, self.work, self.results, self.is_random
 
     def call(self, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> list[Tensor]:
-        """Call the op that runs it."""
         op = call_random_block if self.is_random else call_block
         results: list[Tensor] = op(list(tensors), list(sizes), self.name)
         return results
@@ -93,7 +92,6 @@ class Backward:
     results: tuple[int, ...]
 
     def call(self, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> list[Tensor]:
-        """Call the ops that run it."""
         values = [*tensors]
         for part, inputs in self.parts:
             values += part.call([values[i] for i in inputs], sizes)

@@ -48,7 +48,6 @@ class BackwardRun:
         self.grads = [grad for _, grad in pairs]
 
     def run_whole(self) -> None:
-        """Compute all gradients."""
         run = partial(torch.autograd.backward, self.outputs, self.grads, retain_graph=self.is_kept)
         with self._around_graph():
             if self.is_kept:

@@ -89,7 +89,6 @@ class BlockCompiler:
         return Block(self._compile_part(name, forward), self._backward(name, backward, signature, call), signature)
 
     def _backward(self, name: str, graph: fx.Graph, signature: Signature, call: BlockCall) -> Backward:
-        """Compile a backward in parts."""
         results = _without_aliases(graph)
         pairs = zip(signature.gradients, results, strict=True)
         gradients = [node for i, node in pairs if call.tensors[i].op == "placeholder"]

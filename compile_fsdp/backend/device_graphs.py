@@ -130,7 +130,6 @@ class _Runs:
         return self._capture is not None
 
     def drop(self) -> None:
-        """Forget the capture."""
         self._capture = None
 
     def _begin(self, inputs: list[Any], addresses: list[int], before: list[int]) -> None:
@@ -235,7 +234,6 @@ _all_runs: WeakSet[_Runs] = WeakSet()
 
 
 def drop_captures() -> None:
-    """Forget all captures of this process."""
     for runs in _all_runs:
         runs.drop()
 

@@ -68,7 +68,6 @@ class GraphInputs:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The texts of the groups' constants."""
         return tuple(group.constants.text for group in self.groups)
 
     def process_groups(self) -> list[str]:

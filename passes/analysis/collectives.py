@@ -99,7 +99,6 @@ def is_all_reduce(node: fx.Node) -> bool:
 
 
 def is_offload(node: fx.Node) -> bool:
-    """Return whether the node launches a copy to host memory."""
     return node.target is offload
 
 

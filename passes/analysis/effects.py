@@ -83,7 +83,6 @@ def get_argument(node: fx.Node, position: int, name: str) -> object:
 
 
 def nodes_in(argument: object) -> Iterator[fx.Node]:
-    """Yield the nodes nested in an argument."""
     return (leaf for leaf in _leaves(argument) if isinstance(leaf, fx.Node))
 
 

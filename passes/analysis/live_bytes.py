@@ -18,5 +18,4 @@ class LiveBytes:
             self._changes[last + 1] -= size
 
     def totals(self) -> list[int]:
-        """Return the bytes at each place."""
         return list(accumulate(self._changes[:-1]))

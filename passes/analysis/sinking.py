@@ -62,7 +62,6 @@ class Scan:
         return target if target in self.parameters else None
 
     def aliased_by(self, nodes: Iterable[fx.Node], aliases: Aliases) -> Iterable[fx.Node]:
-        """Return the parameters that alias some of the nodes."""
         return dict.fromkeys(p for key in aliases.classes_of(nodes) for p in self.by_class.get(key, ()))
 
 

@@ -26,7 +26,6 @@ class ParameterMemory:
         self.large_pack_bytes = min(2 * costs.pack_bytes(ranks, is_spare=True) * ranks, parameters)
 
     def hold(self, held: LiveBytes, choices: Choices) -> None:
-        """Hold all parameters and gradients."""
         for i, group in enumerate(self._step.groups):
             is_kept = not group.frees or group.number in choices.kept
             self._hold_parameters(held, i, group, is_kept, choices.has_large_packs)

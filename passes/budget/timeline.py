@@ -52,7 +52,6 @@ class Timeline:
         return held.totals()
 
     def peak(self, choices: Choices) -> int:
-        """Return the most bytes at a time."""
         return max(self.held(choices), default=0)
 
     @property

@@ -70,7 +70,6 @@ def cut_backward(graph: fx.Graph, results: Sequence[fx.Node], gradients: Collect
 
 
 def _first_ops(ops: Sequence[fx.Node], gradients: Collection[fx.Node]) -> dict[fx.Node, None]:
-    """Return the ops of the first part, in graph order."""
     missing = _FIRST * sum(map(numel, gradients))
     first: dict[fx.Node, None] = {}
     for node in ops:

@@ -33,7 +33,6 @@ from compile_fsdp.torch_compat.dispatch import (
 
 
 def drop_random_states(graph: fx.Graph) -> int:
-    """Replace the calls and return their number."""
     dropped = 0
     for node in list(graph.nodes):
         if isinstance(node.target, HigherOrderOperator) and (name := op_name(node.target)) in _WRAPPERS:
@@ -42,7 +41,6 @@ def drop_random_states(graph: fx.Graph) -> int:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Return whether an op draws random numbers."""
     if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
     if node.target in attention_ops:

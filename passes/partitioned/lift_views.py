@@ -24,7 +24,6 @@ from compile_fsdp.passes.analysis.layout import is_free
 
 
 def lift_views(graph: fx.Graph) -> int:
-    """Move the views and return their number."""
     inputs: dict[fx.Node, fx.Node] = {}  # by view, the input under it
     freed: dict[fx.Node, fx.Node] = {}  # by input, the resize(0) that has freed it
     lifted = 0

@@ -183,7 +183,6 @@ def join(pack: Sequence[Part], dim: int = 0, *, like: fx.Node) -> fx.Node:
 
 
 def _uncast(sent: fx.Node, packed: Packed, places: Places) -> fx.Node:
-    """Return the attribute `uncast` of a part."""
     cast = sent.all_input_nodes[0] if sent.target in RESHAPES else sent
     if cast.target is not CAST or places.is_written_between(cast, packed.pack):
         return sent
