@@ -75,7 +75,7 @@ class Timeline:
 
     def leaves_at(self, op: int) -> float:
         """Return the seconds from the beginning of the step to the forward's last use of an op's results."""
-        return self._clock.starts[max(self._values.lifetimes.last[value] for value in self.step.made[op]) + 1]
+        return self._clock.starts[max(self._values.last[value] for value in self.step.made[op]) + 1]
 
 
 class _Body:
