@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -56,16 +56,8 @@ class GraphObserver(Protocol):
         """Called after the last pass."""
 
 
-@dataclass(frozen=True, slots=True)
-class GraphNote:
-    """Data that is stored with a graph: reports of the passes in order, and collectives that the graph issues."""
-
-    reports: tuple[Report, ...]
-    collectives: CollectiveSequence
-
-
-def take_graph_notes() -> list[GraphNote]:
-    """Return the notes of graphs compiled or taken from a cache since the last call, each once.
+def take_graph_notes() -> list[tuple[tuple[Report, ...], CollectiveSequence]]:
+    """Return the reports and collectives of graphs compiled or taken from a cache since the last call, each once.
 
     Inductor stores the counts of a compilation, and counts them again if the graph comes from a cache. So a note is the
     name of a count. (counters["inductor"], CompiledFxGraph.counter_deltas: checked on 2.13.0)
@@ -74,7 +66,7 @@ def take_graph_notes() -> list[GraphNote]:
     for name in [name for name in counts if name.startswith(_NOTE)]:
         del counts[name]
         reports, calls = json.loads(name.removeprefix(_NOTE))
-        notes.append(GraphNote(from_json(reports), CollectiveSequence(tuple((text, group) for text, group in calls))))
+        notes.append((from_json(reports), CollectiveSequence(tuple((text, group) for text, group in calls))))
     return notes
 
 

@@ -37,11 +37,11 @@ class Recorder:
         """
         notes = take_graph_notes()
         if not self.reports:
-            for note in notes:
-                self._record(note.reports, cached=True)
+            for reports, _ in notes:
+                self._record(reports, cached=True)
         if not self.reports:
             self._record((), cached=self._next.inner_backend == "inductor")
-        return notes[0].collectives if notes else None
+        return next((collectives for _, collectives in notes), None)
 
     def _record(self, passes: Sequence[Report], cached: bool) -> None:
         windows = [p for p in passes if isinstance(p, WindowReport)]
