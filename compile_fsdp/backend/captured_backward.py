@@ -8,7 +8,7 @@ import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -58,21 +58,6 @@ def weak_method(method: Callable[..., Any], otherwise: Callable[..., Any] | None
     return call
 
 
-@dataclass(frozen=True, slots=True)
-class _Traceable:
-    """A captured backward after the passes.
-
-    Attributes:
-        function: The function that Dynamo traces.
-        compiled: `function`, compiled on its first call.
-        undefined: Positions in its inputs of the leaves that get no gradient from it.
-    """
-
-    function: FunctionType
-    compiled: Callable[..., Any]
-    undefined: Sequence[int]
-
-
 class CapturedBackward:
     """A captured backward. Its first run compiles it, or every run goes op by op if that fails.
 
@@ -85,27 +70,27 @@ class CapturedBackward:
         self, captured: fx.GraphModule, step: Step, has_gradient: Sequence[bool], sizes: Sequence[int]
     ) -> None:
         self._captured, self._step, self._has_gradient, self._sizes = captured, step, has_gradient, sizes
-        self._traceable: _Traceable | None = None
+        self._rewritten: tuple[FunctionType, Callable[..., Any], Sequence[int]] | None = None  # see `_rewrite`
         self._op_runs: Collection[Callable[..., Any]] = ()
         self._fake_modes: list[Any] = []  # of graphs compiled in the present run
         self._tracing: Phase  # of the present run; ends when Dynamo has traced the backward
 
     def run(self, inputs: list[Any], sizes: Any, scalars: Any, hooks: list[Any], *rest: Any) -> Any:
         """Run the backward with compiled autograd's arguments; takes the tensors out of `inputs`."""
-        facts, is_first = this_run(), self._traceable is None
-        if self._traceable is None:
-            self._traceable = self._rewrite(inputs)
-        traceable = self._traceable
-        expect_no_gradient([inputs[i] for i in traceable.undefined])
+        facts, is_first = this_run(), self._rewritten is None
+        if self._rewritten is None:
+            self._rewritten = self._rewrite(inputs)
+        function, compiled, undefined = self._rewritten
+        expect_no_gradient([inputs[i] for i in undefined])
         if self._step.hooks is not None:
             rest = (*rest, facts.hooks)
         frame = None
         if facts.backward is not None:
             arguments = inputs, sizes, scalars, hooks, *rest
-            frame = facts.backward.begin_frame(traceable.function, arguments, traceable.undefined)
+            frame = facts.backward.begin_frame(function, arguments, undefined)
         with self._around_run(is_first), running(replace(facts, observer=frame)):
             try:
-                return traceable.compiled(inputs, sizes, scalars, hooks, *rest)
+                return compiled(inputs, sizes, scalars, hooks, *rest)
             except (Unsupported, FailOnRecompileLimitHit) as error:
                 if not inputs:
                     raise  # The compiled graph has run and failed, because it has emptied the list.
@@ -113,8 +98,12 @@ class CapturedBackward:
                 unshard_inputs(inputs)
                 return self._captured(inputs, sizes, scalars, hooks, *rest)
 
-    def _rewrite(self, inputs: Sequence[Any]) -> _Traceable:
-        """Rewrite the captured graph with its first inputs for Dynamo."""
+    def _rewrite(self, inputs: Sequence[Any]) -> tuple[FunctionType, Callable[..., Any], Sequence[int]]:
+        """Rewrite the captured graph with its first inputs for Dynamo.
+
+        Returns the function that Dynamo traces, the same compiled on its first call, and the positions in its inputs of
+        the leaves that get no gradient from it.
+        """
         captured, lifted = self._captured, self._step.hooks
         _mark_changing(inputs, self._sizes)
         hooks = None if lifted is None else lifted.names
@@ -133,7 +122,7 @@ class CapturedBackward:
         # Weak, because torch.compile keeps its backends as long as the process lives.
         method, backend = MethodType(function, captured), weak_method(self._compile_traced)
         compiled = compile_for_many(method, backend, None if this_run().backward is None else see_guards)
-        return _Traceable(function, compiled, done[drop_undefined_gradients])
+        return function, compiled, done[drop_undefined_gradients]
 
     @contextmanager
     def _around_run(self, is_first: bool) -> Iterator[None]:
