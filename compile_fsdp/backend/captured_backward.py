@@ -17,7 +17,7 @@ from torch import fx
 
 from compile_fsdp.backend.graph_inputs import GraphInputs
 from compile_fsdp.backend.inner import TracedGraph, compile_traced
-from compile_fsdp.backend.prefill import unshard_inputs
+from compile_fsdp.backend.prefill import unshard
 from compile_fsdp.backend.progress import Phase
 from compile_fsdp.backend.step import Step
 from compile_fsdp.backend.this_run import running, see_guards, this_run
@@ -95,7 +95,8 @@ class CapturedBackward:
                 if not inputs:
                     raise  # The compiled graph has run and failed, because it has emptied the list.
                 _log.warning("%s%s", FALLS_BACK, error)
-                unshard_inputs(inputs)
+                # No pass has moved reads behind the hooks that gather. Hooks, or torch at the end, free each group.
+                unshard(map(owner_of, inputs))
                 return self._captured(inputs, sizes, scalars, hooks, *rest)
 
     def _rewrite(self, inputs: Sequence[Any]) -> tuple[FunctionType, Callable[..., Any], Sequence[int]]:

@@ -23,7 +23,7 @@ def unshard_before_run(run: Callable[..., Any], positions: Sequence[int]) -> Cal
     """
 
     def run_unsharded(*args: Any) -> Any:
-        unsharded = _unshard(owners_of(args, positions))
+        unsharded = unshard(owners_of(args, positions))
         try:
             return run(*args)
         finally:
@@ -41,16 +41,8 @@ def owners_of(args: Sequence[Any], positions: Iterable[int]) -> list[TraceableGr
     return [group for group in owners if group is not None]
 
 
-def unshard_inputs(inputs: Iterable[Any]) -> None:
-    """Gather all parameters that an op-by-op backward may read.
-
-    No pass has moved its reads behind the hooks that gather. The hooks free each group as usual; torch frees groups
-    without hooks at the end of the backward.
-    """
-    _unshard(map(owner_of, inputs))
-
-
-def _unshard(groups: Iterable[TraceableGroup | None]) -> list[TraceableGroup]:
+def unshard(groups: Iterable[TraceableGroup | None]) -> list[TraceableGroup]:
+    """Gather the groups that are not gathered, and return them."""
     unfilled = [group for group in dict.fromkeys(groups) if group is not None and not group.is_unsharded]
     for group in unfilled:
         group.unshard_now()
