@@ -96,9 +96,6 @@ class _Model(nn.Module):
         return x
 
 
-Style = Callable[[Any, Any, Any], list[torch.Tensor]]
-
-
 def _build(fully_shard: Any, compiles: Callable[[Any], None], block: type[nn.Module] = _Block) -> Any:
     torch.manual_seed(0)
     model: Any = _Model(block)
@@ -126,16 +123,8 @@ def _train(model: Any, rank: int, call: Any = None) -> list[torch.Tensor]:
     return _values(model)
 
 
-def _routed(fully_shard: Any, compiles: Any, rank: int) -> list[torch.Tensor]:
-    return _train(_build(fully_shard, compiles, _Experts), rank)
-
-
-def _grouped(fully_shard: Any, compiles: Any, rank: int) -> list[torch.Tensor]:
-    return _train(_build(fully_shard, compiles, _GroupedExperts), rank)
-
-
-def _context_parallel(fully_shard: Any, compiles: Any, rank: int) -> list[torch.Tensor]:
-    return _train(_build(fully_shard, compiles, _SplitAttention), rank)
+def _with_blocks(block: type[nn.Module], fully_shard: Any, compiles: Any, rank: int) -> list[torch.Tensor]:
+    return _train(_build(fully_shard, compiles, block), rank)
 
 
 def _functional(fully_shard: Any, compiles: Any, rank: int) -> list[torch.Tensor]:
@@ -209,8 +198,10 @@ def _adapters(fully_shard: Any, compiles: Any, rank: int) -> list[torch.Tensor]:
 
 
 _STYLES = {
-    each.__name__.strip("_"): each
-    for each in (_routed, _grouped, _context_parallel, _functional, _muon, _averaged, _adapters)
+    "routed": functools.partial(_with_blocks, _Experts),
+    "grouped": functools.partial(_with_blocks, _GroupedExperts),
+    "context_parallel": functools.partial(_with_blocks, _SplitAttention),
+    **{each.__name__.strip("_"): each for each in (_functional, _muon, _averaged, _adapters)},
 }
 
 

@@ -12,11 +12,10 @@ import torch
 from hypothesis import strategies as st
 from torch import fx
 
+from compile_fsdp.passes.analysis.collectives import CAST
 from helpers.graphs.build import GATHER, GraphBuilder, aten, c10d, gather, name_collectives, reduce
 
 RANKS = 2
-
-_CAST = torch.ops.prims.convert_element_type.default
 
 # Kinds of actions, by subject.
 _WITH_PARAMETERS = (
@@ -236,7 +235,7 @@ class RandomStep:
 
     def _cast(self, tensors: list[fx.Node], group: _Group) -> list[fx.Node]:
         dtype = group.plan.dtype
-        return tensors if dtype == torch.float32 else [self._build.call(_CAST, each, dtype) for each in tensors]
+        return tensors if dtype == torch.float32 else [self._build.call(CAST, each, dtype) for each in tensors]
 
     def _reduce(self, group: _Group) -> list[fx.Node]:
         gradients = self._cast(group.gradients, group)
@@ -245,7 +244,7 @@ class RandomStep:
     def _read(self, value: fx.Node) -> None:
         build = self._build
         if build.value(value).dtype != torch.float32:
-            value = build.call(_CAST, value, torch.float32)
+            value = build.call(CAST, value, torch.float32)
         self._results.append(build.call(aten.mm.default, self._x, value))
 
     def _write(self, tensor: fx.Node) -> None:

@@ -13,7 +13,7 @@ from torch import fx
 
 from compile_fsdp import ops
 from compile_fsdp.passes import Costs
-from compile_fsdp.passes.analysis.collectives import is_gather, is_reduction, name_of
+from compile_fsdp.passes.analysis.collectives import CAST, is_gather, is_reduction, name_of
 from compile_fsdp.passes.post_grad.pack_gathers import pack_gathers
 from compile_fsdp.passes.post_grad.pack_reductions import pack_reductions
 from compile_fsdp.passes.post_grad.packing import Merge
@@ -29,9 +29,6 @@ def above(elements: int, pack: float = 1e9) -> Costs:
     """
     latency = 8 * elements
     return Costs(latency, comm_bandwidth=2 * pack / max(latency, 1), memory_bandwidth=1.0, flops=1.0)
-
-
-CAST = torch.ops.prims.convert_element_type.default
 
 
 def gather_graph(
@@ -135,7 +132,7 @@ def test_ops_on_the_pack_are_applied_to_each_gradient() -> None:
     sent = build.call(aten.mul.Tensor, flat, 0.25)
     launched = build.call(REDUCE, sent, "sum", 2, "dp")
     waited = build.call(torch.ops._c10d_functional.wait_tensor.default, launched)
-    cast = build.call(torch.ops.prims.convert_element_type.default, waited, torch.float32)
+    cast = build.call(CAST, waited, torch.float32)
     split = build.call(ops.split_with_sizes_copy, cast, [4, 16], 0)
     graph = build.output(*(build.call(operator.getitem, split, i) for i in range(2)))
     with same_results(graph):
@@ -153,9 +150,6 @@ def test_pack_whose_result_is_read_as_a_whole_stays() -> None:
     assert render(graph) == before
 
 
-_CAST = torch.ops.prims.convert_element_type.default
-
-
 def _kept_layers(free: bool = False, dtype: torch.dtype = torch.float32) -> fx.Graph:
     """Two groups of two parameters each, gathered one after the other and kept, or freed."""
     build = GraphBuilder()
@@ -164,7 +158,7 @@ def _kept_layers(free: bool = False, dtype: torch.dtype = torch.float32) -> fx.G
     weights = [[build.input(f"w{i}{numel}", (2, numel), dtype) for numel in group] for i, group in enumerate(numels)]
     results = []
     for own, targets in zip(shards, weights, strict=True):
-        sent = own if dtype is torch.float32 else [build.call(_CAST, shard, dtype) for shard in own]
+        sent = own if dtype is torch.float32 else [build.call(CAST, shard, dtype) for shard in own]
         for weight, value in zip(targets, gather(build, sent, 2), strict=True):
             build.fill(weight, value)
         results.append(build.call(aten.sum.default, targets[0]))

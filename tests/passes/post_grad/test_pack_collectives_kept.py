@@ -11,6 +11,7 @@ from torch import fx
 
 from compile_fsdp import ops
 from compile_fsdp.passes import Costs
+from compile_fsdp.passes.analysis.collectives import CAST
 from compile_fsdp.passes.post_grad.pack_gathers import pack_gathers
 from compile_fsdp.passes.post_grad.pack_reductions import pack_reductions
 from helpers.graphs.build import GATHER, REDUCE, GraphBuilder, aten, c10d, gather, reduce
@@ -56,7 +57,7 @@ def test_cast_that_has_another_reader_or_comes_before_a_write_stays() -> None:
     for is_written in (False, True):
         build = GraphBuilder()
         shards = [build.input(name, (2,)) for name in ("a", "b")]
-        casts = [build.call(torch.ops.prims.convert_element_type.default, each, torch.bfloat16) for each in shards]
+        casts = [build.call(CAST, each, torch.bfloat16) for each in shards]
         if is_written:
             build.call(aten.add_.Tensor, shards[0], 1)
         graph = build.output(*gather(build, casts, 2), *(casts if not is_written else []))
@@ -68,7 +69,7 @@ def test_cast_that_has_another_reader_or_comes_before_a_write_stays() -> None:
 def test_cast_that_two_packs_share_is_erased_once() -> None:
     build = GraphBuilder()
     shards = [build.input(name, (2,)) for name in ("a", "b", "c")]
-    casts = [build.call(torch.ops.prims.convert_element_type.default, each, torch.bfloat16) for each in shards]
+    casts = [build.call(CAST, each, torch.bfloat16) for each in shards]
     graph = build.output(*gather(build, casts[:2], 2), *gather(build, casts[1:], 2))
     with same_results(graph):
         pack_gathers(graph, costs=TOGETHER)
