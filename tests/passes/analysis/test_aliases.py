@@ -18,8 +18,7 @@ def test_constant_is_no_tensor() -> None:
     assert find_fake_tensor(3) is None
 
 
-def test_view_is_in_the_class_of_its_base() -> None:
-    build = GraphBuilder()
+def test_view_is_in_the_class_of_its_base(build: GraphBuilder) -> None:
     x, y = build.input("x", (4, 4)), build.input("y", (4, 4))
     view, sum_ = build.call(aten.t.default, x), build.call(aten.add.Tensor, x, y)
     aliases = aliases_of(build)
@@ -27,21 +26,18 @@ def test_view_is_in_the_class_of_its_base() -> None:
     assert len({*aliases.classes(x), *aliases.classes(y), *aliases.classes(sum_)}) == 3
 
 
-def test_tensors_without_a_storage_do_not_alias_each_other() -> None:
-    build = GraphBuilder()
+def test_tensors_without_a_storage_do_not_alias_each_other(build: GraphBuilder) -> None:
     inputs = [build.input_like(name, torch.empty(4, 4, layout=torch.sparse_coo)) for name in "ab"]
     aliases = aliases_of(build)
     assert len({key for each in inputs for key in aliases.classes(each)}) == 2
 
 
-def test_empty_list_of_views_has_no_class() -> None:
-    build = GraphBuilder()
+def test_empty_list_of_views_has_no_class(build: GraphBuilder) -> None:
     empty = build.call(aten.unbind.int, build.input("x", (0, 4)))
     assert aliases_of(build).classes(empty) == ()
 
 
-def test_node_without_a_value_joins_the_classes_of_its_inputs() -> None:
-    build = GraphBuilder()
+def test_node_without_a_value_joins_the_classes_of_its_inputs(build: GraphBuilder) -> None:
     x, y, z = (build.input(name, (4, 4)) for name in "xyz")
     chain = [build.call_opaque(aten.view.default, x, [4, 4])]
     for _ in range(3):
@@ -51,8 +47,7 @@ def test_node_without_a_value_joins_the_classes_of_its_inputs() -> None:
     assert aliases.classes(z) != aliases.classes(x)
 
 
-def test_attribute_without_a_value_may_be_anything_but_a_subgraph() -> None:
-    build = GraphBuilder()
+def test_attribute_without_a_value_may_be_anything_but_a_subgraph(build: GraphBuilder) -> None:
     body = GraphBuilder(fake_mode=build.fake_mode)
     region = build.subgraph("region", body.output_module(body.input("x", (4, 4))))
     module = build.output_module()
@@ -64,8 +59,7 @@ def test_attribute_without_a_value_may_be_anything_but_a_subgraph() -> None:
     assert len(aliases.classes(tensor)) == 1
 
 
-def test_called_module_without_a_value_may_return_its_input() -> None:
-    build = GraphBuilder()
+def test_called_module_without_a_value_may_return_its_input(build: GraphBuilder) -> None:
     body = GraphBuilder(fake_mode=build.fake_mode)
     build.subgraph("region", body.output_module(body.input("x", (4, 4))))
     x = build.input("x", (4, 4))
@@ -74,8 +68,7 @@ def test_called_module_without_a_value_may_return_its_input() -> None:
     assert aliases.classes(called) == aliases.classes(x) != ()
 
 
-def test_wrapper_subclass_is_in_the_classes_of_its_inner_tensors() -> None:
-    build = GraphBuilder()
+def test_wrapper_subclass_is_in_the_classes_of_its_inner_tensors(build: GraphBuilder) -> None:
     a, b = torch.empty(4), torch.empty(4)
     inputs = [build.input_like("a", a), build.input_like("b", b), build.input_like("both", TwoTensor(a, b))]
     classes = [aliases_of(build).classes(each) for each in inputs]

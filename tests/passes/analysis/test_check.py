@@ -97,8 +97,7 @@ def test_the_pipeline_checks_its_passes_only_on_request() -> None:
         Pipeline([careless], lambda reports: None, check=True)(window())
 
 
-def test_view_used_in_a_later_window_is_found() -> None:
-    build = GraphBuilder()
+def test_view_used_in_a_later_window_is_found(build: GraphBuilder) -> None:
     weight, value = build.input("weight", (4, 4)), build.input("value", (4, 4))
     build.fill(weight, value)
     view = build.call(aten.t.default, weight)
@@ -110,8 +109,7 @@ def test_view_used_in_a_later_window_is_found() -> None:
         late.args = (view,)
 
 
-def test_windows_and_reads_of_parameters_that_arrive_filled_are_no_faults() -> None:
-    build = GraphBuilder()
+def test_windows_and_reads_of_parameters_that_arrive_filled_are_no_faults(build: GraphBuilder) -> None:
     weight, value = build.input("weight", (4, 4)), build.input("value", (4, 4))
     free = build.free(weight)
     graph = build.output(value)
@@ -132,8 +130,7 @@ def test_read_of_a_freed_parameter_is_reported() -> None:
         find(graph, "output").prepend(relu)
 
 
-def test_ops_that_write_or_have_unknown_sizes_are_not_run_again() -> None:
-    build = GraphBuilder()
+def test_ops_that_write_or_have_unknown_sizes_are_not_run_again(build: GraphBuilder) -> None:
     assert build.fake_mode.shape_env is not None
     symbol = build.fake_mode.shape_env.create_unbacked_symint()
     rows = build.input_like("rows", symbol)

@@ -21,8 +21,7 @@ from helpers.graphs.build import GATHER, REDUCE, GraphBuilder, aten, c10d
 COSTS = Costs(latency=1.0, comm_bandwidth=1.0, memory_bandwidth=1.0, flops=1.0, rows=8)
 
 
-def test_symbolic_sizes_count_as_unknown() -> None:
-    build = GraphBuilder()
+def test_symbolic_sizes_count_as_unknown(build: GraphBuilder) -> None:
     assert build.fake_mode.shape_env is not None
     rows = build.fake_mode.shape_env.create_unbacked_symint()
     x, weight = build.input("x", (rows, 4)), build.input("weight", (4, 4))
@@ -32,14 +31,12 @@ def test_symbolic_sizes_count_as_unknown() -> None:
     assert compute_seconds(product, COSTS) == 0.0
 
 
-def test_node_without_a_value_has_no_size() -> None:
-    build = GraphBuilder()
+def test_node_without_a_value_has_no_size(build: GraphBuilder) -> None:
     unknown = build.call_opaque(math.sin, build.input("x", (4,)))
     assert (size_bytes(unknown), numel(unknown), are_contiguous([unknown])) == (0, -1, False)
 
 
-def test_views_and_unknown_functions_take_no_time_and_products_take_their_flops() -> None:
-    build = GraphBuilder()
+def test_views_and_unknown_functions_take_no_time_and_products_take_their_flops(build: GraphBuilder) -> None:
     x = build.input("x", (4, 4))
     view, stranger = build.call(aten.t.default, x), build.call_opaque(math.sin, x, value=build.value(x))
     assert compute_seconds(view, COSTS) == compute_seconds(stranger, COSTS) == 0.0
@@ -47,17 +44,15 @@ def test_views_and_unknown_functions_take_no_time_and_products_take_their_flops(
     assert compute_seconds(build.call(aten.mm.default, x, x), COSTS) == 2 * 4**3
 
 
-def test_only_products_take_time_with_the_usual_batch() -> None:
-    build = GraphBuilder()
+def test_only_products_take_time_with_the_usual_batch(build: GraphBuilder) -> None:
     x = build.input("x", (4, 4))
     product, sum_ = build.call(aten.mm.default, x, x), build.call(aten.add.Tensor, x, x)
     assert usual_compute_seconds(product, 16, COSTS) == 2 * 8 * 16
     assert usual_compute_seconds(sum_, 16, COSTS) == 0.0
 
 
-def test_collectives_and_copies_to_the_host_take_time_by_their_bytes() -> None:
+def test_collectives_and_copies_to_the_host_take_time_by_their_bytes(build: GraphBuilder) -> None:
     costs = Costs(latency=1.0, comm_bandwidth=2.0, memory_bandwidth=1.0, flops=1.0, offload_bandwidth=4.0)
-    build = GraphBuilder()
     x = build.input("x", (16,))  # 64 bytes
     away = build.call(ops.offload, x, [], True)
     assert communication(build.call(GATHER, x, 4, "dp"), costs) == (256, 1 + 64 * 3 / 2)

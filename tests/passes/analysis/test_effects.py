@@ -158,8 +158,7 @@ def test_output_and_resize_have_no_result() -> None:
 
 
 @pytest.mark.parametrize("reads", [False, True])
-def test_subgraph_reads_storages_if_one_of_its_ops_does(reads: bool) -> None:
-    build = GraphBuilder()
+def test_subgraph_reads_storages_if_one_of_its_ops_does(build: GraphBuilder, reads: bool) -> None:
     body = GraphBuilder(fake_mode=build.fake_mode)
     inner = body.input("x", (4, 4))
     view = body.call(aten.as_strided.default, inner, [2], [1]) if reads else body.call(aten.t.default, inner)

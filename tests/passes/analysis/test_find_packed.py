@@ -71,8 +71,7 @@ def test_graph_that_resembles_a_pack_is_left_alone(change: Callable[[fx.Graph, d
     assert found_after(change) == 0
 
 
-def test_split_of_a_single_gathered_tensor_is_left_alone() -> None:
-    build = GraphBuilder()
+def test_split_of_a_single_gathered_tensor_is_left_alone(build: GraphBuilder) -> None:
     whole = build.call(aten.neg.default, build.input("a", (5,)))
     launched = build.call(c10d.all_gather_into_tensor.default, whole, 2, "dp")
     rows = build.call(aten.reshape.default, build.call(WAIT, launched), [2, 5])
@@ -115,8 +114,7 @@ def test_pack_of_gradients_is_scaled_by_constants_only() -> None:
     assert reduction_after(scale(by_input=True)) == 0
 
 
-def test_cast_is_a_rearrangement_and_a_product_is_none() -> None:
-    build = GraphBuilder()
+def test_cast_is_a_rearrangement_and_a_product_is_none(build: GraphBuilder) -> None:
     x = build.input("x", (2, 2))
     assert is_rearrangement(build.call(aten._to_copy.default, x, dtype=None))
     assert is_rearrangement(build.call(aten.t.default, x))

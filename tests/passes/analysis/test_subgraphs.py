@@ -16,8 +16,7 @@ def call_subgraph(build: GraphBuilder, name: str, module: fx.GraphModule) -> Non
     build.call_opaque(checkpoint, build.subgraph(name, module), *inputs, value=4)
 
 
-def test_inner_subgraphs_come_first_and_subgraphs_without_a_window_are_left_out() -> None:
-    build = GraphBuilder()
+def test_inner_subgraphs_come_first_and_subgraphs_without_a_window_are_left_out(build: GraphBuilder) -> None:
     inner, outer, plain = (GraphBuilder(fake_mode=build.fake_mode) for _ in range(3))
     for body in (inner, outer, plain):
         x, w = body.input("x", (4, 4)), body.input("w", (4, 4))

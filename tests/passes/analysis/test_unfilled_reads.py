@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import fx
 
@@ -15,51 +16,49 @@ def call_aot_bwd_prologue(*saved: torch.Tensor) -> list[torch.Tensor]:
     return list(saved)
 
 
+@pytest.fixture
+def layer() -> Layer:
+    return Layer(meta_key="example_value")
+
+
 def _unfilled(layer: Layer, *results: fx.Node) -> list[fx.Node]:
     return find_unfilled_reads(layer.build.output(*results), [layer.weight])
 
 
-def test_a_read_that_nothing_fills_is_found() -> None:
-    layer = Layer(meta_key="example_value")
+def test_a_read_that_nothing_fills_is_found(layer: Layer) -> None:
     product = layer.read()
     layer.free()
     assert _unfilled(layer, product) == [layer.weight]
 
 
-def test_a_read_of_a_view_is_found() -> None:
-    layer = Layer(meta_key="example_value")
+def test_a_read_of_a_view_is_found(layer: Layer) -> None:
     view = layer.build.call_method("view", layer.weight, 2, 8)
     assert _unfilled(layer, layer.build.call(torch.neg, view)) == [layer.weight]
 
 
-def test_a_read_behind_the_prologue_is_found() -> None:
-    layer = Layer(meta_key="example_value")
+def test_a_read_behind_the_prologue_is_found(layer: Layer) -> None:
     saved = layer.build.call(call_aot_bwd_prologue, layer.weight, layer.x)
     weight = layer.build.call(lambda items: items[0], saved)
     assert _unfilled(layer, layer.build.call(torch.neg, weight)) == [layer.weight]
 
 
-def test_read_inside_a_window_is_not_reported() -> None:
-    layer = Layer(meta_key="example_value")
+def test_read_inside_a_window_is_not_reported(layer: Layer) -> None:
     layer.fill(layer.value)
     result = layer.build.call(torch.matmul, layer.x, layer.weight)
     layer.free()
     assert _unfilled(layer, result) == []
 
 
-def test_accumulating_a_gradient_is_no_read() -> None:
-    layer = Layer(meta_key="example_value")
+def test_accumulating_a_gradient_is_no_read(layer: Layer) -> None:
     layer.build.call_opaque(accumulate_gradient, [layer.value], layer.weight, None, False)
     assert _unfilled(layer, layer.build.call(torch.neg, layer.x)) == []
 
 
-def test_freeing_and_passing_through_the_prologue_are_no_reads() -> None:
-    layer = Layer(meta_key="example_value")
+def test_freeing_and_passing_through_the_prologue_are_no_reads(layer: Layer) -> None:
     layer.build.call(call_aot_bwd_prologue, layer.weight, layer.x)
     layer.free()
     assert _unfilled(layer, layer.build.call(torch.neg, layer.x)) == []
 
 
-def test_returning_a_parameter_is_no_read() -> None:
-    layer = Layer(meta_key="example_value")
+def test_returning_a_parameter_is_no_read(layer: Layer) -> None:
     assert _unfilled(layer, layer.weight) == []

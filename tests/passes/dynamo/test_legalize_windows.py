@@ -19,10 +19,6 @@ from helpers.graphs.fuzzing import MANY, fuzz
 from helpers.graphs.render import render, render_calls
 
 
-def dynamo_layer() -> Layer:
-    return Layer(meta_key="example_value")
-
-
 def matmul(layer: Layer) -> fx.Node:
     return layer.build.call(torch.matmul, layer.x, layer.weight)
 
@@ -44,8 +40,7 @@ def calls(graph: fx.Graph) -> str:
     return " ".join(line.split(" = ")[-1].partition("(")[0] for line in lines)
 
 
-def test_recomputed_reads_sink_behind_the_fill() -> None:
-    layer = dynamo_layer()
+def test_recomputed_reads_sink_behind_the_fill(layer: Layer) -> None:
     build = layer.build
     transposed = build.call_method("t", layer.weight)
     hidden = build.call(torch.matmul, layer.x, transposed)
@@ -59,8 +54,7 @@ def test_recomputed_reads_sink_behind_the_fill() -> None:
     assert calls(graph) == "neg resize copy_ .t matmul relu matmul add resize"
 
 
-def test_free_is_delayed_behind_the_last_read() -> None:
-    layer = dynamo_layer()
+def test_free_is_delayed_behind_the_last_read(layer: Layer) -> None:
     build = layer.build
     layer.fill()
     transposed = build.call_method("t", layer.weight)
@@ -71,8 +65,7 @@ def test_free_is_delayed_behind_the_last_read() -> None:
     assert calls(graph) == "resize copy_ .t matmul resize relu"
 
 
-def test_read_of_two_parameters_keeps_both_filled() -> None:
-    layer = dynamo_layer()
+def test_read_of_two_parameters_keeps_both_filled(layer: Layer) -> None:
     build = layer.build
     late = build.input("late", (4, 4))
     layer.fill()
@@ -85,8 +78,7 @@ def test_read_of_two_parameters_keeps_both_filled() -> None:
     assert calls(graph) == "resize copy_ resize copy_ matmul resize resize"
 
 
-def test_read_takes_along_the_copy_into_another_tensor_that_it_reads() -> None:
-    layer = dynamo_layer()
+def test_read_takes_along_the_copy_into_another_tensor_that_it_reads(layer: Layer) -> None:
     other = layer.build.input("other", (4, 4))
     product = layer.build.call(torch.matmul, layer.weight, other)
     layer.build.copy(other, layer.value)
@@ -96,8 +88,7 @@ def test_read_takes_along_the_copy_into_another_tensor_that_it_reads() -> None:
     assert calls(graph) == "resize copy_ matmul copy_"
 
 
-def test_reads_sink_behind_the_copies_and_version_counters_of_several_fills() -> None:
-    layer = dynamo_layer()
+def test_reads_sink_behind_the_copies_and_version_counters_of_several_fills(layer: Layer) -> None:
     build = layer.build
     late = build.input("late", (4, 4))
     early = matmul(layer)
@@ -112,8 +103,7 @@ def test_reads_sink_behind_the_copies_and_version_counters_of_several_fills() ->
     assert calls(graph) == "resize resize _tensor_version copy_ copy_ _unsafe_set_version_counter matmul"
 
 
-def test_writes_keep_their_order_with_reads_that_sink() -> None:
-    layer = dynamo_layer()
+def test_writes_keep_their_order_with_reads_that_sink(layer: Layer) -> None:
     build = layer.build
     early = matmul(layer)
     doubled = build.call_method("mul_", layer.x, 2)
@@ -123,8 +113,7 @@ def test_writes_keep_their_order_with_reads_that_sink() -> None:
     assert calls(graph) == "resize copy_ matmul .mul_ neg"
 
 
-def test_reads_keep_their_order_with_writes_that_sink() -> None:
-    layer = dynamo_layer()
+def test_reads_keep_their_order_with_writes_that_sink(layer: Layer) -> None:
     build = layer.build
     build.call_method("mul_", layer.x, matmul(layer))
     late = build.call(torch.neg, layer.x)
@@ -134,8 +123,7 @@ def test_reads_keep_their_order_with_writes_that_sink() -> None:
     assert calls(graph) == "resize copy_ matmul .mul_ neg"
 
 
-def test_write_of_a_parameter_that_arrives_filled_keeps_its_order_with_reads_that_sink() -> None:
-    layer = dynamo_layer()
+def test_write_of_a_parameter_that_arrives_filled_keeps_its_order_with_reads_that_sink(layer: Layer) -> None:
     build = layer.build
     other = build.input("other", (4, 4))
     early = build.call(torch.matmul, layer.weight, other)
@@ -147,8 +135,7 @@ def test_write_of_a_parameter_that_arrives_filled_keeps_its_order_with_reads_tha
     assert calls(graph) == "resize copy_ matmul .add_ resize"
 
 
-def test_copy_into_another_tensor_sinks_like_any_write() -> None:
-    layer = dynamo_layer()
+def test_copy_into_another_tensor_sinks_like_any_write(layer: Layer) -> None:
     build = layer.build
     buffer = build.call(torch.neg, layer.value)
     build.copy(buffer, matmul(layer))
@@ -157,16 +144,14 @@ def test_copy_into_another_tensor_sinks_like_any_write() -> None:
     assert legalized(build.output(late)) == LegalizeReport(nodes_sunk=3, frees_delayed=0, unmoved=())
 
 
-def test_random_op_stays_where_only_other_ops_sink() -> None:
-    layer = dynamo_layer()
+def test_random_op_stays_where_only_other_ops_sink(layer: Layer) -> None:
     early = matmul(layer)
     noise = layer.build.call(torch.rand_like, layer.x)
     layer.fill()
     assert legalized(layer.build.output(early, noise)).nodes_sunk == 1
 
 
-def test_random_ops_keep_their_order() -> None:
-    layer = dynamo_layer()
+def test_random_ops_keep_their_order(layer: Layer) -> None:
     build = layer.build
     early = build.call(torch.dropout, matmul(layer), 0.5, True)
     other = build.call(torch.rand_like, layer.x)
@@ -176,8 +161,7 @@ def test_random_ops_keep_their_order() -> None:
     assert calls(graph) == "resize copy_ matmul dropout rand_like"
 
 
-def test_read_of_a_parameter_that_arrives_filled_stays() -> None:
-    layer = dynamo_layer()
+def test_read_of_a_parameter_that_arrives_filled_stays(layer: Layer) -> None:
     result = matmul(layer)
     layer.free()
     layer.fill()
@@ -185,8 +169,7 @@ def test_read_of_a_parameter_that_arrives_filled_stays() -> None:
     assert legalized(graph) == LegalizeReport(nodes_sunk=0, frees_delayed=0, unmoved=())
 
 
-def test_fills_with_keyword_arguments_are_found() -> None:
-    layer = dynamo_layer()
+def test_fills_with_keyword_arguments_are_found(layer: Layer) -> None:
     early = matmul(layer)
     graph = layer.build.graph
     graph.call_function(resize_storage_bytes_, (), {"variable": layer.weight, "new_size": 64})
@@ -194,8 +177,7 @@ def test_fills_with_keyword_arguments_are_found() -> None:
     assert legalized(layer.build.output(early)).nodes_sunk == 1
 
 
-def test_attribute_named_autocast_is_no_switch() -> None:
-    layer = dynamo_layer()
+def test_attribute_named_autocast_is_no_switch(layer: Layer) -> None:
     early = matmul(layer)
     layer.build.subgraph("autocast_region", GraphBuilder().output_module())
     layer.fill()
@@ -210,8 +192,7 @@ def refused(layer: Layer, *results: fx.Node) -> tuple[tuple[str, Unmoved], ...]:
     return report.unmoved
 
 
-def test_read_is_not_moved_over_an_autocast_switch() -> None:
-    layer = dynamo_layer()
+def test_read_is_not_moved_over_an_autocast_switch(layer: Layer) -> None:
     build = layer.build
     autocast = torch.amp.autocast_mode
     entered = build.call_opaque(autocast._enter_autocast, "cpu", torch.bfloat16, True, None)
@@ -221,22 +202,19 @@ def test_read_is_not_moved_over_an_autocast_switch() -> None:
     assert refused(layer, early) == (("weight", Unmoved.AUTOCAST),)
 
 
-def test_read_that_feeds_the_fill_is_not_moved() -> None:
-    layer = dynamo_layer()
+def test_read_that_feeds_the_fill_is_not_moved(layer: Layer) -> None:
     early = matmul(layer)
     layer.fill(layer.build.call(torch.neg, early))
     assert refused(layer, early) == (("weight", Unmoved.FILL_DEPENDS_ON_READ),)
 
 
-def test_read_of_a_parameter_that_is_never_filled_is_not_moved() -> None:
-    layer = dynamo_layer()
+def test_read_of_a_parameter_that_is_never_filled_is_not_moved(layer: Layer) -> None:
     early = matmul(layer)
     layer.build.full(layer.weight)
     assert refused(layer, early) == (("weight", Unmoved.NO_COPY),)
 
 
-def test_read_of_a_parameter_that_is_freed_before_it_is_filled_is_not_moved() -> None:
-    layer = dynamo_layer()
+def test_read_of_a_parameter_that_is_freed_before_it_is_filled_is_not_moved(layer: Layer) -> None:
     early = matmul(layer)
     layer.build.full(layer.weight)
     layer.free()
@@ -244,32 +222,28 @@ def test_read_of_a_parameter_that_is_freed_before_it_is_filled_is_not_moved() ->
     assert refused(layer, early) == (("weight", Unmoved.NO_COPY),)
 
 
-def test_copy_into_a_parameter_that_arrives_filled_is_no_first_fill() -> None:
-    layer = dynamo_layer()
+def test_copy_into_a_parameter_that_arrives_filled_is_no_first_fill(layer: Layer) -> None:
     early = matmul(layer)
     layer.build.copy(layer.weight, layer.value)
     layer.free()
     assert refused(layer, early) == ()
 
 
-def test_mutated_parameter_is_left_alone() -> None:
-    layer = dynamo_layer()
+def test_mutated_parameter_is_left_alone(layer: Layer) -> None:
     early = matmul(layer)
     layer.fill()
     layer.build.call_method("add_", layer.weight, 1)
     assert refused(layer, early) == (("weight", Unmoved.MUTATED),)
 
 
-def test_free_of_a_mutated_parameter_is_left_alone() -> None:
-    layer = dynamo_layer()
+def test_free_of_a_mutated_parameter_is_left_alone(layer: Layer) -> None:
     layer.fill()
     layer.build.call_method("add_", layer.weight, 1)
     layer.free()
     assert refused(layer, matmul(layer)) == (("weight", Unmoved.MUTATED),)
 
 
-def test_mutated_parameter_with_legal_reads_is_no_fault() -> None:
-    layer = dynamo_layer()
+def test_mutated_parameter_with_legal_reads_is_no_fault(layer: Layer) -> None:
     layer.fill()
     layer.build.call_method("add_", layer.weight, 1)
     result = matmul(layer)
@@ -277,8 +251,7 @@ def test_mutated_parameter_with_legal_reads_is_no_fault() -> None:
     assert refused(layer, result) == ()
 
 
-def test_second_resize_to_full_is_no_free() -> None:
-    layer = dynamo_layer()
+def test_second_resize_to_full_is_no_free(layer: Layer) -> None:
     layer.fill()
     layer.build.full(layer.weight)
     result = matmul(layer)
@@ -286,8 +259,7 @@ def test_second_resize_to_full_is_no_free() -> None:
     assert refused(layer, result) == ()
 
 
-def test_version_counters_are_no_reads() -> None:
-    layer = dynamo_layer()
+def test_version_counters_are_no_reads(layer: Layer) -> None:
     build = layer.build
     layer.fill()
     result = matmul(layer)
@@ -372,8 +344,7 @@ def test_legalized_graph_computes_reference_results(examples: int) -> None:
     fuzz(check_order, examples, backward_orders())
 
 
-def test_only_inputs_are_parameters() -> None:
-    layer = dynamo_layer()
+def test_only_inputs_are_parameters(layer: Layer) -> None:
     build = layer.build
     buffer = build.call(torch.neg, layer.value)
     item = build.call(operator.getitem, build.call(torch.split, layer.value, 2), 0)
@@ -400,8 +371,7 @@ def test_item_of_an_input_is_a_parameter(is_early: bool) -> None:
     assert legalized(graph) == LegalizeReport(nodes_sunk=int(is_early), frees_delayed=0, unmoved=())
 
 
-def test_copy_into_an_intermediate_is_no_fill() -> None:
-    layer = dynamo_layer()
+def test_copy_into_an_intermediate_is_no_fill(layer: Layer) -> None:
     build = layer.build
     other = build.call(torch.neg, layer.value)
     build.copy(other, layer.value)

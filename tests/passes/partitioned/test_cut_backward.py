@@ -67,8 +67,7 @@ def test_parts_compute_the_results_of_the_whole(
         assert first >= 3 * second
 
 
-def test_second_part_takes_what_it_reads_and_repeats_views() -> None:
-    build = GraphBuilder()
+def test_second_part_takes_what_it_reads_and_repeats_views(build: GraphBuilder) -> None:
     size = build.input_like("size", build.fake_mode.shape_env.create_unbacked_symint())
     names = ("grad_y", "x", "h", "w", "unread")
     grad_y, x, h, w, unread = (build.input(name, (4, 4)) for name in names)
@@ -105,8 +104,7 @@ return (%3, %2)
 """)
 
 
-def test_backward_without_a_gradient_for_the_second_part_stays_whole() -> None:
-    build = GraphBuilder()
+def test_backward_without_a_gradient_for_the_second_part_stays_whole(build: GraphBuilder) -> None:
     x, w = build.input("x", (4, 4)), build.input("w", (4, 4))
     gradient = build.call(aten.mm.default, x, w)
     results = [build.call(aten.relu.default, gradient), gradient]
@@ -116,8 +114,7 @@ def test_backward_without_a_gradient_for_the_second_part_stays_whole() -> None:
         assert render(part.graph) == render(graph)
 
 
-def test_items_of_a_tuple_stay_with_their_op() -> None:
-    build = GraphBuilder()
+def test_items_of_a_tuple_stay_with_their_op(build: GraphBuilder) -> None:
     x = build.input("x", (4, 16))
     pair = build.call(aten.split.Tensor, x, 4, 1)
     gradient = build.call(aten.relu.default, x)

@@ -87,8 +87,7 @@ def test_random_op_keeps_its_state() -> None:
         graph.lint()
 
 
-def test_other_ops_that_run_a_graph_stay() -> None:
-    build = GraphBuilder()
+def test_other_ops_that_run_a_graph_stay(build: GraphBuilder) -> None:
     x, weight = build.input("x", (4, 4)), build.input("weight", (4, 4))
     run = checkpoint_node(build, x, weight, lambda body, *inputs: body.call(aten.mm.default, *inputs))
     graph = build.output(run)

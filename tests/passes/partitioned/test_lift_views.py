@@ -40,16 +40,14 @@ return (%0, %2, %3)
     assert lift_views(graph) == 0
 
 
-def test_a_view_that_the_forward_reads_stays() -> None:
-    build = GraphBuilder()
+def test_a_view_that_the_forward_reads_stays(build: GraphBuilder) -> None:
     x, weight = build.input("x", (4, 4)), build.input("weight", (4, 4))
     build.call(resize_storage_bytes_, weight, 0)
     graph = build.output(build.call(aten.mm.default, x, build.call(aten.t.default, weight)))
     assert lift_views(graph) == 0
 
 
-def test_a_view_of_a_refilled_parameter_stays() -> None:
-    build = GraphBuilder()
+def test_a_view_of_a_refilled_parameter_stays(build: GraphBuilder) -> None:
     weight = build.input("weight", (4, 4))
     build.call(resize_storage_bytes_, weight, 0)
     build.call(resize_storage_bytes_, weight, 64)

@@ -9,8 +9,7 @@ from helpers.graphs.build import GraphBuilder, aten, c10d
 from helpers.graphs.render import render
 
 
-def test_resizes_go_and_fills_stay() -> None:
-    build = GraphBuilder()
+def test_resizes_go_and_fills_stay(build: GraphBuilder) -> None:
     build.input_like("rows", 3)
     x, value = build.input("x", (3, 3)), build.input("value", (3, 3))
     weight, earlier = build.input("weight", (3, 3)), build.input("earlier", (3, 3))
@@ -35,8 +34,7 @@ return (%1,)
     assert dict(make_replayable(graph).counts) == {"resizes_erased": 0, "waits_added": 0}
 
 
-def test_collective_in_flight_is_awaited() -> None:
-    build = GraphBuilder()
+def test_collective_in_flight_is_awaited(build: GraphBuilder) -> None:
     shard = build.input("shard", (4,))
     first, second = (build.call(c10d.all_gather_into_tensor.default, shard, 2, "0") for _ in range(2))
     awaited = build.call(c10d.wait_tensor.default, first)

@@ -124,8 +124,7 @@ return (%11, %15, %12)
     assert dict(report.counts) == expected
 
 
-def test_ops_on_the_pack_are_applied_to_each_gradient() -> None:
-    build = GraphBuilder()
+def test_ops_on_the_pack_are_applied_to_each_gradient(build: GraphBuilder) -> None:
     inputs = [build.input(f"g{i}", (2, numel), torch.bfloat16) for i, numel in enumerate((4, 16))]
     rows = [build.call(aten.reshape.default, each, [2, -1]) for each in inputs]
     flat = build.call(aten.reshape.default, build.call(aten.cat.default, rows, 1), [-1])
@@ -139,8 +138,7 @@ def test_ops_on_the_pack_are_applied_to_each_gradient() -> None:
         assert dict(pack_reductions(graph, costs=above(8)).counts)["reduced_alone"] == 2
 
 
-def test_pack_whose_result_is_read_as_a_whole_stays() -> None:
-    build = GraphBuilder()
+def test_pack_whose_result_is_read_as_a_whole_stays(build: GraphBuilder) -> None:
     inputs = [build.input(f"g{i}", (2, 16)) for i in range(2)]
     items = reduce(build, inputs, 2)
     whole = items[0].args[0].args[0]  # type: ignore[union-attr]
@@ -223,8 +221,7 @@ def test_small_groups_share_a_pack_by_the_built_in_costs() -> None:
     assert dict(pack_gathers(graph, merge=Merge.SMALL).counts)["now"] == 1
 
 
-def test_small_groups_that_are_gathered_from_activations_stay_apart() -> None:
-    build = GraphBuilder()
+def test_small_groups_that_are_gathered_from_activations_stay_apart(build: GraphBuilder) -> None:
     sent = [build.call(aten.neg.default, build.call(aten.neg.default, build.input(f"x{i}", (3,)))) for i in range(4)]
     graph = build.output(*gather(build, sent[:2], 2), *gather(build, sent[2:], 2))
     pack_gathers(graph, merge=Merge.SMALL, costs=above(1000))

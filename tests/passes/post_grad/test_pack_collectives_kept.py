@@ -32,8 +32,7 @@ def strided_input(build: GraphBuilder, name: str, shape: tuple[int, ...]) -> fx.
         return build.input_like(name, torch.empty(*shape, 2)[..., 0])
 
 
-def test_shards_with_gaps_stay_packed() -> None:
-    build = GraphBuilder()
+def test_shards_with_gaps_stay_packed(build: GraphBuilder) -> None:
     shards = [strided_input(build, "a", (2,)), build.input("b", (3,))]
     graph = build.output(*gather(build, shards, 2))
     with same_results(graph):
@@ -41,8 +40,7 @@ def test_shards_with_gaps_stay_packed() -> None:
     assert launched(graph, GATHER) == 1
 
 
-def test_gradients_with_gaps_stay_packed() -> None:
-    build = GraphBuilder()
+def test_gradients_with_gaps_stay_packed(build: GraphBuilder) -> None:
     gradients = [strided_input(build, "a", (2, 2)), build.input("b", (2, 3))]
     packed = build.call(aten.reshape.default, build.call(aten.cat.default, gradients, 1), [-1])
     waited = build.call(c10d.wait_tensor.default, build.call(REDUCE, packed, "avg", 2, "dp"))
@@ -66,8 +64,7 @@ def test_cast_that_has_another_reader_or_comes_before_a_write_stays() -> None:
         assert set(casts) <= set(graph.nodes)
 
 
-def test_cast_that_two_packs_share_is_erased_once() -> None:
-    build = GraphBuilder()
+def test_cast_that_two_packs_share_is_erased_once(build: GraphBuilder) -> None:
     shards = [build.input(name, (2,)) for name in ("a", "b", "c")]
     casts = [build.call(CAST, each, torch.bfloat16) for each in shards]
     graph = build.output(*gather(build, casts[:2], 2), *gather(build, casts[1:], 2))
@@ -87,8 +84,7 @@ def test_costs_of_the_device_are_used_unless_given() -> None:
     assert launched(graph, GATHER) == 1
 
 
-def test_unread_gradient_is_packed() -> None:
-    build = GraphBuilder()
+def test_unread_gradient_is_packed(build: GraphBuilder) -> None:
     pairs = [[build.input(f"g{i}{j}", (2, 2)) for j in range(2)] for i in range(2)]
     first, second = (reduce(build, pair, 2) for pair in pairs)
     build.graph.erase_node(first[0])
@@ -98,8 +94,7 @@ def test_unread_gradient_is_packed() -> None:
     assert launched(graph, REDUCE) == 1
 
 
-def test_items_are_written_independently() -> None:
-    build = GraphBuilder()
+def test_items_are_written_independently(build: GraphBuilder) -> None:
     read, written = gather(build, [build.input(name, (2,)) for name in ("a", "b")], 2)
     build.call(aten.add_.Tensor, written, 1)
     graph = build.output(build.call(aten.neg.default, read), written)

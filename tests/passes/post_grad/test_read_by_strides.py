@@ -9,8 +9,7 @@ from helpers.graphs.build import GraphBuilder, aten
 from helpers.graphs.render import render
 
 
-def test_weight_that_the_graph_fills_is_read_by_its_strides() -> None:
-    build = GraphBuilder()
+def test_weight_that_the_graph_fills_is_read_by_its_strides(build: GraphBuilder) -> None:
     build.input_like("rows", 3)
     x, value = build.input("x", (1, 1, 8, 8)), build.input("value", (1, 1, 3, 3))
     weight = build.input("weight", (1, 1, 3, 3))
@@ -33,8 +32,7 @@ return (%1, weight)
     assert dict(read_by_strides(graph).counts) == {"reads_rewritten": 0}
 
 
-def test_matrices_and_unresized_inputs_are_read_directly() -> None:
-    build = GraphBuilder()
+def test_matrices_and_unresized_inputs_are_read_directly(build: GraphBuilder) -> None:
     matrix, image = build.input("matrix", (3, 3)), build.input("image", (1, 1, 3, 3))
     build.full(matrix)
     graph = build.output(build.call(aten.relu.default, matrix), build.call(aten.relu.default, image))

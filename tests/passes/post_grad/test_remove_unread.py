@@ -28,8 +28,7 @@ def reading_twice(still_alive: bool, write: bool = False) -> fx.Graph:
     return build.output(*results, build.call(aten.exp.default, first[1] if still_alive else second[1]))
 
 
-def test_unread_gather_is_removed_with_the_ops_on_its_value() -> None:
-    build = GraphBuilder()
+def test_unread_gather_is_removed_with_the_ops_on_its_value(build: GraphBuilder) -> None:
     shards = [build.input(name, (numel,)) for name, numel in (("a", 2), ("b", 3))]
     gather(build, shards, 2)
     (rows,) = gather(build, shards[1:], 2)
@@ -48,8 +47,7 @@ return (%3,)
 """)
 
 
-def test_unread_parameter_of_a_pack_is_still_gathered() -> None:
-    build = GraphBuilder()
+def test_unread_parameter_of_a_pack_is_still_gathered(build: GraphBuilder) -> None:
     items = gather(build, [build.input("a", (2,)), build.input("b", (3,))], 2)
     graph = build.output(build.call(aten.neg.default, items[1]))
     remove_unread(graph)
@@ -72,8 +70,7 @@ def test_value_that_is_dead_or_out_of_date_is_gathered_again(still_alive: bool, 
     assert render(graph).count("all_gather") == before.count("all_gather")
 
 
-def test_unread_collective_of_the_user_stays() -> None:
-    build = GraphBuilder()
+def test_unread_collective_of_the_user_stays(build: GraphBuilder) -> None:
     launched = build.call(c10d.all_reduce.default, build.input("x", (2,)), "sum", "dp")
     build.call(c10d.wait_tensor.default, launched)
     graph = build.output()
@@ -88,21 +85,18 @@ def two_gathers(build: GraphBuilder, first: fx.Node, second: fx.Node) -> fx.Grap
     return build.output(build.call(aten.sin.default, new), build.call(aten.cos.default, old))
 
 
-def test_gathers_of_computed_values_are_not_joined() -> None:
-    build = GraphBuilder()
+def test_gathers_of_computed_values_are_not_joined(build: GraphBuilder) -> None:
     computed = build.call(aten.neg.default, build.input("a", (2,)))
     graph = two_gathers(build, computed, computed)
     assert dict(remove_unread(graph).counts)["gathers_repeated"] == 0
 
 
-def test_gathers_of_different_shards_are_not_joined() -> None:
-    build = GraphBuilder()
+def test_gathers_of_different_shards_are_not_joined(build: GraphBuilder) -> None:
     graph = two_gathers(build, build.input("a", (2,)), build.input("b", (2,)))
     assert dict(remove_unread(graph).counts)["gathers_repeated"] == 0
 
 
-def test_gathers_with_two_waits_are_not_joined() -> None:
-    build = GraphBuilder()
+def test_gathers_with_two_waits_are_not_joined(build: GraphBuilder) -> None:
     shard = build.input("a", (2,))
     results = []
     for _ in range(2):
@@ -112,8 +106,7 @@ def test_gathers_with_two_waits_are_not_joined() -> None:
     assert dict(remove_unread(graph).counts)["gathers_repeated"] == 0
 
 
-def test_gather_with_a_second_unread_wait_stays() -> None:
-    build = GraphBuilder()
+def test_gather_with_a_second_unread_wait_stays(build: GraphBuilder) -> None:
     launched = build.call(GATHER, build.input("a", (2,)), 2, "dp")
     read = build.call(c10d.wait_tensor.default, launched)
     build.call(c10d.wait_tensor.default, launched)

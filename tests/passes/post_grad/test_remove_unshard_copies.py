@@ -51,8 +51,7 @@ return (%2,)
 """)
 
 
-def test_lone_free_at_the_start_stays() -> None:
-    layer = Layer()
+def test_lone_free_at_the_start_stays(layer: Layer) -> None:
     build = layer.build
     kept_from_forward = layer.read()
     layer.free()
@@ -70,8 +69,7 @@ return (%0, %1)
 """)
 
 
-def test_lone_fill_at_the_return_stays() -> None:
-    layer = Layer()
+def test_lone_fill_at_the_return_stays(layer: Layer) -> None:
     layer.fill()
     first = layer.read()
     layer.free()
@@ -89,8 +87,7 @@ return (%0, %1, weight)
 """)
 
 
-def test_every_kind_of_argument_is_replaced() -> None:
-    layer = Layer()
+def test_every_kind_of_argument_is_replaced(layer: Layer) -> None:
     build = layer.build
     layer.fill()
     stacked = build.call(aten.cat.default, [layer.weight, layer.x, layer.weight])
@@ -105,8 +102,7 @@ return (%0, %1)
 """)
 
 
-def test_views_become_views_of_the_value() -> None:
-    layer = Layer()
+def test_views_become_views_of_the_value(layer: Layer) -> None:
     build = layer.build
     layer.fill()
     halves = build.call(aten.split.Tensor, build.call(aten.t.default, layer.weight), 2, 1)
@@ -123,8 +119,7 @@ return (%3,)
 """)
 
 
-def test_padded_storage_is_full() -> None:
-    build = GraphBuilder()
+def test_padded_storage_is_full(build: GraphBuilder) -> None:
     with build.fake_mode:
         padded = torch.empty(16).as_strided((3, 4), (4, 1))  # dim 0 in two chunks of two rows
     weight = build.input_like("weight", padded)
@@ -140,8 +135,7 @@ return (%0,)
 """)
 
 
-def test_symbolic_full_size_needs_no_guard() -> None:
-    build = GraphBuilder()
+def test_symbolic_full_size_needs_no_guard(build: GraphBuilder) -> None:
     shape_env = build.fake_mode.shape_env
     assert shape_env is not None
     rows = shape_env.create_unbacked_symint()
@@ -174,8 +168,7 @@ def checkpointed(region: fx.Node, layer: Layer) -> fx.Node:
     return build.call(operator.getitem, call, 0)
 
 
-def test_operand_of_a_checkpoint_is_replaced() -> None:
-    layer = Layer()
+def test_operand_of_a_checkpoint_is_replaced(layer: Layer) -> None:
     body = GraphBuilder(fake_mode=layer.build.fake_mode)
     x, w = body.input("x", (4, 4)), body.input("w", (4, 4))
     layer.fill()
@@ -199,8 +192,7 @@ region:
 """)
 
 
-def test_window_inside_a_subgraph_is_removed() -> None:
-    layer = Layer()
+def test_window_inside_a_subgraph_is_removed(layer: Layer) -> None:
     graph = layer.build.output(checkpointed(subgraph_with_window(layer.build), layer))
     report = removed(graph)
     assert (report.windows_removed, report.kept) == (1, ())
@@ -226,8 +218,7 @@ region:
     assert size_bytes == 64
 
 
-def test_view_that_takes_a_second_parameter_aliases_only_the_first() -> None:
-    layer = Layer()
+def test_view_that_takes_a_second_parameter_aliases_only_the_first(layer: Layer) -> None:
     other = layer.build.input("other", (4, 4))
     layer.fill()
     layer.build.fill(other, layer.x)
@@ -238,8 +229,7 @@ def test_view_that_takes_a_second_parameter_aliases_only_the_first() -> None:
     assert removed(layer.build.output(result)).windows_removed == 2
 
 
-def test_metadata_and_stack_traces_stay() -> None:
-    layer = Layer()
+def test_metadata_and_stack_traces_stay(layer: Layer) -> None:
     layer.fill()
     result = layer.read()
     layer.free()
@@ -261,8 +251,7 @@ def test_stale_mutation_regions_are_erased() -> None:
     assert not any(MUTATION_REGION_KEY in node.meta for node in graph.nodes)
 
 
-def test_graph_without_windows_comes_back_untouched() -> None:
-    build = GraphBuilder()
+def test_graph_without_windows_comes_back_untouched(build: GraphBuilder) -> None:
     x = build.input("x", (4, 4))
     unused = build.call(aten.neg.default, x)
     graph = build.output(build.call(aten.relu.default, x))

@@ -205,9 +205,8 @@ def result_of_the_resize_used(build: GraphBuilder, layer: Layer) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_window_is_kept(name: str) -> None:
+def test_window_is_kept(layer: Layer, name: str) -> None:
     reason, build_case = CASES[name]
-    layer = Layer()
     results = build_case(layer.build, layer)
     if not isinstance(results, list):
         results = [layer.read()]
@@ -225,8 +224,7 @@ def test_every_reason_has_a_case() -> None:
     assert {reason for reason, _ in CASES.values()} == set(Kept) - elsewhere
 
 
-def test_only_the_faulty_window_is_kept() -> None:
-    layer = Layer()
+def test_only_the_faulty_window_is_kept(layer: Layer) -> None:
     layer.fill()
     first = layer.read()
     layer.free()
@@ -238,8 +236,7 @@ def test_only_the_faulty_window_is_kept() -> None:
     assert (report.windows_removed, report.kept) == (1, (("weight", Kept.MUTATED),))
 
 
-def test_second_free_stays_and_the_window_is_removed() -> None:
-    layer = Layer()
+def test_second_free_stays_and_the_window_is_removed(layer: Layer) -> None:
     layer.fill()
     result = layer.read()
     layer.free()
@@ -248,8 +245,7 @@ def test_second_free_stays_and_the_window_is_removed() -> None:
     assert (report.windows_removed, report.kept) == (1, (("weight", Kept.DOUBLE_FREE),))
 
 
-def test_value_written_before_its_copy_may_be_read() -> None:
-    layer = Layer()
+def test_value_written_before_its_copy_may_be_read(layer: Layer) -> None:
     layer.build.full(layer.weight)
     layer.build.call(aten.add_.Tensor, layer.value, 1)
     layer.build.copy(layer.weight, layer.value)
@@ -258,16 +254,14 @@ def test_value_written_before_its_copy_may_be_read() -> None:
     assert remove_unshard_copies(layer.build.output(result)).windows_removed == 1
 
 
-def test_window_in_a_subgraph_that_gets_a_storage_twice_is_kept() -> None:
-    layer = Layer()
+def test_window_in_a_subgraph_that_gets_a_storage_twice_is_kept(layer: Layer) -> None:
     view = layer.build.call(aten.t.default, layer.weight)
     region = subgraph_with_window(layer.build)
     layer.build.call_opaque(higher_order.wrap_activation_checkpoint, region, view, layer.weight)
     assert remove_unshard_copies(layer.build.output(layer.x)).windows_removed == 0
 
 
-def test_report_names_parameters() -> None:
-    layer = Layer()
+def test_report_names_parameters(layer: Layer) -> None:
     layer.fill()
     graph = layer.build.output(layer.read())
     report = remove_unshard_copies(graph, lambda node: f"layers.3.{node.name}")
@@ -276,8 +270,7 @@ def test_report_names_parameters() -> None:
     )
 
 
-def test_resize_of_an_intermediate_opens_no_window() -> None:
-    layer = Layer()
+def test_resize_of_an_intermediate_opens_no_window(layer: Layer) -> None:
     build = layer.build
     buffer = build.call(aten.neg.default, layer.value)
     build.fill(buffer, layer.value)
@@ -289,8 +282,7 @@ def test_resize_of_an_intermediate_opens_no_window() -> None:
     assert (report.windows_removed, report.kept, render(graph)) == (0, (), before)
 
 
-def test_resize_of_an_attribute_opens_no_window() -> None:
-    layer = Layer()
+def test_resize_of_an_attribute_opens_no_window(layer: Layer) -> None:
     buffer = layer.build.attribute("buffer", (4, 4))
     layer.build.fill(buffer, layer.value)
     result = layer.build.call(aten.neg.default, buffer)
@@ -299,14 +291,12 @@ def test_resize_of_an_attribute_opens_no_window() -> None:
     assert (report.windows_removed, report.kept) == (0, ())
 
 
-def test_window_in_a_subgraph_of_an_unknown_call_is_kept() -> None:
-    layer = Layer()
+def test_window_in_a_subgraph_of_an_unknown_call_is_kept(layer: Layer) -> None:
     layer.build.call_opaque(print, subgraph_with_window(layer.build), layer.x, layer.weight, value=4)
     assert remove_unshard_copies(layer.build.output(layer.x)).windows_removed == 0
 
 
-def test_value_written_after_its_window_may_be_read_in_it() -> None:
-    layer = Layer()
+def test_value_written_after_its_window_may_be_read_in_it(layer: Layer) -> None:
     layer.fill()
     result = layer.read()
     layer.free()
@@ -314,8 +304,7 @@ def test_value_written_after_its_window_may_be_read_in_it() -> None:
     assert remove_unshard_copies(layer.build.output(result)).windows_removed == 1
 
 
-def test_window_beside_a_constant_is_removed() -> None:
-    layer = Layer()
+def test_window_beside_a_constant_is_removed(layer: Layer) -> None:
     layer.fill()
     result = layer.read()
     layer.free()

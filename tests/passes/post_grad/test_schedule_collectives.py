@@ -186,8 +186,7 @@ def test_gather_of_an_input_that_the_graph_writes_is_left_alone(op: torch._ops.O
     assert events(graph) == "g0 u0 mm g1 u1 mm"
 
 
-def test_gather_of_activations_is_left_alone() -> None:
-    build = GraphBuilder()
+def test_gather_of_activations_is_left_alone(build: GraphBuilder) -> None:
     x = build.input("x", (64,))
     y = build.call(aten.relu.default, x)
     launched = build.call(c10d.all_gather_into_tensor.default, y, 2, "tp")

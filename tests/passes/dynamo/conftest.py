@@ -1,0 +1,12 @@
+"""A graph under construction, with the fake values of Dynamo."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers.graphs.build import Layer
+
+
+@pytest.fixture
+def layer() -> Layer:
+    return Layer(meta_key="example_value")
