@@ -64,6 +64,12 @@ class GraphBuilder:
             node.meta[self._meta_key] = value
         return node
 
+    def chain(self, x: fx.Node, *targets: Callable[..., Any]) -> fx.Node:
+        """Call each target on the result of the one before it."""
+        for target in targets:
+            x = self.call(target, x)
+        return x
+
     def call_opaque(self, target: Callable[..., Any], *args: Any, value: object = None, **kwargs: Any) -> fx.Node:
         """Add a call with a given value, without running it; None: unknown."""
         node = self.graph.call_function(target, args, kwargs)

@@ -19,6 +19,7 @@ from compile_fsdp.torch_compat.dynamo import request_recomputation
 from helpers.graphs.build import GraphBuilder
 
 Block = Callable[[Tensor, Tensor], Any]
+OPS = (torch.sin, torch.cos, torch.tanh, torch.sigmoid, torch.exp)
 
 
 def find(first: Block, second: Block, x: Tensor | None = None, weight: Tensor | None = None) -> list[list[BlockCall]]:
@@ -76,9 +77,7 @@ def test_input_within_a_block_does_not_end_it() -> None:
     build, outputs = GraphBuilder(meta_key="example_value"), []
     weight = build.input("weight", (4, 4))
     for i in range(2):
-        node = build.input(f"x{i}", (4, 4))
-        for op in (torch.sin, torch.cos, torch.tanh):
-            node = build.call(op, node)
+        node = build.chain(build.input(f"x{i}", (4, 4)), torch.sin, torch.cos, torch.tanh)
         node = build.call(torch.add, node, build.input(f"y{i}", (4, 4)))
         outputs.append(build.call(torch.sigmoid, node))
         build.free(weight)
@@ -89,13 +88,11 @@ def test_input_within_a_block_does_not_end_it() -> None:
 def test_blocks_that_a_budget_marks_differently_are_variants() -> None:
     build, outputs = GraphBuilder(meta_key="example_value"), []
     for i in range(3):
-        node = build.input(f"x{i}", (4, 4))
-        for op in (torch.sin, torch.cos, torch.tanh, torch.sin, torch.cos):
-            node = build.call(op, node)
-            if i == 1 and op is torch.tanh:
-                request_recomputation(node)
-        outputs.append(node)
-        build.free(node)
+        node = build.chain(build.input(f"x{i}", (4, 4)), torch.sin, torch.cos, torch.tanh)
+        if i == 1:
+            request_recomputation(node)
+        outputs.append(build.chain(node, torch.sin, torch.cos))
+        build.free(outputs[-1])
     found = find_equal_blocks(build.output(*outputs))
     assert [[call.outputs for call in equals] for equals in found] == [[outputs[:1], outputs[2:]], [outputs[1:2]]]
     (first, _), (variant,) = found
@@ -128,10 +125,9 @@ def test_fills_frees_and_hook_points_do_not_read_a_weight(reads: bool) -> None:
         build.fill(weight, value)
         build.call_opaque(watch, weight, 0)
         node = build.call(torch.add, build.call(torch.rms_norm, weight, [4]), x)
-        for op in (torch.sin, torch.cos, torch.tanh):
-            node = build.call(op, node)
+        outputs.append(build.chain(node, torch.sin, torch.cos, torch.tanh))
         build.free(weight)
-        outputs += [node, *([build.call(torch.exp, weight)] if reads else [])]
+        outputs += [build.call(torch.exp, weight)] if reads else []
     assert len(find_equal_blocks(build.output(*outputs))) == (not reads)
 
 
@@ -157,10 +153,7 @@ def test_function_without_a_name_ends_a_block() -> None:
     build, outputs, unnamed = GraphBuilder(meta_key="example_value"), [], Function()
     x = build.input("x", (4, 4))
     for _ in range(2):
-        node = x
-        for op in (torch.sin, torch.cos, torch.tanh, torch.sigmoid, torch.exp, unnamed):
-            node = build.call(op, node)
-        outputs.append(node)
+        outputs.append(build.chain(x, *OPS, unnamed))
         build.free(x)
     found = find_equal_blocks(build.output(*outputs))
     assert [len(call.ops) for equals in found for call in equals] == [5, 5]
@@ -278,10 +271,7 @@ def test_tuple_whose_items_are_read_behind_the_block_is_no_call() -> None:
     build = GraphBuilder(meta_key="example_value")
     x, outputs = build.input("x", (4, 4)), []
     for _ in range(2):
-        node = x
-        for _ in range(8):
-            node = build.call(torch.sin, node)
-        both = build.call(torch.max, node, 0)
+        both = build.call(torch.max, build.chain(x, *OPS), 0)
         build.free(x)
         outputs.append(build.call(operator.getitem, both, 0))
     assert find_equal_blocks(build.output(*outputs)) == []
@@ -298,11 +288,8 @@ def test_block_that_reads_an_item_of_a_tuple_is_no_call() -> None:
     for _ in range(2):
         both = build.call(torch.max, x, 0)
         build.free(x)
-        node = build.call(operator.getitem, both, 0)
-        for op in (torch.sin, torch.cos, torch.tanh, torch.sigmoid, torch.exp):
-            node = build.call(op, node)
+        outputs.append(build.chain(build.call(operator.getitem, both, 0), *OPS))
         build.free(x)
-        outputs.append(node)
     assert find_equal_blocks(build.output(*outputs)) == []
 
 
@@ -313,9 +300,7 @@ def test_size_of_a_result_ends_a_block() -> None:
     rows = shape_env.create_symintnode(shape_env.create_symbol(6, source), hint=6, source=source)
     x = build.input("x", (rows, 4))
     for _ in range(2):
-        node = x
-        for op in (torch.sin, torch.cos, torch.tanh, torch.sigmoid, torch.exp):
-            node = build.call(op, node)
+        node = build.chain(x, *OPS)
         outputs.append(build.call(operator.mul, build.call(torch.relu, node), build.call_method("size", node, 0)))
         build.free(x)
     found = find_equal_blocks(build.output(*outputs))

@@ -41,6 +41,11 @@ class _Forward:
         return read_step(self.build.output(*outputs), {self.weight: sharding}, fuses=fuses)
 
 
+@pytest.fixture
+def forward() -> _Forward:
+    return _Forward()
+
+
 def _value(step: Step, node: fx.Node) -> Value:
     (value,) = step.made[step.ops.index(node)]
     return value
@@ -53,8 +58,7 @@ def _saved(step: Step) -> set[Any]:
 # Ops and their allocations.
 
 
-def test_views_allocate_nothing_and_their_readers_use_the_base() -> None:
-    forward = _Forward()
+def test_views_allocate_nothing_and_their_readers_use_the_base(forward: _Forward) -> None:
     first = forward.call(torch.sin, forward.x)
     view = forward.build.call_method("view", first, -1)
     last = forward.call(torch.cos, view)
@@ -64,8 +68,7 @@ def test_views_allocate_nothing_and_their_readers_use_the_base() -> None:
     assert step.made[2][0].sources == [_value(step, first)]
 
 
-def test_views_of_inputs_and_of_parameters_allocate_nothing() -> None:
-    forward = _Forward()
+def test_views_of_inputs_and_of_parameters_allocate_nothing(forward: _Forward) -> None:
     forward.build.fill(forward.weight, forward.gathered)
     flat = forward.build.call_method("view", forward.x, DIM, ROWS)
     transposed = forward.build.call_method("t", forward.weight)
@@ -75,22 +78,19 @@ def test_views_of_inputs_and_of_parameters_allocate_nothing() -> None:
     assert [len(read) for read in step.read] == [0, 1, 1]
 
 
-def test_only_allocated_values_that_the_graph_returns_are_results() -> None:
-    forward = _Forward()
+def test_only_allocated_values_that_the_graph_returns_are_results(forward: _Forward) -> None:
     inner = forward.call(torch.sin, forward.x)
     outer = forward.call(torch.cos, inner)
     step = forward.step(forward.x, outer)
     assert [value.is_result for value in step.values] == [False, True]
 
 
-def test_op_that_takes_a_list_allocates_its_result() -> None:
-    forward = _Forward()
+def test_op_that_takes_a_list_allocates_its_result(forward: _Forward) -> None:
     both = forward.call(torch.cat, [forward.x, forward.x])
     assert _value(forward.step(both), both).size == 2 * SIZE
 
 
-def test_op_that_returns_a_number_does_not_count() -> None:
-    forward = _Forward()
+def test_op_that_returns_a_number_does_not_count(forward: _Forward) -> None:
     forward.call(torch.ops.aten.sym_size.int, forward.x, 0)
     last = forward.call(torch.cos, forward.x)
     assert forward.step(last).ops == [last]
@@ -104,8 +104,7 @@ def _group(step: Step) -> Group:
     return group
 
 
-def test_a_parameter_is_filled_and_freed_around_its_uses() -> None:
-    forward = _Forward()
+def test_a_parameter_is_filled_and_freed_around_its_uses(forward: _Forward) -> None:
     before = forward.call(torch.sin, forward.x)
     prepared = forward.call(torch.neg, forward.gathered)  # only the fill of the parameter reads it
     forward.build.fill(forward.weight, prepared)
@@ -120,22 +119,19 @@ def test_a_parameter_is_filled_and_freed_around_its_uses() -> None:
     assert step.windows == [None, group, None]
 
 
-def test_source_of_a_fill_counts_as_an_op_if_another_op_reads_it() -> None:
-    forward = _Forward()
+def test_source_of_a_fill_counts_as_an_op_if_another_op_reads_it(forward: _Forward) -> None:
     prepared = forward.call(torch.neg, forward.gathered)
     forward.build.fill(forward.weight, prepared)
     other = forward.call(torch.add, prepared, forward.call(F.linear, forward.gathered, forward.weight))
     assert forward.step(other).ops[0] is prepared
 
 
-def test_op_without_readers_counts() -> None:
-    forward = _Forward()
+def test_op_without_readers_counts(forward: _Forward) -> None:
     unread = forward.call(torch.neg, forward.x)
     assert forward.step(forward.call(torch.cos, forward.x)).ops[0] is unread
 
 
-def test_fills_and_frees_of_other_tensors_do_not_count() -> None:
-    forward = _Forward()
+def test_fills_and_frees_of_other_tensors_do_not_count(forward: _Forward) -> None:
     own = forward.build.input("own", (DIM, DIM))
     forward.build.fill(own, forward.gathered)
     forward.build.free(own)
@@ -146,8 +142,7 @@ def test_fills_and_frees_of_other_tensors_do_not_count() -> None:
     assert (group.parameters[0].fills, group.frees, group.size) == (1, [], WEIGHT_BYTES)
 
 
-def test_fills_and_frees_with_keyword_arguments_count() -> None:
-    forward = _Forward()
+def test_fills_and_frees_with_keyword_arguments_count(forward: _Forward) -> None:
     resize, copy = torch.ops.inductor.resize_storage_bytes_.default, torch.ops.fsdp.copy_.default
     forward.build.call(resize, variable=forward.weight, new_size=WEIGHT_BYTES)
     forward.build.call(copy, tensor=forward.weight, data=forward.gathered)
@@ -157,8 +152,7 @@ def test_fills_and_frees_with_keyword_arguments_count() -> None:
     assert (group.parameters[0].fills, group.frees, group.size) == (1, [free], WEIGHT_BYTES)
 
 
-def test_version_counter_calls_are_no_fills_and_no_frees() -> None:
-    forward = _Forward()
+def test_version_counter_calls_are_no_fills_and_no_frees(forward: _Forward) -> None:
     forward.build.fill(forward.weight, forward.gathered)
     version = forward.build.call_opaque(tensor_version, forward.weight)
     forward.build.call_opaque(set_version_counter, (forward.weight,), (version,))
@@ -169,8 +163,7 @@ def test_version_counter_calls_are_no_fills_and_no_frees() -> None:
 # Saved values.
 
 
-def test_cheap_results_are_recomputed_from_a_saved_source() -> None:
-    forward = _Forward()
+def test_cheap_results_are_recomputed_from_a_saved_source(forward: _Forward) -> None:
     product = forward.product()
     step = forward.step(forward.call(torch.cos, forward.call(torch.exp, forward.call(torch.sin, product))))
     # sin's backward needs the product. exp's and cos's need exp's result, which is computed from the product.
@@ -199,15 +192,13 @@ def _random_product(forward: _Forward) -> fx.Node:
     ],
 )
 def test_value_that_cannot_be_recomputed_cheaply_is_saved(
-    read_by_cos: Callable[[_Forward], fx.Node], saved: Callable[..., torch.Tensor] | None
+    forward: _Forward, read_by_cos: Callable[[_Forward], fx.Node], saved: Callable[..., torch.Tensor] | None
 ) -> None:
-    forward = _Forward()
     step = forward.step(forward.call(torch.cos, read_by_cos(forward)))
     assert _saved(step) == {saved} - {None}
 
 
-def test_cheap_result_is_saved_if_a_separate_kernel_reads_it_in_the_backward() -> None:
-    forward = _Forward()
+def test_cheap_result_is_saved_if_a_separate_kernel_reads_it_in_the_backward(forward: _Forward) -> None:
     hidden = forward.call(torch.sin, forward.x)
     assert _saved(forward.step(forward.call(F.linear, hidden, forward.weight))) == {torch.sin}
 
@@ -224,8 +215,7 @@ def test_statistics_of_a_norm_are_recomputed_if_the_norm_is_fused() -> None:
         assert _saved(step) == {F.linear}
 
 
-def test_the_mask_of_a_random_op_is_saved() -> None:
-    forward = _Forward()
+def test_the_mask_of_a_random_op_is_saved(forward: _Forward) -> None:
     assert forward.step(forward.call(F.dropout, forward.x, 0.5)).internal == [SIZE]
 
 

@@ -24,9 +24,7 @@ def _graph(first_scale: float = 1.0) -> fx.Graph:
     for i, scale in enumerate((first_scale, 1.0)):
         weight, value = build.input(f"weight_{i}", (4, 4)), build.input(f"value_{i}", (4, 4))
         build.fill(weight, value)
-        hidden = build.call(torch.mul, build.call(torch.matmul, hidden, weight), scale)
-        for op in _CHAIN:
-            hidden = build.call(op, hidden)
+        hidden = build.chain(build.call(torch.mul, build.call(torch.matmul, hidden, weight), scale), *_CHAIN)
         build.free(weight)
     return build.output(build.call(torch.add, hidden, x))
 
@@ -78,10 +76,7 @@ def test_second_call_on_the_same_inputs_stays() -> None:
     build, outputs = GraphBuilder(meta_key="example_value"), []
     x, weight = build.input("x", (4, 4)), build.input("weight", (4, 4))
     for _ in range(2):
-        hidden = x
-        for op in _CHAIN:
-            hidden = build.call(op, hidden)
-        outputs.append(hidden)
+        outputs.append(build.chain(x, *_CHAIN))
         build.free(weight)
     graph = build.output(*outputs)
     assert outline_blocks(graph, _name([])) == 1
