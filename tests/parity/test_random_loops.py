@@ -169,8 +169,19 @@ def _check_many(count: int, inner_backend: str) -> None:
 
 
 FORWARD, BACKWARD, STEP = Action("forward"), Action("backward"), Action("step")
+EVALUATION, ZERO, FREEZE_END = Action("no_grad"), Action("zero_grad", value=True), Action("requires_grad", "end", False)
 # Shrunk from loops that once failed.
 KEPT = {
+    # Eager FSDP2 trains with the last layer of the evaluation, which leaves the root unsharded.
+    "a step between an evaluation and a forward": Loop(
+        "mlp", ((FORWARD, BACKWARD, EVALUATION, STEP, ZERO), (FORWARD, BACKWARD, STEP))
+    ),
+    "a step without gradients behind evaluations": Loop(
+        "mlp", ((FORWARD, BACKWARD, STEP, ZERO, EVALUATION, EVALUATION, STEP, ZERO), (FORWARD, BACKWARD, STEP))
+    ),
+    "the last layer is frozen behind an evaluation": Loop(
+        "mlp", ((FORWARD, BACKWARD, STEP, ZERO, EVALUATION, FREEZE_END), *((FORWARD, BACKWARD, STEP, ZERO),) * 2)
+    ),
     # On the emulated device, the compiled backward has to wait for the eager backward's reduction.
     "eager code reduces before a compiled backward adds": Loop(
         "mlp", ((FORWARD, BACKWARD), (FORWARD, Action("stance", value="force_eager"), FORWARD, BACKWARD))
