@@ -18,22 +18,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from compile_fsdp.errors import CheckpointError, StateMismatchError
 from compile_fsdp.state import async_save, checkpoint, find_latest, folder, load, optim_state_dict, save
-from helpers.models.optimizers import OPTIMIZERS, assert_same, everything, groups_of, train, whole
+from helpers.models.optimizers import assert_same, train, trained, whole
 from helpers.ranks.pools import run_ranks
-
-Run = tuple[Any, torch.optim.Optimizer]
-
-
-def _run(steps: int = 0, mesh: Any = None, name: str = "adamw_foreach") -> Run:
-    model = everything(mesh)
-    optim = OPTIMIZERS[name](groups_of(model))
-    train(model, optim, range(steps))
-    return model, optim
 
 
 def _assert_at(path: Path, step: int) -> None:
     """Check that the newest checkpoint has the state of `step`."""
-    loaded, expected = _run(), _run(step)
+    loaded, expected = trained(), trained(step)
     assert load(*loaded, path) == step
     assert_same(optim_state_dict(*loaded), optim_state_dict(*expected))
     for name, value in expected[0].state_dict().items():
@@ -49,11 +40,11 @@ def test_save_and_load_without_a_process_group(tmp_path: Path) -> None:
     assert find_latest(path) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        target = save(*_run(2), path, 2, files={"notes.txt": "of step 2"})
+        target = save(*trained(2), path, 2, files={"notes.txt": "of step 2"})
         _assert_at(path, 2)
     assert target == find_latest(path) == path / "step-00000002"
     assert (target / "notes.txt").read_text() == "of step 2"
-    save(*_run(3), path, 3)
+    save(*trained(3), path, 3)
     _assert_at(path, 3)
     _assert_at(target, 2)  # a given checkpoint
 
@@ -67,7 +58,7 @@ class Interrupted(Exception):
 def test_interrupted_save_keeps_the_previous_checkpoint(
     stage: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(*_run(2), tmp_path, 2)
+    save(*trained(2), tmp_path, 2)
 
     def interrupt(*args: Any) -> None:
         raise Interrupted
@@ -75,24 +66,24 @@ def test_interrupted_save_keeps_the_previous_checkpoint(
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint if stage == "write_tensors" else folder.os, stage, interrupt)
         with pytest.raises((Interrupted, CheckpointError)):
-            save(*_run(3), tmp_path, step)
+            save(*trained(3), tmp_path, step)
     _assert_at(tmp_path, 2)
-    save(*_run(4), tmp_path, 4)
+    save(*trained(4), tmp_path, 4)
     _assert_at(tmp_path, 4)
     assert not any(name.endswith(".part") for name in _names(tmp_path))
 
 
 def test_repeated_save_of_a_step_replaces_its_checkpoint(tmp_path: Path) -> None:
     for steps in (2, 3, 4):
-        save(*_run(steps), tmp_path, 7)
-        loaded = _run()
+        save(*trained(steps), tmp_path, 7)
+        loaded = trained()
         assert load(*loaded, tmp_path) == 7
-        assert_same(optim_state_dict(*loaded), optim_state_dict(*_run(steps)))
+        assert_same(optim_state_dict(*loaded), optim_state_dict(*trained(steps)))
         assert len(_names(tmp_path)) == 2
 
 
 def test_path_without_a_complete_checkpoint_is_refused(tmp_path: Path) -> None:
-    run = _run()
+    run = trained()
     with pytest.raises(CheckpointError, match="found none"):
         load(*run, tmp_path)
     file = tmp_path / "file"
@@ -111,7 +102,7 @@ def test_path_without_a_complete_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 def test_full_disk_is_reported_and_keeps_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(*_run(2), tmp_path, 2)
+    save(*trained(2), tmp_path, 2)
 
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -119,8 +110,8 @@ def test_full_disk_is_reported_and_keeps_last_checkpoint(tmp_path: Path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", full)
         with pytest.raises(CheckpointError, match=r"cannot write .*step-00000003.part: rank 0: OSError: .*No space"):
-            save(*_run(3), tmp_path, 3)
-        pending = async_save(*_run(3), tmp_path, 3)
+            save(*trained(3), tmp_path, 3)
+        pending = async_save(*trained(3), tmp_path, 3)
         with pytest.raises(CheckpointError, match="No space"):
             pending.wait()
     _assert_at(tmp_path, 2)
@@ -154,14 +145,14 @@ def test_buffers_and_extra_state_are_saved_and_loaded(tmp_path: Path) -> None:
 def _torch_reads_ours_and_we_read_torchs(rank: int, path: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
     # All parameters get gradients, because torch needs state for each trainable parameter.
-    model, optim = _run(2, mesh)
+    model, optim = trained(2, mesh)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optim.step()
     expected = optim_state_dict(model, optim)
     target = save(model, optim, path, 3)
 
-    other, other_optim = _run(0, mesh)
+    other, other_optim = trained(0, mesh)
     weights, state = get_state_dict(other, other_optim)
     torch_load({"model": weights, "optimizer": state}, checkpoint_id=target)
     set_state_dict(other, other_optim, model_state_dict=weights, optim_state_dict=state)
@@ -173,7 +164,7 @@ def _torch_reads_ours_and_we_read_torchs(rank: int, path: str) -> None:
 
     weights, state = get_state_dict(model, optim)
     torch_save({"model": weights, "optimizer": state}, checkpoint_id=f"{path}/torch")
-    other, other_optim = _run(0, mesh)
+    other, other_optim = trained(0, mesh)
     with pytest.raises(StateMismatchError, match="missing: step"):
         load(other, other_optim, f"{path}/torch")
     assert load(other, other_optim, f"{path}/torch", strict=False) == 0
@@ -186,14 +177,14 @@ def test_checkpoints_are_interchangeable_with_torch(tmp_path: Path) -> None:
 
 def _training_goes_on_during_a_save(rank: int, path: str, name: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
-    model, optim = _run(2, mesh, name)
+    model, optim = trained(2, mesh, name)
     expected = optim_state_dict(model, optim, full=True)
     weights = {key: whole(value).clone() for key, value in model.state_dict().items()}
     pending = async_save(model, optim, path, 2, files={"notes.txt": "background"})
     train(model, optim, range(2, 12))  # training and save run collectives concurrently
     target = pending.wait()
     assert pending.done() and pending.wait() == target
-    loaded, loaded_optim = _run(0, mesh, name)
+    loaded, loaded_optim = trained(0, mesh, name)
     assert load(loaded, loaded_optim, path) == 2
     assert_same(optim_state_dict(loaded, loaded_optim), expected)
     assert all(torch.equal(whole(value), weights[key]) for key, value in loaded.state_dict().items())
@@ -209,13 +200,13 @@ def test_training_goes_on_during_a_save(name: str, tmp_path: Path) -> None:
 
 def _saves_and_loads_wait_for_a_running_save(rank: int, path: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
-    model, optim = _run(1, mesh)
+    model, optim = trained(1, mesh)
     for step in range(1, 4):
         async_save(model, optim, path, step)
         train(model, optim, [step])
-    assert load(*_run(0, mesh), path) == 3
+    assert load(*trained(0, mesh), path) == 3
     save(model, optim, path, 4)
-    assert load(*_run(0, mesh), path) == 4
+    assert load(*trained(0, mesh), path) == 4
     dist.barrier()
     assert _names(Path(path)) == {"latest", *(f"step-0000000{step}" for step in range(1, 5))}
 
@@ -225,18 +216,18 @@ def test_saves_and_loads_wait_for_a_running_save(tmp_path: Path) -> None:
 
 
 def test_next_save_raises_error_of_failed_background_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(*_run(2), tmp_path, 2)
+    save(*trained(2), tmp_path, 2)
 
     def refuse(*args: Any) -> None:
         raise OSError("read-only file system")
 
     with monkeypatch.context() as patch:
         patch.setattr(folder.os, "rename", refuse)
-        pending = async_save(*_run(3), tmp_path, 3)
+        pending = async_save(*trained(3), tmp_path, 3)
         while not pending.done():
             pass
         with pytest.raises(CheckpointError, match="read-only file system"):
-            save(*_run(4), tmp_path, 4)
+            save(*trained(4), tmp_path, 4)
     _assert_at(tmp_path, 2)
-    save(*_run(4), tmp_path, 4)
+    save(*trained(4), tmp_path, 4)
     _assert_at(tmp_path, 4)

@@ -25,9 +25,8 @@ def _losses(rank: int, size: int, compiled: bool, path: str | None, steps: Itera
     torch.manual_seed(0)
     model = Stack()
     mesh = init_device_mesh("cpu", (size,))
-    for block in model.layers:
-        compile_fsdp.fully_shard(block, mesh=mesh)
-    compile_fsdp.fully_shard(model, mesh=mesh)
+    for module in (*model.layers, model):
+        compile_fsdp.fully_shard(module, mesh=mesh)
     if compiled:
         model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
     optim = torch.optim.AdamW(model.parameters(), lr=0.01)

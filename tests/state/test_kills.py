@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from compile_fsdp.state import load, optim_state_dict
-from helpers.faults.killed_saves import STAGES, make_run, train_one_step_and_save
-from helpers.models.optimizers import assert_same, train
+from helpers.faults.killed_saves import STAGES, train_one_step_and_save
+from helpers.models.optimizers import assert_same, train, trained
 
 
 @pytest.mark.timeout(900)  # a kill takes one to ten seconds on a busy machine
@@ -19,7 +19,7 @@ from helpers.models.optimizers import assert_same, train
 def test_ten_kills_during_saves_lose_no_checkpoint(in_background: bool, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert train_one_step_and_save(folder, None, 0, in_background) == [0, 0]
-    reference, reference_optim = make_run(sharded=False)
+    reference, reference_optim = trained()
     train(reference, reference_optim, [0])
     step = 1
     for stage in STAGES:
@@ -30,7 +30,7 @@ def test_ten_kills_during_saves_lose_no_checkpoint(in_background: bool, tmp_path
             if stage == "after the marker" or (victim == 1 and stage in ("before the rename", "before the marker")):
                 train(reference, reference_optim, [step])
                 step += 1
-            loaded, loaded_optim = make_run(sharded=False)
+            loaded, loaded_optim = trained()
             assert load(loaded, loaded_optim, folder) == step, (stage, victim)
             expected = optim_state_dict(reference, reference_optim)
             assert_same(optim_state_dict(loaded, loaded_optim), expected, exact=False)

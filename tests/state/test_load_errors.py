@@ -14,17 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from compile_fsdp.errors import CheckpointError, StateError, StateMismatchError
 from compile_fsdp.state import load, load_optim_state_dict, optim_state_dict, save
-from helpers.models.optimizers import OPTIMIZERS, assert_same, everything, groups_of, train, whole
+from helpers.models.optimizers import assert_same, everything, groups_of, train, trained, whole
 from helpers.ranks.pools import run_ranks
 
 State = dict[str, Any]
-
-
-def _trained(mesh: Any = None, steps: int = 2, name: str = "adamw_foreach") -> tuple[Any, torch.optim.Optimizer]:
-    model = everything(mesh)
-    optim = OPTIMIZERS[name](groups_of(model))
-    train(model, optim, range(steps))
-    return model, optim
 
 
 def _damage(state: State) -> None:
@@ -61,11 +54,11 @@ def _unchanged(model: Any, optim: torch.optim.Optimizer, before: tuple[State, di
 
 def _refused(rank: int, kind: str, with_state: bool) -> str:
     mesh = init_device_mesh("cpu", (2,))
-    model, optim = _trained(mesh)
+    model, optim = trained(2, mesh)
     state = optim_state_dict(model, optim, full=True, rank0_only=kind == "on rank 0")
     if state and (kind != "on rank 1 alone" or rank == 1):
         _damage(state)
-    other, other_optim = _trained(mesh, steps=1 if with_state else 0)
+    other, other_optim = trained(1 if with_state else 0, mesh)
     before = _snapshot(other, other_optim)
     with pytest.raises(StateMismatchError) as error:
         load_optim_state_dict(other, other_optim, state)
@@ -94,7 +87,7 @@ def _raised(error: type[Exception], call: Callable[[], object]) -> str:
 
 
 def _some_ranks_have_a_state(rank: int) -> list[str]:
-    model, optim = _trained(init_device_mesh("cpu", (2,)))
+    model, optim = trained(2, init_device_mesh("cpu", (2,)))
     sharded, full = optim_state_dict(model, optim), optim_state_dict(model, optim, full=True)
     messages = [
         _raised(StateError, lambda: load_optim_state_dict(model, optim, sharded if rank == 0 else {})),
@@ -120,7 +113,7 @@ def test_state_on_only_some_ranks_is_refused() -> None:
 
 def _a_checkpoint_that_does_not_fit(rank: int, folder: str) -> str:
     mesh = init_device_mesh("cpu", (2,))
-    model, optim = _trained(mesh)
+    model, optim = trained(2, mesh)
     save(model, optim, folder, 2)
     other = everything()
     other.layers[1] = nn.Linear(6, 6, bias=False)
@@ -154,7 +147,7 @@ def test_mismatched_checkpoint_is_refused(tmp_path: Path) -> None:
 
 def _a_damaged_file(rank: int, folder: str) -> str:
     mesh = init_device_mesh("cpu", (2,))
-    model, optim = _trained(mesh)
+    model, optim = trained(2, mesh)
     target = save(model, optim, folder, 2)
     if rank == 0:
         file = target / "__1_0.distcp"
@@ -174,8 +167,8 @@ def test_damaged_checkpoint_file_is_refused_and_changes_nothing(tmp_path: Path) 
 
 
 def test_non_strict_load_ignores_missing_and_unknown_parameters() -> None:
-    model, optim = _trained()
-    other, other_optim = _trained(steps=1)
+    model, optim = trained(2)
+    other, other_optim = trained(1)
     kept = other_optim.state[other.layers[1].bias]["exp_avg"].clone()
     state = optim_state_dict(model, optim)
     state["state"]["stranger"] = {"step": torch.tensor(1.0)}
@@ -195,7 +188,7 @@ def test_non_strict_load_ignores_missing_and_unknown_parameters() -> None:
 
 
 def test_failed_optimizer_load_restores_the_previous_state() -> None:
-    model, optim = _trained()
+    model, optim = trained(2)
     state = optim_state_dict(model, optim, full=True)
     train(model, optim, range(2, 4))
     before = _snapshot(model, optim)
@@ -211,7 +204,7 @@ def test_failed_optimizer_load_restores_the_previous_state() -> None:
 
 
 def test_state_keyed_by_ids_is_refused_with_the_remedy() -> None:
-    model, optim = _trained()
+    model, optim = trained(2)
     with pytest.raises(StateError, match="rekey_optim_state"):
         load_optim_state_dict(model, optim, optim.state_dict())
     with pytest.raises(StateError, match=r'"state" and "param_groups", got \[\'params\'\]'):
@@ -219,7 +212,7 @@ def test_state_keyed_by_ids_is_refused_with_the_remedy() -> None:
 
 
 def test_loaded_state_is_a_copy() -> None:
-    model, optim = _trained()
+    model, optim = trained(2)
     state = optim_state_dict(model, optim, full=True)
     kept = {fqn: entries["exp_avg"].clone() for fqn, entries in state["state"].items()}
     load_optim_state_dict(model, optim, state)
@@ -228,7 +221,7 @@ def test_loaded_state_is_a_copy() -> None:
 
 
 def test_groups_can_be_split_and_merged_if_options_agree() -> None:
-    model, optim = _trained()
+    model, optim = trained(2)
     state = optim_state_dict(model, optim)
     one_by_one = [{"params": [parameter]} for parameter in model.parameters()]
     split = torch.optim.AdamW(one_by_one, lr=1.0)

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import compile_fsdp
 from compile_fsdp.state import load, load_optim_state_dict, optim_state_dict, param_info, rekey_optim_state, save
-from helpers.models.optimizers import OPTIMIZERS, assert_same, everything, groups_of, train, whole
+from helpers.models.optimizers import OPTIMIZERS, assert_same, everything, groups_of, trained, whole
 from helpers.models.reference import Stack
 from helpers.ranks.meshes import shared_mesh
 from helpers.ranks.pools import run_ranks
@@ -28,9 +28,7 @@ def _model_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _through_world_sizes(rank: int, folder: str, name: str) -> None:
     torch.set_num_threads(1)
-    model = everything()
-    optim = OPTIMIZERS[name](groups_of(model))
-    train(model, optim, range(2))
+    model, optim = trained(2, name=name)
     expected = rekey_optim_state(optim.state_dict(), model, to="fqn", optim=optim)
     weights = _model_state(model)
     with world_of(rank, 1, folder, "start") as inside:
@@ -66,9 +64,8 @@ def _build(layout: str) -> nn.Module:
     model = Stack(dim=12)
     line = init_device_mesh("cpu", (4,))
     if layout == "1-d":
-        for block in model.layers:
-            compile_fsdp.fully_shard(block, mesh=line)
-        compile_fsdp.fully_shard(model, mesh=line)
+        for module in (*model.layers, model):
+            compile_fsdp.fully_shard(module, mesh=line)
     elif layout == "hsdp":
         grid = shared_mesh("cpu", (2, 2), ("replicate", "shard"))
         compile_fsdp.fully_shard(model, mesh=grid)

@@ -11,18 +11,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from compile_fsdp.state import load_optim_state_dict, optim_state_dict, param_info, rekey_optim_state
 from compile_fsdp.state.containers import leaves
-from helpers.models.optimizers import OPTIMIZERS, assert_same, everything, groups_of, train, whole
+from helpers.models.optimizers import OPTIMIZERS, assert_same, everything, groups_of, train, trained, whole
 from helpers.ranks.pools import run_ranks
 
 # torch.optim.Adafactor does not step on sharded parameters (torch 2.13.0); its state still moves.
 STEPPING = [name for name in OPTIMIZERS if name != "adafactor"]
-
-
-def _unsharded(name: str, steps: int) -> tuple[Any, torch.optim.Optimizer]:
-    model = everything()
-    optim = OPTIMIZERS[name](groups_of(model))
-    train(model, optim, range(steps))
-    return model, optim
 
 
 def _by_name(model: Any, optim: torch.optim.Optimizer) -> Any:
@@ -55,10 +48,9 @@ def _check_shards(model: Any, state: Any, full: Any) -> None:
 
 def _from_unsharded_to_sharded_and_back(rank: int, name: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
-    model, optim = _unsharded(name, steps=2)
+    model, optim = trained(2, name=name)
     state = _by_name(model, optim)
-    sharded = everything(mesh)
-    sharded_optim = OPTIMIZERS[name](groups_of(sharded))
+    sharded, sharded_optim = trained(0, mesh, name)
     assert optim_state_dict(sharded, sharded_optim)["state"] == {}
     weights = everything().state_dict()
     rng = torch.get_rng_state()
@@ -70,7 +62,7 @@ def _from_unsharded_to_sharded_and_back(rank: int, name: str) -> None:
     if name in STEPPING:
         sharded.load_state_dict(_shards_of(model, sharded))
         train(sharded, sharded_optim, range(2, 4))
-        copy, copy_optim = _unsharded(name, steps=4)
+        copy, copy_optim = trained(4, name=name)
         assert_same(optim_state_dict(sharded, sharded_optim), _by_name(copy, copy_optim), exact=False)
         _check_forms(sharded, sharded_optim)
         load_optim_state_dict(sharded, sharded_optim, state)
@@ -81,7 +73,7 @@ def _from_unsharded_to_sharded_and_back(rank: int, name: str) -> None:
     if name != "hoarder":  # torch's load_state_dict does not keep its dtypes and strings
         assert_same(_by_name(model, again), state)
         train(model, again, range(2, 4))
-        uninterrupted, uninterrupted_optim = _unsharded(name, steps=4)
+        uninterrupted, uninterrupted_optim = trained(4, name=name)
         assert_same(_by_name(model, again), _by_name(uninterrupted, uninterrupted_optim))
 
 

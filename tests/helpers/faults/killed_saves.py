@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from compile_fsdp.state import async_save, checkpoint, find_latest, load, save
 from compile_fsdp.tools.launch import Ranks, join
-from helpers.models.optimizers import OPTIMIZERS, everything, groups_of, train
+from helpers.models.optimizers import train, trained
 from helpers.ranks.forked import forkserver, to_the_end
 
 # Stages of a save. Rank 0 puts files in place, so at the last three stages rank 0 kills the victim.
@@ -28,11 +28,6 @@ STAGES = (
 )
 WORLD_SIZE = 2
 PATIENCE_S = 60.0
-
-
-def make_run(sharded: bool) -> tuple[Any, torch.optim.Optimizer]:
-    model = everything(init_device_mesh("cpu", (WORLD_SIZE,)) if sharded else None)
-    return model, OPTIMIZERS["adamw_foreach"](groups_of(model))
 
 
 def train_one_step_and_save(folder: Path, stage: str | None, victim: int, in_background: bool) -> list[int | None]:
@@ -54,7 +49,7 @@ def train_one_step_and_save(folder: Path, stage: str | None, victim: int, in_bac
 def _resume(rank: int, folder: str, stage: str | None, victim: int, in_background: bool) -> None:
     torch.set_num_threads(1)
     join(torch.device("cpu"))
-    model, optim = make_run(sharded=True)
+    model, optim = trained(0, init_device_mesh("cpu", (WORLD_SIZE,)))
     step = 0 if find_latest(folder) is None else load(model, optim, folder)
     train(model, optim, [step])
     pids: list[Any] = [None] * WORLD_SIZE

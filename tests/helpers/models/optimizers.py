@@ -111,6 +111,14 @@ def train(model: nn.Module, optim: torch.optim.Optimizer, steps: Iterable[int]) 
         optim.zero_grad()
 
 
+def trained(steps: int = 0, mesh: DeviceMesh | None = None, name: str = "adamw_foreach") -> tuple[Any, Any]:
+    """Build the model and one of the optimizers, and train."""
+    model = everything(mesh)
+    optim = OPTIMIZERS[name](groups_of(model))
+    train(model, optim, range(steps))
+    return model, optim
+
+
 def whole(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
