@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +16,21 @@ from compile_fsdp.ops.definition import DEVICE_KEYS, OpDefinition, ensure_defini
 from compile_fsdp.torch_compat import dispatch
 
 SIGNATURE = "(Tensor(a!) tensor, Tensor data) -> ()"
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def namespace() -> str:
+    """An op namespace that nothing else uses, so that a test cannot break the real ops."""
+    return f"compile_fsdp_test_{next(_numbers)}"
+
+
+@pytest.fixture
+def library(namespace: str) -> Iterator[Library]:
+    """Owner of the ops and kernels that a test defines in its namespace."""
+    library = Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
+    yield library
+    library._destroy()  # type: ignore[no-untyped-call]
 
 
 def some_kernel(tensor: Tensor, data: Tensor) -> None:

@@ -13,7 +13,17 @@ from compile_fsdp.passes import COSTS
 from compile_fsdp.tools.plan.models import PRESETS, build_from_config
 from compile_fsdp.tools.plan.trace import Network, Settings, trace_step
 from helpers.models import planned
-from helpers.models.configs import LLAMA
+
+# The config.json of a transformers model.
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 160,
+    "vocab_size": 500,
+}
 
 FACTORY = f"{planned.__file__}:build"
 
