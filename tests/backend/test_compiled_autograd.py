@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from helpers.ranks.fresh import run_fresh
 
 PROGRAM = """
 import sys
@@ -17,10 +16,9 @@ torch.cuda.is_available = lambda: True  # in this process alone
 assert "torch._inductor.cudagraph_trees" not in sys.modules
 none = frozenset()
 ForwardGraph(CompiledForward(print, ParameterInputs((), (), none, none, none, none), None, Step(Options())))
-print("torch._inductor.cudagraph_trees" in sys.modules)
+print(int("torch._inductor.cudagraph_trees" in sys.modules))
 """
 
 
 def test_cudagraph_trees_is_imported_before_the_first_backward() -> None:
-    output = subprocess.run([sys.executable, "-c", PROGRAM], check=True, capture_output=True, text=True).stdout
-    assert output == "True\n"
+    assert run_fresh(PROGRAM) == (1, "")

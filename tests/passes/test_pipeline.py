@@ -21,6 +21,7 @@ from compile_fsdp.passes.report import Names, node_name
 from compile_fsdp.passes.runner import PostGradPass
 from compile_fsdp.torch_compat.inductor import CustomGraphPass
 from helpers.graphs.build import one_window
+from helpers.ranks.fresh import run_fresh
 
 ALL_DISABLED = frozenset(p.__name__ for p in PASSES)
 
@@ -70,11 +71,11 @@ def test_uuid_depends_on_sources_and_options_only(monkeypatch: pytest.MonkeyPatc
 
 def test_uuid_is_the_same_in_another_process() -> None:
     code = """
+import json
 from compile_fsdp.passes import Pipeline, pipelines
-print(Pipeline(pipelines.post_grad(str, hoist=True, costs=None), print).uuid())
+print(json.dumps(Pipeline(pipelines.post_grad(str, hoist=True, costs=None), print).uuid()))
 """
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert other.stdout.strip() == Pipeline(passes(), ignore).uuid()
+    assert run_fresh(code)[0] == Pipeline(passes(), ignore).uuid()
 
 
 # By file, code that decides about a graph, and its replacement.

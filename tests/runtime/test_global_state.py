@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
+from helpers.ranks.fresh import run_fresh
 
 PROGRAM = """
 import torch
@@ -45,7 +43,7 @@ assert graph_of_unrelated_function() == before[1], "import changed a graph"
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = torch.nn.Linear(4, 4)
 compile_fsdp.fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
-model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "INNER"})
+model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
 for _ in range(2):
     model(torch.ones(2, 4)).sum().backward()
 assert len(compile_fsdp.reports()) == 2, compile_fsdp.reports()
@@ -67,11 +65,9 @@ except torch._dynamo.exc.Unsupported:
 assert settings() == before[0], "a failed trace changed a setting"
 assert graph_of_unrelated_function() == before[1], "a failed trace changed a graph"
 dist.destroy_process_group()
-print("unchanged")
+print('"unchanged"')
 """
 
 
 def test_import_use_and_failed_trace_leave_torch_settings_unchanged() -> None:
-    program = textwrap.dedent(PROGRAM).replace("INNER", "aot_eager")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
-    assert done.stdout.strip().endswith("unchanged"), done.stdout + done.stderr
+    assert run_fresh(PROGRAM)[0] == "unchanged"
