@@ -120,19 +120,3 @@ def test_code_spans_of_page_exist() -> None:
 )
 def test_exists_rejects_missing_names_and_paths(text: str) -> None:
     assert not exists(text)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "passes/pipelines.py",
-        "StateHooks",
-        "torch._dynamo.reset()",
-        "fsdp.copy_",
-        "compile_fsdp::hand_over",
-        "reshard_after_forward=n",
-        "(n,)",
-    ],
-)
-def test_exists_accepts_names_paths_and_shapes(text: str) -> None:
-    assert exists(text)
