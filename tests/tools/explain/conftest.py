@@ -1,4 +1,4 @@
-"""Fixtures: the report of one compiled step, and a browser."""
+"""Fixtures: a graph under construction, the report of one compiled step, and a browser."""
 
 from __future__ import annotations
 
@@ -13,8 +13,14 @@ from playwright.sync_api import Browser, sync_playwright
 
 import compile_fsdp
 from compile_fsdp.tools.explain import Report
+from helpers.graphs.build import GraphBuilder
 from helpers.models.explained import WORLD, Model
 from helpers.pages.open_page import OpenPage
+
+
+@pytest.fixture
+def build() -> GraphBuilder:
+    return GraphBuilder()
 
 
 @pytest.fixture(scope="session")

@@ -22,8 +22,7 @@ SIZE = ROWS * DIM * 4
 NAMES = GraphNames({}, {}, {})
 
 
-def test_forward_holds_results_until_last_read() -> None:
-    build = GraphBuilder()
+def test_forward_holds_results_until_last_read(build: GraphBuilder) -> None:
     x, w = build.input("x", (ROWS, DIM)), build.input("w", (DIM, DIM))
     first = build.call(aten.mm.default, x, w)
     fused = build.call(aten.relu.default, build.call(aten.neg.default, first))
@@ -34,8 +33,7 @@ def test_forward_holds_results_until_last_read() -> None:
     assert not any(alive_bytes(graph, NAMES, is_backward=False).again)
 
 
-def test_result_lives_until_last_read_of_its_views() -> None:
-    build = GraphBuilder()
+def test_result_lives_until_last_read_of_its_views(build: GraphBuilder) -> None:
     x, w = build.input("x", (ROWS, DIM)), build.input("w", (ROWS, DIM))
     made = build.call(aten.mm.default, build.call(aten.permute.default, x, [1, 0]), w)
     view = build.call(aten.permute.default, made, [1, 0])
@@ -43,8 +41,7 @@ def test_result_lives_until_last_read_of_its_views() -> None:
     assert alive_bytes(graph, NAMES, is_backward=False).kept == [0, 0, 0, 64, 64, 128, 64]
 
 
-def test_backward_holds_saved_and_recomputed_activations() -> None:
-    build = GraphBuilder()
+def test_backward_holds_saved_and_recomputed_activations(build: GraphBuilder) -> None:
     gradient, saved = build.input("gradient", (ROWS, DIM)), build.input("saved", (ROWS, DIM))
     w = build.input("w", (DIM, DIM))
     again = build.call(aten.mm.default, saved, w)

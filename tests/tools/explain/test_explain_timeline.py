@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from compile_fsdp.tools.explain.memory import unsharded_bytes
 from compile_fsdp.tools.explain.names import NO_MODULE, GraphNames, GroupFacts, module_names
 from compile_fsdp.tools.explain.timeline import eager_bytes, place
 from compile_fsdp.wrap.tree import ROOT
-from helpers.graphs.build import GraphBuilder, aten, c10d
+from helpers.graphs.build import CAST, GraphBuilder, aten, c10d
 
 
 def event(kind: Kind, seconds: float = 0.0, collective: int = -1, reads: str = "") -> Event:
@@ -67,85 +68,75 @@ def test_eager_memory_holds_root_from_forward_to_backward() -> None:
     assert eager_bytes(backward, [root, block], is_backward=True) == [1100, 1200, 1000, 0]
 
 
-class _Idx:
-    def __init__(self, idx: int) -> None:
-        self.idx = idx
-
-
-def _input(builder: GraphBuilder, position: int, shape: list[int]) -> Any:
-    node = builder.input(f"in{position}", shape)
-    node.meta["desc"] = _Idx(position)
+def _input(build: GraphBuilder, position: int, shape: list[int]) -> Any:
+    node = build.input(f"in{position}", shape)
+    node.meta["desc"] = SimpleNamespace(idx=position)
     return node
 
 
 NAMES = GraphNames(shards={0: "w"}, unsharded={1: "w"}, gradients={})
 
 
-def test_gathered_buffer_lives_until_last_read_of_its_views() -> None:
-    builder = GraphBuilder()
-    shard, x = _input(builder, 0, [4]), _input(builder, 2, [4, 4])
-    gathered = builder.call(c10d.all_gather_into_tensor.default, shard, 4, "0")
-    waited = builder.call(c10d.wait_tensor.default, gathered)
-    view = builder.call(aten.view.default, waited, [4, 4])
-    used = builder.call(aten.mm.default, x, view)
-    again = builder.call(aten.relu.default, used)
-    builder.graph.output((again,))
-    assert unsharded_bytes(builder.graph, NAMES) == [0, 0, 64, 64, 64, 64, 0, 0]
+def test_gathered_buffer_lives_until_last_read_of_its_views(build: GraphBuilder) -> None:
+    shard, x = _input(build, 0, [4]), _input(build, 2, [4, 4])
+    gathered = build.call(c10d.all_gather_into_tensor.default, shard, 4, "0")
+    waited = build.call(c10d.wait_tensor.default, gathered)
+    view = build.call(aten.view.default, waited, [4, 4])
+    used = build.call(aten.mm.default, x, view)
+    again = build.call(aten.relu.default, used)
+    build.graph.output((again,))
+    assert unsharded_bytes(build.graph, NAMES) == [0, 0, 64, 64, 64, 64, 0, 0]
 
 
-def test_copy_of_gathered_buffer_counts_in_addition() -> None:
-    builder = GraphBuilder()
-    shard = _input(builder, 0, [4])
-    waited = builder.call(c10d.wait_tensor.default, builder.call(c10d.all_gather_into_tensor.default, shard, 4, "0"))
-    half = builder.call(torch.ops.prims.convert_element_type.default, waited, torch.bfloat16)
-    builder.graph.output((builder.call(aten.relu.default, half),))
-    assert unsharded_bytes(builder.graph, NAMES) == [0, 64, 64, 64 + 32, 32, 0]
+def test_copy_of_gathered_buffer_counts_in_addition(build: GraphBuilder) -> None:
+    shard = _input(build, 0, [4])
+    waited = build.call(c10d.wait_tensor.default, build.call(c10d.all_gather_into_tensor.default, shard, 4, "0"))
+    half = build.call(CAST, waited, torch.bfloat16)
+    build.graph.output((build.call(aten.relu.default, half),))
+    assert unsharded_bytes(build.graph, NAMES) == [0, 64, 64, 64 + 32, 32, 0]
 
 
 @pytest.mark.parametrize("is_open", [True, False])
-def test_parameter_is_alive_inside_its_unshard_window(is_open: bool) -> None:
-    builder = GraphBuilder()
-    leaf, value = _input(builder, 1, [16]), _input(builder, 2, [16])
-    builder.call(resize_storage_bytes_, leaf, 64)
-    builder.call(copy_, leaf, value)
-    used = builder.call(aten.relu.default, leaf)
+def test_parameter_is_alive_inside_its_unshard_window(build: GraphBuilder, is_open: bool) -> None:
+    leaf, value = _input(build, 1, [16]), _input(build, 2, [16])
+    build.call(resize_storage_bytes_, leaf, 64)
+    build.call(copy_, leaf, value)
+    used = build.call(aten.relu.default, leaf)
     if not is_open:
-        builder.call(resize_storage_bytes_, leaf, 0)
-    builder.graph.output((used,))
-    assert unsharded_bytes(builder.graph, NAMES) == [0, 0, 64, 64, 64, 64 if is_open else 0, *([] if is_open else [0])]
+        build.call(resize_storage_bytes_, leaf, 0)
+    build.graph.output((used,))
+    assert unsharded_bytes(build.graph, NAMES) == [0, 0, 64, 64, 64, 64 if is_open else 0, *([] if is_open else [0])]
 
 
-def test_parameter_unsharded_by_earlier_graph_is_alive_from_start() -> None:
-    builder = GraphBuilder()
-    leaf = _input(builder, 1, [16])
-    used = builder.call(aten.relu.default, leaf)
-    builder.call(resize_storage_bytes_, leaf, 0)
-    builder.graph.output((used,))
-    assert unsharded_bytes(builder.graph, NAMES) == [64, 64, 0, 0]
+def test_parameter_unsharded_by_earlier_graph_is_alive_from_start(build: GraphBuilder) -> None:
+    leaf = _input(build, 1, [16])
+    used = build.call(aten.relu.default, leaf)
+    build.call(resize_storage_bytes_, leaf, 0)
+    build.graph.output((used,))
+    assert unsharded_bytes(build.graph, NAMES) == [64, 64, 0, 0]
 
 
-def test_computation_without_metadata_gets_module_of_its_operands_or_readers() -> None:
-    builder = GraphBuilder()
-    gradient, zero = builder.input("gradient", [4]), builder.call(aten.full.default, [4], 0)
-    nodes = [zero, builder.call(aten.neg.default, gradient)]
+def test_computation_without_metadata_gets_module_of_its_operands_or_readers(build: GraphBuilder) -> None:
+    gradient, zero = build.input("gradient", [4]), build.call(aten.full.default, [4], 0)
+    nodes = [zero, build.call(aten.neg.default, gradient)]
     for _ in range(3):  # gate and up of block 1, and gate of block 0
-        nodes.append(builder.call(aten.maximum.default, nodes[-1], zero))
-    nodes.append(builder.call(aten.add.Tensor, nodes[3], nodes[2]))
-    nodes.append(builder.call(aten.add.Tensor, nodes[4], nodes[3]))
-    nodes.append(builder.call(aten.cos.default, nodes[4]))
+        nodes.append(build.call(aten.maximum.default, nodes[-1], zero))
+    nodes.append(build.call(aten.add.Tensor, nodes[3], nodes[2]))
+    nodes.append(build.call(aten.add.Tensor, nodes[4], nodes[3]))
+    nodes.append(build.call(aten.cos.default, nodes[4]))
     own = dict(zip(nodes[2:5], ("blocks.1.gate", "blocks.1.up", "mlp"), strict=True))
-    names = module_names(builder.graph, lambda node: own.get(node, ""), is_backward=True)
+    names = module_names(build.graph, lambda node: own.get(node, ""), is_backward=True)
     assert [names[node] for node in nodes] == ["blocks.1.gate", ROOT, *own.values(), "blocks.1", "mlp", "mlp"]
 
 
 @pytest.mark.parametrize("head", ["G['model'].head", "L['hooks'].fsdp_params[0]._module_info.module.head"])
 @pytest.mark.parametrize("is_called", [True, False])
 def test_forward_outside_of_modules_is_the_roots_unless_a_function_calls_the_root(is_called: bool, head: str) -> None:
-    builder = GraphBuilder()
-    x = builder.input("x", [4])
-    inside, outside = builder.call(aten.relu.default, x), builder.call(aten.mean.default, x)
+    build = GraphBuilder()
+    x = build.input("x", [4])
+    inside, outside = build.call(aten.relu.default, x), build.call(aten.mean.default, x)
     stack = {"1": ("G['model']", None)} if is_called else {}
     inside.meta["nn_module_stack"] = {**stack, "2": (head, None)}
     outside.meta["stack_trace"] = 'File "train.py", line 1'
-    names = module_names(builder.graph, lambda node: "", is_backward=False)
+    names = module_names(build.graph, lambda node: "", is_backward=False)
     assert (names[inside], names[outside]) == ("head", NO_MODULE if is_called else ROOT)
