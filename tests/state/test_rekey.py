@@ -80,14 +80,11 @@ def test_wrong_order_of_ids_is_detected_by_shapes() -> None:
         rekey_optim_state(optim.state_dict(), model, to="fqn")
     adafactor = OPTIMIZERS["adafactor"](model.parameters())  # states with reduced dims fit
     train(model, adafactor, range(1))
-    assert_same(rekey_optim_state(adafactor.state_dict(), model, to="fqn"), _by_hand(model, adafactor))
-
-
-def _by_hand(model: nn.Module, optim: torch.optim.Optimizer) -> Any:
     names = [name for name, _ in model.named_parameters()]
-    state = optim.state_dict()
+    state = adafactor.state_dict()
     group = {**state["param_groups"][0], "params": names}
-    return {"state": {names[i]: entries for i, entries in state["state"].items()}, "param_groups": [group]}
+    by_hand = {"state": {names[i]: entries for i, entries in state["state"].items()}, "param_groups": [group]}
+    assert_same(rekey_optim_state(state, model, to="fqn"), by_hand)
 
 
 def test_unknown_parameter_wrong_count_or_invalid_target_is_refused() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -163,14 +165,10 @@ return (%4,)
 @pytest.mark.parametrize("budget", [0, 400_000, UNLIMITED])
 def test_settle_gets_the_decision_that_is_applied(budget: int) -> None:
     graph, parameters = blocks(rows=256)
-    proposed: list[BudgetDecision] = []
-
-    def settle(possible: Sequence[BudgetDecision]) -> BudgetDecision:
-        proposed.extend(possible)
-        return possible[0]
-
+    settle = mock.Mock(side_effect=itemgetter(0))
     decision = fit_memory_budget(graph, parameters, RANKS, budget, COSTS, settle)
-    assert [decision] == proposed
+    (proposed,) = settle.call_args.args
+    assert [decision] == [*proposed]
     assert decision.fits is (budget > 0)
     assert not decision.fits or decision.peak_bytes <= budget * 1.0001
     frees = [node for node in graph.nodes if "resize" in str(node.target) and node.args[1] == 0]
@@ -180,14 +178,9 @@ def test_settle_gets_the_decision_that_is_applied(budget: int) -> None:
 def _possible(budget: int, *, costs: Costs = COSTS, count: int = 3) -> list[BudgetDecision]:
     """Return the decisions about a graph whose blocks may become calls."""
     graph, parameters = blocks(rows=256, count=count, activations=3)
-    found: list[BudgetDecision] = []
-
-    def settle(possible: Sequence[BudgetDecision]) -> BudgetDecision:
-        found.extend(possible)
-        return possible[0]
-
+    settle = mock.Mock(side_effect=itemgetter(0))
     fit_memory_budget(graph, parameters, RANKS, budget, costs, settle, calls_blocks=True)
-    return found
+    return [*settle.call_args.args[0]]
 
 
 def test_blocks_are_called_within_a_large_budget_and_not_within_the_smallest() -> None:

@@ -21,16 +21,12 @@ ROWS, DIM = 4, 8
 SIZE = ROWS * DIM * 4
 
 
-def _node(call: Callable[[GraphBuilder, fx.Node, fx.Node], fx.Node]) -> fx.Node:
+def _facts(call: Callable[[GraphBuilder, fx.Node, fx.Node], fx.Node], *, fuses: bool = True) -> OpFacts:
     build = GraphBuilder(meta_key="example_value")
     with build.fake_mode:
         x = build.input_like("x", torch.empty(ROWS, DIM, requires_grad=True) * 1)
         weight = build.input_like("weight", torch.empty(DIM, DIM, requires_grad=True))
-    return call(build, x, weight)
-
-
-def _facts(call: Callable[[GraphBuilder, fx.Node, fx.Node], fx.Node], *, fuses: bool = True) -> OpFacts:
-    return OpMeasure(fuses=fuses).facts(_node(call))
+    return OpMeasure(fuses=fuses).facts(call(build, x, weight))
 
 
 def test_product_is_a_kernel_that_saves_its_inputs() -> None:

@@ -289,11 +289,6 @@ def _fetching(layers: int = 3) -> fx.Graph:
     return build.output(grad, *gradients)
 
 
-def _targets(graph: fx.Graph) -> str:
-    names = {"fetch.default": "fetch", "wait_tensor.default": "wait", "mm.default": "mm"}
-    return " ".join(names[node.target.__name__] for node in graph.nodes if node.op == "call_function")
-
-
 @pytest.mark.parametrize(
     ("seconds", "expected"),
     [
@@ -308,6 +303,7 @@ def test_fetch_is_launched_early_enough_to_arrive_in_time(seconds: float, expect
     costs = replace(taking(1e-9), offload_bandwidth=8 * 8 * 4 / seconds if seconds else 1e30)
     report = schedule_collectives(graph, costs=costs)
     graph.lint()
-    assert _targets(graph) == expected
+    names = {"fetch.default": "fetch", "wait_tensor.default": "wait", "mm.default": "mm"}
+    assert " ".join(names[node.target.__name__] for node in graph.nodes if node.op == "call_function") == expected
     assert [node.op for node in graph.nodes][:4] == ["placeholder"] * 4
     assert dict(report.counts) == {"collectives_scheduled": 0, "left_in_place": 0}
