@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import compile_fsdp
-from helpers.parity.check import Parity, build, compare, compare_grads, loss_of
+from helpers.parity.check import Parity, compare, compare_grads
+from helpers.parity.twins import Twins
 from helpers.ranks.pools import run_ranks
 
 
@@ -22,30 +22,21 @@ def _train_on(
     inner_backend: str = "aot_eager",
 ) -> tuple[Parity, list[str]]:
     """Train on token batches of several shapes; return the parity and the graphs compiled in each step."""
-    eager, ours = build(case, torch_fully_shard), build(case, compile_fsdp.fully_shard)
-    ours.model.compile(
-        backend="compile_fsdp", fullgraph=True, dynamic=dynamic, options={"inner_backend": inner_backend}
-    )
-    result, compiled = Parity(), []
-    for step, shape in enumerate(shapes):
-        torch.manual_seed(100 * step + rank)
-        tokens = torch.randint(0, 16, shape)
+    twins = Twins(rank, case, 0.0, dynamic=dynamic, options={"inner_backend": inner_backend})
+    remaining, compiled = iter(shapes), []
+
+    def batch() -> dict[str, Any]:
+        tokens = torch.randint(0, 16, next(remaining))
+        if mark:
+            torch._dynamo.mark_dynamic(tokens, [0, 1])
+        return {"tokens": tokens}
+
+    twins.eager.batch = batch  # type: ignore[method-assign]
+    for _ in shapes:
         before = len(compile_fsdp.reports())
-        losses = []
-        for each in (eager, ours):
-            mine = tokens.clone()
-            if mark and each is ours:
-                torch._dynamo.mark_dynamic(mine, 0)
-                torch._dynamo.mark_dynamic(mine, 1)
-            loss = loss_of(each.model, {"tokens": mine})
-            loss.backward()
-            losses.append(loss.detach())
-        compare(result, f"step {step}: loss", losses[1], losses[0])
-        compare_grads(result, f"step {step}", ours.model, eager.model)
-        for each in (eager, ours):
-            each.model.zero_grad()
+        twins.train()
         compiled.append(" ".join(report.direction for report in compile_fsdp.reports()[before:]))
-    return result, compiled
+    return twins.result, compiled
 
 
 SHAPES = [(4, 6), (5, 6), (7, 9), (3, 11), (4, 6), (9, 4)]
@@ -82,27 +73,21 @@ def test_eight_shapes_match_eager_with_inductor() -> None:
 
 def _switch(rank: int) -> tuple[Parity, list[str]]:
     """Alternate training and evaluation of a model with batch norm, which differs between the modes."""
-    eager, ours = build("batch_norm", torch_fully_shard), build("batch_norm", compile_fsdp.fully_shard)
-    ours.model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
-    result, compiled = Parity(), []
+    twins, compiled = Twins(rank, "batch_norm"), []
+    models = twins.ours.model, twins.eager.model
     for step in range(6):
-        torch.manual_seed(100 * step + rank)
-        batch: dict[str, Any] = eager.batch()
         before = len(compile_fsdp.reports())
-        losses = []
-        for each in (eager, ours):
-            each.model.train(step % 2 == 0)
-            with torch.set_grad_enabled(step % 2 == 0):
-                loss = loss_of(each.model, batch)
-            if step % 2 == 0:
-                loss.backward()
-            losses.append(loss.detach())
-        compare(result, f"step {step}: loss", losses[1], losses[0])
-        compare_grads(result, f"step {step}", ours.model, eager.model)
-        for mine, theirs in zip(ours.model.buffers(), eager.model.buffers(), strict=True):
-            compare(result, f"step {step}: buffer", mine, theirs)
+        for model in models:
+            model.train(step % 2 == 0)
+        if step % 2 == 0:
+            twins.train(update=False)
+        else:
+            twins.evaluate(torch.no_grad)
+        compare_grads(twins.result, f"step {step}", *models)
+        for mine, theirs in zip(*(model.buffers() for model in models), strict=True):
+            compare(twins.result, f"step {step}: buffer", mine, theirs)
         compiled.append(" ".join(report.direction for report in compile_fsdp.reports()[before:]))
-    return result, compiled
+    return twins.result, compiled
 
 
 def test_alternating_train_and_eval_stops_compiling_after_three_steps() -> None:
