@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -103,9 +104,8 @@ class _Step:
 
 def _shard(source: _Model, fully_shard: Any) -> Any:
     model = copy.deepcopy(source)
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+    for module in (*model.blocks, model):
+        fully_shard(module)
     return model
 
 
@@ -227,24 +227,32 @@ NONE: _Changes = {
 CHANGES = {**FORWARD, **BACKWARD, **HOOK, **NONE}
 
 
-def _path(rank: int, name: str) -> tuple[bool, bool, bool]:
-    """Whether forward and backward are replayed after a change, and match eager FSDP2."""
+def _models() -> tuple[Any, Any]:
+    """Equal models by eager FSDP2 and with replay."""
     torch.manual_seed(0)
     source = _Model()
-    replayed, eager = _make(source), _shard(source, torch_fully_shard)
-    for _ in range(2):
-        _step(replayed).run()
-    assert count_replays(replayed) == (1, 1)
+    return _shard(source, torch_fully_shard), _make(source)
+
+
+def _run(models: tuple[Any, Any], change: Callable[[_Step], object]) -> tuple[bool, bool, bool]:
+    """Whether forward and backward of a changed step are replayed, and match eager FSDP2."""
     grads = []
-    for model in (replayed, eager):
+    for model in models:
         step = _step(model)
-        CHANGES[name](step)
-        before = count_replays(replayed)
+        change(step)
+        before = count_replays(models[1])
         grads.append(step.run())
-        if model is replayed:
-            forward, backward = (now > then for now, then in zip(count_replays(model), before, strict=True))
+    forward, backward = (now > then for now, then in zip(count_replays(models[1]), before, strict=True))
     is_right = all(a is b is None or torch.equal(a, b) for a, b in zip(*grads, strict=True))  # type: ignore[arg-type]
     return forward, backward, is_right
+
+
+def _path(rank: int, name: str) -> tuple[bool, bool, bool]:
+    models = _models()
+    for _ in range(2):
+        _step(models[1]).run()
+    assert count_replays(models[1]) == (1, 1)
+    return _run(models, CHANGES[name])
 
 
 def _paths(rank: int, names: Sequence[str]) -> dict[str, tuple[bool, bool, bool]]:
@@ -277,11 +285,8 @@ def _path_without(rank: int, kind: str, name: str) -> bool:
         init(self, *args)
         self.conditions = [each for each in self.conditions if each.kind != kind]
 
-    conditions.Conditions.__init__ = init_without  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(conditions.Conditions, "__init__", init_without):
         return _path(rank, name)[0]
-    finally:
-        conditions.Conditions.__init__ = init  # type: ignore[method-assign]
 
 
 # Kind of condition, and a change that only this kind detects.
@@ -314,19 +319,10 @@ def _steps_under(rank: int, names: Sequence[str]) -> list[tuple[bool, bool]]:
         "mode": _Mode,
         "doubled": _Doubled,
     }
-    torch.manual_seed(0)
-    source = _Model()
-    replayed, eager = _make(source), _shard(source, torch_fully_shard)
-    found = []
+    models, found = _models(), []
     for name in names:
-        before = count_replays(replayed)
-        grads = []
-        for model in (replayed, eager):
-            step = _step(model)
-            step.around = contexts[name]()
-            grads.append(step.run())
-        is_right = all(a is b is None or torch.equal(a, b) for a, b in zip(*grads, strict=True))  # type: ignore[arg-type]
-        found.append((count_replays(replayed)[0] > before[0], is_right))
+        forward, _, is_right = _run(models, lambda step, name=name: setattr(step, "around", contexts[name]()))
+        found.append((forward, is_right))
     return found
 
 
