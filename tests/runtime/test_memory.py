@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 import compile_fsdp
-from compile_fsdp.runtime.attached import find_group, hooks_of
+from compile_fsdp.runtime.attached import find_group, module_hooks_of
 from compile_fsdp.runtime.gather import EAGER_GATHER
 from compile_fsdp.runtime.group import TraceableGroup
-from compile_fsdp.runtime.root import Root
 from compile_fsdp.runtime.states import Memory
 from compile_fsdp.torch_compat.fsdp import fsdp_state, param_groups
 from helpers.ranks.fake_world import fake_world
@@ -35,12 +34,6 @@ def _group(module: nn.Module) -> TraceableGroup:
     group = find_group(param_groups(state)[0])
     assert group is not None
     return group
-
-
-def _root(module: nn.Module) -> Root:
-    state = fsdp_state(module)
-    assert state is not None
-    return hooks_of(state).root
 
 
 def test_root_stays_unsharded_from_forward_to_backward(model: nn.Sequential) -> None:
@@ -71,7 +64,7 @@ def test_memory_follows_eager_unshard_and_reshard(model: nn.Sequential) -> None:
 
 def test_group_gathered_ahead_in_vain_is_resharded(model: nn.Sequential) -> None:
     model(torch.ones(2, 4)).sum().backward()
-    group, root = _group(model[0]), _root(model)
+    group, root = _group(model[0]), module_hooks_of(model).hooks.root
     model[0].unshard()
     group.enter(Memory.UNSHARDED_AHEAD, EAGER_GATHER)
     root.ahead.append(group)

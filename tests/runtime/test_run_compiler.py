@@ -30,7 +30,8 @@ def watching_the_collector(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
     is_enabled.clear()
-    yield
+    with fake_world(2):
+        yield
     gc.enable()
 
 
@@ -48,12 +49,11 @@ def _compiled(layer: nn.Module) -> nn.Module:
 
 
 def test_garbage_collector_is_paused_while_graphs_are_compiled() -> None:
-    with fake_world(2):
-        model = _compiled(nn.Linear(4, 4))
-        loss = model(torch.ones(2, 4)).sum()
-        assert gc.isenabled()
-        loss.backward()
-        assert gc.isenabled()
+    model = _compiled(nn.Linear(4, 4))
+    loss = model(torch.ones(2, 4)).sum()
+    assert gc.isenabled()
+    loss.backward()
+    assert gc.isenabled()
     assert is_enabled == [False, False]
 
 
@@ -63,28 +63,25 @@ def test_garbage_collector_is_paused_while_a_first_call_loads_a_bundle() -> None
             is_enabled.append(gc.isenabled())
             return args[0]
 
-    with fake_world(2):
-        model = _compiled(nn.Linear(4, 4))
-        module_hooks_of(model).hooks.root.replay = Replay()  # type: ignore[assignment]
-        for _ in range(2):
-            model(torch.ones(2, 4))
+    model = _compiled(nn.Linear(4, 4))
+    module_hooks_of(model).hooks.root.replay = Replay()  # type: ignore[assignment]
+    for _ in range(2):
+        model(torch.ones(2, 4))
     assert is_enabled == [False, True]  # in the first call, in the second
 
 
 def test_garbage_collector_is_enabled_after_a_failed_trace() -> None:
-    with fake_world(2):
-        model = _compiled(_Breaks(4, 4))
-        with pytest.raises(torch._dynamo.exc.Unsupported):
-            model(torch.ones(2, 4))
-        assert gc.isenabled()
+    model = _compiled(_Breaks(4, 4))
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        model(torch.ones(2, 4))
+    assert gc.isenabled()
 
 
 def test_disabled_garbage_collector_stays_disabled() -> None:
-    with fake_world(2):
-        model = _compiled(nn.Linear(4, 4))
-        gc.disable()
-        model(torch.ones(2, 4)).sum().backward()
-        assert not gc.isenabled()
+    model = _compiled(nn.Linear(4, 4))
+    gc.disable()
+    model(torch.ones(2, 4)).sum().backward()
+    assert not gc.isenabled()
 
 
 def test_calls_at_any_depth_share_a_chunk_of_the_stack() -> None:
