@@ -14,21 +14,13 @@ from compile_fsdp.backend.compile import compile_fsdp as compile_graph
 from compile_fsdp.torch_compat.dynamo import graph_input_example
 from compile_fsdp.torch_compat.fsdp import param_groups
 from helpers.graphs.capture import render_step
+from helpers.models.layers import Product
 from helpers.ranks.pools import run_ranks
-
-
-class _Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(x @ self.weight)
 
 
 def _two_layers() -> nn.Module:
     mesh = init_device_mesh("cpu", (2,))
-    model = nn.Sequential(_Layer(), _Layer())
+    model = nn.Sequential(Product(4, 4), Product(4, 4))
     for module in (*model, model):
         compile_fsdp.fully_shard(module, mesh=mesh)
     return model

@@ -9,6 +9,7 @@ from torch import nn
 import compile_fsdp
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
 from helpers.graphs.capture import events, render_step, without_graph_caches
+from helpers.models.layers import Wide
 from helpers.ranks.fake_world import fake_world
 
 
@@ -49,32 +50,14 @@ FEATURES, ROWS = 100, 64
 BUDGETS = {8: 2_200_000, 64: 2_400_000, 512: 5_500_000, 4096: 25_000_000}
 
 
-class _Wide(nn.Module):
-    """Blocks whose shards are padded in every world, and empty on the last ranks of large worlds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = FEATURES, 3 * FEATURES
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(FEATURES), nn.Linear(*sizes), nn.GELU(), nn.Linear(*reversed(sizes)))
-            for _ in range(3)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x.square().mean()
-
-
 def _decided(world_size: int, rank: int, budget: int) -> BudgetDecision:
     """One rank's budget decision, made alone because ranks of a fake process group cannot communicate."""
     compile_fsdp.reset_reports()
     with fake_world(world_size, rank):
         torch.manual_seed(0)
-        model = _Wide()
-        for block in model.blocks:
-            compile_fsdp.fully_shard(block)
-        compile_fsdp.fully_shard(model)
+        model = Wide(3, FEATURES)  # shards are padded, and empty on the last ranks of large worlds
+        for module in (*model.blocks, model):
+            compile_fsdp.fully_shard(module)
         options = {"inner_backend": "aot_eager", "memory_budget": budget, "progress": False}
         model.compile(backend="compile_fsdp", fullgraph=True, options=options)
         model(torch.ones(ROWS, FEATURES)).backward()

@@ -15,21 +15,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import compile_fsdp
 from helpers.graphs.capture import events, render_step
+from helpers.models.layers import Product
 from helpers.ranks.fake_world import fake_world
-
-
-class _Layer(nn.Module):
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(inputs, outputs))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(x @ self.weight)
 
 
 def _model(world_size: int) -> nn.Sequential:
     mesh = init_device_mesh("cpu", (world_size,))
-    model = nn.Sequential(_Layer(8, 8), _Layer(8, 16), _Layer(16, 24))
+    model = nn.Sequential(Product(8, 8), Product(8, 16), Product(16, 24))
     for module in (*model, model):
         compile_fsdp.fully_shard(module, mesh=mesh)
     return model

@@ -23,6 +23,15 @@ class Scale(nn.Module):
         return x * self.scale
 
 
+class Product(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(inputs, outputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.weight)
+
+
 class Scaled(nn.Module):
     """Two scales; the partitioner recomputes the first scale for the second scale's gradient."""
 
