@@ -53,7 +53,7 @@ def _recompile_limit(rank: int) -> Parity:
     return twins.result
 
 
-def _frozen_values_change_between(rank: int, is_listed: bool) -> Parity:
+def _frozen_values_change(rank: int, is_listed: bool) -> Parity:
     twins = Twins(rank, "frozen_first")
     for case in (twins.eager, twins.ours):
         if is_listed:
@@ -71,27 +71,18 @@ def _frozen_values_change_between(rank: int, is_listed: bool) -> Parity:
     return twins.result
 
 
-def _frozen_values_change(rank: int) -> Parity:
-    return _frozen_values_change_between(rank, is_listed=False)
+_PROGRAMS: dict[str, tuple[Any, ...]] = {
+    "eager_and_compiled_steps": (_eager_and_compiled_steps,),
+    "unshard_and_reshard": (_unshard_and_reshard,),
+    "recompile_limit": (_recompile_limit,),
+    "frozen_values_change": (_frozen_values_change, False),
+    "frozen_and_prefetched_values_change": (_frozen_values_change, True),
+}
 
 
-def _frozen_and_prefetched_values_change(rank: int) -> Parity:
-    return _frozen_values_change_between(rank, is_listed=True)
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        _eager_and_compiled_steps,
-        _unshard_and_reshard,
-        _recompile_limit,
-        _frozen_values_change,
-        _frozen_and_prefetched_values_change,
-    ],
-    ids=lambda program: program.__name__.removeprefix("_"),
-)
-def test_mixed_steps_are_bitwise_equal_to_eager(program: Callable[[int], Parity]) -> None:
-    for result in run_ranks(2, program):
+@pytest.mark.parametrize("name", _PROGRAMS)
+def test_mixed_steps_are_bitwise_equal_to_eager(name: str) -> None:
+    for result in run_ranks(2, *_PROGRAMS[name]):
         assert result.differing == []
 
 

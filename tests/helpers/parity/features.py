@@ -229,7 +229,9 @@ FEATURES: dict[str, Feature] = {
     "hsdp": Feature(mesh={"replicate": 2, "shard": 0}),
     "hsdp, one shard": Feature(mesh={"replicate": 0, "shard": 1}),
     "hsdp, all-reduce later": Feature(
-        mesh={"replicate": 2, "shard": 0}, step=steps.accumulate_unreplicated, graphs=("forward", *["backward"] * 2)
+        mesh={"replicate": 2, "shard": 0},
+        step=steps.only_for_the_last("set_requires_all_reduce"),
+        graphs=("forward", *["backward"] * 2),
     ),
     "reshard": Feature(arguments=always(reshard_after_forward=True)),
     "keep": Feature(arguments=always(reshard_after_forward=False)),
@@ -283,7 +285,7 @@ FEATURES: dict[str, Feature] = {
         low_precision=True,
     ),
     "accumulate sharded": Feature(step=steps.accumulate_sharded),
-    "not the last backward": Feature(step=steps.not_the_last),
+    "not the last backward": Feature(step=steps.only_for_the_last("set_is_last_backward")),
     "two forwards": Feature(step=steps.two_forwards, graphs=TWICE),
     "two forwards, two backwards": Feature(step=steps.two_forwards_two_backwards, graphs=TWICE),
     "no_grad forward": Feature(step=steps.with_no_grad, graphs=("forward", "forward", "backward")),

@@ -31,18 +31,15 @@ def accumulate_sharded(trainer: Trainer, step: int) -> None:
     trainer.forward(1).backward()
 
 
-def not_the_last(trainer: Trainer, step: int) -> None:
-    set_on(trainer.model, "set_is_last_backward", False)
-    trainer.forward(0).backward()
-    set_on(trainer.model, "set_is_last_backward", True)
-    trainer.forward(1).backward()
+def only_for_the_last(setting: str) -> Callable[[Trainer, int], None]:
+    """Return a step whose second backward alone has the setting."""
 
+    def step(trainer: Trainer, number: int) -> None:
+        for batch, is_last in enumerate((False, True)):
+            set_on(trainer.model, setting, is_last)
+            trainer.forward(batch).backward()
 
-def accumulate_unreplicated(trainer: Trainer, step: int) -> None:
-    set_on(trainer.model, "set_requires_all_reduce", False)
-    trainer.forward(0).backward()
-    set_on(trainer.model, "set_requires_all_reduce", True)
-    trainer.forward(1).backward()
+    return step
 
 
 def accumulate_unsharded(trainer: Trainer, step: int) -> None:
