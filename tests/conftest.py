@@ -15,6 +15,7 @@ os.environ["TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING"] = "1"
 import hypothesis
 import pytest
 import torch
+import torch.distributed as dist
 
 from helpers.parity.table import ParityTable
 from helpers.ranks import pools
@@ -41,6 +42,14 @@ def pytest_collection_finish() -> None:
 def _rank_pools() -> Iterator[None]:
     yield
     pools.close_pools()
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A world whose only rank is this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

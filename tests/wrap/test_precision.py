@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -79,13 +78,6 @@ def _probe(call: Callable[[Any, torch.Tensor], Any], part: Any, *classes: type[n
     model = Calls(part, call)
     auto_shard(model, ModuleWrapPolicy({nn.Linear}), mixed_precision_overrides=classes, mp_policy=LOW)
     return model(torch.ones(2, 4))
-
-
-@pytest.fixture
-def one_rank() -> Any:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_rank")

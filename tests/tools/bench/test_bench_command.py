@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from compile_fsdp.cli import main
 from compile_fsdp.tools.bench.measure import peak_bytes
@@ -72,17 +71,14 @@ def test_missing_dependency_of_torchtitan_is_named(
     assert "compile-fsdp bench needs what_torchtitan_needs" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_peak_counts_only_tensors_alive_together() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        kept: list[torch.Tensor] = []
+    kept: list[torch.Tensor] = []
 
-        def run() -> None:
-            for _ in range(3):
-                torch.empty(2**20, dtype=torch.uint8)
-            kept.append(torch.empty(2**21, dtype=torch.uint8))
+    def run() -> None:
+        for _ in range(3):
             torch.empty(2**20, dtype=torch.uint8)
+        kept.append(torch.empty(2**21, dtype=torch.uint8))
+        torch.empty(2**20, dtype=torch.uint8)
 
-        assert 3 * 2**20 <= peak_bytes(run, torch.device("cpu")) < 3 * 2**20 + 2**12
-    finally:
-        dist.destroy_process_group()
+    assert 3 * 2**20 <= peak_bytes(run, torch.device("cpu")) < 3 * 2**20 + 2**12

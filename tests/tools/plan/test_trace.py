@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 import compile_fsdp
 from compile_fsdp.errors import EstimateError, MemoryBudgetError
 from compile_fsdp.passes import COSTS
+from compile_fsdp.tools.bench.measure import peak_bytes
 from compile_fsdp.tools.explain import Report
 from compile_fsdp.tools.explain.events import Kind
 from compile_fsdp.tools.plan.models import Checkpoint, checkpoint_layers
@@ -130,20 +130,6 @@ def test_hosts_share_one_link() -> None:
     assert network.replica_costs(2, 8).comm_bandwidth == 40e9
 
 
-def peak_of(train: Callable[[], None]) -> int:
-    """Most bytes that torch allocates at a time during a call."""
-    gc.collect()  # garbage of an earlier test would count as freed during the call
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        train()
-    level = peak = 0
-    assert profile.profiler is not None and profile.profiler.kineto_results is not None
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            level += event.nbytes()
-            peak = max(peak, level)
-    return peak
-
-
 @pytest.mark.parametrize("checkpoint", [Checkpoint.NONE, pytest.param(Checkpoint.FULL, marks=pytest.mark.slow)])
 def test_measured_peak_of_compiled_training(checkpoint: Checkpoint) -> None:
     """Collectives that do nothing hold no memory, so no thread decides when memory is free."""
@@ -163,8 +149,9 @@ def test_measured_peak_of_compiled_training(checkpoint: Checkpoint) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
+    gc.collect()  # garbage of an earlier test would count as freed during the call
     with fake_world(2):
-        measured = peak_of(train)
+        measured = peak_bytes(train, torch.device("cpu"))
     assert planned == pytest.approx(measured, rel=0.1)
 
 
