@@ -235,15 +235,6 @@ class _MakesTensor(_Block):
         return super().forward(x) * torch.tensor([1.0, 2.0, 3.0, 4.0])
 
 
-def test_step_whose_backward_reads_a_constant_tensor_is_not_replayed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bundle, "own_folder", lambda: tmp_path)
-    with fake_world(2):
-        found, plain = (_train(_model(path, block=_MakesTensor)) for path in (tmp_path / "step.bundle", False))
-    assert all(map(torch.equal, found, plain))
-
-
 class _ReadsArray(_Block):
     def __init__(self, width: int) -> None:
         super().__init__(width)
@@ -253,9 +244,13 @@ class _ReadsArray(_Block):
         return super().forward(x) * torch.from_numpy(self.array)
 
 
-def test_step_that_reads_a_numpy_array_trains(tmp_path: Path) -> None:
+@pytest.mark.parametrize("block", [_MakesTensor, _ReadsArray])
+def test_step_that_reads_a_constant_tensor_or_numpy_array_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: type[_Block]
+) -> None:
+    monkeypatch.setattr(bundle, "own_folder", lambda: tmp_path)
     with fake_world(2):
-        found, plain = (_train(_model(path, block=_ReadsArray)) for path in (tmp_path / "step.bundle", False))
+        found, plain = (_train(_model(path, block=block)) for path in (tmp_path / "step.bundle", False))
     assert all(map(torch.equal, found, plain))
 
 
