@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import compile_fsdp
 from compile_fsdp.backend import device_graphs
@@ -25,6 +24,7 @@ from compile_fsdp.tools.launch import RankError
 from helpers.device.install import delayed
 from helpers.parity.check import Outcome, check_parity, full
 from helpers.parity.features import FEATURES
+from helpers.parity.twins import build_both
 from helpers.ranks.fake_world import fake_world
 from helpers.ranks.pools import run_ranks
 
@@ -203,11 +203,9 @@ class Blocks(nn.Module):
 
 
 def _build(shard: Callable[..., Any]) -> nn.Module:
-    torch.manual_seed(0)
     model = Blocks()
-    for block in model.blocks:
-        shard(block)
-    shard(model)
+    for module in (*model.blocks, model):
+        shard(module)
     return model
 
 
@@ -223,8 +221,7 @@ def _worst(got: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
 
 def _sizes_and_evaluation(rank: int) -> tuple[float, list[int]]:
     """Train with batches of changing size, evaluate between, and keep losses and gradients of earlier steps."""
-    eager, ours = _build(torch_fully_shard), _build(compile_fsdp.fully_shard)
-    ours.compile(backend="compile_fsdp", fullgraph=True, options={**GRAPHS, "fallback_random": True})
+    eager, ours = build_both(_build, options={**GRAPHS, "fallback_random": True})
     kept, worst = [], 0.0
     with counted() as counts:
         for step in range(9):
@@ -253,10 +250,7 @@ def test_each_size_has_a_capture_and_results_outlive_later_replays() -> None:
 
 def _kept_graph(rank: int) -> tuple[float, float]:
     """Two backwards through one forward, with a forward between them; parameters that eager code frees and moves."""
-    eager, ours = _build(torch_fully_shard), _build(compile_fsdp.fully_shard)
-    for model in (eager, ours):
-        model.eval()
-    ours.compile(backend="compile_fsdp", fullgraph=True, options=GRAPHS)
+    eager, ours = build_both(lambda shard: _build(shard).eval(), options=GRAPHS)
     found: list[list[torch.Tensor]] = [[], []]
     for model, grads in zip((eager, ours), found, strict=True):
         for step in range(6):
@@ -296,13 +290,13 @@ class Heads(nn.Module):
 
 
 def _heads(rank: int, returns_views: bool) -> tuple[float, list[int]]:
-    models, found = [], []
-    for shard in (torch_fully_shard, compile_fsdp.fully_shard):
-        torch.manual_seed(0)
-        models.append(model := Heads(returns_views))
+    def build(shard: Callable[..., Any]) -> nn.Module:
+        model = Heads(returns_views)
         for module in (model.trunk, model.first, model.second, model):
             shard(module)
-    models[1].compile(backend="compile_fsdp", fullgraph=True, options=GRAPHS)
+        return model
+
+    models, found = build_both(build, options=GRAPHS), []
     with counted() as counts:
         for model in models:
             values, batches = [], []  # all kept, so that no batch lies where the last one lay, and is read in place
