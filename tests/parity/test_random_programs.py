@@ -26,7 +26,7 @@ from compile_fsdp.replay import bundle
 from helpers.models.program_training import Training, drop_gathered_ahead, reshard
 from helpers.models.random_programs import PROGRAMS, Part, Program, comparable
 from helpers.models.replays import compile_with_replay
-from helpers.parity.check import Parity, compare, full
+from helpers.parity.check import Parity, compare, full, full_grads
 from helpers.ranks.pools import device_type, run_ranks
 
 Step = tuple[list[torch.Tensor], dict[str, torch.Tensor | None]]  # losses, and gradients by name
@@ -45,7 +45,7 @@ def _train(rank: int, program: Program, folder: str) -> Parity | None:
         for number in range(len(program.steps)):
             eager.step(number, rank)
             assert all(loss < 1e6 for loss in eager.losses)  # else it diverges, and addition order dominates
-            expected.append((eager.losses, _gradients(eager.model)))
+            expected.append((eager.losses, full_grads(eager.model)))
             reshard(eager.model)  # else a frozen module recomputed in the backward loses its update
             drop_gathered_ahead(eager.model)
             eager.update()
@@ -76,7 +76,7 @@ def _train_compiled(program: Program, rank: int) -> tuple[Training, list[Step]]:
     compiles(ours.model, backend="compile_fsdp", fullgraph=not program.has_breaks, options=options)
     for number in range(len(program.steps)):
         ours.step(number, rank)
-        trained.append((ours.losses, _gradients(ours.model)))
+        trained.append((ours.losses, full_grads(ours.model)))
         ours.update()
     return ours, trained
 
@@ -95,14 +95,6 @@ def _compare_steps(result: Parity, ours: list[Step], expected: list[Step]) -> No
                     result.worst = float("inf")
             else:
                 compare(result, f"step {number}: {name}", mine, theirs, max(least, 1e-30))
-
-
-def _gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    return {name: _gradient(parameter) for name, parameter in model.named_parameters()}
-
-
-def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    return None if parameter.grad is None else full(parameter.grad).clone()
 
 
 def _of(kind: str) -> Callable[..., Part]:
