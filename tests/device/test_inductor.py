@@ -1,4 +1,4 @@
-"""Inductor's kernels on the emulated device: values, asynchrony, races and training."""
+"""Inductor's kernels on the emulated device: values, asynchrony and races."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from helpers.device.install import delayed, install
-from helpers.parity.check import Outcome, check_parity
-from helpers.parity.features import FEATURES
 from helpers.ranks.pools import run_ranks
 
 DEVICE = "emulated"
@@ -76,17 +74,3 @@ def test_kernel_that_does_not_wait_for_its_input_is_a_race() -> None:
     ((error,),) = run_ranks(1, _races, device=DEVICE)
     assert error.startswith("race on the input: cpp_fused_")
     assert "reads what aten::add" in error
-
-
-def _train(rank: int) -> Outcome:
-    with delayed(rank, 100.0):
-        return check_parity(FEATURES["even"], "inductor", steps=2)
-
-
-# Slow, because test_offloading.py also trains a sharded model with Inductor.
-@pytest.mark.slow
-def test_sharded_model_trains_with_the_passes_and_matches_eager() -> None:
-    for outcome in run_ranks(2, _train, device=DEVICE):
-        assert outcome.worst <= 1e-5, outcome.differing
-        assert outcome.directions == ["forward", "backward"]
-        assert outcome.windows_removed > 0
