@@ -21,10 +21,10 @@ from compile_fsdp.errors import (
     UnsupportedFeatureError,
 )
 from compile_fsdp.integrations import fabric, lightning, torchtitan, transformers
+from helpers.parity.twins import AOT_EAGER
 from helpers.ranks.fake_world import fake_world
 from helpers.ranks.fresh import run_fresh
 
-AOT_EAGER = {"inner_backend": "aot_eager"}
 MISSING = {"accelerate": "accelerate", "lightning": "pytorch_lightning", "transformers": "transformers"}
 IMPORT = """
 import importlib, json, sys

@@ -16,6 +16,7 @@ import compile_fsdp
 from compile_fsdp.ops import collectives
 from compile_fsdp.torch_compat.dynamo import dynamo_counters
 from helpers.models.sharded import unsharded_bytes
+from helpers.parity.twins import AOT_EAGER
 from helpers.ranks.pools import run_ranks
 
 
@@ -159,9 +160,6 @@ def _inject_all(rank: int, options: dict[str, Any] | None, checkpointed: bool, r
 def _captured_graphs() -> int:
     counters = dynamo_counters()
     return counters["stats"]["unique_graphs"] + counters["compiled_autograd"]["captures"]
-
-
-AOT_EAGER = {"inner_backend": "aot_eager"}
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import compile_fsdp
 from compile_fsdp.runtime.gather import GatherPlan
 from compile_fsdp.runtime.reduction import Reduction
 from helpers.parity.check import build, loss_of
+from helpers.parity.twins import AOT_EAGER
 from helpers.ranks.pools import TRACE_BUFFER_SIZE, run_ranks
 from helpers.releases.differences import CACHES_NUMBERS, KEEPS_TRACE_CONSTANTS
 
@@ -63,9 +64,6 @@ def _many_steps(
         train(steps // 2)
         kinds.append(_kinds())
     return before, _held(), [later - earlier for earlier, later in pairwise(kinds)], len(compile_fsdp.reports())
-
-
-AOT_EAGER = {"inner_backend": "aot_eager"}
 
 
 @pytest.mark.parametrize(

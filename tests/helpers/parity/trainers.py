@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import compile_fsdp
-from helpers.parity.check import full, relative_difference
+from helpers.parity.check import Parity, compare, full
 from helpers.ranks.forked import run_forked
 
 # Prefix of the line with a program's result.
@@ -38,33 +38,21 @@ class Trained:
 
 
 @dataclass
-class Comparison:
-    """Differences between a trainer's compiled run and its eager run, on one rank.
+class Comparison(Parity):
+    """Differences between a trainer's compiled run, with its losses, and its eager run, on one rank."""
 
-    Attributes:
-        losses: Losses of the compiled run.
-        differing: Names of losses and parameters that are not bitwise equal.
-        worst: Largest relative difference of a loss or parameter.
-        graphs: Directions of the compiled graphs.
-    """
-
-    losses: list[float]
-    differing: list[str] = field(default_factory=list)
-    worst: float = 0.0
-    graphs: list[str] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
 
 
 def compare_trained(eager: Trained, compiled: Trained) -> Comparison:
     """Compare two runs; take the graphs from this process's reports since `reset_reports`."""
-    result = Comparison(compiled.losses, graphs=[report.direction for report in compile_fsdp.reports()])
+    directions = [report.direction for report in compile_fsdp.reports()]
+    result = Comparison(losses=compiled.losses, directions=directions)
     assert eager.parameters.keys() == compiled.parameters.keys()
-    pairs = {name: (compiled.parameters[name], eager.parameters[name]) for name in eager.parameters}
+    for name, expected in eager.parameters.items():
+        compare(result, name, compiled.parameters[name], expected)
     for i, losses in enumerate(zip(compiled.losses, eager.losses, strict=True)):
-        pairs[f"loss {i}"] = (torch.tensor(losses[0]), torch.tensor(losses[1]))
-    for name, (got, expected) in pairs.items():
-        if not torch.equal(got, expected):
-            result.differing.append(name)
-            result.worst = max(result.worst, relative_difference(got, expected))
+        compare(result, f"loss {i}", *map(torch.tensor, losses))
     return result
 
 

@@ -16,8 +16,7 @@ import compile_fsdp
 from compile_fsdp.integrations.accelerate import prepare
 from helpers.models.reference import Stack
 from helpers.parity.trainers import Comparison, Trained, compare_resumed, compare_trained, run_scenario, train_both
-
-AOT_EAGER = {"inner_backend": "aot_eager"}
+from helpers.parity.twins import AOT_EAGER
 
 
 class Loop:

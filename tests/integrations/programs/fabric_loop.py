@@ -16,14 +16,13 @@ import compile_fsdp
 from compile_fsdp.integrations.fabric import compiled
 from helpers.models.reference import Stack
 from helpers.parity.trainers import Comparison, Trained, compare_resumed, compare_trained, run_scenario, train_both
-
-AOT_EAGER = {"inner_backend": "aot_eager"}
+from helpers.parity.twins import AOT_EAGER
 
 
 def shard(model: Stack, mesh: DeviceMesh) -> Stack:
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh["data_parallel"])
-    return fully_shard(model, mesh=mesh["data_parallel"])
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh["data_parallel"])
+    return model
 
 
 class Loop:

@@ -19,8 +19,7 @@ import compile_fsdp
 from compile_fsdp.integrations.lightning import CompileFSDP
 from helpers.models.reference import Stack
 from helpers.parity.trainers import Comparison, Trained, compare_resumed, compare_trained, run_scenario, train_both
-
-AOT_EAGER = {"inner_backend": "aot_eager"}
+from helpers.parity.twins import AOT_EAGER
 
 
 class Module(pl.LightningModule):
@@ -35,9 +34,8 @@ class Module(pl.LightningModule):
         torch.manual_seed(0)
         self.model = Stack()
         mesh = self.device_mesh["data_parallel"]
-        for layer in self.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
+        for module in (*self.model.layers, self.model):
+            fully_shard(module, mesh=mesh)
 
     def _loss(self, batch: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = self.model(batch)

@@ -23,8 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 import compile_fsdp
 from compile_fsdp.integrations.torchtitan import compiled as compiled_config
 from helpers.parity.trainers import Comparison, Trained, compare_resumed, compare_trained, run_scenario, train_both
-
-AOT_EAGER = {"inner_backend": "aot_eager"}
+from helpers.parity.twins import AOT_EAGER
 
 
 class Cpu:

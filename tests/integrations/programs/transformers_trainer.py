@@ -15,8 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 import compile_fsdp
 from compile_fsdp.integrations.transformers import CompileFSDP
 from helpers.parity.trainers import Comparison, Trained, compare_resumed, compare_trained, run_scenario, train_both
-
-AOT_EAGER = {"inner_backend": "aot_eager"}
+from helpers.parity.twins import AOT_EAGER
 
 
 def llama(layers: int = 1) -> LlamaForCausalLM:
