@@ -21,11 +21,6 @@ Undisturbed = Callable[[str, int], jobs.Outcome]
 TWO_OF_EACH = 2 * jobs.PHASES
 
 
-def steps_for(kills: int) -> int:
-    """So many that the last of the kills comes to pass, and a start after it."""
-    return jobs.STEPS_BETWEEN_KILLS * kills + jobs.SAVE_EVERY
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     """The run without kills, by inner backend and number of steps."""
@@ -48,7 +43,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
 def test_restarts_continue_the_loss_curve(
     seed: int, phases: tuple[str, ...], inner_backend: str, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
-    steps = steps_for(len(phases))
+    # So many that the last of the kills comes to pass, and a start after it.
+    steps = jobs.STEPS_BETWEEN_KILLS * len(phases) + jobs.SAVE_EVERY
     expected = undisturbed(inner_backend, steps)
     kills = jobs.draw_kills(random.Random(seed), phases, expected)
     if inner_backend == "inductor":

@@ -40,12 +40,6 @@ def _calls(run: Iterator[torch.Tensor]) -> list[tuple[torch.Tensor, str]]:
         found.append((result, ", ".join(sorted(ops))))
 
 
-def _gathered(shard: torch.Tensor, ranks: int) -> torch.Tensor:
-    expected = torch.cat([shard] * ranks)
-    wait(torchs.all_gather_into_tensor_out(shard, ranks, _world(), out=expected))
-    return expected
-
-
 def _exchanges(rank: int, dtype: torch.dtype) -> list[bool]:
     torch.manual_seed(rank)
     world = _world()
@@ -53,7 +47,9 @@ def _exchanges(rank: int, dtype: torch.dtype) -> list[bool]:
     for shape in ((2, 3), (1000,)):
         x = torch.randn(shape).to(dtype)  # values that a sum has to round
         kept = x.clone()
-        equal.append(torch.equal(wait(all_gather_into_tensor(x, 2, world, "")), _gathered(x, 2)))
+        gathered = torch.cat([x, x])
+        wait(torchs.all_gather_into_tensor_out(x, 2, world, out=gathered))
+        equal.append(torch.equal(wait(all_gather_into_tensor(x, 2, world, "")), gathered))
         for reduce_op in ("sum", "avg"):
             expected = wait(torchs.reduce_scatter_tensor(x, reduce_op, 2, world))
             launched = reduce_scatter_tensor(x, reduce_op, 2, world, "")

@@ -79,7 +79,7 @@ def run_job(folder: Path, steps: int, kills: Sequence[Kill], inner_backend: str)
     output = torchrun(folder, *command, max_restarts=len(kills), environment=environment)
     seconds = time.monotonic() - start
     assert not _wait_for_the_end_of(job)
-    summary = read_summary(folder)
+    summary = json.loads((folder / "out" / "summary.json").read_text())
     entries = [json.loads(line) for line in (folder / RECORD).read_text().splitlines()]
     return Outcome(summary["losses"], summary["first_step"], entries, output, seconds)
 
@@ -93,12 +93,6 @@ def prepare(folder: Path, steps: int, kills: Sequence[Kill], inner_backend: str,
     command = ["--data", "text.txt", "--steps", steps, "--inner-backend", inner_backend]
     files = ["--checkpoint", CHECKPOINTS, "--save-every", SAVE_EVERY, "--output", "out", "--timeout-s", timeout_s]
     return [Path(__file__).with_name("sabotaged_train.py"), PLAN, RECORD, *command, *files]
-
-
-def read_summary(folder: Path) -> dict[str, Any]:
-    """The final report of the job in a folder."""
-    summary: dict[str, Any] = json.loads((folder / "out" / "summary.json").read_text())
-    return summary
 
 
 def draw_kills(rng: random.Random, phases: Sequence[str], undisturbed: Outcome) -> list[Kill]:

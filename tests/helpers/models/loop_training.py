@@ -105,7 +105,6 @@ class Training:
         self.where = ""
 
     def run(self) -> None:
-        """Take the actions of all steps, in order."""
         for number, step in enumerate(self.loop.steps):
             try:
                 for position, action in enumerate(step):
@@ -153,7 +152,6 @@ class Training:
         self.model.train()
 
     def no_grad(self, action: Action) -> None:
-        """Run the model without gradients."""
         with torch.no_grad():
             self._note("output", self.model(self._batch()))
 
@@ -214,7 +212,6 @@ class Training:
         self.model.load_state_dict({name: value * 0.75 for name, value in self.model.state_dict().items()})
 
     def state_dict(self, action: Action) -> None:
-        """Take the state dict."""
         for name, value in self.model.state_dict().items():
             self._note(f"state {name}", value)
 
@@ -229,7 +226,6 @@ class Training:
         self._fsdp_module(action.target).unshard(async_op=action.value)
 
     def reshard(self, action: Action) -> None:
-        """Free a module's unsharded parameters."""
         self._fsdp_module(action.target).reshard()
 
     def set(self, action: Action) -> None:

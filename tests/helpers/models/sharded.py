@@ -14,17 +14,15 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     """Describe each `fully_shard` call on a model, with its parameter groups, by module order."""
     names = {module: fqn for fqn, module in model.named_modules()}
     states = [module._get_fsdp_state() for module in names if isinstance(module, FSDPModule)]
-    found = []
-    for state in dict.fromkeys(states):
-        found.append(
-            {
-                "modules": [names[module] for module in state._modules],
-                "mp_policy": state._mp_policy,
-                "auto_reshard": state._auto_reshard_after_forward,
-                "groups": [_group(group, names) for group in param_groups(state)],
-            }
-        )
-    return found
+    return [
+        {
+            "modules": [names[module] for module in state._modules],
+            "mp_policy": state._mp_policy,
+            "auto_reshard": state._auto_reshard_after_forward,
+            "groups": [_group(group, names) for group in param_groups(state)],
+        }
+        for state in dict.fromkeys(states)
+    ]
 
 
 def _group(group: Any, names: dict[nn.Module, str]) -> dict[str, Any]:

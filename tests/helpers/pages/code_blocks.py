@@ -96,20 +96,15 @@ def _serve(page: Path, setting: Setting, folder: Path, connection: Connection) -
     # Inductor's cache goes into the page's folder.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "cache")
     os.chdir(folder)
+    if setting.fake_ranks is None:
+        os.environ.update(LAUNCHED)
     try:
-        with _world(setting):
+        with fake_world(setting.fake_ranks) if setting.fake_ranks is not None else contextlib.nullcontext():
             _set_inner_backend(setting.inner_backend)
             _run(page, setting)
         connection.send(None)
     except BaseException:
         connection.send(traceback.format_exc())
-
-
-def _world(setting: Setting) -> contextlib.AbstractContextManager[None]:
-    if setting.fake_ranks is not None:
-        return fake_world(setting.fake_ranks)
-    os.environ.update(LAUNCHED)
-    return contextlib.nullcontext()
 
 
 def _set_inner_backend(name: str) -> None:

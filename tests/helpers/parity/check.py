@@ -182,9 +182,7 @@ def build_feature(feature: Feature, fully_shard: Any) -> Case:
 
 
 def build_mesh(sizes: dict[str, int]) -> DeviceMesh:
-    known = 1
-    for size in sizes.values():
-        known *= size or 1
+    known = math.prod(size or 1 for size in sizes.values())
     shape = tuple(size or dist.get_world_size() // known for size in sizes.values())
     return shared_mesh(device_type(), shape, tuple(sizes))
 
@@ -244,8 +242,11 @@ def check_parity(feature: Feature, inner_backend: str, steps: int = 3, **options
     recorded: dict[int, list[Collective]] = {}
     peaks: dict[int, int] = {}
     first_step_graphs = 0
+    # Tensor-parallel ranks share a batch.
+    data_rank = dist.get_rank() // (build_mesh(feature.mesh)["tp"].size() if "tp" in feature.mesh else 1)
     for step in range(steps):
-        batches = _batches(eager.case, step, dist.get_rank() if "tp" not in feature.mesh else _data_rank(feature))
+        torch.manual_seed(1000 * step + data_rank)
+        batches = [eager.case.batch() for _ in range(3)]
         for index, trainer in enumerate(trainers):
             if step == steps - 1:
                 recorded[index], peaks[index] = record(partial(trainer.train, step, batches))
@@ -269,17 +270,6 @@ def check_parity(feature: Feature, inner_backend: str, steps: int = 3, **options
     outcome.collectives = recorded[2], recorded[0]
     outcome.peak_bytes = peaks[2], peaks[0]
     return outcome
-
-
-def _batches(case: Case, step: int, rank: int) -> list[dict[str, Any]]:
-    torch.manual_seed(1000 * step + rank)
-    return [case.batch() for _ in range(3)]
-
-
-def _data_rank(feature: Feature) -> int:
-    """Rank in the data mesh; tensor-parallel ranks share a batch."""
-    mesh = build_mesh(feature.mesh)
-    return dist.get_rank() // mesh["tp"].size()
 
 
 def _compare_step(outcome: Outcome, where: str, ours: Trainer, eager: Trainer) -> bool:

@@ -72,14 +72,11 @@ def cover_pairs(sizes: Sequence[int]) -> list[tuple[int, ...]]:
         row: dict[int, int] = dict(min(pairs))
         for i in range(len(sizes)):
             if i not in row:
-                row[i] = max(range(sizes[i]), key=lambda a, i=i: _count_new(pairs, row, (i, a)))  # type: ignore[misc]
+                new = [sum(tuple(sorted(((i, a), other))) in pairs for other in row.items()) for a in range(sizes[i])]
+                row[i] = new.index(max(new))
         rows.append(tuple(row[i] for i in range(len(sizes))))
         pairs -= set(itertools.combinations(sorted(row.items()), 2))
     return rows
-
-
-def _count_new(pairs: set[Any], row: dict[int, int], item: tuple[int, int]) -> int:
-    return sum(tuple(sorted((item, other))) in pairs for other in row.items())
 
 
 def _pairs() -> dict[str, Feature]:

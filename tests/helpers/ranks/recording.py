@@ -6,7 +6,6 @@ import math
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,11 +39,6 @@ class Collective:
         return f"{self.kind}({self.dtype.lower()}[{self.numel}], {self.group})"
 
 
-def _entries() -> list[dict[str, Any]]:
-    trace = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())
-    return list(trace.get("entries", []))
-
-
 def collectives_of(run: Callable[[], None]) -> list[Collective]:
     """Record the collectives that `run` issues on this rank, in order.
 
@@ -54,7 +48,8 @@ def collectives_of(run: Callable[[], None]) -> list[Collective]:
     before = executed_collectives()
     run()
     synchronize(_device())
-    entries = [entry for entry in _entries() if entry["record_id"] >= before]
+    recorded = pickle.loads(torch._C._distributed_c10d._dump_fr_trace()).get("entries", [])
+    entries = [entry for entry in recorded if entry["record_id"] >= before]
     assert min((entry["record_id"] for entry in entries), default=before) == before, "the recorder has forgotten some"
     names = dist.distributed_c10d._world.pg_names
     ranks = {name: dist.get_process_group_ranks(group) for group, name in names.items()}

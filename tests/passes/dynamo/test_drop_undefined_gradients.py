@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -135,19 +135,15 @@ def test_gradients_of_a_forward_with_more_or_fewer_results_are_matched_by_value(
 
 
 def test_gradients_that_cannot_be_matched_stay_zeros() -> None:
+    def call_aot_bwd_prologue(saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return (*saved, *(grad.clone() for grad in grads))
+
     captured = _Captured()
-    captured.undefined.args[0].target = _copying_prologue()  # type: ignore[union-attr]
+    captured.undefined.args[0].target = call_aot_bwd_prologue  # type: ignore[union-attr]
     captured.accumulate(0, captured.op(_aten.neg.default, captured.undefined))
     before = len(captured.graph.nodes)
     _, without = captured.dropped(has_gradient=(True, False, True))
     assert without == [] and len(captured.graph.nodes) == before + 1
-
-
-def _copying_prologue() -> Callable[..., tuple[torch.Tensor, ...]]:
-    def call_aot_bwd_prologue(saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        return (*saved, *(grad.clone() for grad in grads))
-
-    return call_aot_bwd_prologue
 
 
 def test_outputs_without_gradient_are_left_out() -> None:
