@@ -24,9 +24,8 @@ def _model(widths: list[int]) -> nn.Module:
     torch.manual_seed(0)
     layers = [nn.Linear(before, after) for before, after in pairwise(widths)]
     model = nn.Sequential(*layers)
-    for layer in layers:
-        compile_fsdp.fully_shard(layer)
-    compile_fsdp.fully_shard(model)
+    for module in (*layers, model):
+        compile_fsdp.fully_shard(module)
     return model
 
 

@@ -13,9 +13,8 @@ import compile_fsdp
 
 def _model(width: int) -> nn.Module:
     model = nn.Sequential(nn.Linear(8, width), nn.Linear(width, 8))
-    for layer in model:
-        compile_fsdp.fully_shard(layer)
-    compile_fsdp.fully_shard(model)
+    for module in (*model, model):
+        compile_fsdp.fully_shard(module)
     model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
     return model
 

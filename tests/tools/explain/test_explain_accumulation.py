@@ -21,9 +21,8 @@ def _explained(policy: MixedPrecisionPolicy, syncs: tuple[bool, ...], evaluation
     """Report on evaluations, and on one backward for each entry, which says whether it reduces gradients."""
     with fake_world(2), capture() as captured:
         model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(2)))
-        for block in model:
-            compile_fsdp.fully_shard(block, mp_policy=policy)
-        compile_fsdp.fully_shard(model, mp_policy=policy)
+        for module in (*model, model):
+            compile_fsdp.fully_shard(module, mp_policy=policy)
         model.compile(backend="compile_fsdp", fullgraph=True)
         with torch.no_grad():
             for _ in range(evaluations):
