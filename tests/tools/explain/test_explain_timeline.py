@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from compile_fsdp.ops import copy_, resize_storage_bytes_
+from compile_fsdp.passes.analysis.collectives import CAST
 from compile_fsdp.tools.explain.events import Event, Kind
 from compile_fsdp.tools.explain.memory import unsharded_bytes
 from compile_fsdp.tools.explain.names import NO_MODULE, GraphNames, GroupFacts, module_names
 from compile_fsdp.tools.explain.timeline import eager_bytes, place
 from compile_fsdp.wrap.tree import ROOT
-from helpers.graphs.build import CAST, GraphBuilder, aten, c10d
+from helpers.graphs.build import GraphBuilder, aten, c10d
 
 
 def event(kind: Kind, seconds: float = 0.0, collective: int = -1, reads: str = "") -> Event:
