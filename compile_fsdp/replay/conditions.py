@@ -256,6 +256,7 @@ class Watch:
         for i in self.others:
             values[i] = None  # do not keep the object alive
         self._pairs = [pair for pair in conditions.pairs if self.others.intersection(pair)]
+        self._in_order = sorted(self.others)
         self._of_others = [c for c in conditions.conditions if c.position in self.others]
 
     def holds(self, scope: Scope) -> bool:
@@ -272,7 +273,7 @@ class Watch:
             return False
 
     def _others_hold(self, scope: Scope) -> bool:
-        values = self.conditions.paths.fill(self._values.copy(), sorted(self.others), scope)
+        values = self.conditions.paths.fill(self._values.copy(), self._in_order, scope)
         return all(self.conditions.holds(each, values[each.position]) for each in self._of_others) and all(
             values[one] is values[other] for one, other in self._pairs
         )
