@@ -46,7 +46,7 @@ class CallInputs:
     """
 
     groups: dict[TraceableGroup, GroupUse]
-    managed: list[Any]
+    managed: tuple[Any, ...]
     differentiable: list[int]
     leaves: list[torch.Tensor]
     sizes: list[int]
@@ -65,7 +65,7 @@ class CallInputs:
         is_managed, is_stage = set(positions), _is_stage(forward)
         return cls(
             groups,
-            managed=[args[i] for i in positions],
+            managed=tuple(args[i] for i in positions),
             differentiable=[
                 i
                 for i, arg in enumerate(args)

@@ -91,7 +91,7 @@ class GraphCall:
                 leaf = args[i] = args[i].detach().requires_grad_()
             leaves.append(leaf)
         # As eager FSDP2: autograd would take a fill with equal values for a change of a saved tensor.
-        with preserve_version_counter(tuple(self.inputs.managed)):
+        with preserve_version_counter(self.inputs.managed):
             with torch.enable_grad(), without_saved_tensor_hooks() as had_hooks:
                 if had_hooks:
                     _warn_of_saved_tensor_hooks()
@@ -142,7 +142,7 @@ class GraphCall:
 
     def _run_unchanged(self, versions: list[int], run: Callable[[], Any]) -> Any:
         """Run a backward with the saved version counters. See also [Note: Settings on the device's thread]."""
-        with preserve_version_counter(tuple(self.inputs.managed)):
+        with preserve_version_counter(self.inputs.managed):
             set_versions(self.inputs.managed, versions)
             return run() if threading.get_ident() == self.thread else self._context.run(run)
 
