@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from compile_fsdp.backend.capturable import check_capturable
+from compile_fsdp.backend.cpu_probe import await_cpu_probe
 from compile_fsdp.backend.derived_backward import DERIVED_BACKWARD, GraphTracer, UnusedBackward, can_be_rebuilt
 from compile_fsdp.backend.progress import Phase
 from compile_fsdp.ops.call_block import Backward, Block, Part, Signature, find_block
@@ -111,6 +112,7 @@ class BlockCompiler:
         plain, run, stored = _without_values(graph), None, None
         if self.options.inner_backend == "inductor":
             compile_fx, _ = inductor_compilers()
+            await_cpu_probe()
             # A later graph that calls the block may be stored.
             storable = functorch_config.patch({"bundled_autograd_cache": True})
             # The ops have been cast.

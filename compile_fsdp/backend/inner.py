@@ -13,6 +13,7 @@ from torch import fx
 from compile_fsdp.advice import GroupFigures
 from compile_fsdp.backend.agreement import agree
 from compile_fsdp.backend.capturable import allocate_kept
+from compile_fsdp.backend.cpu_probe import await_cpu_probe
 from compile_fsdp.backend.derived_backward import DERIVED_BACKWARD, ForwardCompiler
 from compile_fsdp.backend.device_graphs import compile_replayed
 from compile_fsdp.backend.graph_inputs import GraphInputs
@@ -131,6 +132,7 @@ def _call_inner_backend(graph: TracedGraph, recorder: Recorder) -> tuple[Callabl
             return lookup_backend(options.inner_backend)(gm, list(graph.example_inputs)), None
         config = inductor_config(graph.step, graph.direction, graph.inputs, recorder, observer, is_captured)
         compile_fx, compile_inner = inductor_compilers()
+        await_cpu_probe()
         if options.cuda_graphs and generates_code():
             compile_inner = partial(compile_replayed, compile_inner, graph.inputs, graph.what)
         if is_captured:

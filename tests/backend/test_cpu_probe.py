@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import torch._dynamo.utils
 from torch import nn
 
 import compile_fsdp
-from compile_fsdp.backend import cpu_probe
+from compile_fsdp.backend import blocks, cpu_probe, inner
 from helpers.ranks.fake_world import fake_world
 from helpers.releases.skip import skip_before
 
@@ -41,10 +42,11 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
     return found
 
 
-def _step(**options: Any) -> None:
+def _step(layers: int = 1, **options: Any) -> None:
     with fake_world(2):
-        model: Any = nn.Linear(4, 4)
-        compile_fsdp.fully_shard(model)
+        model: Any = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+        for module in (*model, model):
+            compile_fsdp.fully_shard(module)
         model.compile(backend="compile_fsdp", fullgraph=True, options=options)
         for _ in range(2):
             model(torch.ones(3, 4)).sum().backward()
@@ -59,6 +61,28 @@ def test_probe_runs_once_in_a_thread_before_the_trace_and_its_error_stays_there(
     assert probes == [(False, 0)]
     _step(bundle=path)  # traces nothing
     assert probes == [(False, 0)]
+
+
+@pytest.mark.parametrize("layers", [1, 2])  # two equal blocks are compiled once, before the graph
+def test_compilation_waits_for_the_probe(layers: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    skip_before("2.13")
+    is_waiting, running = threading.Event(), []
+
+    def probe() -> None:
+        is_waiting.wait(60)
+        time.sleep(0.1)
+        running.append("probe")
+
+    def wait() -> None:
+        is_waiting.set()
+        cpu_probe.await_cpu_probe()
+        running.append("compiler")
+
+    monkeypatch.setattr(cpu_probe, "pick_vec_isa", SimpleNamespace(value=probe))
+    for module in (blocks, inner):
+        monkeypatch.setattr(module, "await_cpu_probe", wait)
+    _step(layers, bundle=str(tmp_path / "bundle"))
+    assert running[:2] == ["probe", "compiler"]
 
 
 def test_no_probe_without_inductor(probes: list[tuple[bool, int]]) -> None:
