@@ -11,6 +11,7 @@ from torch import fx
 from compile_fsdp.passes.analysis.costs import Costs
 from compile_fsdp.passes.dynamo.call_tensor_hooks import call_tensor_hooks
 from compile_fsdp.passes.dynamo.canonicalize_backward import canonicalize_backward
+from compile_fsdp.passes.dynamo.drop_input_aliases import drop_input_aliases
 from compile_fsdp.passes.dynamo.drop_undefined_gradients import drop_undefined_gradients
 from compile_fsdp.passes.dynamo.expand_group_calls import expand_group_calls
 from compile_fsdp.passes.dynamo.join_op_runs import join_op_runs
@@ -53,6 +54,7 @@ def forward(
         # Next, because later passes match single ops.
         partial(expand_group_calls, functions=functions),
         *((lift_tensor_hooks,) if lifts_hooks else ()),
+        drop_input_aliases,
         *((fitted,) if fitted is not None else ()),
         partial(save_frozen_outputs, frozen=frozen),
     )

@@ -4,6 +4,12 @@
 torch.compile starts tracing below `Module.__call__`, so that a compiled module's own hooks would become separate
 graphs. `TraceableModule._call_impl` is the frame that is compiled instead. Dynamo inlines the root's hooks and forward
 into it, as it inlines the hooks and forwards of the modules below.
+
+[Note: Inputs of a module]
+Eager FSDP2 passes the inputs of a sharded module that need a gradient through an autograd function. So the gradients of
+the readers in the module are added before those of other readers, such as a skip connection, and the module's own hooks
+on such a tensor see their sum alone. A traced module reads aliases of its inputs to the same effect;
+`drop_input_aliases` removes those that make no difference.
 """
 
 from __future__ import annotations
@@ -84,8 +90,10 @@ def before_forward(hooks: StateHooks, args: Any, kwargs: Any) -> tuple[Any, Any]
         elif group.memory is Memory.UNSHARDED_AHEAD:
             group.enter(Memory.UNSHARDED)
         register_unsharded(group)
-    if torch.is_grad_enabled() and any([group.is_frozen for group in hooks.groups]):
-        _watch_inputs(hooks, (args, kwargs))
+    if torch.is_grad_enabled() and hooks.groups:
+        args, kwargs = tree_map_only(torch.Tensor, _own_input, (args, kwargs))
+        if any([group.is_frozen for group in hooks.groups]):
+            _watch_inputs(hooks, (args, kwargs))
     ahead = state._states_to_forward_prefetch
     if is_first and ahead and not is_deep_in_regions():  # in nested regions only the passes prefetch
         for each in ahead:
@@ -108,6 +116,11 @@ def _begin_root(hooks: StateHooks, args: Any, kwargs: Any) -> tuple[Any, Any]:
     if device.type != "cpu":
         args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
     return args, kwargs
+
+
+def _own_input(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an alias of an input that needs a gradient. See [Note: Inputs of a module]."""
+    return torch.ops.aten.alias.default(tensor) if tensor.requires_grad else tensor
 
 
 def _watch_inputs(hooks: StateHooks, inputs: Any) -> None:

@@ -15,9 +15,9 @@ selects the saved values, if any. AOTAutograd makes a backward that runs the bod
 
 [Note: Sums of gradients]
 Autograd adds the gradients of a tensor with several readers one by one. A block hands over one gradient for each input.
-If the input has other readers too, this must be the gradient of one op, or the sum would be rounded differently. And a
-block has only one output with a gradient, because an output that the loss does not use would get zeros in place of no
-gradient.
+If the input has other readers too, this must be the gradient of one op, or the sum would be rounded differently; an
+argument of the module is no such input, because the module reads an alias. And a block has only one output with a
+gradient, because an output that the loss does not use would get zeros in place of no gradient.
 
 [Note: Casts of parameters]
 Autocast casts a parameter once for all ops of a region that read it, and adds their gradients before the cast. A block

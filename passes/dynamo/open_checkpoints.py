@@ -3,7 +3,7 @@
 Precondition  a graph as Dynamo has traced it, with group calls
 Match         a checkpoint whose body gathers before it reads the gathered parameters, frees after that, and puts hooks
               on its results only
-Rewrite       what the runtime has added moves before and after the checkpoint, in its order
+Rewrite       what the runtime has added moves before and after the checkpoint, in its order; an alias of an input too
 Report        the number of checkpoints
 
     before                                    after
@@ -29,7 +29,7 @@ import torch
 from torch import fx
 
 from compile_fsdp.passes.analysis.collectives import is_gather
-from compile_fsdp.passes.analysis.eager_effects import EagerEffects, is_grad_switch, is_upkeep
+from compile_fsdp.passes.analysis.eager_effects import ALIAS, EagerEffects, is_grad_switch, is_upkeep
 from compile_fsdp.torch_compat.autograd import set_grad_enabled
 from compile_fsdp.torch_compat.dispatch import is_checkpoint
 from compile_fsdp.torch_compat.dynamo import deferred_hook
@@ -57,11 +57,12 @@ def open_checkpoints(graph: fx.Graph, functions: Container[Function], free: Func
 
 def _find_frame(
     call: fx.Node, body: fx.Graph, functions: Container[Function], free: Function
-) -> tuple[list[fx.Node], list[fx.Node]] | None:
-    """Find the gathers, and the frees and hooks, of a body; None if there are none, or if anything would stay."""
+) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]] | None:
+    """Find a body's gathers, aliases of inputs, and frees and hooks; None if it has no gather, or if any would stay."""
     before = [node for node in body.nodes if (node.target in functions and node.target is not free) or is_gather(node)]
     frees = body.find_nodes(op="call_function", target=free)
     hooks = [node for node in body.nodes if deferred_hook(node) is not None]
+    aliases = [node for node in body.find_nodes(op="call_function", target=ALIAS) if _is_sole_reader(node)]
     own = {*before, *frees, *hooks}
     parameters = {each for node in before for each in node.all_input_nodes if each.op == "placeholder"}
     reads = [node for node in body.nodes if node not in own and not parameters.isdisjoint(node.all_input_nodes)]
@@ -72,10 +73,17 @@ def _find_frame(
         and all(user in own for node in before for user in node.users)
         and all(before[-1] < each for each in (*reads, *frees))
         and all(each < node for each in reads for node in frees)
-        and all(each.op == "placeholder" or each in items for node in hooks for each in node.all_input_nodes)
+        and all(
+            each.op == "placeholder" or each in (*items, *aliases) for node in hooks for each in node.all_input_nodes
+        )
         and not any(map(is_upkeep, body.nodes))
     )
-    return (before, [*frees, *hooks]) if is_whole else None
+    return (before, aliases, [*frees, *hooks]) if is_whole else None
+
+
+def _is_sole_reader(alias: fx.Node) -> bool:
+    (tensor,) = alias.all_input_nodes
+    return tensor.op == "placeholder" and len(tensor.users) == 1
 
 
 def _items(call: fx.Node, body: fx.Graph) -> dict[fx.Node, fx.Node]:
@@ -85,7 +93,12 @@ def _items(call: fx.Node, body: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 def _open(
-    call: fx.Node, body: fx.GraphModule, before: Sequence[fx.Node], after: Sequence[fx.Node], records: bool
+    call: fx.Node,
+    body: fx.GraphModule,
+    before: Sequence[fx.Node],
+    aliases: Sequence[fx.Node],
+    after: Sequence[fx.Node],
+    records: bool,
 ) -> None:
     """Move nodes before and after a call out of its body; `records`: whether autograd records where the call stands."""
     graph, placeholders = call.graph, body.graph.find_nodes(op="placeholder")
@@ -97,10 +110,16 @@ def _open(
             outside[node] = graph.node_copy(node, outside.__getitem__)
         if records:
             graph.call_function(set_grad_enabled, (True,))
+        for node in aliases:
+            (tensor,) = node.all_input_nodes
+            outside[tensor] = outside[node] = graph.node_copy(node, outside.__getitem__)
     with graph.inserting_before(max([call, *call.users]).next):
         for node in after:
             graph.node_copy(node, outside.__getitem__)
     for node in reversed([*before, *after]):
+        body.graph.erase_node(node)
+    for node in aliases:
+        node.replace_all_uses_with(node.all_input_nodes[0])
         body.graph.erase_node(node)
     _erase_idle_switches(body.graph, records)
     call.args = (call.args[0], *(outside[node] for node in placeholders if node.users))

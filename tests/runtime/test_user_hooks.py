@@ -92,6 +92,55 @@ def test_hooks_that_change_outputs_and_gradients_match_eager() -> None:
     assert run_ranks(2, _gradients_equal) == [True] * 2
 
 
+class _Block(nn.Module):
+    """Reads its input three times; with `halves`, halves the gradient that they add up to."""
+
+    def __init__(self, halves: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.halves = nn.Linear(8, 8), nn.Linear(8, 8), halves
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.halves:
+            x.register_hook(lambda grad: grad * 0.5)
+        return torch.tanh(self.first(x)) + self.second(x) * x
+
+
+class _Skips(nn.Module):
+    """Reads the inputs of its blocks again, as a U-Net does."""
+
+    def __init__(self, halves: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList(_Block(halves) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values = [self.embedding(x)]
+        for block in self.blocks:
+            values.append(block(values[-1]))
+        return sum(value.sin() for value in reversed(values)).square().mean()  # type: ignore[union-attr, no-any-return]
+
+
+def _skip_connections(rank: int, halves: bool) -> bool:
+    results = []
+    for fully_shard in _BOTH:
+        torch.manual_seed(0)
+        model = _Skips(halves)
+        for module in (*model.blocks, model):
+            fully_shard(module)
+        if fully_shard is compile_fsdp.fully_shard:
+            model.compile(backend="compile_fsdp", fullgraph=True, options=AOT_EAGER)
+        torch.manual_seed(rank)
+        for _ in range(2):
+            model(torch.randn(5, 4)).backward()
+        results.append([parameter.grad.full_tensor() for parameter in model.parameters()])  # type: ignore[union-attr]
+    return all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("halves", [False, True], ids=["added", "halved"])
+def test_gradients_of_a_modules_input_are_added_and_hooked_apart_from_a_skip_connections(halves: bool) -> None:
+    assert run_ranks(2, _skip_connections, halves) == [True] * 2
+
+
 class _Recomputed(nn.Module):
     """A checkpoint that begins with a frozen layer, with an untraceable gradient hook on its output."""
 

@@ -78,20 +78,16 @@ class Program:
     def adds_in_another_order(self) -> bool:
         """Whether gradients may be added in a different order than in eager FSDP2.
 
-        Three cases differ. A layer runs several times, in forwards that share a backward or in a checkpoint, or more
+        Two cases differ. A layer runs several times, in forwards that share a backward or in a checkpoint, or more
         than twice around graph breaks: eager autograd adds all its gradients one after the other, AOTAutograd first
         adds the gradients of one forward graph. A layer has gradients of an earlier microbatch: eager FSDP2 reduces
-        them separately, when the first of its backwards ends. A sharded module shares its input tensor with a sibling:
-        eager FSDP2 passes the input through a separate autograd node, which first adds up the module's gradients.
+        them separately, when the first of its backwards ends.
         """
         parts = list(walk(self.root))
         is_split = not {"sum", "accumulate"}.isdisjoint(self.steps) or any(part.is_checkpointed for part in parts)
         if is_split and (max(_runs(self.root)) > 1 or any(part.kind == "again" for part in parts)):
             return True
-        if self.has_breaks and (max(_runs(self.root)) > 2 or any(part.kind == "again" for part in parts)):
-            return True
-        splits = [part for part in parts if part.kind in ("sum", "heads")]
-        return any(any(map(_hands_to_sharded, part.children)) for part in splits)
+        return self.has_breaks and (max(_runs(self.root)) > 2 or any(part.kind == "again" for part in parts))
 
     @property
     def rounds_otherwise(self) -> bool:
@@ -121,14 +117,6 @@ def _runs(part: Part) -> Iterator[int]:
     is_run_twice = part.kind == "heads" and len(part.children) == 1
     for child in part.children:
         yield from (part.times * times * (1 + is_run_twice) for times in _runs(child))
-
-
-def _hands_to_sharded(part: Part) -> bool:
-    """Whether a sharded module gets the part's input tensor itself."""
-    if part.is_sharded or part.kind == "again":
-        return True
-    takers = part.children if part.kind in ("sum", "heads", "gate") else part.children[:1]
-    return any(map(_hands_to_sharded, takers))
 
 
 _FLAGS = {

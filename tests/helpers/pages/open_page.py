@@ -17,7 +17,7 @@ class OpenPage:
         page.on("console", self._console)
         page.on("pageerror", lambda error: self.errors.append(str(error)))
         page.on("request", lambda request: self.requests.append(request.url))
-        page.goto(path.as_uri())
+        page.goto(path.as_uri(), timeout=120_000)  # ms; a busy machine renders slowly
 
     def _console(self, message: ConsoleMessage) -> None:
         if message.type in ("error", "warning"):

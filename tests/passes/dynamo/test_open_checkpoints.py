@@ -10,6 +10,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import fx
 
+from compile_fsdp.passes.analysis.eager_effects import ALIAS
 from compile_fsdp.passes.dynamo.open_checkpoints import open_checkpoints
 from compile_fsdp.torch_compat.autograd import set_grad_enabled
 from helpers.graphs.build import CHECKPOINT, GraphBuilder
@@ -49,6 +50,15 @@ def _module(build: GraphBuilder, shard: fx.Node, weight: fx.Node, x: fx.Node) ->
     x = build.call(torch.neg, x)
     _gather(build, shard, weight)
     result = build.call(torch.matmul, x, weight)
+    build.call(free, weight)
+    return result
+
+
+def _module_with_aliases(build: GraphBuilder, shard: fx.Node, weight: fx.Node, x: fx.Node) -> fx.Node:
+    """Call one sharded module, which reads its input by an alias."""
+    _gather(build, shard, weight)
+    x = build.call(ALIAS, x)
+    result = build.call(torch.matmul, x, build.call(torch.mul, x, weight))
     build.call(free, weight)
     return result
 
@@ -115,6 +125,33 @@ body:
   inner_x: f32[4, 4]
   %0: f32[4, 4] = neg(inner_x)
   %1: f32[4, 4] = matmul(%0, inner_weight)
+  return (%1,)
+""")
+
+
+def test_alias_of_an_input_moves_behind_the_gather() -> None:
+    graph = _graph(_module_with_aliases)
+    assert open_checkpoints(graph, {gather, fill, free}, free) == 1
+    graph.lint()
+    assert_expected_inline(render(graph), """\
+shard: f32[2, 4]
+weight: f32[4, 4]
+x: f32[4, 4]
+_set_grad_enabled(False)
+%0: f32[4, 4] = gather(shard)
+fill(weight, %0)
+_set_grad_enabled(True)
+%1: f32[4, 4] = alias(x)
+%2 = tag_activation_checkpoint(body, weight, %1)
+%3: f32[4, 4] = getitem(%2, 0)
+free(weight)
+%4: f32[4, 4] = neg(%3)
+return (%4,)
+body:
+  inner_weight: f32[4, 4]
+  inner_x: f32[4, 4]
+  %0: f32[4, 4] = mul(inner_x, inner_weight)
+  %1: f32[4, 4] = matmul(inner_x, %0)
   return (%1,)
 """)
 

@@ -1,0 +1,51 @@
+"""Drop the aliases of module inputs that change no sum of gradients.
+
+Precondition  a forward graph, as Dynamo has traced it, after the tensor hooks are lifted
+Match         an alias that alone reads its tensor, and that no hook, output or in-place op reads
+Rewrite       the readers of the alias read the tensor
+Report        the number of aliases that are left
+
+See [Note: Inputs of a module].
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from compile_fsdp.ops import watch
+from compile_fsdp.passes.analysis.eager_effects import ALIAS, EagerEffects, is_upkeep
+from compile_fsdp.torch_compat.dispatch import is_checkpoint
+from compile_fsdp.torch_compat.dynamo import deferred_hook
+
+
+def drop_input_aliases(graph: fx.Graph) -> int:
+    """Drop aliases that change nothing, also in checkpoints, and return the number of those that are left."""
+    effects = EagerEffects(graph.owning_module)
+    left = 0
+    for node in list(graph.nodes):
+        if is_checkpoint(node) and (body := effects.subgraph(node.all_input_nodes[0])) is not None:
+            left += _drop(body.graph, is_body=True)
+    return left + _drop(graph)
+
+
+def _drop(graph: fx.Graph, is_body: bool = False) -> int:
+    effects = EagerEffects(graph.owning_module)
+    left = 0
+    for alias in graph.find_nodes(op="call_function", target=ALIAS):
+        (tensor,) = alias.all_input_nodes
+        has_other_readers = any(not (is_upkeep(user) or _is_hook(user)) for user in tensor.users if user is not alias)
+        may_have_more = is_body and tensor.op == "placeholder"  # outside of the checkpoint
+        if has_other_readers or may_have_more or not all(_only_reads(user, alias, effects) for user in alias.users):
+            left += 1
+            continue
+        alias.replace_all_uses_with(tensor)
+        graph.erase_node(alias)
+    return left
+
+
+def _only_reads(node: fx.Node, tensor: fx.Node, effects: EagerEffects) -> bool:
+    return node.op != "output" and not _is_hook(node) and tensor not in effects.written_inputs(node)
+
+
+def _is_hook(node: fx.Node) -> bool:
+    return node.target is watch or deferred_hook(node) is not None

@@ -1,0 +1,82 @@
+"""Aliases of module inputs stay where they change gradients or hooks."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from compile_fsdp.ops import watch
+from compile_fsdp.passes.analysis.eager_effects import ALIAS
+from compile_fsdp.passes.dynamo.drop_input_aliases import drop_input_aliases
+from helpers.graphs.build import CHECKPOINT, GraphBuilder, Layer
+
+
+def _inputs_of(node: fx.Node) -> list[fx.Node]:
+    """Run the pass, and return the inputs of the node."""
+    left = drop_input_aliases(node.graph)
+    assert len(node.graph.find_nodes(op="call_function", target=ALIAS)) == left
+    return node.all_input_nodes
+
+
+def test_alias_that_alone_reads_its_tensor_goes(layer: Layer) -> None:
+    alias = layer.build.call(ALIAS, layer.x)
+    result = layer.build.call(torch.mul, alias, alias)
+    layer.build.output(result)
+    assert _inputs_of(result) == [layer.x]
+
+
+def test_aliases_of_nested_modules_go(layer: Layer) -> None:
+    inner = layer.build.call(ALIAS, layer.build.call(ALIAS, layer.x))
+    result = layer.build.call(torch.mul, inner, inner)
+    layer.build.output(result)
+    assert _inputs_of(result) == [layer.x]
+
+
+def test_alias_of_a_tensor_with_a_hook_goes(layer: Layer) -> None:
+    layer.build.call_opaque(watch, layer.x, 0)
+    result = layer.build.call(torch.sin, layer.build.call(ALIAS, layer.x))
+    layer.build.output(result)
+    assert _inputs_of(result) == [layer.x]
+
+
+def test_alias_of_a_tensor_that_others_read_stays(layer: Layer) -> None:
+    alias = layer.build.call(ALIAS, layer.x)
+    result = layer.build.call(torch.mul, alias, alias)
+    layer.build.output(layer.build.call(torch.add, layer.x, result))
+    assert _inputs_of(result) == [alias]
+
+
+def test_alias_with_a_hook_stays(layer: Layer) -> None:
+    alias = layer.build.call(ALIAS, layer.x)
+    layer.build.call_opaque(watch, alias, 0)
+    result = layer.build.call(torch.sin, alias)
+    layer.build.output(result)
+    assert _inputs_of(result) == [alias]
+
+
+def test_alias_that_is_returned_stays(layer: Layer) -> None:
+    alias = layer.build.call(ALIAS, layer.x)
+    output = layer.build.output(alias).output_node()
+    assert _inputs_of(output) == [alias]
+
+
+def test_alias_that_is_written_stays(layer: Layer) -> None:
+    result = layer.build.call_method("sin_", layer.build.call(ALIAS, layer.x))
+    layer.build.output(result)
+    (alias,) = _inputs_of(result)
+    assert alias.target is ALIAS
+
+
+def test_aliases_in_a_checkpoint_go_if_they_are_not_of_its_inputs(layer: Layer) -> None:
+    build = layer.build
+    body = GraphBuilder(meta_key="example_value", fake_mode=build.fake_mode)
+    x = body.input_like("inner_x", build.value(layer.x))
+    own, cast = body.call(ALIAS, x), body.call(torch.neg, x)
+    result = body.call(torch.mul, own, body.call(ALIAS, cast))
+    attribute = build.subgraph("body", body.output_module(result))
+    called = build.call_opaque(CHECKPOINT, attribute, layer.x, value=(build.value(layer.x),))
+    build.output(build.call(operator.getitem, called, 0))
+    assert drop_input_aliases(called.graph) == 1
+    assert result.all_input_nodes == [own, cast]
