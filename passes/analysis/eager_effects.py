@@ -21,8 +21,6 @@ from compile_fsdp.passes.analysis.effects import Effects, is_copy, is_resize, no
 from compile_fsdp.torch_compat.dispatch import HigherOrderOperator, OpOverload, OpOverloadPacket, packet_overloads
 from compile_fsdp.torch_compat.dynamo import set_version_counter, tensor_version
 
-ALIAS = torch.ops.aten.alias.default  # of an input of a sharded module
-
 # Pieces of the names of torch functions that draw random numbers. Attention has a dropout argument.
 _RANDOM_NAMES = (
     "rand", "dropout", "bernoulli", "normal", "multinomial", "poisson", "uniform", "exponential", "cauchy",

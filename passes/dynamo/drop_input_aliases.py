@@ -13,7 +13,8 @@ from __future__ import annotations
 from torch import fx
 
 from compile_fsdp.ops import watch
-from compile_fsdp.passes.analysis.eager_effects import ALIAS, EagerEffects, is_upkeep
+from compile_fsdp.passes.analysis.eager_effects import EagerEffects, is_upkeep
+from compile_fsdp.passes.analysis.module_inputs import ALIAS, names_of, other_readers
 from compile_fsdp.torch_compat.dispatch import is_checkpoint
 from compile_fsdp.torch_compat.dynamo import deferred_hook
 
@@ -33,8 +34,9 @@ def _drop(graph: fx.Graph, is_body: bool = False) -> int:
     left = 0
     for alias in graph.find_nodes(op="call_function", target=ALIAS):
         (tensor,) = alias.all_input_nodes
-        has_other_readers = any(not (is_upkeep(user) or _is_hook(user)) for user in tensor.users if user is not alias)
-        may_have_more = is_body and tensor.op == "placeholder"  # outside of the checkpoint
+        names = names_of(tensor)
+        has_other_readers = not all(is_upkeep(node) or _is_hook(node) for node in other_readers(alias, names))
+        may_have_more = is_body and any(node.op == "placeholder" for node in names)  # outside of the checkpoint
         if has_other_readers or may_have_more or not all(_only_reads(user, alias, effects) for user in alias.users):
             left += 1
             continue

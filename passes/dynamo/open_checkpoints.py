@@ -22,14 +22,15 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from compile_fsdp.passes.analysis.collectives import is_gather
-from compile_fsdp.passes.analysis.eager_effects import ALIAS, EagerEffects, is_grad_switch, is_upkeep
+from compile_fsdp.passes.analysis.eager_effects import EagerEffects, is_grad_switch, is_upkeep
+from compile_fsdp.passes.analysis.module_inputs import ALIAS, names_of, other_readers
 from compile_fsdp.torch_compat.autograd import set_grad_enabled
 from compile_fsdp.torch_compat.dispatch import is_checkpoint
 from compile_fsdp.torch_compat.dynamo import deferred_hook
@@ -57,12 +58,13 @@ def open_checkpoints(graph: fx.Graph, functions: Container[Function], free: Func
 
 def _find_frame(
     call: fx.Node, body: fx.Graph, functions: Container[Function], free: Function
-) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]] | None:
+) -> tuple[list[fx.Node], dict[fx.Node, fx.Node], list[fx.Node]] | None:
     """Find a body's gathers, aliases of inputs, and frees and hooks; None if it has no gather, or if any would stay."""
     before = [node for node in body.nodes if (node.target in functions and node.target is not free) or is_gather(node)]
     frees = body.find_nodes(op="call_function", target=free)
     hooks = [node for node in body.nodes if deferred_hook(node) is not None]
-    aliases = [node for node in body.find_nodes(op="call_function", target=ALIAS) if _is_sole_reader(node)]
+    found = {node: _input_of(node) for node in body.find_nodes(op="call_function", target=ALIAS)}
+    aliases = {node: tensor for node, tensor in found.items() if tensor is not None}
     own = {*before, *frees, *hooks}
     parameters = {each for node in before for each in node.all_input_nodes if each.op == "placeholder"}
     reads = [node for node in body.nodes if node not in own and not parameters.isdisjoint(node.all_input_nodes)]
@@ -81,9 +83,11 @@ def _find_frame(
     return (before, aliases, [*frees, *hooks]) if is_whole else None
 
 
-def _is_sole_reader(alias: fx.Node) -> bool:
-    (tensor,) = alias.all_input_nodes
-    return tensor.op == "placeholder" and len(tensor.users) == 1
+def _input_of(alias: fx.Node) -> fx.Node | None:
+    """Return the input of the body that an alias alone reads, if any."""
+    names = names_of(alias.all_input_nodes[0])
+    inputs = [node for node in names if node.op == "placeholder"]
+    return inputs[0] if inputs and not other_readers(alias, names) else None
 
 
 def _items(call: fx.Node, body: fx.Graph) -> dict[fx.Node, fx.Node]:
@@ -96,7 +100,7 @@ def _open(
     call: fx.Node,
     body: fx.GraphModule,
     before: Sequence[fx.Node],
-    aliases: Sequence[fx.Node],
+    aliases: Mapping[fx.Node, fx.Node],
     after: Sequence[fx.Node],
     records: bool,
 ) -> None:
@@ -110,9 +114,9 @@ def _open(
             outside[node] = graph.node_copy(node, outside.__getitem__)
         if records:
             graph.call_function(set_grad_enabled, (True,))
-        for node in aliases:
-            (tensor,) = node.all_input_nodes
-            outside[tensor] = outside[node] = graph.node_copy(node, outside.__getitem__)
+        for node, tensor in aliases.items():
+            alias = graph.call_function(ALIAS, (outside[tensor],))
+            alias.meta, outside[tensor], outside[node] = node.meta, alias, alias
     with graph.inserting_before(max([call, *call.users]).next):
         for node in after:
             graph.node_copy(node, outside.__getitem__)

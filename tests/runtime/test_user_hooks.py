@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -120,13 +121,13 @@ class _Skips(nn.Module):
         return sum(value.sin() for value in reversed(values)).square().mean()  # type: ignore[union-attr, no-any-return]
 
 
-def _skip_connections(rank: int, halves: bool) -> bool:
+def _skip_connections(rank: int, halves: bool, param_dtype: torch.dtype | None) -> bool:
     results = []
     for fully_shard in _BOTH:
         torch.manual_seed(0)
         model = _Skips(halves)
         for module in (*model.blocks, model):
-            fully_shard(module)
+            fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype))
         if fully_shard is compile_fsdp.fully_shard:
             model.compile(backend="compile_fsdp", fullgraph=True, options=AOT_EAGER)
         torch.manual_seed(rank)
@@ -136,9 +137,12 @@ def _skip_connections(rank: int, halves: bool) -> bool:
     return all(map(torch.equal, *results))
 
 
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16], ids=["", "cast"])
 @pytest.mark.parametrize("halves", [False, True], ids=["added", "halved"])
-def test_gradients_of_a_modules_input_are_added_and_hooked_apart_from_a_skip_connections(halves: bool) -> None:
-    assert run_ranks(2, _skip_connections, halves) == [True] * 2
+def test_gradients_of_a_modules_input_are_added_and_hooked_apart_from_a_skip_connections(
+    halves: bool, param_dtype: torch.dtype | None
+) -> None:
+    assert run_ranks(2, _skip_connections, halves, param_dtype) == [True] * 2
 
 
 class _Recomputed(nn.Module):

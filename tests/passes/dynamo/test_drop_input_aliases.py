@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from compile_fsdp.ops import watch
-from compile_fsdp.passes.analysis.eager_effects import ALIAS
+from compile_fsdp.passes.analysis.module_inputs import ALIAS
 from compile_fsdp.passes.dynamo.drop_input_aliases import drop_input_aliases
 from helpers.graphs.build import CHECKPOINT, GraphBuilder, Layer
 
@@ -43,6 +43,14 @@ def test_alias_of_a_tensor_with_a_hook_goes(layer: Layer) -> None:
 
 def test_alias_of_a_tensor_that_others_read_stays(layer: Layer) -> None:
     alias = layer.build.call(ALIAS, layer.x)
+    result = layer.build.call(torch.mul, alias, alias)
+    layer.build.output(layer.build.call(torch.add, layer.x, result))
+    assert _inputs_of(result) == [alias]
+
+
+def test_alias_stays_if_others_read_its_tensor_by_another_name(layer: Layer) -> None:
+    cast = layer.build.call_method("to", layer.x, torch.float32)
+    alias = layer.build.call(ALIAS, cast)
     result = layer.build.call(torch.mul, alias, alias)
     layer.build.output(layer.build.call(torch.add, layer.x, result))
     assert _inputs_of(result) == [alias]

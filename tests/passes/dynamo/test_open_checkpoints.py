@@ -10,7 +10,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import fx
 
-from compile_fsdp.passes.analysis.eager_effects import ALIAS
+from compile_fsdp.passes.analysis.module_inputs import ALIAS
 from compile_fsdp.passes.dynamo.open_checkpoints import open_checkpoints
 from compile_fsdp.torch_compat.autograd import set_grad_enabled
 from helpers.graphs.build import CHECKPOINT, GraphBuilder
@@ -55,7 +55,8 @@ def _module(build: GraphBuilder, shard: fx.Node, weight: fx.Node, x: fx.Node) ->
 
 
 def _module_with_aliases(build: GraphBuilder, shard: fx.Node, weight: fx.Node, x: fx.Node) -> fx.Node:
-    """Call one sharded module, which reads its input by an alias."""
+    """Call one sharded module, which casts its input to the same dtype and reads it by an alias."""
+    x = build.call_method("to", x, torch.float32)
     _gather(build, shard, weight)
     x = build.call(ALIAS, x)
     result = build.call(torch.matmul, x, build.call(torch.mul, x, weight))
@@ -150,9 +151,10 @@ return (%4,)
 body:
   inner_weight: f32[4, 4]
   inner_x: f32[4, 4]
-  %0: f32[4, 4] = mul(inner_x, inner_weight)
-  %1: f32[4, 4] = matmul(inner_x, %0)
-  return (%1,)
+  %0: f32[4, 4] = .to(inner_x, torch.float32)
+  %1: f32[4, 4] = mul(%0, inner_weight)
+  %2: f32[4, 4] = matmul(%0, %1)
+  return (%2,)
 """)
 
 
