@@ -15,18 +15,17 @@ from torch import fx
 from compile_fsdp.ops import watch
 from compile_fsdp.passes.analysis.eager_effects import EagerEffects, is_upkeep
 from compile_fsdp.passes.analysis.module_inputs import ALIAS, names_of, other_readers
-from compile_fsdp.torch_compat.dispatch import is_checkpoint
 from compile_fsdp.torch_compat.dynamo import deferred_hook
 
 
 def drop_input_aliases(graph: fx.Graph) -> int:
-    """Drop aliases that change nothing, also in checkpoints, and return the number of those that are left."""
+    """Drop aliases that change nothing, also in bodies of ops, and return the number of those that are left."""
     effects = EagerEffects(graph.owning_module)
-    left = 0
-    for node in list(graph.nodes):
-        if is_checkpoint(node) and (body := effects.subgraph(node.all_input_nodes[0])) is not None:
-            left += _drop(body.graph, is_body=True)
-    return left + _drop(graph)
+    left = _drop(graph)
+    for body in filter(None, map(effects.subgraph, graph.nodes)):
+        left += _drop(body.graph, is_body=True)
+        body.recompile()
+    return left
 
 
 def _drop(graph: fx.Graph, is_body: bool = False) -> int:
@@ -36,7 +35,7 @@ def _drop(graph: fx.Graph, is_body: bool = False) -> int:
         (tensor,) = alias.all_input_nodes
         names = names_of(tensor)
         has_other_readers = not all(is_upkeep(node) or _is_hook(node) for node in other_readers(alias, names))
-        may_have_more = is_body and any(node.op == "placeholder" for node in names)  # outside of the checkpoint
+        may_have_more = is_body and any(node.op == "placeholder" for node in names)  # outside of the body
         if has_other_readers or may_have_more or not all(_only_reads(user, alias, effects) for user in alias.users):
             left += 1
             continue
@@ -46,7 +45,7 @@ def _drop(graph: fx.Graph, is_body: bool = False) -> int:
 
 
 def _only_reads(node: fx.Node, tensor: fx.Node, effects: EagerEffects) -> bool:
-    return node.op != "output" and not _is_hook(node) and tensor not in effects.written_inputs(node)
+    return node.op != "output" and tensor not in effects.written_inputs(node)  # which has the tensor of a hook, too
 
 
 def _is_hook(node: fx.Node) -> bool:

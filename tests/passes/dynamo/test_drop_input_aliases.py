@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 
+import pytest
 import torch
 from torch import fx
 
@@ -34,8 +36,19 @@ def test_aliases_of_nested_modules_go(layer: Layer) -> None:
     assert _inputs_of(result) == [layer.x]
 
 
-def test_alias_of_a_tensor_with_a_hook_goes(layer: Layer) -> None:
-    layer.build.call_opaque(watch, layer.x, 0)
+def _deferred_hook() -> Callable[..., object]:
+    """Return a function by which Dynamo registers a hook in a graph."""
+    name, hook_name = "register_hook", "hook0"
+
+    def _register_hook_trampoline(tensor: torch.Tensor, hooks: object) -> tuple[str, str]:
+        return name, hook_name
+
+    return _register_hook_trampoline
+
+
+@pytest.mark.parametrize("hook", [watch, _deferred_hook()], ids=["lifted", "in the graph"])
+def test_alias_of_a_tensor_with_a_hook_goes(layer: Layer, hook: Callable[..., object]) -> None:
+    layer.build.call_opaque(hook, layer.x, 0)
     result = layer.build.call(torch.sin, layer.build.call(ALIAS, layer.x))
     layer.build.output(result)
     assert _inputs_of(result) == [layer.x]
@@ -77,14 +90,22 @@ def test_alias_that_is_written_stays(layer: Layer) -> None:
     assert alias.target is ALIAS
 
 
+def test_alias_of_a_parameter_that_is_filled_and_freed_goes(layer: Layer) -> None:
+    layer.fill()
+    result = layer.build.call(torch.sin, layer.build.call(ALIAS, layer.weight))
+    layer.free()
+    layer.build.output(result)
+    assert _inputs_of(result) == [layer.weight]
+
+
 def test_aliases_in_a_checkpoint_go_if_they_are_not_of_its_inputs(layer: Layer) -> None:
     build = layer.build
     body = GraphBuilder(meta_key="example_value", fake_mode=build.fake_mode)
-    x = body.input_like("inner_x", build.value(layer.x))
-    own, cast = body.call(ALIAS, x), body.call(torch.neg, x)
-    result = body.call(torch.mul, own, body.call(ALIAS, cast))
+    x, value = (body.input_like(f"inner_{node.name}", build.value(node)) for node in (layer.x, layer.value))
+    own, other = body.call(ALIAS, x), body.call(torch.neg, value)
+    result = body.call(torch.mul, own, body.call(ALIAS, other))
     attribute = build.subgraph("body", body.output_module(result))
-    called = build.call_opaque(CHECKPOINT, attribute, layer.x, value=(build.value(layer.x),))
+    called = build.call_opaque(CHECKPOINT, attribute, layer.x, layer.value, value=(build.value(layer.x),))
     build.output(build.call(operator.getitem, called, 0))
     assert drop_input_aliases(called.graph) == 1
-    assert result.all_input_nodes == [own, cast]
+    assert result.all_input_nodes == [own, other]
