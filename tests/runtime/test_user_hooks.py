@@ -93,6 +93,16 @@ def test_hooks_that_change_outputs_and_gradients_match_eager() -> None:
     assert run_ranks(2, _gradients_equal) == [True] * 2
 
 
+def _train(model: nn.Module, fully_shard: Any, rank: int) -> list[torch.Tensor]:
+    """Compile a model that compile_fsdp has sharded; return the trainable parameters' gradients of two backwards."""
+    if fully_shard is compile_fsdp.fully_shard:
+        model.compile(backend="compile_fsdp", fullgraph=True, options=AOT_EAGER)
+    torch.manual_seed(rank)
+    for _ in range(2):
+        model(torch.randn(5, 4)).backward()
+    return [each.grad.full_tensor() for each in model.parameters() if each.requires_grad]  # type: ignore[union-attr]
+
+
 class _Block(nn.Module):
     """Reads its input three times; with `halves`, halves the gradient that they add up to."""
 
@@ -128,12 +138,7 @@ def _skip_connections(rank: int, halves: bool, param_dtype: torch.dtype | None) 
         model = _Skips(halves)
         for module in (*model.blocks, model):
             fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype))
-        if fully_shard is compile_fsdp.fully_shard:
-            model.compile(backend="compile_fsdp", fullgraph=True, options=AOT_EAGER)
-        torch.manual_seed(rank)
-        for _ in range(2):
-            model(torch.randn(5, 4)).backward()
-        results.append([parameter.grad.full_tensor() for parameter in model.parameters()])  # type: ignore[union-attr]
+        results.append(_train(model, fully_shard, rank))
     return all(map(torch.equal, *results))
 
 
@@ -172,12 +177,7 @@ def _backward_op_by_op(rank: int) -> tuple[bool, list[str], int]:
             model = _Recomputed()
             for module in (model.first, model.second, model):
                 fully_shard(module)
-            if fully_shard is compile_fsdp.fully_shard:
-                model.compile(backend="compile_fsdp", fullgraph=True, options=AOT_EAGER)
-            torch.manual_seed(rank)
-            for _ in range(2):
-                model(torch.randn(3, 4)).backward()
-            results.append([parameter.grad.full_tensor() for parameter in model.second.parameters()])  # type: ignore[union-attr]
+            results.append(_train(model, fully_shard, rank))
     return all(map(torch.equal, *results)), messages, unsharded_bytes(model)
 
 
