@@ -91,7 +91,7 @@ def before_forward(hooks: StateHooks, args: Any, kwargs: Any) -> tuple[Any, Any]
             group.enter(Memory.UNSHARDED)
         register_unsharded(group)
     if torch.is_grad_enabled() and hooks.groups:
-        args, kwargs = tree_map_only(torch.Tensor, _own_input, (args, kwargs))
+        args, kwargs = _own_inputs((args, kwargs))
         if any([group.is_frozen for group in hooks.groups]):
             _watch_inputs(hooks, (args, kwargs))
     ahead = state._states_to_forward_prefetch
@@ -118,9 +118,14 @@ def _begin_root(hooks: StateHooks, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return args, kwargs
 
 
-def _own_input(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an alias of an input that needs a gradient. See [Note: Inputs of a module]."""
-    return torch.ops.aten.alias.default(tensor) if tensor.requires_grad else tensor
+def _own_inputs(inputs: Any) -> Any:
+    """Replace the inputs that need a gradient by aliases. See [Note: Inputs of a module]."""
+    tensors: list[torch.Tensor] = []
+    tree_map_only(torch.Tensor, tensors.append, inputs)
+    # The last alias first: autograd runs the backward of a later op earlier, so it adds the gradients of a tensor that
+    # is passed twice in the order of the arguments.
+    own = [torch.ops.aten.alias.default(each) if each.requires_grad else each for each in reversed(tensors)]
+    return tree_map_only(torch.Tensor, lambda _: own.pop(), inputs)
 
 
 def _watch_inputs(hooks: StateHooks, inputs: Any) -> None:

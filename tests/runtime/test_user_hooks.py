@@ -110,32 +110,33 @@ class _Block(nn.Module):
         super().__init__()
         self.first, self.second, self.halves = nn.Linear(8, 8), nn.Linear(8, 8), halves
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, same: torch.Tensor | None = None) -> torch.Tensor:
         if self.halves:
             x.register_hook(lambda grad: grad * 0.5)
-        return torch.tanh(self.first(x)) + self.second(x) * x
+        same = x if same is None else same
+        return torch.tanh(self.first(x)) + self.second(same) * x
 
 
 class _Skips(nn.Module):
-    """Reads the inputs of its blocks again, as a U-Net does."""
+    """Reads the inputs of its blocks again, as a U-Net does, and passes each `passes` times to its block."""
 
-    def __init__(self, halves: bool) -> None:
+    def __init__(self, halves: bool, passes: int) -> None:
         super().__init__()
-        self.embedding = nn.Linear(4, 8)
+        self.embedding, self.passes = nn.Linear(4, 8), passes
         self.blocks = nn.ModuleList(_Block(halves) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         values = [self.embedding(x)]
         for block in self.blocks:
-            values.append(block(values[-1]))
+            values.append(block(*values[-1:] * self.passes))
         return sum(value.sin() for value in reversed(values)).square().mean()  # type: ignore[union-attr, no-any-return]
 
 
-def _skip_connections(rank: int, halves: bool, param_dtype: torch.dtype | None) -> bool:
+def _skip_connections(rank: int, halves: bool, passes: int, param_dtype: torch.dtype | None) -> bool:
     results = []
     for fully_shard in _BOTH:
         torch.manual_seed(0)
-        model = _Skips(halves)
+        model = _Skips(halves, passes)
         for module in (*model.blocks, model):
             fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype))
         results.append(_train(model, fully_shard, rank))
@@ -143,11 +144,12 @@ def _skip_connections(rank: int, halves: bool, param_dtype: torch.dtype | None) 
 
 
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16], ids=["", "cast"])
+@pytest.mark.parametrize("passes", [1, 2], ids=["once", "twice"])
 @pytest.mark.parametrize("halves", [False, True], ids=["added", "halved"])
 def test_gradients_of_a_modules_input_are_added_and_hooked_apart_from_a_skip_connections(
-    halves: bool, param_dtype: torch.dtype | None
+    halves: bool, passes: int, param_dtype: torch.dtype | None
 ) -> None:
-    assert run_ranks(2, _skip_connections, halves, param_dtype) == [True] * 2
+    assert run_ranks(2, _skip_connections, halves, passes, param_dtype) == [True] * 2
 
 
 class _Recomputed(nn.Module):

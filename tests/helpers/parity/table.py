@@ -50,8 +50,8 @@ Files in `tests/` that compare with eager FSDP2, bit by bit with aot_eager:
 
 * A checkpointed block that writes a buffer: eager FSDP2 writes twice, because it runs the block twice; a compiled step
   writes once.
-* The gradients of a weight that the forward reads twice and the loss once more, or of a tensor that is passed twice to
-  one sharded module, are added in a different order, which may round differently.
+* The gradients of a weight that the forward reads twice and the loss once more are added in a different order, which
+  may round differently.
 * In compiled code a parameter is a plain unsharded tensor everywhere, so `isinstance(parameter, DTensor)` is False. Ask
   `isinstance(module, FSDPModule)` instead.
 
