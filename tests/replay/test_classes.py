@@ -70,8 +70,12 @@ _DIFFERENCES = {
 }
 
 
+_scopes: list[dict[str, Any]] = []  # kept, because an abstract class refers to its virtual subclasses weakly
+
+
 def _define(source: str) -> type:
     scope: dict[str, Any] = {"__name__": "defined"}
+    _scopes.append(scope)
     exec(textwrap.dedent(_PARTS + source), scope)
     return scope["H"]  # type: ignore[no-any-return]
 
