@@ -100,11 +100,16 @@ class Backward:
 
 @dataclass(frozen=True, eq=False, weakref_slot=True, slots=True)
 class Block:
-    """A block as autograd sees it; without a backward, it has only its forward, and no signature."""
+    """A block as autograd sees it; without a backward, it has only its forward, and no signature.
+
+    Attributes:
+        draws: Random ops that the forward calls by name, and a checkpoint runs again.
+    """
 
     forward: Part
     backward: Backward = Backward((), ())
     signature: Signature | None = None
+    draws: tuple[Part, ...] = ()
 
     def __post_init__(self) -> None:
         _blocks[self.forward.name] = self
@@ -157,9 +162,12 @@ def _call_block(inputs: list[Tensor], sizes: list[int], part: str) -> list[Tenso
 
 def _fake_call_block(inputs: list[Tensor], sizes: list[Any], part: str) -> list[Tensor]:
     found = _parts[part]
-    if found.results is None:
-        return list(found.graph(*sizes, *inputs))
-    return [torch.empty_strided(*layout, dtype=dtype, device=device) for *layout, dtype, device in found.results]
+    layouts = found.results
+    if layouts is None:
+        # Not these results themselves: a state of random numbers is a tensor with data here, too.
+        results = found.graph(*sizes, *inputs)
+        layouts = tuple((each.shape, each.stride(), each.dtype, each.device) for each in results)
+    return [torch.empty_strided(*layout, dtype=dtype, device=device) for *layout, dtype, device in layouts]
 
 
 for _name, _tags in (("call_block", ()), ("call_random_block", (torch.Tag.nondeterministic_seeded,))):

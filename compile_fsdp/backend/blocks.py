@@ -8,6 +8,7 @@ inputs are passed again, so no tensor that a block saves keeps an unsharded para
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +25,14 @@ from compile_fsdp.passes.analysis.costs import work_of
 from compile_fsdp.passes.analysis.effects import Effects
 from compile_fsdp.passes.analysis.equal_blocks import BlockCall
 from compile_fsdp.passes.cache_key import cache_key
+from compile_fsdp.passes.partitioned.call_random_ops import call_random_ops
 from compile_fsdp.passes.partitioned.cut_backward import cut_backward
-from compile_fsdp.passes.partitioned.drop_random_states import drop_random_states, is_random
+from compile_fsdp.passes.partitioned.drop_random_states import (
+    drop_random_states,
+    is_random,
+    is_state,
+    reads_random_state,
+)
 from compile_fsdp.torch_compat.dispatch import forget_recomputation
 from compile_fsdp.torch_compat.global_state import autocast_dtypes, without_autocast, without_cast_cache
 from compile_fsdp.torch_compat.inductor import (
@@ -87,7 +94,13 @@ class BlockCompiler:
             return Block(self._compile_part(name, graphs[0]))
         forward, backward = graphs
         signature = _separate(forward, backward, call, needs_gradient)
-        return Block(self._compile_part(name, forward), self._backward(name, backward, signature, call), signature)
+        draws = call_random_ops(forward, partial(self._draw, name))
+        part = self._compile_part(name, forward)
+        return Block(part, self._backward(name, backward, signature, call), signature, tuple(draws))
+
+    def _draw(self, name: str, i: int, graph: fx.Graph) -> tuple[str, Part]:
+        part = self._compile_part(f"{name} draw {i}", graph, op_by_op=True)
+        return part.name, part
 
     def _backward(self, name: str, graph: fx.Graph, signature: Signature, call: BlockCall) -> Backward:
         results = _without_aliases(graph)
@@ -101,7 +114,7 @@ class BlockCompiler:
             values += part.results
         return Backward(tuple(parts), tuple(map(values.index, results)))
 
-    def _compile_part(self, name: str, graph: fx.Graph) -> Part:
+    def _compile_part(self, name: str, graph: fx.Graph, op_by_op: bool = False) -> Part:
         """Compile a graph without autograd."""
         graph.output_node().args = (tuple(_without_aliases(graph)),)
         examples = [fake_value(node) for node in graph.find_nodes(op="placeholder")]
@@ -110,7 +123,7 @@ class BlockCompiler:
         is_fixed = all(isinstance(size, int) for layout in layouts for size in (*layout[0], *layout[1]))
         draws = any(map(is_random, graph.nodes))
         plain, run, stored = _without_values(graph), None, None
-        if self.options.inner_backend == "inductor":
+        if self.options.inner_backend == "inductor" and not op_by_op:
             compile_fx, _ = inductor_compilers()
             await_cpu_probe()
             # A later graph that calls the block may be stored.
@@ -136,6 +149,9 @@ def _separate(forward: fx.Graph, backward: fx.Graph, call: BlockCall, needs_grad
     saved, tangents = taken[: -sum(needs_gradient)], taken[-sum(needs_gradient) :]
     # The partitioner names what the backward takes like the node of the forward.
     places = {name: i for i, name in enumerate(names)}
+    # States of random numbers have names of their own, and the same order.
+    states = [places[node.name] for node in results if is_state(node)]
+    places |= zip((node.name for node in saved if any(map(reads_random_state, node.users))), states, strict=True)
     size_places = {node.name: i for i, node in enumerate(sizes)}
     return Signature(
         differentiable=needs_gradient,

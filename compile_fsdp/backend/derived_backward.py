@@ -17,8 +17,9 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 
 from compile_fsdp.passes.cache_key import cache_key
+from compile_fsdp.passes.partitioned.drop_random_states import reads_random_state, saves_random_state
 from compile_fsdp.passes.partitioned.offload_saved import offload_saved
-from compile_fsdp.torch_compat.dispatch import OpOverload
+from compile_fsdp.torch_compat.dispatch import HigherOrderOperator, OpOverload
 from compile_fsdp.torch_compat.inductor import CustomPartitionerFn, copy_cache_key, min_cut_partition, output_code
 
 _OutputCode: Any = output_code.value
@@ -51,7 +52,7 @@ class _TraceEveryOp(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if isinstance(func, OpOverload):
+        if isinstance(func, (OpOverload, HigherOrderOperator)):
             return self.tracer.create_proxy("call_function", func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
@@ -131,6 +132,8 @@ class ForwardCompiler:
 def can_be_rebuilt(node: fx.Node) -> bool:
     """Return whether `GraphTracer` rebuilds a node from its code."""
     if node.op == "call_function":
+        if saves_random_state(node) or reads_random_state(node):
+            return True
         return isinstance(node.target, OpOverload) or node.target in _PLAIN
     return node.op in ("placeholder", "get_attr", "output")
 

@@ -89,15 +89,18 @@ class StoredBlock:
     backward: tuple[tuple[StoredPart, tuple[int, ...]], ...]  # parts and positions, as in `Backward`
     results: tuple[int, ...]
     signature: Signature | None
+    draws: tuple[Facts, ...]
 
     @classmethod
     def of(cls, block: Block) -> StoredBlock:
         backward = tuple((StoredPart.of(part), inputs) for part, inputs in block.backward.parts)
-        return cls(StoredPart.of(block.forward), backward, block.backward.results, block.signature)
+        draws = tuple(part.facts for part in block.draws)
+        return cls(StoredPart.of(block.forward), backward, block.backward.results, block.signature, draws)
 
     def load(self) -> Block:
         parts = tuple((part.load(), inputs) for part, inputs in self.backward)
-        return Block(self.forward.load(), Backward(parts, self.results), self.signature)
+        draws = tuple(Part(None, *facts) for facts in self.draws)
+        return Block(self.forward.load(), Backward(parts, self.results), self.signature, draws)
 
 
 def _pickle(store: Callable[[], Any] | None) -> bytes:

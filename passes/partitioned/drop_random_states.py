@@ -2,7 +2,8 @@
 
 Precondition  a forward or a backward from AOTAutograd's partitioner
 Match         calls of attention without dropout, wrapped to save or to restore a state
-Rewrite       attention is called directly; states that nothing reads leave the inputs and results
+Rewrite       attention is called directly; states that nothing reads leave the inputs and results; the sizes of the
+              other states become constants
 Report        number of calls
 
     before                                                    after
@@ -22,6 +23,8 @@ import operator
 import torch
 from torch import fx
 
+from compile_fsdp.passes.analysis.aliases import get_fake_tensor
+from compile_fsdp.passes.analysis.layout import size_hint
 from compile_fsdp.torch_compat.dispatch import (
     HigherOrderOperator,
     OpOverload,
@@ -35,12 +38,15 @@ from compile_fsdp.torch_compat.dispatch import (
 def drop_random_states(graph: fx.Graph) -> int:
     dropped = 0
     for node in list(graph.nodes):
-        if isinstance(node.target, HigherOrderOperator) and (name := op_name(node.target)) in _WRAPPERS:
-            dropped += _call_directly(node, saves_state=name == _SAVES)
+        if (saves := saves_random_state(node)) or reads_random_state(node):
+            dropped += _call_directly(node, saves_state=saves)
     return dropped
 
 
 def is_random(node: fx.Node) -> bool:
+    """Return whether an op draws random numbers from the present state."""
+    if saves_random_state(node):
+        return True
     if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
     if node.target in attention_ops:
@@ -48,8 +54,14 @@ def is_random(node: fx.Node) -> bool:
     return node.target not in attention_gradients
 
 
-_SAVES = "run_and_save_rng_state"
-_WRAPPERS = (_SAVES, "run_with_rng_state")
+def saves_random_state(node: fx.Node) -> bool:
+    """Return whether a node runs an op, and returns the state of the random numbers before it and the op's result."""
+    return isinstance(node.target, HigherOrderOperator) and op_name(node.target) == "run_and_save_rng_state"
+
+
+def reads_random_state(node: fx.Node) -> bool:
+    """Return whether a node runs an op with a given state of the random numbers, its first argument."""
+    return isinstance(node.target, HigherOrderOperator) and op_name(node.target) == "run_with_rng_state"
 
 
 def _call_directly(node: fx.Node, *, saves_state: bool) -> bool:
@@ -59,12 +71,14 @@ def _call_directly(node: fx.Node, *, saves_state: bool) -> bool:
         plain = graph.call_function(call[0], tuple(call[1:]), node.kwargs)  # type: ignore[arg-type]
     if is_random(plain):
         graph.erase_node(plain)
+        for each in filter(is_state, node.users) if saves_state else [state]:
+            each.meta["val"] = _with_known_size(each)
         return False
     plain.meta = dict(node.meta)
     if saves_state:
         for item in list(node.users):
             assert item.target is operator.getitem
-            if item.args[1] == 0:
+            if is_state(item):
                 _stop_returning(item)
             else:
                 plain.meta = dict(item.meta)
@@ -75,6 +89,18 @@ def _call_directly(node: fx.Node, *, saves_state: bool) -> bool:
     if isinstance(state, fx.Node):
         graph.erase_node(state)
     return True
+
+
+def is_state(node: fx.Node) -> bool:
+    """Return whether a node is the state that another one saves."""
+    source, item = node.args if node.target is operator.getitem else (None, None)
+    return isinstance(source, fx.Node) and saves_random_state(source) and item == 0
+
+
+def _with_known_size(state: fx.Node) -> torch.Tensor:
+    """Return a fake state without the symbolic size that the partitioner gives it."""
+    value = get_fake_tensor(state)
+    return value.new_empty([size_hint(size) for size in value.shape])
 
 
 def _stop_returning(node: fx.Node) -> None:

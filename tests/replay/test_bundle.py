@@ -13,9 +13,11 @@ import pytest
 import torch
 import torch._dynamo.utils
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
 
 import compile_fsdp
 from compile_fsdp import Options
@@ -138,8 +140,22 @@ def _train(model: Any, batch: int = 3, microbatches: int = 1, evaluates: bool = 
     return [*results, *(parameter.full_tensor().detach() for parameter in model.parameters())]
 
 
+class _DrawsAgain(_Block):
+    """Dropout in a checkpoint."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + checkpoint(self._draw, x, use_reentrant=False)
+
+    def _draw(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(super().forward(x), 0.5).exp()
+
+
+# By name, because ranks cannot import a test's classes.
+BLOCKS = {"plain": _Block, "draws": _DrawsAgain}
+
+
 def _second_model(
-    rank: int, folder: str, is_own: bool, policy: MixedPrecisionPolicy, arguments: dict[str, Any]
+    rank: int, folder: str, is_own: bool, policy: MixedPrecisionPolicy, arguments: dict[str, Any], block: str = "plain"
 ) -> tuple[list[tuple[int, int]], list[int], bool]:
     """Train two models, the second one from the bundle of the first one, and a third one without a bundle."""
     bundle.own_folder = lambda: Path(folder)
@@ -147,12 +163,12 @@ def _second_model(
     before = counters["unique_graphs"]
     results, replays, graphs = [], [], []
     for _ in range(2):
-        model = _model(None if is_own else Path(folder, "step.bundle"), policy=policy)
+        model = _model(None if is_own else Path(folder, "step.bundle"), BLOCKS[block], policy=policy)
         results.append(_train(model, **arguments))
         replays.append(count_replays(model))
         graphs.append(counters["unique_graphs"] - before)
         dist.barrier()  # the bundle is written
-    plain = _train(_model(False, policy=policy), **arguments)
+    plain = _train(_model(False, BLOCKS[block], policy=policy), **arguments)
     return replays, graphs, all(map(torch.equal, results[1], plain)) and all(map(torch.equal, results[0], plain))
 
 
@@ -180,6 +196,11 @@ def test_steps_from_a_bundle_equal_steps_without_replay(
         assert result == (replays, graphs, True)
 
 
+def test_dropout_in_a_checkpoint_comes_from_a_bundle(tmp_path: Path) -> None:
+    for result in run_ranks(2, _second_model, str(tmp_path), True, FLOAT32, {}, "draws"):
+        assert result == ([(2, 2), (3, 3)], [2, 2], True)
+
+
 class _ReadsRank(_Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * (1 + dist.get_rank())
@@ -203,7 +224,6 @@ class _ReadsGroup(_Block):
         return super().forward(x) * (1 + self.group.rank())
 
 
-# By name, because ranks cannot import a test's classes.
 RANK_READERS = {"rank": _ReadsRank, "mesh": _ReadsPlace, "group": _ReadsGroup}
 
 

@@ -16,6 +16,7 @@ _DTYPES = {
     torch.float32: "f32",
     torch.float64: "f64",
     torch.int32: "i32",
+    torch.uint8: "u8",
     torch.int64: "i64",
     torch.bool: "bool",
 }

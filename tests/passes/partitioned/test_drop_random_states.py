@@ -2,43 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, fx
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.checkpoint import checkpoint
 
-from compile_fsdp.passes.partitioned.drop_random_states import drop_random_states, is_random
-from compile_fsdp.torch_compat.inductor import compile_op_by_op, min_cut_partition
+from compile_fsdp.passes.analysis.aliases import get_fake_tensor
+from compile_fsdp.passes.partitioned.drop_random_states import drop_random_states, is_random, is_state
 from helpers.graphs.build import GraphBuilder, aten
 from helpers.graphs.build import checkpoint as checkpoint_node
+from helpers.graphs.halves import checkpoint_halves
 from helpers.graphs.render import render
 
 _attention = aten._scaled_dot_product_flash_attention_for_cpu.default
 _WRAPPED = 0 if torch.__version__ >= "2.15" else 1  # calls of attention without dropout
-
-
-def _partition(attend: Callable[[Tensor], Tensor]) -> list[fx.Graph]:
-    """Return the forward and the backward of a checkpoint."""
-    halves: list[fx.GraphModule] = []
-
-    def partition(*args: Any, **kwargs: Any) -> Any:
-        halves.extend(min_cut_partition(*args, **kwargs))
-        return halves
-
-    def compile_graph(gm: fx.GraphModule, inputs: Any) -> Any:
-        return compile_op_by_op(gm, inputs, partition)
-
-    def run(x: Tensor) -> Tensor:
-        return checkpoint(attend, x, use_reentrant=False)
-
-    torch._dynamo.reset()
-    torch.compile(run, backend=compile_graph, fullgraph=True)(torch.ones(1, 1, 2, 8, requires_grad=True))
-    return [half.graph for half in halves]
 
 
 def _render(graph: fx.Graph) -> str:
@@ -50,7 +28,7 @@ def _attend(x: Tensor) -> Tensor:
 
 
 def test_attention_without_dropout_is_called_directly() -> None:
-    graphs = _partition(_attend)
+    graphs = checkpoint_halves(_attend)
     for graph in graphs:
         assert drop_random_states(graph) == _WRAPPED
         graph.lint()
@@ -79,12 +57,24 @@ return (%10,)
 
 
 def test_random_op_keeps_its_state() -> None:
-    forward, backward = _partition(lambda x: _attend(torch.dropout(x, 0.5, True)))
+    forward, backward = checkpoint_halves(lambda x: _attend(torch.dropout(x, 0.5, True)))
     assert (drop_random_states(forward), drop_random_states(backward)) == (_WRAPPED, _WRAPPED)
     for graph, name in ((forward, "run_and_save_rng_state"), (backward, "run_with_rng_state")):
         wrapped = [node for node in graph.nodes if str(node.target) == name]
         assert [node.args[-4] for node in wrapped] == [torch.ops.aten.native_dropout.default]
+        assert list(map(is_random, wrapped)) == [name == "run_and_save_rng_state"]
         graph.lint()
+
+
+def test_state_that_stays_has_a_constant_size() -> None:
+    size = torch.get_rng_state().numel()
+    forward, backward = checkpoint_halves(lambda x: torch.dropout(x, 0.5, True).exp())
+    drop_random_states(forward)
+    drop_random_states(backward)
+    states = [*filter(is_state, forward.nodes), *backward.find_nodes(op="placeholder", sort=True)]
+    shapes = [get_fake_tensor(node).shape for node in states if "rng_state" in node.name or is_state(node)]
+    assert len(shapes) == 2
+    assert all(type(each) is int and each == size for shape in shapes for each in shape)
 
 
 def test_other_ops_that_run_a_graph_stay(build: GraphBuilder) -> None:

@@ -1,0 +1,71 @@
+"""Call random ops that a checkpoint runs again as graphs of their own.
+
+Precondition  the forward of a block, from AOTAutograd's partitioner
+Match         random ops, wrapped to save the state of the random numbers
+Rewrite       each becomes a call of a graph that has this op alone
+Report        the graphs
+
+    before                                                    after
+    both = run_and_save_rng_state(bernoulli, x, 0.5)          both = call_random_block([x], [], "5d41... draw 0")
+    state = getitem(both, 0)                                  state = getitem(both, 0)
+    mask = getitem(both, 1)                                   mask = getitem(both, 1)
+
+A block is traced once more to compile it, but AOTAutograd has no rule for `run_and_save_rng_state`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import torch
+from torch import fx
+
+from compile_fsdp.ops.call_block import call_random_block
+from compile_fsdp.passes.analysis.aliases import fake_value
+from compile_fsdp.passes.partitioned.drop_random_states import saves_random_state
+
+T = TypeVar("T")
+
+
+def call_random_ops(graph: fx.Graph, compile_op: Callable[[int, fx.Graph], tuple[str, T]]) -> list[T]:
+    """Return what `compile_op` makes of the graph of each op, by number, beside the name by which it is called."""
+    made = []
+    for node in filter(saves_random_state, list(graph.nodes)):
+        items = list(_items(node))
+        results = [item for item in items if isinstance(fake_value(item), torch.Tensor)]
+        sizes = [each for each in node.all_input_nodes if not isinstance(fake_value(each), torch.Tensor)]
+        tensors = [each for each in node.all_input_nodes if each not in sizes]
+        name, one = compile_op(len(made), _alone([*sizes, *tensors], [node, *items], results))
+        made.append(one)
+        with graph.inserting_before(node):
+            call = graph.call_function(call_random_block, (tensors, sizes, name))
+            call.meta["val"] = list(map(fake_value, results))
+            for i, result in enumerate(results):
+                item = graph.call_function(operator.getitem, (call, i))
+                item.meta = dict(result.meta)
+                result.replace_all_uses_with(item)
+        for each in reversed([node, *items]):
+            graph.erase_node(each)
+    return made
+
+
+def _items(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the nodes that take items out of a node's nested result."""
+    for user in list(node.users):
+        assert user.target is operator.getitem
+        yield user
+        if not isinstance(fake_value(user), torch.Tensor):
+            yield from _items(user)
+
+
+def _alone(inputs: list[fx.Node], ops: list[fx.Node], results: list[fx.Node]) -> fx.Graph:
+    graph, copies = fx.Graph(), {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in ops:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in results))
+    return graph
