@@ -66,14 +66,12 @@ class Signature:
     Attributes:
         differentiable: By output of the forward: whether it has a gradient.
         saved: Positions among the forward's tensors, and behind them among its results.
-        saved_sizes: Positions among the forward's sizes.
         strides: Of the output gradients; None for contiguous ones.
         gradients: Positions of the forward's tensors whose gradients are returned, in this order.
     """
 
     differentiable: tuple[bool, ...]
     saved: tuple[int, ...]
-    saved_sizes: tuple[int, ...]
     strides: tuple[tuple[int, ...] | None, ...]
     gradients: tuple[int, ...]
 
@@ -104,12 +102,14 @@ class Block:
 
     Attributes:
         draws: Random ops that the forward calls by name, and a checkpoint runs again.
+        sizes: Takes what the forward takes, and returns the sizes that the backward takes; None if it takes none.
     """
 
     forward: Part
     backward: Backward = Backward((), ())
     signature: Signature | None = None
     draws: tuple[Part, ...] = ()
+    sizes: fx.GraphModule | None = None
 
     def __post_init__(self) -> None:
         _blocks[self.forward.name] = self
@@ -190,7 +190,7 @@ class _Differentiable(torch.autograd.Function):
         every = [*tensors, *results]
         outputs = tuple(results[: len(signature.differentiable)])
         ctx.save_for_backward(*(every[i] for i in signature.saved))
-        ctx.block, ctx.sizes = block, [sizes[i] for i in signature.saved_sizes]
+        ctx.block, ctx.sizes = block, () if block.sizes is None else block.sizes(*sizes, *tensors)
         pairs = zip(outputs, signature.differentiable, strict=True)
         ctx.mark_non_differentiable(*(output for output, has_gradient in pairs if not has_gradient))
         return outputs

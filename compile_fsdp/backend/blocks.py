@@ -33,6 +33,7 @@ from compile_fsdp.passes.partitioned.drop_random_states import (
     is_state,
     reads_random_state,
 )
+from compile_fsdp.passes.partitioned.saved_sizes import saved_sizes
 from compile_fsdp.torch_compat.dispatch import forget_recomputation
 from compile_fsdp.torch_compat.global_state import autocast_dtypes, without_autocast, without_cast_cache
 from compile_fsdp.torch_compat.inductor import (
@@ -93,10 +94,14 @@ class BlockCompiler:
         if len(graphs) == 1:
             return Block(self._compile_part(name, graphs[0]))
         forward, backward = graphs
+        taken = [node.name for node in backward.find_nodes(op="placeholder") if not _is_tensor(node)]
+        if (sizes := saved_sizes(forward, taken)) is None:
+            return None
         signature = _separate(forward, backward, call, needs_gradient)
         draws = call_random_ops(forward, partial(self._draw, name))
         part = self._compile_part(name, forward)
-        return Block(part, self._backward(name, backward, signature, call), signature, tuple(draws))
+        backward_parts = self._backward(name, backward, signature, call)
+        return Block(part, backward_parts, signature, tuple(draws), _without_values(sizes) if taken else None)
 
     def _draw(self, name: str, i: int, graph: fx.Graph) -> tuple[str, Part]:
         part = self._compile_part(f"{name} draw {i}", graph, op_by_op=True)
@@ -139,11 +144,12 @@ class BlockCompiler:
 def _separate(forward: fx.Graph, backward: fx.Graph, call: BlockCall, needs_gradient: tuple[bool, ...]) -> Signature:
     """Drop saved inputs from a forward's results, and missing gradients from a backward's."""
     inputs, results = forward.find_nodes(op="placeholder"), _results(forward)
-    sizes, tensors, count = inputs[: len(call.sizes)], inputs[len(call.sizes) :], len(call.outputs)
-    results = [*dict.fromkeys(each for i, each in enumerate(results) if i < count or each not in inputs)]
+    tensors, count = inputs[len(call.sizes) :], len(call.outputs)
+    saved_results = [each for each in results[count:] if each not in inputs and _is_tensor(each)]
+    results = [*dict.fromkeys([*results[:count], *saved_results])]
     names = [node.name for node in (*tensors, *results)]
     forward.output_node().args = (tuple(results),)
-    gradients = {i - len(sizes): node for i, node in enumerate(_results(backward)) if node is not None}
+    gradients = {i - len(call.sizes): node for i, node in enumerate(_results(backward)) if node is not None}
     backward.output_node().args = (tuple(gradients.values()),)
     taken = backward.find_nodes(op="placeholder")
     saved, tangents = taken[: -sum(needs_gradient)], taken[-sum(needs_gradient) :]
@@ -152,11 +158,9 @@ def _separate(forward: fx.Graph, backward: fx.Graph, call: BlockCall, needs_grad
     # States of random numbers have names of their own, and the same order.
     states = [places[node.name] for node in results if is_state(node)]
     places |= zip((node.name for node in saved if any(map(reads_random_state, node.users))), states, strict=True)
-    size_places = {node.name: i for i, node in enumerate(sizes)}
     return Signature(
         differentiable=needs_gradient,
-        saved=tuple(places[node.name] for node in saved if node.name not in size_places),
-        saved_sizes=tuple(size_places[node.name] for node in saved if node.name in size_places),
+        saved=tuple(places[node.name] for node in filter(_is_tensor, saved)),
         strides=tuple(None if each.is_contiguous() else each.stride() for each in map(get_fake_tensor, tangents)),
         gradients=tuple(gradients),
     )

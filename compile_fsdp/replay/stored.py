@@ -10,7 +10,7 @@ from functools import partial
 from types import CellType
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
 from compile_fsdp.backend.agreement import note_agreed
 from compile_fsdp.backend.boundary import ForwardGraph
@@ -90,17 +90,19 @@ class StoredBlock:
     results: tuple[int, ...]
     signature: Signature | None
     draws: tuple[Facts, ...]
+    sizes: fx.GraphModule | None
 
     @classmethod
     def of(cls, block: Block) -> StoredBlock:
         backward = tuple((StoredPart.of(part), inputs) for part, inputs in block.backward.parts)
         draws = tuple(part.facts for part in block.draws)
-        return cls(StoredPart.of(block.forward), backward, block.backward.results, block.signature, draws)
+        forward, results = StoredPart.of(block.forward), block.backward.results
+        return cls(forward, backward, results, block.signature, draws, block.sizes)
 
     def load(self) -> Block:
         parts = tuple((part.load(), inputs) for part, inputs in self.backward)
         draws = tuple(Part(None, *facts) for facts in self.draws)
-        return Block(self.forward.load(), Backward(parts, self.results), self.signature, draws)
+        return Block(self.forward.load(), Backward(parts, self.results), self.signature, draws, self.sizes)
 
 
 def _pickle(store: Callable[[], Any] | None) -> bytes:

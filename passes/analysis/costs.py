@@ -19,6 +19,7 @@ from torch import fx
 from compile_fsdp.ops.call_block import BLOCK_CALLS, find_part
 from compile_fsdp.passes.analysis.aliases import fake_arguments, fake_value, find_fake_tensor, is_declared_view
 from compile_fsdp.passes.analysis.collectives import is_all_reduce, is_fetch, is_gather, is_offload, ranks_of
+from compile_fsdp.passes.analysis.layout import size_hint
 from compile_fsdp.torch_compat.dispatch import OpOverload, flop_formula
 
 
@@ -131,7 +132,10 @@ def compute_seconds(node: fx.Node, costs: Costs) -> float:
 
 
 def work_of(node: fx.Node) -> tuple[int, int]:
-    """Return the flops of a node, as far as torch counts them, and the bytes that it writes; 0 for views."""
+    """Return the flops of a node, as far as torch counts them, and the bytes that it writes; 0 for views.
+
+    Symbolic flops are those of the present sizes; bytes of symbolic size are left out.
+    """
     target = node.target
     if not isinstance(target, OpOverload) or is_declared_view(node):
         return 0, 0
@@ -139,7 +143,7 @@ def work_of(node: fx.Node) -> tuple[int, int]:
     if formula is None or moved == 0:
         return 0, moved
     args, kwargs = fake_arguments((node.args, node.kwargs))
-    return formula(*args, **kwargs, out_val=fake_value(node)), moved
+    return size_hint(formula(*args, **kwargs, out_val=fake_value(node))), moved
 
 
 def communication(node: fx.Node, costs: Costs) -> tuple[int, float]:

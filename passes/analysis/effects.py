@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import fx
+from torch import SymBool, SymFloat, SymInt, fx
 
 from compile_fsdp.ops import copy_, resize_storage_bytes_
 from compile_fsdp.torch_compat.dispatch import (
@@ -146,7 +146,7 @@ class Effects:
             return ()
         if isinstance(target, HigherOrderOperator) and not self._summary_of_call(node).writes:
             return ()
-        return node.all_input_nodes
+        return [each for each in node.all_input_nodes if not _is_number(each)]
 
     def view_inputs(self, node: fx.Node) -> Sequence[fx.Node]:
         """Return the inputs that the node's results alias, by its schema."""
@@ -224,6 +224,11 @@ def _read_schema(op: OpOverload) -> _Schema:
         return tuple((a.name, None if a.keyword_only else i) for i, a in enumerate(arguments) if a.name in names)
 
     return _Schema(select(written), select(aliased), returns_nothing=not op._schema.returns)
+
+
+def _is_number(node: fx.Node) -> bool:
+    value = node.meta.get("val", node.meta.get("example_value"))
+    return isinstance(value, (int, float, SymInt, SymFloat, SymBool))
 
 
 def _leaves(argument: object) -> Iterator[object]:

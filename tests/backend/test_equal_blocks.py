@@ -57,6 +57,19 @@ class _Checkpointed(nn.Module):
         return F.scaled_dot_product_attention(hidden, hidden, hidden).view(-1, 8).exp()
 
 
+class _Attends(nn.Module):
+    """Attention with two heads, op by op; its backward reads the length, and products of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.linear(x).unflatten(-1, (2, 4)).transpose(0, 1)
+        found = torch.bmm(torch.bmm(heads, heads.transpose(1, 2)).softmax(-1), heads)
+        return x + found.transpose(0, 1).reshape(-1, 8)
+
+
 class _DrawsAgain(_Draws):
     """Dropout in a checkpoint, which draws the same numbers again."""
 
@@ -189,6 +202,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mlp": {"block": _Mlp},
     "dropout": {"block": _Draws},
     "checkpointed": {"block": _Checkpointed},
+    "attention": {"block": _Attends},
     "dropout in a checkpoint": {"block": _DrawsAgain},
     "called in a checkpoint": {"block": _Called},
     "frozen, called in a checkpoint": {"block": _Called, "frozen": 2, "layers": 4},
@@ -236,11 +250,18 @@ def test_steps_are_bitwise_those_of_eager_fsdp2(name: str) -> None:
         assert result.differing == []
 
 
-@pytest.mark.parametrize("name", ["plain", "dropout in a checkpoint"])
+LENGTHS = [[4, 4], [4, 6], [5, 7], [5, 4]]  # one rank compiles for changing sizes while its peer does not
+
+
+@pytest.mark.parametrize("name", ["plain", "attention", "dropout in a checkpoint"])
 def test_ranks_may_have_batches_of_different_lengths(name: str) -> None:
-    lengths = [[4, 4], [4, 6], [5, 7], [5, 4]]  # one rank compiles for changing sizes while its peer does not
-    for result in run_ranks(2, _train, lengths, name, {}):
+    for result in run_ranks(2, _train, LENGTHS, name, {}):
         assert result.differing == []
+
+
+def test_batches_of_different_lengths_train_with_inductor() -> None:
+    for result in run_ranks(2, _train, LENGTHS, "attention", {"options": {}}):
+        assert result.worst < 1e-5
 
 
 @pytest.mark.parametrize("name", ["dropout", "dropout in a checkpoint"])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from compile_fsdp.ops import copy_, resize_storage_bytes_, run_block
 from compile_fsdp.passes.analysis.eager_effects import EagerEffects, is_grad_switch, is_passed_through, is_upkeep
@@ -92,6 +93,16 @@ def call_module(*args: str) -> fx.Node:
 )
 def test_written_inputs(node: fx.Node, written: str) -> None:
     assert names(EagerEffects(None).written_inputs(node)) == set(written)
+
+
+def test_computation_with_sizes_writes_nothing() -> None:
+    # Else no collectives would share a pack across it, and ranks with changing sizes would have other packs.
+    graph = fx.Graph()
+    size, x = graph.placeholder("size"), graph.placeholder("x")
+    size.meta["val"], x.meta["val"] = ShapeEnv().create_unbacked_symint(), torch.ones(2)
+    effects = Effects(None)
+    assert not effects.written_inputs(graph.call_function(operator.mul, (size, 3)))
+    assert effects.written_inputs(graph.call_function(somebodys, (size, x))) == [x]
 
 
 @pytest.mark.parametrize(
