@@ -50,7 +50,9 @@ class BackwardRun:
     def run_whole(self) -> None:
         run = partial(torch.autograd.backward, self.outputs, self.grads, retain_graph=self.is_kept)
         with self._around_graph():
-            if self.is_kept:
+            if not self.outputs:
+                pass  # A later graph, or a function of the user, has no gradient for this graph's outputs.
+            elif self.is_kept:
                 self._run_captured(run)
             elif not self._run_known():
                 if (observer := self.forward.step.record.observer) is not None:
@@ -65,6 +67,8 @@ class BackwardRun:
 
     def run_part(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
         """Compute and return the gradients of some inputs of the inner autograd graph."""
+        if not self.outputs:
+            return [None] * len(inputs)
         run = partial(
             torch.autograd.grad, self.outputs, inputs, self.grads, retain_graph=self.is_kept, allow_unused=True
         )

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import compile_fsdp
 from helpers.models.replays import compile_with_replay, count_replays
@@ -123,6 +124,55 @@ def test_backward_is_replayed_only_if_the_loss_uses_the_recorded_outputs() -> No
     for replays, have_equal, equal in run_ranks(2, _replayed):
         assert replays == (4, 2)
         assert have_equal and equal
+
+
+class _Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) * weights.detach()).square().mean()
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> None:
+        return None
+
+
+def _without_gradient(rank: int, function: bool) -> tuple[list[bool], bool]:
+    """Train a model that reads the output of a second one without a gradient.
+
+    Returns which parameters of the second model have gradients, and whether those of the first model are as in eager
+    FSDP2.
+    """
+    grads, others = [], []
+    for fully_shard in (torch_fully_shard, compile_fsdp.fully_shard):
+        torch.manual_seed(0)
+        weights, model = fully_shard(nn.Linear(4, 4)), fully_shard(_Weighted())
+        if fully_shard is compile_fsdp.fully_shard:
+            for each in (weights, model):
+                each.compile(backend="compile_fsdp", fullgraph=True, options=AOT_EAGER)
+        torch.manual_seed(rank)
+        for _ in range(2):
+            x = torch.randn(3, 4)
+            given = _NoGradient.apply(weights(x)) if function else weights(x)
+            model(x, given).backward()
+        grads.append([each.grad.full_tensor() for each in model.parameters()])
+        others += [each.grad is not None for each in weights.parameters()]
+    return others, all(map(torch.equal, *grads))
+
+
+@pytest.mark.parametrize("function", [False, True], ids=["detached in the next graph", "a function returns None"])
+def test_graph_without_any_gradient_of_its_outputs_is_passed_over(function: bool) -> None:
+    for others, equal in run_ranks(2, _without_gradient, function):
+        assert others == [False] * 4
+        assert equal
 
 
 def _hooks(rank: int) -> tuple[list[str], list[str]]:
