@@ -35,6 +35,7 @@ from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.runtime.group_calls import GROUP_CALLS
 from compile_fsdp.runtime.root import StateHooks
 from compile_fsdp.runtime.tracing import restore_hook_bodies_now
+from compile_fsdp.torch_compat.automatic_dynamic import keep_list_items_constant
 from compile_fsdp.torch_compat.dispatch import HigherOrderOperator, op_name
 from compile_fsdp.torch_compat.dynamo import (
     LOSES_STATE_BEHIND_BODIES,
@@ -66,6 +67,7 @@ def compile_fsdp(
         NotShardedError: the graph uses parameters, and none of a traceable model.
     """
     restore_hook_bodies_now()
+    keep_list_items_constant()
     traced = trace_record.take()
     parsed = Options.parse(options, mode)
     check_names()

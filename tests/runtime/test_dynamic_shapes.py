@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import compile_fsdp
 from helpers.parity.check import Parity, compare, compare_grads
-from helpers.parity.twins import Twins
+from helpers.parity.twins import Twins, build_both
 from helpers.ranks.pools import run_ranks
 
 
@@ -95,3 +96,36 @@ def test_alternating_train_and_eval_stops_compiling_after_three_steps() -> None:
         assert result.differing == []
         # Step 2 recompiles, because evaluation leaves the root unsharded and its gather is not needed.
         assert compiled == ["forward backward", "forward", "forward backward", "", "", ""]
+
+
+class _Skips(nn.Module):
+    """Skips layers by their numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.skipped: list[Any] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            if i not in self.skipped and (i, i) not in self.skipped:
+                x = layer(x).tanh()
+        return x
+
+
+def _skip_layers(rank: int) -> Parity:
+    result = Parity()
+    eager, ours = build_both(lambda fully_shard: fully_shard(_Skips()))
+    for step, skipped in enumerate(([0], [1], [2, 0], [(0, 0)], [(1, 1)])):
+        torch.manual_seed(rank)
+        x = torch.randn(2, 4)
+        for model in (eager, ours):
+            model.skipped = skipped
+        compare(result, f"step {step}", ours(x), eager(x))
+    return result
+
+
+def test_numbers_in_a_list_that_changed_are_found_in_it() -> None:
+    # Dynamo finds no constant in a list of symbols, and makes numbers symbols when they have changed.
+    for result in run_ranks(2, _skip_layers):
+        assert result.differing == []
