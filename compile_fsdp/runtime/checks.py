@@ -9,6 +9,7 @@ from torch import nn
 from compile_fsdp.errors import OutputTypeError, UnsupportedFeatureError
 from compile_fsdp.runtime.subclass_parameters import find_subclass, has_plain_parts
 from compile_fsdp.runtime.tracing import at_run_time, eval_at_trace_time_guarded
+from compile_fsdp.torch_compat.dynamo_limits import traces_rnns
 from compile_fsdp.torch_compat.fsdp import (
     SYMMETRIC_MEMORY_COMMS,
     FSDPParam,
@@ -42,6 +43,13 @@ def check_group(group: FSDPParamGroup) -> None:
     if symmetric or spmd:
         reason = f"symmetric memory for its collectives ({symmetric[0]})" if symmetric else f"{spmd[0]}: SPMD types"
         raise UnsupportedFeatureError(_refusal(group._module_fqn or "the root", reason))
+    owners = {id(info.module): info.module for param in group.fsdp_params for info in [param._module_info]}
+    for module in owners.values():
+        # Dynamo leaves its forward to eager code, which reads the weights from a list of its own.
+        if isinstance(module, nn.RNNBase) and module not in group.modules and not traces_rnns():
+            name = type(module).__name__
+            reason = f"the parameters of its {name}: shard the {name} by itself, with fully_shard()"
+            raise UnsupportedFeatureError(_refusal(group._module_fqn or "the root", reason))
 
 
 @at_run_time

@@ -44,9 +44,6 @@ TorchDynamoException = exc.TorchDynamoException
 TorchRuntimeError = exc.TorchRuntimeError
 OptimizedModule = torch._dynamo.OptimizedModule
 
-# Whether Dynamo forgets a second write of an attribute behind an op with a body, as torch.cond has. (2.13.0, 2.14.1)
-LOSES_STATE_BEHIND_BODIES = "2.13" <= torch.__version__ < "2.15"
-
 # Whether Dynamo's guards and bytecode have the form that `compile_fsdp.replay` reads. (2.13.0, 2.15.0)
 CAN_REPLAY = torch.__version__ >= "2.13"
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from compile_fsdp.tools.launch import RankError
-from compile_fsdp.torch_compat.dynamo import LOSES_STATE_BEHIND_BODIES
+from compile_fsdp.torch_compat.dynamo_limits import LOSES_STATE_BEHIND_BODIES
 from helpers.parity.check import Parity, compare, compare_grads
 from helpers.parity.twins import build_both
 from helpers.ranks.pools import run_ranks

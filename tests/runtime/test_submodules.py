@@ -13,9 +13,11 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import compile_fsdp
+from compile_fsdp.errors import UnsupportedFeatureError
 from helpers.models.stacks import Block
 from helpers.parity.check import full
-from helpers.parity.twins import AOT_EAGER
+from helpers.parity.twins import AOT_EAGER, build_both
+from helpers.ranks.fake_world import fake_world
 from helpers.ranks.pools import run_ranks
 from helpers.ranks.recording import collectives_of
 from helpers.releases.differences import PRINTS_GUARDED_PARAMETERS
@@ -164,3 +166,38 @@ def test_several_fsdp_roots_in_one_graph_match_eager(inner_backend: str) -> None
     for difference, ours, eager in run_ranks(2, _without_a_root, inner_backend):
         assert difference <= (0 if inner_backend == "aot_eager" else 1e-6)
         assert ours == eager
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.lstm, self.head = nn.Linear(4, 4), nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(torch.relu(self.embedding(x)))[0]).square().mean()  # type: ignore[no-any-return]
+
+
+def _train_lstm(rank: int) -> bool:
+    def build(fully_shard: Any) -> Any:
+        model = _Recurrent()
+        fully_shard(model.lstm)
+        return fully_shard(model)
+
+    models = build_both(build, fullgraph=False)
+    for model in models:
+        torch.manual_seed(rank)
+        for _ in range(2):
+            model(torch.randn(2, 3, 4)).backward()
+    return all(map(torch.equal, *([full(each.grad) for each in model.parameters()] for model in models)))
+
+
+def test_lstm_that_is_sharded_by_itself_runs_eagerly_between_graphs() -> None:
+    assert run_ranks(2, _train_lstm) == [True] * 2
+
+
+def test_lstm_in_a_larger_group_is_refused() -> None:
+    with fake_world(2):
+        model = compile_fsdp.fully_shard(_Recurrent())
+        model.compile(backend="compile_fsdp", options=AOT_EAGER)
+        with pytest.raises(UnsupportedFeatureError, match=r"the root .* shard the LSTM by itself"):
+            model(torch.randn(2, 3, 4))

@@ -68,6 +68,7 @@ These raise an error before any collective, with the module's name. The model tr
 | torchao's `precompute_float8_dynamic_scale_for_fsdp` | its `__tensor_unflatten__` loses the scales |
 | a zero-bubble schedule on a stage compiled in parts, or with tensor parallelism | it does not find the parameters |
 | an in-place write of a gathered parameter in the forward, `max_norm` of an embedding | the write would be lost |
+| an LSTM, GRU or RNN without a `fully_shard` of its own | eager code would read its sharded weights |
 | `torch.cond`, loops, `flex_attention`, with torch 2.13 and 2.14 | Dynamo loses the state that changes after them |
 | hooks on sharded parameters, offloading, in [CUDA graphs](options.md#cuda-graphs) | they need the host |
 | `create_graph=True`, `torch.autograd.grad` with respect to sharded parameters | see `BackwardError` |

@@ -1,14 +1,19 @@
-"""Dynamo's record of the numbers and sizes that changed between traces, which it makes symbols in the next trace."""
+"""What Dynamo traces wrongly, or leaves to eager code."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch._dynamo.config
 import torch._dynamo.pgo
 from torch._dynamo.source import GetItemSource
 from torch._guards import TracingContext
 
 from compile_fsdp.torch_compat.declarations import needs
+
+# Whether Dynamo forgets a second write of an attribute behind an op with a body, as torch.cond has. (2.13.0, 2.14.1)
+LOSES_STATE_BEHIND_BODIES = "2.13" <= torch.__version__ < "2.15"
 
 
 @needs("torch._dynamo.pgo.get_code_state", "torch._guards.TracingContext.get")
@@ -24,3 +29,9 @@ def keep_list_items_constant() -> None:
     for state in torch._dynamo.pgo.get_code_state().values():
         for name in names:
             state.automatic_dynamic.pop(name, None)
+
+
+@needs("torch._dynamo.config.allow_rnn")
+def traces_rnns() -> bool:
+    """Whether Dynamo traces nn.LSTM, nn.GRU and nn.RNN, in place of running them as eager code. (2.13.0)"""
+    return bool(torch._dynamo.config.allow_rnn)
