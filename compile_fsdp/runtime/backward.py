@@ -21,7 +21,7 @@ from compile_fsdp.runtime.gradients import (
 from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.runtime.module_params import register_sharded, register_unsharded, sync_states
 from compile_fsdp.runtime.reduction import accumulation_dtypes, reduce_gradients
-from compile_fsdp.runtime.tracing import at_run_time, eval_at_trace_time_guarded
+from compile_fsdp.runtime.tracing import at_run_time, eval_at_trace_time_guarded, guarded_text
 from compile_fsdp.torch_compat.autograd import accumulates_into, after_backward, current_backward
 from compile_fsdp.torch_compat.distributed import functional_collectives, local_tensor
 from compile_fsdp.torch_compat.fsdp import FSDPState, TrainingState, order_gather_streams, param_groups, reduces_unused
@@ -42,6 +42,7 @@ def enter_graph(group: TraceableGroup, read: Sequence[torch.Tensor], cut_forward
     """
     backward = group.backward
     backward.is_compiled = True
+    backward.divisor_text = guarded_text(group.fsdp_group.gradient_divide_factor)
     needs_all = cut_forward is not None or reduces_unused(group.fsdp_group)
     required = [param.unsharded_param for param in group.params] if needs_all else []
     backward.gradients.expect(read, required, cut_forward)

@@ -72,6 +72,7 @@ class GroupBackward:
         reduced: For each parameter of `reduced_params`, (padded shard numel,), in the dtype of its gradient.
         reduced_params: Positions of the parameters whose reduced gradients wait for delivery.
         unreplicated_params: Positions of the parameters whose gradients wait for the all-reduce of a later backward.
+        divisor_text: The user's divisor of the gradients, or "None". See [Note: Numbers that stay numbers].
     """
 
     def __init__(self) -> None:
@@ -82,6 +83,7 @@ class GroupBackward:
         self.reduced: Sequence[torch.Tensor] = ()
         self.reduced_params: list[int] = []
         self.unreplicated_params: list[int] = []
+        self.divisor_text = ""
 
 
 class TraceableGroup:

@@ -134,7 +134,7 @@ def reduce_gradients(
     """
     fsdp_group = group.fsdp_group
     own_group = getattr(fsdp_group.mesh_info, "reduce_scatter_process_group", None)
-    settings = fsdp_group._reduce_dtype, fsdp_group.gradient_divide_factor, fsdp_group.force_sum_reduction_for_comms
+    settings = fsdp_group._reduce_dtype, group.backward.divisor_text, fsdp_group.force_sum_reduction_for_comms
     plan = _plan(group, group.constants.text, arrived, [each.dtype for each in grads], *settings, own_group)
     # If the shard dim is not 0, rearrange the gradient so that each rank's shard is a block of rows.
     rows = [

@@ -105,8 +105,8 @@ def _freeze(case: Case, step: int) -> None:
 
 
 def _divide_later(case: Case, step: int) -> None:
-    if step == 1:
-        _each("set_gradient_divide_factor", 4.0)(case)
+    if step >= 1:
+        _each("set_gradient_divide_factor", min(3.0 + step, 5.0))(case)
         _each("set_force_sum_reduction_for_comms", True)(case)
 
 
@@ -257,7 +257,7 @@ FEATURES: dict[str, Feature] = {
         has_reference=False,
     ),
     "divisor set between": Feature(
-        before_step=_divide_later, graphs=("forward", "backward", "backward"), later_graphs=1, has_reference=False
+        before_step=_divide_later, graphs=("forward", *["backward"] * 3), later_graphs=2, has_reference=False
     ),
     "buffers": Feature(case="batch_norm", has_reference=False),
     "convolutions": Feature(case="convolutions"),
