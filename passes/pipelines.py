@@ -15,6 +15,7 @@ from compile_fsdp.passes.dynamo.drop_input_aliases import drop_input_aliases
 from compile_fsdp.passes.dynamo.drop_undefined_gradients import drop_undefined_gradients
 from compile_fsdp.passes.dynamo.expand_group_calls import expand_group_calls
 from compile_fsdp.passes.dynamo.join_op_runs import join_op_runs
+from compile_fsdp.passes.dynamo.keep_module_hooks import keep_module_hooks
 from compile_fsdp.passes.dynamo.legalize_windows import legalize_windows
 from compile_fsdp.passes.dynamo.lift_tensor_hooks import lift_tensor_hooks
 from compile_fsdp.passes.dynamo.open_checkpoints import open_checkpoints
@@ -53,6 +54,7 @@ def forward(
         partial(open_checkpoints, functions=functions, free=free),
         # Next, because later passes match single ops.
         partial(expand_group_calls, functions=functions),
+        keep_module_hooks,
         *((lift_tensor_hooks,) if lifts_hooks else ()),
         drop_input_aliases,
         *((fitted,) if fitted is not None else ()),

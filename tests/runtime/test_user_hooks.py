@@ -246,3 +246,36 @@ def test_parameter_hooks_run_between_the_collectives_of_the_backward() -> None:
         (second,), (first,), (root,) = counts.values()
         assert second < first < root
         assert same and differentiable and recovered
+
+
+def _full_backward_hooks(rank: int, inner_backend: str) -> tuple[list[Any], list[Any]]:
+    records: tuple[list[Any], list[Any]] = [], []
+    for fully_shard, seen in zip(_BOTH, records, strict=True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+
+        def note(module: nn.Module, inputs: Any, outputs: Any, seen: list[Any] = seen) -> None:
+            given = [None if each is None else each.tolist() for each in (*inputs, *outputs)]
+            seen.append((type(module).__name__.removeprefix("FSDP"), given))
+
+        for module in (*model, model):
+            fully_shard(module)
+            module.register_full_backward_hook(note)
+        model[0].register_full_backward_pre_hook(lambda module, outputs: (outputs[0] * 0.5,))
+        if fully_shard is compile_fsdp.fully_shard:
+            model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": inner_backend})
+        torch.manual_seed(rank)
+        for _ in range(2):
+            model(torch.randint(0, 8, (3,))).square().mean().backward()
+    return records
+
+
+@pytest.mark.parametrize("inner_backend", ["aot_eager", "inductor"])
+def test_full_backward_hooks_run_without_a_differentiable_input(inner_backend: str) -> None:
+    for eager, compiled in run_ranks(2, _full_backward_hooks, inner_backend):
+        assert len(eager) == 8
+        assert [name for name, _ in compiled] == [name for name, _ in eager]
+        for (_, found), (_, expected) in zip(compiled, eager, strict=True):
+            assert [each is None for each in found] == [each is None for each in expected]
+            for one, other in zip(filter(None, found), filter(None, expected), strict=True):
+                torch.testing.assert_close(torch.tensor(one), torch.tensor(other))
