@@ -19,6 +19,7 @@ from compile_fsdp.backend.this_run import Run, running
 from compile_fsdp.runtime.backward import deliver, enter_graph, expect_no_gradient, leave_graph, start_backward
 from compile_fsdp.runtime.run_compiler import run_compiler
 from compile_fsdp.torch_compat.autograd import compiled_autograd, kept_hooks
+from compile_fsdp.torch_compat.global_state import without_autocast
 
 
 class BackwardRun:
@@ -83,7 +84,8 @@ class BackwardRun:
         self._prepare_groups()
         groups = self.inputs.groups
         try:
-            yield
+            with without_autocast():
+                yield
             for group in groups:
                 deliver(group)
         except BaseException:

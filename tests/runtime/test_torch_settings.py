@@ -10,6 +10,7 @@ import torch
 
 import compile_fsdp
 from helpers.models.global_settings import deterministic
+from helpers.parity.check import Parity, compare_grads, loss_of
 from helpers.parity.twins import Twins
 from helpers.ranks.pools import run_ranks
 
@@ -85,3 +86,22 @@ def _train_on_nan(rank: int, inner_backend: str) -> None:
 @pytest.mark.parametrize("inner_backend", INNER_BACKENDS)
 def test_anomaly_mode_error_names_the_nan_gradient(inner_backend: str) -> None:
     run_ranks(2, _train_on_nan, inner_backend)
+
+
+def _backward_in_autocast(rank: int) -> Parity:
+    """Compare backwards inside autocast with eager backwards outside of it, behind a forward outside of it."""
+    twins, result = Twins(rank, "mlp"), Parity()
+    torch.manual_seed(rank)
+    for step in range(3):
+        batch = twins.eager.batch()
+        for model, is_inside in ((twins.ours.model, True), (twins.eager.model, False)):
+            loss = loss_of(model, batch)
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_inside):
+                loss.backward()
+        compare_grads(result, f"step {step}", twins.ours.model, twins.eager.model)
+    return result
+
+
+def test_backward_inside_autocast_casts_nothing() -> None:
+    for result in run_ranks(2, _backward_in_autocast):
+        assert result.differing == []

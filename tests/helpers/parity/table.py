@@ -52,6 +52,7 @@ Files in `tests/` that compare with eager FSDP2, bit by bit with aot_eager:
   writes once.
 * The gradients of a weight that the forward reads twice and the loss once more are added in a different order, which
   may round differently.
+* A backward called inside autocast casts nothing: its ops have the dtypes of the forward.
 * In compiled code a parameter is a plain unsharded tensor everywhere, so `isinstance(parameter, DTensor)` is False. Ask
   `isinstance(module, FSDPModule)` instead.
 
