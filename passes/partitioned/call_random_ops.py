@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 def call_random_ops(graph: fx.Graph, compile_op: Callable[[int, fx.Graph], tuple[str, T]]) -> list[T]:
     """Return what `compile_op` makes of the graph of each op, by number, beside the name by which it is called."""
-    made = []
+    made: list[T] = []
     for node in filter(saves_random_state, list(graph.nodes)):
         items = list(_items(node))
         results = [item for item in items if isinstance(fake_value(item), torch.Tensor)]

@@ -71,7 +71,8 @@ def _call_directly(node: fx.Node, *, saves_state: bool) -> bool:
         plain = graph.call_function(call[0], tuple(call[1:]), node.kwargs)  # type: ignore[arg-type]
     if is_random(plain):
         graph.erase_node(plain)
-        for each in filter(is_state, node.users) if saves_state else [state]:
+        states = filter(is_state, node.users) if saves_state else node.all_input_nodes[:1]
+        for each in states:
             each.meta["val"] = _with_known_size(each)
         return False
     plain.meta = dict(node.meta)
@@ -93,8 +94,10 @@ def _call_directly(node: fx.Node, *, saves_state: bool) -> bool:
 
 def is_state(node: fx.Node) -> bool:
     """Return whether a node is the state that another one saves."""
-    source, item = node.args if node.target is operator.getitem else (None, None)
-    return isinstance(source, fx.Node) and saves_random_state(source) and item == 0
+    if node.target is not operator.getitem:
+        return False
+    source, item = node.args
+    return isinstance(source, fx.Node) and saves_random_state(source) and bool(item == 0)
 
 
 def _with_known_size(state: fx.Node) -> torch.Tensor:

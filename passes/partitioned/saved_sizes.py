@@ -6,6 +6,7 @@ A size may be an input of the block, or be read from the shape of a tensor among
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import fx
@@ -43,7 +44,7 @@ def _copy(node: fx.Node, graph: fx.Graph, copies: dict[fx.Node, fx.Node]) -> fx.
     return graph.call_method(method, (copies[tensor], *rest))
 
 
-_METHODS = {
+_METHODS: dict[Any, str] = {
     torch.ops.aten.sym_size.int: "size",
     torch.ops.aten.sym_stride.int: "stride",
     torch.ops.aten.sym_numel.default: "numel",
