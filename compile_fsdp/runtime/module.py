@@ -28,6 +28,7 @@ from compile_fsdp.runtime.run_compiler import run_compiler
 from compile_fsdp.runtime.subclass_parameters import is_extended
 from compile_fsdp.runtime.tracing import at_run_time, inline_only, restore_hook_bodies_now
 from compile_fsdp.torch_compat.dynamo import TorchRuntimeError, Unsupported, compiles_frames, skip_code
+from compile_fsdp.torch_compat.dynamo_limits import traces_rnns
 from compile_fsdp.torch_compat.fsdp import FSDPState, fsdp_state, param_groups
 from compile_fsdp.torch_compat.global_state import is_forced_eager
 
@@ -109,6 +110,8 @@ def _complete_unshard(module: nn.Module) -> None:
 def _run(call: calls.ModuleCall, run: Callable[..., Any]) -> Any:
     """Run the forward, by a replay if the model has one, and name the module in Dynamo's errors."""
     module: Any = call.module
+    if isinstance(module, nn.RNNBase) and not traces_rnns():
+        run = torch.compiler.disable(run)  # else Dynamo of torch 2.15 fails in the call's frame
     replay = _root_of(module).replay if call.is_outermost else None
     if replay is None or module._compiled_call_impl is None or compiles_frames() or is_forced_eager():
         forward = partial(run, *call.args, **call.kwargs)
