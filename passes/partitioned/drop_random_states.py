@@ -97,7 +97,8 @@ def is_state(node: fx.Node) -> bool:
     if node.target is not operator.getitem:
         return False
     source, item = node.args
-    return isinstance(source, fx.Node) and saves_random_state(source) and bool(item == 0)
+    assert isinstance(source, fx.Node)
+    return saves_random_state(source) and bool(item == 0)
 
 
 def _with_known_size(state: fx.Node) -> torch.Tensor:

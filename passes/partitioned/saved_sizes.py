@@ -22,7 +22,7 @@ def saved_sizes(forward: fx.Graph, names: Collection[str]) -> fx.Graph | None:
     by_name = {node.name: node for node in forward.nodes}
     needed = [by_name[name] for name in names]
     for node in needed:
-        needed += [each for each in node.all_input_nodes if each not in needed]
+        needed += node.all_input_nodes
     if any(isinstance(fake_value(node), torch.Tensor) and node.op != "placeholder" for node in needed):
         return None
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()

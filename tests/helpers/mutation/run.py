@@ -33,6 +33,7 @@ TIMEOUT_SECONDS = 60
 MODULES: dict[str, tuple[str, ...]] = {
     "aliases": ("test_aliases", "remove_unshard_copies", "legalize"),
     "check": ("check",),
+    "call_random_ops": ("call_random_ops",),
     "choose": ("test_choose", "test_offloads", "test_recomputation"),
     "collectives": ("find_packed", "pack_collectives", "schedule"),
     "costs": ("test_costs", "pack_collectives", "schedule"),
@@ -44,6 +45,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "equal_blocks": ("equal_blocks", "outline_blocks"),
     "expand_group_calls": ("expand_group_calls",),
     "function_text": ("function_text", "equal_blocks"),
+    "keep_module_hooks": ("keep_module_hooks",),
     "layout": ("remove_unshard_copies",),
     "legalize_windows": ("legalize",),
     "live_bytes": ("test_step_time", "test_timeline"),
@@ -63,6 +65,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "replace_unsafe_gathers": ("replace_unsafe_gathers",),
     "runner": ("pipeline",),
     "save_frozen_outputs": ("save_frozen_outputs",),
+    "saved_sizes": ("saved_sizes",),
     "schedule_collectives": ("schedule",),
     "sinking": ("legalize",),
     "subgraphs": ("test_subgraphs", "remove_unshard_copies",),

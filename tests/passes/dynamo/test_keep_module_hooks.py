@@ -22,7 +22,7 @@ def test_hooks_are_kept_if_no_input_needs_a_gradient(needs_gradient: list[bool],
     for node, needs in zip(inputs, needs_gradient, strict=True):
         node.meta["example_value"] = torch.ones(2, requires_grad=needs)
     hooks = graph.call_function(_in_graph_bw_hooks, (state,))
-    graph.call_method("setup_input_hook", (hooks, (*inputs, 3)))
+    graph.call_method("setup_input_hook", (hooks, (*inputs, 3, graph.placeholder("size"))))
     graph.call_method("setup_output_hook", (hooks, state))
     assert keep_module_hooks(graph) == kept
     assert (hooks.target is not _in_graph_bw_hooks) == kept

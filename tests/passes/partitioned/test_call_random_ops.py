@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from expecttest import assert_expected_inline
 from torch import fx
 
 from compile_fsdp.passes.partitioned.call_random_ops import call_random_ops
 from compile_fsdp.passes.partitioned.drop_random_states import drop_random_states
+from helpers.graphs.build import GraphBuilder, aten
 from helpers.graphs.halves import checkpoint_halves
 from helpers.graphs.render import render
 
@@ -51,6 +54,18 @@ def test_graph_of_a_random_op_returns_the_state_before_it() -> None:
     assert not torch.equal(torch.get_rng_state(), before)
     torch.set_rng_state(state)
     assert torch.equal(drawn, torch.dropout(x, 0.5, True))
+
+
+def test_sizes_are_passed_apart_from_tensors(build: GraphBuilder) -> None:
+    size = build.fake_mode.shape_env.create_unbacked_symint()  # type: ignore[union-attr]
+    given = build.input_like("given", size)
+    both = build.call(torch.ops.higher_order.run_and_save_rng_state, aten.rand.default, [given, 4], device="cpu")
+    state, drawn = (build.call(operator.getitem, both, i) for i in range(2))
+    graph = build.output(state, drawn)
+    (alone,) = call_random_ops(graph, lambda _, graph: ("draw", graph))
+    assert "call_random_block([], [given], 'draw')" in render(graph)
+    state, drawn = fx.GraphModule({}, alone)(3)
+    assert drawn.shape == (3, 4)
 
 
 def test_graph_without_random_ops_stays() -> None:
