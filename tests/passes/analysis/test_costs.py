@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
 from compile_fsdp import ops
 from compile_fsdp.passes import Costs
@@ -15,10 +16,20 @@ from compile_fsdp.passes.analysis.costs import (
     compute_seconds,
     size_bytes,
     usual_compute_seconds,
+    work_of,
 )
 from helpers.graphs.build import GATHER, REDUCE, GraphBuilder, aten, c10d
 
 COSTS = Costs(latency=1.0, comm_bandwidth=1.0, memory_bandwidth=1.0, flops=1.0, rows=8)
+
+
+def test_flops_with_symbolic_sizes_are_those_of_the_present_sizes(build: GraphBuilder) -> None:
+    context = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    x = build.input_like("x", build.fake_mode.from_tensor(torch.ones(3, 4), symbolic_context=context))
+    gradient = build.call(aten.mm.default, build.call(aten.t.default, x), x)
+    flops, moved = work_of(gradient)
+    assert (flops, moved, type(flops)) == (2 * 4 * 3 * 4, 64, int)
+    assert work_of(build.call(aten.mm.default, x, gradient)) == (0, 0)  # of unknown size
 
 
 def test_symbolic_sizes_count_as_unknown(build: GraphBuilder) -> None:
@@ -44,10 +55,12 @@ def test_views_and_unknown_functions_take_no_time_and_products_take_their_flops(
     assert compute_seconds(build.call(aten.mm.default, x, x), COSTS) == 2 * 4**3
 
 
-def test_only_products_take_time_with_the_usual_batch(build: GraphBuilder) -> None:
+def test_only_products_and_blocks_take_time_with_the_usual_batch(build: GraphBuilder) -> None:
     x = build.input("x", (4, 4))
     product, sum_ = build.call(aten.mm.default, x, x), build.call(aten.add.Tensor, x, x)
-    assert usual_compute_seconds(product, 16, COSTS) == 2 * 8 * 16
+    blocks = [build.graph.call_function(op, ([x], [], "block")) for op in ops.BLOCK_CALLS]
+    for each in (product, *blocks):
+        assert usual_compute_seconds(each, 16, COSTS) == 2 * 8 * 16
     assert usual_compute_seconds(sum_, 16, COSTS) == 0.0
 
 
