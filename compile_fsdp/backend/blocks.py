@@ -8,7 +8,6 @@ inputs are passed again, so no tensor that a block saves keeps an unsharded para
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -98,14 +97,11 @@ class BlockCompiler:
         if (sizes := saved_sizes(forward, taken)) is None:
             return None
         signature = _separate(forward, backward, call, needs_gradient)
-        draws = call_random_ops(forward, partial(self._draw, name))
+        random_ops = call_random_ops(forward, name)
+        draws = tuple(self._compile_part(each, graph, op_by_op=True) for each, graph in random_ops.items())
         part = self._compile_part(name, forward)
         backward_parts = self._backward(name, backward, signature, call)
-        return Block(part, backward_parts, signature, tuple(draws), _without_values(sizes) if taken else None)
-
-    def _draw(self, name: str, i: int, graph: fx.Graph) -> tuple[str, Part]:
-        part = self._compile_part(f"{name} draw {i}", graph, op_by_op=True)
-        return part.name, part
+        return Block(part, backward_parts, signature, draws, _without_values(sizes) if taken else None)
 
     def _backward(self, name: str, graph: fx.Graph, signature: Signature, call: BlockCall) -> Backward:
         results = _without_aliases(graph)

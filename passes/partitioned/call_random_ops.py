@@ -3,7 +3,7 @@
 Precondition  the forward of a block, from AOTAutograd's partitioner
 Match         random ops, wrapped to save the state of the random numbers
 Rewrite       each becomes a call of a graph that has this op alone
-Report        the graphs
+Report        the graphs, by name
 
     before                                                    after
     both = run_and_save_rng_state(bernoulli, x, 0.5)          both = call_random_block([x], [], "5d41... draw 0")
@@ -16,8 +16,7 @@ A block is traced once more to compile it, but AOTAutograd has no rule for `run_
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Iterator
 
 import torch
 from torch import fx
@@ -26,19 +25,17 @@ from compile_fsdp.ops.call_block import call_random_block
 from compile_fsdp.passes.analysis.aliases import fake_value
 from compile_fsdp.passes.partitioned.drop_random_states import saves_random_state
 
-T = TypeVar("T")
 
-
-def call_random_ops(graph: fx.Graph, compile_op: Callable[[int, fx.Graph], tuple[str, T]]) -> list[T]:
-    """Return what `compile_op` makes of the graph of each op, by number, beside the name by which it is called."""
-    made: list[T] = []
+def call_random_ops(graph: fx.Graph, block: str) -> dict[str, fx.Graph]:
+    """Return the graph of each op by the name of its call, which begins with the name of the block."""
+    made: dict[str, fx.Graph] = {}
     for node in filter(saves_random_state, list(graph.nodes)):
         items = list(_items(node))
         results = [item for item in items if isinstance(fake_value(item), torch.Tensor)]
         sizes = [each for each in node.all_input_nodes if not isinstance(fake_value(each), torch.Tensor)]
         tensors = [each for each in node.all_input_nodes if each not in sizes]
-        name, one = compile_op(len(made), _alone([*sizes, *tensors], [node, *items], results))
-        made.append(one)
+        name = f"{block} draw {len(made)}"
+        made[name] = _alone([*sizes, *tensors], [node, *items], results)
         with graph.inserting_before(node):
             call = graph.call_function(call_random_block, (tensors, sizes, name))
             call.meta["val"] = list(map(fake_value, results))

@@ -18,15 +18,17 @@ from helpers.graphs.render import render
 def test_random_ops_are_called_by_name() -> None:
     forward, _ = checkpoint_halves(lambda x: torch.dropout(torch.dropout(x, 0.5, True).exp(), 0.25, True).sin())
     drop_random_states(forward)
-    graphs = call_random_ops(forward, lambda i, graph: (f"draw {i}", graph))
+    made = call_random_ops(forward, "block")
+    assert list(made) == ["block draw 0", "block draw 1"]
+    graphs = list(made.values())
     forward.lint()
     assert_expected_inline(render(forward), """\
 primals_1: f32[1, 1, 2, 8]
-%0 = call_random_block([primals_1], [], 'draw 0')
+%0 = call_random_block([primals_1], [], 'block draw 0')
 %1: u8[5056] = getitem(%0, 0)
 %2: f32[1, 1, 2, 8] = getitem(%0, 1)
 %3: f32[1, 1, 2, 8] = exp(%2)
-%4 = call_random_block([%3], [], 'draw 1')
+%4 = call_random_block([%3], [], 'block draw 1')
 %5: u8[5056] = getitem(%4, 0)
 %6: f32[1, 1, 2, 8] = getitem(%4, 1)
 %7: f32[1, 1, 2, 8] = sin(%6)
@@ -46,7 +48,7 @@ return (%1, %3)
 def test_graph_of_a_random_op_returns_the_state_before_it() -> None:
     forward, _ = checkpoint_halves(lambda x: torch.dropout(x, 0.5, True).exp())
     drop_random_states(forward)
-    (graph,) = call_random_ops(forward, lambda _, graph: ("draw", graph))
+    (graph,) = call_random_ops(forward, "block").values()
     run, x = fx.GraphModule({}, graph), torch.ones(1, 1, 2, 8)
     before = torch.get_rng_state()
     state, drawn = run(x)
@@ -62,8 +64,8 @@ def test_sizes_are_passed_apart_from_tensors(build: GraphBuilder) -> None:
     both = build.call(torch.ops.higher_order.run_and_save_rng_state, aten.rand.default, [given, 4], device="cpu")
     state, drawn = (build.call(operator.getitem, both, i) for i in range(2))
     graph = build.output(state, drawn)
-    (alone,) = call_random_ops(graph, lambda _, graph: ("draw", graph))
-    assert "call_random_block([], [given], 'draw')" in render(graph)
+    (alone,) = call_random_ops(graph, "block").values()
+    assert "call_random_block([], [given], 'block draw 0')" in render(graph)
     state, drawn = fx.GraphModule({}, alone)(3)
     assert drawn.shape == (3, 4)
 
@@ -71,5 +73,5 @@ def test_sizes_are_passed_apart_from_tensors(build: GraphBuilder) -> None:
 def test_graph_without_random_ops_stays() -> None:
     forward, _ = checkpoint_halves(lambda x: x.exp().sin())
     before = render(forward)
-    assert call_random_ops(forward, lambda i, graph: (f"draw {i}", graph)) == []
+    assert call_random_ops(forward, "block") == {}
     assert render(forward) == before
