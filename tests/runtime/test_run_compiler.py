@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import resource
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -82,6 +83,59 @@ def test_disabled_garbage_collector_stays_disabled() -> None:
     gc.disable()
     model(torch.ones(2, 4)).sum().backward()
     assert not gc.isenabled()
+
+
+@pytest.fixture
+def _nothing_frozen() -> Iterator[None]:
+    is_frozen = gc.get_freeze_count() > 0  # by the suite
+    gc.unfreeze()
+    yield
+    if is_frozen:
+        gc.freeze()
+
+
+class _Node:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def _is_old(node: _Node) -> bool:
+    return any(each is node for each in gc.get_objects(generation=2))
+
+
+def _make(count: int) -> tuple[_Node, weakref.ref[_Node]]:
+    """Return a live object and an object that is garbage, of `count` new objects."""
+    nodes = [_Node() for _ in range(count)]
+    return nodes[0], weakref.ref(nodes[1])
+
+
+@pytest.mark.usefixtures("_nothing_frozen")
+def test_many_new_objects_are_not_collected_but_moved_to_the_oldest_generation() -> None:
+    kept, garbage = run_compiler(partial(_make, 200_000))
+    assert _is_old(kept) and garbage() is not None
+    gc.collect()
+    assert garbage() is None
+
+
+@pytest.mark.usefixtures("_nothing_frozen")
+def test_few_new_objects_stay_young() -> None:
+    gc.collect()
+    kept, _ = run_compiler(partial(_make, 1000))
+    assert not _is_old(kept)
+
+
+@pytest.mark.usefixtures("_nothing_frozen")
+def test_objects_that_the_user_froze_stay_frozen() -> None:
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    run_compiler(partial(_make, 200_000))
+    assert gc.get_freeze_count() == frozen > 0
+
+
+@pytest.mark.usefixtures("_nothing_frozen")
+def test_objects_of_many_traces_are_collected() -> None:
+    is_garbage_left = [run_compiler(partial(_make, 200_000))[1]() is not None for _ in range(25)]
+    assert is_garbage_left.count(False) == 1
 
 
 def test_calls_at_any_depth_share_a_chunk_of_the_stack() -> None:
