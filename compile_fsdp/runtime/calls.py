@@ -20,6 +20,7 @@ class ModuleCall:
     Attributes:
         is_outermost: Whether the call is not within a call of a sharded module.
         is_first: Whether the call is the first since the model was compiled.
+        is_eager: Whether a compiled module runs eagerly in this call.
         forward_id: Unique object that identifies this call.
         on_output: Function that gets the module's output, if set while the call runs; else None.
     """
@@ -29,6 +30,7 @@ class ModuleCall:
     kwargs: dict[str, Any]
     is_outermost: bool
     is_first: bool
+    is_eager: bool
     forward_id: object = field(default_factory=object)
     on_output: Callable[[Any], None] | None = None
 
@@ -45,8 +47,10 @@ _running = _Running()
 
 
 @at_run_time
-def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_first: bool) -> ModuleCall:
-    call = ModuleCall(module, args, kwargs, not _running.calls, is_first)
+def begin(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_first: bool, is_eager: bool
+) -> ModuleCall:
+    call = ModuleCall(module, args, kwargs, not _running.calls, is_first, is_eager)
     _running.calls.append(call)
     return call
 

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from compile_fsdp.errors import OutputTypeError, UnsupportedFeatureError
+from compile_fsdp.errors import OutputTypeError, ReplacedParameterError, UnsupportedFeatureError
 from compile_fsdp.runtime.subclass_parameters import find_subclass, has_plain_parts
 from compile_fsdp.runtime.tracing import at_run_time, eval_at_trace_time_guarded
 from compile_fsdp.torch_compat.dynamo_limits import traces_rnns
@@ -78,6 +78,15 @@ def refuse_pending_unshard(state: FSDPState) -> NoReturn:
     """Refuse a module whose asynchronous unshard nobody has waited for."""
     reason = "a pending unshard(async_op=True): wait on its handle first, or compile with the model's own compile()"
     raise UnsupportedFeatureError(_refusal(describe(state), reason))
+
+
+@eval_at_trace_time_guarded
+def refuse_substitute(state: FSDPState, name: str) -> NoReturn:
+    """Refuse a tensor that has replaced an unsharded parameter, because the graph would replace it again."""
+    raise ReplacedParameterError(
+        f"expected the unsharded parameter {name} in {describe(state)}, got another tensor in its place, as "
+        "torch.func.functional_call puts there; compile with the model's own compile(), which runs such a call eagerly"
+    )
 
 
 @at_run_time

@@ -87,8 +87,10 @@ def before_forward(hooks: StateHooks, args: Any, kwargs: Any) -> tuple[Any, Any]
         if not group.is_unsharded:
             save(group)
             group.unshard()
-        elif group.memory is Memory.UNSHARDED_AHEAD:
-            group.enter(Memory.UNSHARDED)
+        else:
+            if group.memory is Memory.UNSHARDED_AHEAD:
+                group.enter(Memory.UNSHARDED)
+            _refuse_substitutes(group)
         register_unsharded(group)
     if torch.is_grad_enabled() and hooks.groups:
         args, kwargs = _own_inputs((args, kwargs))
@@ -100,6 +102,14 @@ def before_forward(hooks: StateHooks, args: Any, kwargs: Any) -> tuple[Any, Any]
             for group in hooks_of(each).groups:
                 group.launch()
     return args, kwargs
+
+
+def _refuse_substitutes(group: TraceableGroup) -> None:
+    """Refuse a tensor of the user in place of an unsharded parameter, unless the call has noticed it (`_begin`)."""
+    for param in () if group.is_hidden else group.params:
+        info = param.fsdp_param._module_info
+        if info.module._parameters[info.param_name] is not param.fsdp_param._unsharded_param:
+            checks.refuse_substitute(group.state, info.param_name)
 
 
 def _begin_root(hooks: StateHooks, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ as separate frames, so each hook has a separate code object, too.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from itertools import chain, count
 from types import FunctionType, MethodType
@@ -22,6 +22,7 @@ from compile_fsdp.runtime import calls, trace_record
 from compile_fsdp.runtime.attached import attach, find_hooks, hooks_of, module_hooks_of
 from compile_fsdp.runtime.checks import describe
 from compile_fsdp.runtime.hooks import post_forward, pre_forward
+from compile_fsdp.runtime.parameter_checks import finds_substitute, put_sharded_back
 from compile_fsdp.runtime.reset import reset_step
 from compile_fsdp.runtime.root import ModuleHooks, Replay, Root, StateHooks
 from compile_fsdp.runtime.run_compiler import run_compiler
@@ -29,7 +30,7 @@ from compile_fsdp.runtime.subclass_parameters import is_extended
 from compile_fsdp.runtime.tracing import at_run_time, inline_only, restore_hook_bodies_now
 from compile_fsdp.torch_compat.dynamo import TorchRuntimeError, Unsupported, compiles_frames, skip_code
 from compile_fsdp.torch_compat.dynamo_limits import traces_rnns
-from compile_fsdp.torch_compat.fsdp import FSDPState, fsdp_state, param_groups
+from compile_fsdp.torch_compat.fsdp import FSDPParamGroup, FSDPState, fsdp_state, param_groups
 from compile_fsdp.torch_compat.global_state import is_forced_eager
 
 # Returns the object that replays a model's steps, or None, and the arguments for torch.compile, from the user's.
@@ -87,32 +88,40 @@ def _begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> calls.
             root.was_called = True
             _settle_hook_order(module)
             is_first = True
+    # Dynamo of torch 2.15 fails in the call's frame.
+    is_eager = isinstance(module, nn.RNNBase) and not traces_rnns()
     if module._compiled_call_impl is not None:
-        _complete_unshard(module)
-    return calls.begin(module, args, kwargs, is_first)
+        groups = list(_groups_of_call(module))
+        for fsdp_group in groups:
+            if fsdp_group._all_gather_result is not None:
+                fsdp_group.wait_for_unshard()  # the user's unshard(async_op=True), because a graph cannot
+        root = _root_of(module)
+        if root.had_substitute:
+            put_sharded_back(groups)
+        root.had_substitute = finds_substitute(groups)
+        is_eager = is_eager or root.had_substitute
+    return calls.begin(module, args, kwargs, is_first, is_eager)
 
 
 @at_run_time
-def _complete_unshard(module: nn.Module) -> None:
-    """Wait for the user's unshard(async_op=True), because a graph cannot."""
+def _groups_of_call(module: nn.Module) -> Iterator[FSDPParamGroup]:
+    """Return the parameter groups of the modules that a graph of this call may hold."""
     state = _state_of(module)
     states = [state]
     if calls.outermost() is None:
         # torch does not know the states below before the first forward.
         found = map(fsdp_state, module.modules()) if state._is_root is None else state._state_ctx.all_states
         states = [each for each in found if each is not None]
-    for fsdp_group in chain.from_iterable(map(param_groups, states)):
-        if fsdp_group._all_gather_result is not None:
-            fsdp_group.wait_for_unshard()
+    return chain.from_iterable(map(param_groups, states))
 
 
 @at_run_time
 def _run(call: calls.ModuleCall, run: Callable[..., Any]) -> Any:
     """Run the forward, by a replay if the model has one, and name the module in Dynamo's errors."""
     module: Any = call.module
-    if isinstance(module, nn.RNNBase) and not traces_rnns():
-        run = torch.compiler.disable(run)  # else Dynamo of torch 2.15 fails in the call's frame
-    replay = _root_of(module).replay if call.is_outermost else None
+    if call.is_eager:
+        run = torch.compiler.disable(module._call_impl)
+    replay = _root_of(module).replay if call.is_outermost and not call.is_eager else None
     if replay is None or module._compiled_call_impl is None or compiles_frames() or is_forced_eager():
         forward = partial(run, *call.args, **call.kwargs)
     else:

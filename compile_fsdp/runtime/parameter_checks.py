@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -19,7 +21,9 @@ from compile_fsdp.errors import (
 )
 from compile_fsdp.runtime.checks import class_name, describe
 from compile_fsdp.runtime.tracing import at_run_time
-from compile_fsdp.torch_compat.fsdp import FSDPParam, FSDPState, ShardedState, fsdp_state, param_groups
+from compile_fsdp.torch_compat.fsdp import FSDPParam, FSDPParamGroup, FSDPState, ShardedState, fsdp_state, param_groups
+
+_log = logging.getLogger("compile_fsdp")
 
 # Parameters of one group by FQN: torch's FSDPParam, and the tensor that the module holds in its place.
 _Held = Mapping[str, tuple[FSDPParam, torch.Tensor]]
@@ -78,6 +82,45 @@ def _check_replaced(groups: list[_Held], where: str) -> None:
             "after fully_shard(); load unsharded tensors with torch.distributed.checkpoint.state_dict."
             "set_model_state_dict(), and replace parameters before fully_shard()"
         )
+
+
+@at_run_time
+def finds_substitute(groups: Iterable[FSDPParamGroup]) -> bool:
+    """Return whether a module holds a tensor of the user in place of an unsharded parameter, and warn.
+
+    Eager FSDP2 computes with such a tensor, for example that of `torch.func.functional_call`. In place of a sharded
+    parameter it puts the gathered one.
+    """
+    for group in groups:
+        for param in group.fsdp_params if group._sharded_state is ShardedState.UNSHARDED else ():
+            own = param._unsharded_param, param.sharded_param
+            for module, name in _places(param):
+                if all(module._parameters.get(name) is not each for each in own):
+                    _warn_of_substitute(param._param_fqn or name)
+                    return True
+    return False
+
+
+@at_run_time
+def put_sharded_back(groups: Iterable[FSDPParamGroup]) -> None:
+    """Register the sharded parameters where a substitute's user has put unsharded ones back behind the reshard."""
+    for group in groups:
+        for param in group.fsdp_params if group._sharded_state is ShardedState.SHARDED else ():
+            for module, name in _places(param):
+                if module._parameters.get(name) is getattr(param, "_unsharded_param", None):
+                    module._parameters[name] = param.sharded_param
+
+
+@at_run_time
+def _places(param: FSDPParam) -> list[tuple[nn.Module, str]]:
+    """Return the modules that hold a parameter, with its names there."""
+    info = param._module_info
+    return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+
+
+@cache
+def _warn_of_substitute(fqn: str) -> None:
+    _log.warning("a forward with another tensor in place of the unsharded parameter %s runs eagerly", fqn)
 
 
 @at_run_time

@@ -89,6 +89,7 @@ class Root:
         awaited_backward: Number of the backward that drops leftover gathers at its end; None before the first.
         has_lowered_budget: Whether a step has exceeded its memory budget, and the ranks decide again.
         ahead: Groups that eager code in a partly compiled forward gathered ahead.
+        had_substitute: Whether the last forward found a tensor of the user in place of an unsharded parameter.
     """
 
     def __init__(self, state: FSDPState) -> None:
@@ -102,6 +103,7 @@ class Root:
         self.replay: Replay | None = None
         self.has_lowered_budget = False
         self.ahead: list[TraceableGroup] = []
+        self.had_substitute = False
 
     @at_run_time
     def adopt(self, hooks: list[StateHooks]) -> None:
