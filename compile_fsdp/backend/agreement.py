@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -42,49 +43,70 @@ class _Agreed:
 
     Attributes:
         rounds: Number of decisions begun so far.
-        digests: SHA-256 digests of the sequences.
+        are_equal: By SHA-256 digest of a sequence: whether the ranks' graphs were equal in all else, too.
     """
 
     rounds: int = 0
-    digests: set[str] = field(default_factory=set)
+    are_equal: dict[str, bool] = field(default_factory=dict)
 
 
 _agreed: WeakKeyDictionary[dist.ProcessGroup, _Agreed] = WeakKeyDictionary()
 
 
-def agree(sequence: CollectiveSequence, what: str, limit_s: float, shown: bool) -> bool:
-    """Compare a graph's collectives with the peers in its process groups.
+class Agreement(NamedTuple):
+    """How far the ranks agree on a graph, beyond its collectives.
 
-    `what` names the graph in errors and messages; `limit_s` and `shown` are arguments of `share_by`.
+    Attributes:
+        are_all_here: Whether all ranks of all its process groups met. False if the ranks of a group had agreed on the
+            collectives before.
+        are_equal: Whether the ranks that met, now or over these collectives before, had equal graphs.
+    """
 
-    Returns:
-        Whether all ranks of all these groups met. False if the ranks of a group had agreed on the sequence before.
+    are_all_here: bool
+    are_equal: bool
+
+
+def agree(sequence: CollectiveSequence, graph: str, what: str, limit_s: float, shown: bool) -> Agreement:
+    """Compare a graph's collectives with the peers in its process groups, which may differ in the rest of the graph.
+
+    `graph` is the text of the whole graph. `what` names it in errors and messages; `limit_s` and `shown` are arguments
+    of `share_by`.
+
     Raises:
         CollectiveMismatchError: the ranks of a group differ; raised on each of them.
         RankMissingError: a rank does not arrive within the limit.
     """
-    are_all_here = True
+    are_all_here, are_equal = True, True
     with _announced(what, shown):
         for name, group in real_groups(sequence.groups):
             lines = shared_lines(sequence, group)
-            digest = _digest(lines)
-            if digest in _agreed_in(group).digests:
+            digest, agreed = _digest(lines), _agreed_in(group).are_equal
+            if digest in agreed:
                 are_all_here = False  # See [Note: Agreed once is agreed].
+                are_equal = are_equal and agreed[digest]
                 continue
-            if _decide(group, name, what, digest, limit_s, lambda digests: str(len({*digests}))) != "1":
+            own = f"{digest} {_digest([graph])}"
+            collectives, graphs = _decide(group, name, what, own, limit_s, _count_different).split()
+            if collectives != "1":
                 found = _decide(group, name, what, json.dumps(lines), limit_s, partial(_first_mismatch, group))
                 raise CollectiveMismatchError(
                     f"expected the same collectives in the {what} of all ranks, got {found}; build and shard the same "
                     "model with the same options on all ranks, and let no branch of its forward depend on the rank"
                 )
-            _agreed_in(group).digests.add(digest)
-    return are_all_here
+            agreed[digest] = graphs == "1"
+            are_equal = are_equal and agreed[digest]
+    return Agreement(are_all_here, are_equal)
+
+
+def _count_different(texts: Sequence[str]) -> str:
+    """Count the different words at each position of the ranks' texts."""
+    return " ".join(str(len({*words})) for words in zip(*map(str.split, texts), strict=True))
 
 
 def note_agreed(sequence: CollectiveSequence) -> None:
     """Note that all ranks have agreed on a graph's collectives: see [Note: Agreed once is agreed]."""
     for _, group in real_groups(sequence.groups):
-        _agreed_in(group).digests.add(_digest(shared_lines(sequence, group)))
+        _agreed_in(group).are_equal.setdefault(_digest(shared_lines(sequence, group)), True)
 
 
 def share_problem(sequence: CollectiveSequence, what: str, problem: str, limit_s: float) -> str:

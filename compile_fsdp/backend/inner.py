@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.distributed.tensor import DTensor
 
 from compile_fsdp.advice import GroupFigures
 from compile_fsdp.backend.agreement import agree
@@ -25,6 +26,8 @@ from compile_fsdp.backend.recorder import Recorder
 from compile_fsdp.backend.step import Step
 from compile_fsdp.backend.this_run import this_run
 from compile_fsdp.backend.verify import VerifiedGraph, VerifiedStep, is_repeatable
+from compile_fsdp.passes.analysis.aliases import fake_value
+from compile_fsdp.passes.analysis.graph_text import graph_text
 from compile_fsdp.passes.analysis.sequence import read_collectives
 from compile_fsdp.passes.partitioned.lift_views import lift_views
 from compile_fsdp.reports import Direction, GraphReport, present_observer
@@ -71,6 +74,7 @@ def compile_traced(graph: TracedGraph, unfilled: Sequence[int] = ()) -> Callable
     `unfilled` are positions of its inputs whose groups are gathered before it runs.
     """
     traced = read_collectives(graph.gm.graph)
+    text, has_dtensors = graph_text(graph.gm, traced.groups), any(map(_is_dtensor, graph.gm.graph.nodes))
     direction, options, nodes = graph.direction, graph.step.options, len(graph.gm.graph.nodes)
     is_compared = options.verify and bool(graph.inputs.managed)
     original = copy_dynamo_graph(graph.gm) if is_compared and is_repeatable(graph.gm.graph) else None
@@ -86,11 +90,11 @@ def compile_traced(graph: TracedGraph, unfilled: Sequence[int] = ()) -> Callable
         compiled = allocate_kept(compiled, graph.inputs, recorder.reports)
     if unfilled:
         collectives = collectives.after(graph.inputs.gathers(unfilled))
-    if (frame := this_run().observer) is not None:
-        frame.see_compiled(stored, recorder.reports, collectives)
     limit_s = options.agreement_timeout_s
-    are_all_here = agree(collectives, graph.what, limit_s, options.progress)
-    if is_compared and are_all_here:
+    agreement = agree(collectives, text, graph.what, limit_s, options.progress)
+    if (frame := this_run().observer) is not None:
+        frame.see_compiled(stored, recorder.reports, collectives, agreement.are_equal, has_dtensors)
+    if is_compared and agreement.are_all_here:
         if direction == "forward" and torch.is_grad_enabled() and (call := outermost()) is not None:
             VerifiedStep(call, collectives, limit_s)
         if original is not None:
@@ -98,6 +102,10 @@ def compile_traced(graph: TracedGraph, unfilled: Sequence[int] = ()) -> Callable
     if unfilled:
         compiled = unshard_before_run(compiled, unfilled)
     return follow(compiled, collectives, graph.what)
+
+
+def _is_dtensor(node: fx.Node) -> bool:
+    return isinstance(fake_value(node), DTensor)
 
 
 def _partition_op_by_op(*args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:

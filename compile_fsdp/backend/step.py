@@ -23,9 +23,18 @@ class FrameObserver(Protocol):
     """Observer of one frame while Dynamo and the backend compile it."""
 
     def see_compiled(
-        self, stored: Callable[[], Any] | None, reports: Sequence[GraphReport], collectives: CollectiveSequence
+        self,
+        stored: Callable[[], Any] | None,
+        reports: Sequence[GraphReport],
+        collectives: CollectiveSequence,
+        are_ranks_equal: bool,
+        has_dtensors: bool,
     ) -> None:
-        """See a graph that the inner backend has compiled; `stored` returns it in a storable form."""
+        """See a graph that the inner backend has compiled; `stored` returns it in a storable form.
+
+        `are_ranks_equal` is false if a peer has a different graph. A graph that `has_dtensors` may depend on the rank
+        although the peers have equal graphs, because AOTAutograd replaces them by this rank's ops.
+        """
 
     def see_graph(self, graph: Callable[..., Any]) -> None:
         """See the compiled graph that the backend returns to Dynamo."""

@@ -13,8 +13,8 @@ and if the same of its steps, or none, fits on all. The file may differ from mac
 
 [Note: Bundles of one rank]
 On CPUs one bundle serves all ranks of a machine, and on GPUs all ranks with the same number of the device. A step that
-may depend on its rank, because its code reads it or because parameters are DTensors while they are unsharded, is in a
-bundle of its rank.
+may depend on its rank is in a bundle of its rank: if its code reads the rank, if the ranks have traced different
+graphs, or if its graph has DTensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from types import CellType
 from typing import Any
@@ -126,7 +125,7 @@ class ModelReplay:
         backwards = forward.graph.forward.step.record
         backwards.observer = None
         with self._failures_logged():
-            if forward.sources.may_read_rank:
+            if forward.sources.may_read_rank or (forward.has_dtensors and self._is_automatic):
                 self._use_bundle_of_rank()
             step = StoredStep.of(forward, self._writes)
             if backward is not None:
@@ -240,16 +239,13 @@ class ModelReplay:
 
     def _locate(self, module: nn.Module) -> tuple[dict[str, str], Path]:
         """Return the facts and the path of the bundle: that of this rank if there is one."""
-        hooks = module_hooks_of(module).hooks
-        device, asked = hooks.state._device, self.options.bundle or None
+        device, asked = module_hooks_of(module).hooks.state._device, self.options.bundle or None
         self._device_index = device.index
         facts = bundle.make_facts(module, self.options, device)
         if not self._is_automatic:
             return facts, bundle.locate(f"{asked}.{device.index}" if asked and device.index else asked, facts)
         of_rank = _of_rank(facts)
-        every = chain.from_iterable(each.groups for each in hooks.root.all_hooks)
-        has_dtensors = any(param.fsdp_param.is_dtensor for group in every for param in group.params)
-        self._is_of_rank = has_dtensors or bundle.locate(None, of_rank).exists()
+        self._is_of_rank = bundle.locate(None, of_rank).exists()
         chosen = of_rank if self._is_of_rank else facts
         return chosen, bundle.locate(None, chosen)
 

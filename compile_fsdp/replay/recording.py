@@ -32,6 +32,7 @@ class FrameRecord:
         self.reports: Sequence[GraphReport] = ()
         self.collectives = CollectiveSequence(())
         self.sources = Sources()
+        self.has_dtensors = False
         self.problem: str | None = None  # why the frame cannot be replayed; None if it can
         self._has_self = "self" in scope["L"]
         self._variables = scope["G"]
@@ -40,9 +41,16 @@ class FrameRecord:
         self._new_code: CodeType | None = None
 
     def see_compiled(
-        self, stored: Callable[[], Any] | None, reports: Sequence[GraphReport], collectives: CollectiveSequence
+        self,
+        stored: Callable[[], Any] | None,
+        reports: Sequence[GraphReport],
+        collectives: CollectiveSequence,
+        are_ranks_equal: bool,
+        has_dtensors: bool,
     ) -> None:
         self.stored, self.reports, self.collectives = stored, reports, collectives
+        self.sources.may_read_rank |= not are_ranks_equal
+        self.has_dtensors |= has_dtensors
 
     def see_graph(self, graph: Any) -> None:
         self.graphs += 1

@@ -36,7 +36,7 @@ class Sources:
 
     Dynamo computes ranks and coordinates in a mesh at trace time, and guards the graph by none of them. So a process of
     another rank must not replay code that may read one. Code of torch and of this project computes the same on all
-    ranks, except for DTensor's, which `ModelReplay` knows by the parameters.
+    ranks, except for DTensor's. A read by another name shows only where ranks compare their graphs; see `agree`.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Sources:
         if not _of_command_line().isdisjoint(traced):
             self.problem = "its code is in the command line of Python"
         own = [code for code in traced if not code.co_filename.startswith(_KNOWN_FOLDERS)]
-        self.may_read_rank = any(map(_may_read_rank, own))
+        self.may_read_rank |= any(map(_may_read_rank, own))
         modules = {getattr(module, "__file__", None): name for name, module in list(sys.modules.items())}
         for file in sorted({code.co_filename for code in own}):
             if file.startswith(_TYPED):

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import compile_fsdp
@@ -224,7 +225,25 @@ class _ReadsGroup(_Block):
         return super().forward(x) * (1 + self.group.rank())
 
 
-RANK_READERS = {"rank": _ReadsRank, "mesh": _ReadsPlace, "group": _ReadsGroup}
+_place = dist.get_rank  # the name does not tell
+
+
+class _ReadsAlias(_Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 + _place())
+
+
+class _Redistributes(_ReadsPlace):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole = DTensor.from_local(self.project(x), self.mesh, [Replicate()], run_check=False)
+        part: Any = whole.redistribute(placements=[Shard(1)])
+        return part.to_local().repeat(1, 2)  # type: ignore[no-any-return]
+
+
+RANK_READERS = {
+    **{"rank": _ReadsRank, "mesh": _ReadsPlace, "group": _ReadsGroup},
+    **{"alias": _ReadsAlias, "dtensor": _Redistributes},
+}
 
 
 def _restart_by_rank(rank: int, folder: str, kind: str, is_own: bool) -> tuple[int, bool]:
@@ -245,8 +264,38 @@ def test_step_that_reads_its_rank_is_replayed_by_this_rank_only(tmp_path: Path, 
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_step_that_reads_its_rank_is_in_no_bundle_for_all_ranks(tmp_path: Path) -> None:
-    assert run_ranks(2, _restart_by_rank, str(tmp_path), "rank", False) == [(0, True)] * 2
+@pytest.mark.parametrize("kind", ["rank", "alias"])
+def test_step_that_reads_its_rank_is_in_no_bundle_for_all_ranks(tmp_path: Path, kind: str) -> None:
+    assert run_ranks(2, _restart_by_rank, str(tmp_path), kind, False) == [(0, True)] * 2
+    assert not list(tmp_path.iterdir())
+
+
+@torch.compiler.assume_constant_result
+def _factor() -> float:
+    return _factors[-1]
+
+
+_factors: list[float] = []
+
+
+class _Assumes(_Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * _factor()
+
+
+def _with_factors(rank: int, folder: str) -> list[bool]:
+    """Start a model with two results of a function that is not traced; return whether each matches without a bundle."""
+    equal = []
+    for factor in (2.0, 3.0):
+        _factors.append(factor)
+        paths: tuple[Path | Literal[False], ...] = Path(folder, "step.bundle"), False
+        found, plain = (_train(_model(path, _Assumes)) for path in paths)
+        equal.append(all(map(torch.equal, found, plain)))
+    return equal
+
+
+def test_results_that_are_assumed_constant_are_in_no_bundle(tmp_path: Path) -> None:
+    assert run_ranks(1, _with_factors, str(tmp_path)) == [[True, True]]
     assert not list(tmp_path.iterdir())
 
 
