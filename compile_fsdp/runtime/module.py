@@ -31,7 +31,7 @@ from compile_fsdp.runtime.tracing import at_run_time, inline_only, restore_hook_
 from compile_fsdp.torch_compat.dynamo import TorchRuntimeError, Unsupported, compiles_frames, skip_code
 from compile_fsdp.torch_compat.dynamo_limits import traces_rnns
 from compile_fsdp.torch_compat.fsdp import FSDPParamGroup, FSDPState, fsdp_state, param_groups
-from compile_fsdp.torch_compat.global_state import is_forced_eager
+from compile_fsdp.torch_compat.global_state import is_forced_eager, is_in_dual_level
 
 # Returns the object that replays a model's steps, or None, and the arguments for torch.compile, from the user's.
 StartReplay = Callable[[dict[str, Any]], tuple[Replay | None, dict[str, Any]]]
@@ -99,7 +99,7 @@ def _begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> calls.
         if root.had_substitute:
             put_sharded_back(groups)
         root.had_substitute = finds_substitute(groups)
-        is_eager = is_eager or root.had_substitute
+        is_eager = is_eager or root.had_substitute or is_in_dual_level()
     return calls.begin(module, args, kwargs, is_first, is_eager)
 
 

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch._C._dynamo.guards import GlobalStateGuard
 from torch._dynamo import eval_frame
+from torch.autograd import forward_ad
 from torch.utils import _python_dispatch
 from torch.utils._device import DeviceContext
 
@@ -41,6 +42,12 @@ def _modes() -> tuple[object, ...]:
 def is_forced_eager() -> bool:
     """Whether `torch.compiler.set_stance("force_eager")` is active, so no compiled code runs. (2.13.0)"""
     return eval_frame._stance.stance == "force_eager"
+
+
+@needs("torch.autograd.forward_ad._current_level")
+def is_in_dual_level() -> bool:
+    """Whether forward-mode AD is on, whose tangents a compiled graph would lose. (2.13.0)"""
+    return forward_ad._current_level >= 0
 
 
 def autocast_dtypes() -> dict[str, torch.dtype]:

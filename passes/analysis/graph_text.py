@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format)
+_PLAIN = (type(None), bool, int, float, complex, torch.dtype, torch.layout, torch.memory_format)
 
 
 def graph_text(gm: fx.GraphModule, groups: Collection[str]) -> str:
@@ -22,8 +22,8 @@ def graph_text(gm: fx.GraphModule, groups: Collection[str]) -> str:
     def describe(value: Any) -> str:
         if isinstance(value, fx.Node):
             return f"%{value.name}"
-        if isinstance(value, str) and value in groups:
-            return f"group {numbers.setdefault(value, len(numbers))}"
+        if isinstance(value, str):
+            return f"group {numbers.setdefault(value, len(numbers))}" if value in groups else repr(value)
         if isinstance(value, torch.device):
             return value.type
         return repr(value) if isinstance(value, _PLAIN) else type(value).__qualname__

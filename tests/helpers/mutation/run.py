@@ -45,6 +45,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "equal_blocks": ("equal_blocks", "outline_blocks"),
     "expand_group_calls": ("expand_group_calls",),
     "function_text": ("function_text", "equal_blocks"),
+    "graph_text": ("graph_text",),
     "keep_module_hooks": ("keep_module_hooks",),
     "layout": ("remove_unshard_copies",),
     "legalize_windows": ("legalize",),

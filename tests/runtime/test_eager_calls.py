@@ -1,4 +1,4 @@
-"""Tensors that the user puts in place of unsharded parameters are used, as by eager FSDP2."""
+"""Calls that a compiled model runs eagerly, on tensors of the user or with tangents, match eager FSDP2."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.func import functional_call
 
 import compile_fsdp
@@ -87,6 +88,25 @@ def _differences(rank: int, name: str) -> list[int]:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_tensors_in_place_of_unsharded_parameters_are_used(name: str) -> None:
     assert run_ranks(2, _differences, name) == [[], []]
+
+
+def _tangents(rank: int) -> list[bool]:
+    """Return whether the tangents of a forward before and behind a training step match."""
+    equal = []
+    models = build_both(_build)
+    for _ in range(2):
+        with torch.no_grad(), forward_ad.dual_level():
+            x = forward_ad.make_dual(torch.ones(2, 4), torch.full((2, 4), 0.5))
+            one, other = (forward_ad.unpack_dual(model(x)).tangent for model in models)
+        assert one is not None and other is not None
+        equal.append(torch.equal(one, other))
+        for model in models:
+            model(torch.ones(2, 4)).square().mean().backward()
+    return equal
+
+
+def test_forward_mode_tangents_match() -> None:
+    assert run_ranks(2, _tangents) == [[True, True]] * 2
 
 
 def test_functions_that_are_compiled_refuse_substitutes() -> None:
