@@ -30,7 +30,8 @@ from compile_fsdp.errors import NotPortableError
 from compile_fsdp.replay.classes import describe_class, forget_classes
 from compile_fsdp.replay.paths import STEPS, Paths, Scope
 from compile_fsdp.replay.words import describe, describe_place
-from compile_fsdp.torch_compat.dynamo import GuardFact, is_assumed_constant
+from compile_fsdp.torch_compat.dynamo import GuardFact
+from compile_fsdp.torch_compat.dynamo_limits import is_assumed_constant
 from compile_fsdp.torch_compat.global_state import GlobalState
 
 

@@ -125,7 +125,7 @@ class ModelReplay:
         backwards = forward.graph.forward.step.record
         backwards.observer = None
         with self._failures_logged():
-            if forward.sources.may_read_rank or (forward.has_dtensors and self._is_automatic):
+            if forward.sources.may_read_rank or (forward.sources.has_dtensors and self._is_automatic):
                 self._use_bundle_of_rank()
             step = StoredStep.of(forward, self._writes)
             if backward is not None:

@@ -32,7 +32,6 @@ class FrameRecord:
         self.reports: Sequence[GraphReport] = ()
         self.collectives = CollectiveSequence(())
         self.sources = Sources()
-        self.has_dtensors = False
         self.problem: str | None = None  # why the frame cannot be replayed; None if it can
         self._has_self = "self" in scope["L"]
         self._variables = scope["G"]
@@ -50,7 +49,7 @@ class FrameRecord:
     ) -> None:
         self.stored, self.reports, self.collectives = stored, reports, collectives
         self.sources.may_read_rank |= not are_ranks_equal
-        self.has_dtensors |= has_dtensors
+        self.sources.has_dtensors |= has_dtensors
 
     def see_graph(self, graph: Any) -> None:
         self.graphs += 1

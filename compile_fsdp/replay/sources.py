@@ -42,7 +42,7 @@ class Sources:
     def __init__(self) -> None:
         self.hashes: dict[str, str] = {}
         self.problem: str | None = None  # names traced code that no file is known to have
-        self.may_read_rank = False
+        self.may_read_rank = self.has_dtensors = False
 
     def add_traced_code(self) -> None:
         """Add the files of traced code, while Dynamo compiles the graph."""

@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from types import CodeType, FunctionType
+from types import CodeType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -177,13 +177,6 @@ def guard_facts(entries: Sequence[Any]) -> list[GuardFact]:
         arguments = [*getattr(make, "args", ()), *getattr(make, "keywords", {}).values()]
         facts.append(GuardFact(entry.guard_type, entry.orig_guard.name, arguments[0] if arguments else None))
     return facts
-
-
-def is_assumed_constant(function: Any) -> bool:
-    """Whether the user marked a function with `torch.compiler.assume_constant_result`. (2.13.0)"""
-    if not isinstance(function, FunctionType) or function.__module__.startswith(("torch.", "compile_fsdp.")):
-        return False
-    return hasattr(function, "_dynamo_marked_constant")
 
 
 def forget_guarded_objects(entries: Sequence[Any]) -> None:

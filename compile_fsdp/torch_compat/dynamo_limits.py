@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -35,3 +36,10 @@ def keep_list_items_constant() -> None:
 def traces_rnns() -> bool:
     """Whether Dynamo traces nn.LSTM, nn.GRU and nn.RNN, in place of running them as eager code. (2.13.0)"""
     return bool(torch._dynamo.config.allow_rnn)
+
+
+def is_assumed_constant(function: Any) -> bool:
+    """Whether the user marked a function with `torch.compiler.assume_constant_result`. (2.13.0)"""
+    if not isinstance(function, FunctionType) or function.__module__.startswith(("torch.", "compile_fsdp.")):
+        return False
+    return hasattr(function, "_dynamo_marked_constant")
