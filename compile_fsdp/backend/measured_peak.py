@@ -2,10 +2,11 @@
 
 [Note: A budget is a promise]
 A decision rests on an estimate. On a device that counts its memory, the first step shows the real peak. If it exceeds
-the budget on any rank, all ranks lower the budget of the estimate by the largest excess, and trace the next forward
-again. This happens once, and only for a graph about which all ranks have decided together. The device's counter of its
-peak is not reset, because users read it. If it shows an earlier, higher peak, that of the step is not known, and the
-decision stays. A CPU does not count its memory.
+the budget on any rank, all ranks lower the budget of the estimate by its largest error, and trace the next forward
+again. The excess alone would not do: the estimate of a step that exceeds its budget may be far below the budget, and
+the same decision would still fit. This happens once, and only for a graph about which all ranks have decided together.
+The device's counter of its peak is not reset, because users read it. If it shows an earlier, higher peak, that of the
+step is not known, and the decision stays. A CPU does not count its memory.
 """
 
 from __future__ import annotations
@@ -49,17 +50,20 @@ def begin_peak(forward: CompiledForward, groups: Iterable[TraceableGroup]) -> Ca
         highest = module.max_memory_allocated(device)
         taken = highest - before if highest > earlier else 0
         excess = max(taken - decision.budget, 0)
+        error = taken - min(decision.peak_bytes, decision.budget) if excess else 0
         for name in _mesh_group_names(every):
-            row = excess, str(excess)
-            excess = int(share_largest([name], "peak of the first step", row, step.options.agreement_timeout_s))
-        if excess:
-            agreement.lowered = excess
+            row = error, f"{error} {excess}"
+            text = share_largest([name], "peak of the first step", row, step.options.agreement_timeout_s)
+            error, excess = map(int, text.split())
+        if error:
+            agreement.lowered = error
             hooks_of(every[0].state).root.has_lowered_budget = True
             _log.warning(
-                "the first step exceeded its memory_budget of %s by %s on a rank; the next forward is compiled again "
-                "for so much less",
+                "the first step exceeded its memory_budget of %s by %s on a rank; the next forward is compiled again, "
+                "with %s of the budget kept free",
                 format_bytes(decision.budget),
                 format_bytes(excess),
+                format_bytes(error),
             )
 
     return end

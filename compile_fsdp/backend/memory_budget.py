@@ -49,7 +49,7 @@ class Agreement:
 
     Attributes:
         decisions: By whether a step has exceeded the budget before.
-        lowered: Bytes by which a step has exceeded the budget; the estimate keeps so many free.
+        lowered: Bytes by which a step that exceeded the budget has exceeded its estimate, which keeps so many free.
         is_measured: Whether the peak of the first step has been compared with the budget.
     """
 

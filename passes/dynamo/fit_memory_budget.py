@@ -56,7 +56,7 @@ class BudgetDecision:
         budget: Most bytes that a step may allocate, by the user or the device.
         offloaded: Positions, in `Step.ops`, of the ops whose results wait for the backward in host memory.
         calls_blocks: Whether equal blocks become calls.
-        lowered: Bytes by which a step has exceeded the budget; `budget` is so much lower.
+        lowered: Bytes that stay free because a step has exceeded the budget; `budget` is so much lower.
     """
 
     kept: tuple[int, ...]

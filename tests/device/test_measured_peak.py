@@ -37,7 +37,7 @@ def _train(
     is_hidden: bool = False,
     bundle: str | None = None,
 ) -> tuple[Any, ...]:
-    """Peak of each step, bytes kept free by each forward's decision, warnings, and the last gradients.
+    """Peak of each step, budget left by each forward's decision and its estimate, warnings, and the last gradients.
 
     `margin` is that of the estimate; `rows` are the batch sizes of the ranks; `is_hidden`: a peak before the first step
     is higher than that of all steps; with a `bundle`, Inductor compiles.
@@ -62,9 +62,10 @@ def _train(
                 torch.empty(2 * budget)
             model(batch).backward()
             peaks.append(device.max_memory_allocated() - held)
-    lowered = [report.decision.lowered for report in reports() if report.decision is not None]
+    decisions = [report.decision for report in reports() if report.decision is not None]
+    estimates = [(each.lowered, each.peak_bytes) for each in decisions]
     gradients = [full(parameter.grad).cpu() for parameter in model.parameters() if parameter.grad is not None]
-    return peaks, lowered, texts, gradients
+    return peaks, estimates, texts, gradients
 
 
 def _run(*args: Any) -> list[tuple[Any, ...]]:
@@ -79,30 +80,31 @@ def test_next_step_is_within_the_budget(rows: tuple[int, int]) -> None:
     plenty = _run(PLENTY, 1.0, rows)
     budget = int(0.7 * plenty[0][0][0])
     little = _run(budget, 0.75, rows)
-    excess = little[0][0][0] - budget
-    assert excess > 0
-    for (_, _, _, expected), (peaks, lowered, texts, gradients) in zip(plenty, little, strict=True):
-        assert lowered == [0, excess]  # on both ranks, although only the first may have exceeded its budget
+    (peak, *_), ((_, estimate), _), *_ = little[0]
+    assert peak > budget > estimate
+    for (_, _, _, expected), (peaks, estimates, texts, gradients) in zip(plenty, little, strict=True):
+        # On both ranks, although only the first may have exceeded its budget.
+        assert [lowered for lowered, _ in estimates] == [0, peak - estimate]
         assert max(peaks[1:]) <= budget
         assert [text for text in texts if "exceeded its memory_budget" in text]
         torch.testing.assert_close(gradients, expected, rtol=1e-6, atol=1e-8)
 
 
 def test_step_that_fits_is_compiled_once() -> None:
-    for _, lowered, texts, _ in _run(PLENTY, 1.0):
-        assert (lowered, texts) == ([0], [])
+    for _, estimates, texts, _ in _run(PLENTY, 1.0):
+        assert (len(estimates), texts) == (1, [])
 
 
 def test_earlier_peak_hides_that_of_the_step() -> None:
     budget = int(0.7 * _run(PLENTY, 1.0)[0][0][0])
-    for peaks, lowered, texts, _ in _run(budget, 0.75, (256, 256), True):
+    for peaks, estimates, texts, _ in _run(budget, 0.75, (256, 256), True):
         assert peaks[1] > budget
-        assert (lowered, texts) == ([0], [])
+        assert (len(estimates), texts) == (1, [])
 
 
 def test_step_that_cannot_fit_goes_on_with_the_least_memory() -> None:
-    for peaks, lowered, texts, _ in _run(100_000, 0.05):
-        assert lowered == [0, peaks[0] - 100_000]
+    for peaks, ((_, estimate), (lowered, _)), texts, _ in _run(100_000, 0.05):
+        assert lowered == peaks[0] - min(estimate, 100_000)
         assert len(texts) == 1
         assert 100_000 < peaks[2] <= peaks[0]
 
