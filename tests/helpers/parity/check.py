@@ -382,11 +382,12 @@ def more_collectives(compiled: Sequence[Collective], eager: Sequence[Collective]
 
 
 def _replaced(each: Collective, left: Sequence[Collective]) -> Sequence[Collective]:
-    """Return what a collective replaces; empty if nothing."""
-    for kind in ("all_gather", "all_reduce") if each.kind == "all_to_all" else (each.kind,):
-        size = each.bytes * (2 if kind != each.kind and kind == "all_reduce" else 1)
-        alike = [other for other in left if other.kind == kind and _is_alike(each, other)]
-        for count in range(1, len(alike) + 1):
+    """Return what a collective replaces, as few as possible; empty if nothing."""
+    kinds = ("all_gather", "all_reduce") if each.kind == "all_to_all" else (each.kind,)
+    for count in range(1, len(left) + 1):
+        for kind in kinds:
+            size = each.bytes * (2 if kind != each.kind and kind == "all_reduce" else 1)
+            alike = [other for other in left if other.kind == kind and _is_alike(each, other)]
             for some in combinations(alike, count):
                 if sum(other.bytes for other in some) == size:
                     return some
