@@ -23,6 +23,7 @@ from helpers.models.layers import Wide
 from helpers.parity.check import full
 from helpers.ranks.fake_world import fake_world
 from helpers.ranks.pools import run_ranks
+from helpers.releases.skip import skip_before
 
 DEVICE = "emulated"
 BLOCKS, DIM, STEPS = 4, 32, 4
@@ -119,6 +120,7 @@ def _restart(rank: int, budget: int, bundle: str) -> tuple[list[int], int]:
 
 
 def test_steps_of_a_bundle_are_measured_too(tmp_path: Path) -> None:
+    skip_before("2.13")
     plenty = _run(PLENTY, 1.0, (256, 256), False, str(tmp_path / "plenty.bundle"))
     budget = int(0.7 * plenty[0][0][0])
     for peaks, traced in run_ranks(2, _restart, budget, str(tmp_path / "step.bundle"), device=DEVICE):
