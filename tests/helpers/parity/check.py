@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -370,27 +371,32 @@ def more_collectives(compiled: Sequence[Collective], eager: Sequence[Collective]
     """List the collectives that a compiled step has beyond the eager step's.
 
     One collective may replace several that have its bytes together. An all-to-all between two ranks replaces an
-    all-gather of equal bytes, or an all-reduce of twice as many bytes.
+    all-gather of equal bytes, or an all-reduce of twice as many bytes. A collective may fit several of the eager ones,
+    so both orders of choosing are tried.
     """
+    return min((_left_over(compiled, eager, fewest_first) for fewest_first in (False, True)), key=len)
+
+
+def _left_over(compiled: Sequence[Collective], eager: Sequence[Collective], fewest_first: bool) -> list[str]:
     left, more = list(eager), []
     for each in sorted(compiled, key=lambda each: each.kind == "all_to_all"):
-        if not (found := _replaced(each, left)):
+        if not (found := _replaced(each, left, fewest_first)):
             more.append(str(each))
         for other in found:
             left.remove(other)
     return more
 
 
-def _replaced(each: Collective, left: Sequence[Collective]) -> Sequence[Collective]:
-    """Return what a collective replaces, as few as possible; empty if nothing."""
+def _replaced(each: Collective, left: Sequence[Collective], fewest_first: bool) -> Sequence[Collective]:
+    """Return what a collective replaces, all-gathers first or `fewest_first`; empty if nothing."""
     kinds = ("all_gather", "all_reduce") if each.kind == "all_to_all" else (each.kind,)
-    for count in range(1, len(left) + 1):
-        for kind in kinds:
-            size = each.bytes * (2 if kind != each.kind and kind == "all_reduce" else 1)
-            alike = [other for other in left if other.kind == kind and _is_alike(each, other)]
-            for some in combinations(alike, count):
-                if sum(other.bytes for other in some) == size:
-                    return some
+    ways = [(kind, count) for kind in kinds for count in range(1, len(left) + 1)]
+    for kind, count in sorted(ways, key=itemgetter(1)) if fewest_first else ways:
+        size = each.bytes * (2 if kind != each.kind and kind == "all_reduce" else 1)
+        alike = [other for other in left if other.kind == kind and _is_alike(each, other)]
+        for some in combinations(alike, count):
+            if sum(other.bytes for other in some) == size:
+                return some
     return ()
 
 
