@@ -3,8 +3,9 @@
 [Note: Objects of a trace stay]
 A trace makes millions of objects that live until its end or longer. Python's collector scans them repeatedly and finds
 almost no garbage. The scans took a sixth of a first step of 24 blocks (2026-11-24). Dynamo itself collects behind each
-trace, and Python would soon do so, too: that took another tenth (28 blocks, 2026-11-30). So the objects of a trace move
-to the oldest generation, which is collected rarely: the trace's garbage has 5 MiB for each block, but no tensor.
+trace, and Python would soon do so, too: that took another tenth of a first step of 28 blocks with all kernels cached
+(2026-11-30). So the objects of a trace move to the oldest generation, which is collected rarely: the trace's garbage
+has 5 MiB for each block, but no tensor.
 
 [Note: One chunk of the stack]
 CPython keeps the frames of Python functions in chunks of 16 KiB. In 3.11, 3.12 and later versions without the cure of
