@@ -53,7 +53,7 @@ class _Agreed:
 _agreed: WeakKeyDictionary[dist.ProcessGroup, _Agreed] = WeakKeyDictionary()
 
 
-class Agreement(NamedTuple):
+class GraphAgreement(NamedTuple):
     """How far the ranks agree on a graph, beyond its collectives.
 
     Attributes:
@@ -66,7 +66,7 @@ class Agreement(NamedTuple):
     are_equal: bool
 
 
-def agree(sequence: CollectiveSequence, graph: str, what: str, limit_s: float, shown: bool) -> Agreement:
+def agree(sequence: CollectiveSequence, graph: str, what: str, limit_s: float, shown: bool) -> GraphAgreement:
     """Compare a graph's collectives with the peers in its process groups, which may differ in the rest of the graph.
 
     `graph` is the text of the whole graph. `what` names it in errors and messages; `limit_s` and `shown` are arguments
@@ -95,7 +95,7 @@ def agree(sequence: CollectiveSequence, graph: str, what: str, limit_s: float, s
                 )
             agreed[digest] = graphs == "1"
             are_equal = are_equal and agreed[digest]
-    return Agreement(are_all_here, are_equal)
+    return GraphAgreement(are_all_here, are_equal)
 
 
 def _count_different(texts: Sequence[str]) -> str:

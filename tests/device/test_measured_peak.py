@@ -38,7 +38,7 @@ def _train(
     is_hidden: bool = False,
     bundle: str | None = None,
 ) -> tuple[Any, ...]:
-    """Peak of each step, budget left by each forward's decision and its estimate, warnings, and the last gradients.
+    """Peak of each step, bytes kept free by each decision and its estimate, warnings, and the last gradients.
 
     `margin` is that of the estimate; `rows` are the batch sizes of the ranks; `is_hidden`: a peak before the first step
     is higher than that of all steps; with a `bundle`, Inductor compiles.
