@@ -107,8 +107,9 @@ def before_forward(hooks: StateHooks, args: Any, kwargs: Any) -> tuple[Any, Any]
 def _refuse_substitutes(group: TraceableGroup) -> None:
     """Refuse a tensor of the user in place of an unsharded parameter, unless the call has noticed it (`_begin`)."""
     for param in () if group.is_hidden else group.params:
-        info = param.fsdp_param._module_info
-        if info.module._parameters[info.param_name] is not param.fsdp_param._unsharded_param:
+        fsdp_param, info = param.fsdp_param, param.fsdp_param._module_info
+        held = info.module._parameters[info.param_name]
+        if held is not fsdp_param._unsharded_param and held is not fsdp_param.sharded_param:
             checks.refuse_substitute(group.state, info.param_name)
 
 
