@@ -31,7 +31,7 @@ from compile_fsdp.replay.classes import describe_class, forget_classes
 from compile_fsdp.replay.paths import STEPS, Paths, Scope
 from compile_fsdp.replay.words import describe, describe_place
 from compile_fsdp.torch_compat.dynamo import GuardFact
-from compile_fsdp.torch_compat.dynamo_limits import is_assumed_constant
+from compile_fsdp.torch_compat.dynamo_limits import find_assumed_constant
 from compile_fsdp.torch_compat.global_state import GlobalState
 
 
@@ -122,13 +122,13 @@ class Conditions:
             values = self.paths.values(scope)
         except (LookupError, AttributeError, TypeError) as error:
             raise NotPortableError(f"the graph depends on a missing object: {error!r}") from error
+        if (name := find_assumed_constant(values)) is not None:
+            raise NotPortableError(f"the graph may have the result of {name}, which torch does not trace")
         self.conditions: list[Condition] = []
         for guard, position in looks:
             if guard.kind not in _LOOKS:
                 raise NotPortableError(f"the graph depends on {guard.name} by a guard of kind {guard.kind}")
             argument = guard.argument if guard.kind in _ASKS_FOR else None
-            if is_assumed_constant(values[position]):
-                raise NotPortableError(f"the graph has the result of {guard.name}, which torch does not trace")
             kind = self._kind(guard.kind, position, values)
             self.conditions.append(Condition(kind, position, argument, _LOOKS[kind](values[position], argument)))
             if isinstance(values[position], _MESHES) and not self._is_of_hooks(position):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import chain
 from types import FunctionType
 from typing import Any
 
@@ -38,8 +40,15 @@ def traces_rnns() -> bool:
     return bool(torch._dynamo.config.allow_rnn)
 
 
-def is_assumed_constant(function: Any) -> bool:
-    """Whether the user marked a function with `torch.compiler.assume_constant_result`. (2.13.0)"""
-    if not isinstance(function, FunctionType) or function.__module__.startswith(("torch.", "compile_fsdp.")):
-        return False
-    return hasattr(function, "_dynamo_marked_constant")
+def find_assumed_constant(objects: Iterable[object]) -> str | None:
+    """Name a function that the user marked with `torch.compiler.assume_constant_result`. (2.13.0)
+
+    It is one of the objects or a method of one; Dynamo calls it in a trace, and does not guard a method.
+    """
+    every = list(objects)
+    methods = (each for base in {base for each in every for base in type(each).__mro__} for each in vars(base).values())
+    for function in filter(lambda each: isinstance(each, FunctionType), chain(every, methods)):
+        is_known = str(function.__module__).startswith(("torch.", "compile_fsdp."))
+        if hasattr(function, "_dynamo_marked_constant") and not is_known:
+            return str(function.__qualname__)
+    return None

@@ -283,19 +283,32 @@ class _Assumes(_Block):
         return super().forward(x) * _factor()
 
 
-def _with_factors(rank: int, folder: str) -> list[bool]:
+class _AssumesMethod(_Block):
+    @torch.compiler.assume_constant_result
+    def factor(self) -> float:
+        return _factors[-1]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.factor()
+
+
+BLOCKS |= {"assumes": _Assumes, "assumes of a method": _AssumesMethod}
+
+
+def _with_factors(rank: int, folder: str, block: str) -> list[bool]:
     """Start a model with two results of a function that is not traced; return whether each matches without a bundle."""
     equal = []
     for factor in (2.0, 3.0):
         _factors.append(factor)
         paths: tuple[Path | Literal[False], ...] = Path(folder, "step.bundle"), False
-        found, plain = (_train(_model(path, _Assumes)) for path in paths)
+        found, plain = (_train(_model(path, BLOCKS[block])) for path in paths)
         equal.append(all(map(torch.equal, found, plain)))
     return equal
 
 
-def test_results_that_are_assumed_constant_are_in_no_bundle(tmp_path: Path) -> None:
-    assert run_ranks(1, _with_factors, str(tmp_path)) == [[True, True]]
+@pytest.mark.parametrize("block", ["assumes", "assumes of a method"])
+def test_results_that_are_assumed_constant_are_in_no_bundle(tmp_path: Path, block: str) -> None:
+    assert run_ranks(1, _with_factors, str(tmp_path), block) == [[True, True]]
     assert not list(tmp_path.iterdir())
 
 
