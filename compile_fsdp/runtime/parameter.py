@@ -85,7 +85,7 @@ class TraceableParam:
         self.parts: Parts | None = None
         if find_subclass(fsdp_param) is not None:
             assert self.extension is not None
-            self.parts = Parts(fsdp_param, self.extension.post_all_gather)
+            self.parts = Parts(fsdp_param, self.extension)
             if fsdp_param.sharded_state is not ShardedState.UNSHARDED:
                 for part in self.parts.tensors:
                     free_storage(part)

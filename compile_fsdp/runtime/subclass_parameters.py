@@ -5,6 +5,12 @@ If an extension makes a tensor subclass of the gathered tensors, the graph fills
 subclass lists in `__tensor_flatten__`, and builds the subclass from these parts. Each part is a separate tensor on the
 memory of torch's unsharded parameter. The autograd leaf is a plain tensor that never has memory and gets the gradient
 of the whole subclass.
+
+[Note: Parts that are not gathered]
+A part can come from the shard or from the extension's metadata: a scale, or a table of constants. Some extensions write
+it in every gather into `out`, torch's unsharded parameter, which then holds the graph's part. Others, such as that of
+torchao's NF4Tensor, leave it alone. Then torch's parameter keeps its own tensor, which nobody frees, and the graph's
+part is a copy.
 """
 
 from __future__ import annotations
@@ -89,6 +95,17 @@ class Extension:
         return [value if value.shape[0] == length else value[:length]]
 
 
+    @at_run_time
+    def write(self, param: FSDPParam) -> None:
+        """Let `post_all_gather` write into torch's unsharded parameter, as in a gather of torch's own."""
+        self.inputs(param)
+        sizes = [(-1, *size[1:]) for size in self.sizes]
+        gathered = tuple(each.view(size) for each, size in zip(param.all_gather_outputs, sizes, strict=True))
+        metadata, self.metadata, self.sizes = self.metadata, None, []
+        dtype = param.param_dtype or param.orig_dtype
+        self.post_all_gather(param._sharded_local_tensor, gathered, metadata, dtype, out=param._unsharded_param)
+
+
 class Parts:
     """Parts of an unsharded parameter. See [Note: Parts of a subclass].
 
@@ -99,23 +116,29 @@ class Parts:
         take: Computes the parts from the shard, the extension's metadata and the gathered inputs, as one graph node.
     """
 
-    def __init__(self, param: FSDPParam, post_all_gather: Callable[..., Any]) -> None:
+    def __init__(self, param: FSDPParam, extension: Extension) -> None:
         whole: Any = local_tensor(param._unsharded_param)
         self._whole = whole
         self._names: list[str] = whole.__tensor_flatten__()[0]
         self.join = _joins(whole)
-        self.take = _takes(whole, post_all_gather, param.param_dtype or param.orig_dtype)
+        self.take = _takes(whole, extension.post_all_gather, param.param_dtype or param.orig_dtype)
         freed_by_torch = (*param.all_gather_outputs, *param._unsharded_inner_tensors)
         bases = {storage_key(each): each for each in freed_by_torch}
+        others = [name for name in self._names if storage_key(getattr(whole, name)) not in bases]
+        self._left_alone = set(others) - _written_in_gathers(param, extension, others) if others else set()
         self.tensors: list[torch.Tensor] = []
         self.storage_bytes: list[int] = []
         for name in self._names:
             part = getattr(whole, name).detach()
-            if (base := bases.get(storage_key(part))) is None:
+            base = bases.get(storage_key(part))
+            if name in others:
                 part = base = part.clone()
-                # torch then frees this part, too, and allocates it before the extension writes it.
-                param._unsharded_inner_tensors = [*param._unsharded_inner_tensors, part]
-            setattr(whole, name, part)
+            if name not in self._left_alone:
+                setattr(whole, name, part)
+                if name in others:
+                    # torch then frees this part, too, and allocates it before the extension writes it.
+                    param._unsharded_inner_tensors = [*param._unsharded_inner_tensors, part]
+            assert base is not None
             self.tensors.append(part)
             self.storage_bytes.append(base.numel() * base.itemsize)
 
@@ -130,7 +153,30 @@ class Parts:
                 part.untyped_storage().resize_(size)
                 with torch.no_grad(), preserve_version_counter(part):
                     part.copy_(given)
-            setattr(self._whole, name, part)
+            if name not in self._left_alone:
+                setattr(self._whole, name, part)
+
+
+def _written_in_gathers(param: FSDPParam, extension: Extension, names: Sequence[str]) -> set[str]:
+    """Return those of an unsharded subclass's parts that the extension writes or replaces if it gets `out`."""
+    whole: Any = local_tensor(param._unsharded_param)
+    owned = (*param.all_gather_outputs, *param._unsharded_inner_tensors)
+    freed = [each for each in owned if each.untyped_storage().nbytes() == 0]
+    before = [getattr(whole, name) for name in names]
+    with torch.no_grad(), preserve_version_counter(owned):
+        for tensor in freed:
+            tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
+            tensor.zero_()  # the extension may compute with it
+        versions = [each._version for each in before]
+        extension.write(param)
+    changed = {
+        name
+        for name, tensor, version in zip(names, before, versions, strict=True)
+        if getattr(whole, name) is not tensor or tensor._version != version
+    }
+    for tensor in freed:
+        free_storage(tensor)
+    return changed
 
 
 def _joins(whole: Any) -> Callable[..., torch.Tensor]:
