@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -83,6 +82,8 @@ _constrain_to_fx_strides = Late("torch._inductor.lowering.constrain_to_fx_stride
 _create_collective = Late("torch._inductor.ir._CollectiveKernel.create_out_of_place")
 _create_tensor_box = Late("torch._inductor.ir.TensorBox.create")
 _inductor_graph = Late("torch._inductor.virtualized.V")
+_custom_codegen = Late("torch._inductor.codegen.custom_extern_kernel_codegen.CUSTOM_EXTERN_KERNEL_CODEGEN")
+_CustomCodegen = Late("torch._inductor.codegen.custom_extern_kernel_codegen.CustomCodegen")
 _deserialize = Late("torch._functorch._aot_autograd.aot_autograd_result.deserialize_bundled_cache_entry")
 _flatten_graph_inputs = Late("torch._dynamo.utils.flatten_graph_inputs")
 
@@ -200,10 +201,10 @@ def register_collective_lowering(op: OpOverload) -> None:
 
 
 def hand_over_inputs(op: OpOverload, function: str) -> None:
-    """Let generated code call an op as a function of a module, and drop the inputs that nothing reads later. (2.13.0)
+    """Let generated code call an op as a function of a module, and drop the inputs that nothing reads later.
 
     The op takes tensors, sizes and a constant. The function takes the tensors as a list that no variable shares, so
-    that it can free each tensor when it has read it. Older releases call the op itself.
+    that it can free each tensor when it has read it. (2.11.0, 2.13.0)
     """
     module, name = function.rsplit(".", 1)
 
@@ -218,9 +219,7 @@ def hand_over_inputs(op: OpOverload, function: str) -> None:
                 write(f"{each} = None")
         write(f"{node.get_name()} = {name}(handed_over, {', '.join(others)})")
 
-    with suppress(ImportError):
-        codegen = importlib.import_module("torch._inductor.codegen.custom_extern_kernel_codegen")
-        codegen.CUSTOM_EXTERN_KERNEL_CODEGEN[f"torch.ops.{op}"] = codegen.CustomCodegen(python=generate)
+    _custom_codegen.value[f"torch.ops.{op}"] = _CustomCodegen(python=generate)
 
 
 @needs("torch._guards.tracing", "torch._guards.TracingContext")
