@@ -6,13 +6,14 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch._dynamo import compiled_autograd as _compiled_autograd
 from torch.autograd.graph import GradientEdge
 
-from compile_fsdp.torch_compat.declarations import needs, needs_attributes
+from compile_fsdp.torch_compat.declarations import Late, needs, needs_attributes
 from compile_fsdp.torch_compat.global_state import is_forced_eager
 
 # Hooks, the version counter of in-place writes, and a view's base. (2.11.0 to 2.15.0)
@@ -42,6 +43,9 @@ after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._
 # Compiled autograd's nodes, and the function that it calls for a kind of autograd node. (2.13.0)
 _Op = _compiled_autograd.Op
 compiled_autograd_function: Callable[[str], Callable[..., Any]] = _compiled_autograd.ops.get
+
+_trace_wrapped = Late("torch._dynamo._trace_wrapped_higher_order_op.trace_wrapped")
+_call_module_hooks = Late("torch._dynamo.external_utils.call_module_hooks_from_backward_state")
 
 
 def get_versions(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -222,6 +226,33 @@ def leaf_of_hook(node: torch.fx.Node) -> torch.fx.Node | None:
 def is_gradient_hook(node: torch.fx.Node) -> bool:
     """Whether a node of a captured backward calls a tensor's hook; its last argument is the gradient. (2.13.0)"""
     return node.kwargs.get("hook_type") == "tensor_pre_hook"
+
+
+def makes_module_hooks(node: torch.fx.Node) -> bool:
+    """Whether a node makes the object that puts a module's full backward hooks on its inputs and outputs. (2.13.0)"""
+    return getattr(node.target, "__name__", "") == "_in_graph_bw_hooks"
+
+
+def call_with_output_gradients(make: Callable[[Any], Any], input_count: int) -> Callable[[Any], Any]:
+    """Wrap a function that makes such an object: its hooks are called like pre-hooks, behind all pre-hooks. (2.13.0)
+
+    `input_count`: number of the module's inputs, none of which has a gradient.
+    """
+
+    def make_hooks(state: Any) -> Any:
+        hooks = make(state)
+        (called,) = hooks.user_hooks
+        facts = {name: value for name, value in called.keywords.items() if name != "fn"}
+        call = partial(_trace_wrapped.value, fn=_call_hooks, input_count=input_count, **facts)
+        hooks.user_hooks, hooks.user_pre_hooks = (), (*hooks.user_pre_hooks, call)
+        return hooks
+
+    return make_hooks
+
+
+def _call_hooks(module: Any, output_gradients: Any, *, input_count: int, **facts: Any) -> Any:
+    _call_module_hooks.value(module, (None,) * input_count, output_gradients, **facts)
+    return output_gradients
 
 
 def allocation_sizes(profile: torch.profiler.profile) -> Iterator[int]:

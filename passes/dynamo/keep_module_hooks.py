@@ -20,7 +20,7 @@ from torch import fx
 
 from compile_fsdp.passes.analysis.aliases import fake_value
 from compile_fsdp.passes.analysis.effects import nodes_in
-from compile_fsdp.torch_compat.module_hooks import call_with_output_gradients, makes_module_hooks
+from compile_fsdp.torch_compat.autograd import call_with_output_gradients, makes_module_hooks
 
 
 def keep_module_hooks(graph: fx.Graph) -> int:
