@@ -1,12 +1,25 @@
-"""Refuse untraceable features before any collective, with the FQN and a remedy."""
+"""Refuse untraceable features, parameters and roots before any collective, with the FQN and a remedy."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from compile_fsdp.errors import OutputTypeError, ReplacedParameterError, UnsupportedFeatureError
+from compile_fsdp.errors import (
+    OutputTypeError,
+    ParameterDeviceError,
+    ParameterDtypeError,
+    ProcessGroupMissingError,
+    ReplacedParameterError,
+    RootError,
+    UnsupportedFeatureError,
+)
 from compile_fsdp.runtime.subclass_parameters import find_subclass, has_plain_parts
 from compile_fsdp.runtime.tracing import at_run_time, eval_at_trace_time_guarded
 from compile_fsdp.torch_compat.dynamo_limits import traces_rnns
@@ -15,9 +28,14 @@ from compile_fsdp.torch_compat.fsdp import (
     FSDPParam,
     FSDPParamGroup,
     FSDPState,
+    ShardedState,
+    fsdp_state,
     has_spmd_types,
     param_groups,
 )
+
+# Parameters of one group by FQN: torch's FSDPParam, and the tensor that the module holds in its place.
+_Held = Mapping[str, tuple[FSDPParam, torch.Tensor]]
 
 
 @at_run_time
@@ -104,3 +122,96 @@ def refuse_output(state: FSDPState, types: tuple[str, ...]) -> NoReturn:
         f"expected the forward of {describe(state)} to return tensors in lists, tuples, dicts or "
         f"dataclasses, got {', '.join(types)}: FSDP2 must find the tensors to know when their backward starts"
     )
+
+
+# Parameters and roots that torch's initialisation cannot handle
+
+
+@at_run_time
+def check_parameters(module: nn.Module, state: FSDPState) -> None:
+    """Check a root and all modules below."""
+    where = describe(state)
+    if not dist.is_initialized():
+        raise ProcessGroupMissingError(
+            f"expected an initialised process group while compiling {where}, found none; "
+            "call torch.distributed.init_process_group() before fully_shard() and keep it until training ends"
+        )
+    if state._is_root is None:
+        _check_root(module, where)
+    groups = list(_held_parameters(module))
+    _check_replaced(groups, where)
+    _check_devices(module, groups, state._device.type, where)
+    for held in groups:
+        _check_dtypes(held, where)
+
+
+@at_run_time
+def _held_parameters(module: nn.Module) -> Iterator[_Held]:
+    fqns = {id(parameter): fqn for fqn, parameter in module.named_parameters()}
+    states = dict.fromkeys(state for state in map(fsdp_state, module.modules()) if state is not None)
+    for group in (group for state in states for group in param_groups(state)):
+        infos = ((param, param._module_info) for param in group.fsdp_params)
+        tensors = ((param, info.param_name, getattr(info.module, info.param_name, None)) for param, info in infos)
+        yield {fqns.get(id(each), name): (param, each) for param, name, each in tensors if each is not None}
+
+
+@at_run_time
+def _check_root(module: nn.Module, where: str) -> None:
+    below = ((fqn, each, fsdp_state(each)) for fqn, each in module.named_modules() if each is not module)
+    roots = [f"{fqn} ({class_name(each)})" for fqn, each, state in below if state is not None and state._is_root]
+    if roots:
+        raise RootError(
+            f"expected the first forward to be of {where}, got earlier forwards of {', '.join(roots)}, which made each "
+            "of them a root; shard the model again, and call the whole model before any of its parts"
+        )
+
+
+@at_run_time
+def _check_replaced(groups: list[_Held], where: str) -> None:
+    replaced = [
+        fqn
+        for held in groups
+        for fqn, (param, tensor) in held.items()
+        if param.sharded_state == ShardedState.SHARDED and not isinstance(tensor, DTensor)
+    ]
+    if replaced:
+        raise ReplacedParameterError(
+            f"expected sharded parameters in {where}, got tensors that are not at {replaced}, which were put there "
+            "after fully_shard(); load unsharded tensors with torch.distributed.checkpoint.state_dict."
+            "set_model_state_dict(), and replace parameters before fully_shard()"
+        )
+
+
+@at_run_time
+def _check_devices(module: nn.Module, groups: list[_Held], device: str, where: str) -> None:
+    offloaded = {id(tensor) for held in groups for param, tensor in held.values() if param.offload_to_cpu}
+    parameters = [(fqn, each) for fqn, each in module.named_parameters() if isinstance(each, DTensor)]
+    for expected, is_offloaded in (("cpu", True), (device, False)):
+        wrong = {
+            fqn: each.device.type
+            for fqn, each in parameters
+            if each.device.type != expected and (id(each) in offloaded) == is_offloaded
+        }
+        on_meta = [fqn for fqn, found in wrong.items() if found == "meta"]
+        if on_meta:
+            raise ParameterDeviceError(
+                f"expected parameters with data, got {on_meta} of {where} on the meta device; "
+                f"call model.to_empty(device={expected!r}) and initialise them, or load a state_dict, first"
+            )
+        if wrong:
+            raise ParameterDeviceError(
+                f"expected the parameters of {where} on {expected}, got {wrong}; "
+                f"move the model back with model.to({expected!r})"
+            )
+
+
+@at_run_time
+def _check_dtypes(held: _Held, where: str) -> None:
+    dtypes = {fqn: tensor.dtype for fqn, (_, tensor) in held.items() if tensor.requires_grad}
+    if len(set(dtypes.values())) > 1:
+        common = Counter(dtypes.values()).most_common(1)[0][0]
+        others = {fqn: str(dtype) for fqn, dtype in dtypes.items() if dtype != common}
+        raise ParameterDtypeError(
+            f"expected trainable parameters of one dtype in each group of {where}, got {common} and {others}; "
+            "convert or freeze these before fully_shard(), or shard the modules that hold them by calls of their own"
+        )

@@ -22,7 +22,7 @@ from compile_fsdp.runtime import calls, trace_record
 from compile_fsdp.runtime.attached import attach, find_hooks, hooks_of, module_hooks_of
 from compile_fsdp.runtime.checks import describe
 from compile_fsdp.runtime.hooks import post_forward, pre_forward
-from compile_fsdp.runtime.parameter_checks import finds_substitute, put_sharded_back
+from compile_fsdp.runtime.module_params import finds_substitute, put_sharded_back
 from compile_fsdp.runtime.reset import reset_step
 from compile_fsdp.runtime.root import ModuleHooks, Replay, Root, StateHooks
 from compile_fsdp.runtime.run_compiler import run_compiler

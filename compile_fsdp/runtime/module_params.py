@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
+from functools import cache
+
 import torch
 
 from compile_fsdp.runtime.calls import outermost
 from compile_fsdp.runtime.group import TraceableGroup
-from compile_fsdp.runtime.tracing import eval_at_trace_time
-from compile_fsdp.torch_compat.fsdp import FSDPParam
+from compile_fsdp.runtime.tracing import at_run_time, eval_at_trace_time
+from compile_fsdp.torch_compat.fsdp import FSDPParam, FSDPParamGroup, ShardedState, parameter_owners
+
+_log = logging.getLogger("compile_fsdp")
 
 
 def save(group: TraceableGroup) -> None:
@@ -94,3 +100,35 @@ def _is_below_a_call() -> bool:
     Without it, graphs must read the sharded parameters so that Dynamo guards their `requires_grad`.
     """
     return outermost() is not None
+
+
+@at_run_time
+def finds_substitute(groups: Iterable[FSDPParamGroup]) -> bool:
+    """Return whether a module holds a tensor of the user in place of an unsharded parameter, and warn.
+
+    Eager FSDP2 computes with such a tensor, for example that of `torch.func.functional_call`. In place of a sharded
+    parameter it puts the gathered one.
+    """
+    for group in groups:
+        for param in group.fsdp_params if group._sharded_state is ShardedState.UNSHARDED else ():
+            own = param._unsharded_param, param.sharded_param
+            for module, name in parameter_owners(param):
+                if all(module._parameters.get(name) is not each for each in own):
+                    _warn_of_substitute(param._param_fqn or name)
+                    return True
+    return False
+
+
+@at_run_time
+def put_sharded_back(groups: Iterable[FSDPParamGroup]) -> None:
+    """Register the sharded parameters where a substitute's user has put unsharded ones back behind the reshard."""
+    for group in groups:
+        for param in group.fsdp_params if group._sharded_state is ShardedState.SHARDED else ():
+            for module, name in parameter_owners(param):
+                if module._parameters.get(name) is getattr(param, "_unsharded_param", None):
+                    module._parameters[name] = param.sharded_param
+
+
+@cache
+def _warn_of_substitute(fqn: str) -> None:
+    _log.warning("a forward with another tensor in place of the unsharded parameter %s runs eagerly", fqn)

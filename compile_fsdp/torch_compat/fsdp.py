@@ -119,11 +119,6 @@ def param_groups(state: FSDPState) -> list[FSDPParamGroup]:
     return [] if group is None else [group]
 
 
-# A model may call these before it is traced. Dynamo must not compile their frames, whose guards it may fail to read.
-skip_code(fsdp_state.__code__)
-skip_code(param_groups.__code__)
-
-
 def order_gather_streams(state: FSDPState) -> None:
     """Make later eager all-gathers wait for the work queued so far on the current stream. (2.11.0, 2.13.0)"""
     context = state._comm_ctx
@@ -209,3 +204,8 @@ def parameter_owners(parameter: FSDPParam) -> list[tuple[nn.Module, str]]:
     info = parameter._module_info
     shared = zip(info.shared_modules, info.shared_param_names, strict=True)
     return [(info.module, info.param_name), *shared]
+
+
+# A model may call these before it is traced. Dynamo must not compile their frames, whose guards it may fail to read.
+for _function in (fsdp_state, param_groups, parameter_owners):
+    skip_code(_function.__code__)
