@@ -19,10 +19,9 @@ from compile_fsdp.passes.analysis.unfilled_reads import find_unfilled_reads
 from compile_fsdp.passes.text import count, list_names
 from compile_fsdp.runtime.attached import owner_of
 from compile_fsdp.runtime.group import TraceableGroup
-from compile_fsdp.runtime.group_names import name_in_graphs
 from compile_fsdp.runtime.module import belongs_to_traceable
 from compile_fsdp.runtime.reduction import process_groups
-from compile_fsdp.torch_compat.distributed import resolve_group
+from compile_fsdp.torch_compat.distributed import name_in_graphs, resolve_group
 from compile_fsdp.torch_compat.dynamo import graph_input_example, input_fqn
 from compile_fsdp.torch_compat.fsdp import unsharded_dtype
 from compile_fsdp.torch_compat.inductor import graph_input_position

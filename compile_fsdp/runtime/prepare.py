@@ -12,12 +12,12 @@ from compile_fsdp.runtime.attached import hooks_of, set_owner
 from compile_fsdp.runtime.backward import gradient_accumulated
 from compile_fsdp.runtime.checks import check_group, check_parameters
 from compile_fsdp.runtime.group import GroupConstants, TraceableGroup
-from compile_fsdp.runtime.group_names import name_in_graphs
 from compile_fsdp.runtime.parameter import TraceableParam
 from compile_fsdp.runtime.reduction import process_groups
 from compile_fsdp.runtime.root import StateHooks
 from compile_fsdp.runtime.stale_optimizers import warn_of_stale_optimizers
 from compile_fsdp.runtime.tracing import at_run_time, guarded_text
+from compile_fsdp.torch_compat.distributed import name_in_graphs
 from compile_fsdp.torch_compat.dynamo import passing_dynamo
 from compile_fsdp.torch_compat.fsdp import FSDPMeshInfo
 

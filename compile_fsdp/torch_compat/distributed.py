@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor import _dtensor_spec, _utils
 
 from compile_fsdp.torch_compat.declarations import Late, needs, needs_attributes
+from compile_fsdp.torch_compat.dynamo import skip_code
 
 # The key-value store through which the ranks of a process group rendezvous. (2.13.0)
 Store = torch._C._distributed_c10d.Store
@@ -53,8 +55,21 @@ def init_fake_process_group(world_size: int, rank: int = 0) -> None:
     torch.distributed.init_process_group(backends, store=_FakeStore(), rank=rank, world_size=world_size)
 
 
+def name_in_graphs(group: torch.distributed.ProcessGroup) -> str:
+    """A process group's name in graphs, numbered in the order of first use in this process.
+
+    torch's name is the number of groups created before. In a graph, this number would be part of the cache keys, and
+    ranks with different numbers of earlier groups would compile different graphs.
+    """
+    names = (f"compile_fsdp:{number}" for number in itertools.count())
+    return next(name for name in names if _add_group_name(group, name))
+
+
+skip_code(name_in_graphs.__code__)
+
+
 @needs("torch._C._distributed_c10d._register_process_group", "torch._C._distributed_c10d._unregister_process_group")
-def add_group_name(group: torch.distributed.ProcessGroup, name: str) -> bool:
+def _add_group_name(group: torch.distributed.ProcessGroup, name: str) -> bool:
     """Add a name by which ops of a graph refer to a process group; False if another live group has it. (2.11.0, 2.13.0)
 
     torch's registry does not keep groups alive, so the name of a destroyed group can be registered again.
