@@ -29,7 +29,7 @@ from compile_fsdp.passes.dynamo.legalize_windows import legalize_windows
 from compile_fsdp.passes.runner import run_passes
 from compile_fsdp.runtime.attached import owner_of
 from compile_fsdp.runtime.backward import expect_no_gradient
-from compile_fsdp.runtime.group_calls import GROUP_CALLS
+from compile_fsdp.runtime.tracing import GROUP_CALLS
 from compile_fsdp.torch_compat.dynamo import (
     FailOnRecompileLimitHit,
     Unsupported,

@@ -32,9 +32,8 @@ from compile_fsdp.runtime import calls, trace_record
 from compile_fsdp.runtime.attached import module_hooks_of
 from compile_fsdp.runtime.gather import free
 from compile_fsdp.runtime.group import TraceableGroup
-from compile_fsdp.runtime.group_calls import GROUP_CALLS
 from compile_fsdp.runtime.root import StateHooks
-from compile_fsdp.runtime.tracing import restore_hook_bodies_now
+from compile_fsdp.runtime.tracing import GROUP_CALLS, restore_hook_bodies_now
 from compile_fsdp.torch_compat.dispatch import HigherOrderOperator, op_name
 from compile_fsdp.torch_compat.dynamo import copy_dynamo_graph, explain_untraceable_hooks, has_hooks_input
 from compile_fsdp.torch_compat.dynamo_limits import LOSES_STATE_BEHIND_BODIES, keep_list_items_constant

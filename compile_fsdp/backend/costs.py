@@ -24,7 +24,7 @@ from compile_fsdp.passes.analysis.eager_effects import is_upkeep
 from compile_fsdp.passes.analysis.effects import Effects
 from compile_fsdp.passes.analysis.layout import size_hint
 from compile_fsdp.runtime.group import TraceableGroup
-from compile_fsdp.runtime.group_calls import GROUP_CALLS
+from compile_fsdp.runtime.tracing import GROUP_CALLS
 from compile_fsdp.torch_compat.dispatch import HigherOrderOperator
 from compile_fsdp.torch_compat.dynamo import graph_input_example
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from compile_fsdp.ops import copy_, resize_storage_bytes_, split_with_sizes_copy
-from compile_fsdp.runtime.group_calls import group_call
+from compile_fsdp.runtime.tracing import group_call
 from compile_fsdp.torch_compat.autograd import preserve_version_counter
 from compile_fsdp.torch_compat.distributed import functional_collectives
 from compile_fsdp.torch_compat.dynamo import set_version_counter, tensor_version

@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from compile_fsdp.ops import reduce_scatter_tensor, split_with_sizes_copy
 from compile_fsdp.runtime.group import TraceableGroup
-from compile_fsdp.runtime.group_calls import group_call
-from compile_fsdp.runtime.tracing import at_run_time, eval_at_trace_time_guarded
+from compile_fsdp.runtime.tracing import at_run_time, eval_at_trace_time_guarded, group_call
 from compile_fsdp.torch_compat.dispatch import chunk_cat
 from compile_fsdp.torch_compat.distributed import functional_collectives, name_in_graphs
 from compile_fsdp.torch_compat.fsdp import (

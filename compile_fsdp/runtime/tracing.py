@@ -11,6 +11,12 @@ Behind a graph break, Dynamo compiles a hook as a separate frame. A number that 
 becomes a symbol on the second module, but Inductor resizes a storage only to a plain number. Text is always a constant
 for Dynamo, guarded by its value. So traced code passes the numbers as `guarded_text` to a function that is evaluated at
 trace time and looks them up, or reads one number with `int`.
+
+[Note: One call for a whole group]
+Dynamo takes milliseconds to trace each op of a parameter. A group call works on all parameters of a group at once, and
+Dynamo puts it into its graph without tracing it. The backend then replaces the call with its ops
+(`expand_group_calls`), before any pass reads the graph. So a group call runs on fake tensors, on fx proxies and, if a
+backward falls back to eager, on real tensors. It branches on constants only.
 """
 
 from __future__ import annotations
@@ -67,6 +73,17 @@ def eval_at_trace_time_guarded(function: _Function) -> _Function:
         return call_by_id(id(subject), *constants)
 
     return call  # type: ignore[return-value]
+
+
+# See [Note: One call for a whole group].
+GROUP_CALLS: set[Callable[..., Any]] = set()
+
+
+def group_call(function: _Function) -> _Function:
+    """Mark a function that takes tensors and constants, and returns tensors or nothing."""
+    GROUP_CALLS.add(function)
+    marked: _Function = torch.compiler.allow_in_graph(function)
+    return marked
 
 
 def guarded_text(numbers: object) -> str:
