@@ -25,25 +25,17 @@ _op_by_op = False
 
 @dataclass(frozen=True, eq=False, weakref_slot=True, slots=True)
 class Part:
-    """A part of a block that is compiled by itself: the forward, or a part of the backward.
+    """A part of a block that is compiled by itself: the forward, or a part of the backward."""
 
-    Attributes:
-        run: The compiled graph. It takes its sizes and then its tensors as one list, and empties the list. None if the
-            ops run one by one.
-        graph: The ops that it computes, without fake values.
-        work: By op, as `work_of` in `passes/analysis/costs.py` returns it.
-        results: Shape, strides, dtype and device of each result; None if sizes may change.
-        is_random: Whether it draws random numbers.
-        stored: Returns `run` in a storable form; None without such a form.
-    """
-
+    # The compiled graph. It takes its sizes and then its tensors as one list, and empties the list. None if the ops run
+    # one by one.
     run: Callable[[list[Any]], Sequence[Tensor]] | None
     name: str
-    graph: fx.GraphModule
-    work: tuple[tuple[int, int], ...]
-    results: tuple[tuple[Any, ...], ...] | None
-    is_random: bool = False
-    stored: Callable[[], Any] | None = None
+    graph: fx.GraphModule  # the ops that it computes, without fake values
+    work: tuple[tuple[int, int], ...]  # by op, as `work_of` in `passes/analysis/costs.py` returns it
+    results: tuple[tuple[Any, ...], ...] | None  # shape, strides, dtype and device of each; None if sizes may change
+    is_random: bool = False  # whether it draws random numbers
+    stored: Callable[[], Any] | None = None  # returns `run` in a storable form; None without such a form
 
     def __post_init__(self) -> None:
         _parts[self.name] = self
@@ -61,33 +53,23 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a block's backward takes and returns.
+    """What a block's backward takes and returns."""
 
-    Attributes:
-        differentiable: By output of the forward: whether it has a gradient.
-        saved: Positions among the forward's tensors, and behind them among its results.
-        strides: Of the output gradients; None for contiguous ones.
-        gradients: Positions of the forward's tensors whose gradients are returned, in this order.
-    """
-
-    differentiable: tuple[bool, ...]
-    saved: tuple[int, ...]
-    strides: tuple[tuple[int, ...] | None, ...]
-    gradients: tuple[int, ...]
+    differentiable: tuple[bool, ...]  # by output of the forward: whether it has a gradient
+    saved: tuple[int, ...]  # positions among the forward's tensors, and behind them among its results
+    strides: tuple[tuple[int, ...] | None, ...]  # of the output gradients; None for contiguous ones
+    gradients: tuple[int, ...]  # positions of the forward's tensors whose gradients are returned, in this order
 
 
 @dataclass(frozen=True, slots=True)
 class Backward:
     """The backward of a block, in parts that run one after the other.
 
-    Attributes:
-        parts: Each with the positions of its tensors among those that the backward takes, and behind them among the
-            results of earlier parts.
-        results: Positions of the backward's results, likewise.
+    Positions count the tensors that the backward takes, and behind them the results of the parts.
     """
 
-    parts: tuple[tuple[Part, tuple[int, ...]], ...]
-    results: tuple[int, ...]
+    parts: tuple[tuple[Part, tuple[int, ...]], ...]  # each part with the positions of its tensors
+    results: tuple[int, ...]  # positions of the backward's results
 
     def call(self, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> list[Tensor]:
         values = [*tensors]
@@ -98,17 +80,13 @@ class Backward:
 
 @dataclass(frozen=True, eq=False, weakref_slot=True, slots=True)
 class Block:
-    """A block as autograd sees it; without a backward, it has only its forward, and no signature.
-
-    Attributes:
-        draws: Random ops that the forward calls by name, and a checkpoint runs again.
-        sizes: Takes what the forward takes, and returns the sizes that the backward takes; None if it takes none.
-    """
+    """A block as autograd sees it; without a backward, it has only its forward, and no signature."""
 
     forward: Part
     backward: Backward = Backward((), ())
     signature: Signature | None = None
-    draws: tuple[Part, ...] = ()
+    draws: tuple[Part, ...] = ()  # random ops that the forward calls by name, and a checkpoint runs again
+    # Takes what the forward takes, and returns the sizes that the backward takes; None if it takes none.
     sizes: fx.GraphModule | None = None
 
     def __post_init__(self) -> None:

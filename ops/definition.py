@@ -28,17 +28,11 @@ _REMEDY = "install torch>=2.11,<2.16 and import nothing that defines or changes 
 
 @dataclass(frozen=True, slots=True)
 class OpDefinition:
-    """Schema and kernels that this project needs of an op of torch.
+    """Schema and kernels that this project needs of an op of torch."""
 
-    Attributes:
-        name: `namespace::op`; the overload is always the default overload.
-        signature: Arguments and returns as torch prints them, alias annotations included.
-        kernel: Kernel to add for a device that has none. None: only torch can define it.
-    """
-
-    name: str
-    signature: str
-    kernel: Callable[..., object] | None = None
+    name: str  # `namespace::op`; the overload is always the default overload
+    signature: str  # arguments and returns as torch prints them, alias annotations included
+    kernel: Callable[..., object] | None = None  # for devices without one; None: only torch can define it
 
     @property
     def schema(self) -> str:

@@ -15,24 +15,16 @@ from compile_fsdp.runtime.tracing import at_run_time, inline_only
 
 @dataclass(eq=False, slots=True)
 class ModuleCall:
-    """One call of a sharded module.
-
-    Attributes:
-        is_outermost: Whether the call is not within a call of a sharded module.
-        is_first: Whether the call is the first since the model was compiled.
-        is_eager: Whether a compiled module runs eagerly in this call.
-        forward_id: Unique object that identifies this call.
-        on_output: Function that gets the module's output, if set while the call runs; else None.
-    """
+    """One call of a sharded module."""
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    is_outermost: bool
-    is_first: bool
-    is_eager: bool
-    forward_id: object = field(default_factory=object)
-    on_output: Callable[[Any], None] | None = None
+    is_outermost: bool  # whether the call is not within a call of a sharded module
+    is_first: bool  # whether the call is the first since the model was compiled
+    is_eager: bool  # whether a compiled module runs eagerly in this call
+    forward_id: object = field(default_factory=object)  # unique object that identifies this call
+    on_output: Callable[[Any], None] | None = None  # gets the module's output, if set while the call runs
 
 
 inline_only(ModuleCall.__init__)
@@ -74,18 +66,12 @@ class ForwardCall(Protocol):
 
 
 class ForwardCalls:
-    """Forwards through one group.
-
-    Attributes:
-        calls: Forwards whose backward may still run, weakly referenced.
-        is_cut: Whether any compiled graph held only a part of a forward of the group's module.
-        from_eager: Maps the id of an unsharded parameter to the number of the last backward in which eager code
-            accumulated its gradient.
-    """
+    """Forwards through one group."""
 
     def __init__(self) -> None:
-        self.calls: weakref.WeakSet[ForwardCall] = weakref.WeakSet()
-        self.is_cut = False
+        self.calls: weakref.WeakSet[ForwardCall] = weakref.WeakSet()  # forwards whose backward may still run
+        self.is_cut = False  # whether any compiled graph held only a part of a forward of the group's module
+        # By id of an unsharded parameter: number of the last backward in which eager code accumulated its gradient.
         self.from_eager: dict[int, int | None] = {}
 
     @at_run_time

@@ -18,56 +18,38 @@ from compile_fsdp.torch_compat.dynamo import set_version_counter, tensor_version
 
 
 class Input(NamedTuple):
-    """Layout of a 1-D all-gather input and of its unsharded value. A graph holds it as a plain tuple.
-
-    Attributes:
-        dtype: Dtype in which the input is gathered.
-        is_cast: Whether the input is cast to `dtype` before the all-gather.
-        kind: "rows" and "columns" join the ranks' shards, along dim 0 or `dim`. "flat" joins their slices of the flat
-            padded value. "inputs" keeps one row for each rank.
-        size, shard_size: Size of the unsharded value, and of a rank's padded shard.
-    """
+    """Layout of a 1-D all-gather input and of its unsharded value. A graph holds it as a plain tuple."""
 
     numel: int
-    dtype: torch.dtype
-    is_cast: bool = False
+    dtype: torch.dtype  # dtype in which the input is gathered
+    is_cast: bool = False  # whether the input is cast to `dtype` before the all-gather
+    # "rows" and "columns" join the ranks' shards, along dim 0 or `dim`. "flat" joins their slices of the flat padded
+    # value. "inputs" keeps one row for each rank.
     kind: str = "inputs"
-    size: tuple[int, ...] = ()
-    shard_size: tuple[int, ...] = ()
+    size: tuple[int, ...] = ()  # of the unsharded value
+    shard_size: tuple[int, ...] = ()  # of a rank's padded shard
     dim: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class GatherPlan:
-    """Constants of one group's all-gather.
+    """Constants of one group's all-gather."""
 
-    Attributes:
-        name: Name of the all-gather in a profile, equal to eager FSDP2's name.
-        shard_count, process_group: Number of ranks that send, 1 without a collective, and name of their process group.
-        device: Device to which offloaded shards move before the all-gather; None without CPU offload.
-        inputs: An `Input` for each parameter, as a plain tuple.
-        storage_bytes: Bytes of each unsharded parameter, or of each of its parts.
-    """
-
-    name: str
-    shard_count: int
-    process_group: str
-    device: torch.device | None
-    inputs: list[tuple[Any, ...]]
-    storage_bytes: list[int]
+    name: str  # of the all-gather in a profile, equal to eager FSDP2's name
+    shard_count: int  # number of ranks that send; 1 without a collective
+    process_group: str  # name of the sending ranks' process group
+    device: torch.device | None  # to which offloaded shards move before the all-gather; None without CPU offload
+    inputs: list[tuple[Any, ...]]  # an `Input` for each parameter, as a plain tuple
+    storage_bytes: list[int]  # bytes of each unsharded parameter, or of each of its parts
 
 
 @dataclass(slots=True)
 class Launched:
-    """A gather ahead of the use of its values.
+    """A gather ahead of the use of its values."""
 
-    Attributes:
-        output: (shard_count * sum of numels,), not waited for yet; None if eager code gathered and waited.
-        inputs: An `Input` for each sent tensor if an extension chose the tensors. Else None, and the group's plan has
-            the inputs, because numbers that Dynamo finds again behind a graph break become symbols.
-    """
-
-    output: torch.Tensor | None
+    output: torch.Tensor | None  # (shard_count * sum of numels,), not waited for yet; None after an eager gather
+    # An `Input` for each sent tensor if an extension chose the tensors. Else None, and the group's plan has the inputs,
+    # because numbers that Dynamo finds again behind a graph break become symbols.
     inputs: list[tuple[Any, ...]] | None = None
 
 

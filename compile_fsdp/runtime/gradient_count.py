@@ -10,19 +10,13 @@ from compile_fsdp.runtime.tracing import at_run_time, guarded_text
 
 
 class GradientCount:
-    """Count of the gradients of one group.
-
-    Attributes:
-        expected_text: Number of the running graph's gradients. See [Note: Numbers that stay numbers].
-        pending: Number of these gradients still to come; None until the group's first event of a compiled backward.
-        cut_forward: Identifies the forward cut into several graphs whose backward runs; None before the first.
-        seen: Ids of unsharded parameters whose gradients in the backward of `cut_forward` arrived or will arrive.
-    """
+    """Count of the gradients of one group."""
 
     def __init__(self) -> None:
-        self.expected_text = guarded_text(0)
-        self.pending: int | None = None
-        self.cut_forward: object = None
+        self.expected_text = guarded_text(0)  # gradients of the running graph. See [Note: Numbers that stay numbers]
+        self.pending: int | None = None  # still to come; None until the group's first event of a compiled backward
+        self.cut_forward: object = None  # identifies the forward, cut into several graphs, whose backward runs
+        # Ids of unsharded parameters whose gradients in the backward of `cut_forward` arrived or will arrive.
         self.seen: set[int] = set()
         self._entered: Sequence[torch.Tensor] = ()  # `_read` on entering the graph
         self._read: Sequence[torch.Tensor] = ()

@@ -41,82 +41,54 @@ from compile_fsdp.torch_compat.fsdp import (
 
 @dataclass(eq=False)  # not frozen, because Dynamo guards all fields of a frozen dataclass
 class GroupConstants:
-    """Constants that graphs depend on and that no step changes.
+    """Constants that graphs depend on and that no step changes."""
 
-    Attributes:
-        shard_count, gather_group: Rank count and group name of the all-gather; 1 and empty if there is no collective.
-        post_forward_count, post_forward_group: Rank count and group name of the smaller mesh of
-            `reshard_after_forward=<int>`; 1 and empty without one.
-        is_extended: Whether a parameter has an all-gather extension (fsdp_pre_all_gather).
-        is_tied: Whether several modules share a parameter of the group.
-        text: Rank counts and process groups above, and all `ParamPlan`s. See [Note: Numbers that stay numbers].
-    """
-
+    # Rank count and group name of the all-gather, and of the smaller mesh of `reshard_after_forward=<int>`; 1 and empty
+    # if there is none.
     shard_count: int = 1
     gather_group: str = ""
     post_forward_count: int = 1
     post_forward_group: str = ""
-    is_extended: bool = False
-    is_tied: bool = False
-    text: str = ""
+    is_extended: bool = False  # whether a parameter has an all-gather extension (fsdp_pre_all_gather)
+    is_tied: bool = False  # whether several modules share a parameter of the group
+    text: str = ""  # counts and groups above, and all `ParamPlan`s. See [Note: Numbers that stay numbers]
 
 
 class GroupBackward:
-    """Data of one backward of one group.
-
-    Attributes:
-        is_compiled: Whether a compiled graph runs. If not, the gradient hooks only record the gradients that arrive.
-        is_deferred: Whether the reduction waits for more gradients in this backward, from a forward whose backward is
-            still to come or from eager code between graphs.
-        prefetch_last: Groups to gather once this group's gradients are computed.
-        reduced: For each parameter of `reduced_params`, (padded shard numel,), in the dtype of its gradient.
-        reduced_params: Positions of the parameters whose reduced gradients wait for delivery.
-        unreplicated_params: Positions of the parameters whose gradients wait for the all-reduce of a later backward.
-        divisor_text: The user's divisor of the gradients, or "None". See [Note: Numbers that stay numbers].
-    """
+    """Data of one backward of one group. Parameters are given by their positions in the group."""
 
     def __init__(self) -> None:
+        # Whether a compiled graph runs. If not, the gradient hooks only record the gradients that arrive.
         self.is_compiled = False
         self.gradients = GradientCount()
+        # Whether the reduction waits for more gradients in this backward, from a forward whose backward is still to
+        # come or from eager code between graphs.
         self.is_deferred = False
-        self.prefetch_last: list[TraceableGroup] = []
-        self.reduced: Sequence[torch.Tensor] = ()
-        self.reduced_params: list[int] = []
-        self.unreplicated_params: list[int] = []
-        self.divisor_text = ""
+        self.prefetch_last: list[TraceableGroup] = []  # groups to gather once this group's gradients are computed
+        self.reduced: Sequence[torch.Tensor] = ()  # each (padded shard numel,), in the dtype of the gradient
+        self.reduced_params: list[int] = []  # parameters whose reduced gradients, `reduced`, wait for delivery
+        self.unreplicated_params: list[int] = []  # parameters whose gradients wait for a later all-reduce
+        self.divisor_text = ""  # the user's divisor, or "None". See [Note: Numbers that stay numbers]
 
 
 class TraceableGroup:
-    """The traced counterpart of one FSDPParamGroup.
-
-    Attributes:
-        state: torch's state of the module, or modules, that the group belongs to.
-        known: States to compare with. See [Note: States that Dynamo guards].
-        params: The group's parameters; empty until the first trace.
-        constants: Constants that graphs depend on; defaults until the first trace.
-        post_forward_rank: (1,) int64, this rank in the smaller mesh; None without a smaller mesh.
-        saved: The parameters that the modules held before this forward, until it puts them back; else empty.
-        is_hidden: Whether the modules hold the sharded parameters although a backward unsharded the group.
-        ahead: Gather ahead of its use; None if there is none.
-        backward_prefetch: When a backward gathers the groups that it needs next; None for no prefetch.
-        backward: Data of the present backward. See [Note: One object for each backward].
-        ticket: (1,) int64, by which `hand_over` finds the group.
-    """
+    """The traced counterpart of one FSDPParamGroup."""
 
     def __init__(self, fsdp_group: FSDPParamGroup, state: FSDPState) -> None:
         self.fsdp_group = fsdp_group
-        self.state = state
-        self.known = KNOWN
-        self.params: list[TraceableParam] = []
-        self.constants = GroupConstants()
-        self.post_forward_rank: torch.Tensor | None = None
+        self.state = state  # torch's state of the module, or modules, that the group belongs to
+        self.known = KNOWN  # states to compare with. See [Note: States that Dynamo guards]
+        self.params: list[TraceableParam] = []  # empty until the first trace
+        self.constants = GroupConstants()  # defaults until the first trace
+        self.post_forward_rank: torch.Tensor | None = None  # (1,) int64, in the smaller mesh; else None
+        # The parameters that the modules held before this forward, until it puts them back; else empty.
         self.saved: Sequence[nn.Parameter | None] = ()
-        self.is_hidden = False
-        self.ahead: Launched | None = None
-        self.backward_prefetch: BackwardPrefetch | None = None
+        self.is_hidden = False  # whether the modules hold the sharded parameters of a group that a backward unsharded
+        self.ahead: Launched | None = None  # a gather ahead of its use
+        self.backward_prefetch: BackwardPrefetch | None = None  # when a backward gathers ahead; None for never
         self.forwards = ForwardCalls()
-        self.backward = GroupBackward()
-        self.ticket = issue_ticket(self)
+        self.backward = GroupBackward()  # of the present backward. See [Note: One object for each backward]
+        self.ticket = issue_ticket(self)  # (1,) int64, by which `hand_over` finds the group
 
     @at_run_time
     def fqn(self, unsharded_param: torch.Tensor) -> str:

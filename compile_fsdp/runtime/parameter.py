@@ -33,20 +33,13 @@ from compile_fsdp.torch_compat.fsdp import FSDPParam, ShardedState, data_paralle
 
 @dataclass(frozen=True, slots=True)
 class ParamPlan:
-    """Constants of one parameter, equal on every rank because shard sizes include the padding.
+    """Constants of one parameter, equal on every rank because shard sizes include the padding."""
 
-    Attributes:
-        size: Size of the unsharded parameter; for a DTensor, of its local tensor.
-        shard_size: Size of a rank's padded shard.
-        storage_bytes: Bytes, with padding, of each tensor that a gather fills: the unsharded parameter, or its parts.
-        is_cast: Whether the shard is cast before the all-gather.
-    """
-
-    size: tuple[int, ...]
-    shard_size: tuple[int, ...]
+    size: tuple[int, ...]  # of the unsharded parameter; for a DTensor, of its local tensor
+    shard_size: tuple[int, ...]  # of a rank's padded shard
     shard_dim: int
-    storage_bytes: tuple[int, ...]
-    is_cast: bool
+    storage_bytes: tuple[int, ...]  # with padding, of each tensor that a gather fills: the parameter, or its parts
+    is_cast: bool  # whether the shard is cast before the all-gather
 
     @property
     def shard_numel(self) -> int:

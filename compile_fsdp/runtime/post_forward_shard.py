@@ -13,23 +13,18 @@ from compile_fsdp.torch_compat.fsdp import FSDPParam, free_storage
 
 
 class PostForwardShard:
-    """A rank's shard of one parameter over the smaller mesh, between forward and backward.
-
-    Attributes:
-        padded_numel_text: Number of elements of the padded parameter. See [Note: Numbers that stay numbers].
-        bytes_text: Bytes of `data` while it has memory, also as text.
-        data: (padded numel of the parameter / ranks of the smaller mesh,); has memory only between `fill` and `free`.
-        parameter: DTensor parameter on the memory of `data`, for the modules to hold.
-    """
+    """A rank's shard of one parameter over the smaller mesh, between forward and backward."""
 
     def __init__(
         self, fsdp_param: FSDPParam, unsharded_param: torch.Tensor, shard_count: int, storage_bytes: int
     ) -> None:
         numel = storage_bytes // unsharded_param.itemsize
-        self.padded_numel_text = guarded_text(numel)
+        self.padded_numel_text = guarded_text(numel)  # see [Note: Numbers that stay numbers]
+        # (padded numel / ranks of the smaller mesh,); has memory, of these bytes, only between `fill` and `free`.
         self.data = torch.empty(numel // shard_count, dtype=unsharded_param.dtype, device=unsharded_param.device)
         self.bytes_text = guarded_text(self.data.untyped_storage().nbytes())
         size, stride = fsdp_param.sharded_post_forward_size, fsdp_param.contiguous_sharded_post_forward_stride
+        # A DTensor on the memory of `data`, for the modules to hold.
         self.parameter = nn.Parameter(
             fsdp_param.to_sharded_post_forward_dtensor(self.data.as_strided(size, stride)),
             requires_grad=fsdp_param.sharded_param.requires_grad,

@@ -29,37 +29,23 @@ from compile_fsdp.torch_compat.fsdp import (
 class Reduction:
     """Reduction of some gradients of a group: an average over the ranks, without overflow in the reduce dtype.
 
-    Each factor or divisor is None if nothing is multiplied or divided there.
-
-    Attributes:
-        name: Name of the reduce-scatter in a profile, equal to eager FSDP2's name.
-        dims: Sharded dim of each parameter.
-        numels: Number of elements of each padded shard.
-        dtype: Dtype of the reduction; None for the gradients' own dtype.
-        final_dtypes: Dtype of each reduced gradient, or a single dtype of all; None for the reduction's dtype.
-        shard_count: Number of ranks of the reduce-scatter; 1 if there is no reduce-scatter.
-        scatter_group: Name of the reduce-scatter's process group; empty without one.
-        replica_group: Name of the all-reduce's process group (HSDP, replicate); empty if there is no all-reduce.
-        scatter_op, replica_op: Operations of these collectives, "avg" or "sum".
-        pre_factor: Factor before the reduce-scatter, which eager FSDP2 leaves to the collective.
-        pre_divisor, post_divisor: Divisors before the reduce-scatter, and after all collectives.
-        lone_divisor: Divisor in place of a reduce-scatter.
+    Each factor or divisor is None if nothing is multiplied or divided there. Ops are "avg" or "sum".
     """
 
-    name: str
-    dims: list[int]
-    numels: list[int]
-    dtype: torch.dtype | None
-    final_dtypes: list[torch.dtype | None]
-    shard_count: int
-    scatter_group: str
+    name: str  # of the reduce-scatter in a profile, equal to eager FSDP2's name
+    dims: list[int]  # sharded dim of each parameter
+    numels: list[int]  # number of elements of each padded shard
+    dtype: torch.dtype | None  # of the reduction; None for the gradients' own dtype
+    final_dtypes: list[torch.dtype | None]  # of each reduced gradient, or one for all; None for the reduction's dtype
+    shard_count: int  # number of ranks of the reduce-scatter; 1 if there is no reduce-scatter
+    scatter_group: str  # name of the reduce-scatter's process group; empty without one
     scatter_op: str
-    replica_group: str
+    replica_group: str  # name of the all-reduce's process group (HSDP, replicate); empty if there is no all-reduce
     replica_op: str
-    pre_factor: float | None
-    pre_divisor: float | None
-    lone_divisor: float | None
-    post_divisor: float | None
+    pre_factor: float | None  # factor before the reduce-scatter, which eager FSDP2 leaves to the collective
+    pre_divisor: float | None  # divisor before the reduce-scatter
+    lone_divisor: float | None  # divisor in place of a reduce-scatter
+    post_divisor: float | None  # divisor after all collectives
 
 
 @at_run_time

@@ -15,18 +15,12 @@ from compile_fsdp.torch_compat.fsdp import FSDPState, order_gather_streams, para
 
 
 class ModuleHooks:
-    """Pre- and post-forward hook of one module, in place of torch's two hooks.
-
-    Attributes:
-        hooks: Hooks that the modules of one `fully_shard` call share.
-        is_awaited: Whether the module has still to run in the present forward of its state's modules; always False
-            if the state has a single module.
-        eager_pre_forward, eager_post_forward: torch's own hooks.
-    """
+    """Pre- and post-forward hook of one module, in place of torch's two hooks, which it keeps."""
 
     def __init__(self, hooks: StateHooks, module: nn.Module) -> None:
-        self.hooks = hooks
+        self.hooks = hooks  # shared by the modules of one `fully_shard` call
         self.module = module
+        # Whether the module has still to run in the present forward of its state's modules, if they are several.
         self.is_awaited = False
         handle = hooks.state._pre_forward_hook_handle
         handles = getattr(handle, "handles", (handle, hooks.state._post_forward_hook_handle))
@@ -38,20 +32,15 @@ class ModuleHooks:
 
 
 class StateHooks:
-    """Hooks around the forward of the module, or modules, of one `fully_shard` call.
-
-    Attributes:
-        groups: The state's parameter groups; more than one if `shard_placement_fn` returns several meshes.
-        root: Data of the root that the modules belong to.
-        replaced: Parameters that `fully_shard` replaced, each with its module and its name there. Empty if torch's own
-            `fully_shard` sharded the modules.
-    """
+    """Hooks around the forward of the module, or modules, of one `fully_shard` call."""
 
     def __init__(self, state: FSDPState) -> None:
         self.state = state
+        # More than one if `shard_placement_fn` returns several meshes.
         self.groups = [TraceableGroup(group, state) for group in param_groups(state)]
         self.members = [ModuleHooks(self, module) for module in state._modules]
         self.root = Root(state)
+        # Parameters that `fully_shard` replaced, with module and name; empty if torch's own sharded the modules.
         self.replaced: list[tuple[nn.Module, str, weakref.ref[nn.Parameter]]] = []
 
     @property
@@ -77,33 +66,22 @@ class Replay(Protocol):
 
 
 class Root:
-    """One model. Each module has a separate root until a trace shows which root it is below.
-
-    Attributes:
-        all_hooks: Hooks of all FSDP2 modules, in the order of torch's states; empty before the first trace.
-        shared: Hooks that several modules share because `fully_shard` got a list; inner modules first.
-        was_called: Whether the model was called since `compile()`.
-        is_traced: Whether the running forward is compiled, at least in part.
-        is_ordered: Whether the gather streams already wait for the work before the last forward, such as the optimizer
-            step. torch lets them wait in a forward that begins eagerly; a graph cannot.
-        awaited_backward: Number of the backward that drops leftover gathers at its end; None before the first.
-        has_lowered_budget: Whether a step has exceeded its memory budget, and the ranks decide again.
-        ahead: Groups that eager code in a partly compiled forward gathered ahead.
-        had_substitute: Whether the last forward found a tensor of the user in place of an unsharded parameter.
-    """
+    """One model. Each module has a separate root until a trace shows which root it is below."""
 
     def __init__(self, state: FSDPState) -> None:
         self.state = state
-        self.all_hooks: list[StateHooks] = []
-        self.shared: list[StateHooks] = []
-        self.was_called = False
-        self.is_traced = False
+        self.all_hooks: list[StateHooks] = []  # in the order of torch's states; empty before the first trace
+        self.shared: list[StateHooks] = []  # hooks of modules that `fully_shard` got as a list; inner modules first
+        self.was_called = False  # whether the model was called since `compile()`
+        self.is_traced = False  # whether the running forward is compiled, at least in part
+        # Whether the gather streams already wait for the work before the last forward, such as the optimizer step.
+        # torch lets them wait in a forward that begins eagerly; a graph cannot.
         self.is_ordered = True
-        self.awaited_backward: int | None = None
+        self.awaited_backward: int | None = None  # number of the backward that drops leftover gathers at its end
         self.replay: Replay | None = None
-        self.has_lowered_budget = False
-        self.ahead: list[TraceableGroup] = []
-        self.had_substitute = False
+        self.has_lowered_budget = False  # whether a step has exceeded its memory budget, and the ranks decide again
+        self.ahead: list[TraceableGroup] = []  # groups that eager code in a partly compiled forward gathered ahead
+        self.had_substitute = False  # whether the last forward found a user's tensor in place of an unsharded parameter
 
     @at_run_time
     def adopt(self, hooks: list[StateHooks]) -> None:

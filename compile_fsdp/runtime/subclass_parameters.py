@@ -48,20 +48,17 @@ def has_plain_parts(param: FSDPParam) -> bool:
 
 
 class Extension:
-    """All-gather extension of one parameter's shard.
-
-    Attributes:
-        takes_all_arguments: Whether `pre_all_gather` takes five arguments instead of only the mesh.
-        metadata: Value that `pre_all_gather` returned for `post_all_gather`; None if no gather is in flight.
-        sizes: Sizes of the tensors that `pre_all_gather` returned; empty if no gather is in flight.
-    """
+    """All-gather extension of one parameter's shard."""
 
     def __init__(self, param: FSDPParam) -> None:
         kind: Any = type(param._sharded_local_tensor)
         # Plain functions, because Dynamo traces into them but makes a tensor's method a graph node.
         self.pre_all_gather: Callable[..., Any] = kind.fsdp_pre_all_gather
         self.post_all_gather: Callable[..., Any] = kind.fsdp_post_all_gather
+        # Whether `pre_all_gather` takes five arguments instead of only the mesh.
         self.takes_all_arguments = len(inspect.signature(self.pre_all_gather).parameters) == 6
+        # While a gather is in flight: metadata that `pre_all_gather` returned for `post_all_gather`, and sizes of its
+        # tensors.
         self.metadata: Any = None
         self.sizes: list[torch.Size] = []
 
@@ -107,27 +104,23 @@ class Extension:
 
 
 class Parts:
-    """Parts of an unsharded parameter. See [Note: Parts of a subclass].
-
-    Attributes:
-        tensors: The parts, in the order of `__tensor_flatten__`.
-        storage_bytes: Bytes of each part's storage.
-        join: Builds the subclass from the leaf and the parts, as one graph node. The leaf gets its gradient.
-        take: Computes the parts from the shard, the extension's metadata and the gathered inputs, as one graph node.
-    """
+    """Parts of an unsharded parameter. See [Note: Parts of a subclass]."""
 
     def __init__(self, param: FSDPParam, extension: Extension) -> None:
         whole: Any = local_tensor(param._unsharded_param)
         self._whole = whole
         self._names: list[str] = whole.__tensor_flatten__()[0]
+        # Builds the subclass from the leaf, which gets its gradient, and the parts.
         self.join = _joins(whole)
+        # Computes the parts from the shard, the extension's metadata and the gathered inputs.
         self.take = _takes(whole, extension.post_all_gather, param.param_dtype or param.orig_dtype)
         freed_by_torch = (*param.all_gather_outputs, *param._unsharded_inner_tensors)
         bases = {storage_key(each): each for each in freed_by_torch}
         others = [name for name in self._names if storage_key(getattr(whole, name)) not in bases]
+        # Names of parts as in [Note: Parts that are not gathered], of which torch's parameter keeps its own tensors.
         self._left_alone = set(others) - _written_in_gathers(param, extension, others) if others else set()
-        self.tensors: list[torch.Tensor] = []
-        self.storage_bytes: list[int] = []
+        self.tensors: list[torch.Tensor] = []  # the parts, in the order of `__tensor_flatten__`
+        self.storage_bytes: list[int] = []  # of each part
         for name in self._names:
             part = getattr(whole, name).detach()
             base = bases.get(storage_key(part))

@@ -12,22 +12,14 @@ from compile_fsdp.torch_compat.dynamo import tracing_context
 
 
 class TraceRecord:
-    """Modules in the order in which one trace meets them.
-
-    Attributes:
-        context: Dynamo's tracing context, one object for each attempt to trace a frame.
-        stack: Modules entered but not left, the innermost last.
-        entered: Modules whose pre-forward hook is traced.
-        left: Modules whose post-forward hook is traced.
-        last_left: Last of these with a backward; None before.
-    """
+    """Modules in the order in which one trace meets them."""
 
     def __init__(self, context: object = None) -> None:
-        self.context = context
-        self.stack: list[StateHooks] = []
-        self.entered: dict[StateHooks, None] = {}
-        self.left: dict[StateHooks, None] = {}
-        self.last_left: StateHooks | None = None
+        self.context = context  # Dynamo's tracing context, one object for each attempt to trace a frame
+        self.stack: list[StateHooks] = []  # modules entered but not left, the innermost last
+        self.entered: dict[StateHooks, None] = {}  # modules whose pre-forward hook is traced
+        self.left: dict[StateHooks, None] = {}  # modules whose post-forward hook is traced
+        self.last_left: StateHooks | None = None  # the last module in `left` with a backward
 
 
 _record = TraceRecord()
