@@ -13,6 +13,19 @@ from torch._dynamo.backends.common import aot_autograd
 
 from compile_fsdp.ops import copy_, ensure_ops
 from compile_fsdp.torch_compat import dispatch
+from helpers.ranks.fresh import run_fresh
+
+# A plugin registers its kernel after the import of the ops, and before a model is compiled.
+PLUGIN = """
+import torch, compile_fsdp.ops
+library = torch.library.Library("fsdp", "FRAGMENT")
+library.impl("copy_", lambda tensor, data: tensor.fill_(7) and None, "PrivateUse1")
+compile_fsdp.ops.ensure_ops()
+tensor = torch.zeros(1)
+keys = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
+compile_fsdp.ops.copy_.redispatch(keys, tensor, torch.ones(1))
+print(int(tensor.item()))
+"""
 
 DEVICE_KEYS = ("Meta", "CPU", "CUDA", "XPU", "HPU", "MTIA", "PrivateUse1")
 
@@ -36,6 +49,10 @@ def test_every_device_kernel_copies(key: str) -> None:
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     copy_.redispatch(keys, tensor, torch.tensor([1, 2]))
     assert tensor.tolist() == [[1.0, 2.0], [1.0, 2.0]]
+
+
+def test_kernel_of_a_device_plugin_is_kept() -> None:
+    assert run_fresh(PLUGIN)[0] == 7
 
 
 def test_copy_returns_nothing_and_counts_as_a_write() -> None:
