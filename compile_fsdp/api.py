@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from compile_fsdp.errors import FSDP1Error, NotShardedError, ProcessGroupMissingError
 from compile_fsdp.runtime.module import install, is_traceable
 from compile_fsdp.runtime.root import Replay
-from compile_fsdp.runtime.stale_optimizers import named_parameters, note_replaced
+from compile_fsdp.runtime.stale_optimizers import note_replaced
 from compile_fsdp.runtime.tracing import at_run_time
 from compile_fsdp.torch_compat.fsdp import fsdp_state
 
@@ -39,7 +39,7 @@ def fully_shard(module: nn.Module | list[nn.Module], **kwargs: Any) -> FSDPModul
     """
     modules = module if isinstance(module, list) else [module]
     check_process_group(modules, kwargs)
-    before = named_parameters(modules)
+    before = [(each, name, parameter) for each in modules for name, parameter in each.named_parameters()]
     sharded = torch_fully_shard(module, **kwargs)
     for each in modules:
         make_traceable(each)

@@ -52,7 +52,8 @@ class TraceableModule:
         try:
             output = _run(call, super().__call__)  # type: ignore[misc]
         finally:
-            _end(call)
+            calls.end()
+            restore_hook_bodies_now()  # in case a trace stopped before it restored them
         return _finish(call, output)
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
@@ -131,12 +132,6 @@ def _run(call: calls.ModuleCall, run: Callable[..., Any]) -> Any:
     except (Unsupported, TorchRuntimeError) as error:
         _name_module(error)
         raise
-
-
-@at_run_time
-def _end(call: calls.ModuleCall) -> None:
-    calls.end()
-    restore_hook_bodies_now()  # in case a trace stopped before it restored them
 
 
 @at_run_time

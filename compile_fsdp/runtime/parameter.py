@@ -55,13 +55,7 @@ class ParamPlan:
 class TraceableParam:
     """The traced counterpart of one FSDPParam.
 
-    Attributes:
-        extension: All-gather extension of a shard that is a tensor subclass; else None.
-        parts: Parts of an unsharded parameter that is a tensor subclass; else None. See [Note: Parts of a subclass].
-        unsharded_param: Unsharded parameter that graphs read, a plain tensor. See [Note: Leaves are plain].
-        wrap: Builds the DTensor that modules hold, if its mesh includes the data-parallel dims; else None.
-        post_forward: Shard of the smaller mesh that `reshard_after_forward=<int>` keeps; None without a smaller mesh.
-        is_watched: Whether the hook on the unsharded parameter's gradient is registered.
+    Its `unsharded_param`, which graphs read, is a plain tensor. See [Note: Leaves are plain].
     """
 
     def __init__(
@@ -75,7 +69,7 @@ class TraceableParam:
         else:
             self._create_unsharded(shard_count, device)
         unsharded = fsdp_param._unsharded_param
-        self.parts: Parts | None = None
+        self.parts: Parts | None = None  # of an unsharded parameter that is a tensor subclass
         if find_subclass(fsdp_param) is not None:
             assert self.extension is not None
             self.parts = Parts(fsdp_param, self.extension)
@@ -99,12 +93,13 @@ class TraceableParam:
             is_cast=fsdp_param.param_dtype is not None,
         )
         dims = data_parallel_dims(fsdp_param)
+        # Builds the DTensor that modules hold, if its mesh includes the data-parallel dims.
         self.wrap = wraps_as_dtensor(unsharded_spec(fsdp_param), dims) if dims else None
         self.post_forward: PostForwardShard | None = None
         if post_forward_count is not None:
             full_bytes = self.plan.storage_bytes[0]
             self.post_forward = PostForwardShard(fsdp_param, self.unsharded_param, post_forward_count, full_bytes)
-        self.is_watched = False
+        self.is_watched = False  # whether the hook on the unsharded parameter's gradient is registered
 
     @at_run_time
     def _create_unsharded(self, shard_count: int, device: torch.device) -> None:

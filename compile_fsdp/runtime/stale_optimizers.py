@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -17,14 +17,11 @@ from compile_fsdp.torch_compat.fsdp import FSDPState, fsdp_state
 
 
 @at_run_time
-def named_parameters(modules: Sequence[nn.Module]) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """List the parameters of modules, each with the module and its name in the module."""
-    return [(module, name, parameter) for module in modules for name, parameter in module.named_parameters()]
-
-
-@at_run_time
 def note_replaced(state: FSDPState, before: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> None:
-    """Remember, by weak reference, the parameters that the state's modules no longer hold."""
+    """Remember, by weak reference, the parameters that the state's modules no longer hold.
+
+    `before` has the earlier parameters, each with its module and its name in the module.
+    """
     present = {id(parameter) for module in state._modules for parameter in module.parameters()}
     hooks_of(state).replaced = [
         (module, name, weakref.ref(each)) for module, name, each in before if id(each) not in present
