@@ -67,9 +67,6 @@ def post_forward(module: nn.Module, args: Any, output: Any) -> Any:
     return member.eager_post_forward(module, args, output)
 
 
-# Before a forward
-
-
 def before_forward(hooks: StateHooks, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Gather the parameters and cast the inputs."""
     state = hooks.state
@@ -167,9 +164,6 @@ def _wait_for_prefetched(hooks: StateHooks, meets_graphs: bool) -> None:
                 root.ahead.append(group)
 
 
-# After a forward
-
-
 def _after_module(member: ModuleHooks, output: Any) -> Any:
     """End the forward of a module; the last of several modules ends the forward of their state."""
     hooks = member.hooks
@@ -234,9 +228,6 @@ def _cast_output(hooks: StateHooks, output: Any) -> Any:
     return output if dtype is None else cast_floating(output, dtype)
 
 
-# In the backward
-
-
 def _pre_backward(hooks: StateHooks, previous: int, is_whole: bool, grad: torch.Tensor) -> torch.Tensor:
     if not torch.compiler.is_dynamo_compiling():
         hooks.root.order_gathers()
@@ -266,9 +257,6 @@ def _after_backward(hooks: StateHooks, grad: torch.Tensor) -> torch.Tensor:
         if group.backward.is_compiled and group.is_frozen:
             reshard_idle(group)
     return grad
-
-
-# Functions that Dynamo calls while it traces.
 
 
 @eval_at_trace_time_guarded

@@ -74,9 +74,6 @@ class TraceableModule:
         reset_step(_state_of(self))
 
 
-# The stages of a call that Dynamo does not trace into.
-
-
 @at_run_time
 def _begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> calls.ModuleCall:
     """Prepare the objects that a trace reads, and record the start of the call."""
