@@ -1,10 +1,5 @@
 """Traced counterpart of an FSDP2 parameter group: unshard, reshard and sharded state.
 
-[Note: Traced and eager branch share the state]
-The sharded parameter, its padded local data, the unsharded parameter and the group's ShardedState belong to torch's own
-FSDPParamGroup and FSDPParam. A traced step leaves them as an eager step would, so that the next step may run either
-way. State that this project adds to them lives only between the start and the end of one backward.
-
 [Note: One object for each backward]
 A backward may reach a group through several compiled graphs, with eager code between them. All of them share one
 `GroupBackward`. `start_backward` replaces it with an empty one when the next backward begins; an error or a reset does
