@@ -26,9 +26,8 @@ def mutant_of(module: str, key: str) -> Mutant:
 def kept_reasons() -> set[Kept]:
     layer = Layer()
     layer.fill(layer.build.input("other", (4, 4), torch.bfloat16))
-    result = layer.read()
-    layer.free()
-    return {reason for _, reason in remove_unshard_copies(layer.build.output(result)).kept}
+    graph = layer.build.output(*layer.add("read free"))
+    return {reason for _, reason in remove_unshard_copies(graph).kept}
 
 
 @pytest.mark.parametrize("module", MODULES)

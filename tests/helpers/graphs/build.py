@@ -141,19 +141,42 @@ def one_window(numel: int, dtype: torch.dtype) -> fx.Graph:
 
 
 class Layer:
-    """A (4, 4) parameter `weight`, `value` to fill it with, and `x` to multiply."""
+    """A (4, 4) parameter `weight`, `value` to fill it with, and `x` to multiply.
 
-    def __init__(self, **builder_options: Any) -> None:
-        self.build = GraphBuilder(**builder_options)
-        self.weight = self.build.input("weight", (4, 4))
-        self.value = self.build.input("value", (4, 4))
-        self.x = self.build.input("x", (4, 4))
+    Args:
+        is_of_dynamo: Whether the graph is Dynamo's, or AOTAutograd's.
+    """
+
+    def __init__(self, is_of_dynamo: bool = False) -> None:
+        self.build = GraphBuilder("example_value" if is_of_dynamo else "val")
+        self.weight, self.value, self.x = (self.build.input(name, (4, 4)) for name in ("weight", "value", "x"))
+        self._is_of_dynamo = is_of_dynamo
+
+    def add(self, steps: str) -> list[fx.Node]:
+        """Call methods by name, such as "fill read free"; return the results of the reads."""
+        results = [getattr(self, step)() for step in steps.split()]
+        return [result for result in results if result is not None]
 
     def fill(self, value: fx.Node | None = None) -> None:
         self.build.fill(self.weight, value or self.value)
 
+    def full(self) -> None:
+        self.build.full(self.weight)
+
+    def copy(self) -> None:
+        self.build.copy(self.weight, self.value)
+
+    def write(self, tensor: fx.Node | None = None) -> None:
+        if self._is_of_dynamo:
+            self.build.call_method("add_", tensor or self.weight, 1)
+        else:
+            self.build.call(aten.add_.Tensor, tensor or self.weight, 1)
+
+    def write_value(self) -> None:
+        self.write(self.value)
+
     def read(self) -> fx.Node:
-        return self.build.call(aten.mm.default, self.x, self.weight)
+        return self.build.call(torch.matmul if self._is_of_dynamo else aten.mm.default, self.x, self.weight)
 
     def free(self) -> None:
         self.build.free(self.weight)

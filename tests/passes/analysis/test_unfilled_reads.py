@@ -18,7 +18,7 @@ def call_aot_bwd_prologue(*saved: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.fixture
 def layer() -> Layer:
-    return Layer(meta_key="example_value")
+    return Layer(is_of_dynamo=True)
 
 
 def _unfilled(layer: Layer, *results: fx.Node) -> list[fx.Node]:
@@ -26,9 +26,7 @@ def _unfilled(layer: Layer, *results: fx.Node) -> list[fx.Node]:
 
 
 def test_a_read_that_nothing_fills_is_found(layer: Layer) -> None:
-    product = layer.read()
-    layer.free()
-    assert _unfilled(layer, product) == [layer.weight]
+    assert _unfilled(layer, *layer.add("read free")) == [layer.weight]
 
 
 def test_a_read_of_a_view_is_found(layer: Layer) -> None:
@@ -43,10 +41,7 @@ def test_a_read_behind_the_prologue_is_found(layer: Layer) -> None:
 
 
 def test_read_inside_a_window_is_not_reported(layer: Layer) -> None:
-    layer.fill(layer.value)
-    result = layer.build.call(torch.matmul, layer.x, layer.weight)
-    layer.free()
-    assert _unfilled(layer, result) == []
+    assert _unfilled(layer, *layer.add("fill read free")) == []
 
 
 def test_accumulating_a_gradient_is_no_read(layer: Layer) -> None:

@@ -9,4 +9,4 @@ from helpers.graphs.build import Layer
 
 @pytest.fixture
 def layer() -> Layer:
-    return Layer(meta_key="example_value")
+    return Layer(is_of_dynamo=True)

@@ -19,10 +19,6 @@ from helpers.graphs.fuzzing import MANY, fuzz
 from helpers.graphs.render import render, render_calls
 
 
-def matmul(layer: Layer) -> fx.Node:
-    return layer.build.call(torch.matmul, layer.x, layer.weight)
-
-
 def legalized(graph: fx.Graph) -> LegalizeReport:
     """Run the pass; check that the graph lints and that a second run changes nothing."""
     report = legalize_windows(graph)
@@ -47,7 +43,7 @@ def test_recomputed_reads_sink_behind_the_fill(layer: Layer) -> None:
     other = build.call(torch.neg, layer.value)
     activation = build.call(torch.relu, hidden)
     layer.fill(other)
-    result = build.call(operator.add, activation, matmul(layer))
+    result = build.call(operator.add, activation, layer.read())
     layer.free()
     graph = build.output(result)
     assert legalized(graph) == LegalizeReport(nodes_sunk=3, frees_delayed=0, unmoved=())
@@ -91,7 +87,7 @@ def test_read_takes_along_the_copy_into_another_tensor_that_it_reads(layer: Laye
 def test_reads_sink_behind_the_copies_and_version_counters_of_several_fills(layer: Layer) -> None:
     build = layer.build
     late = build.input("late", (4, 4))
-    early = matmul(layer)
+    early = layer.read()
     for each in (layer.weight, late):
         build.full(each)
     version = build.call(tensor_version, layer.weight)
@@ -105,7 +101,7 @@ def test_reads_sink_behind_the_copies_and_version_counters_of_several_fills(laye
 
 def test_writes_keep_their_order_with_reads_that_sink(layer: Layer) -> None:
     build = layer.build
-    early = matmul(layer)
+    early = layer.read()
     doubled = build.call_method("mul_", layer.x, 2)
     layer.fill()
     graph = build.output(early, build.call(torch.neg, doubled))
@@ -115,7 +111,7 @@ def test_writes_keep_their_order_with_reads_that_sink(layer: Layer) -> None:
 
 def test_reads_keep_their_order_with_writes_that_sink(layer: Layer) -> None:
     build = layer.build
-    build.call_method("mul_", layer.x, matmul(layer))
+    build.call_method("mul_", layer.x, layer.read())
     late = build.call(torch.neg, layer.x)
     layer.fill()
     graph = build.output(late)
@@ -138,14 +134,14 @@ def test_write_of_a_parameter_that_arrives_filled_keeps_its_order_with_reads_tha
 def test_copy_into_another_tensor_sinks_like_any_write(layer: Layer) -> None:
     build = layer.build
     buffer = build.call(torch.neg, layer.value)
-    build.copy(buffer, matmul(layer))
+    build.copy(buffer, layer.read())
     late = build.call(torch.relu, buffer)
     layer.fill()
     assert legalized(build.output(late)) == LegalizeReport(nodes_sunk=3, frees_delayed=0, unmoved=())
 
 
 def test_random_op_stays_where_only_other_ops_sink(layer: Layer) -> None:
-    early = matmul(layer)
+    early = layer.read()
     noise = layer.build.call(torch.rand_like, layer.x)
     layer.fill()
     assert legalized(layer.build.output(early, noise)).nodes_sunk == 1
@@ -153,7 +149,7 @@ def test_random_op_stays_where_only_other_ops_sink(layer: Layer) -> None:
 
 def test_random_ops_keep_their_order(layer: Layer) -> None:
     build = layer.build
-    early = build.call(torch.dropout, matmul(layer), 0.5, True)
+    early = build.call(torch.dropout, layer.read(), 0.5, True)
     other = build.call(torch.rand_like, layer.x)
     layer.fill()
     graph = build.output(early, other)
@@ -161,16 +157,8 @@ def test_random_ops_keep_their_order(layer: Layer) -> None:
     assert calls(graph) == "resize copy_ matmul dropout rand_like"
 
 
-def test_read_of_a_parameter_that_arrives_filled_stays(layer: Layer) -> None:
-    result = matmul(layer)
-    layer.free()
-    layer.fill()
-    graph = layer.build.output(result)
-    assert legalized(graph) == LegalizeReport(nodes_sunk=0, frees_delayed=0, unmoved=())
-
-
 def test_fills_with_keyword_arguments_are_found(layer: Layer) -> None:
-    early = matmul(layer)
+    early = layer.read()
     graph = layer.build.graph
     graph.call_function(resize_storage_bytes_, (), {"variable": layer.weight, "new_size": 64})
     graph.call_function(copy_, (), {"tensor": layer.weight, "data": layer.value})
@@ -178,7 +166,7 @@ def test_fills_with_keyword_arguments_are_found(layer: Layer) -> None:
 
 
 def test_attribute_named_autocast_is_no_switch(layer: Layer) -> None:
-    early = matmul(layer)
+    early = layer.read()
     layer.build.subgraph("autocast_region", GraphBuilder().output_module())
     layer.fill()
     assert legalized(layer.build.output(early)).nodes_sunk == 1
@@ -189,6 +177,7 @@ def refused(layer: Layer, *results: fx.Node) -> tuple[tuple[str, Unmoved], ...]:
     before = list(graph.nodes)
     report = legalized(graph)
     assert list(graph.nodes) == before
+    assert (report.nodes_sunk, report.frees_delayed) == (0, 0)
     return report.unmoved
 
 
@@ -196,77 +185,40 @@ def test_read_is_not_moved_over_an_autocast_switch(layer: Layer) -> None:
     build = layer.build
     autocast = torch.amp.autocast_mode
     entered = build.call_opaque(autocast._enter_autocast, "cpu", torch.bfloat16, True, None)
-    early = matmul(layer)
+    early = layer.read()
     build.call_opaque(autocast._exit_autocast, entered)
     layer.fill()
     assert refused(layer, early) == (("weight", Unmoved.AUTOCAST),)
 
 
 def test_read_that_feeds_the_fill_is_not_moved(layer: Layer) -> None:
-    early = matmul(layer)
+    early = layer.read()
     layer.fill(layer.build.call(torch.neg, early))
     assert refused(layer, early) == (("weight", Unmoved.FILL_DEPENDS_ON_READ),)
 
 
-def test_read_of_a_parameter_that_is_never_filled_is_not_moved(layer: Layer) -> None:
-    early = matmul(layer)
-    layer.build.full(layer.weight)
-    assert refused(layer, early) == (("weight", Unmoved.NO_COPY),)
-
-
-def test_read_of_a_parameter_that_is_freed_before_it_is_filled_is_not_moved(layer: Layer) -> None:
-    early = matmul(layer)
-    layer.build.full(layer.weight)
-    layer.free()
-    layer.fill()
-    assert refused(layer, early) == (("weight", Unmoved.NO_COPY),)
-
-
-def test_copy_into_a_parameter_that_arrives_filled_is_no_first_fill(layer: Layer) -> None:
-    early = matmul(layer)
-    layer.build.copy(layer.weight, layer.value)
-    layer.free()
-    assert refused(layer, early) == ()
-
-
-def test_mutated_parameter_is_left_alone(layer: Layer) -> None:
-    early = matmul(layer)
-    layer.fill()
-    layer.build.call_method("add_", layer.weight, 1)
-    assert refused(layer, early) == (("weight", Unmoved.MUTATED),)
-
-
-def test_free_of_a_mutated_parameter_is_left_alone(layer: Layer) -> None:
-    layer.fill()
-    layer.build.call_method("add_", layer.weight, 1)
-    layer.free()
-    assert refused(layer, matmul(layer)) == (("weight", Unmoved.MUTATED),)
-
-
-def test_mutated_parameter_with_legal_reads_is_no_fault(layer: Layer) -> None:
-    layer.fill()
-    layer.build.call_method("add_", layer.weight, 1)
-    result = matmul(layer)
-    layer.free()
-    assert refused(layer, result) == ()
-
-
-def test_second_resize_to_full_is_no_free(layer: Layer) -> None:
-    layer.fill()
-    layer.build.full(layer.weight)
-    result = matmul(layer)
-    layer.free()
-    assert refused(layer, result) == ()
+@pytest.mark.parametrize(
+    ("steps", "reason"),
+    [
+        pytest.param("read full", Unmoved.NO_COPY, id="never filled"),
+        pytest.param("read full free fill", Unmoved.NO_COPY, id="freed before it is filled"),
+        pytest.param("read fill write", Unmoved.MUTATED, id="mutated, read before the fill"),
+        pytest.param("fill write free read", Unmoved.MUTATED, id="mutated, read after the free"),
+        pytest.param("fill write read free", None, id="mutated, with legal reads"),
+        pytest.param("read free fill", None, id="arrives filled"),
+        pytest.param("read copy free", None, id="arrives filled, and is copied into"),
+        pytest.param("fill full read free", None, id="resized to full twice"),
+    ],
+)
+def test_read_that_is_legal_or_cannot_be_moved_stays(layer: Layer, steps: str, reason: Unmoved | None) -> None:
+    assert refused(layer, *layer.add(steps)) == ((("weight", reason),) if reason else ())
 
 
 def test_version_counters_are_no_reads(layer: Layer) -> None:
-    build = layer.build
-    layer.fill()
-    result = matmul(layer)
-    layer.free()
-    version = build.call(tensor_version, layer.weight)
-    build.call_opaque(set_version_counter, (layer.weight,), (version,))
-    assert refused(layer, result) == ()
+    reads = layer.add("fill read free")
+    version = layer.build.call(tensor_version, layer.weight)
+    layer.build.call_opaque(set_version_counter, (layer.weight,), (version,))
+    assert refused(layer, *reads) == ()
 
 
 def test_report_is_one_line() -> None:

@@ -52,13 +52,7 @@ return (%2,)
 
 
 def test_lone_free_at_the_start_stays(layer: Layer) -> None:
-    build = layer.build
-    kept_from_forward = layer.read()
-    layer.free()
-    layer.fill()
-    refilled = layer.read()
-    layer.free()
-    graph = build.output(kept_from_forward, refilled)
+    graph = layer.build.output(*layer.add("read free fill read free"))
     report = removed(graph)
     assert (report.windows_removed, report.kept) == (1, (("weight", Kept.OPEN_AT_START),))
     assert_expected_inline(render_calls(graph), """\
@@ -70,12 +64,7 @@ return (%0, %1)
 
 
 def test_lone_fill_at_the_return_stays(layer: Layer) -> None:
-    layer.fill()
-    first = layer.read()
-    layer.free()
-    layer.fill()
-    second = layer.read()
-    graph = layer.build.output(first, second, layer.weight)
+    graph = layer.build.output(*layer.add("fill read free fill read"), layer.weight)
     report = removed(graph)
     assert (report.windows_removed, report.kept) == (1, (("weight", Kept.OPEN_AT_RETURN),))
     assert_expected_inline(render_calls(graph), """\
@@ -230,10 +219,7 @@ def test_view_that_takes_a_second_parameter_aliases_only_the_first(layer: Layer)
 
 
 def test_metadata_and_stack_traces_stay(layer: Layer) -> None:
-    layer.fill()
-    result = layer.read()
-    layer.free()
-    graph = layer.build.output(result)
+    graph = layer.build.output(*layer.add("fill read free"))
     for node in graph.nodes:
         node.meta["stack_trace"] = f"line of {node.name}"
     before = {node.name: dict(node.meta) for node in graph.nodes}

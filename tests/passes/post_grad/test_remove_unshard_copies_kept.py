@@ -27,13 +27,17 @@ CASES: dict[str, tuple[Kept, Case]] = {
         Kept.UNKNOWN_LAYOUT,
         lambda build, layer: layer.fill(build.call_opaque(aten.neg.default, layer.value)),
     ),
-    "never filled": (Kept.NO_COPY, lambda build, layer: build.full(layer.weight)),
+    "never filled": (Kept.NO_COPY, lambda build, layer: layer.full()),
+    "read before the window": (Kept.READ_OUTSIDE, lambda build, layer: layer.add("read fill read free")[1:]),
+    "read after the window": (Kept.READ_OUTSIDE, lambda build, layer: layer.add("fill free read")),
+    "copied into before the resize": (Kept.COPY_OUTSIDE, lambda build, layer: layer.add("copy full read free")),
+    "read before the copy": (Kept.READ_BEFORE_COPY, lambda build, layer: layer.add("full read copy read free")[1:]),
 }
 
 # Changes between the fill and the read.
 INSIDE: dict[str, tuple[Kept, Case]] = {
     "view resized": (Kept.MUTATED, lambda build, layer: build.free(build.call(aten.t.default, layer.weight))),
-    "parameter mutated": (Kept.MUTATED, lambda build, layer: build.call(aten.add_.Tensor, layer.weight, 1)),
+    "parameter mutated": (Kept.MUTATED, lambda build, layer: layer.write()),
     "view mutated": (
         Kept.MUTATED,
         lambda build, layer: build.call(aten.mul_.Tensor, build.call(aten.t.default, layer.weight), 2),
@@ -45,7 +49,7 @@ INSIDE: dict[str, tuple[Kept, Case]] = {
             higher_order.triton_kernel_wrapper_mutation, kernel_idx=0, kwargs={"in_ptr": layer.weight}
         ),
     ),
-    "value mutated": (Kept.VALUE_MUTATED, lambda build, layer: build.call(aten.add_.Tensor, layer.value, 1)),
+    "value mutated": (Kept.VALUE_MUTATED, lambda build, layer: layer.write_value()),
     "value freed": (Kept.VALUE_RESIZED, lambda build, layer: build.free(layer.value)),
     "filled twice": (Kept.TWO_COPIES, lambda build, layer: build.copy(layer.weight, layer.x)),
     "filled again without a free": (Kept.REFILLED, lambda build, layer: layer.fill(layer.x)),
@@ -80,7 +84,7 @@ CASES |= {name: (reason, inside(change)) for name, (reason, change) in INSIDE.it
 @case(Kept.NOT_FULL)
 def resized_to_too_little(build: GraphBuilder, layer: Layer) -> None:
     build.resize(layer.weight, 60)
-    build.copy(layer.weight, layer.value)
+    layer.copy()
 
 
 @case(Kept.NOT_FULL)
@@ -88,13 +92,13 @@ def resized_to_an_unknown_size(build: GraphBuilder, layer: Layer) -> None:
     shape_env = build.fake_mode.shape_env
     assert shape_env is not None
     build.resize(layer.weight, build.input_like("size", shape_env.create_unbacked_symint()))
-    build.copy(layer.weight, layer.value)
+    layer.copy()
 
 
 @case(Kept.NOT_FULL)
 def resized_to_a_size_without_a_value(build: GraphBuilder, layer: Layer) -> None:
     build.resize(layer.weight, build.call_opaque(len, layer.x))
-    build.copy(layer.weight, layer.value)
+    layer.copy()
 
 
 @case(Kept.VALUE_RESIZED)
@@ -136,25 +140,6 @@ def value_without_metadata_may_alias(build: GraphBuilder, layer: Layer) -> None:
     build.graph.call_function(aten.add_.Tensor, (unknown, 1))
 
 
-@case(Kept.READ_OUTSIDE)
-def read_before_the_window(build: GraphBuilder, layer: Layer) -> None:
-    layer.read()
-    layer.fill()
-
-
-@case(Kept.READ_OUTSIDE)
-def read_after_the_window(build: GraphBuilder, layer: Layer) -> list[fx.Node]:
-    layer.fill()
-    layer.free()
-    return [layer.read()]
-
-
-@case(Kept.COPY_OUTSIDE)
-def copied_into_before_the_resize(build: GraphBuilder, layer: Layer) -> None:
-    build.copy(layer.weight, layer.value)
-    build.full(layer.weight)
-
-
 @case(Kept.VIEW_OUTLIVES)
 def view_used_after_the_free(build: GraphBuilder, layer: Layer) -> list[fx.Node]:
     layer.fill()
@@ -182,13 +167,6 @@ def second_input_in_the_storage(build: GraphBuilder, layer: Layer) -> None:
     build.call(aten.mm.default, layer.x, tied)
 
 
-@case(Kept.READ_BEFORE_COPY)
-def read_before_the_copy(build: GraphBuilder, layer: Layer) -> None:
-    build.full(layer.weight)
-    layer.read()
-    build.copy(layer.weight, layer.value)
-
-
 @case(Kept.CHAINED)
 def parameter_fills_another(build: GraphBuilder, layer: Layer) -> None:
     other = build.input("other", (4, 4))
@@ -209,8 +187,7 @@ def test_window_is_kept(layer: Layer, name: str) -> None:
     reason, build_case = CASES[name]
     results = build_case(layer.build, layer)
     if not isinstance(results, list):
-        results = [layer.read()]
-        layer.free()
+        results = layer.add("read free")
     graph = layer.build.output(*results)
     before = render(graph)
     report = remove_unshard_copies(graph)
@@ -224,34 +201,18 @@ def test_every_reason_has_a_case() -> None:
     assert {reason for reason, _ in CASES.values()} == set(Kept) - elsewhere
 
 
-def test_only_the_faulty_window_is_kept(layer: Layer) -> None:
-    layer.fill()
-    first = layer.read()
-    layer.free()
-    layer.fill()
-    layer.build.call(aten.add_.Tensor, layer.weight, 1)
-    layer.free()
-    graph = layer.build.output(first)
-    report = remove_unshard_copies(graph)
-    assert (report.windows_removed, report.kept) == (1, (("weight", Kept.MUTATED),))
-
-
-def test_second_free_stays_and_the_window_is_removed(layer: Layer) -> None:
-    layer.fill()
-    result = layer.read()
-    layer.free()
-    layer.free()
-    report = remove_unshard_copies(layer.build.output(result))
-    assert (report.windows_removed, report.kept) == (1, (("weight", Kept.DOUBLE_FREE),))
-
-
-def test_value_written_before_its_copy_may_be_read(layer: Layer) -> None:
-    layer.build.full(layer.weight)
-    layer.build.call(aten.add_.Tensor, layer.value, 1)
-    layer.build.copy(layer.weight, layer.value)
-    result = layer.read()
-    layer.free()
-    assert remove_unshard_copies(layer.build.output(result)).windows_removed == 1
+@pytest.mark.parametrize(
+    ("steps", "kept"),
+    [
+        pytest.param("fill read free fill write free", [Kept.MUTATED], id="another window is faulty"),
+        pytest.param("fill read free free", [Kept.DOUBLE_FREE], id="freed twice"),
+        pytest.param("full write_value copy read free", [], id="value written before its copy"),
+        pytest.param("fill read free write_value", [], id="value written after its window"),
+    ],
+)
+def test_window_without_a_fault_is_removed(layer: Layer, steps: str, kept: list[Kept]) -> None:
+    report = remove_unshard_copies(layer.build.output(*layer.add(steps)))
+    assert (report.windows_removed, report.kept) == (1, tuple(("weight", reason) for reason in kept))
 
 
 def test_window_in_a_subgraph_that_gets_a_storage_twice_is_kept(layer: Layer) -> None:
@@ -262,8 +223,7 @@ def test_window_in_a_subgraph_that_gets_a_storage_twice_is_kept(layer: Layer) ->
 
 
 def test_report_names_parameters(layer: Layer) -> None:
-    layer.fill()
-    graph = layer.build.output(layer.read())
+    graph = layer.build.output(*layer.add("fill read"))
     report = remove_unshard_copies(graph, lambda node: f"layers.3.{node.name}")
     assert str(report) == (
         "remove_unshard_copies: 0 of 1 windows removed, 0 B; kept 1 (open at return: layers.3.weight)"
@@ -296,19 +256,8 @@ def test_window_in_a_subgraph_of_an_unknown_call_is_kept(layer: Layer) -> None:
     assert remove_unshard_copies(layer.build.output(layer.x)).windows_removed == 0
 
 
-def test_value_written_after_its_window_may_be_read_in_it(layer: Layer) -> None:
-    layer.fill()
-    result = layer.read()
-    layer.free()
-    layer.build.call(aten.add_.Tensor, layer.value, 1)
-    assert remove_unshard_copies(layer.build.output(result)).windows_removed == 1
-
-
 def test_window_beside_a_constant_is_removed(layer: Layer) -> None:
-    layer.fill()
-    result = layer.read()
-    layer.free()
-    module = layer.build.output_module(result)
+    module = layer.build.output_module(*layer.add("fill read free"))
     module.register_buffer("constant", torch.empty(4))
     with module.graph.inserting_before():
         module.graph.get_attr("constant")
