@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from compile_fsdp.ops import watch
@@ -48,6 +50,22 @@ def find_in(model: Callable[..., Any], *inputs: Tensor) -> list[list[BlockCall]]
     return found
 
 
+def find_twice(
+    body: Callable[[GraphBuilder, fx.Node], fx.Node], shape: Sequence[int | torch.SymInt] = (4, 4), **options: Any
+) -> list[list[BlockCall]]:
+    """Find the equal blocks of a graph in which a body runs twice on one input."""
+    build, outputs = GraphBuilder(meta_key="example_value", **options), []
+    x = build.input("x", shape)
+    for _ in range(2):
+        outputs.append(body(build, x))
+        build.free(x)  # ends a block
+    return find_equal_blocks(build.output(*outputs))
+
+
+def sizes_of(found: list[list[BlockCall]]) -> list[list[int]]:
+    return [[len(call.ops) for call in equals] for equals in found]
+
+
 def like(*shape: int, **options: Any) -> Tensor:
     return torch.ones(shape or (4, 4), **{"requires_grad": True, **options})
 
@@ -74,15 +92,12 @@ def test_op_overload_ends_a_block() -> None:
 
 
 def test_input_within_a_block_does_not_end_it() -> None:
-    build, outputs = GraphBuilder(meta_key="example_value"), []
-    weight = build.input("weight", (4, 4))
-    for i in range(2):
-        node = build.chain(build.input(f"x{i}", (4, 4)), torch.sin, torch.cos, torch.tanh)
-        node = build.call(torch.add, node, build.input(f"y{i}", (4, 4)))
-        outputs.append(build.call(torch.sigmoid, node))
-        build.free(weight)
-    ((one, other),) = find_equal_blocks(build.output(*outputs))
-    assert len(one.ops) == len(other.ops) == 5
+    def body(build: GraphBuilder, weight: fx.Node) -> fx.Node:
+        x, y = (build.input(f"{name}{len(build.graph.nodes)}", (4, 4)) for name in "xy")
+        node = build.chain(x, torch.sin, torch.cos, torch.tanh)
+        return build.call(torch.sigmoid, build.call(torch.add, node, y))
+
+    assert sizes_of(find_twice(body)) == [[5, 5]]
 
 
 def test_blocks_that_a_budget_marks_differently_are_variants() -> None:
@@ -150,20 +165,8 @@ def test_function_without_a_name_ends_a_block() -> None:
         def __call__(self, x: Tensor) -> Tensor:
             return x.sin()
 
-    build, outputs, unnamed = GraphBuilder(meta_key="example_value"), [], Function()
-    x = build.input("x", (4, 4))
-    for _ in range(2):
-        outputs.append(build.chain(x, *OPS, unnamed))
-        build.free(x)
-    found = find_equal_blocks(build.output(*outputs))
-    assert [len(call.ops) for equals in found for call in equals] == [5, 5]
-
-
-def test_block_with_few_ops_is_no_call() -> None:
-    def small(x: Tensor, weight: Tensor) -> Tensor:
-        return (x @ weight).relu()
-
-    assert find(small, small) == []
+    unnamed = Function()
+    assert sizes_of(find_twice(lambda build, x: build.chain(x, *OPS, unnamed))) == [[5, 5]]
 
 
 @pytest.mark.parametrize(
@@ -257,66 +260,46 @@ def test_block_with_two_outputs_that_need_gradients_is_no_call() -> None:
     assert len(find(without_gradient, without_gradient)) == 1
 
 
-@pytest.mark.parametrize(
-    "last", [lambda y, x: (y, y.detach().view(16)), lambda y, x: (y, x.detach().view(16))], ids=["result", "input"]
-)
-def test_block_that_returns_a_view_is_no_call(last: Callable[[Tensor, Tensor], Any]) -> None:
-    def same(x: Tensor, weight: Tensor) -> Any:
-        return last(block(x, weight), x)
-
-    assert find(same, same) == []
-
-
-def test_tuple_whose_items_are_read_behind_the_block_is_no_call() -> None:
-    build = GraphBuilder(meta_key="example_value")
-    x, outputs = build.input("x", (4, 4)), []
-    for _ in range(2):
-        both = build.call(torch.max, build.chain(x, *OPS), 0)
+@pytest.mark.parametrize("is_read_behind", [True, False])
+def test_block_that_makes_or_reads_a_tuple_alone_is_no_call(is_read_behind: bool) -> None:
+    def body(build: GraphBuilder, x: fx.Node) -> fx.Node:
+        both = build.call(torch.max, build.chain(x, *OPS) if is_read_behind else x, 0)
         build.free(x)
-        outputs.append(build.call(operator.getitem, both, 0))
-    assert find_equal_blocks(build.output(*outputs)) == []
+        item = build.call(operator.getitem, both, 0)
+        return item if is_read_behind else build.chain(item, *OPS)
 
-
-def _in_mode(mode: Callable[[], Any], x: Tensor, weight: Tensor) -> Any:
-    with mode():
-        return block(x.detach(), weight.detach())
-
-
-def test_block_that_reads_an_item_of_a_tuple_is_no_call() -> None:
-    build, outputs = GraphBuilder(meta_key="example_value"), []
-    x = build.input("x", (4, 4))
-    for _ in range(2):
-        both = build.call(torch.max, x, 0)
-        build.free(x)
-        outputs.append(build.chain(build.call(operator.getitem, both, 0), *OPS))
-        build.free(x)
-    assert find_equal_blocks(build.output(*outputs)) == []
+    assert find_twice(body) == []
 
 
 def test_size_of_a_result_ends_a_block() -> None:
-    build, outputs = GraphBuilder(meta_key="example_value"), []
-    shape_env, source = build.fake_mode.shape_env, ConstantSource("rows")
-    assert shape_env is not None
-    rows = shape_env.create_symintnode(shape_env.create_symbol(6, source), hint=6, source=source)
-    x = build.input("x", (rows, 4))
-    for _ in range(2):
+    def body(build: GraphBuilder, x: fx.Node) -> fx.Node:
         node = build.chain(x, *OPS)
-        outputs.append(build.call(operator.mul, build.call(torch.relu, node), build.call_method("size", node, 0)))
-        build.free(x)
-    found = find_equal_blocks(build.output(*outputs))
-    assert [len(call.ops) for equals in found for call in equals] == [6, 6]
+        return build.call(operator.mul, build.call(torch.relu, node), build.call_method("size", node, 0))
+
+    shape_env, source = ShapeEnv(), ConstantSource("rows")
+    rows = shape_env.create_symintnode(shape_env.create_symbol(6, source), hint=6, source=source)
+    assert sizes_of(find_twice(body, (rows, 4), fake_mode=FakeTensorMode(shape_env=shape_env))) == [[6, 6]]
+
+
+def _in_inference_mode(x: Tensor, weight: Tensor) -> Any:
+    with torch.inference_mode():
+        return block(x.detach(), weight.detach())
 
 
 @pytest.mark.parametrize(
-    "switched",
+    "same",
     [
-        partial(_in_mode, torch.inference_mode),
+        lambda x, weight: (x @ weight).relu(),
+        lambda x, weight: ((y := block(x, weight)), y.detach().view(16)),
+        lambda x, weight: (block(x, weight), x.detach().view(16)),
+        torch.no_grad()(block),
+        _in_inference_mode,
         lambda x, weight: block(torch.vmap(torch.sin)(x), weight),
     ],
-    ids=["inference mode", "vmap"],
+    ids=["few ops", "returns a view of its result", "of its input", "without autograd", "inference mode", "vmap"],
 )
-def test_graph_that_switches_modes_has_no_equal_blocks(switched: Block) -> None:
-    assert find(switched, switched) == []
+def test_block_is_no_call(same: Block) -> None:
+    assert find(same, same) == []
 
 
 def _cast(*regions: tuple[torch.dtype, bool], read_twice: bool = False) -> Block:
@@ -357,14 +340,6 @@ def test_block_whose_parameter_autocast_casts_for_several_ops_stays() -> None:
     assert find(same(_BFLOAT16), same(_BFLOAT16)) == []
     with torch.autocast("cpu", torch.bfloat16):
         assert find(same(), same()) == []
-
-
-def test_ops_without_autograd_belong_to_no_block() -> None:
-    def frozen(x: Tensor, weight: Tensor) -> Tensor:
-        with torch.no_grad():
-            return block(x, weight)
-
-    assert find(frozen, frozen) == []
 
 
 def checkpointed(x: Tensor, weight: Tensor, inner: Block = block, **options: Any) -> Tensor:
