@@ -45,9 +45,11 @@ class GraphBuilder:
     def value(self, node: fx.Node) -> Any:
         return node.meta[self._meta_key]
 
-    def input(self, name: str, shape: Sequence[int | torch.SymInt], dtype: torch.dtype = torch.float32) -> fx.Node:
+    def input(
+        self, name: str, shape: Sequence[int | torch.SymInt], dtype: torch.dtype = torch.float32, **options: Any
+    ) -> fx.Node:
         with self.fake_mode:
-            return self.input_like(name, torch.empty(tuple(shape), dtype=dtype))
+            return self.input_like(name, torch.empty(tuple(shape), dtype=dtype, **options))
 
     def input_like(self, name: str, value: object) -> fx.Node:
         """Add a placeholder with a given fake value, such as a view of an input."""

@@ -25,8 +25,7 @@ def _facts(call: Callable[[GraphBuilder, fx.Node, fx.Node], fx.Node], *, fuses: 
     build = GraphBuilder(meta_key="example_value")
     with build.fake_mode:
         x = build.input_like("x", torch.empty(ROWS, DIM, requires_grad=True) * 1)
-        weight = build.input_like("weight", torch.empty(DIM, DIM, requires_grad=True))
-    return OpMeasure(fuses=fuses).facts(call(build, x, weight))
+    return OpMeasure(fuses=fuses).facts(call(build, x, build.input("weight", (DIM, DIM), requires_grad=True)))
 
 
 def test_product_is_a_kernel_that_saves_its_inputs() -> None:

@@ -10,66 +10,41 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from compile_fsdp.passes import Costs
 from compile_fsdp.passes.budget.choose import Choice, find_choices, ops_run_again
-from compile_fsdp.passes.budget.read_step import read_step
-from compile_fsdp.passes.budget.step_memory import Sharding, Step
+from compile_fsdp.passes.budget.step_memory import Step
 from compile_fsdp.passes.budget.timeline import Timeline
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision, fit_memory_budget
 from compile_fsdp.torch_compat.dynamo import recomputation
-from helpers.graphs.build import GraphBuilder, checkpoint
-
-COSTS = Costs(latency=1e-3, comm_bandwidth=1e9, memory_bandwidth=1e10, flops=1e9)
-RANKS, ROWS, DIM = 2, 256, 16
+from helpers.graphs.blocks import COSTS, DIM, RANKS, Forward
+from helpers.graphs.build import checkpoint
 
 Call = Callable[..., fx.Node]
 Body = Callable[[Call, fx.Node, fx.Node], fx.Node]
 
 
-class Forward:
-    """A forward of modules; each group is gathered and freed around its use.
-
-    Attributes:
-        build: The graph under construction.
-        x: Input of the next module.
-    """
-
-    def __init__(self) -> None:
-        self.build = GraphBuilder(meta_key="example_value")
-        with self.build.fake_mode:
-            self.x = self.build.input_like("x", torch.empty(ROWS, DIM))
-        self._parameters: dict[fx.Node, Sharding] = {}
-        self._groups = 0
+class Modules(Forward):
+    """A forward of modules, the next of `x`; each group is gathered and freed around its use."""
 
     def module(self, body: Body, frees: bool = True, fills: bool = True, rows: int = DIM) -> fx.Node:
         """Add a module with one matrix; its body gets a function that adds a call, the input and the matrix."""
-        build = self.build
-        with build.fake_mode:
-            weight = build.input_like(f"w{self._groups}", torch.empty(rows, DIM, requires_grad=True))
-            value = build.input_like(f"v{self._groups}", torch.empty(rows, DIM))
-        size = build.value(weight).nbytes
-        self._parameters[weight] = Sharding(self._groups, size // RANKS, size)
-        self._groups += 1
+        group = len(self.parameters)
+        weight, value = self.add_weight(f"w{group}", group, (rows, DIM)), self.build.input(f"v{group}", (rows, DIM))
         if fills:
-            build.fill(weight, value)
-        self.x = body(build.call, self.x, weight)
+            self.build.fill(weight, value)
+        self.x = body(self.call, self.x, weight)
         if frees:
-            build.free(weight)
+            self.build.free(weight)
         return self.x
 
-    def finish(self, *outputs: fx.Node) -> tuple[fx.Graph, dict[fx.Node, Sharding]]:
-        """The graph that returns the sum of the last result, and its parameters."""
-        return self.build.output(self.build.call(torch.sum, self.x), *outputs), self._parameters
-
     def choices(self, *outputs: fx.Node) -> tuple[Step, list[Choice]]:
-        """The step of the graph, and its choices."""
-        step = read_step(*self.finish(*outputs))
+        """The step of the graph that returns the sum of the last result, and its choices."""
+        step = self.step(self.call(torch.sum, self.x), *outputs)
         return step, list(find_choices(Timeline(step, RANKS, COSTS)))
 
 
 def choices_of(body: Body, **options: Any) -> tuple[Step, list[Choice]]:
     """Step and choices of a forward of one module."""
-    forward = Forward()
+    forward = Modules()
     forward.module(body, **options)
     return forward.choices()
 
@@ -92,7 +67,7 @@ def between_products(op: Callable[..., Any]) -> Body:
 
 
 def test_group_that_is_never_freed_is_no_choice() -> None:
-    forward = Forward()
+    forward = Modules()
     for frees in (True, False):
         forward.module(product, frees)
     _, found = forward.choices()
@@ -112,26 +87,26 @@ def test_a_forward_that_reads_no_parameter_has_no_packs() -> None:
     assert not any(choice.op < 0 for choice in found)
 
 
-def test_a_random_op_is_not_run_again() -> None:
-    step, found = choices_of(lambda call, x, w: call(F.linear, call(F.dropout, call(F.linear, x, w), 0.5), w))
-    assert F.dropout in saved(step) or any(step.internal)
-    assert F.dropout not in again(step, found)
+def _random(call: Call, x: fx.Node, w: fx.Node) -> fx.Node:
+    return call(F.linear, call(F.dropout, call(F.linear, x, w), 0.5), w)
 
 
-def test_op_that_needs_an_unsaved_random_result_is_not_run_again() -> None:
-    def body(call: Call, x: fx.Node, w: fx.Node) -> fx.Node:
-        return call(F.linear, call(torch.mul, call(torch.add, x, call(torch.rand_like, x)), 2.0), w)
+def _from_random(call: Call, x: fx.Node, w: fx.Node) -> fx.Node:
+    return call(F.linear, call(torch.mul, call(torch.add, x, call(torch.rand_like, x)), 2.0), w)
 
+
+@pytest.mark.parametrize(("body", "op"), [(_random, F.dropout), (_from_random, torch.mul)])
+def test_random_op_and_reader_of_an_unsaved_random_result_are_not_run_again(body: Body, op: Any) -> None:
     step, found = choices_of(body)
-    assert torch.mul in saved(step)
-    assert torch.mul not in again(step, found)
+    assert op in saved(step)
+    assert op not in again(step, found)
 
 
 def test_op_whose_result_the_graph_returns_is_not_run_again() -> None:
     step, found = choices_of(between_products(F.gelu))
     assert F.gelu in again(step, found)
 
-    forward = Forward()
+    forward = Modules()
     forward.module(between_products(F.gelu))
     hidden = next(node for node in forward.build.graph.nodes if node.target is F.gelu)
     step, found = forward.choices(hidden)
@@ -140,7 +115,7 @@ def test_op_whose_result_the_graph_returns_is_not_run_again() -> None:
 
 def test_op_that_reads_the_parameter_of_another_module_is_not_run_again() -> None:
     """The second module also computes with the matrix of the first module."""
-    forward = Forward()
+    forward = Modules()
     forward.module(product, frees=False)
     (first,) = (node for node in forward.build.graph.find_nodes(op="placeholder") if node.name == "w0")
     forward.module(lambda call, x, w: call(F.linear, call(F.gelu, call(F.linear, x, first)), w))
@@ -157,7 +132,7 @@ def test_op_that_needs_an_unsaved_value_of_another_module_is_not_run_again() -> 
         call(torch.neg, x)
         return product(call, x, w)
 
-    forward = Forward()
+    forward = Modules()
     forward.module(first)
     (cheap,) = forward.build.graph.find_nodes(op="call_function", target=torch.neg)
     forward.module(lambda call, x, w: call(F.linear, call(torch.mul, call(torch.cos, cheap), 2.0), w))
@@ -201,7 +176,7 @@ def test_op_whose_parameter_stays_unsharded_may_run_again() -> None:
 
 def test_op_that_reads_the_result_of_a_checkpoint_may_run_again() -> None:
     """The result is not saved, but the checkpoint runs again where it is needed."""
-    forward = Forward()
+    forward = Modules()
     forward.module(lambda _, x, w: checkpoint(forward.build, x, w, lambda body, *given: product(body.call, *given)))
     forward.module(between_products(F.gelu))
     step, found = forward.choices()
@@ -225,10 +200,10 @@ def test_op_that_runs_again_takes_along_what_the_backward_does_not_have() -> Non
 
 
 def test_ops_that_a_recomputed_op_needs_are_marked_too() -> None:
-    forward = Forward()
+    forward = Modules()
     forward.module(between_products(torch.tanh))
-    graph, parameters = forward.finish()
+    graph = forward.build.output(forward.call(torch.sum, forward.x))
     decided = BudgetDecision((), (1,), False, 4, 2**20, 2**19, 0.0, True)
-    fit_memory_budget(graph, parameters, RANKS, 2**20, COSTS, lambda possible: decided)
+    fit_memory_budget(graph, forward.parameters, RANKS, 2**20, COSTS, lambda possible: decided)
     marked = [node.target for node in graph.nodes if recomputation(node) is not None]
     assert marked == [F.linear, torch.tanh]  # the product whose result only tanh reads

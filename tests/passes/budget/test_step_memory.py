@@ -10,35 +10,23 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from compile_fsdp.passes.budget.read_step import read_step
-from compile_fsdp.passes.budget.step_memory import Group, Sharding, Step, Value
+from compile_fsdp.passes.budget.step_memory import Group, Step, Value
 from compile_fsdp.torch_compat.dynamo import set_version_counter, tensor_version
-from helpers.graphs.build import GraphBuilder
+from helpers.graphs.blocks import DIM, ROWS, Forward
 
-ROWS, DIM = 256, 16
 SIZE = ROWS * DIM * 4
 WEIGHT_BYTES = DIM * DIM * 4
 
 
-class _Forward:
-    """A graph under construction: an input with a gradient, an unsharded parameter, and the tensor that fills it."""
+class _Forward(Forward):
+    """A forward with an unsharded parameter, and the tensor that fills it."""
 
     def __init__(self) -> None:
-        self.build = GraphBuilder(meta_key="example_value")
-        with self.build.fake_mode:
-            self.x = self.build.input_like("x", torch.empty(ROWS, DIM, requires_grad=True) * 1)
-            self.weight = self.build.input_like("weight", torch.empty(DIM, DIM, requires_grad=True))
-            self.gathered = self.build.input_like("gathered", torch.empty(DIM, DIM))
-
-    def call(self, *args: Any, **kwargs: Any) -> fx.Node:
-        return self.build.call(*args, **kwargs)
+        super().__init__(has_gradient=True)
+        self.weight, self.gathered = self.add_weight("weight", group=0), self.build.input("gathered", (DIM, DIM))
 
     def product(self) -> fx.Node:
         return self.call(F.linear, self.x, self.weight)
-
-    def step(self, *outputs: fx.Node, fuses: bool = True) -> Step:
-        sharding = Sharding(0, WEIGHT_BYTES // 2, WEIGHT_BYTES)
-        return read_step(self.build.output(*outputs), {self.weight: sharding}, fuses=fuses)
 
 
 @pytest.fixture
@@ -171,12 +159,8 @@ def test_cheap_results_are_recomputed_from_a_saved_source(forward: _Forward) -> 
     assert sorted(_value(step, product).saved_by) == [1, 2, 3]
 
 
-def _random_sum(forward: _Forward) -> fx.Node:
-    return forward.call(torch.add, forward.x, forward.call(torch.rand_like, forward.x))
-
-
-def _random_product(forward: _Forward) -> fx.Node:
-    return forward.call(torch.mul, forward.x, forward.call(torch.rand_like, forward.x))
+def _with_random(op: Callable[..., Any]) -> Callable[[_Forward], fx.Node]:
+    return lambda forward: forward.call(op, forward.x, forward.call(torch.rand_like, forward.x))
 
 
 @pytest.mark.parametrize(
@@ -184,11 +168,9 @@ def _random_product(forward: _Forward) -> fx.Node:
     [
         pytest.param(lambda forward: forward.call(torch.neg, forward.product()), torch.neg, id="unsaved source"),
         pytest.param(lambda forward: forward.call(F.dropout, forward.x, 0.5), F.dropout, id="random result"),
-        pytest.param(_random_sum, torch.add, id="computed from an unsaved random result"),
-        pytest.param(_random_product, torch.rand_like, id="computed from a saved random result"),
-        pytest.param(
-            lambda forward: forward.call(torch.neg, forward.call(torch.exp, forward.x)), None, id="computed from inputs"
-        ),
+        pytest.param(_with_random(torch.add), torch.add, id="computed from an unsaved random result"),
+        pytest.param(_with_random(torch.mul), torch.rand_like, id="computed from a saved random result"),
+        pytest.param(lambda forward: forward.build.chain(forward.x, torch.exp, torch.neg), None, id="from inputs"),
     ],
 )
 def test_value_that_cannot_be_recomputed_cheaply_is_saved(
@@ -226,17 +208,12 @@ def test_internal_values_of_a_fused_op_are_recomputed_if_its_inputs_are_no_large
     one = forward.step(forward.call(F.pairwise_distance, first, forward.x))
     assert one.internal == [0, 0]
     assert _value(one, first).is_saved
-    forward = _Forward()
-    first = forward.product()
-    second = forward.product()
-    two = forward.step(forward.call(F.pairwise_distance, first, second))
-    assert two.internal == [0, 0, SIZE]
-    assert not _value(two, first).is_saved
-    # An input that is saved anyway does not count.
-    forward = _Forward()
-    first = forward.product()
-    forward.call(torch.cos, first)
-    second = forward.product()
-    saved = forward.step(forward.call(F.pairwise_distance, first, second))
-    assert saved.internal == [0, 0, 0, 0]
-    assert _value(saved, second).is_saved
+    for is_saved_anyway in (False, True):
+        forward = _Forward()
+        first = forward.product()
+        if is_saved_anyway:
+            forward.call(torch.cos, first)
+        second = forward.product()
+        two = forward.step(forward.call(F.pairwise_distance, first, second))
+        assert two.internal == ([0, 0, 0, 0] if is_saved_anyway else [0, 0, SIZE])
+        assert [_value(two, each).is_saved for each in (first, second)] == [is_saved_anyway] * 2

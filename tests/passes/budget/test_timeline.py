@@ -12,51 +12,37 @@ import torch.nn.functional as F
 from torch import fx
 
 from compile_fsdp.passes import Costs
-from compile_fsdp.passes.budget.read_step import read_step
-from compile_fsdp.passes.budget.step_memory import Choices, Sharding
+from compile_fsdp.passes.budget.step_memory import Choices
 from compile_fsdp.passes.budget.timeline import Timeline
+from helpers.graphs.blocks import DIM, RANKS, ROWS, Forward
 from helpers.graphs.build import GraphBuilder, checkpoint
 
-RANKS, ROWS, DIM = 2, 256, 16  # an activation has 16 KiB, a matrix 1 KiB
-# A collective takes less time than any op.
+# An activation has 16 KiB, a matrix 1 KiB. A collective takes less time than any op.
 COSTS = Costs(latency=1e-6, comm_bandwidth=1e15, memory_bandwidth=1e10, flops=1e9, offload_bandwidth=1e30)
 SLOW = replace(COSTS, latency=1.0)
 
 
-class _Forward:
-    """A graph under construction, with an input and matrices that are gathered."""
+class _Forward(Forward):
+    """A forward with matrices that are gathered, and an unsharded, frozen matrix."""
 
     def __init__(self, has_gradient: bool = True, costs: Costs = COSTS, fuses: bool = True) -> None:
-        self.build = GraphBuilder(meta_key="example_value")
-        with self.build.fake_mode:
-            given = torch.empty(ROWS, DIM, requires_grad=True) * 1 if has_gradient else torch.empty(ROWS, DIM)
-            self.x = self.build.input_like("x", given)
-            self._frozen = self.build.input_like("frozen", torch.empty(DIM, DIM))
+        super().__init__(has_gradient=has_gradient)
+        self._frozen = self.build.input("frozen", (DIM, DIM))
         self._costs, self._fuses = costs, fuses
-        self._parameters: dict[fx.Node, Sharding] = {}
-
-    def call(self, *args: Any) -> fx.Node:
-        return self.build.call(*args)
 
     def product(self, x: fx.Node) -> fx.Node:
-        """Product with an unsharded, frozen matrix: a kernel whose backward needs no saved value."""
-        return self.build.call(F.linear, x, self._frozen)
+        """Product with the frozen matrix: a kernel whose backward needs no saved value."""
+        return self.call(F.linear, x, self._frozen)
 
     def weights(self, group: int, count: int = 1, trains: bool = True, fills: bool = True) -> list[fx.Node]:
         """Matrices that are gathered together."""
-        with self.build.fake_mode:
-            made = [
-                self.build.input_like(f"w{group}_{i}", torch.empty(DIM, DIM, requires_grad=trains))
-                for i in range(count)
-            ]
-        for weight in made:
-            self._parameters[weight] = Sharding(group, 512, 1024)
-            if fills:
-                self.build.fill(weight, self._frozen)
+        made = [self.add_weight(f"w{group}_{i}", group, trains=trains) for i in range(count)]
+        for weight in made if fills else ():
+            self.build.fill(weight, self._frozen)
         return made
 
     def timeline(self, *outputs: fx.Node, blocks: Sequence[range] = ()) -> Timeline:
-        step = read_step(self.build.output(*outputs), self._parameters, fuses=self._fuses)
+        step = self.step(*outputs, fuses=self._fuses)
         block_of = {op: block for block in blocks for op in block}
         return Timeline(replace(step, blocks=block_of), RANKS, self._costs)
 
@@ -240,47 +226,37 @@ def test_nested_checkpoint_saves_no_memory_while_the_outer_body_runs() -> None:
     assert [size // 16 for size in _held(_with_checkpoint(followed))] == [1, 6, 3, 3, 7, 1]
 
 
-def _read_behind_a_checkpoint(
-    *readers: Callable[[_Forward, fx.Node, fx.Node], fx.Node], fuses: bool = True
-) -> list[int]:
+def _read_behind_a_checkpoint(*readers: str, fuses: bool = True) -> list[int]:
     """Activations of a checkpoint, a chain of readers, and a product."""
     forward = _Forward(fuses=fuses)
     (weight,) = forward.weights(0)
     result = checkpoint(forward.build, forward.x, weight, _exp_between)
     for reader in readers:
-        result = reader(forward, result, weight)
+        match reader:
+            case "product":
+                result = forward.call(F.linear, result, weight)
+            case "scale":
+                result = forward.call(torch.mul, result, forward.build.call_method("select", weight, 0, 0))
+            case "sine":
+                result = forward.call(torch.sin, result)
+            case "checkpoint":
+                result = checkpoint(forward.build, result, weight, _exp_between)
     return [size // 16 for size in _held(forward.timeline(forward.product(result)))]
 
 
-def _product(forward: _Forward, result: fx.Node, weight: fx.Node) -> fx.Node:
-    return forward.call(F.linear, result, weight)
-
-
-def _scale(forward: _Forward, result: fx.Node, weight: fx.Node) -> fx.Node:
-    return forward.call(torch.mul, result, forward.build.call_method("select", weight, 0, 0))
-
-
-def _sine(forward: _Forward, result: fx.Node, weight: fx.Node) -> fx.Node:
-    return forward.call(torch.sin, result)
-
-
-def _another(forward: _Forward, result: fx.Node, weight: fx.Node) -> fx.Node:
-    return checkpoint(forward.build, result, weight, _exp_between)
-
-
 def test_a_checkpoint_runs_again_where_its_result_is_needed() -> None:
-    assert _read_behind_a_checkpoint(_sine) == [4, 2, 2, 2, 5, 4]
+    assert _read_behind_a_checkpoint("sine") == [4, 2, 2, 2, 5, 4]
     # The input of the next checkpoint is saved.
-    assert _read_behind_a_checkpoint(_another) == [4, 5, 3, 3, 6, 4]
+    assert _read_behind_a_checkpoint("checkpoint") == [4, 5, 3, 3, 6, 4]
 
 
 def test_gradients_wait_for_a_checkpoint_whose_result_a_parameter_gradient_needs() -> None:
     # The product's gradient waits until the checkpoint's backward.
-    assert _read_behind_a_checkpoint(_product) == [4, 2, 2, 2, 5, 5]
-    assert _read_behind_a_checkpoint(_sine, _product) == [4, 2, 2, 3, 3, 3, 5, 4]
-    assert _read_behind_a_checkpoint(_scale, _sine) == [4, 1, 1, 2, 2, 2, 5, 4, 2, 4]
-    assert _read_behind_a_checkpoint(_scale, _scale, fuses=False) == [4, 1, 2, 1, 2, 2, 2, 6, 4, 5, 5, 7]
-    assert _read_behind_a_checkpoint(_product, _sine, _product) == [4, 2, 2, 3, 4, 4, 4, 3, 5, 5]
+    assert _read_behind_a_checkpoint("product") == [4, 2, 2, 2, 5, 5]
+    assert _read_behind_a_checkpoint("sine", "product") == [4, 2, 2, 3, 3, 3, 5, 4]
+    assert _read_behind_a_checkpoint("scale", "sine") == [4, 1, 1, 2, 2, 2, 5, 4, 2, 4]
+    assert _read_behind_a_checkpoint("scale", "scale", fuses=False) == [4, 1, 2, 1, 2, 2, 2, 6, 4, 5, 5, 7]
+    assert _read_behind_a_checkpoint("product", "sine", "product") == [4, 2, 2, 3, 4, 4, 4, 3, 5, 5]
 
 
 # Offloads to host memory.
