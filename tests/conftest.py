@@ -23,7 +23,7 @@ from helpers.ranks.forked import leave_to_rest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--parity-report", type=Path, help="write the parity table of this run to a Markdown file")
+    parser.addoption("--parity-report", type=Path, help="page whose parity table this run updates")
     parser.addoption("--device", default="cpu", help="where the ranks of a test compute: cpu, emulated, cuda, ...")
 
 
