@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,15 +11,10 @@ from torch import fx
 
 from compile_fsdp.passes import PASSES, Costs, Pipeline, pipelines
 from compile_fsdp.passes.analysis.sequence import read_collectives
-from compile_fsdp.passes.post_grad.pack_gathers import pack_gathers
-from compile_fsdp.passes.post_grad.pack_reductions import pack_reductions
 from compile_fsdp.passes.post_grad.packing import Merge
-from compile_fsdp.passes.post_grad.read_by_strides import read_by_strides
-from compile_fsdp.passes.post_grad.remove_unread import remove_unread
-from compile_fsdp.passes.post_grad.remove_unshard_copies import remove_unshard_copies
-from compile_fsdp.passes.post_grad.replace_unsafe_gathers import replace_unsafe_gathers
 from compile_fsdp.passes.post_grad.schedule_collectives import schedule_collectives
 from compile_fsdp.passes.report import node_name
+from compile_fsdp.passes.runner import function_of
 from helpers.graphs.execution import storage_sizes
 from helpers.graphs.fuzzing import MANY, fuzz
 from helpers.graphs.lockstep import run_ranks
@@ -66,24 +60,15 @@ def nodes_of(graph: fx.Graph) -> list[object]:
 def check_each_pass(plan: StepPlan, costs: Costs, hoist: bool, merge: Merge) -> None:
     step = RandomStep(plan)
     expected = outcome(step, step.graph)
-    runs: dict[str, Callable[[fx.Graph], object]] = {
-        "remove_unshard_copies": remove_unshard_copies,
-        "read_by_strides": read_by_strides,
-        "remove_unread": remove_unread,
-        "replace_unsafe_gathers": replace_unsafe_gathers,
-        "pack_gathers": lambda graph: pack_gathers(graph, merge=merge, costs=costs),
-        "pack_reductions": lambda graph: pack_reductions(graph, merge=merge, costs=costs),
-        "schedule_collectives": lambda graph: schedule_collectives(graph, hoist=hoist, costs=costs),
-    }
-    for name, run in runs.items():
+    for run in pipelines.post_grad(node_name, hoist=hoist, merge=merge, costs=costs):
         graph = copied(step.graph)
         run(graph)
         graph.lint()
         assert_same(expected, outcome(step, graph))
-        if name != "schedule_collectives":  # A second run takes the scheduled places for traced places.
+        if function_of(run) is not schedule_collectives:  # A second run takes the scheduled places for traced places.
             before = nodes_of(graph)
             run(graph)
-            assert nodes_of(graph) == before, name
+            assert nodes_of(graph) == before, run
 
 
 def check_pipeline(plan: StepPlan, costs: Costs, disabled: frozenset[str], hoist: bool, merge: Merge) -> None:
