@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import fx
@@ -19,12 +20,20 @@ def _hook(grad: torch.Tensor) -> torch.Tensor:
     return grad * 2
 
 
-def _captured(build: Callable[[fx.Graph, fx.Node, fx.Node, fx.Node], Any]) -> fx.GraphModule:
+Call = Callable[..., fx.Node]
+Build = Callable[[Call, fx.Node, fx.Node, fx.Node], Any]
+
+
+def _captured(build: Build) -> fx.GraphModule:
     """A graph with the inputs of a captured backward, two of them tensors."""
     graph = fx.Graph()
     inputs, sizes = graph.placeholder("inputs"), graph.placeholder("sizes")
-    x, y = (graph.call_function(operator.getitem, (inputs, i)) for i in range(2))
-    graph.output(build(graph, x, y, sizes))
+
+    def call(target: Callable[..., Any], *args: Any) -> fx.Node:
+        return graph.call_function(target, args)
+
+    x, y = (call(operator.getitem, inputs, i) for i in range(2))
+    graph.output(build(call, x, y, sizes))
     return fx.GraphModule({}, graph)
 
 
@@ -43,16 +52,13 @@ def _joined(captured: fx.GraphModule) -> str:
 
 
 def test_runs_end_at_hooks() -> None:
-    def build(graph: fx.Graph, x: fx.Node, y: fx.Node, sizes: fx.Node) -> Any:
-        product = graph.call_function(_aten.mm.default, (x, y))
-        scale = graph.call_function(_aten.full.default, ([3], 2.0))
-        scaled = graph.call_function(_aten.mul.Tensor, (product, scale))
-        turned = graph.call_function(_aten.permute.default, (scaled, [1, 0]))
-        hooked = graph.call_function(_hook, (turned,))
-        parts = graph.call_function(_aten.split.Tensor, (hooked, 2))
-        first = graph.call_function(operator.getitem, (parts, 0))
-        total = graph.call_function(_aten.sum.default, (first,))
-        return total, scaled
+    def build(call: Call, x: fx.Node, y: fx.Node, sizes: fx.Node) -> Any:
+        product = call(_aten.mm.default, x, y)
+        scale = call(_aten.full.default, [3], 2.0)
+        scaled = call(_aten.mul.Tensor, product, scale)
+        hooked = call(_hook, call(_aten.permute.default, scaled, [1, 0]))
+        first = call(operator.getitem, call(_aten.split.Tensor, hooked, 2), 0)
+        return call(_aten.sum.default, first), scaled
 
     assert_expected_inline(_joined(_captured(build)), """\
 getitem = getitem(inputs, 0)
@@ -66,41 +72,29 @@ run_of_ops_1 = run_of_ops(_hook,)
 getitem_5 = getitem(run_of_ops_1, 0)""")
 
 
-def test_in_place_op_is_not_joined() -> None:
-    def build(graph: fx.Graph, x: fx.Node, y: fx.Node, sizes: fx.Node) -> Any:
-        negative = graph.call_function(_aten.neg.default, (x,))
-        graph.call_function(_aten.add_.Tensor, (x, y))
-        cosine = graph.call_function(_aten.cos.default, (x,))
-        return graph.call_function(_aten.add.Tensor, (negative, cosine))
-
-    assert "run_of_ops" not in _joined(_captured(build))
+def _with_a_write(call: Call, x: fx.Node, y: fx.Node, sizes: fx.Node) -> Any:
+    negative = call(_aten.neg.default, x)
+    call(_aten.add_.Tensor, x, y)
+    return call(_aten.add.Tensor, negative, call(_aten.cos.default, x))
 
 
-def test_split_whose_items_are_read_behind_a_hook_is_not_joined() -> None:
-    def build(graph: fx.Graph, x: fx.Node, y: fx.Node, sizes: fx.Node) -> Any:
-        added = graph.call_function(_aten.add.Tensor, (x, y))
-        turned = graph.call_function(_aten.permute.default, (added, [1, 0]))
-        parts = graph.call_function(_aten.split.Tensor, (turned, 2))
-        hooked = graph.call_function(_hook, (turned,))
-        return hooked, graph.call_function(operator.getitem, (parts, 0))
-
-    assert "run_of_ops" not in _joined(_captured(build))
+def _with_items_read_behind_a_hook(call: Call, x: fx.Node, y: fx.Node, sizes: fx.Node) -> Any:
+    turned = call(_aten.permute.default, call(_aten.add.Tensor, x, y), [1, 0])
+    parts = call(_aten.split.Tensor, turned, 2)
+    return call(_hook, turned), call(operator.getitem, parts, 0)
 
 
-def test_ops_of_unknown_sizes_are_not_joined() -> None:
-    def build(graph: fx.Graph, x: fx.Node, y: fx.Node, sizes: fx.Node) -> Any:
-        added = graph.call_function(_aten.add.Tensor, (x, y))
-        found = graph.call_function(_aten.nonzero.default, (added,))
-        return graph.call_function(_aten.sum.default, (found,))
-
-    assert "run_of_ops" not in _joined(_captured(build))
+def _of_unknown_sizes(call: Call, x: fx.Node, y: fx.Node, sizes: fx.Node) -> Any:
+    return call(_aten.sum.default, call(_aten.nonzero.default, call(_aten.add.Tensor, x, y)))
 
 
-def test_ops_of_symbolic_sizes_are_not_joined() -> None:
-    def build(graph: fx.Graph, x: fx.Node, y: fx.Node, sizes: fx.Node) -> Any:
-        size = graph.call_function(operator.getitem, (sizes, 0))
-        wide = graph.call_function(_aten.reshape.default, (x, [size, 3]))
-        added = graph.call_function(_aten.add.Tensor, (wide, y))
-        return graph.call_function(_aten.sum.default, (added,))
+def _of_symbolic_sizes(call: Call, x: fx.Node, y: fx.Node, sizes: fx.Node) -> Any:
+    wide = call(_aten.reshape.default, x, [call(operator.getitem, sizes, 0), 3])
+    return call(_aten.sum.default, call(_aten.add.Tensor, wide, y))
 
+
+@pytest.mark.parametrize(
+    "build", [_with_a_write, _with_items_read_behind_a_hook, _of_unknown_sizes, _of_symbolic_sizes]
+)
+def test_ops_are_not_joined(build: Build) -> None:
     assert "run_of_ops" not in _joined(_captured(build))
