@@ -15,25 +15,19 @@ from compile_fsdp.passes.dynamo.drop_input_aliases import drop_input_aliases
 from helpers.graphs.build import CHECKPOINT, GraphBuilder, Layer
 
 
-def _inputs_of(node: fx.Node) -> list[fx.Node]:
-    """Run the pass, and return the inputs of the node."""
-    left = drop_input_aliases(node.graph)
-    assert len(node.graph.find_nodes(op="call_function", target=ALIAS)) == left
+def _inputs_of(layer: Layer, node: fx.Node, *results: fx.Node) -> list[fx.Node]:
+    """Run the pass on a graph with results, by default the node; return the inputs of the node."""
+    graph = layer.build.output(*(results or [node]))
+    left = drop_input_aliases(graph)
+    assert len(graph.find_nodes(op="call_function", target=ALIAS)) == left
     return node.all_input_nodes
 
 
-def test_alias_that_alone_reads_its_tensor_goes(layer: Layer) -> None:
-    alias = layer.build.call(ALIAS, layer.x)
+@pytest.mark.parametrize("modules", [1, 2])
+def test_aliases_of_nested_modules_that_alone_read_their_tensor_go(layer: Layer, modules: int) -> None:
+    alias = layer.build.chain(layer.x, *[ALIAS] * modules)
     result = layer.build.call(torch.mul, alias, alias)
-    layer.build.output(result)
-    assert _inputs_of(result) == [layer.x]
-
-
-def test_aliases_of_nested_modules_go(layer: Layer) -> None:
-    inner = layer.build.call(ALIAS, layer.build.call(ALIAS, layer.x))
-    result = layer.build.call(torch.mul, inner, inner)
-    layer.build.output(result)
-    assert _inputs_of(result) == [layer.x]
+    assert _inputs_of(layer, result) == [layer.x]
 
 
 def _deferred_hook() -> Callable[..., object]:
@@ -50,43 +44,39 @@ def _deferred_hook() -> Callable[..., object]:
 def test_alias_of_a_tensor_with_a_hook_goes(layer: Layer, hook: Callable[..., object]) -> None:
     layer.build.call_opaque(hook, layer.x, 0)
     result = layer.build.call(torch.sin, layer.build.call(ALIAS, layer.x))
-    layer.build.output(result)
-    assert _inputs_of(result) == [layer.x]
+    assert _inputs_of(layer, result) == [layer.x]
 
 
 def test_alias_of_a_tensor_that_others_read_stays(layer: Layer) -> None:
     alias = layer.build.call(ALIAS, layer.x)
     result = layer.build.call(torch.mul, alias, alias)
-    layer.build.output(layer.build.call(torch.add, layer.x, result))
-    assert _inputs_of(result) == [alias]
+    assert _inputs_of(layer, result, layer.build.call(torch.add, layer.x, result)) == [alias]
 
 
 def test_alias_stays_if_others_read_its_tensor_by_another_name(layer: Layer) -> None:
     cast = layer.build.call_method("to", layer.x, torch.float32)
     alias = layer.build.call(ALIAS, cast)
     result = layer.build.call(torch.mul, alias, alias)
-    layer.build.output(layer.build.call(torch.add, layer.x, result))
-    assert _inputs_of(result) == [alias]
+    assert _inputs_of(layer, result, layer.build.call(torch.add, layer.x, result)) == [alias]
 
 
 def test_alias_with_a_hook_stays(layer: Layer) -> None:
     alias = layer.build.call(ALIAS, layer.x)
     layer.build.call_opaque(watch, alias, 0)
     result = layer.build.call(torch.sin, alias)
-    layer.build.output(result)
-    assert _inputs_of(result) == [alias]
+    assert _inputs_of(layer, result) == [alias]
 
 
 def test_alias_that_is_returned_stays(layer: Layer) -> None:
     alias = layer.build.call(ALIAS, layer.x)
-    output = layer.build.output(alias).output_node()
-    assert _inputs_of(output) == [alias]
+    graph = layer.build.output(alias)
+    assert drop_input_aliases(graph) == 1
+    assert graph.output_node().all_input_nodes == [alias]
 
 
 def test_alias_that_is_written_stays(layer: Layer) -> None:
     result = layer.build.call_method("sin_", layer.build.call(ALIAS, layer.x))
-    layer.build.output(result)
-    (alias,) = _inputs_of(result)
+    (alias,) = _inputs_of(layer, result)
     assert alias.target is ALIAS
 
 
@@ -94,8 +84,7 @@ def test_alias_of_a_parameter_that_is_filled_and_freed_goes(layer: Layer) -> Non
     layer.fill()
     result = layer.build.call(torch.sin, layer.build.call(ALIAS, layer.weight))
     layer.free()
-    layer.build.output(result)
-    assert _inputs_of(result) == [layer.weight]
+    assert _inputs_of(layer, result) == [layer.weight]
 
 
 def test_aliases_in_a_checkpoint_go_if_they_are_not_of_its_inputs(layer: Layer) -> None:
