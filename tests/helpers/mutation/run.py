@@ -29,51 +29,28 @@ from helpers.mutation.mutants import Mutant, apply, find_mutants, restore, watch
 # CPU time, so that the machine's load does not matter; added to twice the tests' CPU time without a mutant.
 TIMEOUT_SECONDS = 60
 
-# Every module that makes decisions about a graph, with parts of the names of the test files most specific to it.
-MODULES: dict[str, tuple[str, ...]] = {
-    "aliases": ("test_aliases", "remove_unshard_copies", "legalize"),
-    "check": ("check",),
-    "call_random_ops": ("call_random_ops",),
-    "choose": ("test_choose", "test_offloads", "test_recomputation"),
-    "collectives": ("find_packed", "pack_collectives", "schedule"),
-    "costs": ("test_costs", "pack_collectives", "schedule"),
-    "cut_backward": ("cut_backward",),
-    "drop_input_aliases": ("drop_input_aliases",),
-    "drop_random_states": ("drop_random_states",),
-    "eager_effects": ("test_effects", "legalize"),
-    "effects": ("test_effects", "remove_unshard_copies", "legalize"),
-    "equal_blocks": ("equal_blocks", "outline_blocks"),
-    "expand_group_calls": ("expand_group_calls",),
-    "function_text": ("function_text", "equal_blocks"),
-    "graph_text": ("graph_text",),
-    "keep_module_hooks": ("keep_module_hooks",),
-    "layout": ("remove_unshard_copies",),
-    "legalize_windows": ("legalize",),
-    "live_bytes": ("test_step_time", "test_timeline"),
-    "make_replayable": ("make_replayable",),
-    "module_inputs": ("drop_input_aliases", "open_checkpoints"),
-    "offload_saved": ("test_offload_saved",),
-    "op_facts": ("test_op_facts", "test_choose"),
-    "outline_blocks": ("outline_blocks",),
-    "pack_gathers": ("pack_collectives",),
-    "pack_reductions": ("pack_collectives",),
-    "packing": ("pack_collectives",),
-    "parameter_memory": ("test_timeline",),
-    "read_step": ("test_step_memory", "test_choose"),
-    "read_by_strides": ("read_by_strides",),
-    "remove_unread": ("remove_unread",),
-    "remove_unshard_copies": ("remove_unshard_copies",),
-    "replace_unsafe_gathers": ("replace_unsafe_gathers",),
-    "runner": ("pipeline",),
-    "save_frozen_outputs": ("save_frozen_outputs",),
-    "saved_sizes": ("saved_sizes",),
-    "schedule_collectives": ("schedule",),
-    "sinking": ("legalize",),
-    "subgraphs": ("test_subgraphs", "remove_unshard_copies",),
-    "timeline": ("test_timeline", "test_offloads"),
-    "unfilled_reads": ("unfilled_reads",),
-    "value_memory": ("test_timeline", "test_offloads"),
-    "windows": ("remove_unshard_copies",),
+# Every module that makes decisions about a graph.
+MODULES = (
+    "aliases", "check", "call_random_ops", "choose", "collectives", "costs", "cut_backward", "drop_input_aliases",
+    "drop_random_states", "eager_effects", "effects", "equal_blocks", "expand_group_calls", "function_text",
+    "graph_text", "keep_module_hooks", "layout", "legalize_windows", "live_bytes", "make_replayable", "module_inputs",
+    "offload_saved", "op_facts", "outline_blocks", "pack_gathers", "pack_reductions", "packing", "parameter_memory",
+    "read_step", "read_by_strides", "remove_unread", "remove_unshard_copies", "replace_unsafe_gathers", "runner",
+    "save_frozen_outputs", "saved_sizes", "schedule_collectives", "sinking", "subgraphs", "timeline",
+    "unfilled_reads", "value_memory", "windows",
+)  # fmt: skip
+
+# Parts of the names of the test files most specific to modules without a test file of their name.
+_TESTED_IN = {
+    "eager_effects": "test_effects",
+    "live_bytes": "test_step_time",
+    "module_inputs": "drop_input_aliases",
+    **dict.fromkeys(("pack_gathers", "pack_reductions", "packing"), "pack_collectives"),
+    **dict.fromkeys(("parameter_memory", "value_memory"), "test_timeline"),
+    "read_step": "test_step_memory",
+    "runner": "pipeline",
+    "sinking": "legalize",
+    "windows": "remove_unshard_copies",
 }
 
 # A test that starts a process, which does not run the mutant's code, and tests of this file.
@@ -151,7 +128,8 @@ class Run:
         name = mutant.function.split(".")[0]
         items = self._seen.get(mutant, [])
         # Quick tests first; the module's own tests may be ten times slower.
-        items.sort(key=lambda item: self._seconds[item.nodeid] / (10 if _is_own(item, name) else 1))
+        own = _TESTED_IN.get(name, name)
+        items.sort(key=lambda item: self._seconds[item.nodeid] / (10 if own in item.nodeid else 1))
         child = os.fork() if items else -1
         if child == 0:
             signal.setitimer(signal.ITIMER_VIRTUAL, TIMEOUT_SECONDS + 2 * self._cost(mutant))  # It ends the process.
@@ -165,10 +143,6 @@ class Run:
         if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGVTALRM:
             return "timeout"
         return "killed" if status else "survived"
-
-
-def _is_own(item: pytest.Item, module: str) -> bool:
-    return any(name in item.nodeid for name in MODULES[module])
 
 
 def _fails(items: list[pytest.Item]) -> bool:
