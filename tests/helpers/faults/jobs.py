@@ -125,4 +125,3 @@ def _processes_of(job: str) -> list[str]:
         except OSError:  # the process has ended, or belongs to a different user
             continue
     return found
-

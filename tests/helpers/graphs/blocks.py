@@ -33,9 +33,7 @@ class Forward:
             self.x = self.build.input_like("x", torch.empty(rows, DIM, requires_grad=has_gradient) * 1)
         self.parameters: dict[fx.Node, Sharding] = {}
 
-    def add_weight(
-        self, name: str, group: int, shape: Sequence[int] = (DIM, DIM), trains: bool = True
-    ) -> fx.Node:
+    def add_weight(self, name: str, group: int, shape: Sequence[int] = (DIM, DIM), trains: bool = True) -> fx.Node:
         """Add a matrix that is gathered with its group."""
         weight = self.build.input(name, shape, requires_grad=trains)
         size = self.build.value(weight).nbytes

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._functorch.config
@@ -36,27 +37,17 @@ def without_graph_caches() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _rendering() -> Iterator[list[str]]:
-    _Rendering.graphs = []
-    backend.Pipeline, original = _Rendering, backend.Pipeline  # type: ignore[misc]
-    try:
-        with without_graph_caches():
-            yield _Rendering.graphs
-    finally:
-        backend.Pipeline = original  # type: ignore[misc]
-
-
 def render_step(model: nn.Module, run: Callable[[], torch.Tensor], **options: Any) -> list[str]:
     """Compile and run a model; render its graphs around the passes.
 
     Returns the forward before and after the passes, then the backward. Renders process groups as `dp` and leaves out
     the collectives' names in profiles.
     """
-    with _rendering() as graphs:
+    _Rendering.graphs = []
+    with mock.patch.object(backend, "Pipeline", _Rendering), without_graph_caches():
         model.compile(backend="compile_fsdp", fullgraph=True, options=options)
         run().backward()
-    return [re.sub(r", '[\w:]+'(, 'FSDP::.*')?\)$", ", dp)", graph, flags=re.M) for graph in graphs]
+    return [re.sub(r", '[\w:]+'(, 'FSDP::.*')?\)$", ", dp)", graph, flags=re.M) for graph in _Rendering.graphs]
 
 
 def events(graph: str) -> list[str]:

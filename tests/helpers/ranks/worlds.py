@@ -26,5 +26,3 @@ def world_of(rank: int, size: int, folder: str, name: str) -> Iterator[bool]:
         dist.destroy_process_group()
     join(full_size, f"{name}_after")
     dist.barrier()
-
-
