@@ -57,6 +57,11 @@ class GraphBuilder:
         node.meta[self._meta_key] = value
         return node
 
+    def size(self, name: str) -> fx.Node:
+        """Add a placeholder with a size of unknown value."""
+        assert self.fake_mode.shape_env is not None
+        return self.input_like(name, self.fake_mode.shape_env.create_unbacked_symint())
+
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
         fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), self.value)

@@ -59,8 +59,7 @@ def test_graph_of_a_random_op_returns_the_state_before_it() -> None:
 
 
 def test_sizes_are_passed_apart_from_tensors(build: GraphBuilder) -> None:
-    size = build.fake_mode.shape_env.create_unbacked_symint()  # type: ignore[union-attr]
-    given = build.input_like("given", size)
+    given = build.size("given")
     both = build.call(torch.ops.higher_order.run_and_save_rng_state, aten.rand.default, [given, 4], device="cpu")
     state, drawn = (build.call(operator.getitem, both, i) for i in range(2))
     graph = build.output(state, drawn)

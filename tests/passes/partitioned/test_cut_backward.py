@@ -68,7 +68,7 @@ def test_parts_compute_the_results_of_the_whole(
 
 
 def test_second_part_takes_what_it_reads_and_repeats_views(build: GraphBuilder) -> None:
-    size = build.input_like("size", build.fake_mode.shape_env.create_unbacked_symint())
+    size = build.size("size")
     names = ("grad_y", "x", "h", "w", "unread")
     grad_y, x, h, w, unread = (build.input(name, (4, 4)) for name in names)
     turned = build.call(aten.permute.default, h, [1, 0])

@@ -14,8 +14,8 @@ from helpers.graphs.render import render
 
 
 def _forward(build: GraphBuilder) -> tuple[fx.Graph, dict[str, fx.Node]]:
-    size = build.fake_mode.shape_env.create_unbacked_symint()  # type: ignore[union-attr]
-    given, x = build.input_like("given", size), build.input("x", (size, 4))
+    given = build.size("given")
+    x = build.input("x", (build.value(given), 4))
     length = build.call(aten.sym_size.int, x, 0)
     product = build.call(operator.mul, length, 3)
     result = build.call(aten.sin.default, x)

@@ -125,10 +125,8 @@ return (%0,)
 
 
 def test_symbolic_full_size_needs_no_guard(build: GraphBuilder) -> None:
-    shape_env = build.fake_mode.shape_env
-    assert shape_env is not None
-    rows = shape_env.create_unbacked_symint()
-    rows_node = build.input_like("rows", rows)
+    rows_node = build.size("rows")
+    rows, shape_env = build.value(rows_node), build.fake_mode.shape_env
     weight = build.input("weight", (rows, 4))
     value = build.input("value", (rows, 4))
     size_bytes = build.call(operator.mul, rows_node, 16)
@@ -137,6 +135,7 @@ def test_symbolic_full_size_needs_no_guard(build: GraphBuilder) -> None:
     result = build.call(aten.relu.default, weight)
     build.free(weight)
     graph = build.output(result)
+    assert shape_env is not None
     guards = len(shape_env.guards)
     report = removed(graph)
     assert (report.windows_removed, report.bytes_removed) == (1, 0)

@@ -17,6 +17,15 @@ from helpers.graphs.render import render
 Case = Callable[[GraphBuilder, Layer], object]
 higher_order = torch.ops.higher_order
 
+
+def resized_to(size_bytes: Callable[[GraphBuilder, Layer], int | fx.Node]) -> Case:
+    def build_case(build: GraphBuilder, layer: Layer) -> None:
+        build.resize(layer.weight, size_bytes(build, layer))
+        layer.copy()
+
+    return build_case
+
+
 # Cases that replace the fill.
 CASES: dict[str, tuple[Kept, Case]] = {
     "converted": (Kept.COPY_CONVERTS, lambda build, layer: layer.fill(build.input("other", (4, 4), torch.bfloat16))),
@@ -26,6 +35,12 @@ CASES: dict[str, tuple[Kept, Case]] = {
     "of unknown layout": (
         Kept.UNKNOWN_LAYOUT,
         lambda build, layer: layer.fill(build.call_opaque(aten.neg.default, layer.value)),
+    ),
+    "resized to too little": (Kept.NOT_FULL, resized_to(lambda build, layer: 60)),
+    "resized to an unknown size": (Kept.NOT_FULL, resized_to(lambda build, layer: build.size("size"))),
+    "resized to a size without a value": (
+        Kept.NOT_FULL,
+        resized_to(lambda build, layer: build.call_opaque(len, layer.x)),
     ),
     "never filled": (Kept.NO_COPY, lambda build, layer: layer.full()),
     "read before the window": (Kept.READ_OUTSIDE, lambda build, layer: layer.add("read fill read free")[1:]),
@@ -79,26 +94,6 @@ def inside(change: Case) -> Case:
 
 
 CASES |= {name: (reason, inside(change)) for name, (reason, change) in INSIDE.items()}
-
-
-@case(Kept.NOT_FULL)
-def resized_to_too_little(build: GraphBuilder, layer: Layer) -> None:
-    build.resize(layer.weight, 60)
-    layer.copy()
-
-
-@case(Kept.NOT_FULL)
-def resized_to_an_unknown_size(build: GraphBuilder, layer: Layer) -> None:
-    shape_env = build.fake_mode.shape_env
-    assert shape_env is not None
-    build.resize(layer.weight, build.input_like("size", shape_env.create_unbacked_symint()))
-    layer.copy()
-
-
-@case(Kept.NOT_FULL)
-def resized_to_a_size_without_a_value(build: GraphBuilder, layer: Layer) -> None:
-    build.resize(layer.weight, build.call_opaque(len, layer.x))
-    layer.copy()
 
 
 @case(Kept.VALUE_RESIZED)
@@ -230,9 +225,10 @@ def test_report_names_parameters(layer: Layer) -> None:
     )
 
 
-def test_resize_of_an_intermediate_opens_no_window(layer: Layer) -> None:
+@pytest.mark.parametrize("is_attribute", [False, True], ids=["intermediate", "attribute"])
+def test_resize_of_a_tensor_that_is_no_input_opens_no_window(layer: Layer, is_attribute: bool) -> None:
     build = layer.build
-    buffer = build.call(aten.neg.default, layer.value)
+    buffer = build.attribute("buffer", (4, 4)) if is_attribute else build.call(aten.neg.default, layer.value)
     build.fill(buffer, layer.value)
     result = build.call(aten.neg.default, buffer)
     build.free(buffer)
@@ -240,15 +236,6 @@ def test_resize_of_an_intermediate_opens_no_window(layer: Layer) -> None:
     before = render(graph)
     report = remove_unshard_copies(graph)
     assert (report.windows_removed, report.kept, render(graph)) == (0, (), before)
-
-
-def test_resize_of_an_attribute_opens_no_window(layer: Layer) -> None:
-    buffer = layer.build.attribute("buffer", (4, 4))
-    layer.build.fill(buffer, layer.value)
-    result = layer.build.call(aten.neg.default, buffer)
-    layer.build.free(buffer)
-    report = remove_unshard_copies(layer.build.output(result))
-    assert (report.windows_removed, report.kept) == (0, ())
 
 
 def test_window_in_a_subgraph_of_an_unknown_call_is_kept(layer: Layer) -> None:
