@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import compile_fsdp
 from compile_fsdp.backend.derived_backward import Partitioner
@@ -38,7 +37,7 @@ def ignore(reports: tuple[WindowReport, ...]) -> None:
 def test_passes_run_in_order_and_report(caplog: pytest.LogCaptureFixture) -> None:
     reports: list[tuple[WindowReport, ...]] = []
     with caplog.at_level(logging.INFO, "compile_fsdp.passes"):
-        Pipeline(passes(), reports.append)(one_window(numel=8, dtype=torch.float32))
+        Pipeline(passes(), reports.append)(one_window())
     (report,) = reports
     assert [r.name for r in report] == [p.__name__ for p in PASSES]
     assert all(r.seconds > 0 for r in report)
@@ -47,7 +46,7 @@ def test_passes_run_in_order_and_report(caplog: pytest.LogCaptureFixture) -> Non
 
 def test_disabled_pass_does_not_run() -> None:
     reports: list[tuple[WindowReport, ...]] = []
-    graph = one_window(numel=8, dtype=torch.float32)
+    graph = one_window()
     Pipeline(passes(), reports.append, ALL_DISABLED)(graph)
     assert reports == [()]
     assert len(graph.nodes) == 9

@@ -129,19 +129,12 @@ class GraphBuilder:
         return fx.GraphModule(self._root, self.graph)
 
 
-def one_window(numel: int, dtype: torch.dtype) -> fx.Graph:
-    """Build a graph that gathers a parameter from two ranks and reads it once.
-
-    Args:
-        numel: Number of elements of the parameter, even.
-        dtype: Dtype of shard and parameter.
-    """
+def one_window(dtype: torch.dtype = torch.float32) -> fx.Graph:
+    """Build a graph that gathers a parameter of eight elements from two ranks and reads it once."""
     build = GraphBuilder()
-    weight = build.input("weight", (numel,), dtype)
-    shard = build.input("shard", (numel // 2,), dtype)
+    weight, shard = build.input("weight", (8,), dtype), build.input("shard", (4,), dtype)
     gathered = build.call(GATHER, shard, 2, "dp")
-    value = build.call(c10d.wait_tensor.default, gathered)
-    build.fill(weight, value)
+    build.fill(weight, build.call(c10d.wait_tensor.default, gathered))
     result = build.call(aten.relu.default, weight)
     build.free(weight)
     return build.output(result)

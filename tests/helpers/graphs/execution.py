@@ -8,9 +8,9 @@ import torch
 from torch import fx
 
 
-def freed(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def freed(*shape: int) -> torch.Tensor:
     """Return a tensor without memory, like an unsharded parameter outside its windows."""
-    tensor = torch.zeros(shape, dtype=dtype)
+    tensor = torch.zeros(shape)
     tensor.untyped_storage().resize_(0)
     return tensor
 

@@ -23,10 +23,6 @@ def gathered() -> fx.Graph:
     return build.output(*(build.call(aten.add.Tensor, rows, 1.0) for rows in gather(build, shards, 2)))
 
 
-def window() -> fx.Graph:
-    return one_window(numel=8, dtype=torch.float32)
-
-
 def find(graph: fx.Graph, name: str) -> fx.Node:
     return next(node for node in graph.nodes if name in str(node.target))
 
@@ -63,9 +59,9 @@ def use_before_its_definition(graph: fx.Graph) -> None:
 @pytest.mark.parametrize(
     ("build", "change", "fault"),
     [
-        (window, read_early, "is read while it is not filled"),
-        (window, fill_too_late, "is read while it is not filled"),
-        (window, read_after_the_free, "weight is read while it is freed"),
+        (one_window, read_early, "is read while it is not filled"),
+        (one_window, fill_too_late, "is read while it is not filled"),
+        (one_window, read_after_the_free, "weight is read while it is freed"),
         (gathered, gather_from_more_ranks, "gives ['float32[32]'], noted is ['float32[16]']"),
         (gathered, split_otherwise, "noted is ['float32[2, 4]', 'float32[2, 4]']"),
         (gathered, use_before_its_definition, "no legal graph"),
@@ -80,13 +76,13 @@ def test_fault_is_found(build: Callable[[], fx.Graph], change: Callable[[fx.Grap
 
 
 def test_faults_from_before_the_pass_are_not_reported() -> None:
-    graph = window()
+    graph = one_window()
     read_early(graph)
     with checking(graph, "innocent"):
         find(graph, "fsdp.copy_").name = "renamed"
 
 
-@pytest.mark.parametrize("build", [gathered, window])
+@pytest.mark.parametrize("build", [gathered, one_window])
 def test_the_pipeline_checks_its_passes(build: Callable[[], fx.Graph]) -> None:
     passes = pipelines.post_grad(node_name, hoist=True, costs=None)
     Pipeline(passes, lambda reports: None, check=True)(build())
@@ -97,9 +93,9 @@ def test_the_pipeline_checks_its_passes_only_on_request() -> None:
         fill_too_late(graph)
         return PassCounts("careless", 0, 0, ())
 
-    Pipeline([careless], lambda reports: None)(window())
+    Pipeline([careless], lambda reports: None)(one_window())
     with pytest.raises(VerificationError, match="expected careless to make no faults"):
-        Pipeline([careless], lambda reports: None, check=True)(window())
+        Pipeline([careless], lambda reports: None, check=True)(one_window())
 
 
 def test_view_used_in_a_later_window_is_found(build: GraphBuilder) -> None:

@@ -31,11 +31,9 @@ def above(elements: int, pack: float = 1e9) -> Costs:
     return Costs(latency, comm_bandwidth=2 * pack / max(latency, 1), memory_bandwidth=1.0, flops=1.0)
 
 
-def gather_graph(
-    numels: list[int], ranks: int = 2, dtype: torch.dtype = torch.float32, cast: torch.dtype | None = None
-) -> fx.Graph:
+def gather_graph(numels: list[int], ranks: int = 2, cast: torch.dtype | None = None) -> fx.Graph:
     build = GraphBuilder()
-    shards = [build.input(f"shard{i}", (numel,), dtype) for i, numel in enumerate(numels)]
+    shards = [build.input(f"shard{i}", (numel,)) for i, numel in enumerate(numels)]
     if cast is not None:
         shards = [build.call(CAST, each, cast) for each in shards]
     return build.output(*(build.call(aten.neg.default, each) for each in gather(build, shards, ranks)))

@@ -27,7 +27,7 @@ def removed(graph: fx.Graph) -> WindowReport:
 
 
 def test_window_becomes_a_direct_read() -> None:
-    graph = one_window(numel=8, dtype=torch.bfloat16)
+    graph = one_window(torch.bfloat16)
     assert_expected_inline(render(graph), """\
 weight: bf16[8]
 shard: bf16[4]
@@ -229,7 +229,7 @@ def test_metadata_and_stack_traces_stay(layer: Layer) -> None:
 
 
 def test_stale_mutation_regions_are_erased() -> None:
-    graph = one_window(numel=8, dtype=torch.float32)
+    graph = one_window()
     for region, node in enumerate(graph.nodes):
         node.meta[MUTATION_REGION_KEY] = region
     removed(graph)

@@ -276,13 +276,13 @@ def test_small_gradients_are_in_flight_together() -> None:
     assert order.index("r2") < order.index("v1")
 
 
-def _fetching(layers: int = 3) -> fx.Graph:
+def _fetching() -> fx.Graph:
     """A backward whose activations are in host memory; each is fetched where it is read."""
     build = GraphBuilder()
-    away = [build.input(f"h{i}", (8, 8)) for i in range(layers)]
+    away = [build.input(f"h{i}", (8, 8)) for i in range(3)]
     grad = build.input("grad", (8, 8))
     gradients = []
-    for layer in reversed(range(layers)):
+    for layer in reversed(range(3)):
         fetched = build.call(c10d.wait_tensor.default, build.call(ops.fetch, away[layer], torch.device("cpu")))
         gradients.append(build.call(aten.mm.default, fetched, grad))
         grad = build.call(aten.mm.default, grad, grad)

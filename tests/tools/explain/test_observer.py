@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from torch import fx
 
 from compile_fsdp.passes import PASSES, Pipeline, pipelines
@@ -34,7 +33,7 @@ class Notes:
 
 def test_observer_is_called_before_between_and_after_passes() -> None:
     notes = Notes()
-    graph = one_window(numel=8, dtype=torch.float32)
+    graph = one_window()
     nodes = len(graph.nodes)
     Pipeline(_passes(), lambda reports: None, observer=notes)(graph)
     assert [name for name, _ in notes.seen] == ["start", *(each.__name__ for each in PASSES), "end"]
