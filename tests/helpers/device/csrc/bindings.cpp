@@ -17,7 +17,6 @@ py::dict statistics_of(const Pool& pool) {
   py::dict result;
   result["allocated_bytes"] = pool.statistics.allocated_bytes;
   result["peak_bytes"] = pool.statistics.peak_bytes;
-  result["allocations"] = pool.statistics.allocations;
   result["allocated_bytes_by_stream"] = py::dict();
   for (auto& [stream, bytes] : pool.statistics.allocated_bytes_by_stream) {
     result["allocated_bytes_by_stream"][py::int_(stream)] = bytes;
@@ -62,7 +61,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("start_recording", &start_recording);
   module.def("stop_recording", &recorded_launches);
   module.def("set_detecting", &set_detecting, py::arg("is_on"));
-  module.def("races_found", &races_found);
   py::enum_<Edge>(module, "Edge").value("WAIT", Edge::WAIT).value("EVENT", Edge::EVENT).value("HOLD", Edge::HOLD);
   module.def("leave_out", &leave_out, py::arg("edge"), py::arg("number"));
   module.def("edges_since_then", &edges_since_then, py::arg("edge"));

@@ -8,7 +8,6 @@ namespace emulated {
 namespace {
 
 std::atomic<bool> is_detecting{true};
-std::atomic<size_t> found{0};
 
 std::string describe(const std::string& operation, const Access& access, StreamNumber stream) {
   return c10::str(operation, " on stream ", stream, access.is_write ? " writes" : " reads");
@@ -22,7 +21,6 @@ void History::add(const Access& access, const std::string& operation, StreamNumb
     if (!entry.overlaps(access) || !(entry.access.is_write || access.is_write) || entry.is_before(clock) || !is_detecting) {
       continue;
     }
-    ++found;
     auto& name = access.name.empty() ? entry.access.name : access.name;
     TORCH_CHECK(
         false,
@@ -57,10 +55,6 @@ void History::forget(const Clock& clock) {
 
 void set_detecting(bool is_on) {
   is_detecting = is_on;
-}
-
-size_t races_found() {
-  return found;
 }
 
 } // namespace emulated

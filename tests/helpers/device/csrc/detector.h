@@ -51,8 +51,7 @@ class History {
   std::vector<Entry> entries_;
 };
 
-// Whether races are raised, and how many were found since the process began.
+// Whether races are raised.
 void set_detecting(bool is_on);
-size_t races_found();
 
 } // namespace emulated

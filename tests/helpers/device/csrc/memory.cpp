@@ -86,7 +86,6 @@ Block& Pool::allocate(size_t bytes, StreamNumber stream) {
   statistics.allocated_bytes += rounded;
   statistics.allocated_bytes_by_stream[stream] += rounded;
   statistics.peak_bytes = std::max(statistics.peak_bytes, statistics.allocated_bytes);
-  ++statistics.allocations;
   return *block;
 }
 

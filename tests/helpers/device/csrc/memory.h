@@ -25,7 +25,6 @@ struct Block {
 struct Statistics {
   size_t allocated_bytes = 0;
   size_t peak_bytes = 0;
-  size_t allocations = 0; // since the beginning
   std::map<StreamNumber, size_t> allocated_bytes_by_stream;
 };
 
