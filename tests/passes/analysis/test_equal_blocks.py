@@ -75,6 +75,10 @@ def block(x: Tensor, weight: Tensor, scale: float = 2.0, last: Callable[[Tensor]
     return last(((x @ weight).sin().cos().tanh().sigmoid() + x).mul(scale))
 
 
+def checkpointed(x: Tensor, weight: Tensor, inner: Block = block, **options: Any) -> Tensor:
+    return x + checkpoint(inner, x, weight, use_reentrant=False, **options)
+
+
 def test_blocks_with_equal_ops_on_different_inputs_are_equal() -> None:
     ((one, other),) = find(block, block)
     assert len(one.ops) == len(other.ops) == 8
@@ -247,19 +251,6 @@ def test_gradients_of_an_input_of_several_blocks_are_added_one_by_one(
     assert sum(map(len, found)) == count
 
 
-def test_block_with_two_outputs_that_need_gradients_is_no_call() -> None:
-    def same(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = block(x, weight)
-        return hidden, hidden.exp()
-
-    def without_gradient(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = block(x, weight)
-        return hidden, hidden.detach().exp()
-
-    assert find(same, same) == []
-    assert len(find(without_gradient, without_gradient)) == 1
-
-
 @pytest.mark.parametrize("is_read_behind", [True, False])
 def test_block_that_makes_or_reads_a_tuple_alone_is_no_call(is_read_behind: bool) -> None:
     def body(build: GraphBuilder, x: fx.Node) -> fx.Node:
@@ -279,27 +270,6 @@ def test_size_of_a_result_ends_a_block() -> None:
     shape_env, source = ShapeEnv(), ConstantSource("rows")
     rows = shape_env.create_symintnode(shape_env.create_symbol(6, source), hint=6, source=source)
     assert sizes_of(find_twice(body, (rows, 4), fake_mode=FakeTensorMode(shape_env=shape_env))) == [[6, 6]]
-
-
-def _in_inference_mode(x: Tensor, weight: Tensor) -> Any:
-    with torch.inference_mode():
-        return block(x.detach(), weight.detach())
-
-
-@pytest.mark.parametrize(
-    "same",
-    [
-        lambda x, weight: (x @ weight).relu(),
-        lambda x, weight: ((y := block(x, weight)), y.detach().view(16)),
-        lambda x, weight: (block(x, weight), x.detach().view(16)),
-        torch.no_grad()(block),
-        _in_inference_mode,
-        lambda x, weight: block(torch.vmap(torch.sin)(x), weight),
-    ],
-    ids=["few ops", "returns a view of its result", "of its input", "without autograd", "inference mode", "vmap"],
-)
-def test_block_is_no_call(same: Block) -> None:
-    assert find(same, same) == []
 
 
 def _cast(*regions: tuple[torch.dtype, bool], read_twice: bool = False) -> Block:
@@ -340,10 +310,6 @@ def test_block_whose_parameter_autocast_casts_for_several_ops_stays() -> None:
     assert find(same(_BFLOAT16), same(_BFLOAT16)) == []
     with torch.autocast("cpu", torch.bfloat16):
         assert find(same(), same()) == []
-
-
-def checkpointed(x: Tensor, weight: Tensor, inner: Block = block, **options: Any) -> Tensor:
-    return x + checkpoint(inner, x, weight, use_reentrant=False, **options)
 
 
 def test_checkpoint_with_equal_bodies_belongs_to_a_block() -> None:
@@ -391,10 +357,41 @@ def _with_autocast(x: Tensor, weight: Tensor) -> Tensor:
         return block(x, weight)
 
 
-@pytest.mark.parametrize("inner", [_with_write, _without_autograd, _with_autocast])
-def test_checkpoint_whose_body_does_more_than_compute_ends_a_block(inner: Block) -> None:
-    same = partial(checkpointed, inner=inner)
+def _in_inference_mode(x: Tensor, weight: Tensor) -> Any:
+    with torch.inference_mode():
+        return block(x.detach(), weight.detach())
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        lambda x, weight: (x @ weight).relu(),
+        lambda x, weight: ((y := block(x, weight)), y.exp()),
+        lambda x, weight: ((y := block(x, weight)), y.detach().view(16)),
+        lambda x, weight: (block(x, weight), x.detach().view(16)),
+        torch.no_grad()(block),
+        _in_inference_mode,
+        lambda x, weight: block(torch.vmap(torch.sin)(x), weight),
+        partial(checkpointed, inner=torch.matmul),  # with the checkpoint, its item and the sum, 4 ops
+        partial(checkpointed, inner=_with_write),
+        partial(checkpointed, inner=_without_autograd),
+        partial(checkpointed, inner=_with_autocast),
+    ],
+    ids=[
+        *("few ops", "two outputs that need gradients", "view of its result", "view of its input", "without autograd"),
+        *("inference mode", "vmap", "checkpoint of few ops", "checkpoint that writes"),
+        *("checkpoint that computes without autograd", "checkpoint with autocast"),
+    ],
+)
+def test_block_is_no_call(same: Block) -> None:
     assert find(same, same) == []
+
+
+def test_block_with_two_outputs_of_which_one_needs_a_gradient_is_a_call() -> None:
+    def same(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return (hidden := block(x, weight)), hidden.detach().exp()
+
+    assert len(find(same, same)) == 1
 
 
 def _saves(*ops: Any) -> Callable[[], Any]:
@@ -419,7 +416,5 @@ def test_checkpoints_of_equal_blocks_select_equally_what_they_save() -> None:
 
 
 def test_ops_of_a_body_count_as_those_of_the_block() -> None:
-    small = partial(checkpointed, inner=torch.matmul)  # with the checkpoint, its item and the sum, 4 ops
-    assert find(small, small) == []
     small = partial(checkpointed, inner=lambda x, weight: (x @ weight).relu())
     assert len(find(small, small)) == 1
