@@ -76,12 +76,6 @@ def frozen_first() -> Case:
     return _case(model, "first", "second")
 
 
-def unused_parameter() -> Case:
-    case = stack()
-    case.model.layers[0] = layers.WithSpare(8)
-    return Case(case.model, list(case.model.layers), case.batch)
-
-
 def _tokens() -> dict[str, Any]:
     tokens = torch.randint(0, 64, (2, 16))
     return {"input_ids": tokens, "labels": tokens}
@@ -136,11 +130,7 @@ def with_layers(*layers: nn.Module) -> Case:
 
 
 def tied_ends(hidden_only: bool) -> Case:
-    def draw() -> dict[str, Any]:
-        return {"tokens": torch.randint(0, 16, (2, 6)), "hidden_only": hidden_only}
-
-    model = layers.TiedEnds()
-    return Case(model, [model.block], draw)
+    return _case(layers.TiedEnds(), "block", batch=lambda: {**_words(), "hidden_only": hidden_only})
 
 
 def wrapped() -> Case:
@@ -186,7 +176,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "frozen_layers": frozen_layers,
     "frozen_checkpoint": lambda: frozen_layers(checkpoint_outside=True),
     "uneven": lambda: stack(dim=7),  # no size of any parameter is divisible by 2 or 4
-    "unused_parameter": unused_parameter,
+    "unused_parameter": lambda: with_layers(layers.WithSpare(8), layers.Block(8)),
     "odd_sizes": lambda: _case(layers.OddSizes(), "inp"),
     "batch_norm": lambda: _case(layers.Normed(), "first", "second"),
     "convolutions": lambda: _case(layers.Convolutions(), "blocks.0", "blocks.1", batch=_images),
