@@ -25,21 +25,13 @@ LAUNCHES = {**_COLLECTIVES, "offload": "offload", "fetch": "fetch"}
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a Triton kernel or of an op.
+    """A call of a Triton kernel or of an op."""
 
-    Attributes:
-        name: The kernel's name, or the op's without its overload.
-        args: All arguments; of a kernel, without its grid.
-        result: What the op returns; None for a kernel.
-        stream: The kernel's stream; None for an op, which runs on the current stream.
-        graph: Number of the graph.
-    """
-
-    name: str
-    args: tuple[Any, ...]
-    result: Any
-    stream: int | None
-    graph: int
+    name: str  # the kernel's name, or the op's without its overload
+    args: tuple[Any, ...]  # all arguments; of a kernel, without its grid
+    result: Any  # what the op returns; None for a kernel
+    stream: int | None  # the kernel's stream; None for an op, which runs on the current stream
+    graph: int  # number
 
     @property
     def is_kernel(self) -> bool:

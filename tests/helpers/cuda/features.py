@@ -60,20 +60,14 @@ def _freeze(model: Any, _: Any) -> None:
 
 @dataclass(frozen=True)
 class Feature:
-    """A model, its sharding, and options of the backend.
-
-    Attributes:
-        mesh: Sizes by dim.
-        prepare: Changes the model on the meta device. Gets the mesh's dim "tp", or None without such a dim.
-        arguments: Returns arguments of `fully_shard`, by mesh.
-        device: Device of the sharded parameters.
-    """
+    """A model, its sharding, and options of the backend."""
 
     config: ModelConfig = _CONFIG
-    mesh: dict[str, int] = field(default_factory=lambda: {"dp": RANKS})
+    mesh: dict[str, int] = field(default_factory=lambda: {"dp": RANKS})  # sizes by dim
+    # Changes the model on the meta device. Gets the mesh's dim "tp", or None without such a dim.
     prepare: Callable[[Any, DeviceMesh | None], Any] = lambda model, tp: None
-    arguments: Callable[[DeviceMesh], dict[str, Any]] = lambda mesh: {}
-    device: str = "cuda"
+    arguments: Callable[[DeviceMesh], dict[str, Any]] = lambda mesh: {}  # arguments of `fully_shard`, by mesh
+    device: str = "cuda"  # of the sharded parameters
     options: dict[str, Any] = field(default_factory=dict)
 
 

@@ -44,11 +44,7 @@ class device:
 
 
 def make_module(extension: ModuleType) -> ModuleType:
-    """Create the module to register as `torch.emulated`.
-
-    Args:
-        extension: The built extension.
-    """
+    """Create the module to register as `torch.emulated`."""
     module = types.ModuleType(f"torch.{NAME}")
     generator = extension.default_generator()
 

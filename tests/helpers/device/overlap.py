@@ -22,19 +22,12 @@ _MATRIX_PRODUCTS = ("mm", "linear", "attention", "conv")
 
 @dataclass(frozen=True)
 class Launch:
-    """One operation or collective that was enqueued.
-
-    Attributes:
-        operation: Its name.
-        stream: Its stream's number.
-        clock: For each stream, the number of tasks that precede it; for its own stream, its own position.
-        size_bytes: Bytes that it reads and writes.
-    """
+    """One operation or collective that was enqueued."""
 
     operation: str
-    stream: int
-    clock: tuple[int, ...]
-    size_bytes: int
+    stream: int  # its number
+    clock: tuple[int, ...]  # for each stream, the number of tasks that precede it; for its own stream, its own position
+    size_bytes: int  # bytes that it reads and writes
 
     @property
     def is_collective(self) -> bool:
@@ -63,17 +56,11 @@ def launches_of(run: Callable[[], object]) -> list[Launch]:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Overlap of a step's collectives with compute.
+    """Overlap of a step's collectives with compute, as times."""
 
-    Attributes:
-        duration: Total time of the collectives.
-        longest: Time of the longest collective.
-        hidden: Time of collectives during which another stream computes.
-    """
-
-    duration: float
-    longest: float
-    hidden: float
+    duration: float  # of all collectives
+    longest: float  # of the longest collective
+    hidden: float  # of collectives during which another stream computes
 
     @property
     def share(self) -> float:

@@ -29,37 +29,22 @@ _JOB = "COMPILE_FSDP_TEST_JOB"  # environment variable that marks the processes 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """The moment at which a rank is killed.
+    """The moment at which a rank is killed."""
 
-    Attributes:
-        phase: One of `PHASES`.
-        rank: The rank to kill.
-        occurrence: Which run of the phase since the rank's start, from 1.
-        delay_s: Seconds from the beginning of the phase; if the phase ends earlier, the rank dies at its end.
-    """
-
-    phase: str
+    phase: str  # one of `PHASES`
     rank: int
-    occurrence: int
-    delay_s: float
+    occurrence: int  # which run of the phase since the rank's start, from 1
+    delay_s: float  # seconds from the beginning of the phase; if the phase ends earlier, the rank dies at its end
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Results of a job.
+    """Results of a job."""
 
-    Attributes:
-        losses: Loss of every step, from the final report.
-        first_step: Number of steps done before the last start.
-        record: Entries that the ranks wrote, in order.
-        output: Output of torchrun and the ranks.
-        seconds: Duration of the job.
-    """
-
-    losses: list[float]
-    first_step: int
-    record: list[dict[str, Any]]
-    output: str
+    losses: list[float]  # of every step, from the final report
+    first_step: int  # number of steps done before the last start
+    record: list[dict[str, Any]]  # entries that the ranks wrote
+    output: str  # of torchrun and the ranks
     seconds: float
 
 

@@ -31,10 +31,7 @@ PATIENCE_S = 60.0
 
 
 def train_one_step_and_save(folder: Path, stage: str | None, victim: int, in_background: bool) -> list[int | None]:
-    """Resume on new ranks and kill the victim during the save.
-
-    Returns the exit codes by rank. The processes are forked from a server with all imports done.
-    """
+    """Resume on new ranks, kill the victim during the save, and return the exit codes by rank."""
     ranks = Ranks(WORLD_SIZE, forkserver())
     try:
         ranks.begin(to_the_end, _resume, str(folder), stage, victim, in_background)

@@ -21,19 +21,12 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 @dataclass(slots=True)
 class _Flight:
-    """A collective between launch and wait; each list has an item per rank.
+    """A collective between launch and wait; each list has an item per rank."""
 
-    Attributes:
-        sent: Its inputs.
-        copies: Copies of the inputs at the launch.
-        buffers: Its outputs, NaN until the wait.
-        results: Values of the outputs after the wait.
-    """
-
-    sent: list[torch.Tensor]
-    copies: list[torch.Tensor]
-    buffers: list[torch.Tensor]
-    results: list[torch.Tensor]
+    sent: list[torch.Tensor]  # inputs
+    copies: list[torch.Tensor]  # copies of the inputs at the launch
+    buffers: list[torch.Tensor]  # outputs, NaN until the wait
+    results: list[torch.Tensor]  # the outputs after the wait
 
     def land(self) -> None:
         for sent, copy in zip(self.sent, self.copies, strict=True):

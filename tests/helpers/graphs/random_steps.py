@@ -33,32 +33,20 @@ Action = tuple[str, int, int]  # kind, index of the group, index of an item of t
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """A parameter group.
+    """A parameter group."""
 
-    Attributes:
-        numels: Number of elements of each parameter's shard.
-        dtype: Dtype of unsharded parameters, all-gathers and reduce-scatters.
-        process_group: Name of the process group.
-    """
-
-    numels: tuple[int, ...]
-    dtype: torch.dtype
-    process_group: str
+    numels: tuple[int, ...]  # elements of each parameter's shard
+    dtype: torch.dtype  # of unsharded parameters, all-gathers and reduce-scatters
+    process_group: str  # its name
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Plan of a graph.
-
-    Attributes:
-        groups: The parameter groups.
-        actions: Actions of the step, in order.
-        is_named: Whether the collectives are the runtime's, with names, or torch's.
-    """
+    """Plan of a graph."""
 
     groups: tuple[GroupPlan, ...]
     actions: tuple[Action, ...]
-    is_named: bool = False
+    is_named: bool = False  # whether the collectives are the runtime's, with names, or torch's
 
 
 _group_plans = st.builds(
@@ -104,14 +92,7 @@ class _Group:
 
 
 class RandomStep:
-    """A graph built from a plan.
-
-    Args:
-        plan: The plan.
-        rows: Number of rows of the rank's batch.
-    Attributes:
-        graph: The graph, without a module because creating a module takes longer than running the graph.
-    """
+    """A graph built from a plan; `rows`: number of rows of the rank's batch."""
 
     def __init__(self, plan: StepPlan, rows: int = 3) -> None:
         self._build = GraphBuilder()
@@ -124,7 +105,7 @@ class RandomStep:
         for action, number, index in plan.actions:
             self._act(action, self._groups[number % len(self._groups)], index)
         self._results += [each for group in self._groups for reduced in group.reduced for each in reduced]
-        self.graph = self._build.graph
+        self.graph = self._build.graph  # without a module, because creating a module takes longer than a run
         self.graph.output(tuple(dict.fromkeys(self._results)))
         if plan.is_named:
             name_collectives(self.graph)

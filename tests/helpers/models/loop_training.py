@@ -78,7 +78,6 @@ class Training:
     """A model in training by a loop.
 
     Attributes:
-        model: The model.
         optimizers: SGD for the root's own parameters, and SGD for the blocks' parameters.
         rank: Rank, which selects the batches.
         names: Names of the parameters.

@@ -23,7 +23,6 @@ class PartModule(nn.Module):
     """The module of a part.
 
     Attributes:
-        part: The part.
         parts: The children's modules.
         mutates: Whether a "buffer" is written; a checkpoint would write it twice and recompute with the second value.
     """

@@ -34,17 +34,11 @@ SETTERS = (
 
 
 class Action(NamedTuple):
-    """One statement of a training loop; `Training` has a method for each kind.
+    """One statement of a training loop; `Training` has a method for each kind."""
 
-    Attributes:
-        kind: Name of the method.
-        target: Name of a parameter or module; empty for the root, or for all of them.
-        value: Argument of the method.
-    """
-
-    kind: str
-    target: str = ""
-    value: Any = None
+    kind: str  # name of the method
+    target: str = ""  # name of a parameter or module; empty for the root, or for all of them
+    value: Any = None  # its argument
 
     def __str__(self) -> str:
         arguments = [self.target] if self.target else []
@@ -56,21 +50,13 @@ class Action(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """A model and the steps that train it.
+    """A model and the steps that train it."""
 
-    Attributes:
-        model: One of MODELS.
-        steps: The actions of each step.
-        inner_backend: The backend's option.
-        seed: Seed that the loop was drawn with; -1 for a loop written by hand.
-        replay: Whether the compiled model replays its steps.
-    """
-
-    model: str
+    model: str  # one of MODELS
     steps: tuple[tuple[Action, ...], ...]
     inner_backend: str = "aot_eager"
-    seed: int = -1
-    replay: bool = False
+    seed: int = -1  # that the loop was drawn with; -1 for a loop written by hand
+    replay: bool = False  # whether the compiled model replays its steps
 
     def __str__(self) -> str:
         options = f"{self.inner_backend}{', replay' if self.replay else ''}"

@@ -21,54 +21,32 @@ STEPS = ("plain", "sum", "apart", "no_grad", "accumulate", "eval", "half", "inpu
 
 @dataclass(frozen=True)
 class Part:
-    """One module.
+    """One module."""
 
-    Attributes:
-        kind: Kind of its forward, see `PartModule.body` of `program_training`.
-        children: Modules of an inner part.
-        number: Hidden width of an "mlp" of FEATURES features; index of the earlier sharded module that "again" runs.
-        times: How often the forward runs it in a row.
-        frozen: Which of its own parameters are frozen: "" for none, "all", or "vectors" for all except matrices.
-        is_checkpointed: Whether its activations are recomputed.
-        is_sharded: Whether it is sharded as a separate parameter group.
-        keeps: Whether it stays unsharded between forward and backward; None for torch's default.
-    """
-
-    kind: str
-    children: tuple[Part, ...] = ()
+    kind: str  # of its forward, see `PartModule.body` of `program_training`
+    children: tuple[Part, ...] = ()  # modules of an inner part
+    # Hidden width of an "mlp" of FEATURES features; index of the earlier sharded module that "again" runs.
     number: int = 3
-    times: int = 1
-    frozen: str = ""
-    is_checkpointed: bool = False
-    is_sharded: bool = False
-    keeps: bool | None = None
+    times: int = 1  # how often the forward runs it in a row
+    frozen: str = ""  # which of its own parameters are frozen: "" for none, "all", or "vectors" for all except matrices
+    is_checkpointed: bool = False  # whether its activations are recomputed
+    is_sharded: bool = False  # whether it is sharded as a separate parameter group
+    keeps: bool | None = None  # whether it stays unsharded between forward and backward; None for torch's default
 
 
 @dataclass(frozen=True)
 class Program:
-    """A model and how it is trained.
+    """A model and how it is trained."""
 
-    Attributes:
-        root: The model; always sharded.
-        steps: Kind of each step, see `Training.step` of `program_training`.
-        flags: Branch of the control flow in each step, equal on all ranks.
-        in_bfloat16: Whether parameters are gathered in 16 bits, for compute in 16 bits.
-        prefetches: Whether every sharded module prefetches the next sharded module.
-        budget: Name and bytes of the backend's option that limits memory.
-        inner_backend: The backend's option. The passes run only with Inductor.
-        rows: Number of rows of a batch on each rank.
-        features: Width of every activation.
-    """
-
-    root: Part
-    steps: tuple[str, ...] = ("plain", "plain", "plain")
-    flags: tuple[bool, ...] = (True, True, True)
-    in_bfloat16: bool = False
-    prefetches: bool = False
-    budget: tuple[str, int] | None = None
-    inner_backend: str = "aot_eager"
-    rows: int = ROWS
-    features: int = FEATURES
+    root: Part  # always sharded
+    steps: tuple[str, ...] = ("plain", "plain", "plain")  # kinds, see `Training.step` of `program_training`
+    flags: tuple[bool, ...] = (True, True, True)  # branch of the control flow in each step, equal on all ranks
+    in_bfloat16: bool = False  # whether parameters are gathered in 16 bits, for compute in 16 bits
+    prefetches: bool = False  # whether every sharded module prefetches the next sharded module
+    budget: tuple[str, int] | None = None  # name and bytes of the backend's option that limits memory
+    inner_backend: str = "aot_eager"  # the passes run only with Inductor
+    rows: int = ROWS  # of a batch on each rank
+    features: int = FEATURES  # of every activation
 
     @property
     def has_breaks(self) -> bool:

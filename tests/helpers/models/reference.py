@@ -15,17 +15,11 @@ from helpers.models.stacks import Nested, Stack
 
 @dataclass
 class Case:
-    """A model to train.
+    """A model to train."""
 
-    Attributes:
-        model: Model whose forward returns a scalar loss, or an output with a `loss`.
-        blocks: Modules to shard before the root, in order.
-        batch: Draws the keyword arguments of one forward.
-    """
-
-    model: nn.Module
-    blocks: list[nn.Module]
-    batch: Callable[[], dict[str, Any]]
+    model: nn.Module  # its forward returns a scalar loss, or an output with a `loss`
+    blocks: list[nn.Module]  # to shard before the root, in order
+    batch: Callable[[], dict[str, Any]]  # draws the keyword arguments of one forward
 
 
 def _rows(dim: int = 8) -> Callable[[], dict[str, Any]]:

@@ -12,11 +12,7 @@ from compile_fsdp.torch_compat.dynamo import CAN_REPLAY
 def compile_with_replay(model: Any, **arguments: Any) -> None:
     """Compile a model for steps that are replayed in this process, as steps from a bundle are, with any inner backend.
 
-    Without replay before torch 2.13.
-
-    Args:
-        model: The model.
-        arguments: Arguments of torch.compile; the options have no bundle.
+    Without replay before torch 2.13. `arguments`: those of torch.compile; the options have no bundle.
     """
     model.compile(**(show_guards(arguments) if CAN_REPLAY else arguments))
     if CAN_REPLAY:

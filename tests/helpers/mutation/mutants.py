@@ -30,19 +30,12 @@ _Place = tuple[int, int, int | None, int | None]
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One condition, and the constant that replaces it.
+    """One condition, and the constant that replaces it."""
 
-    Attributes:
-        function: Module name and qualified name of the function with the condition.
-        source: Source of the condition.
-        value: Constant value of the condition in the mutant.
-        place: Position in the module: first line and column, last line and column.
-    """
-
-    function: str
-    source: str
-    value: bool
-    place: _Place
+    function: str  # module name and qualified name of the function with the condition
+    source: str  # of the condition
+    value: bool  # of the condition in the mutant
+    place: _Place  # position in the module: first line and column, last line and column
 
     @property
     def key(self) -> str:

@@ -28,17 +28,11 @@ _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A fenced block.
+    """A fenced block."""
 
-    Attributes:
-        language: Word after the opening fence.
-        line: Number of its first line of text, from 1.
-        text: Text between the fences.
-    """
-
-    language: str
-    line: int
-    text: str
+    language: str  # word after the opening fence
+    line: int  # number of its first line of text, from 1
+    text: str  # text between the fences
 
 
 def read_blocks(page: Path, *languages: str) -> list[Block]:
@@ -53,19 +47,12 @@ def read_blocks(page: Path, *languages: str) -> list[Block]:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Environment of a page's code.
+    """Environment of a page's code."""
 
-    Attributes:
-        before: Code that runs first and defines the names that the page assumes.
-        inner_backend: Default of the backend's option.
-        fake_ranks: Size of a fake world in which the page is rank 0; None for a real world of one rank.
-        languages: Languages of the blocks to run.
-    """
-
-    before: str = ""
-    inner_backend: str = "aot_eager"
-    fake_ranks: int | None = None
-    languages: tuple[str, ...] = ("python", "py")
+    before: str = ""  # code that runs first and defines the names that the page assumes
+    inner_backend: str = "aot_eager"  # default of the option
+    fake_ranks: int | None = None  # size of a fake world in which the page is rank 0; None for a real world of one rank
+    languages: tuple[str, ...] = ("python", "py")  # languages of the blocks to run
 
 
 def run_page(page: Path, setting: Setting, folder: Path) -> None:

@@ -45,69 +45,46 @@ class Parity:
 
 @dataclass
 class Outcome(Parity):
-    """One row of the parity table, on one rank.
+    """One row of the parity table, on one rank."""
 
-    Attributes:
-        collectives: Collectives of the last step, compiled and eager.
-        peak_bytes: Most bytes allocated in the last step, compiled and eager.
-        unsharded: Largest relative difference of losses and gradients to training without sharding, compiled and
-            eager. Training without sharding is in float32, so in low precision this is the error.
-    """
-
+    # Collectives of the last step, compiled and eager.
     collectives: tuple[Sequence[Collective], Sequence[Collective]] = ((), ())
-    peak_bytes: tuple[int, int] = (0, 0)
+    peak_bytes: tuple[int, int] = (0, 0)  # most bytes allocated in the last step, compiled and eager
+    # Largest relative difference of losses and gradients to training without sharding, compiled and eager.
+    # Training without sharding is in float32, so in low precision this is the error.
     unsharded: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
 class Feature:
-    """A feature of FSDP2, as changes to a training run.
+    """A feature of FSDP2, as changes to a training run; features that set different attributes can be combined."""
 
-    Features that set different attributes can be combined.
-
-    Attributes:
-        case: The model, by its name in `helpers.models.reference.CASES`.
-        mesh: Sizes of the device mesh's dims by name; a size of 0 takes the remaining ranks.
-        data_mesh: Names of the dims to shard over; all dims if empty.
-        arguments: Returns the arguments of `fully_shard` besides the mesh, from the data mesh.
-        prepare: Called with the new case, before everything else.
-        on_meta: Whether the model is constructed on the meta device.
-        parallelize: Called with the case and the mesh, before sharding.
-        configure: Called with the case, after sharding.
-        before_step: Called with the case and the step's number, before each step.
-        step: Replaces one forward and one backward.
-        update: Replaces the optimizer's step.
-        optimizer: Creates the optimizer; SGD with momentum if None.
-        blocks: Returns the modules to shard before the root; the case's blocks if None.
-        shard: Replaces one call of `fully_shard` per block and one for the root.
-        sharding: The sharding function: `fully_shard`, or torch's `replicate`, which `make_traceable` makes traceable.
-        graphs: Directions of the compiled graphs.
-        later_graphs: Number of graphs that may be compiled after the first step.
-        has_reference: Whether training without sharding computes equal values up to rounding.
-        low_precision: Whether the parameters are gathered in 16 bits.
-        tolerance: Largest relative difference to eager FSDP2 of graphs that run op by op.
-    """
-
-    case: str = "mlp"
+    case: str = "mlp"  # the model, by its name in `helpers.models.reference.CASES`
+    # Sizes of the device mesh's dims by name; a size of 0 takes the remaining ranks.
     mesh: dict[str, int] = field(default_factory=lambda: {"dp": 0})
-    data_mesh: tuple[str, ...] = ()
+    data_mesh: tuple[str, ...] = ()  # names of the dims to shard over; all dims if empty
+    # Returns the arguments of `fully_shard` besides the mesh, from the data mesh.
     arguments: Callable[[DeviceMesh], dict[str, Any]] | None = None
-    prepare: Callable[[Case], None] | None = None
-    on_meta: bool = False
-    parallelize: Callable[[Case, DeviceMesh], None] | None = None
-    configure: Callable[[Case], None] | None = None
+    prepare: Callable[[Case], None] | None = None  # called with the new case, before everything else
+    on_meta: bool = False  # whether the model is constructed on the meta device
+    parallelize: Callable[[Case, DeviceMesh], None] | None = None  # called with the case and the mesh, before sharding
+    configure: Callable[[Case], None] | None = None  # called with the case, after sharding
+    # Called with the case and the step's number, before each step.
     before_step: Callable[[Case, int], None] | None = None
-    step: Callable[[Trainer, int], None] | None = None
+    step: Callable[[Trainer, int], None] | None = None  # replaces one forward and one backward
+    # Returns the modules to shard before the root; the case's blocks if None.
     blocks: Callable[[Case], list[Any]] | None = None
-    shard: Callable[..., Any] | None = None
+    shard: Callable[..., Any] | None = None  # replaces one call of `fully_shard` per block and one for the root
+    # The sharding function: `fully_shard`, or torch's `replicate`, which `make_traceable` makes traceable.
     sharding: Callable[..., Any] = torch_fully_shard
-    update: Callable[[Trainer], None] | None = None
+    update: Callable[[Trainer], None] | None = None  # replaces the optimizer's step
+    # Creates the optimizer; SGD with momentum if None.
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
-    graphs: tuple[str, ...] = ("forward", "backward")
-    later_graphs: int = 0
-    has_reference: bool = True
-    low_precision: bool = False
-    tolerance: float = 0.0
+    graphs: tuple[str, ...] = ("forward", "backward")  # directions of the compiled graphs
+    later_graphs: int = 0  # number of graphs that may be compiled after the first step
+    has_reference: bool = True  # whether training without sharding computes equal values up to rounding
+    low_precision: bool = False  # whether the parameters are gathered in 16 bits
+    tolerance: float = 0.0  # largest relative difference to eager FSDP2 of graphs that run op by op
 
 
 class Trainer:

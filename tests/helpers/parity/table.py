@@ -14,16 +14,13 @@ _BACKENDS = ("aot_eager", "inductor")
 
 @dataclass
 class Row:
-    """Figures of a row.
+    """Figures of a row."""
 
-    Attributes:
-        shared: Ranks, graphs, calls and sent bytes, of the backend that ran last.
-        differences: Largest relative difference to eager FSDP2, by inner backend.
-        peaks: Peak of a compiled step over that of an eager step, by inner backend.
-    """
-
+    # Ranks, graphs, calls and sent bytes, of the backend that ran last.
     shared: tuple[str, str, str, str] = ("", "", "", "")
+    # Largest relative difference to eager FSDP2, by inner backend.
     differences: dict[str, str] = field(default_factory=dict)
+    # Peak of a compiled step over that of an eager step, by inner backend.
     peaks: dict[str, str] = field(default_factory=dict)
 
     def render(self, name: str) -> str:

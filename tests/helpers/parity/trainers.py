@@ -22,15 +22,10 @@ _MARK = "trained: "
 
 @dataclass
 class Trained:
-    """A training run on one rank.
+    """A training run on one rank."""
 
-    Attributes:
-        losses: Loss of each step.
-        parameters: Unsharded parameters after the last step, by FQN.
-    """
-
-    losses: list[float]
-    parameters: dict[str, torch.Tensor]
+    losses: list[float]  # of each step
+    parameters: dict[str, torch.Tensor]  # unsharded parameters after the last step, by FQN
 
     @classmethod
     def of(cls, losses: list[float], model: nn.Module) -> Trained:

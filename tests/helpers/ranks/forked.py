@@ -82,17 +82,11 @@ def to_the_end(rank: int, function: Callable[..., None], *args: Any) -> NoReturn
 
 @dataclass(frozen=True)
 class ForkedRank:
-    """One rank that runs a Python file.
+    """One rank that runs a Python file."""
 
-    Attributes:
-        ranks: All ranks.
-        process: Its process, a `multiprocessing.Process`.
-        output_file: File with its stdout and stderr.
-    """
-
-    ranks: Ranks
-    process: Any
-    output_file: Path
+    ranks: Ranks  # all
+    process: Any  # a `multiprocessing.Process`
+    output_file: Path  # with its stdout and stderr
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> tuple[int, str]:
         """Return the exit status (negative for a signal) and the output; raise after a timeout."""

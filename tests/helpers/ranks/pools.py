@@ -40,15 +40,10 @@ def set_device_type(device_type: str) -> None:
 
 @dataclass(frozen=True)
 class _Left:
-    """Process groups at the end of a test.
+    """Process groups at the end of a test."""
 
-    Attributes:
-        alone: Whether the default group is unchanged, and only shared meshes have created groups.
-        agreements: Number of rounds in which ranks have agreed on a decision.
-    """
-
-    alone: bool
-    agreements: int
+    alone: bool  # whether the default group is unchanged, and only shared meshes have created groups
+    agreements: int  # number of rounds in which ranks have agreed on a decision
 
 
 class RankPool:
@@ -86,14 +81,9 @@ def run_ranks(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     device: str | None = None,
 ) -> list[Any]:
-    """Call `function(rank, *args)` on `world_size` ranks; return the results, by rank. See `RankPool.run`.
+    """Call `function(rank, *args)` of a test module on ranks of a device, by default pytest's --device.
 
-    Args:
-        world_size: Number of ranks.
-        function: A function of a test module.
-        args: Arguments of the function after the rank.
-        timeout_s: Seconds until the ranks are killed.
-        device: Device type of the ranks; by default pytest's --device.
+    Returns the results, by rank. See `RankPool.run`.
     """
     device = device or device_type()
     if missing := missing_for(device, world_size):
@@ -158,10 +148,9 @@ def _run_one(rank: int, meeting: str | None, source: str, name: str, args: Any) 
 
 
 def _meet(meeting: str) -> None:
-    """Create the ranks' process group.
+    """Create the ranks' process group: once, and again only after a test that failed or created groups.
 
-    Called once, and again only after a test that failed or created groups: code compiled by Dynamo keeps its process
-    groups forever, and the threads of hundreds of groups would each wake a hundred times a second.
+    `helpers.ranks.meshes` says why.
     """
     import torch
     import torch.distributed as dist

@@ -24,17 +24,11 @@ PAGE = ROOT / "docs" / "compatibility.md"
 
 @dataclass(frozen=True)
 class Result:
-    """Test results of one release.
+    """Test results of one release."""
 
-    Attributes:
-        torch: Version of the release.
-        row: Its line of the table, with the counts of tests.
-        failed: Names of the failed tests.
-    """
-
-    torch: str
-    row: str
-    failed: tuple[str, ...]
+    torch: str  # the release
+    row: str  # its line of the table, with the counts of tests
+    failed: tuple[str, ...]  # names of tests
 
 
 def run(torch: str, arguments: list[str]) -> Result:
