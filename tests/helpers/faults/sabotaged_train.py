@@ -26,12 +26,7 @@ from helpers.faults.example import load_example
 
 
 class Saboteur:
-    """Tracks this rank's phase and kills it at the planned moment.
-
-    Attributes:
-        phase: "compile" (forward and backward of the first step), "forward", "backward", "optimizer", "save", or ""
-            between them.
-    """
+    """Tracks this rank's phase and kills it at the planned moment."""
 
     def __init__(self, plan: list[dict[str, Any]], record: str) -> None:
         self.rank, self.start = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -39,6 +34,7 @@ class Saboteur:
         self.kill = kill if kill is not None and kill["rank"] == self.rank else None
         self.is_timing = not plan and self.rank == 0
         self.record = record
+        # "compile" (forward and backward of the first step), "forward", "backward", "optimizer", "save", or "" between.
         self.phase = ""
         self.entered_s = 0.0
         self.counts: Counter[str] = Counter()

@@ -19,12 +19,7 @@ UNLIMITED = 10**12
 
 
 class Forward:
-    """A graph under construction.
-
-    Attributes:
-        x: An activation (rows, DIM).
-        parameters: The matrices that are gathered.
-    """
+    """A graph under construction, with an activation `x`, (rows, DIM), and matrices that are gathered."""
 
     def __init__(self, rows: int = ROWS, has_gradient: bool = False) -> None:
         self.build = GraphBuilder("example_value")

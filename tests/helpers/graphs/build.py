@@ -141,11 +141,7 @@ def one_window(dtype: torch.dtype = torch.float32) -> fx.Graph:
 
 
 class Layer:
-    """A (4, 4) parameter `weight`, `value` to fill it with, and `x` to multiply.
-
-    Args:
-        is_of_dynamo: Whether the graph is Dynamo's, or AOTAutograd's.
-    """
+    """A (4, 4) parameter `weight`, `value` to fill it with, and `x` to multiply, in AOTAutograd's or Dynamo's graph."""
 
     def __init__(self, is_of_dynamo: bool = False) -> None:
         self.build = GraphBuilder("example_value" if is_of_dynamo else "val")

@@ -21,21 +21,15 @@ LEARNING_RATE = 0.02
 
 
 class Model(nn.Module):
-    """Two blocks and a last layer.
-
-    Attributes:
-        scale: A parameter of the root that the forward does not read.
-        is_checkpointed: Whether the blocks' activations are recomputed.
-        has_head: Whether the loss applies the last layer, and the forward does not.
-    """
+    """Two blocks and a last layer."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
         self.end = nn.Linear(WIDTH, WIDTH)
-        self.scale = nn.Parameter(torch.ones(3))
-        self.is_checkpointed = kind == "checkpointed"
-        self.has_head = kind == "head"
+        self.scale = nn.Parameter(torch.ones(3))  # the forward does not read it
+        self.is_checkpointed = kind == "checkpointed"  # whether the blocks' activations are recomputed
+        self.has_head = kind == "head"  # whether the loss applies the last layer, and the forward does not
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -75,31 +69,22 @@ class Verdict(NamedTuple):
 
 
 class Training:
-    """A model in training by a loop.
-
-    Attributes:
-        optimizers: SGD for the root's own parameters, and SGD for the blocks' parameters.
-        rank: Rank, which selects the batches.
-        names: Names of the parameters.
-        pending: Losses of each forward that has had no backward yet.
-        terms: Penalties to add to the next loss.
-        seen: Losses, outputs, gradients and parameters so far.
-    """
+    """A model in training by a loop."""
 
     def __init__(self, loop: Loop, fully_shard: Any, rank: int) -> None:
         self.loop = loop
-        self.rank = rank
+        self.rank = rank  # selects the batches
         self.model = build(loop, fully_shard)
         self.is_sharded = fully_shard is not None
         named = dict(self.model.named_parameters())
-        self.names = set(named)
+        self.names = set(named)  # of the parameters
         self.optimizers = {
             "root": _sgd([named[name] for name in named if not name.startswith("blocks")]),
             "blocks": _sgd([named[name] for name in named if name.startswith("blocks")]),
         }
-        self.pending: list[list[torch.Tensor]] = []
-        self.terms: list[torch.Tensor] = []
-        self.seen: list[Seen] = []
+        self.pending: list[list[torch.Tensor]] = []  # losses of each forward that has had no backward yet
+        self.terms: list[torch.Tensor] = []  # penalties to add to the next loss
+        self.seen: list[Seen] = []  # losses, outputs, gradients and parameters so far
         self.batches = 0
         self.where = ""
 

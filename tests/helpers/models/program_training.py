@@ -20,13 +20,9 @@ from helpers.ranks.pools import device_type
 
 
 class PartModule(nn.Module):
-    """The module of a part.
+    """The module of a part; `parts` are the children's modules."""
 
-    Attributes:
-        parts: The children's modules.
-        mutates: Whether a "buffer" is written; a checkpoint would write it twice and recompute with the second value.
-    """
-
+    # Whether a "buffer" is written; a checkpoint would write it twice and recompute with the second value.
     mutates = True
 
     def __init__(self, part: Part, earlier: list[PartModule], features: int = FEATURES) -> None:

@@ -69,15 +69,11 @@ class Run:
 
     The tests are collected once. A mutant runs only the tests in which its condition takes a value other than the
     mutant's, because no further test can fail.
-
-    Attributes:
-        survivors: Mutants with which no test fails.
-        outcomes: Number of mutants by outcome: "killed", "survived" or "timeout".
     """
 
     def __init__(self, mutants: list[Mutant]) -> None:
         self.survivors: list[Mutant] = []
-        self.outcomes: Counter[str] = Counter()
+        self.outcomes: Counter[str] = Counter()  # "killed", "survived" or "timeout"
         self._mutants = mutants
         self._seconds: dict[str, float] = {}
         self._seen: dict[Mutant, list[pytest.Item]] = {}

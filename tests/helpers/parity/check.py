@@ -195,13 +195,8 @@ def check_parity(feature: Feature, inner_backend: str, steps: int = 3, **options
     """Train by torch's eager FSDP2, ours eager, ours compiled, and unsharded.
 
     Compares losses and gradients after every step; at the end parameters, buffers, optimizer state, and the keys and
-    placements of the state_dict. The outcome lists the differences from torch's eager FSDP2.
-
-    Args:
-        feature: The model and the training run.
-        inner_backend: The backend's option.
-        steps: Number of steps; the last step records collectives and memory.
-        options: Further options of the backend.
+    placements of the state_dict. The outcome lists the differences from torch's eager FSDP2, and the collectives and
+    memory of the last step.
     """
 
     def ours(module: Any, **kwargs: Any) -> Any:
