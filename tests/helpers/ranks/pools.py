@@ -10,7 +10,6 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -38,14 +37,6 @@ def set_device_type(device_type: str) -> None:
     os.environ[_DEVICE_VARIABLE] = device_type
 
 
-@dataclass(frozen=True)
-class _Left:
-    """Process groups at the end of a test."""
-
-    alone: bool  # whether the default group is unchanged, and only shared meshes have created groups
-    agreements: int  # number of rounds in which ranks have agreed on a decision
-
-
 class RankPool:
     """`world_size` processes that run functions of the test modules."""
 
@@ -62,9 +53,9 @@ class RankPool:
         source = sys.modules[function.__module__].__file__
         self.is_fresh = True  # also after an error
         replies = self.ranks.run(_run_one, meeting, source, function.__qualname__, args, timeout_s=timeout_s)
-        left = {each for _, each in replies}
-        self.is_fresh = len(left) > 1 or not all(each.alone for each in left)
-        return [value for value, _ in replies]
+        left = {(are_clean, rounds) for _, are_clean, rounds in replies}
+        self.is_fresh = len(left) > 1 or not all(are_clean for are_clean, _ in left)
+        return [value for value, *_ in replies]
 
     @property
     def is_alive(self) -> bool:
@@ -114,7 +105,11 @@ def _prepare(rank: int, device: str) -> None:
     prepare(device, rank)
 
 
-def _run_one(rank: int, meeting: str | None, source: str, name: str, args: Any) -> tuple[Any, _Left]:
+def _run_one(rank: int, meeting: str | None, source: str, name: str, args: Any) -> tuple[Any, bool, int]:
+    """Return the result, whether the process groups are clean, and in how many rounds ranks have agreed on decisions.
+
+    Clean: the default group is unchanged, and only shared meshes have created groups.
+    """
     import torch
     import torch.distributed as dist
 
@@ -137,8 +132,8 @@ def _run_one(rank: int, meeting: str | None, source: str, name: str, args: Any) 
         with TemporaryDirectory() as folder:
             bundle.own_folder = lambda: Path(folder)  # empty, so no test starts from the bundle of another one
             result = function(rank, *args)
-        alone = dist.group.WORLD is world and dist.get_pg_count() == 1 + group_count()
-        return result, _Left(alone, sum(each.rounds for each in agreement._agreed.values()))
+        are_clean = dist.group.WORLD is world and dist.get_pg_count() == 1 + group_count()
+        return result, are_clean, sum(each.rounds for each in agreement._agreed.values())
     finally:
         torch.manual_seed(0)
         forget_meshes()
