@@ -82,14 +82,12 @@ def prepare(folder: Path, steps: int, kills: Sequence[Kill], inner_backend: str,
 
 def draw_kills(rng: random.Random, phases: Sequence[str], undisturbed: Outcome) -> list[Kill]:
     """Draw a kill per phase, in random order, within the phase's undisturbed duration."""
-    phases = rng.sample(phases, len(phases))
-    return [_draw_kill(rng, phase, undisturbed) for phase in phases]
-
-
-def _draw_kill(rng: random.Random, phase: str, undisturbed: Outcome) -> Kill:
-    seconds = median(entry["seconds"] for entry in undisturbed.record if entry["phase"] == phase)
-    most = {"compile": 1, "save": 2}.get(phase, 3)
-    return Kill(phase, rng.randrange(2), rng.randint(1, most), rng.uniform(0.0, seconds))
+    kills = []
+    for phase in rng.sample(phases, len(phases)):
+        seconds = median(entry["seconds"] for entry in undisturbed.record if entry["phase"] == phase)
+        most = {"compile": 1, "save": 2}.get(phase, 3)
+        kills.append(Kill(phase, rng.randrange(2), rng.randint(1, most), rng.uniform(0.0, seconds)))
+    return kills
 
 
 def _wait_for_the_end_of(job: str) -> list[str]:

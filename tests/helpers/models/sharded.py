@@ -27,8 +27,10 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 
 def _group(group: Any, names: dict[nn.Module, str]) -> dict[str, Any]:
     after = group.post_forward_mesh_info
+    infos = [param._module_info for param in group.fsdp_params]
     return {
-        "parameters": parameters_of(group, names),
+        # FQNs, in the first module that holds each parameter.
+        "parameters": [".".join(filter(None, (names[info.module], info.param_name))) for info in infos],
         "mesh": (group.mesh_info.mesh.mesh_dim_names, tuple(group.mesh_info.mesh.shape)),
         "after_forward": None if after is None else tuple(after.mesh.shape),
         "offload": [param.offload_to_cpu for param in group.fsdp_params],
@@ -37,12 +39,6 @@ def _group(group: Any, names: dict[nn.Module, str]) -> dict[str, Any]:
             param._sharded_param_data.numel() * param._sharded_param_data.element_size() for param in group.fsdp_params
         ),
     }
-
-
-def parameters_of(group: Any, names: dict[nn.Module, str]) -> list[str]:
-    """FQNs of a group's parameters, in the first module that holds each parameter."""
-    infos = [param._module_info for param in group.fsdp_params]
-    return [".".join(filter(None, (names[info.module], info.param_name))) for info in infos]
 
 
 def snapshot(model: nn.Module) -> list[Any]:

@@ -6,7 +6,6 @@ Restarts and other features of torchrun itself are tested with `torchrun`.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import multiprocessing as mp
 import os
@@ -14,7 +13,7 @@ import runpy
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
@@ -36,23 +35,17 @@ def forkserver() -> Any:
     """Return the multiprocessing context whose processes start with the imports done."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    with _on_the_path(TESTS):
+    # Python 3.11's fork server needs this to find the helpers.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    try:
         ensure_running()
+    finally:
+        restore_path()
     return context
 
 
-@contextlib.contextmanager
-def _on_the_path(folder: Path) -> Iterator[None]:
-    """Put a folder on PYTHONPATH, which Python 3.11's fork server needs to find the helpers."""
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    try:
-        yield
-    finally:
-        restore_path()
-
-
 def restore_path() -> None:
-    """Remove the folder from PYTHONPATH, here or in the server."""
+    """Remove the tests' folder from PYTHONPATH, here or in the server."""
     _, _, others = os.environ.pop("PYTHONPATH").partition(os.pathsep)
     if others:
         os.environ["PYTHONPATH"] = others
