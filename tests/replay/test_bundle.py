@@ -6,19 +6,13 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
-import numpy
 import pytest
 import torch
 import torch._dynamo.utils
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils.checkpoint import checkpoint
 
 import compile_fsdp
 from compile_fsdp import Options
@@ -27,6 +21,7 @@ from compile_fsdp.passes import cache_key
 from compile_fsdp.replay import bundle
 from compile_fsdp.torch_compat.distributed import executed_collectives
 from helpers.logs import logged
+from helpers.models.bundled import FLOAT32, Block, DrawsAgain, build, restart, train
 from helpers.models.replays import count_replays
 from helpers.ranks.fake_world import fake_world
 from helpers.ranks.fresh import run_fresh
@@ -79,27 +74,11 @@ def test_bundle_of_one_rank_lets_another_rank_skip_tracing(tmp_path: Path) -> No
     assert path.read_bytes() == content
 
 
-FLOAT32 = MixedPrecisionPolicy()
 # Gradients that wait for a later microbatch are in float32, and parameters are not.
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-class _Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("offset", torch.ones(width))
-        self.scale = 2.0
-        self.names = {3: "x"}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.project(x)).sin() * self.scale + self.offset
-
-    def project(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) * list(self.names)[0]  # type: ignore[no-any-return] # noqa: RUF015  (see Conditions._kind)
-
-
-class _OtherBlock(_Block):
+class _OtherBlock(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.linear(x)).sin() * self.scale - self.offset
 
@@ -108,74 +87,13 @@ def _project_otherwise(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.linear(x) * 2.0  # type: ignore[no-any-return]
 
 
-def _model(
-    path: Path | Literal[False] | None,
-    block: type[_Block] = _Block,
-    blocks: int = 2,
-    width: int = 4,
-    policy: MixedPrecisionPolicy = FLOAT32,
-    **options: Any,
-) -> Any:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(block(width) for _ in range(blocks)))
-    for module in (*model, model):
-        compile_fsdp.fully_shard(module, mp_policy=policy)
-    given = {"bundle": str(path) if path else path, **options}
-    model.compile(backend="compile_fsdp", fullgraph=True, options=given)
-    return model
-
-
-def _train(model: Any, batch: int = 3, microbatches: int = 1, evaluates: bool = False) -> list[torch.Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.manual_seed(1)
-    results: list[torch.Tensor] = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        for i in range(microbatches):
-            model.set_requires_gradient_sync(i == microbatches - 1)
-            model(torch.randn(batch, 4)).square().mean().backward()
-        optimizer.step()
-        if evaluates:
-            with torch.no_grad():
-                results.append(model(torch.randn(batch, 4)))
-    return [*results, *(parameter.full_tensor().detach() for parameter in model.parameters())]
-
-
-class _DrawsAgain(_Block):
-    """Dropout in a checkpoint."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + checkpoint(self._draw, x, use_reentrant=False)
-
-    def _draw(self, x: torch.Tensor) -> torch.Tensor:
-        return F.dropout(super().forward(x), 0.5).exp()
-
-
-# By name, because ranks cannot import a test's classes.
-BLOCKS = {"plain": _Block, "draws": _DrawsAgain}
-
-
-def _second_model(
-    rank: int, folder: str, is_own: bool, policy: MixedPrecisionPolicy, arguments: dict[str, Any], block: str = "plain"
-) -> tuple[list[tuple[int, int]], list[int], bool]:
-    """Train two models, the second one from the bundle of the first one, and a third one without a bundle."""
-    bundle.own_folder = lambda: Path(folder)
-    counters = torch._dynamo.utils.counters["stats"]
-    before = counters["unique_graphs"]
-    results, replays, graphs = [], [], []
-    for _ in range(2):
-        model = _model(None if is_own else Path(folder, "step.bundle"), BLOCKS[block], policy=policy)
-        results.append(_train(model, **arguments))
-        replays.append(count_replays(model))
-        graphs.append(counters["unique_graphs"] - before)
-        dist.barrier()  # the bundle is written
-    plain = _train(_model(False, BLOCKS[block], policy=policy), **arguments)
-    return replays, graphs, all(map(torch.equal, results[1], plain)) and all(map(torch.equal, results[0], plain))
+def _restart(rank: int, *args: Any) -> tuple[list[tuple[int, int]], list[int], bool]:
+    return restart(*args)
 
 
 @pytest.mark.parametrize("is_own", [False, True])
 @pytest.mark.parametrize(
-    ("policy", "arguments", "replays", "graphs"),
+    ("policy", "training", "replays", "graphs"),
     [
         (FLOAT32, {}, [(2, 2), (3, 3)], [2, 2]),
         (FLOAT32, {"evaluates": True}, [(4, 2), (6, 3)], [3, 3]),
@@ -189,151 +107,17 @@ def test_steps_from_a_bundle_equal_steps_without_replay(
     tmp_path: Path,
     is_own: bool,
     policy: MixedPrecisionPolicy,
-    arguments: dict[str, Any],
+    training: dict[str, Any],
     replays: list[tuple[int, int]],
     graphs: list[int],
 ) -> None:
-    for result in run_ranks(2, _second_model, str(tmp_path), is_own, policy, arguments):
+    for result in run_ranks(2, _restart, str(tmp_path), is_own, Block, policy, training):
         assert result == (replays, graphs, True)
 
 
 def test_dropout_in_a_checkpoint_comes_from_a_bundle(tmp_path: Path) -> None:
-    for result in run_ranks(2, _second_model, str(tmp_path), True, FLOAT32, {}, "draws"):
+    for result in run_ranks(2, _restart, str(tmp_path), True, DrawsAgain, FLOAT32, {}):
         assert result == ([(2, 2), (3, 3)], [2, 2], True)
-
-
-class _ReadsRank(_Block):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * (1 + dist.get_rank())
-
-
-class _ReadsPlace(_Block):
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.chunk(2, dim=1)[self.mesh.get_local_rank()].repeat(1, 2))
-
-
-class _ReadsGroup(_Block):
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.group = dist.distributed_c10d._get_default_group()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * (1 + self.group.rank())
-
-
-_place = dist.get_rank  # the name does not tell
-
-
-class _ReadsAlias(_Block):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * (1 + _place())
-
-
-class _Redistributes(_ReadsPlace):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        whole = DTensor.from_local(self.project(x), self.mesh, [Replicate()], run_check=False)
-        part: Any = whole.redistribute(placements=[Shard(1)])
-        return part.to_local().repeat(1, 2)  # type: ignore[no-any-return]
-
-
-RANK_READERS = {
-    **{"rank": _ReadsRank, "mesh": _ReadsPlace, "group": _ReadsGroup},
-    **{"alias": _ReadsAlias, "dtensor": _Redistributes},
-}
-
-
-def _restart_by_rank(rank: int, folder: str, kind: str, is_own: bool) -> tuple[int, bool]:
-    """Train twice; return how many steps of the second model were replays, and whether it equals one without."""
-    bundle.own_folder = lambda: Path(folder)
-    path, block = None if is_own else Path(folder, "step.bundle"), RANK_READERS[kind]
-    for _ in range(2):
-        model = _model(path, block=block)
-        found = _train(model)
-        dist.barrier()  # the bundle is written
-    plain = _train(_model(False, block=block))
-    return count_replays(model)[0], all(map(torch.equal, found, plain))
-
-
-@pytest.mark.parametrize("kind", RANK_READERS)
-def test_step_that_reads_its_rank_is_replayed_by_this_rank_only(tmp_path: Path, kind: str) -> None:
-    assert run_ranks(2, _restart_by_rank, str(tmp_path), kind, True) == [(3, True)] * 2
-    assert len(list(tmp_path.iterdir())) == 2
-
-
-@pytest.mark.parametrize("kind", ["rank", "alias"])
-def test_step_that_reads_its_rank_is_in_no_bundle_for_all_ranks(tmp_path: Path, kind: str) -> None:
-    assert run_ranks(2, _restart_by_rank, str(tmp_path), kind, False) == [(0, True)] * 2
-    assert not list(tmp_path.iterdir())
-
-
-@torch.compiler.assume_constant_result
-def _factor() -> float:
-    return _factors[-1]
-
-
-_factors: list[float] = []
-
-
-class _Assumes(_Block):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * _factor()
-
-
-class _AssumesMethod(_Block):
-    @torch.compiler.assume_constant_result
-    def factor(self) -> float:
-        return _factors[-1]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * self.factor()
-
-
-BLOCKS |= {"assumes": _Assumes, "assumes of a method": _AssumesMethod}
-
-
-def _with_factors(rank: int, folder: str, block: str) -> list[bool]:
-    """Start a model with two results of a function that is not traced; return whether each matches without a bundle."""
-    equal = []
-    for factor in (2.0, 3.0):
-        _factors.append(factor)
-        paths: tuple[Path | Literal[False], ...] = Path(folder, "step.bundle"), False
-        found, plain = (_train(_model(path, BLOCKS[block])) for path in paths)
-        equal.append(all(map(torch.equal, found, plain)))
-    return equal
-
-
-@pytest.mark.parametrize("block", ["assumes", "assumes of a method"])
-def test_results_that_are_assumed_constant_are_in_no_bundle(tmp_path: Path, block: str) -> None:
-    assert run_ranks(1, _with_factors, str(tmp_path), block) == [[True, True]]
-    assert not list(tmp_path.iterdir())
-
-
-class _MakesTensor(_Block):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * torch.tensor([1.0, 2.0, 3.0, 4.0])
-
-
-class _ReadsArray(_Block):
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.array = numpy.arange(4, dtype=numpy.float32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * torch.from_numpy(self.array)
-
-
-@pytest.mark.parametrize("block", [_MakesTensor, _ReadsArray])
-def test_step_that_reads_a_constant_tensor_or_numpy_array_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: type[_Block]
-) -> None:
-    monkeypatch.setattr(bundle, "own_folder", lambda: tmp_path)
-    with fake_world(2):
-        found, plain = (_train(_model(path, block=block)) for path in (tmp_path / "step.bundle", False))
-    assert all(map(torch.equal, found, plain))
 
 
 def _with_arguments(rank: int, folder: str) -> list[tuple[int, int] | None]:
@@ -341,9 +125,9 @@ def _with_arguments(rank: int, folder: str) -> list[tuple[int, int] | None]:
     mode = {"mode": "max-autotune-no-cudagraphs"}
     found: list[tuple[int, int] | None] = []
     for arguments in (mode, mode, {"disable": True}):
-        model: Any = compile_fsdp.fully_shard(_Block(4))
+        model: Any = compile_fsdp.fully_shard(Block(4))
         model.compile(backend="compile_fsdp", **arguments)
-        _train(model)
+        train(model)
         found.append(None if "disable" in arguments else count_replays(model))
         assert (model._compile_fsdp_hooks.hooks.root.replay is None) == ("disable" in arguments)
     return found
@@ -356,12 +140,12 @@ def test_arguments_of_torch_compile_work_with_a_bundle(tmp_path: Path) -> None:
 def _alone(rank: int, folder: str) -> int:
     """Start from a bundle; then rank 0 traces a further shape that its peer never has. Return the new graphs."""
     for _ in range(2):
-        model = _model(Path(folder, "step.bundle"), agreement_timeout_s=20.0, memory_budget=2**40)
-        _train(model)
+        model = build(Path(folder, "step.bundle"), agreement_timeout_s=20.0, memory_budget=2**40)
+        train(model)
         dist.barrier()
     counters = torch._dynamo.utils.counters["stats"]
     before = counters["unique_graphs"]
-    _train(model, batch=3 if rank else 5)
+    train(model, batch=3 if rank else 5)
     return int(counters["unique_graphs"] - before)
 
 
@@ -388,7 +172,7 @@ def _collectives_of_accumulation(rank: int, folder: str) -> list[int]:
     """Count collectives of an accumulation step: cold, then from a bundle."""
     counts = []
     for _ in range(2):
-        model = _model(Path(folder, "step.bundle"), blocks=4, memory_budget=2**40)
+        model = build(Path(folder, "step.bundle"), blocks=4, memory_budget=2**40)
         x = torch.ones(3, 4)
         model(x).square().mean().backward()
         model.set_requires_gradient_sync(False)
@@ -423,30 +207,30 @@ def _facts(model: Any, **options: Any) -> dict[str, str]:
 
 def test_facts_depend_on_model_options_and_world_size() -> None:
     with fake_world(2):
-        made = _facts(_model(None))
+        made = _facts(build(None))
         others = {
-            "parameters": _model(None, blocks=3),
-            "buffers": _model(None, width=1),
-            "modules": _model(None, block=_OtherBlock),
-            "code of the modules": _model(None, block=_OtherBlock),
+            "parameters": build(None, blocks=3),
+            "buffers": build(None, width=1),
+            "modules": build(None, block=_OtherBlock),
+            "code of the modules": build(None, block=_OtherBlock),
         }
         for name, model in others.items():
             assert _facts(model)[name] != made[name], name
-        same = _facts(_model(None), bundle="elsewhere", progress=False)
+        same = _facts(build(None), bundle="elsewhere", progress=False)
         assert same == made
-        assert _facts(_model(None), memory_budget=1)["options"] != made["options"]
+        assert _facts(build(None), memory_budget=1)["options"] != made["options"]
     with fake_world(4):
-        assert _facts(_model(None))["parameters"] != made["parameters"]
+        assert _facts(build(None))["parameters"] != made["parameters"]
 
 
 def test_facts_depend_on_the_modules_of_classes() -> None:
     """Equal code in two Python modules reads the constants of its own module."""
 
     def make(module: str) -> Any:
-        return type("Block", (_Block,), {"__module__": module, "__qualname__": "Block"})
+        return type("Block", (Block,), {"__module__": module, "__qualname__": "Block"})
 
     with fake_world(2):
-        one, other = (_facts(_model(None, make(name))) for name in ("one", "other"))
+        one, other = (_facts(build(None, make(name))) for name in ("one", "other"))
     assert one["code of the modules"] == other["code of the modules"]
     assert one["modules"] != other["modules"]
 
@@ -454,7 +238,7 @@ def test_facts_depend_on_the_modules_of_classes() -> None:
 def _refusals(rank: int, folder: str) -> list[str]:
     """The first warning of each changed model about the bundle."""
     path = Path(folder, "step.bundle")
-    _train(_model(path))
+    train(build(path))
     content = path.read_bytes()
     problems = []
     changes: list[tuple[Callable[[Any], object], int]] = [
@@ -463,71 +247,37 @@ def _refusals(rank: int, folder: str) -> list[str]:
         (lambda model: model[0].register_forward_hook(lambda module, args, output: output), 3),
         (lambda model: None, 5),
         (lambda model: setattr(model[1], "names", {4: "x"}), 3),
-        (lambda model: setattr(_Block, "project", _project_otherwise), 3),
+        (lambda model: setattr(Block, "project", _project_otherwise), 3),
     ]
-    own = _Block.project
+    own = Block.project
     for change, batch in changes:
-        model = _model(path)
+        model = build(path)
         change(model)
         with logged() as messages:
             model(torch.randn(batch, 4)).square().mean().backward()
         problems.append(messages[0])
         assert count_replays(model) == (0, 0)
         if "no step in the bundle" in problems[-1]:  # else another model
-            _train(model := _model(path))
+            train(model := build(path))
             assert count_replays(model) == (3, 3)
         path.write_bytes(content)
-    _Block.project = own  # type: ignore[method-assign]
+    Block.project = own  # type: ignore[method-assign]
     return problems
 
 
 def test_bundle_of_a_changed_step_is_refused_with_the_difference(tmp_path: Path) -> None:
     (problems,) = run_ranks(1, _refusals, str(tmp_path))
-    expected = "scale", "parameters", "_forward_hooks", "args[0]", "names", "_Block"
+    expected = "scale", "parameters", "_forward_hooks", "args[0]", "names", "FSDPBlock"
     for problem, named in zip(problems, expected, strict=True):
         assert named in problem
-
-
-class _Placed(nn.Module):
-    """Reads the rank's place in a mesh of its own."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.mesh = mesh
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) * (1 + self.mesh.get_local_rank())  # type: ignore[no-any-return]
-
-
-def _placed(rank: int, folder: str) -> list[bool]:
-    """Start a model twice, and once with a mesh of other ranks; return whether each matches a model without bundle."""
-    found = []
-    for ranks in ([0, 1], [0, 1], [1, 0]):
-        outputs = []
-        for path in (str(Path(folder, "step.bundle")), False):
-            torch.manual_seed(0)
-            model: Any = compile_fsdp.fully_shard(_Placed(DeviceMesh("cpu", ranks)))
-            model.compile(backend="compile_fsdp", fullgraph=True, options={"bundle": path})
-            for _ in range(2):
-                output = model(torch.ones(3, 4))
-                output.square().mean().backward()
-            outputs.append(output.detach())
-            dist.barrier()  # the bundle is written
-        found.append(torch.equal(*outputs))
-    return found
-
-
-def test_place_in_a_mesh_is_a_condition(tmp_path: Path) -> None:
-    assert run_ranks(2, _placed, str(tmp_path)) == [[True] * 3] * 2
 
 
 def _hooked(rank: int, folder: str) -> list[tuple[int, int]]:
     replays = []
     for _ in range(2):
-        model = _model(Path(folder, "step.bundle"))
+        model = build(Path(folder, "step.bundle"))
         model[0].register_forward_hook(lambda module, args, output: output * 2.0)
-        _train(model)
+        train(model)
         replays.append(count_replays(model))
     return replays
 
@@ -547,8 +297,8 @@ def test_invalid_bundle_options_are_refused(given: dict[str, Any]) -> None:
 def _unwritable(rank: int, folder: str) -> tuple[tuple[int, int], bool]:
     path = Path(folder, "file", "step.bundle")
     path.parent.write_text("no folder")
-    model = _model(path)
-    _train(model)
+    model = build(path)
+    train(model)
     return count_replays(model), path.exists()
 
 
