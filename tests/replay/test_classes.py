@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 import textwrap
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch import nn
 from compile_fsdp.replay.classes import describe_class, forget_classes
 from compile_fsdp.replay.words import describe
 
-# By name: the source of a class H, with FIRST or SECOND, or code with two definitions.
 _PARTS = """
 import abc, enum, functools
 from torch import nn
@@ -31,43 +31,34 @@ def decorated(function):
     return call
 """
 
+# By name: the source of a class H, in which [one|other] stands for two definitions.
 _DIFFERENCES = {
-    "base": ("class H(One): pass", "class H(Two): pass"),
-    "order of bases": ("class H(One, Two): pass", "class H(Two, One): pass"),
-    "method": ("class H: f = first", "class H: f = second"),
-    "method of a base": ("One.f = first\nclass H(One): pass", "One.f = second\nclass H(One): pass"),
-    "default": ("class H:\n    def f(self, x=1.0): return x", "class H:\n    def f(self, x=2.0): return x"),
-    "keyword default": ("class H:\n    def f(self, *, x=1): return x", "class H:\n    def f(self, *, x=2): return x"),
-    "closure": ("class H: f = scaled(1.0)", "class H: f = scaled(2.0)"),
-    "decorated": ("class H: f = decorated(first)", "class H: f = decorated(second)"),
-    "static method": ("class H: f = staticmethod(first)", "class H: f = staticmethod(second)"),
-    "class method": ("class H: f = classmethod(first)", "class H: f = classmethod(second)"),
-    "property": ("class H: f = property(first)", "class H: f = property(second)"),
-    "cached property": (
-        "class H: f = functools.cached_property(first)",
-        "class H: f = functools.cached_property(second)",
-    ),
-    "cached function": ("class H: f = functools.cache(first)", "class H: f = functools.cache(second)"),
-    "partial method": (
-        "class H: f = functools.partialmethod(first, 1)",
-        "class H: f = functools.partialmethod(first, 2)",
-    ),
-    "descriptor": (
-        "One.__get__ = first\nclass H: f = One()",
-        "One.__get__ = second\nclass H: f = One()",
-    ),
-    "metaclass": (
-        "class M(type): f = first\nclass H(metaclass=M): pass",
-        "class M(type): f = second\nclass H(metaclass=M): pass",
-    ),
-    "virtual subclass": ("class H(abc.ABC): pass\nH.register(One)", "class H(abc.ABC): pass\nH.register(Two)"),
-    "constant": ("class H: x = (1, 2.0)", "class H: x = (1, 3.0)"),
-    "member of an enum": ("class H(str, enum.Enum): A = 'one'", "class H(str, enum.Enum): A = 'two'"),
-    "torch's method": (
-        "class H(nn.Tanh): __module__ = 'torch.nn'\nH.forward = first",
-        "class H(nn.Tanh): __module__ = 'torch.nn'\nH.forward = second",
-    ),
+    "base": "class H([One|Two]): pass",
+    "order of bases": "class H([One, Two|Two, One]): pass",
+    "method": "class H: f = [first|second]",
+    "method of a base": "One.f = [first|second]\nclass H(One): pass",
+    "default": "class H:\n    def f(self, x=[1.0|2.0]): return x",
+    "keyword default": "class H:\n    def f(self, *, x=[1|2]): return x",
+    "closure": "class H: f = scaled([1.0|2.0])",
+    "decorated": "class H: f = decorated([first|second])",
+    "static method": "class H: f = staticmethod([first|second])",
+    "class method": "class H: f = classmethod([first|second])",
+    "property": "class H: f = property([first|second])",
+    "cached property": "class H: f = functools.cached_property([first|second])",
+    "cached function": "class H: f = functools.cache([first|second])",
+    "partial method": "class H: f = functools.partialmethod(first, [1|2])",
+    "descriptor": "One.__get__ = [first|second]\nclass H: f = One()",
+    "metaclass": "class M(type): f = [first|second]\nclass H(metaclass=M): pass",
+    "virtual subclass": "class H(abc.ABC): pass\nH.register([One|Two])",
+    "constant": "class H: x = (1, [2.0|3.0])",
+    "member of an enum": "class H(str, enum.Enum): A = '[one|two]'",
+    "torch's method": "class H(nn.Tanh): __module__ = 'torch.nn'\nH.forward = [first|second]",
 }
+
+
+def _sources(name: str) -> tuple[str, str]:
+    one, other = (re.sub(r"\[(.*)\|(.*)\]", rf"\{i}", _DIFFERENCES[name]) for i in (1, 2))
+    return one, other
 
 
 _scopes: list[dict[str, Any]] = []  # kept, because an abstract class refers to its virtual subclasses weakly
@@ -82,13 +73,13 @@ def _define(source: str) -> type:
 
 @pytest.mark.parametrize("name", _DIFFERENCES)
 def test_description_differs_with_a_definition(name: str) -> None:
-    first, second = _DIFFERENCES[name]
+    first, second = _sources(name)
     assert describe_class(_define(first)) == describe_class(_define("\n\n" + first))
     assert describe_class(_define(first)) != describe_class(_define(second))
 
 
 def test_object_of_a_class_is_described_with_its_members() -> None:
-    one, other = (_define(source) for source in _DIFFERENCES["method"])
+    one, other = (_define(source) for source in _sources("method"))
     assert describe(one()) != describe(other())
     assert describe(one) != describe(other)
 
