@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from types import CodeType
+from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 
@@ -12,6 +14,7 @@ import compile_fsdp
 from compile_fsdp.runtime.backward import reduce
 from compile_fsdp.runtime.hooks import before_forward, complete
 from compile_fsdp.runtime.tracing import RUN_TIME
+from helpers.models.blockwise import compile_whole
 from helpers.ranks.fake_world import fake_world
 
 
@@ -34,21 +37,14 @@ def _step() -> None:
     for module in (*model, model):
         compile_fsdp.fully_shard(module, reshard_after_forward=module is not model[2])
     model[0].set_modules_to_forward_prefetch([model[1]])
-    model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
-    model(torch.ones(2, 4)).sum().backward()
+    compile_whole(model, inner_backend="aot_eager")(torch.ones(2, 4)).sum().backward()
 
 
-def test_dynamo_never_traces_run_time_functions() -> None:
+def test_dynamo_never_traces_run_time_functions(caplog: pytest.LogCaptureFixture) -> None:
     logger, handler = logging.getLogger("torch._dynamo.symbolic_convert"), _Inlined()
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG)
-    try:
-        with fake_world(2):
-            _step()
-    finally:
-        logger.setLevel(level)
-        logger.removeHandler(handler)
+    caplog.set_level(logging.DEBUG, logger.name)
+    with mock.patch.object(logger, "handlers", [handler]), fake_world(2):
+        _step()
     traced = {function.__code__ for function in (before_forward, complete, reduce)}
     assert traced <= handler.found
     assert [code.co_name for code in RUN_TIME & handler.found] == []
