@@ -1,13 +1,16 @@
-"""`fsdp.copy_` after `ensure_ops`: definition, dispatch and traced graphs."""
+"""`fsdp.copy_` after `ensure_ops`: definition, dispatch, traced graphs, and the semantics of `Tensor.copy_`."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import cast
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given, settings
 from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 
@@ -30,7 +33,7 @@ print(int(tensor.item()))
 DEVICE_KEYS = ("Meta", "CPU", "CUDA", "XPU", "HPU", "MTIA", "PrivateUse1")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def ops() -> None:
     ensure_ops()
 
@@ -84,3 +87,115 @@ def test_aot_autograd_keeps_the_write() -> None:
     assert copy < read and read.args[0] is copy.args[0]
     assert cast(fx.Node, copy.args[0]).op == "placeholder"
     assert [n for n in graph.nodes if n.op == "call_function" and n.target._schema.is_mutable] == [copy]
+
+
+DTYPES = (
+    *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn),
+    *(torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64),
+)
+
+Layout = Callable[[Tensor], Tensor]
+
+shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
+
+
+def contiguous(base: Tensor) -> Tensor:
+    return base
+
+
+def transposed(base: Tensor) -> Tensor:
+    return base.transpose(0, -1) if base.dim() > 1 else base
+
+
+def every_other(base: Tensor) -> Tensor:
+    return base[..., ::2] if base.dim() else base
+
+
+def without_first(base: Tensor) -> Tensor:
+    return base[1:] if base.dim() else base
+
+
+def overlapping(base: Tensor) -> Tensor:
+    return base.expand(2, *base.shape)
+
+
+LAYOUTS = (contiguous, transposed, every_other, without_first, overlapping)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of a copy: the bytes of the destination's storage, and the type of the error."""
+
+    error: type[BaseException] | None
+    storage: bytes
+
+
+def outcome(write: Callable[[Tensor, Tensor], object], base: Tensor, view: Layout, data: Tensor) -> Outcome:
+    base = base.clone()
+    error = None
+    try:
+        write(view(base), data)
+    except Exception as raised:
+        error = type(raised)
+    # Bytes, because NaN differs from itself; of the whole storage, because a view must not write the rest.
+    return Outcome(error, bytes(base.untyped_storage()))
+
+
+def values(shape: tuple[int, ...], dtype: torch.dtype, start: int) -> Tensor:
+    # Small and not negative, because the result of a conversion out of range is undefined.
+    numel = torch.Size(shape).numel()
+    return (torch.arange(start, start + numel) * 0.75).reshape(shape).to(dtype)
+
+
+@st.composite
+def broadcast_source(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape that broadcasts to `shape`: leading dimensions dropped, some set to 1."""
+    dropped = draw(st.integers(0, len(shape)))
+    return tuple(draw(st.sampled_from((size, 1))) for size in shape[dropped:])
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values to real")
+@settings(deadline=None, max_examples=200)
+@given(st.data(), shapes, st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.sampled_from(LAYOUTS))
+def test_copy_equals_tensor_copy(
+    data: st.DataObject, shape: tuple[int, ...], dtype: torch.dtype, source_dtype: torch.dtype, view: Layout
+) -> None:
+    base = values(shape, dtype, start=1)
+    # Half of the sources fit; the rest are arbitrary and mostly refused.
+    source_shape = data.draw(st.one_of(broadcast_source(tuple(view(base).shape)), shapes))
+    source = values(source_shape, source_dtype, start=40)
+    if data.draw(st.booleans()):
+        source = transposed(source)
+    assert outcome(copy_, base, view, source) == outcome(Tensor.copy_, base, view, source)
+
+
+@settings(deadline=None, max_examples=50)
+@given(shapes, st.data())
+def test_meta_copy_equals_tensor_copy(shape: tuple[int, ...], data: st.DataObject) -> None:
+    source_shape = data.draw(st.one_of(broadcast_source(shape), shapes))
+    raised: list[type[Exception] | None] = []
+    for write in (copy_, Tensor.copy_):
+        tensor = torch.empty(shape, device="meta", dtype=torch.bfloat16)
+        try:
+            write(tensor, torch.empty(source_shape, device="meta"))
+            raised.append(None)
+        except Exception as error:
+            raised.append(type(error))
+        assert tensor.shape == shape and tensor.dtype == torch.bfloat16
+    assert raised[0] is raised[1]
+
+
+def test_copy_onto_itself_changes_nothing() -> None:
+    tensor = torch.arange(4.0)
+    copy_(tensor, tensor)
+    assert tensor.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_leaf_that_requires_grad_is_refused() -> None:
+    for write in (copy_, Tensor.copy_):
+        with pytest.raises(RuntimeError):
+            write(torch.zeros(2, requires_grad=True), torch.ones(2))
+    parameter = torch.zeros(2, requires_grad=True)
+    with torch.no_grad():
+        copy_(parameter, torch.ones(2))
+    assert parameter.tolist() == [1.0, 1.0]

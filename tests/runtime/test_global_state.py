@@ -5,6 +5,7 @@ from __future__ import annotations
 from helpers.ranks.fresh import run_fresh
 
 PROGRAM = """
+import sys
 import torch
 import torch._dynamo, torch._inductor.config, torch._functorch.config
 import torch.distributed as dist
@@ -13,7 +14,8 @@ from torch._dynamo import compiled_autograd
 CONFIGS = [torch._dynamo.config, torch._inductor.config, torch._functorch.config]
 
 def settings():
-    return [config.save_config() for config in CONFIGS] + [compiled_autograd.compiled_autograd_enabled]
+    flags = [torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()]
+    return [config.save_config() for config in CONFIGS] + [compiled_autograd.compiled_autograd_enabled] + flags
 
 def graph_of_unrelated_function():
     '''Forward and backward of a function with a hook, which compiled autograd's flag would trace otherwise.'''
@@ -37,6 +39,9 @@ def graph_of_unrelated_function():
 before = settings(), graph_of_unrelated_function()
 
 import compile_fsdp
+compile_fsdp.ops.ensure_ops()
+assert "torch._inductor.lowering" not in sys.modules, "import loaded Inductor"
+compile_fsdp.ops.ensure_lowerings()
 assert settings() == before[0], "import changed a setting"
 assert graph_of_unrelated_function() == before[1], "import changed a graph"
 
