@@ -1,12 +1,14 @@
-"""What a running backward still does."""
+"""torch's dispatcher and a running backward, as this package reads them."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from compile_fsdp.torch_compat.autograd import accumulates_into
+from compile_fsdp.torch_compat.dispatch import read_argument
 
 
 class _Freed(torch.Tensor):
@@ -27,3 +29,15 @@ def test_no_op_reads_a_leaf_that_may_get_a_gradient() -> None:
     result.register_hook(lambda grad: found.extend(map(accumulates_into, (leaf, freed))))
     result.sum().backward()
     assert found == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "expected"),
+    [((0.5,), {}, 0.5), ((), {"dropout_p": 0.5}, 0.5), ((), {}, 0.0)],
+    ids=["by position", "by name", "default"],
+)
+def test_argument_is_read_by_its_name(args: tuple[float, ...], kwargs: dict[str, float], expected: float) -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert read_argument(graph.call_function(op, (x, x, x, *args), kwargs), "dropout_p") == expected
