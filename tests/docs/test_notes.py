@@ -1,4 +1,4 @@
-"""Each note of the sources has a unique title, and each citation of a note names a title."""
+"""Notes of the sources have unique titles, which citations name; the package has no banned words."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import re
 from collections import Counter
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from helpers.pages.code_blocks import ROOT
+
+_PACKAGE = ("compile_fsdp", "passes", "ops")
+_BANNED = re.compile(r"\bfor\s+(?:#\s+)?real\b", flags=re.IGNORECASE)  # also across two lines of a comment
 _TITLE = re.compile(r"^[ #]*\[Note: (.+)\]$", flags=re.MULTILINE)
 _CITED = re.compile(r"\[Note: ([^\]]+)\]")
 
 
 def _texts() -> list[str]:
     """Sources, tests and pages, without this file, whose patterns look like notes."""
-    sources = [path for folder in ("compile_fsdp", "passes", "ops", "tests") for path in (ROOT / folder).rglob("*.py")]
+    sources = [path for folder in (*_PACKAGE, "tests") for path in (ROOT / folder).rglob("*.py")]
     pages = (ROOT / "docs").rglob("*.md")
     return [path.read_text() for path in (*sources, *pages) if path != Path(__file__)]
 
@@ -33,3 +36,11 @@ def test_every_cited_note_exists() -> None:
     # A citation may span two lines of a comment.
     cited = {re.sub(r"\s+(?:# )?", " ", title) for text in _texts() for title in _CITED.findall(text)}
     assert sorted(cited.difference(_titles())) == []
+
+
+def test_no_banned_words_in_the_package() -> None:
+    files = [path for folder in _PACKAGE for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert files
+    texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in files}
+    lines = [(name, text.count("\n", 0, m.start()) + 1) for name, text in texts.items() for m in _BANNED.finditer(text)]
+    assert lines == []

@@ -15,9 +15,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import compile_fsdp.ops  # noqa: F401  # defines ops in torch.ops
+from helpers.pages.code_blocks import DOCS, ROOT
 
-ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
 FOLDERS = ("compile_fsdp", "passes", "ops")
 
 # Code spans on this page that `exists` cannot look up, such as formulas and commands.
@@ -38,17 +37,12 @@ VALUES = {
 
 _PATH = re.compile(r"[\w./-]+/|[\w./-]+\.(?:py|md)")
 _NAME = re.compile(r"[A-Za-z_]\w*(?:(?:\.|::)[A-Za-z_]\w*)*")
-_ROOM = re.compile(r"^\| `([^`]+/)` \|", flags=re.MULTILINE)
+_ROOM = re.compile(r"^\| `([^`]+/)` \|", flags=re.MULTILINE)  # a folder in a first cell of a table
 
 
 def files() -> Iterator[Path]:
     for folder in FOLDERS:
         yield from sorted((ROOT / folder).rglob("*.py"))
-
-
-def listed(page: str) -> list[str]:
-    """Folders in the first cells of a page's tables."""
-    return _ROOM.findall(page)
 
 
 def code(page: str) -> set[str]:
@@ -94,7 +88,7 @@ def test_every_folder_is_listed_once() -> None:
     folders = {path.parent.relative_to(ROOT) for path in files()}
     own = {f"{folder.as_posix()}/" for folder in folders if len(folder.parts) < 3}  # one row for all commands
     assert own
-    assert sorted(listed((DOCS / "architecture.md").read_text())) == sorted(own)
+    assert sorted(_ROOM.findall((DOCS / "architecture.md").read_text())) == sorted(own)
 
 
 def test_every_file_says_what_it_does() -> None:
