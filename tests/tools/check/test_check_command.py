@@ -59,20 +59,21 @@ WriteScript = Callable[..., Path]
 
 @pytest.fixture
 def write_script(tmp_path: Path) -> WriteScript:
-    """Function that writes the script with some parts replaced."""
+    """Function that writes the script with some parts replaced, or another text."""
     torch._dynamo.reset()
 
-    def write(**parts: str) -> Path:
+    def write(text: str | None = None, **parts: str) -> Path:
         path = tmp_path / "train.py"
-        path.write_text(_SCRIPT.format(**(_USUAL | parts)))
+        path.write_text(text or _SCRIPT.format(**(_USUAL | parts)))
         return path
 
     return write
 
 
 class Result(NamedTuple):
-    """Exit status, output and JSON findings of `check`."""
+    """The script, and exit status, output and JSON findings of `check`."""
 
+    script: Path
     status: int
     out: str
     data: Any
@@ -85,24 +86,25 @@ class Result(NamedTuple):
         return found
 
 
-@pytest.fixture
-def check(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
-    """Function that runs `check` and reads its output and JSON file."""
+Check = Callable[..., Result]
 
-    def run(script: Path, *options: str) -> Result:
+
+@pytest.fixture
+def check(write_script: WriteScript, capsys: pytest.CaptureFixture[str]) -> Check:
+    """Function that writes the script, runs `check` with options, and reads its output and JSON file."""
+
+    def run(*options: str, **parts: str) -> Result:
+        script = write_script(**parts)
         path = script.parent / "found.json"
         status = main(["check", "--json", str(path), *options, str(script)])
         assert not dist.is_initialized()
-        return Result(status, capsys.readouterr().out, json.loads(path.read_text()))
+        return Result(script, status, capsys.readouterr().out, json.loads(path.read_text()))
 
     return run
 
 
-Check = Callable[..., Result]
-
-
-def test_script_that_compiles_whole_has_no_breaks(write_script: WriteScript, check: Check) -> None:
-    result = check(write_script(), "--world", "16")
+def test_script_that_compiles_whole_has_no_breaks(check: Check) -> None:
+    result = check("--world", "16")
     assert result.status == 0 and result.rules("breaks") == []
     assert "train.py on 16 ranks, 2 steps: compiles whole" in result.out
     assert "ran to its end" not in result.out
@@ -123,16 +125,10 @@ def test_script_that_compiles_whole_has_no_breaks(write_script: WriteScript, che
         ("y = y * 2 if y.sum() > 0 else y", "True", ("Detected data-dependent branching",)),
     ],
 )
-def test_graph_break_has_line_and_remedy(
-    write_script: WriteScript, check: Check, line: str, fullgraph: str, words: tuple[str, ...]
-) -> None:
-    options = '{"inner_backend": "eager"}'
-    script = write_script(
-        line=line, compile=f'model.compile(backend="compile_fsdp", fullgraph={fullgraph}, options={options})'
-    )
-    result = check(script)
+def test_graph_break_has_line_and_remedy(check: Check, line: str, fullgraph: str, words: tuple[str, ...]) -> None:
+    result = check(line=line, compile=_USUAL["compile"].replace("True", fullgraph))
     assert result.status == 1 and result.rules("breaks") == ["graph-break"]
-    found = result.finding("graph-break")
+    found, script = result.finding("graph-break"), result.script
     number = script.read_text().splitlines().index(f"        {line}") + 1
     assert (found["place"]["filename"], found["place"]["line"]) == (str(script), number)
     assert f"{script}:{number}" in result.out and f"> {line}" in result.out
@@ -165,18 +161,16 @@ def test_graph_break_has_line_and_remedy(
     ],
     ids=["not compiled", "model.compile", "torch.compile", "a block", "all blocks"],
 )
-def test_model_not_compiled_as_one_graph_breaks(
-    write_script: WriteScript, check: Check, parts: dict[str, str], rule: str, words: str
-) -> None:
-    result = check(write_script(**parts))
+def test_model_not_compiled_as_one_graph_breaks(check: Check, parts: dict[str, str], rule: str, words: str) -> None:
+    result = check(**parts)
     assert result.status == 1 and rule in result.rules("breaks")
     assert words in result.finding(rule)["what"]
     assert 'backend="compile_fsdp"' in result.finding(rule)["remedy"]
 
 
-def test_torch_sharded_model_needs_make_traceable(write_script: WriteScript, check: Check) -> None:
+def test_torch_sharded_model_needs_make_traceable(check: Check) -> None:
     shard = "import torch.distributed.fsdp as fsdp\nfor module in (model[0], model):\n    fsdp.fully_shard(module)"
-    result = check(write_script(shard=shard))
+    result = check(shard=shard)
     # Since torch 2.14.1, Dynamo ends the trace at torch's hooks, so the backend gets no graph.
     first = "graph-break" if torch.__version__ >= "2.14.1" else "refused"
     assert result.status == 1 and result.rules("breaks") == [first, "not-traceable"]
@@ -197,38 +191,35 @@ def test_torch_sharded_model_needs_make_traceable(write_script: WriteScript, che
         ("fully_shard(model)", "one-group", ["the root"]),
     ],
 )
-def test_group_kept_unsharded_or_single_group_is_a_cost(
-    write_script: WriteScript, check: Check, shard: str, rule: str, names: list[str]
-) -> None:
-    result = check(write_script(shard=shard), "--strict", "--steps", "1")
+def test_group_kept_unsharded_or_single_group_is_a_cost(check: Check, shard: str, rule: str, names: list[str]) -> None:
+    result = check("--strict", "--steps", "1", shard=shard)
     assert (result.status, result.data["compiles_whole"], result.data["steps"]) == (1, True, 1)
     assert result.rules("costs") == [rule, "inner-backend"]
     assert result.finding(rule)["names"] == names
     assert ("288 B" in result.finding(rule)["what"]) == (rule == "kept-unsharded")
 
 
-def test_changing_batch_size_is_reported_as_recompile(write_script: WriteScript, check: Check) -> None:
-    script = write_script(batch="4 + 2 * step")
-    result = check(script)
+def test_changing_batch_size_is_reported_as_recompile(check: Check) -> None:
+    result = check(batch="4 + 2 * step")
     assert result.status == 0
     found = result.finding("recompiled")
     assert "expected 4, actual 6" in found["what"] and "drop_last=True" in found["remedy"]
     assert found["place"]["source"] == "model(torch.randn(4 + 2 * step, 8)).sum().backward()"
 
 
-def test_script_without_optimizer_steps_is_noted(write_script: WriteScript, check: Check) -> None:
-    result = check(write_script(step="", end="break"))
+def test_script_without_optimizer_steps_is_noted(check: Check) -> None:
+    result = check(step="", end="break")
     assert result.status == 0 and result.data["steps"] == 0
     assert "ran to its end" in result.out
     assert result.rules("note") == ["no-step"]
 
 
-def test_steps_are_counted_with_one_optimizer_per_parameter(write_script: WriteScript, check: Check) -> None:
+def test_steps_are_counted_with_one_optimizer_per_parameter(check: Check) -> None:
     hooks = (
         "own = {each: torch.optim.SGD([each], lr=0.1) for each in model.parameters()}\n"
         "for each in own:\n    each.register_post_accumulate_grad_hook(lambda p: own[p].step())"
     )
-    result = check(write_script(shard=f"for module in (model[0], model):\n    fully_shard(module)\n{hooks}", step=""))
+    result = check(shard=f"{_USUAL['shard']}\n{hooks}", step="")
     assert (result.status, result.data["steps"]) == (0, 2)
 
 
@@ -276,9 +267,9 @@ def test_error_outside_compiled_steps_is_a_script_error(
     assert "does not compile whole" not in captured.out
 
 
-def test_error_inside_a_custom_backend_is_a_compiler_error(write_script: WriteScript, check: Check) -> None:
+def test_error_inside_a_custom_backend_is_a_compiler_error(check: Check) -> None:
     backend = "def broken(graph, inputs):\n    return lambda *args: int('of the backend')\n"
-    result = check(write_script(compile=f"{backend}model.compile(backend=broken)"))
+    result = check(compile=f"{backend}model.compile(backend=broken)")
     assert result.status == 1 and "compiler-error" in result.rules("breaks")
     assert "of the backend" in result.finding("compiler-error")["what"]
 
@@ -290,10 +281,8 @@ def test_invalid_arguments_are_one_line_errors(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.slow
-def test_inductor_removes_copy_windows(check: Check, tmp_path: Path) -> None:
-    script = tmp_path / "plain_loop.py"
-    script.write_text((ROOT / "examples" / "plain_loop.py").read_text())
-    result = check(script)
+def test_inductor_removes_copy_windows(check: Check) -> None:
+    result = check(text=(ROOT / "examples" / "plain_loop.py").read_text())
     assert result.status == 0 and result.data["findings"] == []
     assert result.data["windows_removed"] > 0
     (root,) = [group for group in result.data["models"][0]["groups"] if not group["reshards"]]
