@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import compile_fsdp
 from compile_fsdp.torch_compat.distributed import executed_collectives
 from helpers.logs import logged
+from helpers.models.blockwise import compile_whole, shard_blocks
 from helpers.models.reference import Case
 from helpers.models.sharded import unsharded_bytes
 from helpers.parity.check import build, loss_of
-from helpers.parity.twins import AOT_EAGER
+from helpers.parity.twins import AOT_EAGER, Twins, build_both
 from helpers.ranks.pools import run_ranks
-
-_BOTH = (torch_fully_shard, compile_fsdp.fully_shard)
 
 
 def _watch(case: Case, seen: list[str]) -> None:
@@ -39,22 +36,13 @@ def _watch(case: Case, seen: list[str]) -> None:
         module.register_forward_hook(lambda m, args, out, name=name: note(m, f"after {name}, prepended"), prepend=True)
 
 
-def _build(case_name: str, fully_shard: Any, configure: Callable[[Case], object]) -> Case:
-    """Build the case, register its hooks, and compile it if compile_fsdp shards it."""
-    case = build(case_name, fully_shard)
-    configure(case)
-    if fully_shard is compile_fsdp.fully_shard:
-        case.model.compile(backend="compile_fsdp", fullgraph=True, options=AOT_EAGER)
-    return case
-
-
 def _forward_hooks(rank: int) -> tuple[list[str], list[str]]:
     records: tuple[list[str], list[str]] = [], []
-    for fully_shard, seen in zip(_BOTH, records, strict=True):
-        case = _build("mlp", fully_shard, lambda case, seen=seen: _watch(case, seen))  # type: ignore[misc]
-        torch.manual_seed(rank)
-        for _ in range(2):
-            loss_of(case.model, case.batch()).backward()
+    twins = Twins(rank)
+    for case, seen in zip((twins.eager, twins.ours), records, strict=True):
+        _watch(case, seen)
+    for _ in range(2):
+        twins.train(update=False)
     return records
 
 
@@ -72,31 +60,23 @@ def _change_output(module: nn.Module, args: Any, output: torch.Tensor) -> torch.
     return output
 
 
-def _register_changes(case: Case) -> None:
-    case.blocks[0].register_forward_hook(_change_output)
-    case.blocks[1].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,))
-
-
-def _gradients_equal(rank: int) -> bool:
-    """Whether eager and compiled steps with hooks that change values give equal gradients."""
-    results = []
-    for fully_shard in _BOTH:
-        case = _build("nested", fully_shard, _register_changes)
-        torch.manual_seed(rank)
-        for _ in range(2):
-            loss_of(case.model, case.batch()).backward()
-        results.append([parameter.grad.full_tensor() for parameter in case.model.parameters()])  # type: ignore[union-attr]
-    return all(map(torch.equal, *results))
+def _with_changes(rank: int) -> list[str]:
+    """Differences of two steps with hooks that change values."""
+    twins = Twins(rank, "nested")
+    for case in (twins.eager, twins.ours):
+        case.blocks[0].register_forward_hook(_change_output)
+        case.blocks[1].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,))
+    for _ in range(2):
+        twins.train(update=False)
+    return twins.result.differing
 
 
 def test_hooks_that_change_outputs_and_gradients_match_eager() -> None:
-    assert run_ranks(2, _gradients_equal) == [True] * 2
+    assert run_ranks(2, _with_changes) == [[]] * 2
 
 
-def _train(model: nn.Module, fully_shard: Any, rank: int) -> list[torch.Tensor]:
-    """Compile a model that compile_fsdp has sharded; return the trainable parameters' gradients of two backwards."""
-    if fully_shard is compile_fsdp.fully_shard:
-        model.compile(backend="compile_fsdp", fullgraph=True, options=AOT_EAGER)
+def _train(model: nn.Module, rank: int) -> list[torch.Tensor]:
+    """Return the trainable parameters' gradients of two backwards."""
     torch.manual_seed(rank)
     for _ in range(2):
         model(torch.randn(5, 4)).backward()
@@ -133,14 +113,9 @@ class _Skips(nn.Module):
 
 
 def _skip_connections(rank: int, halves: bool, passes: int, param_dtype: torch.dtype | None) -> bool:
-    results = []
-    for fully_shard in _BOTH:
-        torch.manual_seed(0)
-        model = _Skips(halves, passes)
-        for module in (*model.blocks, model):
-            fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype))
-        results.append(_train(model, fully_shard, rank))
-    return all(map(torch.equal, *results))
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype)
+    models = build_both(lambda fully_shard: shard_blocks(_Skips(halves, passes), fully_shard, mp_policy=policy))
+    return all(map(torch.equal, *(_train(model, rank) for model in models)))
 
 
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16], ids=["", "cast"])
@@ -172,15 +147,10 @@ def _untraceable(grad: torch.Tensor) -> torch.Tensor:
 
 def _backward_op_by_op(rank: int) -> tuple[bool, list[str], int]:
     """Return whether gradients equal eager's, the log messages and the bytes that stay unsharded."""
-    results = []
+    models = build_both(lambda fully_shard: shard_blocks(_Recomputed(), fully_shard))
     with logged() as messages:
-        for fully_shard in _BOTH:
-            torch.manual_seed(0)
-            model = _Recomputed()
-            for module in (model.first, model.second, model):
-                fully_shard(module)
-            results.append(_train(model, fully_shard, rank))
-    return all(map(torch.equal, *results)), messages, unsharded_bytes(model)
+        results = [_train(model, rank) for model in models]
+    return all(map(torch.equal, *results)), messages, unsharded_bytes(models[1])
 
 
 def test_backward_run_op_by_op_gathers_parameters_for_recomputation() -> None:
@@ -196,7 +166,8 @@ class _Undo(RuntimeError):
 
 def _optimizer_in_backward(rank: int) -> tuple[list[tuple[str, int]], bool, bool, bool]:
     """Run post-accumulate-grad hooks; return calls (parameter, collectives so far) and check results."""
-    case = _build("mlp", compile_fsdp.fully_shard, lambda case: None)
+    case = build("mlp", compile_fsdp.fully_shard)
+    compile_whole(case.model, **AOT_EAGER)
     names = {parameter: name for name, parameter in case.model.named_parameters()}
     calls: list[tuple[nn.Parameter, int]] = []
     kept: list[torch.Tensor] = []
@@ -250,20 +221,19 @@ def test_parameter_hooks_run_between_the_collectives_of_the_backward() -> None:
 
 def _full_backward_hooks(rank: int, inner_backend: str) -> tuple[list[Any], list[Any]]:
     records: tuple[list[Any], list[Any]] = [], []
-    for fully_shard, seen in zip(_BOTH, records, strict=True):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+
+    def build(fully_shard: Any) -> Any:
+        return shard_blocks(nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 2)), fully_shard)
+
+    for model, seen in zip(build_both(build, options={"inner_backend": inner_backend}), records, strict=True):
 
         def note(module: nn.Module, inputs: Any, outputs: Any, seen: list[Any] = seen) -> None:
             given = [None if each is None else each.tolist() for each in (*inputs, *outputs)]
             seen.append((type(module).__name__.removeprefix("FSDP"), given))
 
         for module in (*model, model):
-            fully_shard(module)
             module.register_full_backward_hook(note)
         model[0].register_full_backward_pre_hook(lambda module, outputs: (outputs[0] * 0.5,))
-        if fully_shard is compile_fsdp.fully_shard:
-            model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": inner_backend})
         torch.manual_seed(rank)
         for _ in range(2):
             model(torch.randint(0, 8, (3,))).square().mean().backward()
