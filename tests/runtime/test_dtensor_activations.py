@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 
 import compile_fsdp
 from compile_fsdp.errors import UnsupportedFeatureError
+from helpers.models.blockwise import compile_whole, shard_blocks
 from helpers.parity.check import full
 from helpers.ranks.meshes import shared_mesh
 from helpers.ranks.pools import device_type, run_ranks
@@ -93,8 +94,7 @@ def _train(fully_shard: Any, options: Any) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model: Any = _Model()
     _sequence_parallel(model, mesh["tp"])
-    for module in (*model.layers, model):
-        fully_shard(module, mesh=mesh["dp"])
+    shard_blocks(model, fully_shard, mesh=mesh["dp"])
 
     def backward(step: int) -> torch.Tensor:
         torch.manual_seed(10 * step + mesh["dp"].get_local_rank())
@@ -124,8 +124,7 @@ def _train_on_full_mesh(fully_shard: Any, options: Any) -> list[torch.Tensor]:
             module.register_parameter(key, nn.Parameter(value))
 
     distribute_module(model, mesh, distribute)
-    for module in (*model, model):
-        fully_shard(module, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    shard_blocks(model, fully_shard, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
 
     def backward(step: int) -> torch.Tensor:
         torch.manual_seed(10 * step + mesh["dp"].get_local_rank())
@@ -159,14 +158,13 @@ def _hooked(rank: int) -> None:
     mesh = shared_mesh(device_type(), (2, 2), ("dp", "tp"))
     model: Any = _Model()
     _sequence_parallel(model, mesh["tp"])
-    for module in (*model.layers, model):
-        compile_fsdp.fully_shard(module, mesh=mesh["dp"])
+    shard_blocks(model, mesh=mesh["dp"])
 
     def double(module: nn.Module, args: Any, output: torch.Tensor) -> None:
         output.register_hook(lambda grad: grad * 2)
 
     model.layers[0].register_forward_hook(double)
-    model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
+    compile_whole(model, inner_backend="aot_eager")
     with pytest.raises(UnsupportedFeatureError, match="expected hooks on plain tensors, got one on a DTensor"):
         model(torch.zeros(2, 6, dtype=torch.long))
 

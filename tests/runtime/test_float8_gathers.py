@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import compile_fsdp
 from compile_fsdp.errors import UnsupportedFeatureError
+from helpers.models.blockwise import shard_blocks
 from helpers.models.stacks import Block
 from helpers.parity.check import more_collectives
 from helpers.ranks.meshes import shared_mesh
@@ -36,9 +37,7 @@ def _build(fully_shard: Any, way: str) -> Any:
     if way == "tensor_parallel":
         for each in model:
             parallelize_module(each, mesh["tp"], {"up": Float8ColwiseParallel(), "down": Float8RowwiseParallel()})
-    for module in (*model, model):
-        fully_shard(module, mesh=mesh["dp"], reshard_after_forward=False if way == "kept" else None)
-    return model
+    return shard_blocks(model, fully_shard, mesh=mesh["dp"], reshard_after_forward=False if way == "kept" else None)
 
 
 def _losses_and_gradients(model: Any, batch: int, eager_step: int | None = None) -> list[torch.Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from helpers.models.blockwise import shard_blocks
 from helpers.models.stacks import Block
 from helpers.parity.twins import build_both
 from helpers.ranks.pools import run_ranks
@@ -21,9 +22,7 @@ _BF16, _FP32 = torch.bfloat16, torch.float32
 def _build(fully_shard: Any, prepare: Callable[[Any], None], policy: MixedPrecisionPolicy) -> Any:
     model: Any = nn.Sequential(Block(4), Block(4))
     prepare(model)
-    for module in (*model, model):
-        fully_shard(module, mp_policy=policy)
-    return model
+    return shard_blocks(model, fully_shard, mp_policy=policy)
 
 
 def _loss(model: Any, step: int, rank: int) -> torch.Tensor:

@@ -15,6 +15,7 @@ from compile_fsdp.runtime.gather import EAGER_GATHER
 from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.runtime.states import Memory
 from compile_fsdp.torch_compat.fsdp import fsdp_state, param_groups
+from helpers.models.blockwise import compile_whole
 from helpers.ranks.fake_world import fake_world
 
 
@@ -24,8 +25,7 @@ def model() -> Iterator[nn.Sequential]:
         model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
         for module in (model[0], model):
             compile_fsdp.fully_shard(module)
-        model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
-        yield model
+        yield compile_whole(model, inner_backend="aot_eager")
 
 
 def _group(module: nn.Module) -> TraceableGroup:

@@ -8,6 +8,7 @@ from torch import nn
 
 from compile_fsdp.tools.launch import RankError
 from compile_fsdp.torch_compat.dynamo_limits import LOSES_STATE_BEHIND_BODIES
+from helpers.models.blockwise import shard_blocks
 from helpers.parity.check import Parity, compare, compare_grads
 from helpers.parity.twins import build_both
 from helpers.ranks.pools import run_ranks
@@ -24,15 +25,8 @@ class _Chooses(nn.Module):
         return x + chosen
 
 
-def _shard(fully_shard: object) -> nn.Module:
-    model = nn.Sequential(_Chooses(), _Chooses())
-    for module in (*model, model):
-        fully_shard(module)  # type: ignore[operator]
-    return model
-
-
 def _train(rank: int) -> Parity:
-    eager, ours = build_both(_shard)
+    eager, ours = build_both(lambda fully_shard: shard_blocks(nn.Sequential(_Chooses(), _Chooses()), fully_shard))
     result = Parity()
     for step in range(2):
         torch.manual_seed(2 * step + rank)

@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
-import compile_fsdp
 from compile_fsdp.torch_compat.dispatch import FakeTensorMode
+from helpers.models.blockwise import compile_whole, shard_blocks
 from helpers.models.stacks import Stack
 from helpers.parity.twins import AOT_EAGER
 from helpers.ranks.fake_world import fake_world
@@ -35,10 +35,9 @@ def _looks_sharded(rank: int, by_module: bool) -> list[bool]:
     found = []
     for is_compiled in (False, True):
         model = _AsksForType(by_module)
-        compile_fsdp.fully_shard(model.block)
-        compile_fsdp.fully_shard(model)
+        shard_blocks(model)
         if is_compiled:
-            model.compile(backend="compile_fsdp", fullgraph=True, options=dict(AOT_EAGER))
+            compile_whole(model, **AOT_EAGER)
         first, second = model(torch.ones(1, 4)), model(torch.zeros(1, 4))
         found.append(torch.equal(first, second))
     return found
@@ -53,9 +52,6 @@ def test_model_of_fake_tensors_may_run_eagerly_before_it_is_compiled() -> None:
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,))
         with FakeTensorMode(allow_non_fake_inputs=True):
-            model = Stack()
-            for module in (*model.layers, model):
-                compile_fsdp.fully_shard(module, mesh=mesh)
+            model = shard_blocks(Stack(), mesh=mesh)
             model(torch.ones(3, 8))
-            model.compile(backend="compile_fsdp", fullgraph=True, options=dict(AOT_EAGER))
-            model(torch.ones(3, 8)).backward()
+            compile_whole(model, **AOT_EAGER)(torch.ones(3, 8)).backward()

@@ -15,16 +15,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import compile_fsdp
 from helpers.graphs.capture import events, render_step
+from helpers.models.blockwise import shard_blocks
 from helpers.models.layers import Product
 from helpers.ranks.fake_world import fake_world
 
 
 def _model(world_size: int) -> nn.Sequential:
-    mesh = init_device_mesh("cpu", (world_size,))
     model = nn.Sequential(Product(8, 8), Product(8, 16), Product(16, 24))
-    for module in (*model, model):
-        compile_fsdp.fully_shard(module, mesh=mesh)
-    return model
+    return shard_blocks(model, mesh=init_device_mesh("cpu", (world_size,)))  # type: ignore[no-any-return]
 
 
 def _events(

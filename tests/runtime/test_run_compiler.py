@@ -17,6 +17,7 @@ from torch._dynamo import register_backend
 import compile_fsdp
 from compile_fsdp.runtime.attached import module_hooks_of
 from compile_fsdp.runtime.run_compiler import run_compiler
+from helpers.models.blockwise import compile_whole
 from helpers.ranks.fake_world import fake_world
 
 is_enabled: list[bool] = []  # whether the collector was enabled when each graph was compiled
@@ -43,10 +44,8 @@ class _Breaks(nn.Linear):
 
 
 def _compiled(layer: nn.Module) -> nn.Module:
-    model = nn.Sequential(layer, nn.Tanh(), nn.Linear(4, 4))
-    compile_fsdp.fully_shard(model)
-    model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "watching_the_collector"})
-    return model
+    model = compile_fsdp.fully_shard(nn.Sequential(layer, nn.Tanh(), nn.Linear(4, 4)))
+    return compile_whole(model, inner_backend="watching_the_collector")  # type: ignore[no-any-return]
 
 
 def test_garbage_collector_is_paused_while_graphs_are_compiled() -> None:

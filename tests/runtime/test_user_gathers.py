@@ -12,6 +12,7 @@ from torch.distributed.fsdp import share_comm_ctx
 import compile_fsdp
 from compile_fsdp.runtime.attached import find_group
 from compile_fsdp.torch_compat.fsdp import fsdp_state
+from helpers.models.blockwise import compile_whole, shard_blocks
 from helpers.parity.twins import AOT_EAGER
 from helpers.ranks.fake_world import fake_world
 from helpers.ranks.pools import run_ranks
@@ -53,11 +54,10 @@ def _train(rank: int, fully_shard: Any, roots: int) -> tuple[list[torch.Tensor],
     torch.manual_seed(0)
     models: list[Any] = []
     for _ in range(roots):
-        models.append(model := nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))))
-        for module in (*model, model):
-            fully_shard(module)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+        models.append(shard_blocks(model, fully_shard))
         if fully_shard is compile_fsdp.fully_shard:
-            model.compile(backend="compile_fsdp", fullgraph=True, options=AOT_EAGER)
+            compile_whole(model, **AOT_EAGER)
     if roots > 1:
         share_comm_ctx(models)
     parameters = [parameter for model in models for parameter in model.parameters()]
