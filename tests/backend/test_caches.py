@@ -1,7 +1,8 @@
-"""Compiler caches that are broken, shared, or from other passes change no result."""
+"""Compiler caches: a restarted process of any rank loads both graphs, and no broken entry or graph of other passes."""
 
 from __future__ import annotations
 
+import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,66 +14,127 @@ import torch
 from helpers.ranks.fresh import run_fresh
 
 _STEP = """
-import json, os, sys
+import dataclasses, json, os, sys
 import torch
-from torch import nn
+import torch._dynamo.utils
 
 import compile_fsdp
 from compile_fsdp.passes import cache_key
+from helpers.models import hybrid
 from helpers.ranks.fake_world import fake_world
 
-if "OTHER_PASSES" in os.environ:
-    cache_key.hash_sources = lambda: "other sources"
-with fake_world(2):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
-    for module in (model[0], model[2], model):
-        compile_fsdp.fully_shard(module)
-    model.compile(backend="compile_fsdp", fullgraph=True)
+class Block(hybrid.Block):
+    def forward(self, x):
+        return x + self.outer(self.inner(x).where(x.new_ones(()) > 0, torch.rand(())))
+
+def step():
     loss = model(torch.ones(3, 4)).square().mean()
     loss.backward()
-    print(json.dumps([report.cached for report in compile_fsdp.reports()]))
+    return loss
+
+rank, warm_up = json.loads(sys.argv[1])
+if "OTHER_PASSES" in os.environ:
+    cache_key.hash_sources = lambda: "other sources"
+with fake_world(4, rank):
+    if warm_up:  # torch numbers compiled graphs, and process groups, by how many there were before
+        torch.compile(torch.sin)(torch.ones(2, requires_grad=True)).sum().backward()
+        torch._dynamo.utils.counters.clear()
+        for _ in range(3):
+            torch.distributed.new_group([0, 1, 2, 3])
+    model = hybrid.build_hybrid(Block)
+    model.compile(backend="compile_fsdp", fullgraph=True)
+    step()
+    counters = torch._dynamo.utils.counters
+    print(json.dumps({
+        "counters": {**counters["aot_autograd"], **counters["inductor"]},
+        "reports": [dataclasses.asdict(report) for report in compile_fsdp.reports()],
+        "captures": counters["compiled_autograd"]["captures"],
+    }))
     if "FORK" in os.environ:
         sys.stdout.flush()
         os.dup2(1, 2)  # the child's error is output, too
         child = os.fork()
-        again = model(torch.ones(3, 4)).square().mean()
-        again.backward()
-        assert again.isfinite()
+        assert step().isfinite()
         if child:
             print(os.waitpid(child, 0)[1], flush=True)
         os._exit(0)
 """
 
 
-def _run(cache: Path, **environment: str) -> tuple[Any, str]:
-    """Whether each graph came from the cache; with FORK, the child's exit status, and all output before."""
-    # Skip the ten-second g++ check of vector support.
-    return run_fresh(_STEP, TORCHINDUCTOR_CACHE_DIR=str(cache), TORCHINDUCTOR_VEC_ISA_OK="0", **environment)
+def _run(cache: Path, rank: int = 0, warm_up: bool = False, **environment: str) -> tuple[Any, str]:
+    """Run a step in a new process; return its counters and reports, with FORK a child's status, and earlier output."""
+    # Skip the g++ check of vector support, which takes ten seconds with an empty cache.
+    variables = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TORCHINDUCTOR_VEC_ISA_OK": "0", **environment}
+    return run_fresh(_STEP, rank, warm_up, **variables)
+
+
+def _cached(result: dict[str, Any]) -> list[bool]:
+    return [report["cached"] for report in result["reports"]]
+
+
+def _cached_after(cache: Path, **environment: str) -> list[bool]:
+    """Whether each graph came from the cache, in a process that prints nothing else."""
+    result, before = _run(cache, **environment)
+    assert before == ""
+    return _cached(result)
+
+
+@pytest.fixture(scope="module")
+def cold(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Cache folder and result of a first process on rank 0."""
+    folder = tmp_path_factory.mktemp("cache")
+    cold, _ = _run(folder)
+    assert _cached(cold) == [False, False]
+    assert _count(cold, "autograd_cache") == {"miss": 2, "saved": 2}
+    assert _count(cold, "fxgraph_cache") == {"miss": 2}
+    return folder, cold
+
+
+def _count(result: dict[str, Any], cache: str) -> dict[str, int]:
+    counters: dict[str, int] = result["counters"]
+    return {name.removeprefix(f"{cache}_"): count for name, count in counters.items() if name.startswith(f"{cache}_")}
+
+
+@pytest.mark.parametrize(
+    ("rank", "warm_up"),
+    [(0, False), (3, False), (0, True)],
+    ids=["restart", "other rank", "after other graphs and process groups"],
+)
+def test_forward_and_backward_come_from_the_cache(cold: tuple[Path, dict[str, Any]], rank: int, warm_up: bool) -> None:
+    folder, first = cold
+    warm, _ = _run(folder, rank, warm_up)
+    assert warm["captures"] == 1
+    # The forward loads its graph and AOTAutograd's unused backward; the backward loads one graph.
+    assert _count(warm, "autograd_cache") == {"hit": 2}
+    assert _count(warm, "fxgraph_cache") == {"hit": 3}
+    # Except for `cached`, the reports equal the first process's reports.
+    assert warm["reports"] == [report | {"cached": True} for report in first["reports"]]
+    assert [report["windows_removed"] for report in warm["reports"]] == [8, 8]
+    assert {fqn for fqn, _ in warm["reports"][0]["kept"]} == {"2.weight", "2.bias"}
 
 
 @pytest.mark.slow
 def test_broken_cache_entries_are_recompiled(tmp_path: Path) -> None:
-    assert _run(tmp_path) == ([False, False], "")
-    assert _run(tmp_path) == ([True, True], "")
+    assert _cached_after(tmp_path) == [False, False]
+    assert _cached_after(tmp_path) == [True, True]
     entries = [path for kind in ("fxgraph", "aotautograd") for path in (tmp_path / kind).rglob("*") if path.is_file()]
     assert len(entries) >= 4
     for i, path in enumerate(entries):
         path.write_bytes(b"" if i % 2 else path.read_bytes()[: path.stat().st_size // 2])
-    assert _run(tmp_path) == ([False, False], "")
+    assert _cached_after(tmp_path) == [False, False]
 
 
 @pytest.mark.slow
 def test_cached_graphs_of_other_passes_are_not_loaded(tmp_path: Path) -> None:
-    assert _run(tmp_path, OTHER_PASSES="1") == ([False, False], "")
-    assert _run(tmp_path) == ([False, False], "")
+    assert _cached_after(tmp_path, OTHER_PASSES="1") == [False, False]
+    assert _cached_after(tmp_path) == [False, False]
 
 
 @pytest.mark.slow
 def test_two_processes_share_a_cache(tmp_path: Path) -> None:
     with ThreadPoolExecutor() as pool:
-        assert all(before == "" for _, before in pool.map(_run, [tmp_path] * 2))
-    assert _run(tmp_path) == ([True, True], "")
+        list(pool.map(_cached_after, [tmp_path] * 2))
+    assert _cached_after(tmp_path) == [True, True]
 
 
 def test_cache_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
@@ -84,7 +146,7 @@ def test_cache_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_compiled_model_runs_after_fork_except_in_cuda_builds(tmp_path: Path) -> None:
     child, before = _run(tmp_path, FORK="1")
-    assert before.startswith("[false, false]")
+    assert _cached(json.loads(before.splitlines()[0])) == [False, False]
     if torch.version.cuda is None:
         assert child == 0, before
     else:
