@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch.distributed.tensor import Shard
 
 import compile_fsdp
 from compile_fsdp import errors
+from helpers.models.blockwise import compile_whole, shard_blocks
 from helpers.models.reference import Stack
 from helpers.models.tensor_subclasses import Float8Weight, LowPrecision, use
 from helpers.parity.check import build, loss_of
@@ -29,9 +32,7 @@ from helpers.releases.skip import skip_before
 
 
 def _shard(model: Any, **arguments: Any) -> Any:
-    for module in (*getattr(model, "layers", model.children()), model):
-        compile_fsdp.fully_shard(module, mesh=init_device_mesh("cpu", (2,)), **arguments)
-    return model
+    return shard_blocks(model, mesh=init_device_mesh("cpu", (2,)), **arguments)
 
 
 _before = [0]  # number of the default group's collectives before the misuse
@@ -47,8 +48,7 @@ def _start_counting() -> None:
 
 def _compile(model: Any, **options: Any) -> Any:
     _start_counting()
-    model.compile(backend="compile_fsdp", fullgraph=True, options={**AOT_EAGER, **options})
-    return model
+    return compile_whole(model, **AOT_EAGER, **options)
 
 
 def _batch() -> dict[str, torch.Tensor]:
@@ -67,37 +67,36 @@ def _fsdp1() -> None:
     compile_fsdp.make_traceable(nn.Sequential(FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))))
 
 
-def _process_group_destroyed() -> None:
-    model = _compile(_shard(Stack()))
+@contextmanager
+def _without_process_group() -> Iterator[None]:
     dist.destroy_process_group()
     try:
-        model(**_batch())
+        yield
     finally:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         _start_counting()
+
+
+def _process_group_destroyed() -> None:
+    model = _compile(_shard(Stack()))
+    with _without_process_group():
+        model(**_batch())
 
 
 def _process_group_missing() -> None:
-    dist.destroy_process_group()
-    rank = os.environ.pop("RANK")
-    try:
+    with mock.patch.dict(os.environ), _without_process_group():
+        del os.environ["RANK"]
         compile_fsdp.fully_shard(nn.Linear(8, 8))
-    finally:
-        os.environ["RANK"] = rank
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        _start_counting()
 
 
-def _on_meta() -> None:
+def _on_meta(**arguments: Any) -> None:
     with torch.device("meta"):
         model = Stack()
-    _compile(_shard(model))(**_batch())
+    _compile(_shard(model, **arguments))(**_batch())
 
 
 def _offloaded_on_meta() -> None:
-    with torch.device("meta"):
-        model = Stack()
-    _compile(_shard(model, offload_policy=CPUOffloadPolicy()))(**_batch())
+    _on_meta(offload_policy=CPUOffloadPolicy())
 
 
 def _mixed_dtypes() -> None:
