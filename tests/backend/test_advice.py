@@ -14,6 +14,7 @@ from compile_fsdp.advice import GroupFigures, advise
 from compile_fsdp.passes import Costs
 from compile_fsdp.passes.budget.choose import Choice
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
+from helpers.models.blockwise import compile_whole
 from helpers.models.layers import Embedded, TiedEnds
 from helpers.parity.check import build, loss_of
 from helpers.ranks.fake_world import fake_world
@@ -97,10 +98,9 @@ def test_advises_a_larger_memory_budget() -> None:
 
 def _reports(**options: Any) -> list[compile_fsdp.GraphReport]:
     compile_fsdp.reset_reports()
-    given = {"inner_backend": "eager", "costs": COSTS, **options}
     with fake_world(4):
         case = build("mlp", compile_fsdp.fully_shard)
-        case.model.compile(backend="compile_fsdp", fullgraph=True, options=given)
+        compile_whole(case.model, inner_backend="eager", costs=COSTS, **options)
         loss_of(case.model, case.batch()).backward()
     found = list(compile_fsdp.reports())
     compile_fsdp.reset_reports()
@@ -115,8 +115,7 @@ def test_backward_gathers_no_group_that_only_an_embedding_reads(model: type[nn.M
         ends = sharded.embedding if ranks == 1 else [sharded.embedding, sharded.head]
         for module in (ends, sharded.block, sharded):
             compile_fsdp.fully_shard(module)
-        sharded.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "eager", "costs": COSTS})
-        sharded(torch.randint(16, (2, 4)))
+        compile_whole(sharded, inner_backend="eager", costs=COSTS)(torch.randint(16, (2, 4)))
     (forward,) = compile_fsdp.reports()
     (again,) = (group.backward_ranks for group in forward.groups if "embedding" in group.name)
     assert again == ranks

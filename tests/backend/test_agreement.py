@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,22 +17,19 @@ from torch import nn
 import compile_fsdp
 from compile_fsdp.errors import CollectiveMismatchError, RankMissingError
 from compile_fsdp.passes import Costs
+from helpers.models.blockwise import compile_whole, shard_blocks
+from helpers.parity.check import full_grads
 from helpers.parity.twins import AOT_EAGER
 from helpers.ranks.pools import run_ranks
 
 
-def _model(widths: list[int]) -> nn.Module:
+def _model(widths: list[int]) -> Any:
     torch.manual_seed(0)
-    layers = [nn.Linear(before, after) for before, after in pairwise(widths)]
-    model = nn.Sequential(*layers)
-    for module in (*layers, model):
-        compile_fsdp.fully_shard(module)
-    return model
+    return shard_blocks(nn.Sequential(*(nn.Linear(before, after) for before, after in pairwise(widths))))
 
 
 def _step(model: nn.Module, options: Mapping[str, object]) -> None:
-    model.compile(backend="compile_fsdp", fullgraph=True, options=dict(options))
-    model(torch.ones(2, 8)).mean().backward()
+    compile_whole(model, **options)(torch.ones(2, 8)).mean().backward()
 
 
 def _error_of(model: nn.Module, options: Mapping[str, object] = AOT_EAGER) -> tuple[str, str]:
@@ -53,19 +51,19 @@ def test_all_ranks_name_the_first_differing_collective() -> None:
         assert part in errors[0][1]
 
 
-def _other_packs(rank: int) -> tuple[tuple[str, str], list[torch.Tensor]]:
+def _other_packs(rank: int) -> tuple[tuple[str, str], dict[str, Any]]:
     model = _model([8, 8])
     one_by_one = Costs(latency=0.0, comm_bandwidth=1e9, memory_bandwidth=1e9, flops=1e9)
     error = _error_of(model, {"costs": one_by_one} if rank else {})
     _step(model, {})  # usable after the error
-    return error, [parameter.grad.full_tensor() for parameter in model.parameters()]  # type: ignore[union-attr]
+    return error, full_grads(model)
 
 
 def test_graphs_are_compared_after_passes_and_the_model_stays_usable() -> None:
     for (kind, message), grads in run_ranks(2, _other_packs):
         assert kind == "CollectiveMismatchError"
         assert "position 0: on rank 0 all_gather_into_tensor of float32[36]" in message and "float32[32]" in message
-        assert all(grad.abs().sum() > 0 for grad in grads)
+        assert all(grad.abs().sum() > 0 for grad in grads.values())
 
 
 def _missing(rank: int) -> tuple[str, str, float]:
@@ -114,11 +112,9 @@ def _other_batch(rank: int) -> int:
         model.zero_grad()
         rows = 2 if rank else 20_000
         model(torch.ones(rows, 8)).mean().backward()
-    compiled = [parameter.grad.full_tensor() for parameter in model.parameters()]  # type: ignore[union-attr]
     eager = _model([8, 8, 8, 8])
     eager(torch.ones(rows, 8)).mean().backward()
-    expected = [parameter.grad.full_tensor() for parameter in eager.parameters()]  # type: ignore[union-attr]
-    torch.testing.assert_close(compiled, expected)
+    torch.testing.assert_close(full_grads(model), full_grads(eager))
     return len(compile_fsdp.reports())
 
 

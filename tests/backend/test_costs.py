@@ -16,6 +16,7 @@ from compile_fsdp.options import Options
 from compile_fsdp.passes import COSTS, Costs
 from compile_fsdp.reports import reports, reset_reports
 from helpers.graphs.capture import render_step
+from helpers.models.blockwise import shard_blocks
 from helpers.ranks.fake_world import fake_world
 from helpers.ranks.pools import device_type, run_ranks
 
@@ -51,9 +52,7 @@ def test_five_compilations_without_caches_give_equal_graphs() -> None:
     for _ in range(5):
         with fake_world(2):
             torch._dynamo.reset()
-            model = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(4)))
-            for layer in (*model, model):
-                compile_fsdp.fully_shard(layer)
+            model = shard_blocks(nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(4))))
             found.append(render_step(model, lambda model=model: model(torch.ones(8, DIM)).sum()))
     assert found == [found[0]] * 5
     assert any("all_gather" in graph for graph in found[0])

@@ -13,8 +13,8 @@ import torch
 import torch._dynamo.utils
 from torch import nn
 
-import compile_fsdp
 from compile_fsdp.backend import blocks, cpu_probe, inner
+from helpers.models.blockwise import compile_whole, shard_blocks
 from helpers.ranks.fake_world import fake_world
 from helpers.releases.skip import skip_before
 
@@ -44,10 +44,7 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
 
 def _step(layers: int = 1, **options: Any) -> None:
     with fake_world(2):
-        model: Any = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
-        for module in (*model, model):
-            compile_fsdp.fully_shard(module)
-        model.compile(backend="compile_fsdp", fullgraph=True, options=options)
+        model = compile_whole(shard_blocks(nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))), **options)
         for _ in range(2):
             model(torch.ones(3, 4)).sum().backward()
 

@@ -9,21 +9,18 @@ import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import compile_fsdp
 from compile_fsdp.backend.compile import compile_fsdp as compile_graph
 from compile_fsdp.torch_compat.dynamo import graph_input_example
 from compile_fsdp.torch_compat.fsdp import param_groups
 from helpers.graphs.capture import render_step
+from helpers.models.blockwise import shard_blocks
 from helpers.models.layers import Product
 from helpers.ranks.pools import run_ranks
 
 
-def _two_layers() -> nn.Module:
-    mesh = init_device_mesh("cpu", (2,))
+def _two_layers() -> Any:
     model = nn.Sequential(Product(4, 4), Product(4, 4))
-    for module in (*model, model):
-        compile_fsdp.fully_shard(module, mesh=mesh)
-    return model
+    return shard_blocks(model, mesh=init_device_mesh("cpu", (2,)))
 
 
 def _render_step(rank: int) -> list[str]:

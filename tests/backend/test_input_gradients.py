@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from helpers.models.blockwise import shard_blocks
 from helpers.parity.twins import build_both
 from helpers.ranks.pools import run_ranks
 from helpers.ranks.recording import collectives_of
@@ -24,13 +25,6 @@ class _Model(nn.Module):
         for layer in self.layers:
             x = torch.tanh(layer(x)) * scale
         return x.square().mean()
-
-
-def _build(fully_shard: Any) -> Any:
-    model: Any = _Model()
-    for module in (*model.layers, model):
-        fully_shard(module)
-    return model
 
 
 def _grad(loss: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -84,7 +78,7 @@ def _steps(model: Any, ask: Ask) -> tuple[list[torch.Tensor], list[list[bool]], 
 
 def _as_eager(rank: int) -> dict[str, tuple[bool, bool, list[int], list[int]]]:
     """Train one pair of models by each way in turn; the forward is compiled once."""
-    eager, ours = build_both(_build)
+    eager, ours = build_both(lambda fully_shard: shard_blocks(_Model(), fully_shard))
     results = {}
     for name, way in _WAYS.items():
         expected, expected_have, issued = _steps(eager, way)

@@ -9,6 +9,7 @@ from torch import nn
 import compile_fsdp
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
 from helpers.graphs.capture import events, render_step, without_graph_caches
+from helpers.models.blockwise import compile_whole, shard_blocks
 from helpers.models.layers import Wide
 from helpers.ranks.fake_world import fake_world
 
@@ -17,9 +18,7 @@ def _graphs(world_size: int, rank: int) -> list[str]:
     """Render one rank's graphs; shards are padded, and empty on the last ranks of a large world."""
     with fake_world(world_size, rank):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 12, bias=False), nn.Tanh(), nn.Linear(12, 2, bias=False))
-        for module in (model[0], model[2], model):
-            compile_fsdp.fully_shard(module)
+        model = shard_blocks(nn.Sequential(nn.Linear(4, 12, bias=False), nn.Tanh(), nn.Linear(12, 2, bias=False)))
         return render_step(model, lambda: model(torch.ones(3, 4)).sum())
 
 
@@ -34,9 +33,7 @@ def test_all_windows_are_removed_if_each_shard_is_one_row() -> None:
     compile_fsdp.reset_reports()
     with fake_world(64):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64))
-        for module in (model[0], model[2], model):
-            compile_fsdp.fully_shard(module)
+        model = shard_blocks(nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64)))
         step = torch.compile(model, backend="compile_fsdp", fullgraph=True)
         with without_graph_caches():
             step(torch.ones(3, 32)).sum().backward()
@@ -55,11 +52,8 @@ def _decided(world_size: int, rank: int, budget: int) -> BudgetDecision:
     compile_fsdp.reset_reports()
     with fake_world(world_size, rank):
         torch.manual_seed(0)
-        model = Wide(3, FEATURES)  # shards are padded, and empty on the last ranks of large worlds
-        for module in (*model.blocks, model):
-            compile_fsdp.fully_shard(module)
-        options = {"inner_backend": "aot_eager", "memory_budget": budget, "progress": False}
-        model.compile(backend="compile_fsdp", fullgraph=True, options=options)
+        model = shard_blocks(Wide(3, FEATURES))  # shards are padded, and empty on the last ranks of large worlds
+        compile_whole(model, inner_backend="aot_eager", memory_budget=budget, progress=False)
         model(torch.ones(ROWS, FEATURES)).backward()
         (decision,) = (report.decision for report in compile_fsdp.reports() if report.decision is not None)
     return decision

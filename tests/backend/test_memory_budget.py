@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import compile_fsdp
 from compile_fsdp.backend.memory_budget import _need
 from compile_fsdp.errors import MemoryBudgetError
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
 from compile_fsdp.reports import reports, reset_reports
 from compile_fsdp.tools.bench.measure import peak_bytes
+from helpers.models.blockwise import compile_whole, shard_blocks
 from helpers.models.layers import Wide
 from helpers.parity.check import Parity, full, loss_of
 from helpers.parity.twins import Twins
@@ -57,16 +58,13 @@ def test_budget_sets_the_number_of_gathers(inner_backend: str, budget: int, expe
         assert gathers == expected_gathers
 
 
-def _build(budget: int | str | None, inner_backend: str) -> nn.Module:
+def _build(budget: int | str | None, inner_backend: str) -> Any:
     torch.manual_seed(0)
     model = Wide(blocks=3)
     for block in model.blocks:
         block.insert(0, nn.Linear(32, 32))  # so that the block has enough ops to be worth a call
-        compile_fsdp.fully_shard(block)
-    compile_fsdp.fully_shard(model)
-    options = {"inner_backend": inner_backend, "memory_budget": budget, "progress": False}
-    model.compile(backend="compile_fsdp", fullgraph=True, options=options)
-    return model
+    shard_blocks(model)
+    return compile_whole(model, inner_backend=inner_backend, memory_budget=budget, progress=False)
 
 
 def _smallest(batch: torch.Tensor, inner_backend: str) -> int:

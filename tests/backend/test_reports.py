@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import compile_fsdp
 from helpers.graphs.capture import without_graph_caches
 from helpers.logs import logged
+from helpers.models.blockwise import compile_whole, shard_blocks
 from helpers.parity.check import build, loss_of
 from helpers.ranks.fake_world import fake_world
 
@@ -65,10 +66,7 @@ def test_windows_are_removed_where_a_checkpoint_saves_states_of_random_numbers()
 
     compile_fsdp.reset_reports()
     with fake_world(2), without_graph_caches():
-        model = torch.nn.Sequential(Draws(8, 8), Draws(8, 8))
-        for module in (*model, model):
-            compile_fsdp.fully_shard(module)
-        model.compile(backend="compile_fsdp", fullgraph=True, options={"bundle": False})
+        model = compile_whole(shard_blocks(torch.nn.Sequential(Draws(8, 8), Draws(8, 8))), bundle=False)
         model(torch.ones(4, 8)).sum().backward()
     assert [report.windows_removed for report in compile_fsdp.reports()] == [4, 4]
 

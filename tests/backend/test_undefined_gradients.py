@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import compile_fsdp
+from helpers.models.blockwise import shard_blocks
 from helpers.models.replays import compile_with_replay, count_replays
 from helpers.parity.twins import AOT_EAGER, build_both
 from helpers.ranks.pools import run_ranks
@@ -54,10 +55,7 @@ _LOSSES: dict[str, Callable[[Sequence[torch.Tensor]], torch.Tensor]] = {
 
 
 def _build(fully_shard: Any, **variant: bool) -> Any:
-    model: Any = _Heads(**variant)
-    for module in (model.trunk, model.main, model.second, model.third, model):
-        fully_shard(module)
-    return model
+    return shard_blocks(_Heads(**variant), fully_shard)
 
 
 def _train(model: Any, losses: Sequence[str]) -> tuple[list[list[bool]], list[int], list[torch.Tensor]]:

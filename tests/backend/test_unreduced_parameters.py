@@ -8,13 +8,14 @@ from torch import nn
 
 import compile_fsdp
 from helpers.logs import logged
+from helpers.models.blockwise import compile_whole
 from helpers.models.layers import Wrapper
 from helpers.models.stacks import Stack
 from helpers.ranks.fake_world import fake_world
 
 
 def _warnings(model: nn.Module) -> list[str]:
-    model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
+    compile_whole(model, inner_backend="aot_eager")
     with logged() as messages:
         model(x=torch.randn(2, 8)).backward()
     return [message for message in messages if "not reduced" in message]
