@@ -64,20 +64,23 @@ def _metadata(checkpoint: Path) -> Metadata:
     return metadata
 
 
-def test_metadata_that_runs_code_is_refused(tmp_path: Path) -> None:
-    model, optim = _training()
-    checkpoint = save(model, optim, tmp_path / "run", step=1)
+def _load_with_metadata(folder: Path, planner_data: Any) -> None:
+    """Save, put an object into the checkpoint's metadata, and load."""
+    checkpoint = save(*_training(), folder / "run", step=1)
     metadata = _metadata(checkpoint)
-    metadata.planner_data = _Harmful(tmp_path / "harm")
+    metadata.planner_data = planner_data
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    load(*_training(), checkpoint)
+
+
+def test_metadata_that_runs_code_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"expected only descriptions of tensors in \.metadata, got posix\.mkdir"):
-        load(model, optim, checkpoint)
+        _load_with_metadata(tmp_path, _Harmful(tmp_path / "harm"))
     assert not (tmp_path / "harm").exists()
 
 
 def test_metadata_of_early_python_311_is_read(tmp_path: Path) -> None:
-    model, optim = _training()
-    checkpoint = save(model, optim, tmp_path / "run", step=1)
+    checkpoint = save(*_training(), tmp_path / "run", step=1)
     buffer = io.BytesIO()
     _PicklerOfEarly311(buffer).dump(_metadata(checkpoint))
     assert b"getattr" in buffer.getvalue()
@@ -90,13 +93,8 @@ _MEMORY_FORMATS = next(type(each) for each in TensorProperties().__getstate__() 
 
 @pytest.mark.parametrize("subject", [torch.Size, _MEMORY_FORMATS])
 def test_metadata_with_attribute_other_than_enum_member_is_refused(tmp_path: Path, subject: type[Any]) -> None:
-    model, optim = _training()
-    checkpoint = save(model, optim, tmp_path / "run", step=1)
-    metadata = _metadata(checkpoint)
-    metadata.planner_data = _Attribute(subject, "__base__")
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=r"expected only descriptions .* got builtins\.getattr of __base__"):
-        load(model, optim, checkpoint)
+        _load_with_metadata(tmp_path, _Attribute(subject, "__base__"))
 
 
 def test_value_that_runs_code_is_refused(tmp_path: Path) -> None:
