@@ -201,12 +201,15 @@ def test_nested_groups_that_share_parameters_merge_into_the_outer_group() -> Non
     assert root.parameters == ()
 
 
+def pairs() -> Any:
+    """Two modules of two layers each."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)))
+
+
 def test_group_of_several_modules_is_between_its_inner_and_outer_groups() -> None:
     # [0.0, 1] is inside 0, which comes first in the tree; 1.0 is inside [0.0, 1].
-    model = nn.Sequential(
-        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    )
-    model[1].register_parameter("weight", model[0][0].weight)  # type: ignore[index, union-attr, arg-type]
+    model = pairs()
+    model[1].register_parameter("weight", model[0][0].weight)
     planned = plan(model, Own("0", "0.0", "1", "1.0"), fix_shared=True)
     assert [group.fqns for group in planned.groups] == [("1.0",), ("0.0", "1"), ("0",), ("",)]
     apply(planned)
@@ -214,16 +217,14 @@ def test_group_of_several_modules_is_between_its_inner_and_outer_groups() -> Non
     for group in planned.groups[:-1]:
         (torch_group,) = found[group.fqns]
         assert tuple(torch_group["parameters"]) == group.parameters
-    assert model[0][0].weight is model[1].weight  # type: ignore[index, union-attr]
+    assert model[0][0].weight is model[1].weight
 
 
 def test_mutually_nested_groups_merge() -> None:
     # Sharing makes [0.0, 1] and [0, 1.0], and neither could be sharded first.
-    model = nn.Sequential(
-        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    )
-    model[1].register_parameter("first", model[0][0].weight)  # type: ignore[index, union-attr, arg-type]
-    model[0].register_parameter("second", model[1][0].weight)  # type: ignore[index, union-attr, arg-type]
+    model = pairs()
+    model[1].register_parameter("first", model[0][0].weight)
+    model[0].register_parameter("second", model[1][0].weight)
     planned = plan(model, Own("0", "0.0", "1", "1.0"), fix_shared=True)
     assert [group.fqns for group in planned.groups] == [("0", "1"), ("",)]
     assert len(planned.groups[0].parameters) == 8

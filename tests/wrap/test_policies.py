@@ -45,11 +45,6 @@ class Other(Reads):
     pass
 
 
-def on_meta(case: str) -> nn.Module:
-    with torch.device("meta"):
-        return CASES[case]().model
-
-
 def test_module_wrap_takes_subclasses_and_skips_ignored_modules() -> None:
     model = nn.Sequential(Reads(Reads(*linears(2))), Other(*linears(2)), Other(Other(*linears(2))))
     assert selected(ModuleWrapPolicy({Reads}), model, ignored=(model[2],)) == {"0": {}, "0.part0": {}, "1": {}}
@@ -124,7 +119,9 @@ def test_size_policy_skips_containers_excluded_classes_and_uncalled_modules() ->
     ],
 )
 def test_repeated_blocks_policy_selects_the_blocks_of_models(case: str, expected: list[str]) -> None:
-    assert list(selected(RepeatedBlocksPolicy(), on_meta(case))) == expected
+    with torch.device("meta"):
+        model = CASES[case]().model
+    assert list(selected(RepeatedBlocksPolicy(), model)) == expected
 
 
 def test_repeated_blocks_are_found_in_encoder_and_decoder() -> None:
