@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import compile_fsdp
 from compile_fsdp import errors
+from helpers.models.blockwise import shard_blocks
 from helpers.pages.code_blocks import DOCS
 from helpers.ranks.meshes import shared_mesh
 from helpers.ranks.pools import run_ranks
@@ -75,13 +76,9 @@ class Way:
         self.backend = "compile_fsdp" if ours else backend
         self.options = {"inner_backend": "aot_eager"} if ours else None
 
-    def build(self, make: Callable[[], nn.Module] = Model, compiled: bool = True, **arguments: Any) -> Any:
-        return self.finish(make(), compiled, **arguments)
-
-    def finish(self, model: nn.Module, compiled: bool = True, **arguments: Any) -> Any:
-        mesh = init_device_mesh("cpu", (2,))
-        for module in (*model.layers, model):
-            self.fully_shard(module, mesh=mesh, **arguments)
+    def build(self, model: nn.Module | None = None, compiled: bool = True, **arguments: Any) -> Any:
+        model = Model() if model is None else model
+        shard_blocks(model, self.fully_shard, mesh=init_device_mesh("cpu", (2,)), **arguments)
         if compiled and self.backend is not None:
             model.compile(backend=self.backend, fullgraph=True, options=self.options)
         return model
@@ -105,19 +102,19 @@ def _child_first(way: Way) -> None:
 def _on_meta(way: Way) -> None:
     with torch.device("meta"):
         model = Model()
-    way.finish(model)(X)
+    way.build(model)(X)
 
 
 def _mixed_dtypes(way: Way) -> None:
     model = Model()
     model.layers[0].bias.data = model.layers[0].bias.data.bfloat16()
-    way.finish(model)(X)
+    way.build(model)(X)
 
 
 def _tied(way: Way) -> None:
     model = Model()
     model.layers[0].weight = model.embedding.weight
-    way.finish(model)(X)
+    way.build(model)(X)
 
 
 def _loads_wrapped(way: Way) -> None:
@@ -125,17 +122,10 @@ def _loads_wrapped(way: Way) -> None:
     way.build().load_state_dict(wrapped.state_dict())
 
 
-def _clips_both(way: Way) -> None:
-    model = way.build(compiled=False)
-    other = nn.Linear(8, 8)
-    (model(X) + other(X).mean()).backward()
-    nn.utils.clip_grad_norm_([*model.parameters(), *other.parameters()], 1.0)
-
-
-def _clips_meshes(way: Way) -> None:
-    model = way.build(compiled=False)
-    other = nn.Linear(8, 8)
-    way.fully_shard(other, mesh=shared_mesh("cpu", (1, 2), ("replicate", "shard")))
+def _clips_together(way: Way, are_both_sharded: bool) -> None:
+    model, other = way.build(compiled=False), nn.Linear(8, 8)
+    if are_both_sharded:
+        way.fully_shard(other, mesh=shared_mesh("cpu", (1, 2), ("replicate", "shard")))
     (model(X) + other(X).mean()).backward()
     nn.utils.clip_grad_norm_([*model.parameters(), *other.parameters()], 1.0)
 
@@ -178,7 +168,7 @@ NOTHING = None
 # By message: a program that makes torch raise it, and compile_fsdp's outcome: SAME message, own error type or NOTHING.
 KNOWN: dict[str, tuple[Callable[[Way], object], str | type[Exception] | None]] = {
     "got mixed torch.Tensor and DTensor": (lambda way: way.build().encode(X), SAME),
-    "setStorage": (lambda way: way.build(_UsesGiven)(X).backward(), SAME),
+    "setStorage": (lambda way: way.build(_UsesGiven())(X).backward(), SAME),
     "'Parameter' object": (_replaces_parameter, errors.ReplacedParameterError),
     "FSDP state has already": (_child_first, errors.RootError),
     "FSDP parameters should": (_on_meta, errors.ParameterDeviceError),
@@ -190,8 +180,8 @@ KNOWN: dict[str, tuple[Callable[[Way], object], str | type[Exception] | None]] =
     "object has no attribute 'no_sync'": (lambda way: way.build().no_sync(), SAME),
     "aten.copy_.default": (lambda way: way.build().load_state_dict(Model().state_dict()), SAME),
     "Unexpected key(s)": (_loads_wrapped, SAME),
-    "aten._foreach_norm.Scalar": (_clips_both, SAME),
-    "All operands in aten.stack": (_clips_meshes, SAME),
+    "aten._foreach_norm.Scalar": (lambda way: _clips_together(way, False), SAME),
+    "All operands in aten.stack": (lambda way: _clips_together(way, True), SAME),
     "mat1 and mat2": (_input_not_cast, SAME),
     "Trying to backward": (_backward_twice, errors.SecondBackwardError),
     "Inplace update to inference tensor": (_infers_first, NOTHING),
@@ -210,7 +200,7 @@ NOT_MADE = {"Watchdog caught", "Recomputed values"}
 # Further claims of the page about compile_fsdp: a program, and its error message (None: no error).
 CLAIMS: dict[str, tuple[Callable[[Way], object], str | None]] = {
     "a parameter of another module": (
-        lambda way: way.build(_ReadsAnother)(X),
+        lambda way: way.build(_ReadsAnother())(X),
         "while compiling the root (_ReadsAnother):\nthe root",
     ),
     "assign=True": (
@@ -218,7 +208,7 @@ CLAIMS: dict[str, tuple[Callable[[Way], object], str | None]] = {
         "'Parameter' object has no attribute '_local_tensor'",
     ),
     "no names with _orig_mod": (lambda way: way.build().load_state_dict(way.build().state_dict()), None),
-    "reentrant checkpoints": (lambda way: way.build(_Checkpointed)(X).backward(), None),
+    "reentrant checkpoints": (lambda way: way.build(_Checkpointed())(X).backward(), None),
 }
 
 PAGE = (DOCS / "errors.md").read_text().partition("## Error texts of torch")[2]
