@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import compile_fsdp
 from compile_fsdp.state import async_save, load, save
+from helpers.models.blockwise import compile_whole, shard_blocks
 from helpers.models.reference import Stack
 from helpers.ranks.pools import run_ranks
 from helpers.ranks.worlds import world_of
@@ -23,12 +24,9 @@ def _losses(rank: int, size: int, compiled: bool, path: str | None, steps: Itera
     """Train from the checkpoint in `path`, if any, and save at the end."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = Stack()
-    mesh = init_device_mesh("cpu", (size,))
-    for module in (*model.layers, model):
-        compile_fsdp.fully_shard(module, mesh=mesh)
+    model = shard_blocks(Stack(), mesh=init_device_mesh("cpu", (size,)))
     if compiled:
-        model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
+        compile_whole(model, inner_backend="aot_eager")
     optim = torch.optim.AdamW(model.parameters(), lr=0.01)
     first, *_ = steps = list(steps)
     if first > 0 and path is not None:

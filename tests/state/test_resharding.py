@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import compile_fsdp
 from compile_fsdp.state import load, load_optim_state_dict, optim_state_dict, param_info, rekey_optim_state, save
+from helpers.models.blockwise import shard_blocks
 from helpers.models.optimizers import OPTIMIZERS, assert_same, everything, groups_of, trained, whole
 from helpers.models.reference import Stack
 from helpers.ranks.meshes import shared_mesh
@@ -64,8 +65,7 @@ def _build(layout: str) -> nn.Module:
     model = Stack(dim=12)
     line = init_device_mesh("cpu", (4,))
     if layout == "1-d":
-        for module in (*model.layers, model):
-            compile_fsdp.fully_shard(module, mesh=line)
+        shard_blocks(model, mesh=line)
     elif layout == "hsdp":
         grid = shared_mesh("cpu", (2, 2), ("replicate", "shard"))
         compile_fsdp.fully_shard(model, mesh=grid)
@@ -77,8 +77,7 @@ def _build(layout: str) -> nn.Module:
         grid = shared_mesh("cpu", (2, 2), ("dp", "tp"))
         for block in model.layers:
             parallelize_module(block, grid["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-            compile_fsdp.fully_shard(block, mesh=grid["dp"])
-        compile_fsdp.fully_shard(model, mesh=grid["dp"])
+        shard_blocks(model, mesh=grid["dp"])
     elif layout == "replicate":
         replicate(model, mesh=line)
     elif layout == "list":

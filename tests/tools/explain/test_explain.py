@@ -17,6 +17,7 @@ from compile_fsdp.errors import ExplainError, NothingSelectedError
 from compile_fsdp.tools.explain.capture import Place, Recompile, capture
 from compile_fsdp.tools.explain.report import make_report
 from compile_fsdp.torch_compat.dynamo import graph_break_logger
+from helpers.models.blockwise import shard_blocks
 from helpers.ranks.fake_world import fake_world
 
 EAGERLY = {"inner_backend": "aot_eager"}
@@ -90,9 +91,7 @@ def test_second_explain_compiles_no_cpp(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_sharded_model_is_explained_in_place() -> None:
     with fake_world(4):
-        model = Breaking()
-        for module in (*model.layers, model):
-            compile_fsdp.fully_shard(module)
+        model = shard_blocks(Breaking())
         model(torch.randn(4, 4)).sum().backward()
         grads = [parameter.grad for parameter in model.parameters()]
         assert not any(grad is None for grad in grads)

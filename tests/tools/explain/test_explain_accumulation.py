@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-import compile_fsdp
 from compile_fsdp.passes.text import format_seconds
 from compile_fsdp.tools.explain.capture import capture
 from compile_fsdp.tools.explain.events import Kind
 from compile_fsdp.tools.explain.report import Report, make_report
+from helpers.models.blockwise import compile_whole, shard_blocks
 from helpers.ranks.fake_world import fake_world
 
 WIDTH, ROWS = 64, 32
@@ -21,9 +21,7 @@ def _explained(policy: MixedPrecisionPolicy, syncs: tuple[bool, ...], evaluation
     """Report on evaluations, and on one backward for each entry, which says whether it reduces gradients."""
     with fake_world(2), capture() as captured:
         model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(2)))
-        for module in (*model, model):
-            compile_fsdp.fully_shard(module, mp_policy=policy)
-        model.compile(backend="compile_fsdp", fullgraph=True)
+        model = compile_whole(shard_blocks(model, mp_policy=policy))
         with torch.no_grad():
             for _ in range(evaluations):
                 model(torch.randn(ROWS, WIDTH))
