@@ -20,6 +20,7 @@ import compile_fsdp
 from compile_fsdp.ops.call_block import _parts
 from compile_fsdp.passes.analysis.costs import Costs
 from helpers.graphs.capture import render_step, without_graph_caches
+from helpers.models.blockwise import compile_whole, shard_blocks
 from helpers.models.stacks import Block, Stack
 from helpers.parity.check import Parity, compare, compare_grads
 from helpers.parity.twins import AOT_EAGER, build_both
@@ -189,9 +190,7 @@ def _shard(
     for layer in model.layers[:frozen]:
         layer.requires_grad_(False)
     arguments = {"mp_policy": MixedPrecisionPolicy(**policy)} if policy else {}
-    for module in (*model.layers, model):
-        fully_shard(module, **arguments)
-    return model
+    return shard_blocks(model, fully_shard, **arguments)
 
 
 # Arguments of `_shard`; by name, because ranks cannot import a test's classes.
@@ -279,8 +278,7 @@ def test_further_equal_blocks_need_no_further_kernels(arguments: dict[str, Any])
     for layers in (4, 6):
         with fake_world(2), without_graph_caches():
             torch._inductor.metrics.reset()
-            model = _shard(compile_fsdp.fully_shard, layers, **arguments)
-            model.compile(backend="compile_fsdp", fullgraph=True, options={"bundle": False})
+            model = compile_whole(_shard(compile_fsdp.fully_shard, layers, **arguments), bundle=False)
             model(torch.randn(4, 8)).backward()
             kernels.append(torch._inductor.metrics.generated_kernel_count)
     assert 0 < kernels[1] <= kernels[0]
@@ -301,8 +299,7 @@ def test_next_gather_starts_between_the_parts_of_a_backward() -> None:
 def test_model_without_autocast_does_not_call_the_blocks_under_autocast() -> None:
     x, before = torch.randn(4, 8), {*_parts}
     with fake_world(2), torch.no_grad():
-        model = _shard(compile_fsdp.fully_shard)
-        model.compile(backend="compile_fsdp", fullgraph=True, options=AOT_EAGER)
+        model = compile_whole(_shard(compile_fsdp.fully_shard), **AOT_EAGER)
         with torch.autocast("cpu", torch.bfloat16):
             model(x)
         under_autocast = {*_parts} - before
@@ -313,8 +310,7 @@ def test_model_without_autocast_does_not_call_the_blocks_under_autocast() -> Non
 
 def test_equal_calls_of_random_blocks_draw_different_numbers() -> None:
     with fake_world(2):
-        model = _shard(compile_fsdp.fully_shard, kind=_Twice)
-        model.compile(backend="compile_fsdp", fullgraph=True, options=AOT_EAGER)
+        model = compile_whole(_shard(compile_fsdp.fully_shard, kind=_Twice), **AOT_EAGER)
         assert model(torch.randn(3, 8)) > 0
 
 
@@ -333,8 +329,7 @@ def test_equal_calls_of_random_blocks_draw_different_numbers() -> None:
 def test_blocks_vanish_with_the_model_that_calls_them(arguments: dict[str, Any], is_random: bool) -> None:
     before = {*_parts}
     with fake_world(2):
-        model = _shard(compile_fsdp.fully_shard, **arguments)
-        model.compile(backend="compile_fsdp", fullgraph=True, options=AOT_EAGER)
+        model = compile_whole(_shard(compile_fsdp.fully_shard, **arguments), **AOT_EAGER)
         model(torch.randn(3, 8)).backward()
         names = {*_parts} - before
         halves = [name for name in sorted(names) if "draw" not in name]

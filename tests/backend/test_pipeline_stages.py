@@ -14,6 +14,8 @@ from torch.distributed.pipelining._backward import stage_backward_input
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import compile_fsdp
+from helpers.models.blockwise import compile_whole, shard_blocks
+from helpers.parity.twins import AOT_EAGER
 from helpers.ranks.meshes import shared_mesh
 from helpers.ranks.pools import device_type, run_ranks
 from helpers.releases.skip import skip_before
@@ -47,10 +49,9 @@ def _train(fully_shard: Any, mesh: DeviceMesh, schedule_class: Any, reshards: bo
     for model in models:
         if "tp" in (mesh.mesh_dim_names or ()):
             parallelize_module(model, mesh["tp"], {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()})
-        for module in (*model.layers, model):
-            fully_shard(module, mesh=data, reshard_after_forward=reshards)
+        shard_blocks(model, fully_shard, mesh=data, reshard_after_forward=reshards)
         if fully_shard is compile_fsdp.fully_shard:
-            model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
+            compile_whole(model, **AOT_EAGER)
     stages = [
         PipelineStage(model, number, size * count, torch.device(device_type()), group=pipeline.get_group())
         for model, number in zip(models, numbers, strict=True)
@@ -110,11 +111,9 @@ def test_pipeline_schedules_are_bitwise_equal_to_eager(name: str, reshards: bool
 
 
 def _refused(rank: int) -> None:
-    model: Any = _Stage(0)
-    for module in (*model.layers, model):
-        compile_fsdp.fully_shard(module, reshard_after_forward=False)
+    model = shard_blocks(_Stage(0), reshard_after_forward=False)
     for layer in model.layers:
-        layer.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
+        compile_whole(layer, **AOT_EAGER)
     x = torch.randn(2, _WIDTH, requires_grad=True)
     output = model(x)
     with pytest.raises(RuntimeError) as error:
