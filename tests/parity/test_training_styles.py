@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import compile_fsdp
+from helpers.models.blockwise import shard_blocks
 from helpers.ranks.pools import run_ranks
 
 _WIDTH = 8
@@ -85,22 +86,13 @@ class _SplitAttention(nn.Module):
         return x + self.out(parts.view(ranks, positions, -1).transpose(0, 1).reshape(positions, _WIDTH))
 
 
-class _Model(nn.Module):
-    def __init__(self, block: type[nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([block() for _ in range(3)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+def _model(block: type[nn.Module] = _Block) -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(*(block() for _ in range(3)))
 
 
 def _build(fully_shard: Any, compiles: Callable[[Any], None], block: type[nn.Module] = _Block) -> Any:
-    torch.manual_seed(0)
-    model: Any = _Model(block)
-    for module in (*model.blocks, model):
-        fully_shard(module)
+    model = shard_blocks(_model(block), fully_shard)
     compiles(model)
     return model
 
@@ -154,13 +146,10 @@ def _muon(fully_shard: Any, compiles: Any, rank: int) -> list[torch.Tensor]:
 
 
 def _averaged(fully_shard: Any, compiles: Any, rank: int) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    model: Any = _Model(_Block)
+    model = _model()
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     for each in (model, average.module):
-        for module in (*each.blocks, each):
-            fully_shard(module)
-        compiles(each)
+        compiles(shard_blocks(each, fully_shard))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
         model(_batch(step, rank)).square().mean().backward()
@@ -174,20 +163,17 @@ def _averaged(fully_shard: Any, compiles: Any, rank: int) -> list[torch.Tensor]:
 
 def _adapters(fully_shard: Any, compiles: Any, rank: int) -> list[torch.Tensor]:
     """A frozen base with two alternating sets of adapters; step 2 runs without adapters."""
-    torch.manual_seed(0)
-    model: Any = _Model(_Block)
-    sets = [[nn.Linear(_WIDTH, 2 * _WIDTH) for _ in model.blocks] for _ in range(2)]
+    model = _model()
+    sets = [[nn.Linear(_WIDTH, 2 * _WIDTH) for _ in model] for _ in range(2)]
     model.requires_grad_(False)
     for adapters in sets:
         for adapter in adapters:
             fully_shard(adapter)
-    for module in (*model.blocks, model):
-        fully_shard(module)
-    compiles(model)
+    compiles(shard_blocks(model, fully_shard))
     parameters = [parameter for adapters in sets for adapter in adapters for parameter in adapter.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     for step in range(5):
-        for block, adapter in zip(model.blocks, sets[step % 2], strict=True):
+        for block, adapter in zip(model, sets[step % 2], strict=True):
             block.adapter = adapter if step != 2 else None
         output = model(_batch(step, rank))
         if output.requires_grad:
