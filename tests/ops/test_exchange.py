@@ -13,14 +13,10 @@ from torch.profiler import ProfilerActivity, profile
 from compile_fsdp.ops import all_gather_into_tensor, reduce_scatter_tensor
 from helpers.ranks.pools import device_type, run_ranks
 
+pytestmark = pytest.mark.skipif(device_type() != "cpu", reason="gloo only")
+
 torchs = torch.ops._c10d_functional
 wait = torchs.wait_tensor
-
-
-@pytest.fixture(autouse=True)
-def on_gloo() -> None:
-    if device_type() != "cpu":
-        pytest.skip("gloo only")
 
 
 def _world() -> str:

@@ -20,18 +20,15 @@ from compile_fsdp.errors import UnknownOptionError
 from compile_fsdp.passes import cache_key
 from compile_fsdp.replay import bundle
 from compile_fsdp.torch_compat.distributed import executed_collectives
+from compile_fsdp.torch_compat.dynamo import CAN_REPLAY
 from helpers.logs import logged
 from helpers.models.bundled import FLOAT32, Block, DrawsAgain, build, restart, train
 from helpers.models.replays import count_replays
 from helpers.ranks.fake_world import fake_world
 from helpers.ranks.fresh import run_fresh
 from helpers.ranks.pools import run_ranks
-from helpers.releases.skip import skip_before
 
-
-@pytest.fixture(autouse=True)
-def _replays() -> None:
-    skip_before("2.13")
+pytestmark = pytest.mark.skipif(not CAN_REPLAY, reason="torch 2.13 has brought it")
 
 
 _STEP = """

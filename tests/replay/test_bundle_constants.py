@@ -15,15 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from compile_fsdp.replay import bundle
+from compile_fsdp.torch_compat.dynamo import CAN_REPLAY
 from helpers.models.bundled import Block, restart, trains_as_without
 from helpers.ranks.fake_world import fake_world
 from helpers.ranks.pools import run_ranks
-from helpers.releases.skip import skip_before
 
-
-@pytest.fixture(autouse=True)
-def _replays() -> None:
-    skip_before("2.13")
+pytestmark = pytest.mark.skipif(not CAN_REPLAY, reason="torch 2.13 has brought it")
 
 
 class _ReadsRank(Block):

@@ -18,15 +18,13 @@ from torch.overrides import TorchFunctionMode
 
 import compile_fsdp
 from compile_fsdp.replay import conditions
+from compile_fsdp.torch_compat.dynamo import CAN_REPLAY
+from helpers.models.blockwise import shard_blocks
 from helpers.models.global_settings import deterministic
 from helpers.models.replays import compile_with_replay, count_replays
 from helpers.ranks.pools import run_ranks
-from helpers.releases.skip import skip_before
 
-
-@pytest.fixture(autouse=True)
-def _replays() -> None:
-    skip_before("2.13")
+pytestmark = pytest.mark.skipif(not CAN_REPLAY, reason="torch 2.13 has brought it")
 
 
 @dataclass
@@ -103,10 +101,7 @@ class _Step:
 
 
 def _shard(source: _Model, fully_shard: Any) -> Any:
-    model = copy.deepcopy(source)
-    for module in (*model.blocks, model):
-        fully_shard(module)
-    return model
+    return shard_blocks(copy.deepcopy(source), fully_shard)
 
 
 def _make(source: _Model, replay: bool = True) -> Any:
