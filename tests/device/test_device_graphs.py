@@ -22,6 +22,7 @@ from compile_fsdp.passes import Kept
 from compile_fsdp.reports import GraphReport
 from compile_fsdp.tools.launch import RankError
 from helpers.device.install import delayed
+from helpers.models.blockwise import shard_blocks
 from helpers.parity.check import Outcome, check_parity, full
 from helpers.parity.features import FEATURES
 from helpers.parity.twins import build_both
@@ -203,10 +204,7 @@ class Blocks(nn.Module):
 
 
 def _build(shard: Callable[..., Any]) -> nn.Module:
-    model = Blocks()
-    for module in (*model.blocks, model):
-        shard(module)
-    return model
+    return shard_blocks(Blocks(), shard)  # type: ignore[no-any-return]
 
 
 def _grads(model: nn.Module) -> list[torch.Tensor]:
@@ -290,13 +288,7 @@ class Heads(nn.Module):
 
 
 def _heads(rank: int, returns_views: bool) -> tuple[float, list[int]]:
-    def build(shard: Callable[..., Any]) -> nn.Module:
-        model = Heads(returns_views)
-        for module in (model.trunk, model.first, model.second, model):
-            shard(module)
-        return model
-
-    models, found = build_both(build, options=GRAPHS), []
+    models, found = build_both(lambda shard: shard_blocks(Heads(returns_views), shard), options=GRAPHS), []
     with counted() as counts:
         for model in models:
             values, batches = [], []  # all kept, so that no batch lies where the last one lay, and is read in place

@@ -19,6 +19,7 @@ from compile_fsdp.passes.dynamo import fit_memory_budget
 from compile_fsdp.reports import count_captures, reports, reset_reports
 from compile_fsdp.runtime.attached import module_hooks_of
 from helpers.logs import logged
+from helpers.models.blockwise import compile_whole, shard_blocks
 from helpers.models.layers import Wide
 from helpers.parity.check import full
 from helpers.ranks.fake_world import fake_world
@@ -46,12 +47,10 @@ def _train(
     device = torch.get_device_module(DEVICE)
     torch.manual_seed(0)
     model, batch = Wide(BLOCKS, DIM), torch.randn(rows[rank], DIM)
-    for module in (*model.blocks, model):
-        compile_fsdp.fully_shard(module)
+    shard_blocks(model)
     reset_reports()
-    options: dict[str, Any] = {"memory_budget": budget, "costs": COSTS, "progress": False}
-    options |= {"inner_backend": "aot_eager"} if bundle is None else {"bundle": bundle}
-    model.compile(backend="compile_fsdp", fullgraph=True, options=options)
+    options = {"inner_backend": "aot_eager"} if bundle is None else {"bundle": bundle}
+    compile_whole(model, memory_budget=budget, costs=COSTS, progress=False, **options)
     peaks = []
     with logged() as texts, mock.patch.object(fit_memory_budget, "MARGIN", margin):
         for step in range(STEPS):

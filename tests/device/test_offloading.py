@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-import compile_fsdp
 from compile_fsdp.passes import Costs
 from compile_fsdp.reports import reports, reset_reports
 from compile_fsdp.tools.bench.measure import peak_bytes
 from helpers.device.install import delayed
+from helpers.models.blockwise import compile_whole, shard_blocks
 from helpers.models.layers import Wide
 from helpers.parity.check import full
 from helpers.ranks.pools import run_ranks
@@ -26,12 +26,9 @@ def _train(
 ) -> tuple[int, int, int, list[torch.Tensor]]:
     """Offloaded results, removed windows, peak bytes, and gradients of a step with delayed streams."""
     torch.manual_seed(0)
-    model, batch = Wide(blocks, DIM), torch.randn(ROWS, DIM)
-    for module in (*model.blocks, model):
-        compile_fsdp.fully_shard(module)
-    options = {"inner_backend": inner_backend, "memory_budget": budget, "costs": COSTS, "progress": False}
+    model, batch = shard_blocks(Wide(blocks, DIM)), torch.randn(ROWS, DIM)
     reset_reports()
-    model.compile(backend="compile_fsdp", fullgraph=True, options=options)
+    compile_whole(model, inner_backend=inner_backend, memory_budget=budget, costs=COSTS, progress=False)
 
     def step() -> None:
         model.zero_grad()

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import compile_fsdp
 from helpers.device.overlap import Overlap, launches_of, overlap_of
+from helpers.models.blockwise import compile_whole, shard_blocks
 from helpers.models.reference import Stack
 from helpers.ranks.pools import run_ranks
 
@@ -37,12 +38,9 @@ def _overlaps(rank: int) -> tuple[Overlap, Overlap]:
     found = []
     for shard in (compile_fsdp.fully_shard, torch_fully_shard):
         torch.manual_seed(0)
-        model = Stack(dim=64, layers=6)
-        for block in model.layers:
-            shard(block)
-        shard(model)
+        model = shard_blocks(Stack(dim=64, layers=6), shard)
         if shard is compile_fsdp.fully_shard:
-            model.compile(backend="compile_fsdp", fullgraph=True)
+            compile_whole(model)
         x = torch.randn(64, 64)
 
         def step(model: torch.nn.Module = model, x: torch.Tensor = x) -> None:

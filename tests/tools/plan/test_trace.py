@@ -22,6 +22,7 @@ from compile_fsdp.tools.plan.models import Checkpoint, checkpoint_layers
 from compile_fsdp.tools.plan.report import read_figures
 from compile_fsdp.tools.plan.trace import Network, Settings, trace_step
 from compile_fsdp.wrap import auto_shard
+from helpers.models.blockwise import compile_whole
 from helpers.models.planned import BLOCK_BYTES, HEAD_BYTES, HIDDEN, ROWS, WIDTH, Model, build
 from helpers.ranks.fake_world import fake_world
 from helpers.ranks.meshes import shared_mesh
@@ -141,8 +142,7 @@ def test_measured_peak_of_compiled_training(checkpoint: Checkpoint) -> None:
     def train() -> None:
         model, _ = build()
         checkpoint_layers(model, checkpoint)
-        auto_shard(model)
-        model.compile(backend="compile_fsdp", fullgraph=True, options={"costs": COSTS["cpu"]})
+        compile_whole(auto_shard(model), costs=COSTS["cpu"])
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         for _ in range(2):
             model(**batch).backward()
