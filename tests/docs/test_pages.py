@@ -1,6 +1,6 @@
 """Code blocks of the docs run and print the output shown below them.
 
-tests/examples/test_readme.py runs the README's example under torchrun.
+tests/examples/test_examples.py runs the README's example under torchrun.
 """
 
 from __future__ import annotations

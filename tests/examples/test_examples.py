@@ -1,4 +1,4 @@
-"""Examples train with the losses of their `--eager` runs, and document their command."""
+"""Examples train with the losses of their `--eager` runs, and document their command; the README's example runs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from helpers.pages.code_blocks import ROOT
 from helpers.ranks.forked import run_forked
+from helpers.ranks.torchrun import torchrun
 
-FOLDER = Path(__file__).parents[2] / "examples"
+FOLDER = ROOT / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
 SIX_STEPS = [path for path in EXAMPLES if path.name != "train.py"]  # test_train.py has its tests
+COMPILE = 'model.compile(backend="compile_fsdp", fullgraph=True'
+OP_BY_OP = f'{COMPILE}, options={{"inner_backend": "aot_eager"}}'
 
 
 def _losses(output: str) -> list[float]:
@@ -43,3 +47,13 @@ def test_command_is_in_docstring_and_readme(example: Path) -> None:
     docstring = example.read_text().split('"""')[1]
     assert f"\ntorchrun --nproc-per-node 2 examples/{example.name}\n" in docstring
     assert f"| [`{example.name}`]({example.name}) |" in (FOLDER / "README.md").read_text()
+
+
+# Inductor has the quickstart, too.
+@pytest.mark.parametrize("compile_model", [OP_BY_OP, pytest.param(COMPILE, marks=pytest.mark.slow)])
+def test_readmes_example_runs_on_two_ranks(compile_model: str, tmp_path: Path) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert example.count(COMPILE) == 1
+    path = tmp_path / "example.py"
+    path.write_text(example.replace(COMPILE, compile_model))
+    assert "Traceback" not in torchrun(tmp_path, path)  # and its exit status is 0
