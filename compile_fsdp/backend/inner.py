@@ -15,31 +15,36 @@ from compile_fsdp.advice import GroupFigures
 from compile_fsdp.backend.agreement import agree
 from compile_fsdp.backend.capturable import allocate_kept
 from compile_fsdp.backend.cpu_probe import await_cpu_probe
-from compile_fsdp.backend.derived_backward import DERIVED_BACKWARD, ForwardCompiler
+from compile_fsdp.backend.derived_backward import DERIVED_BACKWARD, ForwardCompiler, Partitioner
 from compile_fsdp.backend.device_graphs import compile_replayed
 from compile_fsdp.backend.graph_inputs import GraphInputs
 from compile_fsdp.backend.graph_order import follow
-from compile_fsdp.backend.inductor import inductor_config
 from compile_fsdp.backend.prefill import unshard_before_run
 from compile_fsdp.backend.progress import Phase
 from compile_fsdp.backend.recorder import Recorder
 from compile_fsdp.backend.step import Step
 from compile_fsdp.backend.this_run import this_run
 from compile_fsdp.backend.verify import VerifiedGraph, VerifiedStep, is_repeatable
+from compile_fsdp.ops import accumulate_gradient, ensure_lowerings, run_block, watch
+from compile_fsdp.passes import GraphObserver, Pipeline, pipelines
 from compile_fsdp.passes.analysis.aliases import fake_value
 from compile_fsdp.passes.analysis.graph_text import graph_text
 from compile_fsdp.passes.analysis.sequence import read_collectives
+from compile_fsdp.passes.cache_key import cache_key
 from compile_fsdp.passes.partitioned.lift_views import lift_views
+from compile_fsdp.passes.post_grad.packing import Merge
 from compile_fsdp.reports import Direction, GraphReport, present_observer
 from compile_fsdp.runtime.calls import outermost
 from compile_fsdp.runtime.run_compiler import run_compiler
 from compile_fsdp.torch_compat.dynamo import copy_dynamo_graph, has_hooks_input, lookup_backend
 from compile_fsdp.torch_compat.inductor import (
+    CACHEABLE_FUNCTIONS,
     compile_flat,
     compile_op_by_op,
     functorch_config,
     generates_code,
     inductor_compilers,
+    is_whole,
     min_cut_partition,
     stored_graph,
 )
@@ -138,7 +143,7 @@ def _call_inner_backend(graph: TracedGraph, recorder: Recorder) -> tuple[Callabl
             return compile_op_by_op(gm, graph.example_inputs, _partition_op_by_op), None
         if options.inner_backend != "inductor":
             return lookup_backend(options.inner_backend)(gm, list(graph.example_inputs)), None
-        config = inductor_config(graph.step, graph.direction, graph.inputs, recorder, observer, is_captured)
+        config = _inductor_config(graph, recorder, observer, is_captured)
         compile_fx, compile_inner = inductor_compilers()
         await_cpu_probe()
         if options.cuda_graphs and generates_code():
@@ -151,3 +156,35 @@ def _call_inner_backend(graph: TracedGraph, recorder: Recorder) -> tuple[Callabl
         else:
             compiled = flat = compile_graph(gm, list(graph.example_inputs))
         return compiled, None if options.cuda_graphs else stored_graph(flat)
+
+
+def _inductor_config(
+    graph: TracedGraph, recorder: Recorder, observer: GraphObserver | None, is_captured: bool
+) -> dict[str, Any]:
+    """Return Inductor's options: the user's, with additions that run the passes.
+
+    `is_captured` tells whether the graph's backward, if any, runs under compiled autograd only.
+    """
+    ensure_lowerings()
+    options, decision, is_forward = graph.step.options, graph.step.decision, graph.direction == "forward"
+    config = dict(options.inductor)
+    config.setdefault("reorder_for_peak_memory", False)  # see [Note: Who keeps the order]
+    if observer is not None or options.verify:
+        # No pass runs on a graph from Inductor's cache; AOTAutograd's cache follows this setting. Compiled C++ and
+        # Triton may come from a cache, because `force_disable_caches` compiles all of it again, and leaves a new folder
+        # for each graph.
+        config |= {"fx_graph_cache": False, "fx_graph_remote_cache": False}
+    merge = Merge.SMALL
+    if decision is not None:
+        merge = Merge.ALL if decision.has_large_packs else Merge.NONE
+    costs, replayed = options.costs, options.cuda_graphs
+    passes = pipelines.post_grad(graph.inputs.name, hoist=is_forward, merge=merge, costs=costs, replayed=replayed)
+    config["post_grad_custom_pre_pass"] = Pipeline(
+        passes, recorder, options.disabled_passes, observer=observer, check=options.verify, applies=is_whole
+    )
+    ours = {f"{each.__module__}.{each.__name__}": cache_key() for each in (watch, accumulate_gradient, run_block)}
+    config[CACHEABLE_FUNCTIONS] = {**config.get(CACHEABLE_FUNCTIONS, {}), **ours}
+    if is_forward and (is_captured or decision is not None):
+        decided = (decision.recomputed, decision.offloaded) if decision is not None else ()
+        config["custom_partitioner_fn"] = Partitioner(config.get("custom_partitioner_fn"), decided)
+    return config

@@ -76,7 +76,7 @@ DECIDING = {
     "passes/dynamo/join_op_runs.py": ("_FEWEST = 3", "_FEWEST = 4"),
     "passes/post_grad/remove_unread.py": ("if node.users or", "if"),
     "torch_compat/dynamo.py": ("CheckpointPolicy.MUST_SAVE\n", "CheckpointPolicy.PREFER_SAVE\n"),
-    "backend/inductor.py": ('hoist=direction == "forward"', "hoist=True"),
+    "backend/inner.py": ("hoist=is_forward", "hoist=True"),
     "backend/derived_backward.py": ("partition = self.chosen or min_cut_partition", "partition = min_cut_partition"),
     "runtime/gather.py": ("import", "import  "),
 }

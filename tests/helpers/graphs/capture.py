@@ -13,7 +13,7 @@ import torch._functorch.config
 import torch._inductor.config
 from torch import fx, nn
 
-import compile_fsdp.backend.inductor as backend
+import compile_fsdp.backend.inner as backend
 from compile_fsdp.passes import Pipeline
 from helpers.graphs.render import render
 
