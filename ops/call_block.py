@@ -7,18 +7,20 @@ from every cache. The table of names holds its blocks weakly: the step that call
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, fx
 
-_LIBRARY = torch.library.Library("compile_fsdp", "FRAGMENT")
+from compile_fsdp.torch_compat.inductor import load_graph
 
-Facts = tuple[str, fx.GraphModule, tuple[tuple[int, int], ...], tuple[tuple[Any, ...], ...] | None, bool]
+_LIBRARY = torch.library.Library("compile_fsdp", "FRAGMENT")
 
 _op_by_op = False
 
@@ -40,10 +42,12 @@ class Part:
     def __post_init__(self) -> None:
         _parts[self.name] = self
 
-    @property
-    def facts(self) -> Facts:
-        """All that is not compiled, in the order of the fields behind `run`."""
-        return self.name, self.graph, self.work, self.results, self.is_random
+    def __reduce__(self) -> tuple[Any, ...]:
+        stored = None if self.stored is None else self.stored()
+        if stored is None and self.run is not None:
+            raise pickle.PicklingError(f"expected block {self.name} in a storable form, got none")
+        facts = self.name, self.graph, self.work, self.results, self.is_random
+        return _load_part, (None if stored is None else pickle.dumps(stored), *facts)
 
     def call(self, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> list[Tensor]:
         op = call_random_block if self.is_random else call_block
@@ -91,6 +95,16 @@ class Block:
 
     def __post_init__(self) -> None:
         _blocks[self.forward.name] = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Block, (self.forward, self.backward, self.signature, self.draws, self.sizes)
+
+
+def _load_part(run: bytes | None, *facts: Any) -> Part:
+    if run is None:
+        return Part(None, *facts)
+    stored = partial(pickle.loads, run)
+    return Part(load_graph(stored()), *(*facts, stored))
 
 
 _parts: WeakValueDictionary[str, Part] = WeakValueDictionary()

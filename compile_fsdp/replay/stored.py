@@ -6,11 +6,10 @@ import pickle
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from types import CellType
 from typing import Any
 
-from torch import fx, nn
+from torch import nn
 
 from compile_fsdp.backend.agreement import note_agreed
 from compile_fsdp.backend.boundary import ForwardGraph
@@ -21,7 +20,6 @@ from compile_fsdp.backend.memory_budget import note_decision
 from compile_fsdp.backend.prefill import unshard_before_run
 from compile_fsdp.backend.step import Step
 from compile_fsdp.errors import NotPortableError
-from compile_fsdp.ops.call_block import Backward, Block, Facts, Part, Signature
 from compile_fsdp.options import Options
 from compile_fsdp.passes.analysis.costs import Costs
 from compile_fsdp.passes.analysis.sequence import CollectiveSequence
@@ -53,7 +51,7 @@ class StoredFrame:
     def of(cls, frame: FrameRecord, with_graph: bool) -> StoredFrame:
         """Store a recorded frame; NotPortableError if it cannot be stored."""
         conditions, program, sources = frame.finish()
-        graph = _pickle(frame.stored) if with_graph else b""
+        graph = _pickle(frame.stored and frame.stored()) if with_graph else b""
         return cls(conditions, program, sources, graph, tuple(frame.reports), frame.collectives)
 
     def load(self) -> Callable[[list[Any]], Any]:
@@ -67,49 +65,11 @@ class StoredFrame:
         return Frame(self.program.bind(graph, closure), self.conditions, inputs)
 
 
-@dataclass(frozen=True, slots=True)
-class StoredPart:
-    graph: bytes  # pickled
-    facts: Facts
-
-    @classmethod
-    def of(cls, part: Part) -> StoredPart:
-        return cls(_pickle(part.stored), part.facts)
-
-    def load(self) -> Part:
-        stored = partial(pickle.loads, self.graph)
-        return Part(load_graph(stored()), *self.facts, stored)
-
-
-@dataclass(frozen=True, slots=True)
-class StoredBlock:
-    """A block that the graphs of a step call by its name."""
-
-    forward: StoredPart
-    backward: tuple[tuple[StoredPart, tuple[int, ...]], ...]  # parts and positions, as in `Backward`
-    results: tuple[int, ...]
-    signature: Signature | None
-    draws: tuple[Facts, ...]
-    sizes: fx.GraphModule | None
-
-    @classmethod
-    def of(cls, block: Block) -> StoredBlock:
-        backward = tuple((StoredPart.of(part), inputs) for part, inputs in block.backward.parts)
-        draws = tuple(part.facts for part in block.draws)
-        forward, results = StoredPart.of(block.forward), block.backward.results
-        return cls(forward, backward, results, block.signature, draws, block.sizes)
-
-    def load(self) -> Block:
-        parts = tuple((part.load(), inputs) for part, inputs in self.backward)
-        draws = tuple(Part(None, *facts) for facts in self.draws)
-        return Block(self.forward.load(), Backward(parts, self.results), self.signature, draws, self.sizes)
-
-
-def _pickle(store: Callable[[], Any] | None) -> bytes:
-    if store is None or (stored := store()) is None:
+def _pickle(value: object) -> bytes:
+    if value is None:
         raise NotPortableError("its graph cannot be stored")
     try:
-        return pickle.dumps(stored)
+        return pickle.dumps(value)
     except Exception as error:  # pickled classes may raise any exception
         raise NotPortableError(f"its graph cannot be stored: {type(error).__name__}: {error}") from error
 
@@ -152,7 +112,7 @@ class StoredStep:
     costs: Costs | None  # by which the forward was compiled, as in `Options.costs`
     decision: BudgetDecision | None  # how the step fits into its memory budget; None without a budget
     groups: tuple[str, ...]  # as in `Step`
-    blocks: tuple[StoredBlock, ...]  # empty on ranks that write no bundle
+    blocks: tuple[bytes, ...]  # each pickled; empty on ranks that write no bundle
     backwards: list[StoredBackward] = field(default_factory=list)
 
     @classmethod
@@ -161,7 +121,7 @@ class StoredStep:
         compiled: CompiledForward = forward.graph.forward
         step = compiled.step
         frame = StoredFrame.of(forward, with_graph)
-        blocks = tuple(map(StoredBlock.of, step.blocks)) if with_graph else ()
+        blocks = tuple(map(_pickle, step.blocks)) if with_graph else ()
         return cls(frame, compiled.parameters, step.hooks, step.options.costs, step.decision, step.groups, blocks)
 
     def frames(self) -> list[StoredFrame]:
@@ -177,7 +137,7 @@ class StoredStep:
         def run(*inputs: Any) -> Any:
             return run_list(list(inputs))
 
-        blocks = tuple(each.load() for each in self.blocks)
+        blocks = tuple(map(pickle.loads, self.blocks))
         step = Step(replace(options, costs=self.costs), self.decision, self.hooks, self.groups, blocks)
         followed = follow(run, self.forward.collectives, "forward graph")
         step.record.known += [each.load() for each in self.backwards]
