@@ -6,8 +6,8 @@ import itertools
 import logging
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from types import FunctionType, MethodType
 from typing import Any
@@ -88,7 +88,11 @@ class CapturedBackward:
         if facts.backward is not None:
             arguments = inputs, sizes, scalars, hooks, *rest
             frame = facts.backward.begin_frame(function, arguments, undefined)
-        with self._around_run(is_first), running(replace(facts, observer=frame)):
+        with (
+            Phase("tracing the backward", is_first and self._step.options.progress) as self._tracing,
+            without_side_effect_log() if is_first else nullcontext(),
+            running(replace(facts, observer=frame)),
+        ):
             try:
                 return compiled(inputs, sizes, scalars, hooks, *rest)
             except (Unsupported, FailOnRecompileLimitHit) as error:
@@ -98,6 +102,9 @@ class CapturedBackward:
                 # No pass has moved reads behind the hooks that gather. Hooks, or torch at the end, free each group.
                 unshard(map(owner_of, inputs))
                 return self._captured(inputs, sizes, scalars, hooks, *rest)
+            finally:
+                while self._fake_modes:
+                    release_real_tensors(self._fake_modes.pop())
 
     def _rewrite(self, inputs: Sequence[Any]) -> tuple[FunctionType, Callable[..., Any], Sequence[int]]:
         """Rewrite the captured graph with its first inputs for Dynamo.
@@ -124,17 +131,6 @@ class CapturedBackward:
         method, backend = MethodType(function, captured), weak_method(self._compile_traced)
         compiled = compile_for_many(method, backend, None if this_run().backward is None else see_guards)
         return function, compiled, done[drop_undefined_gradients]
-
-    @contextmanager
-    def _around_run(self, is_first: bool) -> Iterator[None]:
-        """Surround a run; the first run traces the backward."""
-        with Phase("tracing the backward", is_first and self._step.options.progress) as self._tracing:
-            try:
-                with without_side_effect_log() if is_first else nullcontext():
-                    yield
-            finally:
-                while self._fake_modes:
-                    release_real_tensors(self._fake_modes.pop())
 
     def _compile_traced(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile Dynamo's trace of the backward, as a Dynamo backend."""
