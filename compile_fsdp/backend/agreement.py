@@ -77,23 +77,23 @@ def agree(sequence: CollectiveSequence, graph: str, what: str, limit_s: float, s
         RankMissingError: a rank does not arrive within the limit.
     """
     are_all_here, are_equal = True, True
-    with _announced(what, shown):
+    with Phase(f"waiting for the other ranks' {what}", shown):
         for name, group in real_groups(sequence.groups):
             lines = shared_lines(sequence, group)
-            digest, agreed = _digest(lines), _agreed_in(group).are_equal
+            digest, agreed = hash_lines(lines), _agreed_in(group).are_equal
             if digest in agreed:
                 are_all_here = False  # See [Note: Agreed once is agreed].
-                are_equal = are_equal and agreed[digest]
-                continue
-            own = f"{digest} {_digest([graph])}"
-            collectives, graphs = _decide(group, name, what, own, limit_s, _count_different).split()
-            if collectives != "1":
-                found = _decide(group, name, what, json.dumps(lines), limit_s, partial(_first_mismatch, group))
-                raise CollectiveMismatchError(
-                    f"expected the same collectives in the {what} of all ranks, got {found}; build and shard the same "
-                    "model with the same options on all ranks, and let no branch of its forward depend on the rank"
-                )
-            agreed[digest] = graphs == "1"
+            else:
+                own = f"{digest} {hash_lines([graph])}"
+                collectives, graphs = _decide(group, name, what, own, limit_s, _count_different).split()
+                if collectives != "1":
+                    found = _decide(group, name, what, json.dumps(lines), limit_s, partial(_first_mismatch, group))
+                    raise CollectiveMismatchError(
+                        f"expected the same collectives in the {what} of all ranks, got {found}; build and shard the "
+                        "same model with the same options on all ranks, and let no branch of its forward depend on the "
+                        "rank"
+                    )
+                agreed[digest] = graphs == "1"
             are_equal = are_equal and agreed[digest]
     return GraphAgreement(are_all_here, are_equal)
 
@@ -106,7 +106,7 @@ def _count_different(texts: Sequence[str]) -> str:
 def note_agreed(sequence: CollectiveSequence) -> None:
     """Note that all ranks have agreed on a graph's collectives: see [Note: Agreed once is agreed]."""
     for _, group in real_groups(sequence.groups):
-        _agreed_in(group).are_equal.setdefault(_digest(shared_lines(sequence, group)), True)
+        _agreed_in(group).are_equal.setdefault(hash_lines(shared_lines(sequence, group)), True)
 
 
 def share_problem(sequence: CollectiveSequence, what: str, problem: str, limit_s: float) -> str:
@@ -166,7 +166,7 @@ def share_by(
     Raises:
         RankMissingError: a rank does not arrive within the limit.
     """
-    with _announced(what, shown):
+    with Phase(f"waiting for the other ranks' {what}", shown):
         for name, group in real_groups(names):
             own = _decide(group, name, what, own, limit_s, judge)
     return own
@@ -199,16 +199,12 @@ def _holds_all_of(other: dist.ProcessGroup, group: dist.ProcessGroup) -> bool:
     return set(dist.get_process_group_ranks(group)) <= set(dist.get_process_group_ranks(other))
 
 
-def _digest(lines: Sequence[str]) -> str:
+def hash_lines(lines: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _agreed_in(group: dist.ProcessGroup) -> _Agreed:
     return _agreed.setdefault(group, _Agreed())
-
-
-def _announced(what: str, shown: bool) -> Phase:
-    return Phase(f"waiting for the other ranks' {what}", shown)
 
 
 def _decide(

@@ -13,7 +13,6 @@ determine all graphs in their order.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import threading
 import time
@@ -23,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from compile_fsdp.backend.agreement import first_difference, real_groups, shared_lines
+from compile_fsdp.backend.agreement import first_difference, hash_lines, real_groups, shared_lines
 from compile_fsdp.errors import RanksPartedError
 from compile_fsdp.passes.analysis.sequence import CollectiveSequence
 from compile_fsdp.torch_compat.distributed import group_store
@@ -99,7 +98,7 @@ class GraphOrder:
 
     def know(self, what: str, lines: Sequence[str]) -> str:
         """Add a graph by its name and collectives; return its key in notes."""
-        digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+        digest = hash_lines(lines)[:12]
         self._graphs.setdefault(digest, (what, lines))
         return digest
 
