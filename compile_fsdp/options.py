@@ -126,11 +126,11 @@ class Options:
                 f"expected options {sorted(own)} or Inductor's own (torch._inductor.list_options()), got {unknown}"
                 + (f"; did you mean {', '.join(hints)}?" if hints else "")
             )
-        checked = _checked(ours)
+        _check(ours)
         if cuda_graphs := bool(inductor.get("triton.cudagraphs", cuda_graphs_by_default.value)):
-            _check_cuda_graphs(checked)
+            _check_cuda_graphs(ours)
             inductor["triton.cudagraphs"] = False  # see [Note: CUDA graphs of our own]
-        return cls(**checked, inductor=inductor, cuda_graphs=cuda_graphs)
+        return cls(**ours, inductor=inductor, cuda_graphs=cuda_graphs)
 
 
 def _check_cuda_graphs(ours: Mapping[str, Any]) -> None:
@@ -164,28 +164,29 @@ def _read_costs(given: object) -> Costs | None:
         raise UnknownOptionError(f"{wanted}, got {os.fspath(given)!r}: {error}") from error
 
 
-def _checked(ours: dict[str, Any]) -> dict[str, Any]:
+def _check(ours: dict[str, Any]) -> None:
+    """Check our options, and parse them in place."""
     backends = [each for each in list_backends() if each not in _NO_INNER_BACKENDS]
     backend = ours.get("inner_backend", "inductor")
     if backend not in backends:
         raise UnknownOptionError(f"expected inner_backend to be one of {backends}, got {backend!r}")
     prefetch = ours.get("backward_prefetch")
     if isinstance(prefetch, str) and prefetch in BackwardPrefetch.__members__:
-        ours = {**ours, "backward_prefetch": BackwardPrefetch[prefetch]}
+        ours["backward_prefetch"] = BackwardPrefetch[prefetch]
     elif not (prefetch is None or isinstance(prefetch, BackwardPrefetch)):
         names = list(BackwardPrefetch.__members__)
         raise UnknownOptionError(f"expected backward_prefetch to be one of {names} or None, got {prefetch!r}")
     budget = ours.get("memory_budget")
     if isinstance(budget, str) and budget != "auto":
         try:
-            ours = {**ours, "memory_budget": (budget := parse_bytes(budget))}
+            ours["memory_budget"] = budget = parse_bytes(budget)
         except ValueError as error:
             raise UnknownOptionError(f'expected memory_budget to be "auto" or {error}') from None
     if not (budget in (None, "auto") or (type(budget) is int and budget >= 0)):
         raise UnknownOptionError(
             f'expected memory_budget to be a number of bytes, a size such as "24GiB", "auto" or None, got {budget!r}'
         )
-    ours = {**ours, "costs": _read_costs(ours.get("costs"))}
+    ours["costs"] = _read_costs(ours.get("costs"))
     for name in ("progress", "verify"):
         if not isinstance(value := ours.get(name, True), bool):
             raise UnknownOptionError(f"expected {name} to be True or False, got {value!r}")
@@ -194,7 +195,7 @@ def _checked(ours: dict[str, Any]) -> dict[str, Any]:
         raise UnknownOptionError(f"expected agreement_timeout_s to be a number of seconds above 0, got {limit!r}")
     bundle = ours.get("bundle")
     if isinstance(bundle, os.PathLike):
-        ours = {**ours, "bundle": os.fspath(bundle)}
+        ours["bundle"] = os.fspath(bundle)
     elif not (bundle is None or bundle is False or isinstance(bundle, str)):
         raise UnknownOptionError(f"expected bundle to be the path of a file, False or None, got {bundle!r}")
     if bundle and (ours.get("verify") or backend != "inductor"):
@@ -206,5 +207,4 @@ def _checked(ours: dict[str, Any]) -> dict[str, Any]:
         disabled = ours["disabled_passes"]
         if isinstance(disabled, str) or not set(disabled) <= passes:
             raise UnknownOptionError(f"expected disabled_passes to be a set of {sorted(passes)}, got {disabled!r}")
-        ours = {**ours, "disabled_passes": frozenset(disabled)}
-    return ours
+        ours["disabled_passes"] = frozenset(disabled)
