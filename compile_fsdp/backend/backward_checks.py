@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from compile_fsdp.backend.call_inputs import runs_below
+from compile_fsdp.backend.compiled_forward import runs_below
 from compile_fsdp.backend.graph_call import GraphCall
 from compile_fsdp.errors import DoubleBackwardError, PartialBackwardError, SecondBackwardError, UnsupportedFeatureError
 from compile_fsdp.torch_compat.autograd import accumulates_into, asks_for, keeps_graph

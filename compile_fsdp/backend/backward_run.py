@@ -11,9 +11,8 @@ import torch
 from torch import fx
 from torch.autograd.graph import GradientEdge
 
-from compile_fsdp.backend.call_inputs import CallInputs
 from compile_fsdp.backend.captured_backward import CapturedBackward, weak_method
-from compile_fsdp.backend.compiled_forward import CompiledForward
+from compile_fsdp.backend.compiled_forward import CallInputs, CompiledForward
 from compile_fsdp.backend.step import BackwardObserver
 from compile_fsdp.backend.this_run import Run, running
 from compile_fsdp.runtime.backward import deliver, enter_graph, expect_no_gradient, leave_graph, start_backward

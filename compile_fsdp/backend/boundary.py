@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from compile_fsdp.backend.backward_checks import check_backward
-from compile_fsdp.backend.call_inputs import CallInputs
-from compile_fsdp.backend.compiled_forward import CompiledForward
+from compile_fsdp.backend.compiled_forward import CallInputs, CompiledForward
 from compile_fsdp.backend.graph_call import GraphCall
 from compile_fsdp.runtime.attached import owner_of
 from compile_fsdp.torch_compat.autograd import prepare_compiled_autograd, preserve_version_counter

@@ -23,8 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from compile_fsdp.backend.backward_run import BackwardRun
-from compile_fsdp.backend.call_inputs import CallInputs
-from compile_fsdp.backend.compiled_forward import CompiledForward
+from compile_fsdp.backend.compiled_forward import CallInputs, CompiledForward
 from compile_fsdp.backend.measured_peak import begin_peak
 from compile_fsdp.runtime import calls
 from compile_fsdp.runtime.subclass_parameters import split_leaf
