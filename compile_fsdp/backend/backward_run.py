@@ -63,7 +63,7 @@ class BackwardRun:
 
     def _run_known(self) -> bool:
         known, inputs = self.forward.step.record.known, self.inputs
-        return any(each.run(inputs.managed, self.outputs, self.grads, inputs.hooks) for each in known)
+        return any(run(inputs.managed, self.outputs, self.grads, inputs.hooks) for run in known)
 
     def run_part(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
         """Compute and return the gradients of some inputs of the inner autograd graph."""

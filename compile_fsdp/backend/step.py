@@ -66,17 +66,9 @@ class BackwardObserver(Protocol):
         """See that the backward is over."""
 
 
-class KnownBackward(Protocol):
-    """A backward that was traced before."""
-
-    def run(
-        self,
-        parameters: Sequence[torch.Tensor],
-        outputs: Sequence[GradientEdge],
-        grads: Sequence[torch.Tensor],
-        hooks: Any,
-    ) -> bool:
-        """Run the backward if it is right for this forward; return whether it has run."""
+# Runs a backward that was traced before if it is right for this forward, and returns whether it has run. It takes the
+# unsharded parameters, autograd edges of outputs, their gradients, and the object with the forward's hooks.
+KnownBackward = Callable[[Sequence[torch.Tensor], Sequence[GradientEdge], Sequence[torch.Tensor], Any], bool]
 
 
 @dataclass(eq=False, slots=True)

@@ -89,25 +89,20 @@ def _is_one_node(outputs: Sequence[GradientEdge]) -> bool:
 
 @dataclass(eq=False)
 class BackwardFrame:
-    """A traced backward, ready to be replayed."""
+    """A traced backward, ready to be replayed, as a `KnownBackward`."""
 
     # A function of the captured graph, inputs, sizes, scalars, hooks, packed data and the object with forward hooks.
     frame: Frame
     signature: BackwardSignature
     _hooks: Any = None
 
-    def run(
+    def __call__(
         self,
         parameters: Sequence[torch.Tensor],
         outputs: Sequence[GradientEdge],
         grads: Sequence[torch.Tensor],
         hooks: Any,
     ) -> bool:
-        """Run the traced backward if it is right for this forward; return whether it has run.
-
-        `outputs` are autograd edges of the forward's outputs with the gradients `grads`; `hooks` is the object with the
-        forward's hooks.
-        """
         signature = self.signature
         if not _is_one_node(outputs) or keeps_graph() or torch.is_anomaly_enabled():
             return False
