@@ -148,8 +148,6 @@ class CapturedBackward:
             )
         gm.recompile()
         unfilled = inputs.unfilled_positions(gm.graph)
-        if (observer := this_run().backward) is not None:
-            observer.see_unfilled(unfilled)
         compiled = compile_traced(TracedGraph(self._step, gm, example_inputs, "backward", inputs), unfilled)
         if (frame := this_run().observer) is not None:
             frame.see_graph(compiled)

@@ -22,7 +22,7 @@ from compile_fsdp.backend.graph_order import follow
 from compile_fsdp.backend.prefill import unshard_before_run
 from compile_fsdp.backend.progress import Phase
 from compile_fsdp.backend.recorder import Recorder
-from compile_fsdp.backend.step import Step
+from compile_fsdp.backend.step import CompiledGraph, Step
 from compile_fsdp.backend.this_run import this_run
 from compile_fsdp.backend.verify import VerifiedGraph, VerifiedStep, is_repeatable
 from compile_fsdp.ops import accumulate_gradient, ensure_lowerings, run_block, watch
@@ -98,7 +98,9 @@ def compile_traced(graph: TracedGraph, unfilled: Sequence[int] = ()) -> Callable
     limit_s = options.agreement_timeout_s
     agreement = agree(collectives, text, graph.what, limit_s, options.progress)
     if (frame := this_run().observer) is not None:
-        frame.see_compiled(stored, recorder.reports, collectives, agreement.are_equal, has_dtensors)
+        frame.see_compiled(
+            CompiledGraph(stored, recorder.reports, collectives, unfilled, agreement.are_equal, has_dtensors)
+        )
     if is_compared and agreement.are_all_here:
         if direction == "forward" and torch.is_grad_enabled() and (call := outermost()) is not None:
             VerifiedStep(call, collectives, limit_s)

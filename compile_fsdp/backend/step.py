@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -19,22 +19,30 @@ from compile_fsdp.reports import GraphReport
 from compile_fsdp.runtime.group import TraceableGroup
 
 
+class CompiledGraph(NamedTuple):
+    """A graph that the inner backend has compiled, as a `FrameObserver` sees it.
+
+    Attributes:
+        stored: Returns the graph in a storable form; None without such a form.
+        unfilled: Positions of inputs whose groups are gathered before it runs.
+        are_ranks_equal: Whether no peer has a different graph.
+        has_dtensors: Whether it may depend on the rank although the peers have equal graphs, because AOTAutograd
+            replaces DTensors by this rank's ops.
+    """
+
+    stored: Callable[[], Any] | None
+    reports: Sequence[GraphReport]
+    collectives: CollectiveSequence
+    unfilled: Sequence[int]
+    are_ranks_equal: bool
+    has_dtensors: bool
+
+
 class FrameObserver(Protocol):
     """Observer of one frame while Dynamo and the backend compile it."""
 
-    def see_compiled(
-        self,
-        stored: Callable[[], Any] | None,
-        reports: Sequence[GraphReport],
-        collectives: CollectiveSequence,
-        are_ranks_equal: bool,
-        has_dtensors: bool,
-    ) -> None:
-        """See a graph that the inner backend has compiled; `stored` returns it in a storable form.
-
-        `are_ranks_equal` is false if a peer has a different graph. A graph that `has_dtensors` may depend on the rank
-        although the peers have equal graphs, because AOTAutograd replaces them by this rank's ops.
-        """
+    def see_compiled(self, graph: CompiledGraph) -> None:
+        """See a graph that the inner backend has compiled."""
 
     def see_graph(self, graph: Callable[..., Any]) -> None:
         """See the compiled graph that the backend returns to Dynamo."""
@@ -58,9 +66,6 @@ class BackwardObserver(Protocol):
         self, function: FunctionType, arguments: Sequence[Any], undefined: Sequence[int]
     ) -> FrameObserver | None:
         """See the function that Dynamo will trace, its arguments and the positions of inputs without a gradient."""
-
-    def see_unfilled(self, positions: Sequence[int]) -> None:
-        """See the positions of inputs whose groups are gathered before the backward runs."""
 
     def end_backward(self) -> None:
         """See that the backward is over."""

@@ -133,7 +133,6 @@ class BackwardRecord:
     Attributes:
         frame: Record of its frame; None until it is traced.
         signature: Its inputs and gradients; None until it is traced.
-        unfilled: Positions of inputs whose groups are gathered before it runs.
         problem: Why the backward cannot be replayed; None if it can.
     """
 
@@ -147,7 +146,6 @@ class BackwardRecord:
         """Begin a new record, because an earlier backward may have failed."""
         self.frame: FrameRecord | None = None
         self.signature: BackwardSignature | None = None
-        self.unfilled: Sequence[int] = ()
         self.problem: str | None = None
         self._outputs = tuple(output.output_nr for output in outputs)
         self._tensors = Tensors(parameters, outputs, grads) if _is_one_node(outputs) else None
@@ -177,9 +175,6 @@ class BackwardRecord:
         scope = {"L": {"inputs": _not_saved(places, tensors), "state": state}, "G": function.__globals__}
         self.frame = FrameRecord(function.__code__, scope, partial(_follows, gradients))
         return self.frame
-
-    def see_unfilled(self, positions: Sequence[int]) -> None:
-        self.unfilled = positions
 
     def end_backward(self) -> None:
         self._finish(self)

@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any
 
+from compile_fsdp.backend.step import CompiledGraph
 from compile_fsdp.errors import NotPortableError
-from compile_fsdp.passes.analysis.sequence import CollectiveSequence
 from compile_fsdp.replay.conditions import Conditions
 from compile_fsdp.replay.paths import Scope
 from compile_fsdp.replay.program import Program
 from compile_fsdp.replay.sources import Sources
-from compile_fsdp.reports import GraphReport
 from compile_fsdp.torch_compat.dynamo import GuardFact, guard_facts
 from compile_fsdp.torch_compat.global_state import GlobalState
 
@@ -28,9 +27,7 @@ class FrameRecord:
         self.dropped = dropped
         self.graphs = 0  # number of graphs compiled for the frame
         self.graph: Any = None  # the compiled graph that the backend returns to Dynamo
-        self.stored: Callable[[], Any] | None = None  # returns the graph in a storable form; None without such a form
-        self.reports: Sequence[GraphReport] = ()
-        self.collectives = CollectiveSequence(())
+        self.compiled: CompiledGraph | None = None
         self.sources = Sources()
         self.problem: str | None = None  # why the frame cannot be replayed; None if it can
         self._has_self = "self" in scope["L"]
@@ -39,17 +36,10 @@ class FrameRecord:
         self._conditions: Conditions | None = None
         self._new_code: CodeType | None = None
 
-    def see_compiled(
-        self,
-        stored: Callable[[], Any] | None,
-        reports: Sequence[GraphReport],
-        collectives: CollectiveSequence,
-        are_ranks_equal: bool,
-        has_dtensors: bool,
-    ) -> None:
-        self.stored, self.reports, self.collectives = stored, reports, collectives
-        self.sources.may_read_rank |= not are_ranks_equal
-        self.sources.has_dtensors |= has_dtensors
+    def see_compiled(self, graph: CompiledGraph) -> None:
+        self.compiled = graph
+        self.sources.may_read_rank |= not graph.are_ranks_equal
+        self.sources.has_dtensors |= graph.has_dtensors
 
     def see_graph(self, graph: Any) -> None:
         self.graphs += 1
@@ -70,7 +60,7 @@ class FrameRecord:
         if old is self.code:
             self._new_code = new
 
-    def finish(self) -> tuple[Conditions, Program, Sources]:
+    def finish(self) -> tuple[Conditions, Program, CompiledGraph]:
         """Return the parts that a replay of the frame needs; NotPortableError if it cannot be replayed."""
         if self.problem is not None:
             raise NotPortableError(self.problem)
@@ -81,4 +71,5 @@ class FrameRecord:
         if not self._has_self and any(each.argval == "self" for each in dis.get_instructions(self._new_code)):
             raise NotPortableError("it reads a constant that is an attribute of its graph")
         names = (key[1] for kind, _, key in self._conditions.paths.accesses if kind == "root" and key[0] == "G")
-        return self._conditions, Program.record(self._new_code, self._variables, names), self.sources
+        assert self.compiled is not None
+        return self._conditions, Program.record(self._new_code, self._variables, names), self.compiled

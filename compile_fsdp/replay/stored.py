@@ -46,13 +46,15 @@ class StoredFrame:
     graph: bytes  # pickled; empty on ranks that write no bundle
     reports: tuple[GraphReport, ...]
     collectives: CollectiveSequence
+    unfilled: tuple[int, ...]  # positions of inputs whose groups are gathered before it runs
 
     @classmethod
     def of(cls, frame: FrameRecord, with_graph: bool) -> StoredFrame:
         """Store a recorded frame; NotPortableError if it cannot be stored."""
-        conditions, program, sources = frame.finish()
-        graph = _pickle(frame.stored and frame.stored()) if with_graph else b""
-        return cls(conditions, program, sources, graph, tuple(frame.reports), frame.collectives)
+        conditions, program, compiled = frame.finish()
+        graph = _pickle(compiled.stored and compiled.stored()) if with_graph else b""
+        reports, unfilled = tuple(compiled.reports), tuple(compiled.unfilled)
+        return cls(conditions, program, frame.sources, graph, reports, compiled.collectives, unfilled)
 
     def load(self) -> Callable[[list[Any]], Any]:
         """Return the compiled graph, which takes and empties a list of inputs."""
@@ -78,14 +80,13 @@ def _pickle(value: object) -> bytes:
 class StoredBackward:
     frame: StoredFrame
     signature: BackwardSignature
-    unfilled: tuple[int, ...]  # positions of inputs whose groups are gathered before it runs
 
     @classmethod
     def of(cls, record: BackwardRecord, with_graph: bool) -> StoredBackward:
         """Store a recorded backward; NotPortableError if it cannot be stored."""
         if record.problem is not None or record.frame is None or record.signature is None:
             raise NotPortableError(record.problem or "its backward was not traced")
-        return cls(StoredFrame.of(record.frame, with_graph), record.signature, tuple(record.unfilled))
+        return cls(StoredFrame.of(record.frame, with_graph), record.signature)
 
     def bind(self, graph: Callable[..., Any]) -> BackwardFrame:
         return BackwardFrame(self.frame.bind(graph, None, frozenset({"inputs"})), self.signature)
@@ -98,7 +99,8 @@ class StoredBackward:
             inputs.clear()
             return run(flat)
 
-        whole = unshard_before_run(run_list, self.unfilled) if self.unfilled else run_list
+        unfilled = self.frame.unfilled
+        whole = unshard_before_run(run_list, unfilled) if unfilled else run_list
         return self.bind(follow(whole, self.frame.collectives, "backward graph"))
 
 
