@@ -17,8 +17,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from compile_fsdp.errors import NotPortableError
-from compile_fsdp.replay.frames import Frame
-from compile_fsdp.replay.recording import FrameRecord
+from compile_fsdp.replay.frames import Frame, FrameRecord
 from compile_fsdp.runtime.backward import expect_gradients_again, expect_no_gradient, gradient_accumulated
 from compile_fsdp.torch_compat.autograd import drop_saved_tensors, is_compiled_node, keeps_graph
 from compile_fsdp.torch_compat.dynamo import GuardFact

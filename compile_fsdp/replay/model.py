@@ -42,8 +42,7 @@ from compile_fsdp.errors import NotPortableError
 from compile_fsdp.options import Options
 from compile_fsdp.replay import bundle
 from compile_fsdp.replay.backward import BackwardRecord
-from compile_fsdp.replay.frames import Frame
-from compile_fsdp.replay.recording import FrameRecord
+from compile_fsdp.replay.frames import Frame, FrameRecord
 from compile_fsdp.replay.stored import StoredBackward, StoredStep
 from compile_fsdp.runtime.attached import module_hooks_of
 from compile_fsdp.runtime.hooks import prepare_model

@@ -27,9 +27,8 @@ from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
 from compile_fsdp.passes.dynamo.lift_tensor_hooks import DeferredHooks
 from compile_fsdp.replay.backward import BackwardFrame, BackwardRecord, BackwardSignature
 from compile_fsdp.replay.conditions import Conditions
-from compile_fsdp.replay.frames import Frame
+from compile_fsdp.replay.frames import Frame, FrameRecord
 from compile_fsdp.replay.program import Program
-from compile_fsdp.replay.recording import FrameRecord
 from compile_fsdp.replay.sources import Sources
 from compile_fsdp.reports import GraphReport, record
 from compile_fsdp.runtime.group import TraceableGroup
