@@ -28,8 +28,7 @@ from torch import nn
 from compile_fsdp.errors import NotPortableError
 from compile_fsdp.options import Options
 from compile_fsdp.passes.cache_key import hash_package
-from compile_fsdp.replay.classes import base_names, hash_code
-from compile_fsdp.replay.words import describe
+from compile_fsdp.replay.words import base_names, describe, hash_code
 from compile_fsdp.torch_compat.inductor import cache_folder, settings_hash
 
 _MAGIC = b"compile_fsdp bundle 1\n"

@@ -27,9 +27,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from compile_fsdp.errors import NotPortableError
-from compile_fsdp.replay.classes import describe_class, forget_classes
 from compile_fsdp.replay.paths import STEPS, Paths, Scope
-from compile_fsdp.replay.words import describe, describe_place
+from compile_fsdp.replay.words import PLAIN, TORCH_CONSTANTS, describe, describe_class, describe_place, forget_classes
 from compile_fsdp.torch_compat.dynamo import GuardFact
 from compile_fsdp.torch_compat.dynamo_limits import find_assumed_constant
 from compile_fsdp.torch_compat.global_state import GlobalState
@@ -220,9 +219,8 @@ _OWN: dict[str, Callable[[Any], Any]] = {
 
 # Classes whose instances are compared by value: no graph depends on their identity.
 _ALWAYS_SAME: tuple[type, ...] = (
-    *(type(None), bool, int, float, complex, str, bytes, tuple, frozenset, type, enum.Enum),
+    *(*PLAIN, *TORCH_CONSTANTS, tuple, frozenset, type, enum.Enum),
     *(FunctionType, MethodType, BuiltinFunctionType, ModuleType, MappingProxyType),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 
 

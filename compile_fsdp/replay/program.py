@@ -13,7 +13,7 @@ from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 from compile_fsdp.errors import NotPortableError
-from compile_fsdp.replay.classes import class_name
+from compile_fsdp.replay.words import class_name
 
 # Prefix of the compiled graph's name in Dynamo's code.
 _GRAPH = "__compiled_fn_"

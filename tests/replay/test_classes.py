@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from compile_fsdp.replay.classes import describe_class, forget_classes
-from compile_fsdp.replay.words import describe
+from compile_fsdp.replay.words import describe, describe_class, forget_classes
 
 _PARTS = """
 import abc, enum, functools
