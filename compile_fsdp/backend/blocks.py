@@ -39,7 +39,6 @@ from compile_fsdp.torch_compat.inductor import (
     CustomPartitionerFn,
     compile_op_by_op,
     functorch_config,
-    generates_code,
     inductor_compilers,
     innermost,
     min_cut_partition,
@@ -47,11 +46,6 @@ from compile_fsdp.torch_compat.inductor import (
     settings_hash,
     stored_graph,
 )
-
-
-def compiles_blocks(options: Options) -> bool:
-    """Return whether equal blocks may be compiled once: not if something decides about, or counts, the ops of each."""
-    return options.inner_backend in ("inductor", "aot_eager") and generates_code()
 
 
 class BlockCompiler:

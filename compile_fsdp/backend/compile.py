@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from compile_fsdp.backend.blocks import BlockCompiler, compiles_blocks
+from compile_fsdp.backend.blocks import BlockCompiler
 from compile_fsdp.backend.boundary import ForwardGraph
 from compile_fsdp.backend.capturable import check_device
 from compile_fsdp.backend.compiled_forward import CompiledForward, ParameterInputs
@@ -37,6 +37,7 @@ from compile_fsdp.runtime.tracing import GROUP_CALLS, restore_hook_bodies_now
 from compile_fsdp.torch_compat.dispatch import HigherOrderOperator, op_name
 from compile_fsdp.torch_compat.dynamo import copy_dynamo_graph, explain_untraceable_hooks, has_hooks_input
 from compile_fsdp.torch_compat.dynamo_limits import LOSES_STATE_BEHIND_BODIES, keep_list_items_constant
+from compile_fsdp.torch_compat.inductor import generates_code
 from compile_fsdp.torch_compat.required import check_names
 
 
@@ -107,8 +108,8 @@ _BODIES = {"associative_scan", "cond", "flex_attention", "map_impl", "scan", "wh
 
 def _decide(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> tuple[Step, TracedGraph]:
     """Decide about the step and rewrite its forward graph accordingly."""
-    takes_numbers = options.inner_backend in ("inductor", "aot_eager")  # their graphs go through AOTAutograd
-    lifts_hooks = takes_numbers and has_hooks_input(gm) and bool(GraphInputs(gm).managed)
+    is_aot = options.inner_backend in ("inductor", "aot_eager")  # their graphs go through AOTAutograd
+    lifts_hooks = is_aot and has_hooks_input(gm) and bool(GraphInputs(gm).managed)
     if lifts_hooks:
         gm = copy_dynamo_graph(gm)  # Dynamo still reads the inputs of the original graph
     inputs, has_backward = GraphInputs(gm), torch.is_grad_enabled()
@@ -117,7 +118,8 @@ def _decide(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options)
     if (costs := settle_costs(gm, inputs, options)) is not None:
         options = replace(options, costs=costs)
     options = _with_random_numbers(options, inputs)
-    calls_blocks = bool(inputs.managed) and compiles_blocks(options)
+    # Not inside `without_code`, because `compile-fsdp plan` counts the ops of each block.
+    calls_blocks = is_aot and bool(inputs.managed) and generates_code()
     fitted = budget_pass(inputs, options, calls_blocks=calls_blocks) if has_backward else None
     frozen = inputs.frozen_nodes() if has_backward else ()
     passes = pipelines.forward(GROUP_CALLS, free=free, lifts_hooks=lifts_hooks, fitted=fitted, frozen=frozen)

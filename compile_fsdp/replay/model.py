@@ -19,7 +19,6 @@ graphs, or if its graph has DTensors.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from compile_fsdp.backend.agreement import are_fake, share_choice
+from compile_fsdp.backend.agreement import are_fake, hash_lines, share_choice
 from compile_fsdp.backend.boundary import ForwardGraph
 from compile_fsdp.backend.cpu_probe import start_cpu_probe
 from compile_fsdp.backend.step import BackwardsRecord
@@ -265,7 +264,7 @@ def _of_rank(facts: Mapping[str, str]) -> dict[str, str]:
 
 def _hash_collectives(steps: Sequence[StoredStep]) -> str:
     sequences = [frame.collectives for step in steps for frame in step.frames()]
-    return hashlib.sha256(repr([each.lines(each.groups) for each in sequences]).encode()).hexdigest()
+    return hash_lines([repr(each.lines(each.groups)) for each in sequences])
 
 
 @at_run_time
