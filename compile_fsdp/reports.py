@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -76,20 +75,17 @@ class GraphReport:
         )
 
 
-_lock = threading.Lock()
 _reports: list[GraphReport] = []
 
 
 def reports() -> tuple[GraphReport, ...]:
     """The reports of all graphs compiled in this process since `reset_reports()`, oldest first."""
-    with _lock:
-        return tuple(_reports)
+    return tuple(_reports)
 
 
 def reset_reports() -> None:
     """Forget all reports."""
-    with _lock:
-        _reports.clear()
+    _reports.clear()
 
 
 def newest_advice() -> tuple[Advice, ...]:
@@ -104,8 +100,7 @@ def count_captures() -> int:
 
 
 def record(report: GraphReport) -> None:
-    with _lock:
-        _reports.append(report)
+    _reports.append(report)
     _log.info("%s", report)
 
 
