@@ -92,14 +92,10 @@ class PlainOutputCode(_OutputCode):  # type: ignore[misc]
 
     _boxed_call = True
 
-    def prepare_for_serialization(self) -> None:
-        pass
-
     def post_compile(self, *args: Any) -> None:
         pass
 
-    def set_triton_bundle(self, triton_bundle: Any) -> None:
-        pass
+    prepare_for_serialization = set_triton_bundle = post_compile
 
 
 class UnusedBackward(PlainOutputCode):

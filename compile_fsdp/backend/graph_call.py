@@ -184,14 +184,14 @@ class BackwardRun:
             elif self.is_kept:
                 self._run_captured(run)
             elif not self._run_known():
-                if (observer := self.forward.step.record.observer) is not None:
+                if (observer := self.forward.step.observer) is not None:
                     observer.begin_backward(self.inputs.managed, self.outputs, self.grads)
                 self._run_captured(run, observer)
                 if observer is not None:
                     observer.end_backward()
 
     def _run_known(self) -> bool:
-        known, inputs = self.forward.step.record.known, self.inputs
+        known, inputs = self.forward.step.known, self.inputs
         return any(run(inputs.managed, self.outputs, self.grads, inputs.hooks) for run in known)
 
     def run_part(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
@@ -256,7 +256,7 @@ class BackwardRun:
         """
         step = self.forward.step
         backward = CapturedBackward(captured, step, self.has_gradient, self.inputs.sizes)
-        step.record.compiled.append(backward)
+        step.compiled.append(backward)
         # If AOTAutograd does not make every graph unique, a model may hit the cached graph of a deleted model.
         return weak_method(backward.run, otherwise=captured)
 

@@ -77,23 +77,8 @@ KnownBackward = Callable[[Sequence[torch.Tensor], Sequence[GradientEdge], Sequen
 
 
 @dataclass(eq=False, slots=True)
-class BackwardsRecord:
-    """The backwards of one forward graph.
-
-    Attributes:
-        compiled: The captured backwards. Only this list keeps them alive.
-        known: Backwards that run without a capture, because they were traced before or read from a bundle.
-        observer: Observes the next backward that is captured; None for no observer.
-    """
-
-    compiled: list[object] = field(default_factory=list)
-    known: list[KnownBackward] = field(default_factory=list)
-    observer: BackwardObserver | None = None
-
-
-@dataclass(frozen=True, eq=False, slots=True)
 class Step:
-    """Decisions about a forward graph and its backward.
+    """Decisions about a forward graph and its backwards, and these backwards.
 
     Attributes:
         options: The user's options, with the costs by which the forward is compiled.
@@ -101,7 +86,9 @@ class Step:
         hooks: The hooks lifted out of the forward graph; None without hooks.
         groups: Texts of the constants of the forward's groups, in input order.
         blocks: What the graphs call by name, kept alive.
-        record: The compiled and observed backwards.
+        compiled: The captured backwards. Only this list keeps them alive.
+        known: Backwards that run without a capture, because they were traced before or read from a bundle.
+        observer: Observes the next backward that is captured; None for no observer.
     """
 
     options: Options
@@ -109,7 +96,9 @@ class Step:
     hooks: DeferredHooks | None = None
     groups: tuple[str, ...] = ()
     blocks: tuple[Block, ...] = ()
-    record: BackwardsRecord = field(default_factory=BackwardsRecord)
+    compiled: list[object] = field(default_factory=list)
+    known: list[KnownBackward] = field(default_factory=list)
+    observer: BackwardObserver | None = None
 
     def left_unsharded(self, groups: Sequence[TraceableGroup]) -> list[TraceableGroup]:
         """Select from a forward graph's groups, in input order, those that the budget leaves unsharded."""

@@ -22,7 +22,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import CellType
@@ -35,7 +34,7 @@ from torch import nn
 from compile_fsdp.backend.agreement import are_fake, hash_lines, share_choice
 from compile_fsdp.backend.boundary import ForwardGraph
 from compile_fsdp.backend.cpu_probe import start_cpu_probe
-from compile_fsdp.backend.step import BackwardsRecord
+from compile_fsdp.backend.step import Step
 from compile_fsdp.backend.this_run import Run, running, see_guards
 from compile_fsdp.errors import NotPortableError
 from compile_fsdp.options import Options
@@ -56,21 +55,13 @@ _log = logging.getLogger("compile_fsdp")
 _MOST_STEPS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayedStep:
-    """A forward of the whole model and its backwards, ready to be replayed."""
-
-    forward: Frame
-    backwards: BackwardsRecord
-
-
 class ModelReplay:
     """Replayable steps of one model. See [Note: Replayed steps]."""
 
     def __init__(self, options: Options, has_bundle: bool = True) -> None:
         """Take the options of the model; without a bundle, its steps are replayed in this process only."""
         self.options = options
-        self.steps: list[ReplayedStep] = []  # the last used first
+        self.steps: list[tuple[Frame, Step]] = []  # each with its forward's frame, the last used first
         self._stored: list[StoredStep] = []  # the same steps, in the order of their traces
         self._is_read = not has_bundle
         self._records = True  # until a step cannot be recorded
@@ -90,11 +81,11 @@ class ModelReplay:
             self._read(module, arguments, closure)
             if not self.steps and self.options.inner_backend == "inductor":
                 start_cpu_probe(module_hooks_of(module).hooks.state._device)
-        for i, step in enumerate(self.steps):
-            if step.forward.fits(arguments):
+        for i, (forward, _) in enumerate(self.steps):
+            if forward.fits(arguments):
                 self.steps.insert(0, self.steps.pop(i))
-                step.forward.runs += 1
-                return step.forward.run(module, *args, **kwargs)
+                forward.runs += 1
+                return forward.run(module, *args, **kwargs)
         if not self._records or len(self._stored) == _MOST_STEPS:
             return run(*args, **kwargs)
         frame = FrameRecord(function.__code__, {"L": arguments, "G": function.__globals__}, lambda fact: False)
@@ -113,45 +104,45 @@ class ModelReplay:
         with self._failures_logged():
             frame.finish()
             if has_backward:
-                frame.graph.forward.step.record.observer = BackwardRecord(partial(self._keep, frame, closure))
+                frame.graph.forward.step.observer = BackwardRecord(partial(self._keep, frame, closure))
             else:
                 self._keep(frame, closure, None)
 
     @at_run_time
     def _keep(self, forward: FrameRecord, closure: Sequence[CellType], backward: BackwardRecord | None) -> None:
         """Add a step whose first backward, if any, is recorded."""
-        backwards = forward.graph.forward.step.record
-        backwards.observer = None
+        step: Step = forward.graph.forward.step
+        step.observer = None
         with self._failures_logged():
             if forward.sources.may_read_rank or (forward.sources.has_dtensors and self._is_automatic):
                 self._use_bundle_of_rank()
-            step = StoredStep.of(forward, self._writes)
+            stored = StoredStep.of(forward, self._writes)
             if backward is not None:
-                self._add_backward(step, backwards, backward)
-            self._stored.append(step)
-            self.steps.insert(0, ReplayedStep(step.bind(forward.graph, closure), backwards))
+                self._add_backward(stored, step, backward)
+            self._stored.append(stored)
+            self.steps.insert(0, (stored.bind(forward.graph, closure), step))
             self._write()
 
     @at_run_time
-    def _keep_further(self, step: StoredStep, backwards: BackwardsRecord, backward: BackwardRecord) -> None:
+    def _keep_further(self, stored: StoredStep, step: Step, backward: BackwardRecord) -> None:
         """Add a further backward of a step."""
-        backwards.observer = None
+        step.observer = None
         with self._failures_logged():
-            self._add_backward(step, backwards, backward)
+            self._add_backward(stored, step, backward)
             self._write()
 
-    def _add_backward(self, step: StoredStep, backwards: BackwardsRecord, record: BackwardRecord) -> None:
+    def _add_backward(self, stored: StoredStep, step: Step, record: BackwardRecord) -> None:
         backward = StoredBackward.of(record, self._writes)
         assert record.frame is not None
         if record.frame.sources.may_read_rank and not self._is_of_rank:
             raise NotPortableError("its backward reads the rank, and its forward does not")
-        step.backwards.append(backward)
-        backwards.known.append(backward.bind(record.frame.graph))
-        self._observe_further(step, backwards)
+        stored.backwards.append(backward)
+        step.known.append(backward.bind(record.frame.graph))
+        self._observe_further(stored, step)
 
-    def _observe_further(self, step: StoredStep, backwards: BackwardsRecord) -> None:
-        if len(step.backwards) < _MOST_STEPS:
-            backwards.observer = BackwardRecord(partial(self._keep_further, step, backwards))
+    def _observe_further(self, stored: StoredStep, step: Step) -> None:
+        if len(stored.backwards) < _MOST_STEPS:
+            step.observer = BackwardRecord(partial(self._keep_further, stored, step))
 
     @property
     def _is_automatic(self) -> bool:
@@ -208,13 +199,13 @@ class ModelReplay:
             self._records = False
             return
         steps: list[StoredStep] = []
-        loaded: list[ReplayedStep] = []
+        loaded: list[tuple[Frame, Step]] = []
         fitting: int | None = None
         try:
             self._facts, self._path = self._locate(module)
             steps = bundle.read(self._path, self._facts)
             loaded = self._load(steps, module, closure)
-            fitting = next((i for i, step in enumerate(loaded) if step.forward.fits(arguments)), None)
+            fitting = next((i for i, (forward, _) in enumerate(loaded) if forward.fits(arguments)), None)
             choice = f"={_hash_collectives(steps)} {fitting}"
         except Exception as error:  # a rank that stops here would leave its peers waiting
             choice = str(error)
@@ -225,15 +216,15 @@ class ModelReplay:
         assert self._path is not None
         if fitting is None:
             if dist.get_rank() == 0:
-                _log.warning("no step in the bundle %s fits: %s", self._path, loaded[-1].forward.problem)
+                _log.warning("no step in the bundle %s fits: %s", self._path, loaded[-1][0].problem)
             steps, loaded = steps[1 - _MOST_STEPS :], loaded[1 - _MOST_STEPS :]  # the oldest makes room
         else:
             bundle.note(self._path, "kept, since it fits:")
         self._stored, self.steps = steps, loaded
         every = [group for hooks in module_hooks_of(module).hooks.root.all_hooks for group in hooks.groups]
-        for step, replayed in zip(steps, loaded, strict=True):
-            step.note_agreed(self.options, every)
-            self._observe_further(step, replayed.backwards)
+        for stored, (_, step) in zip(steps, loaded, strict=True):
+            stored.note_agreed(self.options, every)
+            self._observe_further(stored, step)
 
     def _locate(self, module: nn.Module) -> tuple[dict[str, str], Path]:
         """Return the facts and the path of the bundle: that of this rank if there is one."""
@@ -247,15 +238,14 @@ class ModelReplay:
         chosen = of_rank if self._is_of_rank else facts
         return chosen, bundle.locate(None, chosen)
 
-    def _load(self, steps: Sequence[StoredStep], module: nn.Module, closure: Sequence[CellType]) -> list[ReplayedStep]:
+    def _load(
+        self, steps: Sequence[StoredStep], module: nn.Module, closure: Sequence[CellType]
+    ) -> list[tuple[Frame, Step]]:
         for frame in (each for step in steps for each in step.frames()):
             if (changed := frame.sources.changed()) is not None:
                 raise NotPortableError(f"the code of {changed} has changed")
         graphs = [step.load(self.options, module) for step in steps]
-        return [
-            ReplayedStep(step.bind(graph, closure), graph.forward.step.record)
-            for step, graph in zip(steps, graphs, strict=True)
-        ]
+        return [(step.bind(graph, closure), graph.forward.step) for step, graph in zip(steps, graphs, strict=True)]
 
 
 def _of_rank(facts: Mapping[str, str]) -> dict[str, str]:

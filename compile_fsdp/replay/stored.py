@@ -141,7 +141,7 @@ class StoredStep:
         blocks = tuple(map(pickle.loads, self.blocks))
         step = Step(replace(options, costs=self.costs), self.decision, self.hooks, self.groups, blocks)
         followed = follow(run, self.forward.collectives, "forward graph")
-        step.record.known += [each.load() for each in self.backwards]
+        step.known += [each.load() for each in self.backwards]
         return ForwardGraph(CompiledForward(followed, self.parameters, weakref.ref(module), step))
 
     def note_agreed(self, options: Options, groups: Sequence[TraceableGroup]) -> None:

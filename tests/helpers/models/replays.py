@@ -22,5 +22,5 @@ def compile_with_replay(model: Any, **arguments: Any) -> None:
 def count_replays(model: Any) -> tuple[int, int]:
     """Number of replayed forwards and of replayed backwards of a compiled model."""
     steps = model._compile_fsdp_hooks.hooks.root.replay.steps
-    known = [each for step in steps for each in step.backwards.known]
-    return sum(step.forward.runs for step in steps), sum(each.frame.runs for each in known)
+    known = [each for _, step in steps for each in step.known]
+    return sum(forward.runs for forward, _ in steps), sum(each.frame.runs for each in known)
