@@ -1,21 +1,25 @@
-"""A traced frame: recorded while Dynamo and the backend compile it, and ready to be replayed."""
+"""A traced frame: recorded while Dynamo and the backend compile it, stored, and ready to be replayed."""
 
 from __future__ import annotations
 
 import dis
+import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from types import CodeType, FunctionType
+from dataclasses import dataclass, replace
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 from compile_fsdp.backend.step import CompiledGraph
 from compile_fsdp.errors import NotPortableError
+from compile_fsdp.passes.analysis.sequence import CollectiveSequence
 from compile_fsdp.replay.conditions import Conditions, Watch
 from compile_fsdp.replay.paths import Scope
 from compile_fsdp.replay.program import Program
 from compile_fsdp.replay.sources import Sources
+from compile_fsdp.reports import GraphReport, record
 from compile_fsdp.torch_compat.dynamo import GuardFact, guard_facts
 from compile_fsdp.torch_compat.global_state import GlobalState
+from compile_fsdp.torch_compat.inductor import load_graph
 
 _MOST_FAILURES = 8
 
@@ -63,8 +67,8 @@ class FrameRecord:
         if old is self.code:
             self._new_code = new
 
-    def finish(self) -> tuple[Conditions, Program, CompiledGraph]:
-        """Return the parts that a replay of the frame needs; NotPortableError if it cannot be replayed."""
+    def finish(self, with_graph: bool) -> StoredFrame:
+        """Return the frame for a replay; NotPortableError if it cannot be replayed, or its graph cannot be stored."""
         if self.problem is not None:
             raise NotPortableError(self.problem)
         if self._conditions is None or self._new_code is None or self.graphs != 1:
@@ -74,8 +78,44 @@ class FrameRecord:
         if not self._has_self and any(each.argval == "self" for each in dis.get_instructions(self._new_code)):
             raise NotPortableError("it reads a constant that is an attribute of its graph")
         names = (key[1] for kind, _, key in self._conditions.paths.accesses if kind == "root" and key[0] == "G")
-        assert self.compiled is not None
-        return self._conditions, Program.record(self._new_code, self._variables, names), self.compiled
+        program, compiled = Program.record(self._new_code, self._variables, names), self.compiled
+        assert compiled is not None
+        graph = pickle_graph(compiled.stored and compiled.stored()) if with_graph else b""
+        reports, unfilled = tuple(compiled.reports), tuple(compiled.unfilled)
+        return StoredFrame(self._conditions, program, self.sources, graph, reports, compiled.collectives, unfilled)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFrame:
+    """Stored form of a frame, of a forward or a backward, with its compiled graph."""
+
+    conditions: Conditions
+    program: Program
+    sources: Sources
+    graph: bytes  # pickled; empty on ranks that write no bundle
+    reports: tuple[GraphReport, ...]
+    collectives: CollectiveSequence
+    unfilled: tuple[int, ...]  # positions of inputs whose groups are gathered before it runs
+
+    def load(self) -> Callable[[list[Any]], Any]:
+        """Return the compiled graph, which takes and empties a list of inputs."""
+        for report in self.reports:
+            record(replace(report, cached=True))
+        return load_graph(pickle.loads(self.graph))
+
+    def bind(self, graph: Callable[..., Any], closure: tuple[CellType, ...] | None, inputs: frozenset[str]) -> Frame:
+        """Return the frame, with a compiled graph and the closure of the traced frame; `inputs` as in `Frame`."""
+        return Frame(self.program.bind(graph, closure), self.conditions, inputs)
+
+
+def pickle_graph(graph: object) -> bytes:
+    """Pickle a compiled graph's storable form or a block; NotPortableError if it cannot be stored, as for None."""
+    if graph is None:
+        raise NotPortableError("its graph cannot be stored")
+    try:
+        return pickle.dumps(graph)
+    except Exception as error:  # pickled classes may raise any exception
+        raise NotPortableError(f"its graph cannot be stored: {type(error).__name__}: {error}") from error
 
 
 @dataclass(eq=False)

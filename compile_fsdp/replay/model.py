@@ -102,7 +102,7 @@ class ModelReplay:
         if not isinstance(frame.graph, ForwardGraph) or (has_backward and frame.graph.forward.step.hooks is None):
             frame.problem = "there is no graph with a backward whose hooks are known by numbers"
         with self._failures_logged():
-            frame.finish()
+            frame.finish(with_graph=False)
             if has_backward:
                 frame.graph.forward.step.observer = BackwardRecord(partial(self._keep, frame, closure))
             else:

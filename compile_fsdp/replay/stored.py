@@ -22,57 +22,11 @@ from compile_fsdp.backend.step import Step
 from compile_fsdp.errors import NotPortableError
 from compile_fsdp.options import Options
 from compile_fsdp.passes.analysis.costs import Costs
-from compile_fsdp.passes.analysis.sequence import CollectiveSequence
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
 from compile_fsdp.passes.dynamo.lift_tensor_hooks import DeferredHooks
 from compile_fsdp.replay.backward import BackwardFrame, BackwardRecord, BackwardSignature
-from compile_fsdp.replay.conditions import Conditions
-from compile_fsdp.replay.frames import Frame, FrameRecord
-from compile_fsdp.replay.program import Program
-from compile_fsdp.replay.sources import Sources
-from compile_fsdp.reports import GraphReport, record
+from compile_fsdp.replay.frames import Frame, FrameRecord, StoredFrame, pickle_graph
 from compile_fsdp.runtime.group import TraceableGroup
-from compile_fsdp.torch_compat.inductor import load_graph
-
-
-@dataclass(frozen=True, slots=True)
-class StoredFrame:
-    """Stored form of a frame, of a forward or a backward, with its compiled graph."""
-
-    conditions: Conditions
-    program: Program
-    sources: Sources
-    graph: bytes  # pickled; empty on ranks that write no bundle
-    reports: tuple[GraphReport, ...]
-    collectives: CollectiveSequence
-    unfilled: tuple[int, ...]  # positions of inputs whose groups are gathered before it runs
-
-    @classmethod
-    def of(cls, frame: FrameRecord, with_graph: bool) -> StoredFrame:
-        """Store a recorded frame; NotPortableError if it cannot be stored."""
-        conditions, program, compiled = frame.finish()
-        graph = _pickle(compiled.stored and compiled.stored()) if with_graph else b""
-        reports, unfilled = tuple(compiled.reports), tuple(compiled.unfilled)
-        return cls(conditions, program, frame.sources, graph, reports, compiled.collectives, unfilled)
-
-    def load(self) -> Callable[[list[Any]], Any]:
-        """Return the compiled graph, which takes and empties a list of inputs."""
-        for report in self.reports:
-            record(replace(report, cached=True))
-        return load_graph(pickle.loads(self.graph))
-
-    def bind(self, graph: Callable[..., Any], closure: tuple[CellType, ...] | None, inputs: frozenset[str]) -> Frame:
-        """Return the frame, with a compiled graph and the closure of the traced frame; `inputs` as in `Frame`."""
-        return Frame(self.program.bind(graph, closure), self.conditions, inputs)
-
-
-def _pickle(value: object) -> bytes:
-    if value is None:
-        raise NotPortableError("its graph cannot be stored")
-    try:
-        return pickle.dumps(value)
-    except Exception as error:  # pickled classes may raise any exception
-        raise NotPortableError(f"its graph cannot be stored: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +39,7 @@ class StoredBackward:
         """Store a recorded backward; NotPortableError if it cannot be stored."""
         if record.problem is not None or record.frame is None or record.signature is None:
             raise NotPortableError(record.problem or "its backward was not traced")
-        return cls(StoredFrame.of(record.frame, with_graph), record.signature)
+        return cls(record.frame.finish(with_graph), record.signature)
 
     def bind(self, graph: Callable[..., Any]) -> BackwardFrame:
         return BackwardFrame(self.frame.bind(graph, None, frozenset({"inputs"})), self.signature)
@@ -121,8 +75,8 @@ class StoredStep:
         """Store a recorded forward, still without a backward; NotPortableError if it cannot be stored."""
         compiled: CompiledForward = forward.graph.forward
         step = compiled.step
-        frame = StoredFrame.of(forward, with_graph)
-        blocks = tuple(map(_pickle, step.blocks)) if with_graph else ()
+        frame = forward.finish(with_graph)
+        blocks = tuple(map(pickle_graph, step.blocks)) if with_graph else ()
         return cls(frame, compiled.parameters, step.hooks, step.options.costs, step.decision, step.groups, blocks)
 
     def frames(self) -> list[StoredFrame]:
