@@ -114,7 +114,8 @@ class BlockCompiler:
         graph.output_node().args = (tuple(_without_aliases(graph)),)
         examples = [fake_value(node) for node in graph.find_nodes(op="placeholder")]
         work = tuple(work for node in graph.nodes if any(work := work_of(node)))
-        layouts = [_layout(get_fake_tensor(node)) for node in _results(graph)]
+        results = map(get_fake_tensor, _results(graph))
+        layouts = [(tuple(each.shape), each.stride(), each.dtype, each.device) for each in results]
         is_fixed = all(isinstance(size, int) for layout in layouts for size in (*layout[0], *layout[1]))
         draws = any(map(is_random, graph.nodes))
         plain, run, stored = _without_values(graph), None, None
@@ -266,7 +267,3 @@ def _results(graph: fx.Graph) -> list[Any]:
 
 def _is_tensor(node: fx.Node) -> bool:
     return isinstance(fake_value(node), torch.Tensor)
-
-
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device

@@ -95,7 +95,8 @@ class GraphInputs:
         The backward gathers neither the groups in `left_unsharded` nor those whose parameters the graph reads only in
         embeddings, whose backward does not read them.
         """
-        read = {group for node, group in self.managed_nodes() if not all(map(_reads_rows, node.users))}
+        nodes = self.managed_nodes()
+        read = {group for node, group in nodes if not all(is_upkeep(each) or is_embedding(each) for each in node.users)}
         return tuple(_figures(group, group in left_unsharded or group not in read) for group in self.groups)
 
     def unfilled_positions(self, graph: fx.Graph) -> list[int]:
@@ -167,10 +168,6 @@ class GraphInputs:
     def _foreign(self) -> dict[str, nn.Parameter]:
         """Parameters of no group that no traceable module ignores, by FQN."""
         return {fqn: each for fqn, each in self._parameters.items() if not belongs_to_traceable(each)}
-
-
-def _reads_rows(node: fx.Node) -> bool:
-    return is_upkeep(node) or is_embedding(node)
 
 
 def _figures(group: TraceableGroup, is_once: bool) -> GroupFigures:

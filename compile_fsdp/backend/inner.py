@@ -79,8 +79,9 @@ def compile_traced(graph: TracedGraph, unfilled: Sequence[int] = ()) -> Callable
     `unfilled` are positions of its inputs whose groups are gathered before it runs.
     """
     traced = read_collectives(graph.gm.graph)
-    text, has_dtensors = graph_text(graph.gm, traced.groups), any(map(_is_dtensor, graph.gm.graph.nodes))
-    direction, options, nodes = graph.direction, graph.step.options, len(graph.gm.graph.nodes)
+    text, nodes = graph_text(graph.gm, traced.groups), len(graph.gm.graph.nodes)
+    has_dtensors = any(isinstance(fake_value(node), DTensor) for node in graph.gm.graph.nodes)
+    direction, options = graph.direction, graph.step.options
     is_compared = options.verify and bool(graph.inputs.managed)
     original = copy_dynamo_graph(graph.gm) if is_compared and is_repeatable(graph.gm.graph) else None
     decision = graph.step.decision if direction == "forward" else None
@@ -109,10 +110,6 @@ def compile_traced(graph: TracedGraph, unfilled: Sequence[int] = ()) -> Callable
     if unfilled:
         compiled = unshard_before_run(compiled, unfilled)
     return follow(compiled, collectives, graph.what)
-
-
-def _is_dtensor(node: fx.Node) -> bool:
-    return isinstance(fake_value(node), DTensor)
 
 
 def _partition_op_by_op(*args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
