@@ -25,7 +25,7 @@ _LIBRARY = torch.library.Library("compile_fsdp", "FRAGMENT")
 _op_by_op = False
 
 
-@dataclass(frozen=True, eq=False, weakref_slot=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Part:
     """A part of a block that is compiled by itself: the forward, or a part of the backward."""
 
@@ -82,7 +82,7 @@ class Backward:
         return [values[i] for i in self.results]
 
 
-@dataclass(frozen=True, eq=False, weakref_slot=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Block:
     """A block as autograd sees it; without a backward, it has only its forward, and no signature."""
 
