@@ -39,14 +39,10 @@ _FAKE = "fake"  # backend of a process group whose peers do not exist
 
 @dataclass(slots=True)
 class _Agreed:
-    """Sequences that the ranks of one process group have agreed on.
+    """Sequences that the ranks of one process group have agreed on."""
 
-    Attributes:
-        rounds: Number of decisions begun so far.
-        are_equal: By SHA-256 digest of a sequence: whether the ranks' graphs were equal in all else, too.
-    """
-
-    rounds: int = 0
+    rounds: int = 0  # number of decisions begun so far
+    # By SHA-256 digest of a sequence: whether the ranks' graphs were equal in all else, too.
     are_equal: dict[str, bool] = field(default_factory=dict)
 
 
@@ -54,16 +50,10 @@ _agreed: WeakKeyDictionary[dist.ProcessGroup, _Agreed] = WeakKeyDictionary()
 
 
 class GraphAgreement(NamedTuple):
-    """How far the ranks agree on a graph, beyond its collectives.
+    """How far the ranks agree on a graph, beyond its collectives."""
 
-    Attributes:
-        are_all_here: Whether all ranks of all its process groups met. False if the ranks of a group had agreed on the
-            collectives before.
-        are_equal: Whether the ranks that met, now or over these collectives before, had equal graphs.
-    """
-
-    are_all_here: bool
-    are_equal: bool
+    are_all_here: bool  # whether all ranks of its groups met; False if a group had agreed on the collectives before
+    are_equal: bool  # whether the ranks that met, now or over these collectives before, had equal graphs
 
 
 def agree(sequence: CollectiveSequence, graph: str, what: str, limit_s: float, shown: bool) -> GraphAgreement:

@@ -49,16 +49,12 @@ from compile_fsdp.torch_compat.inductor import (
 
 
 class BlockCompiler:
-    """Compiles the blocks of one forward graph.
-
-    Attributes:
-        blocks: The blocks that the graph calls.
-    """
+    """Compiles the blocks of one forward graph."""
 
     def __init__(self, options: Options, has_backward: bool) -> None:
         self.options = options
         self.has_backward = has_backward
-        self.blocks: list[Block] = []
+        self.blocks: list[Block] = []  # that the graph calls
 
     def __call__(self, call: BlockCall, count: int) -> str | None:
         """Compile a block that has `count` calls, and return its name; None if it cannot be called."""

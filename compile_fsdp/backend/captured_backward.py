@@ -61,9 +61,7 @@ def weak_method(method: Callable[..., Any], otherwise: Callable[..., Any] | None
 class CapturedBackward:
     """A captured backward. Its first run compiles it, or every run goes op by op if that fails.
 
-    Args:
-        has_gradient: By result of the forward: whether it has a gradient.
-        sizes: Integer inputs of the forward: sizes that may change.
+    `has_gradient` tells which results of the forward have a gradient. `sizes` are the forward's integer inputs.
     """
 
     def __init__(

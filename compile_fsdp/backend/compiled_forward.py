@@ -22,24 +22,14 @@ from compile_fsdp.torch_compat.distributed import stage_forward_code
 
 @dataclass(frozen=True, slots=True)
 class ParameterInputs:
-    """Positions of a graph's inputs that are unsharded parameters.
-
-    Attributes:
-        managed: All of them.
-        parts: Positions in `managed` of parts of parameters that are tensor subclasses.
-        read: Positions in `managed` of parameters that the graph computes with; only these may get a gradient.
-        whole: Positions in `managed` of parameters whose module runs in this graph from its inputs to its outputs.
-        pre_backward_elsewhere: Positions in `managed` of parameters whose pre-backward hook is in a different graph,
-            behind a graph break.
-        left_unsharded: Positions in `managed` of parameters that the graph leaves unsharded for its backward.
-    """
+    """Positions of a graph's inputs that are unsharded parameters: `managed` has all of them, the others a part."""
 
     managed: tuple[int, ...]
-    parts: tuple[int, ...]
-    read: frozenset[int]
-    whole: frozenset[int]
-    pre_backward_elsewhere: frozenset[int]
-    left_unsharded: frozenset[int]
+    parts: tuple[int, ...]  # of parts of parameters that are tensor subclasses
+    read: frozenset[int]  # of parameters that the graph computes with; only these may get a gradient
+    whole: frozenset[int]  # of parameters whose module runs in this graph from its inputs to its outputs
+    pre_backward_elsewhere: frozenset[int]  # of parameters whose pre-backward hook is behind a graph break
+    left_unsharded: frozenset[int]  # of parameters that the graph leaves unsharded for its backward
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -48,52 +38,35 @@ class CompiledForward:
 
     Only its inputs tell its parameter groups, because Dynamo runs one graph for several modules of a class if it
     compiles their forward as a separate frame.
-
-    Attributes:
-        run: The graph, compiled by the inner backend. If the step has lifted hooks, it takes the inputs that
-            `step.hooks.split` returns.
-        whole_of: The called module if its whole forward is in the graph; else None.
     """
 
+    # The graph, compiled by the inner backend. With lifted hooks, it takes the inputs that `step.hooks.split` returns.
     run: Callable[..., Sequence[Any]]
     parameters: ParameterInputs
-    whole_of: weakref.ref[nn.Module] | None
+    whole_of: weakref.ref[nn.Module] | None  # the called module if its whole forward is in the graph; else None
     step: Step
 
 
 class GroupUse(NamedTuple):
-    """A graph's use of one parameter group.
+    """A graph's use of one parameter group."""
 
-    Attributes:
-        position: Position of one of the group's parameters in the graph's inputs.
-        read: Parameters of the group that the graph computes with.
-    """
-
-    position: int
-    read: list[torch.Tensor]
+    position: int  # of one of the group's parameters in the graph's inputs
+    read: list[torch.Tensor]  # the group's parameters that the graph computes with
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CallInputs:
-    """Inputs of one run of a forward graph, without the activations among them.
-
-    Attributes:
-        groups: The parameter groups of its inputs.
-        managed: The inputs that are unsharded parameters.
-        differentiable: Positions of the inputs that need a gradient and are no unsharded parameters.
-        leaves: The unsharded parameters that need a gradient, if the graph is a pipeline stage's whole forward, because
-            a schedule may look for them behind the graph's node. Otherwise empty, because autograd would hold back
-            gradients of these parameters from eager code until the graph's backward is over.
-        sizes: Integer inputs: sizes that may change.
-        hooks: The object that gets the hooks on the graph's intermediates; None without hooks.
-    """
+    """Inputs of one run of a forward graph, without the activations among them."""
 
     groups: dict[TraceableGroup, GroupUse]
-    managed: tuple[Any, ...]
-    differentiable: list[int]
+    managed: tuple[Any, ...]  # the inputs that are unsharded parameters
+    differentiable: list[int]  # positions of the inputs that need a gradient and are no unsharded parameters
+    # The unsharded parameters that need a gradient, if the graph is a pipeline stage's whole forward, because a
+    # schedule may look for them behind the graph's node. Otherwise empty, because autograd would hold back gradients of
+    # these parameters from eager code until the graph's backward is over.
     leaves: list[torch.Tensor]
-    sizes: list[int]
-    hooks: Any
+    sizes: list[int]  # integer inputs: sizes that may change
+    hooks: Any  # the object that gets the hooks on the graph's intermediates; None without hooks
 
     @classmethod
     def of(cls, forward: CompiledForward, args: Sequence[Any], hooks: Any) -> CallInputs:

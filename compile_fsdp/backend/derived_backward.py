@@ -58,15 +58,11 @@ class _TraceEveryOp(TorchFunctionMode):
 
 
 class Partitioner(CustomPartitionerFn):
-    """Inductor's partitioner, or the user's, with a backward that can be stored.
-
-    Args:
-        chosen: The user's partitioner; None for Inductor's.
-        decided: Values of the marks on the graph's nodes, for `uuid`, because AOTAutograd's cache key ignores marks.
-    """
+    """Inductor's partitioner, or the user's `chosen` one, with a backward that can be stored."""
 
     def __init__(self, chosen: CustomPartitionerFn | None = None, decided: Sequence[object] = ()) -> None:
         self.chosen = chosen
+        # Values of the marks on the graph's nodes, for `uuid`, because AOTAutograd's cache key ignores marks.
         self.decided = decided
 
     def __call__(

@@ -62,24 +62,16 @@ def compile_replayed(
 
 
 class ReplayedCode(PlainOutputCode):
-    """A compiled graph, with a capture for each combination of sizes.
-
-    Args:
-        code: The compiled graph; it takes its inputs as one list, and empties the list.
-        device: The device of the graph's tensors.
-        parameters: Positions of the unsharded parameters in the inputs.
-        saved: Positions of the results that only the backward reads.
-        what: The graph's name in messages.
-    """
+    """A compiled graph, with a capture for each combination of sizes."""
 
     def __init__(
         self, code: Any, device: torch.device, parameters: frozenset[int], saved: Collection[int], what: str
     ) -> None:
-        self.code = code
+        self.code = code  # takes its inputs as one list, and empties the list
         self.device = device
-        self.parameters = parameters
-        self.saved = saved
-        self.what = what
+        self.parameters = parameters  # positions of the unsharded parameters in the inputs
+        self.saved = saved  # positions of the results that only the backward reads
+        self.what = what  # the graph's name in messages
         self._runs: dict[tuple[Any, ...], _Runs] = {}
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
@@ -162,18 +154,13 @@ class _Runs:
 
 
 class _Capture:
-    """A captured graph.
-
-    Attributes:
-        fixed: By position: the address of each input that is read where it is.
-        produced: Positions in `fixed` of results that a different capture has saved.
-        copied: Positions of the other tensors.
-        replays: Number of replays.
-    """
+    """A captured graph."""
 
     def __init__(self, graph: ReplayedCode, inputs: list[Any], fixed: set[int]) -> None:
         tensors = [i for i, each in enumerate(inputs) if isinstance(each, Tensor)]
+        # By position: the address of each input that is read where it is.
         self.fixed = {i: inputs[i].data_ptr() for i in tensors if i in fixed}
+        # Positions in `fixed` of results that a different capture has saved.
         self.produced = {i for i, address in self.fixed.items() if _find_producer(address)}
         self._buffers = {i: _buffer_like(inputs[i]) for i in tensors if i not in fixed}
         args = [self._buffers.get(i, each) for i, each in enumerate(inputs)]

@@ -52,39 +52,27 @@ _log = logging.getLogger("compile_fsdp")
 
 @dataclass(frozen=True, eq=False, slots=True)
 class InnerGraph:
-    """The inner autograd graph of a run.
+    """The inner autograd graph of a run."""
 
-    Attributes:
-        inputs: The differentiable inputs, detached; for a tensor subclass, its leaf.
-        outputs: The autograd edge of each output that needs a gradient, else None. An output itself would keep its
-            memory, which the user may drop before the backward.
-        versions: Version counters of the unsharded parameters when autograd saved them.
-    """
-
-    inputs: list[torch.Tensor]
+    inputs: list[torch.Tensor]  # the differentiable inputs, detached; for a tensor subclass, its leaf
+    # The autograd edge of each output that needs a gradient, else None. An output itself would keep its memory, which
+    # the user may drop before the backward.
     outputs: list[GradientEdge | None]
-    versions: list[int]
+    versions: list[int]  # version counters of the unsharded parameters when autograd saved them
 
 
 class GraphCall:
-    """One run of a forward graph.
-
-    Attributes:
-        forward_id: Identity of the model's forward that contains the run.
-        thread: Identifier of the forward's thread.
-        inner: The inner autograd graph; None before the forward, and once a backward frees it.
-        node: Weak reference to the node of the outer autograd graph; None before the forward.
-    """
+    """One run of a forward graph."""
 
     def __init__(self, forward: CompiledForward, inputs: CallInputs) -> None:
         self.forward = forward
         self.inputs = inputs
         outermost = calls.outermost()
-        self.forward_id = object() if outermost is None else outermost.forward_id
+        self.forward_id = object() if outermost is None else outermost.forward_id  # of the model's forward
         self.thread = threading.get_ident()
         self._context = contextvars.copy_context()
-        self.inner: InnerGraph | None = None
-        self.node: weakref.ref[Any] | None = None
+        self.inner: InnerGraph | None = None  # None before the forward, and once a backward frees it
+        self.node: weakref.ref[Any] | None = None  # to the node of the outer autograd graph; None before the forward
         self._backward_id: int | None = None  # number of the last backward through the run
         self._end_peak = begin_peak(forward, inputs.groups)
         for group, use in inputs.groups.items():

@@ -34,16 +34,12 @@ class GraphInputs:
     """The inputs of one graph, counted as the inner compiler sees them.
 
     Compiled autograd passes its tensors as one list, whose items the inner compiler sees as separate inputs.
-
-    Attributes:
-        managed: By position: the group of each input that is an unsharded parameter.
-        parts: Positions in `managed` of parts of tensor subclasses.
     """
 
     def __init__(self, gm: fx.GraphModule) -> None:
-        self.managed: dict[int, TraceableGroup] = {}
+        self.managed: dict[int, TraceableGroup] = {}  # by position: the group of each unsharded parameter
         self._fqns: dict[int, str] = {}
-        self.parts: list[int] = []
+        self.parts: list[int] = []  # positions in `managed` of parts of tensor subclasses
         self._positions: dict[fx.Node, int] = {}
         self._parameters: dict[str, nn.Parameter] = {}  # by FQN, those of no group
         flat: list[Any] = []

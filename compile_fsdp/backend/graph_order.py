@@ -39,13 +39,10 @@ class Prediction:
     """Predicts a rank's next graph from its last graphs.
 
     The predicted graph is the successor of the longest earlier series that equals the last graphs.
-
-    Attributes:
-        count: Number of graphs begun so far.
     """
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = 0  # number of graphs begun so far
         self._begun: list[str] = []
         self._period = 0
 

@@ -52,20 +52,14 @@ from compile_fsdp.torch_compat.inductor import (
 
 @dataclass(frozen=True, slots=True)
 class TracedGraph:
-    """A graph that Dynamo has traced, after the passes on Dynamo's level.
-
-    Attributes:
-        gm: The graph; `compile_traced` lets the compiler change it.
-        inputs: Which of its inputs are unsharded parameters.
-        groups: Figures of a forward graph's parameter groups; empty for a backward graph.
-    """
+    """A graph that Dynamo has traced, after the passes on Dynamo's level."""
 
     step: Step
-    gm: fx.GraphModule
+    gm: fx.GraphModule  # `compile_traced` lets the compiler change it
     example_inputs: Sequence[Any]
     direction: Direction
     inputs: GraphInputs
-    groups: tuple[GroupFigures, ...] = ()
+    groups: tuple[GroupFigures, ...] = ()  # of a forward graph's parameter groups; empty for a backward graph
 
     @property
     def what(self) -> str:

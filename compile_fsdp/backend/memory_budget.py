@@ -45,17 +45,11 @@ _UNFIT = 2**60  # more than any step needs
 
 @dataclass(eq=False, slots=True)
 class Agreement:
-    """Decisions of all ranks about a step.
+    """Decisions of all ranks about a step."""
 
-    Attributes:
-        decisions: By whether a step has exceeded the budget before.
-        lowered: Bytes by which a step that exceeded the budget has exceeded its estimate, which keeps so many free.
-        is_measured: Whether the peak of the first step has been compared with the budget.
-    """
-
-    decisions: dict[bool, BudgetDecision] = field(default_factory=dict)
-    lowered: int = 0
-    is_measured: bool = False
+    decisions: dict[bool, BudgetDecision] = field(default_factory=dict)  # by whether a step has exceeded the budget
+    lowered: int = 0  # bytes by which a step over the budget has exceeded its estimate, which keeps so many free
+    is_measured: bool = False  # whether the peak of the first step has been compared with the budget
 
     @property
     def decision(self) -> BudgetDecision | None:

@@ -14,11 +14,7 @@ from compile_fsdp.reports import GraphReport, record
 class Recorder:
     """Reports one Dynamo graph from the reports of its passes; the inner backend may compile it as several graphs.
 
-    Args:
-        unchanged: Report of the Dynamo graph if no pass changes it.
-
-    Attributes:
-        reports: Reports made so far.
+    `unchanged` is the report of the Dynamo graph if no pass changes it.
     """
 
     def __init__(self, unchanged: GraphReport) -> None:

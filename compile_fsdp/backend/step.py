@@ -20,21 +20,15 @@ from compile_fsdp.runtime.group import TraceableGroup
 
 
 class CompiledGraph(NamedTuple):
-    """A graph that the inner backend has compiled, as a `FrameObserver` sees it.
+    """A graph that the inner backend has compiled, as a `FrameObserver` sees it."""
 
-    Attributes:
-        stored: Returns the graph in a storable form; None without such a form.
-        unfilled: Positions of inputs whose groups are gathered before it runs.
-        are_ranks_equal: Whether no peer has a different graph.
-        has_dtensors: Whether it may depend on the rank although the peers have equal graphs, because AOTAutograd
-            replaces DTensors by this rank's ops.
-    """
-
-    stored: Callable[[], Any] | None
+    stored: Callable[[], Any] | None  # returns the graph in a storable form; None without such a form
     reports: Sequence[GraphReport]
     collectives: CollectiveSequence
-    unfilled: Sequence[int]
-    are_ranks_equal: bool
+    unfilled: Sequence[int]  # positions of inputs whose groups are gathered before it runs
+    are_ranks_equal: bool  # whether no peer has a different graph
+    # A graph with DTensors may depend on the rank although the peers have equal graphs, because AOTAutograd replaces
+    # them by this rank's ops.
     has_dtensors: bool
 
 
@@ -78,27 +72,17 @@ KnownBackward = Callable[[Sequence[torch.Tensor], Sequence[GradientEdge], Sequen
 
 @dataclass(eq=False, slots=True)
 class Step:
-    """Decisions about a forward graph and its backwards, and these backwards.
+    """Decisions about a forward graph and its backwards, and these backwards."""
 
-    Attributes:
-        options: The user's options, with the costs by which the forward is compiled.
-        decision: How the step fits into its memory budget; None without a budget.
-        hooks: The hooks lifted out of the forward graph; None without hooks.
-        groups: Texts of the constants of the forward's groups, in input order.
-        blocks: What the graphs call by name, kept alive.
-        compiled: The captured backwards. Only this list keeps them alive.
-        known: Backwards that run without a capture, because they were traced before or read from a bundle.
-        observer: Observes the next backward that is captured; None for no observer.
-    """
-
-    options: Options
-    decision: BudgetDecision | None = None
-    hooks: DeferredHooks | None = None
-    groups: tuple[str, ...] = ()
-    blocks: tuple[Block, ...] = ()
-    compiled: list[object] = field(default_factory=list)
+    options: Options  # the user's, with the costs by which the forward is compiled
+    decision: BudgetDecision | None = None  # how the step fits into its memory budget; None without a budget
+    hooks: DeferredHooks | None = None  # lifted out of the forward graph; None without hooks
+    groups: tuple[str, ...] = ()  # texts of the constants of the forward's groups, in input order
+    blocks: tuple[Block, ...] = ()  # what the graphs call by name, kept alive
+    compiled: list[object] = field(default_factory=list)  # the captured backwards, which only this list keeps alive
+    # Backwards that run without a capture, because they were traced before or read from a bundle.
     known: list[KnownBackward] = field(default_factory=list)
-    observer: BackwardObserver | None = None
+    observer: BackwardObserver | None = None  # of the next backward that is captured
 
     def left_unsharded(self, groups: Sequence[TraceableGroup]) -> list[TraceableGroup]:
         """Select from a forward graph's groups, in input order, those that the budget leaves unsharded."""

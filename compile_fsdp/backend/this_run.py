@@ -19,17 +19,11 @@ from compile_fsdp.torch_compat.dynamo import forget_guarded_objects, on_bytecode
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Facts of one run, each None without it. See [Note: One thread-local].
+    """Facts of one run, each None without it. See [Note: One thread-local]."""
 
-    Attributes:
-        hooks: In a backward: the object in which Dynamo keeps the hooks that its forward has put on its intermediates.
-        backward: In a backward: its observer.
-        observer: Observer of the frame that is compiled.
-    """
-
-    hooks: Any = None
-    backward: BackwardObserver | None = None
-    observer: FrameObserver | None = None
+    hooks: Any = None  # in a backward: the object in which Dynamo keeps the hooks on its forward's intermediates
+    backward: BackwardObserver | None = None  # in a backward: its observer
+    observer: FrameObserver | None = None  # of the frame that is compiled
 
 
 class _ThisThread(threading.local):

@@ -87,19 +87,13 @@ def is_repeatable(graph: fx.Graph) -> bool:
 
 @dataclass(eq=False)
 class VerifiedGraph:
-    """A compiled graph whose first run is compared with the traced graph.
-
-    Attributes:
-        traced: Dynamo's graph that `compiled` was compiled from; None after the first run.
-        what: The graph's name in errors.
-        limit_s: Seconds to wait for the results of the peers.
-    """
+    """A compiled graph whose first run is compared with the traced graph."""
 
     compiled: Callable[..., Any]
-    traced: fx.GraphModule | None
-    what: str
+    traced: fx.GraphModule | None  # Dynamo's graph that `compiled` was compiled from; None after the first run
+    what: str  # the graph's name in errors
     collectives: CollectiveSequence
-    limit_s: float
+    limit_s: float  # seconds to wait for the results of the peers
 
     def __call__(self, *args: Any) -> Any:
         traced, self.traced = self.traced, None

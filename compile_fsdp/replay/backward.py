@@ -127,13 +127,7 @@ class BackwardFrame:
 
 
 class BackwardRecord:
-    """Records the first backward of a graph, as its `BackwardObserver`.
-
-    Attributes:
-        frame: Record of its frame; None until it is traced.
-        signature: Its inputs and gradients; None until it is traced.
-        problem: Why the backward cannot be replayed; None if it can.
-    """
+    """Records the first backward of a graph, as its `BackwardObserver`."""
 
     def __init__(self, finish: Callable[[BackwardRecord], None]) -> None:
         """Take a function that is called when the backward is over."""
@@ -143,9 +137,9 @@ class BackwardRecord:
         self, parameters: Sequence[torch.Tensor], outputs: Sequence[GradientEdge], grads: Sequence[torch.Tensor]
     ) -> None:
         """Begin a new record, because an earlier backward may have failed."""
-        self.frame: FrameRecord | None = None
-        self.signature: BackwardSignature | None = None
-        self.problem: str | None = None
+        self.frame: FrameRecord | None = None  # until it is traced
+        self.signature: BackwardSignature | None = None  # until it is traced
+        self.problem: str | None = None  # why the backward cannot be replayed; None if it can
         self._outputs = tuple(output.output_nr for output in outputs)
         self._tensors = Tensors(parameters, outputs, grads) if _is_one_node(outputs) else None
         if self._tensors is None:

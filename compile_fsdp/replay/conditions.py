@@ -96,13 +96,7 @@ _COVERED = {
 
 
 class Conditions:
-    """All conditions of one graph, on the objects at the paths.
-
-    Attributes:
-        pairs: Pairs of positions that Dynamo guards to be one object, constants included.
-        same: By position: the first position of an identical object; see [Note: Two paths to one object].
-        state: torch's global state before the trace, which must hold again.
-    """
+    """All conditions of one graph, on the objects at the paths."""
 
     def __init__(self, guards: Sequence[GuardFact], scope: Scope, state: GlobalState) -> None:
         """Make conditions of Dynamo's guards, while their graph is compiled.
@@ -116,6 +110,7 @@ class Conditions:
         self.paths = Paths()
         looks = [(guard, self.paths.add(guard.name)) for guard in guards if guard.kind not in _COVERED]
         twice = [(guard.name, guard.argument.name) for guard in guards if guard.kind == "DUPLICATE_INPUT"]
+        # Pairs of positions that Dynamo guards to be one object, constants included.
         self.pairs = [(self.paths.add(name), self.paths.add(other)) for name, other in twice]
         try:
             values = self.paths.values(scope)
@@ -133,8 +128,8 @@ class Conditions:
             if isinstance(values[position], _MESHES) and not self._is_of_hooks(position):
                 self.conditions.append(Condition(_PLACE, position, None, describe_place(values[position])))
         self.conditions = list({repr(condition): condition for condition in self.conditions}.values())
-        self.same = _first_same(values)
-        self.state = state
+        self.same = _first_same(values)  # see [Note: Two paths to one object]
+        self.state = state  # before the trace; it must hold again
         self._own: dict[tuple[str, int], Any] | None = self._find_own(values)
 
     def _kind(self, kind: str, position: int, values: Sequence[Any]) -> str:
@@ -203,6 +198,7 @@ class Conditions:
 
 
 def _first_same(values: Sequence[Any]) -> list[int]:
+    """Return, by position, the first position of an identical object."""
     first: dict[int, int] = {}
     return [
         position if isinstance(value, _ALWAYS_SAME) else first.setdefault(id(value), position)
@@ -225,11 +221,7 @@ _ALWAYS_SAME: tuple[type, ...] = (
 
 
 class Watch:
-    """Detects changes of a graph's dependencies since all conditions held.
-
-    Attributes:
-        others: Positions whose object changes every step; their conditions are checked again in each step.
-    """
+    """Detects changes of a graph's dependencies since all conditions held."""
 
     def __init__(self, conditions: Conditions, scope: Scope, inputs: Collection[str], before: Watch | None) -> None:
         """Remember the objects of a scope in which all conditions hold.
@@ -240,6 +232,7 @@ class Watch:
         self.conditions = conditions
         accesses = conditions.paths.accesses
         self._values = values = conditions.paths.values(scope)
+        # Positions whose object changes every step; their conditions are checked again in each step.
         self.others: set[int] = set() if before is None else set(before.others)
         for i, (kind, parent, key) in enumerate(accesses):
             is_input = kind == "root" and key[0] == "L" and key[1] in inputs
