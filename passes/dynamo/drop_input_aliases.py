@@ -34,19 +34,14 @@ def _drop(graph: fx.Graph, is_body: bool = False) -> int:
     for alias in graph.find_nodes(op="call_function", target=ALIAS):
         (tensor,) = alias.all_input_nodes
         names = names_of(tensor)
-        has_other_readers = not all(is_upkeep(node) or _is_hook(node) for node in other_readers(alias, names))
+        others = (node for node in other_readers(alias, names) if not is_upkeep(node))
+        has_other_readers = any(node.target is not watch and deferred_hook(node) is None for node in others)
         may_have_more = is_body and any(node.op == "placeholder" for node in names)  # outside of the body
-        if has_other_readers or may_have_more or not all(_only_reads(user, alias, effects) for user in alias.users):
+        # The written inputs of a hook's call contain the hook's tensor, too.
+        is_only_read = all(user.op != "output" and alias not in effects.written_inputs(user) for user in alias.users)
+        if has_other_readers or may_have_more or not is_only_read:
             left += 1
             continue
         alias.replace_all_uses_with(tensor)
         graph.erase_node(alias)
     return left
-
-
-def _only_reads(node: fx.Node, tensor: fx.Node, effects: EagerEffects) -> bool:
-    return node.op != "output" and tensor not in effects.written_inputs(node)  # which has the tensor of a hook, too
-
-
-def _is_hook(node: fx.Node) -> bool:
-    return node.target is watch or deferred_hook(node) is not None

@@ -15,10 +15,9 @@ of this call, so AOTAutograd would remove it. It reads the result of a pre-hook:
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
-from compile_fsdp.passes.analysis.aliases import fake_value
+from compile_fsdp.passes.analysis.aliases import find_fake_tensor
 from compile_fsdp.passes.analysis.effects import nodes_in
 from compile_fsdp.torch_compat.autograd import call_with_output_gradients, makes_module_hooks
 
@@ -27,12 +26,8 @@ def keep_module_hooks(graph: fx.Graph) -> int:
     kept = 0
     for call in graph.find_nodes(op="call_method", target="setup_input_hook"):
         hooks, inputs = call.args
-        if makes_module_hooks(hooks) and not any(map(_needs_gradient, nodes_in(inputs))):
+        tensors = [tensor for node in nodes_in(inputs) if (tensor := find_fake_tensor(node)) is not None]
+        if makes_module_hooks(hooks) and not any(tensor.requires_grad for tensor in tensors):
             hooks.target = call_with_output_gradients(hooks.target, len(inputs))
             kept += 1
     return kept
-
-
-def _needs_gradient(node: fx.Node) -> bool:
-    value = fake_value(node)
-    return isinstance(value, torch.Tensor) and value.requires_grad

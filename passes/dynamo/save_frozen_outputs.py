@@ -33,7 +33,9 @@ def save_frozen_outputs(graph: fx.Graph, frozen: Collection[fx.Node]) -> int:
     parameters = set(aliases.classes_of(frozen))
     count = 0
     for node in graph.nodes:
-        if isinstance(node.target, HigherOrderOperator) or not _is_without_gradient(node):
+        tensors = [value for value in tree_leaves(fake_value(node)) if isinstance(value, torch.Tensor)]
+        needs_gradient = any(tensor.requires_grad for tensor in tensors)
+        if isinstance(node.target, HigherOrderOperator) or needs_gradient or not tensors:
             continue
         # A view of a parameter is the parameter itself; only ops that compute with the view are marked.
         is_read = not parameters.isdisjoint(aliases.classes_of(node.all_input_nodes))
@@ -41,8 +43,3 @@ def save_frozen_outputs(graph: fx.Graph, frozen: Collection[fx.Node]) -> int:
             ban_recomputation(node)
             count += 1
     return count
-
-
-def _is_without_gradient(node: fx.Node) -> bool:
-    tensors = [value for value in tree_leaves(fake_value(node)) if isinstance(value, torch.Tensor)]
-    return bool(tensors) and not any(tensor.requires_grad for tensor in tensors)

@@ -29,15 +29,11 @@ def make_replayable(graph: fx.Graph) -> PassCounts:
     nodes, resizes = len(graph.nodes), [node for node in find_resizes(graph) if not node.users]
     for node in resizes:
         graph.erase_node(node)
-    output, unawaited = graph.output_node(), [node for node in graph.nodes if _is_left_in_flight(node)]
+    launched = [node for node in graph.nodes if is_collective(node) and find_fake_tensor(node) is not None]
+    output, unawaited = graph.output_node(), [node for node in launched if not any(map(is_wait, node.users))]
     for node in unawaited:
         with graph.inserting_before(output):
             waited = insert(graph, WAIT, node, like=node)
         output.replace_input_with(node, waited)
     counts = ("resizes_erased", len(resizes)), ("waits_added", len(unawaited))
     return PassCounts(make_replayable.__name__, nodes, len(graph.nodes), counts)
-
-
-def _is_left_in_flight(node: fx.Node) -> bool:
-    returns_tensor = is_collective(node) and find_fake_tensor(node) is not None
-    return returns_tensor and not any(is_wait(user) for user in node.users)

@@ -33,16 +33,13 @@ def read_by_strides(graph: fx.Graph) -> PassCounts:
         tensor = find_fake_tensor(weight)
         if tensor is None or tensor.ndim != 4 or not any(map(is_resize, weight.users)):
             continue
-        for reader in list(filter(_computes, weight.users)):
+        for reader in list(weight.users):
+            is_upkeep = is_resize(reader) or is_copy(reader)
+            if is_upkeep or reader.op != "call_function" or reader.target is aten.as_strided.default:
+                continue
             with graph.inserting_before(reader):
                 layout = [*tensor.shape], [*tensor.stride()], tensor.storage_offset()
                 read = insert(graph, aten.as_strided.default, weight, *layout, like=weight)
             reader.replace_input_with(weight, read)
             reads += 1
     return PassCounts(read_by_strides.__name__, nodes, len(graph.nodes), (("reads_rewritten", reads),))
-
-
-def _computes(reader: fx.Node) -> bool:
-    if is_resize(reader) or is_copy(reader):
-        return False
-    return reader.op == "call_function" and reader.target is not aten.as_strided.default

@@ -23,14 +23,11 @@ from compile_fsdp.passes.report import PassCounts
 
 def replace_unsafe_gathers(graph: fx.Graph) -> PassCounts:
     """Replace torch's all-gathers on the CPU; a gather on an unknown device stays."""
-    gathers = [node for node in graph.nodes if is_gather(node) and node.target is not all_gather_into_tensor]
-    unsafe = list(filter(_is_on_cpu, gathers))
-    for node in unsafe:
-        node.target, node.args = all_gather_into_tensor, (*node.args, "")
-    count = len(graph.nodes)
-    return PassCounts(replace_unsafe_gathers.__name__, count, count, (("gathers_replaced", len(unsafe)),))
-
-
-def _is_on_cpu(gather: fx.Node) -> bool:
-    tensor = find_fake_tensor(gather)
-    return tensor is not None and tensor.device.type == "cpu"
+    nodes, replaced = len(graph.nodes), 0
+    for node in graph.nodes:
+        if is_gather(node) and node.target is not all_gather_into_tensor:
+            tensor = find_fake_tensor(node)
+            if tensor is not None and tensor.device.type == "cpu":
+                node.target, node.args = all_gather_into_tensor, (*node.args, "")
+                replaced += 1
+    return PassCounts(replace_unsafe_gathers.__name__, nodes, nodes, (("gathers_replaced", replaced),))
