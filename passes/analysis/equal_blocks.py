@@ -62,25 +62,15 @@ _FEWEST = 5  # fewest ops that are worth a call
 
 @dataclass(frozen=True, eq=False, slots=True)
 class BlockCall:
-    """The ops of one block in a graph.
+    """The ops of one block in a graph."""
 
-    Attributes:
-        ops: In graph order, each body of a checkpoint before its call.
-        op_count: Number of ops, those of bodies included.
-        sizes: Inputs that are symbolic sizes.
-        tensors: Inputs that are tensors.
-        outputs: Ops whose results are read outside of the block.
-        regions: Ops that open the graph's regions of autocast around the block, the outermost first.
-        text: Equal for equal blocks with equal marks.
-    """
-
-    ops: list[fx.Node]
-    op_count: int
-    sizes: list[fx.Node]
-    tensors: list[fx.Node]
-    outputs: list[fx.Node]
-    regions: tuple[fx.Node, ...]
-    text: str
+    ops: list[fx.Node]  # in graph order, each body of a checkpoint before its call
+    op_count: int  # number of ops, those of bodies included
+    sizes: list[fx.Node]  # inputs that are symbolic sizes
+    tensors: list[fx.Node]  # inputs that are tensors
+    outputs: list[fx.Node]  # ops whose results are read outside of the block
+    regions: tuple[fx.Node, ...]  # ops that open the regions of autocast around the block, the outermost first
+    text: str  # equal for equal blocks with equal marks
 
 
 def find_equal_blocks(graph: fx.Graph) -> list[list[BlockCall]]:

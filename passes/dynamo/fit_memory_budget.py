@@ -41,37 +41,21 @@ MARGIN = 1.06
 
 @dataclass(frozen=True, slots=True)
 class BudgetDecision:
-    """How a step is fitted into its budget.
+    """How a step is fitted into its budget. Bytes and seconds are estimates; positions are those in `Step.ops`."""
 
-    Attributes:
-        kept: Numbers of the groups that stay unsharded from the forward to the backward.
-        recomputed: Positions, in `Step.ops`, of the ops that the backward runs again.
-        has_large_packs: Whether packs of several groups are gathered, and reduced, together.
-        ops: Number of ops.
-        fastest_bytes: Most bytes at a time if everything is kept and saved, by the estimate.
-        peak_bytes: Most bytes at a time as decided, by the estimate. If the step does not fit: the fewest possible.
-        seconds: Seconds that the decision adds to the fastest step, by the estimate.
-        fits: Whether the step fits into the budget.
-        choices: Choices that were made, with their seconds and bytes, cheapest first.
-        budget: Most bytes that a step may allocate, by the user or the device.
-        offloaded: Positions, in `Step.ops`, of the ops whose results wait for the backward in host memory.
-        calls_blocks: Whether equal blocks become calls.
-        lowered: Bytes that stay free because a step has exceeded the budget; `budget` is so much lower.
-    """
-
-    kept: tuple[int, ...]
-    recomputed: tuple[int, ...]
-    has_large_packs: bool
-    ops: int
-    fastest_bytes: int
-    peak_bytes: int
-    seconds: float
-    fits: bool
-    choices: tuple[Choice, ...] = ()
-    budget: int = 0
-    offloaded: tuple[int, ...] = ()
-    calls_blocks: bool = False
-    lowered: int = 0
+    kept: tuple[int, ...]  # numbers of the groups that stay unsharded from the forward to the backward
+    recomputed: tuple[int, ...]  # positions of the ops that the backward runs again
+    has_large_packs: bool  # packs of several groups are gathered, and reduced, together
+    ops: int  # number of ops
+    fastest_bytes: int  # most bytes at a time if everything is kept and saved
+    peak_bytes: int  # most bytes at a time as decided; the fewest possible if the step does not fit
+    seconds: float  # that the decision adds to the fastest step
+    fits: bool  # the step fits into the budget
+    choices: tuple[Choice, ...] = ()  # that were made, cheapest first
+    budget: int = 0  # most bytes that a step may allocate, by the user or the device
+    offloaded: tuple[int, ...] = ()  # positions of the ops whose results wait for the backward in host memory
+    calls_blocks: bool = False  # equal blocks become calls
+    lowered: int = 0  # bytes that stay free because a step has exceeded the budget; `budget` is so much lower
 
     def __str__(self) -> str:
         packs = ", in large packs" if self.has_large_packs else ""

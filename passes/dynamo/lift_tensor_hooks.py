@@ -32,17 +32,11 @@ from compile_fsdp.torch_compat.dynamo import deferred_hook, is_hooks_input, trac
 
 @dataclass(frozen=True, slots=True)
 class DeferredHooks:
-    """Hooks of one forward graph.
+    """Hooks of one forward graph."""
 
-    Attributes:
-        position: Position, among the graph's inputs, of the object that holds the hooks.
-        names: By number, the name of the hook's attribute on that object.
-        is_whole: Whether the graph does nothing else with the object.
-    """
-
-    position: int
-    names: tuple[str, ...]
-    is_whole: bool = True
+    position: int  # among the graph's inputs, of the object that holds the hooks
+    names: tuple[str, ...]  # by number, the name of the hook's attribute on that object
+    is_whole: bool = True  # the graph does nothing else with the object
 
     def split(self, args: Sequence[Any]) -> tuple[list[Any], Any]:
         """Return the inputs of the rewritten graph, and the object."""

@@ -35,17 +35,11 @@ _FIRST = 0.75  # share of the parameter gradients' elements that the first part 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class BackwardPart:
-    """A part of a backward.
-
-    Attributes:
-        graph: A graph of its own.
-        inputs: Nodes of the whole backward that it takes: its sizes, and then tensors.
-        results: Nodes of the whole backward that it returns.
-    """
+    """A part of a backward, as a graph of its own."""
 
     graph: fx.Graph
-    inputs: list[fx.Node]
-    results: list[fx.Node]
+    inputs: list[fx.Node]  # nodes of the whole backward that it takes: its sizes, and then tensors
+    results: list[fx.Node]  # nodes of the whole backward that it returns
 
 
 def cut_backward(graph: fx.Graph, results: Sequence[fx.Node], gradients: Collection[fx.Node]) -> list[BackwardPart]:

@@ -35,19 +35,12 @@ from compile_fsdp.passes.report import PassCounts
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A tensor in a pack.
+    """A tensor in a pack."""
 
-    Attributes:
-        sent: A shard, or the rows of a gradient.
-        uncast: What is cast, and perhaps reshaped, to become `sent`; `sent` if nothing is cast.
-        result: Item of the old pack; None if nothing reads it.
-        source: Collective that was to send it.
-    """
-
-    sent: fx.Node
-    uncast: fx.Node
-    result: fx.Node | None
-    source: Packed
+    sent: fx.Node  # a shard, or the rows of a gradient
+    uncast: fx.Node  # becomes `sent` by a cast, and perhaps a reshape; `sent` itself if nothing is cast
+    result: fx.Node | None  # item of the old pack; None if nothing reads it
+    source: Packed  # collective that was to send it
 
 
 class Places:
@@ -68,24 +61,16 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """All-gathers, or reduce-scatters.
+    """All-gathers, or reduce-scatters."""
 
-    Attributes:
-        name: Name of the pass.
-        counts: Labels of its report: old collectives, new collectives, separate tensors, and bytes no longer copied.
-        matches: Whether a node launches such a collective.
-        plan: `plan_gathers` or `plan_reductions`.
-        copies: Bytes that a tensor copies into and out of a pack, per byte, over so many ranks.
-        place: Collective of a run at which new collectives are issued.
-        collect: Adds a collective for a pack at that place, and returns a replacement for each old result.
-    """
-
-    name: str
+    name: str  # of the pass
+    # Labels of its report: old collectives, new collectives, separate tensors, and bytes no longer copied.
     counts: tuple[str, str, str, str]
-    matches: Callable[[fx.Node], bool]
-    plan: Callable[..., list[list[int]]]
-    copies: Callable[[int], int]
-    place: Callable[[Sequence[Packed]], Packed]
+    matches: Callable[[fx.Node], bool]  # whether a node launches such a collective
+    plan: Callable[..., list[list[int]]]  # `plan_gathers` or `plan_reductions`
+    copies: Callable[[int], int]  # bytes copied into and out of a pack, per byte of a tensor, over so many ranks
+    place: Callable[[Sequence[Packed]], Packed]  # the collective of a run at which new collectives are issued
+    # Adds a collective for a pack at that place, and returns a replacement for each old result.
     collect: Callable[[Packed, Sequence[Part]], dict[fx.Node, fx.Node]]
 
 

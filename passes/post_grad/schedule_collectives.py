@@ -86,47 +86,29 @@ def schedule_collectives(graph: fx.Graph, *, hoist: bool = True, costs: Costs | 
 
 @dataclass(eq=False, slots=True)
 class _Collective:
-    """One collective and the nodes that move with it. Positions are those of fixed nodes.
-
-    Attributes:
-        launch: Nodes that prepare the collective, and the collective last; nothing else reads the preparations.
-        results: The wait, and views and copies of its result, in graph order.
-        traced: Position of the next fixed node in the traced graph.
-        ready: The first position at which its inputs exist.
-        due: Position of its first use.
-        slot: Position at which it is launched.
-        wait_slot: Position of the wait; each result stands there or later, before the first use of that result.
-        seconds: Seconds of the collective.
-        size: Bytes of the gathered, unreduced or fetched tensor.
-    """
+    """One collective and the nodes that move with it. Positions are those of fixed nodes."""
 
     collective: fx.Node
-    launch: list[fx.Node]
-    results: list[fx.Node]
-    traced: int = 0
-    ready: int = 0
-    due: int = 0
-    slot: int = 0
-    wait_slot: int = 0
+    launch: list[fx.Node]  # nodes that prepare the collective, which nothing else reads, and the collective last
+    results: list[fx.Node]  # the wait, and views and copies of its result, in graph order
+    traced: int = 0  # position of the next fixed node in the traced graph
+    ready: int = 0  # first position at which its inputs exist
+    due: int = 0  # position of its first use
+    slot: int = 0  # position at which it is launched
+    wait_slot: int = 0  # position of the wait; each result stands there, or later before its own first use
     seconds: float = 0.0
-    size: int = 0
+    size: int = 0  # bytes of the gathered, unreduced or fetched tensor
 
 
 class _Moves:
-    """Nodes that move, and nodes that stay.
-
-    Attributes:
-        fixed: Nodes that keep their order.
-        gathers, reductions, fetches: Collectives and fetches that move, each kind in graph order.
-        left: Number of collectives and fetches that stay where they are.
-    """
+    """Nodes that move, and nodes that stay."""
 
     def __init__(self, graph: fx.Graph) -> None:
         effects = Effects(graph.owning_module)
         order = {node: i for i, node in enumerate(graph.nodes)}
         written = effects.find_written(graph)
         found: list[_Collective] = []
-        self.left = 0
+        self.left = 0  # number of collectives and fetches that stay where they are
         moving: set[fx.Node] = set()
         for node in graph.nodes:
             if not (is_gather(node) or is_reduction(node) or is_fetch(node)):
@@ -137,10 +119,11 @@ class _Moves:
                 moving.update(each.launch, each.results)
             else:
                 self.left += 1
+        # Each kind in graph order.
         self.gathers = [each for each in found if is_gather(each.collective)]
         self.reductions = [each for each in found if is_reduction(each.collective)]
         self.fetches = [each for each in found if is_fetch(each.collective)]
-        self.fixed = [node for node in graph.nodes if node not in moving]
+        self.fixed = [node for node in graph.nodes if node not in moving]  # they keep their order
         position = {node: i for i, node in enumerate(self.fixed)}
         places = [order[node] for node in self.fixed]
         stops = [i for i, node in enumerate(self.fixed) if is_barrier(node, effects)]
