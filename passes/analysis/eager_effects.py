@@ -97,7 +97,8 @@ class EagerEffects(Effects):
         name = target_name(node)
         if any(piece in name for piece in _WRITES_ARGUMENTS):
             return node.all_input_nodes
-        first = node.args[:1] if _writes_first_argument(node, name) else ()
+        is_inplace = node.target in _INPLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
+        first = node.args[:1] if is_inplace or name == "__setitem__" or _is_inplace(node) else ()
         return tuple(nodes_in((first, node.kwargs.get("out"))))
 
     def is_ordered(self, node: fx.Node) -> bool:
@@ -127,12 +128,6 @@ def is_torch_function(node: fx.Node) -> bool:
     owner = getattr(node.target, "__objclass__", None)
     module = str(getattr(node.target, "__module__", None) or getattr(owner, "__module__", ""))
     return module.split(".")[0] in ("torch", "_operator") and not module.startswith("torch.distributed")
-
-
-def _writes_first_argument(node: fx.Node, name: str) -> bool:
-    if node.target in _INPLACE_OPERATORS or (name.endswith("_") and not name.endswith("__")):
-        return True
-    return name == "__setitem__" or _is_inplace(node)
 
 
 def _is_inplace(node: fx.Node) -> bool:

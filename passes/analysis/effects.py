@@ -22,6 +22,7 @@ from compile_fsdp.torch_compat.dispatch import (
     argument_aliasing,
     op_name,
     packet_overloads,
+    tree_leaves,
 )
 
 _aten = torch.ops.aten
@@ -45,9 +46,6 @@ _STORAGE_OPS = frozenset(
         _aten.set_.source_Tensor,
     }
 )
-
-# Higher-order ops that rebuild views of an operand with as_strided.
-_STORAGE_HIGHER_ORDER_OPS = frozenset({"auto_functionalized_v2"})
 
 
 def is_call_to(node: fx.Node, op: OpOverload) -> bool:
@@ -83,7 +81,7 @@ def get_argument(node: fx.Node, position: int, name: str) -> object:
 
 
 def nodes_in(argument: object) -> Iterator[fx.Node]:
-    return (leaf for leaf in _leaves(argument) if isinstance(leaf, fx.Node))
+    return (leaf for leaf in tree_leaves(argument) if isinstance(leaf, fx.Node))
 
 
 def is_barrier(node: fx.Node, effects: Effects) -> bool:
@@ -146,7 +144,8 @@ class Effects:
             return ()
         if isinstance(target, HigherOrderOperator) and not self._summary_of_call(node).writes:
             return ()
-        return [each for each in node.all_input_nodes if not _is_number(each)]
+        values = ((each, each.meta.get("val", each.meta.get("example_value"))) for each in node.all_input_nodes)
+        return [each for each, value in values if not isinstance(value, (int, float, SymInt, SymFloat, SymBool))]
 
     def view_inputs(self, node: fx.Node) -> Sequence[fx.Node]:
         """Return the inputs that the node's results alias, by its schema."""
@@ -183,8 +182,9 @@ class Effects:
         assert isinstance(node.target, HigherOrderOperator)
         name = op_name(node.target)
         if name in _FUNCTIONAL_HIGHER_ORDER_OPS:
-            return _Summary(writes=False, reads_storage=name in _STORAGE_HIGHER_ORDER_OPS)
-        runs = [self._summary_of_callable(item) for item in _leaves((node.args, node.kwargs))]
+            # It rebuilds views of an operand with as_strided.
+            return _Summary(writes=False, reads_storage=name == "auto_functionalized_v2")
+        runs = [self._summary_of_callable(item) for item in tree_leaves((node.args, node.kwargs))]
         found = [summary for summary in runs if summary is not None]
         # Nothing tells the effects of a higher-order op that names neither an op nor a subgraph.
         if not found:
@@ -224,16 +224,3 @@ def _read_schema(op: OpOverload) -> _Schema:
         return tuple((a.name, None if a.keyword_only else i) for i, a in enumerate(arguments) if a.name in names)
 
     return _Schema(select(written), select(aliased), returns_nothing=not op._schema.returns)
-
-
-def _is_number(node: fx.Node) -> bool:
-    value = node.meta.get("val", node.meta.get("example_value"))
-    return isinstance(value, (int, float, SymInt, SymFloat, SymBool))
-
-
-def _leaves(argument: object) -> Iterator[object]:
-    if isinstance(argument, (tuple, list, dict)):
-        for item in argument.values() if isinstance(argument, dict) else argument:
-            yield from _leaves(item)
-    else:
-        yield argument

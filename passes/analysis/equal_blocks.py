@@ -122,9 +122,9 @@ def _is_given(node: fx.Node, run: Sequence[fx.Node]) -> bool:
 def _only_computes(node: fx.Node, effects: EagerEffects) -> bool:
     if is_checkpoint(node):
         return all(map(_body_only_computes, _bodies(node, effects).values()))
-    if is_mode_switch(node) or not is_torch_function(node):
+    if is_mode_switch(node) or not is_torch_function(node) or effects.written_inputs(node):
         return False
-    if effects.written_inputs(node) or not _has_name(node.target):
+    if not isinstance(node.target, str) and not hasattr(node.target, "__qualname__"):
         return False
     return all(map(is_plain_fake, tree_leaves(fake_value(node))))
 
@@ -218,10 +218,6 @@ class _Word(str):
 
     def __repr__(self) -> str:
         return f"<{self}>"
-
-
-def _has_name(target: Any) -> bool:
-    return isinstance(target, str) or hasattr(target, "__qualname__")
 
 
 def _describe_target(target: Any) -> str:

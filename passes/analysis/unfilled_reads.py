@@ -19,12 +19,8 @@ def find_unfilled_reads(graph: fx.Graph, parameters: Iterable[fx.Node]) -> list[
     if not unfilled:
         return []
     aliases = Aliases(graph, EagerEffects(graph.owning_module))
-    readers = (node for node in graph.nodes if not _is_no_read(node))
+    # Gradient accumulation reads only the layout of the parameter.
+    computing = (node for node in graph.nodes if node.op != "output" and node.target is not accumulate_gradient)
+    readers = (node for node in computing if not is_upkeep(node) and not is_passed_through(node))
     read = set(aliases.classes_of(source for node in readers for source in node.all_input_nodes))
     return [parameter for parameter in unfilled if not read.isdisjoint(aliases.classes(parameter))]
-
-
-def _is_no_read(node: fx.Node) -> bool:
-    # Gradient accumulation reads only the layout of the parameter.
-    accumulates = node.target is accumulate_gradient
-    return node.op == "output" or accumulates or is_upkeep(node) or is_passed_through(node)

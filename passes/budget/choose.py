@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-
-from torch import fx
 
 from compile_fsdp.passes.analysis.module_names import module_fqn
 from compile_fsdp.passes.budget.op_facts import Kind
@@ -86,10 +84,15 @@ def find_choices(timeline: Timeline) -> Iterator[Choice]:
     saved = [sum(value.size for value in made if value.is_saved) for made in step.made]
     sizes = [size + step.internal[at] for at, size in enumerate(saved)]
     again = {at: ops_run_again(step, at) for at, size in enumerate(sizes) if size}
-    seconds = {at: _recomputation(timeline, at, ops) for at, ops in again.items() if ops}
+    seconds = {  # ops that run again for a later op are fused with their readers, unless they are heavy
+        at: sum(timeline.seconds[op] for op in ops if op == at or step.facts[op].kind is Kind.HEAVY)
+        for at, ops in again.items()
+        if ops
+    }
     offloads = find_offloads(timeline, seconds)
     for at in sorted(seconds.keys() | offloads.keys()):
-        rerun, away, name = seconds.get(at, math.inf), offloads.get(at, math.inf), _name_of(step.ops[at])
+        rerun, away, module = seconds.get(at, math.inf), offloads.get(at, math.inf), module_fqn(step.ops[at])
+        name = f"{step.ops[at].name} of {module}" if module else step.ops[at].name
         # Only the results of an op leave the device; its internal saved bytes stay.
         if rerun / sizes[at] <= away / max(saved[at], 1):
             yield Choice(rerun, sizes[at], op=at, name=f"run {name} again")
@@ -126,20 +129,9 @@ def find_offloads(timeline: Timeline, recomputations: Mapping[int, float]) -> di
     return found
 
 
-def _name_of(op: fx.Node) -> str:
-    module = module_fqn(op)
-    return f"{op.name} of {module}" if module else op.name
-
-
 def _is_keepable(group: Group) -> bool:
     is_gathered_again = bool(group.frees and group.size) and group.unshards_in_backward
     return is_gathered_again and all(parameter.fills == 1 for parameter in group.parameters)
-
-
-def _recomputation(timeline: Timeline, at: int, ops: Collection[int]) -> float:
-    """Return the seconds to run an op, and others that it needs, again."""
-    alone = (op for op in ops if op == at or timeline.step.facts[op].kind is Kind.HEAVY)  # not fused with its reader
-    return sum(timeline.seconds[op] for op in alone)
 
 
 def ops_run_again(step: Step, at: int) -> set[int]:

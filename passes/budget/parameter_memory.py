@@ -57,8 +57,8 @@ class ParameterMemory:
             for parameter in pack.parameters:
                 held.hold(self._step.mirrored(max(parameter.uses)), launched, parameter.size)
                 held.hold(launched, end, parameter.sharding.shard_bytes)
-            # At most one reduction is in flight.
-            arrived = min(self._arrived(launched, pack), following)
+            arrived = self._clock.first_after(self._clock.starts[launched] + self._collective(pack))
+            arrived = min(arrived, following)  # because at most one reduction is in flight
             sent = sum(parameter.sharding.reduced_bytes for parameter in pack.parameters)
             held.hold(launched + (len(pack.parameters) == 1), arrived, sent)
 
@@ -68,10 +68,6 @@ class ParameterMemory:
         if launched < len(self._step.ops):
             return self._step.block_at(launched)[0]
         return self._step.mirrored(self._step.block_at(self._step.mirrored(launched))[-1])
-
-    def _arrived(self, place: int, pack: _Pack) -> int:
-        """Return where a reduction launched at a place has arrived."""
-        return self._clock.first_after(self._clock.starts[place] + self._collective(pack))
 
     def _collective(self, pack: _Pack) -> float:
         return self._costs.collective(pack.size // self._ranks, self._ranks)
