@@ -24,25 +24,17 @@ STEPS_PER_TURN = 3
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The measurements of one mode with one workload.
+    """The measurements of one mode with one workload."""
 
-    Attributes:
-        ratio: Median over the rounds of the step time divided by the step time of `eager` in that round.
-        spread: Lower and upper quartile of these ratios.
-        step_ms: Median time of a step, forward and backward, on the slowest rank.
-        peak_mib: Peak memory of one step on this rank, less the memory allocated before the step. On a CPU, the median
-            of several steps, because gloo's threads may still hold tensors of the last collective. For a script on an
-            accelerator, all allocated memory, on the rank with the highest peak.
-        collectives: Number of collectives that this rank issues in one step.
-        first_step_s: Seconds of the first step, which compiles or loads cached graphs; None if not measured.
-    """
-
-    ratio: float
-    spread: tuple[float, float]
-    step_ms: float
+    ratio: float  # median over the rounds of the step time divided by the step time of `eager` in that round
+    spread: tuple[float, float]  # lower and upper quartile of these ratios
+    step_ms: float  # median time of a step, forward and backward, on the slowest rank
+    # Peak memory of one step on this rank, less the memory allocated before the step. On a CPU, the median of several
+    # steps, because gloo's threads may still hold tensors of the last collective. For a script on an accelerator, all
+    # allocated memory, on the rank with the highest peak.
     peak_mib: float
-    collectives: int
-    first_step_s: float | None
+    collectives: int  # that this rank issues in one step
+    first_step_s: float | None  # of the first step, which compiles or loads cached graphs; None if not measured
 
 
 class Run:

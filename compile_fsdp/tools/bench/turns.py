@@ -54,16 +54,12 @@ def steps_needed(rounds: int) -> int:
 
 
 class ScriptTurns:
-    """Measurement of a running script; decides after each step how the next step runs. Collective.
-
-    Attributes:
-        outcome: Results by mode, from the second round on, or the error that ended the measurement; None before.
-        rounds: Number of measured rounds.
-    """
+    """Measurement of a running script; decides after each step how the next step runs. Collective."""
 
     def __init__(self, rounds: int) -> None:
+        # Results by mode, from the second round on, or the error that ended the measurement; None before.
         self.outcome: dict[str, Result] | ScriptError | None = None
-        self.rounds = 0
+        self.rounds = 0  # number of measured rounds
         self._most_rounds = rounds
         self._is_over = False
         self._steps = Steps(limit=1)
@@ -154,12 +150,18 @@ class ScriptTurns:
         )
 
     def _turn(self, mode: str) -> Turns[tuple[float, int, bool]]:
-        """Run one turn; return the ranks' highest median step time and `_peak()`, and whether a rank compiled."""
+        """Run one turn.
+
+        Returns the ranks' highest median step time, their highest bytes allocated on the device at a time, 0 on a CPU,
+        and whether a rank compiled.
+        """
         captures = count_captures()
+        module = None if self._device.type == "cpu" else torch.get_device_module(self._device)
         with _running(mode):
             yield  # not measured, because the step before may have run in a different mode
             synchronize(self._device)
-            self._reset_peak()
+            if module is not None:
+                module.reset_peak_memory_stats(self._device)
             dist.barrier()
             ends = [time.perf_counter()]
             for _ in range(STEPS_PER_TURN):
@@ -168,18 +170,9 @@ class ScriptTurns:
                 ends.append(time.perf_counter())
         # The median, because an evaluation at a fixed interval may meet the turns of one mode only.
         step_s = statistics.median(end - start for start, end in pairwise(ends))
-        found = gather((step_s, self._peak(), captures != count_captures()))
+        peak = 0 if module is None else int(module.max_memory_allocated(self._device))
+        found = gather((step_s, peak, captures != count_captures()))
         return max(each[0] for each in found), max(each[1] for each in found), any(each[2] for each in found)
-
-    def _reset_peak(self) -> None:
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).reset_peak_memory_stats(self._device)
-
-    def _peak(self) -> int:
-        """Most bytes allocated on the device since `_reset_peak`; 0 on a CPU."""
-        if self._device.type == "cpu":
-            return 0
-        return int(torch.get_device_module(self._device).max_memory_allocated(self._device))
 
     def _look(self, mode: str) -> Turns[tuple[int, list[int]]]:
         """Return the fewest collectives of several steps, and their highest less lowest allocated bytes on a CPU.

@@ -67,14 +67,9 @@ class CheckReport:
         if self.windows_removed or self.windows_kept:
             yield f"  copies of gathers: {count(self.windows_removed, 'window')} removed, {self.windows_kept} kept"
         for finding in self.findings:
-            yield ""
-            yield from _format(finding)
-
-
-def _format(finding: Finding) -> Iterator[str]:
-    where = f"  {finding.place.filename}:{finding.place.line}" if finding.place is not None else ""
-    yield f"{finding.level.value}  {finding.rule}{where}"
-    if finding.place is not None and finding.place.source:
-        yield f"    > {finding.place.source}"
-    yield fill(finding.what, "    ", "    ")
-    yield fill(f"Change: {finding.remedy}", "    ", "      ")
+            where = f"  {finding.place.filename}:{finding.place.line}" if finding.place is not None else ""
+            yield f"\n{finding.level.value}  {finding.rule}{where}"
+            if finding.place is not None and finding.place.source:
+                yield f"    > {finding.place.source}"
+            yield fill(finding.what, "    ", "    ")
+            yield fill(f"Change: {finding.remedy}", "    ", "      ")

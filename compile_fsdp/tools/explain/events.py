@@ -99,7 +99,7 @@ class _Reader:
         self.gradients = _find_gradients(graph, names)  # parameters whose gradients a node computes or carries
         self.unsharded = unsharded_bytes(graph, names)
         self.others = alive_bytes(graph, names, is_backward)
-        self.modules = module_names(graph, lambda node: _modules(self._read(node) or self._made(node)), is_backward)
+        self.modules = module_names(graph, self._modules_of, is_backward)
         self.collectives: dict[fx.Node, int] = {}
 
     def read(self) -> list[Event]:
@@ -125,7 +125,7 @@ class _Reader:
             if kind is not None:
                 self.collectives[node] = len(self.collectives)
             carried = self.parameters.get(node, _NONE) | self.gradients.get(launch, _NONE)
-            name = _modules(carried) or self._module(launch)
+            name = _modules(carried) or self.modules.get(launch, NO_MODULE)
             size, seconds = (0, 0.0) if kind is None else communication(node, self.costs)
             number = self.collectives.get(launch, -1)
             return Event(kind or Kind.WAIT, name, tuple(sorted(carried)), (), size, seconds, collective=number)
@@ -135,7 +135,8 @@ class _Reader:
         own = self.parameters.get(node) or self.sent.get(node)
         if own:  # a copy into a gather's input or out of its output
             return Event(Kind.COPY, _modules(own), tuple(sorted(own)), (), 0, seconds)
-        read, made, name = self._read(node), self._made(node), self._module(node)
+        read, made = self._read(node), self.gradients.get(node, _NONE)
+        name = self.modules.get(node, NO_MODULE)
         if made and not read and is_rearrangement(node):
             return Event(Kind.COPY, name, tuple(sorted(made)), (), 0, seconds)
         return Event(Kind.COMPUTE, name, tuple(sorted(read)), (), 0, seconds, gradients=tuple(sorted(made)))
@@ -143,11 +144,8 @@ class _Reader:
     def _read(self, node: fx.Node) -> Names:
         return _NONE.union(*(self.parameters.get(each, _NONE) for each in node.all_input_nodes))
 
-    def _made(self, node: fx.Node) -> Names:
-        return self.gradients.get(node, _NONE)
-
-    def _module(self, node: fx.Node) -> str:
-        return self.modules.get(node, NO_MODULE)
+    def _modules_of(self, node: fx.Node) -> str:
+        return _modules(self._read(node) or self.gradients.get(node, _NONE))
 
 
 def _join(last: Event, event: Event) -> Event:

@@ -142,13 +142,12 @@ def _find_last_reads(graph: fx.Graph, position: dict[fx.Node, int]) -> dict[fx.N
     """Position of the last read of each node's memory, also through views and fused readers."""
     last: dict[fx.Node, int] = {}
     for node in reversed(graph.nodes):
-        passed = (last[user] if _is_passed_on(user) else position[user] for user in node.users)
-        last[node] = max(passed, default=position[node])
+        reads = [position[node]]
+        for user in node.users:
+            is_passed_on = is_view(user) or is_wait(user) or (user.op == "call_function" and not _has_memory(user))
+            reads.append(last[user] if is_passed_on else position[user])
+        last[node] = max(reads)
     return last
-
-
-def _is_passed_on(node: fx.Node) -> bool:
-    return is_view(node) or is_wait(node) or (node.op == "call_function" and not _has_memory(node))
 
 
 def _has_memory(node: fx.Node) -> bool:

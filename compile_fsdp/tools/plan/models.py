@@ -108,9 +108,6 @@ def _attend_without_mask(
     return sdpa_attention_forward(module, query, key, value, None, **kwargs)
 
 
-_PRODUCT = torch.ops.aten.mm.default
-
-
 class Checkpoint(str, enum.Enum):
     """Tensors that the forward of a layer saves besides the layer's inputs."""
 
@@ -138,7 +135,7 @@ def _save_products(every: int) -> Any:
     counts: Counter[bool] = Counter()  # products so far, by whether the layer runs again
 
     def choose(context: Any, op: OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        is_product = op is _PRODUCT
+        is_product = op is torch.ops.aten.mm.default
         is_saved = op in attention_ops or (is_product and counts[context.is_recompute] % every == 0)
         counts[context.is_recompute] += is_product
         return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
