@@ -16,9 +16,8 @@ import torch
 from torch import fx
 
 from compile_fsdp.errors import VerificationError
-from compile_fsdp.passes.analysis.aliases import UNKNOWN, Aliases, fake_arguments, fake_value
-from compile_fsdp.passes.analysis.effects import Effects
-from compile_fsdp.passes.analysis.windows import match_lifetimes, resized_placeholders
+from compile_fsdp.passes.analysis.aliases import UNKNOWN, fake_arguments, fake_value
+from compile_fsdp.passes.analysis.windows import Lifetimes, resized_placeholders
 from compile_fsdp.torch_compat.dispatch import OpOverload, argument_aliasing, tree_leaves
 
 
@@ -47,8 +46,7 @@ def _find_faults(graph: fx.Graph) -> Iterator[str]:
 def _window_faults(graph: fx.Graph) -> Iterator[str]:
     if not resized_placeholders(graph):
         return
-    effects = Effects(graph.owning_module)
-    for parameter in match_lifetimes(graph, effects, Aliases(graph, effects)).parameters:
+    for parameter in Lifetimes(graph).parameters:
         for span in parameter.spans:
             if span.resize is not None and span.read_before_copy:
                 yield f"{parameter.node.name} is read while it is {'freed' if span.frees else 'not filled'}"

@@ -54,59 +54,50 @@ class Parameter:
     shares_storage: bool = False  # a second input or attribute may lie in its storage
 
 
-@dataclass(frozen=True, slots=True)
-class Lifetimes:
-    """Resized parameters of a graph, in graph order, and facts about storages for a rewrite."""
-
-    parameters: tuple[Parameter, ...]
-    writes: dict[int, list[int]]  # by alias class, ascending positions of the nodes that may write or resize it
-    resized: frozenset[int]  # alias classes that some node resizes
-
-
-def match_lifetimes(graph: fx.Graph, effects: Effects, aliases: Aliases) -> Lifetimes:
-    """Match the lifetimes of parameters in one pass over the graph."""
-    matcher = _Matcher(resized_placeholders(graph), effects, aliases)
-    for position, node in enumerate(graph.nodes):
-        if node.op in ("placeholder", "get_attr"):
-            matcher.visit_input(node)
-        else:
-            matcher.visit(position, node)
-    return matcher.finish(len(graph.nodes))
-
-
 def resized_placeholders(graph: fx.Graph) -> set[fx.Node]:
     resized = map(parameter_of, find_resizes(graph))
     return {node for node in resized if node is not None and node.op == "placeholder"}
 
 
-class _Matcher:
-    def __init__(self, resized_placeholders: set[fx.Node], effects: Effects, aliases: Aliases) -> None:
-        self._resized_placeholders = resized_placeholders
-        self._effects = effects
-        self._aliases = aliases
-        self._parameters: list[Parameter] = []
+class Lifetimes:
+    """Resized parameters of a graph, in graph order, and facts about storages for a rewrite; found in one pass."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.parameters: list[Parameter] = []
+        self.writes: dict[int, list[int]] = {}  # by alias class, positions of the nodes that may write or resize it
+        self.resized: set[int] = set()  # alias classes that some node resizes
+        self._effects = Effects(graph.owning_module)
+        self.aliases = Aliases(graph, self._effects)
         self._by_class: dict[int, list[Parameter]] = {}
         self._inputs_by_class = Counter[int]()  # number of inputs and attributes, by alias class
         self._home: dict[fx.Node, Span] = {}  # by view, the span that made it
-        self._writes: dict[int, list[int]] = {}
-        self._resized: set[int] = set()
+        resized = resized_placeholders(graph)
+        for position, node in enumerate(graph.nodes):
+            if node.op in ("placeholder", "get_attr"):
+                self._visit_input(node, node in resized)
+            else:
+                self._visit(position, node)
+        for parameter in self.parameters:
+            parameter.spans[-1].end = len(graph.nodes)
+            classes = self.aliases.classes(parameter.node)
+            parameter.shares_storage = any(self._inputs_by_class[key] > 1 for key in classes)
 
-    def visit_input(self, node: fx.Node) -> None:
-        classes = self._aliases.classes(node)
+    def _visit_input(self, node: fx.Node, is_parameter: bool) -> None:
+        classes = self.aliases.classes(node)
         self._inputs_by_class.update(classes)
-        if node in self._resized_placeholders:
+        if is_parameter:
             parameter = Parameter(node, [Span(None)])
-            self._parameters.append(parameter)
+            self.parameters.append(parameter)
             for key in classes:
                 self._by_class.setdefault(key, []).append(parameter)
 
-    def visit(self, position: int, node: fx.Node) -> None:
+    def _visit(self, position: int, node: fx.Node) -> None:
         written = self._effects.written_inputs(node)
-        for key in self._aliases.classes_of(written):
-            self._writes.setdefault(key, []).append(position)
+        for key in self.aliases.classes_of(written):
+            self.writes.setdefault(key, []).append(position)
             if is_resize(node):
-                self._resized.add(key)
-        for parameter, sources in self._touched(node):
+                self.resized.add(key)
+        for parameter, sources in self._touched(node).items():
             if node.op == "output":
                 for source in sources:
                     if source in self._home:
@@ -119,21 +110,14 @@ class _Matcher:
             else:
                 self._visit_use(position, node, parameter, sources, written)
 
-    def finish(self, length: int) -> Lifetimes:
-        for parameter in self._parameters:
-            parameter.spans[-1].end = length
-            classes = self._aliases.classes(parameter.node)
-            parameter.shares_storage = any(self._inputs_by_class[key] > 1 for key in classes)
-        return Lifetimes(tuple(self._parameters), self._writes, frozenset(self._resized))
-
-    def _touched(self, node: fx.Node) -> list[tuple[Parameter, list[fx.Node]]]:
+    def _touched(self, node: fx.Node) -> dict[Parameter, list[fx.Node]]:
         """Return the parameters that the node takes, with their aliasing inputs."""
-        found: dict[int, tuple[Parameter, list[fx.Node]]] = {}
+        found: dict[Parameter, list[fx.Node]] = {}
         for source in node.all_input_nodes:
-            for key in self._aliases.classes(source):
+            for key in self.aliases.classes(source):
                 for parameter in self._by_class.get(key, ()):
-                    found.setdefault(id(parameter), (parameter, []))[1].append(source)
-        return list(found.values())
+                    found.setdefault(parameter, []).append(source)
+        return found
 
     def _visit_use(
         self, position: int, node: fx.Node, parameter: Parameter, sources: Sequence[fx.Node], written: Sequence[fx.Node]
@@ -152,5 +136,5 @@ class _Matcher:
         span.fills_another |= is_copy(node)
         span.read_by_storage |= self._effects.reads_storage(node)
         span.readers.append(node)
-        if any(parameter in self._by_class.get(key, ()) for key in self._aliases.classes(node)):
+        if any(parameter in self._by_class.get(key, ()) for key in self.aliases.classes(node)):
             self._home[node] = span

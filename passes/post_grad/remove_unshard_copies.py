@@ -19,11 +19,11 @@ from bisect import bisect_right
 
 from torch import fx
 
-from compile_fsdp.passes.analysis.aliases import Aliases, find_fake_tensor
-from compile_fsdp.passes.analysis.effects import Effects, get_argument
+from compile_fsdp.passes.analysis.aliases import find_fake_tensor
+from compile_fsdp.passes.analysis.effects import get_argument
 from compile_fsdp.passes.analysis.layout import find_copy_fault, size_hint
 from compile_fsdp.passes.analysis.subgraphs import find_window_subgraphs
-from compile_fsdp.passes.analysis.windows import Lifetimes, Parameter, Span, match_lifetimes, resized_placeholders
+from compile_fsdp.passes.analysis.windows import Lifetimes, Parameter, Span, resized_placeholders
 from compile_fsdp.passes.report import Kept, Names, WindowReport, node_name
 from compile_fsdp.torch_compat.inductor import MUTATION_REGION_KEY
 
@@ -75,16 +75,14 @@ def _remove_windows(graph: fx.Graph, names: Names, kept: list[tuple[str, Kept]])
 
 def _match(graph: fx.Graph, names: Names, kept: list[tuple[str, Kept]]) -> list[tuple[Parameter, int]]:
     """Return each window to remove: its parameter, and the number of the span that it fills."""
-    effects = Effects(graph.owning_module)
-    aliases = Aliases(graph, effects)
-    lifetimes = match_lifetimes(graph, effects, aliases)
+    lifetimes = Lifetimes(graph)
     windows = []
     for parameter in lifetimes.parameters:
         parameter_fault = _find_parameter_fault(parameter)
         for index, span in enumerate(parameter.spans):
             is_window = span.resize is not None and not span.frees and span is not parameter.spans[-1]
             if is_window:
-                fault = parameter_fault or _find_window_fault(parameter, index, lifetimes, aliases)
+                fault = parameter_fault or _find_window_fault(parameter, index, lifetimes)
             else:
                 fault = _find_open_end(parameter, index)
             if fault is not None:
@@ -117,7 +115,7 @@ def _find_parameter_fault(parameter: Parameter) -> Kept | None:
     return None
 
 
-def _find_window_fault(parameter: Parameter, index: int, lifetimes: Lifetimes, aliases: Aliases) -> Kept | None:
+def _find_window_fault(parameter: Parameter, index: int, lifetimes: Lifetimes) -> Kept | None:
     previous, span, following = parameter.spans[index - 1 : index + 2]
     # See [Note: A window starts freed] for a window without a resize before.
     neighbours_free = following.frees and (previous.resize is None or previous.frees)
@@ -135,16 +133,16 @@ def _find_window_fault(parameter: Parameter, index: int, lifetimes: Lifetimes, a
         Kept.READ_BY_STORAGE: span.read_by_storage,
     }
     fault = next((reason for reason, applies in faults.items() if applies), None)
-    return fault or _find_value_fault(parameter, span, lifetimes, aliases)
+    return fault or _find_value_fault(parameter, span, lifetimes)
 
 
-def _find_value_fault(parameter: Parameter, span: Span, lifetimes: Lifetimes, aliases: Aliases) -> Kept | None:
+def _find_value_fault(parameter: Parameter, span: Span, lifetimes: Lifetimes) -> Kept | None:
     value = get_argument(span.copies[0], 1, "data")
     if fault := find_copy_fault(find_fake_tensor(parameter.node), find_fake_tensor(value)):
         return fault
     assert isinstance(value, fx.Node), "it has a fake value"
-    classes = aliases.classes(value)
-    if any(key in lifetimes.resized for key in classes):
+    classes = lifetimes.aliases.classes(value)
+    if not lifetimes.resized.isdisjoint(classes):
         return Kept.VALUE_RESIZED
     if any(_is_written(lifetimes.writes.get(key, []), span) for key in classes):
         return Kept.VALUE_MUTATED

@@ -1,6 +1,6 @@
 """Disable each precondition of each pass in turn: a test of tests/passes must fail.
 
-    python -m helpers.mutation.run [--modules windows layout] [--functions windows._Matcher] [--keywords 'not order']
+    python -m helpers.mutation.run [--modules windows layout] [--functions windows.Lifetimes] [--keywords 'not order']
     python -m helpers.mutation.run --equivalent
 
 Runs in tests/. Exits with 1 if a mutant outside of EQUIVALENT survives, or with `--equivalent` if a mutant of
