@@ -12,7 +12,7 @@ Either all reads sink or none, because a read of two parameters is often one nod
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -46,44 +46,42 @@ class Fill:
     behind: fx.Node | None  # None if no copy follows the resize
 
 
-@dataclass(slots=True)
 class Scan:
-    """Facts about the parameters of a graph, from one scan."""
+    """Facts about the parameters of a graph, from one scan. `parameters`: inputs that the graph resizes."""
 
-    parameters: set[fx.Node]  # inputs that the graph resizes
-    by_class: dict[int, list[fx.Node]] = field(default_factory=dict)  # parameters in each alias class
-    fills: dict[fx.Node, Fill] = field(default_factory=dict)  # of each parameter that arrives freed
-    mutated: set[fx.Node] = field(default_factory=set)  # a node may write them without filling or resizing them
-    autocast_switches: list[int] = field(default_factory=list)  # (n,) number of autocast switches before each node
+    def __init__(self, graph: fx.Graph, parameters: set[fx.Node]) -> None:
+        self.parameters = parameters
+        self.effects = EagerEffects(graph.owning_module)
+        self.aliases = Aliases(graph, self.effects)
+        self.by_class: dict[int, list[fx.Node]] = {}  # parameters in each alias class
+        self.mutated: set[fx.Node] = set()  # a node may write them without filling or resizing them
+        self.autocast_switches: list[int] = []  # (n,) number of autocast switches before each node
+        events: dict[fx.Node, list[int]] = {}
+        nodes = list(graph.nodes)
+        switches = 0
+        for position, node in enumerate(nodes):
+            self.autocast_switches.append(switches)
+            switches += is_autocast_switch(node)
+            if node in parameters:
+                for key in self.aliases.classes(node):
+                    self.by_class.setdefault(key, []).append(node)
+            if (event := self.find_event(node)) is not None:
+                events.setdefault(event, []).append(position)
+            written = self.aliased_by(self.effects.written_inputs(node))
+            self.mutated.update(parameter for parameter in written if parameter is not event)
+        self.fills = {  # of each parameter that arrives freed
+            parameter: _find_fill(nodes, positions)
+            for parameter, positions in events.items()
+            if _is_opening(nodes[positions[0]])
+        }
 
     def find_event(self, node: fx.Node) -> fx.Node | None:
         """Return the parameter that the node resizes or fills."""
         target = parameter_of(node)
         return target if target in self.parameters else None
 
-    def aliased_by(self, nodes: Iterable[fx.Node], aliases: Aliases) -> Iterable[fx.Node]:
-        return dict.fromkeys(p for key in aliases.classes_of(nodes) for p in self.by_class.get(key, ()))
-
-
-def scan_parameters(graph: fx.Graph, parameters: set[fx.Node], effects: EagerEffects, aliases: Aliases) -> Scan:
-    scan = Scan(parameters)
-    events: dict[fx.Node, list[int]] = {}
-    nodes = list(graph.nodes)
-    switches = 0
-    for position, node in enumerate(nodes):
-        scan.autocast_switches.append(switches)
-        switches += is_autocast_switch(node)
-        if node in parameters:
-            for key in aliases.classes(node):
-                scan.by_class.setdefault(key, []).append(node)
-        if (event := scan.find_event(node)) is not None:
-            events.setdefault(event, []).append(position)
-        written = scan.aliased_by(effects.written_inputs(node), aliases)
-        scan.mutated.update(parameter for parameter in written if parameter is not event)
-    for parameter, positions in events.items():
-        if _is_opening(nodes[positions[0]]):
-            scan.fills[parameter] = _find_fill(nodes, positions)
-    return scan
+    def aliased_by(self, nodes: Iterable[fx.Node]) -> Iterable[fx.Node]:
+        return dict.fromkeys(p for key in self.aliases.classes_of(nodes) for p in self.by_class.get(key, ()))
 
 
 def _find_fill(nodes: Sequence[fx.Node], events: Sequence[int]) -> Fill:
@@ -103,12 +101,10 @@ def _is_opening(node: fx.Node) -> bool:
 class Sinking:
     """Plan of moves, made by visiting every node in order."""
 
-    def __init__(self, scan: Scan, effects: EagerEffects, aliases: Aliases) -> None:
+    def __init__(self, scan: Scan) -> None:
         self.moves: list[Move] = []  # in graph order
         self.faults: dict[fx.Node, Unmoved] = {}  # parameters that the moves cannot repair; if any, no move may be made
         self._scan = scan
-        self._effects = effects
-        self._aliases = aliases
         self._behind: dict[int, tuple[fx.Node, fx.Node]] = {}  # position to (parameter, node to sink behind)
         # Position that a node sinks behind: by node, by alias class read or written, and of ordered nodes.
         self._sunk: dict[fx.Node, int] = {}
@@ -121,8 +117,8 @@ class Sinking:
             return
         event = self._scan.find_event(node)
         read = self._shared_classes(node.all_input_nodes)
-        written = self._shared_classes(self._effects.written_inputs(node))
-        is_ordered = self._effects.is_ordered(node)
+        written = self._shared_classes(self._scan.effects.written_inputs(node))
+        is_ordered = self._scan.effects.is_ordered(node)
         depth = max(
             self._depth_of_reads(position, node, event),
             *(self._sunk.get(source, -1) for source in node.all_input_nodes),
@@ -146,7 +142,7 @@ class Sinking:
     def _depth_of_reads(self, position: int, node: fx.Node, event: fx.Node | None) -> int:
         """Return the position to sink behind because of the node's own reads; -1 if they need no sinking."""
         depth = -1
-        for parameter in self._scan.aliased_by(node.all_input_nodes, self._aliases):
+        for parameter in self._scan.aliased_by(node.all_input_nodes):
             fill = self._scan.fills.get(parameter)
             if parameter is event or fill is None or fill.position <= position:
                 continue
@@ -163,6 +159,6 @@ class Sinking:
         """Return the classes whose reads do not float: see [Note: Reads float over their parameter's events]."""
         return [
             key
-            for key in self._aliases.classes_of(nodes)
+            for key in self._scan.aliases.classes_of(nodes)
             if not (held := self._scan.by_class.get(key)) or any(p in self._scan.mutated for p in held)
         ]

@@ -24,11 +24,10 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from compile_fsdp.passes.analysis.aliases import Aliases
-from compile_fsdp.passes.analysis.eager_effects import EagerEffects, is_input, is_passed_through, is_version_op
+from compile_fsdp.passes.analysis.eager_effects import is_input, is_passed_through, is_version_op
 from compile_fsdp.passes.analysis.effects import is_resize, parameter_of
 from compile_fsdp.passes.analysis.layout import is_free
-from compile_fsdp.passes.analysis.sinking import Move, Scan, Sinking, scan_parameters
+from compile_fsdp.passes.analysis.sinking import Move, Scan, Sinking
 from compile_fsdp.passes.report import LegalizeReport, Names, Unmoved, node_name
 
 
@@ -38,15 +37,13 @@ def legalize_windows(graph: fx.Graph, names: Names = node_name) -> LegalizeRepor
     nodes = {node for node in resized if node is not None and is_input(node)}
     if not nodes:
         return LegalizeReport(0, 0, ())
-    effects = EagerEffects(graph.owning_module)
-    aliases = Aliases(graph, effects)
-    scan = scan_parameters(graph, nodes, effects, aliases)
-    sinking = Sinking(scan, effects, aliases)
+    scan = Scan(graph, nodes)
+    sinking = Sinking(scan)
     for position, node in enumerate(graph.nodes):
         sinking.visit(position, node)
     sunk = [] if sinking.faults else sinking.moves
     _move(sunk)
-    delays = _find_delays(graph, scan, aliases)  # After the sinking, which may put reads behind a free.
+    delays = _find_delays(graph, scan)  # After the sinking, which may put reads behind a free.
     faults = sinking.faults | {node: Unmoved.MUTATED for node in delays if node in scan.mutated}
     delayed = [move for node, moves in delays.items() if node not in faults for move in moves]
     _move(delayed)
@@ -57,7 +54,7 @@ def legalize_windows(graph: fx.Graph, names: Names = node_name) -> LegalizeRepor
     )
 
 
-def _find_delays(graph: fx.Graph, scan: Scan, aliases: Aliases) -> dict[fx.Node, list[Move]]:
+def _find_delays(graph: fx.Graph, scan: Scan) -> dict[fx.Node, list[Move]]:
     """Return, by parameter, the moves of each resize(0) behind the last read before the next resize or fill."""
     freed: dict[fx.Node, fx.Node] = {}
     last_read: dict[fx.Node, fx.Node] = {}
@@ -72,7 +69,7 @@ def _find_delays(graph: fx.Graph, scan: Scan, aliases: Aliases) -> dict[fx.Node,
         if node.op == "output" or is_version_op(node) or is_passed_through(node):
             continue
         event = scan.find_event(node)
-        for parameter in scan.aliased_by(node.all_input_nodes, aliases):
+        for parameter in scan.aliased_by(node.all_input_nodes):
             if parameter is not event:
                 last_read[parameter] = node
         if event is not None:
