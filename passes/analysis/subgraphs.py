@@ -1,4 +1,4 @@
-"""Subgraphs that a pass may rewrite by themselves.
+"""Subgraphs that a pass may rewrite by themselves, and copies of ops.
 
 [Note: A subgraph is rewritten if no call aliases its inputs]
 A higher-order op's subgraph sees its operands as placeholders, and several calls may run it. The fake values in it
@@ -7,6 +7,8 @@ subgraph stays as it is if any node but a higher-order op uses it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from torch import fx
 
@@ -17,33 +19,29 @@ from compile_fsdp.torch_compat.dispatch import HigherOrderOperator
 
 def find_window_subgraphs(graph: fx.Graph) -> list[tuple[str, fx.GraphModule]]:
     """Return (attribute path, module) of subgraphs with resizes and private inputs, inner subgraphs first."""
-    search = _Search()
-    search.visit(graph, path="")
-    return [(path, module) for path, module in search.found.values() if id(module) not in search.shared]
+    visited: set[int] = set()  # by id of the module
+    found: dict[int, tuple[str, fx.GraphModule]] = {}
+    shared: set[int] = set()
 
-
-class _Search:
-    def __init__(self) -> None:
-        self.found: dict[int, tuple[str, fx.GraphModule]] = {}
-        self.shared: set[int] = set()
-        self._visited: set[int] = set()
-
-    def visit(self, graph: fx.Graph, path: str) -> None:
+    def visit(graph: fx.Graph, path: str) -> None:
         effects = Effects(graph.owning_module)
         aliases: Aliases | None = None
         for node in graph.find_nodes(op="get_attr"):
             if (module := effects.subgraph(node)) is None:
                 continue
             inner_path = f"{path}{node.target}"
-            if id(module) not in self._visited:
-                self._visited.add(id(module))
-                self.visit(module.graph, f"{inner_path}.")
+            if id(module) not in visited:
+                visited.add(id(module))
+                visit(module.graph, f"{inner_path}.")
                 if find_resizes(module.graph):
-                    self.found[id(module)] = (inner_path, module)
-            if id(module) in self.found:
+                    found[id(module)] = (inner_path, module)
+            if id(module) in found:
                 aliases = aliases or Aliases(graph, effects)
                 if not all(_is_private_call(user, aliases) for user in node.users):
-                    self.shared.add(id(module))
+                    shared.add(id(module))
+
+    visit(graph, path="")
+    return [(path, module) for path, module in found.values() if id(module) not in shared]
 
 
 def _is_private_call(node: fx.Node, aliases: Aliases) -> bool:
@@ -51,3 +49,15 @@ def _is_private_call(node: fx.Node, aliases: Aliases) -> bool:
         return False
     keys = list(aliases.classes_of(nodes_in((node.args, node.kwargs))))
     return len(keys) == len(set(keys))
+
+
+def copy_ops(inputs: Iterable[fx.Node], ops: Iterable[fx.Node], results: Iterable[fx.Node]) -> fx.Graph:
+    """Copy ops to a graph of their own."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in ops:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in results))
+    return graph

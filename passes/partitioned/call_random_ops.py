@@ -23,6 +23,7 @@ from torch import fx
 
 from compile_fsdp.ops.call_block import call_random_block
 from compile_fsdp.passes.analysis.aliases import fake_value
+from compile_fsdp.passes.analysis.subgraphs import copy_ops
 from compile_fsdp.passes.partitioned.drop_random_states import saves_random_state
 
 
@@ -35,7 +36,7 @@ def call_random_ops(graph: fx.Graph, block: str) -> dict[str, fx.Graph]:
         sizes = [each for each in node.all_input_nodes if not isinstance(fake_value(each), torch.Tensor)]
         tensors = [each for each in node.all_input_nodes if each not in sizes]
         name = f"{block} draw {len(made)}"
-        made[name] = _alone([*sizes, *tensors], [node, *items], results)
+        made[name] = copy_ops([*sizes, *tensors], [node, *items], results)
         with graph.inserting_before(node):
             call = graph.call_function(call_random_block, (tensors, sizes, name))
             call.meta["val"] = list(map(fake_value, results))
@@ -55,14 +56,3 @@ def _items(node: fx.Node) -> Iterator[fx.Node]:
         yield user
         if not isinstance(fake_value(user), torch.Tensor):
             yield from _items(user)
-
-
-def _alone(inputs: list[fx.Node], ops: list[fx.Node], results: list[fx.Node]) -> fx.Graph:
-    graph, copies = fx.Graph(), {}
-    for node in inputs:
-        copies[node] = graph.placeholder(node.name)
-        copies[node].meta = dict(node.meta)
-    for node in ops:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(copies[node] for node in results))
-    return graph

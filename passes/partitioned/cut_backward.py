@@ -29,6 +29,7 @@ from torch import fx
 
 from compile_fsdp.passes.analysis.aliases import fake_value, is_declared_view
 from compile_fsdp.passes.analysis.collectives import numel
+from compile_fsdp.passes.analysis.subgraphs import copy_ops
 
 _FIRST = 0.75  # share of the parameter gradients' elements that the first part makes
 
@@ -89,11 +90,4 @@ def _run_again(ops: Sequence[fx.Node], first: Collection[fx.Node]) -> set[fx.Nod
 def _part(inputs: Sequence[fx.Node], ops: Collection[fx.Node], results: Collection[fx.Node]) -> BackwardPart:
     read = {each for node in ops for each in node.all_input_nodes}.union(results)
     taken = [node for node in inputs if node in read or isinstance(fake_value(node), torch.SymInt)]
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in taken:
-        copies[node] = graph.placeholder(node.name)
-        copies[node].meta = node.meta
-    for node in ops:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(copies[node] for node in results))
-    return BackwardPart(graph, taken, list(results))
+    return BackwardPart(copy_ops(taken, ops, results), taken, list(results))

@@ -72,8 +72,9 @@ def _call_directly(node: fx.Node, *, saves_state: bool) -> bool:
     if is_random(plain):
         graph.erase_node(plain)
         states = filter(is_state, node.users) if saves_state else node.all_input_nodes[:1]
-        for each in states:
-            each.meta["val"] = _with_known_size(each)
+        for each in states:  # which have a symbolic size from the partitioner
+            value = get_fake_tensor(each)
+            each.meta["val"] = value.new_empty([size_hint(size) for size in value.shape])
         return False
     plain.meta = dict(node.meta)
     if saves_state:
@@ -99,12 +100,6 @@ def is_state(node: fx.Node) -> bool:
     source, item = node.args
     assert isinstance(source, fx.Node)
     return saves_random_state(source) and bool(item == 0)
-
-
-def _with_known_size(state: fx.Node) -> torch.Tensor:
-    """Return a fake state without the symbolic size that the partitioner gives it."""
-    value = get_fake_tensor(state)
-    return value.new_empty([size_hint(size) for size in value.shape])
 
 
 def _stop_returning(node: fx.Node) -> None:

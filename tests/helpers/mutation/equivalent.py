@@ -37,14 +37,16 @@ EQUIVALENT: dict[str, str] = {
     "schedule_collectives._preparations: node not in found -> True": _AGAIN,
     "schedule_collectives._reorder: fixed is not end -> True": "fx: put before itself, a node stays where it is",
     "schedule_collectives._results: node not in found -> True": _AGAIN,
-    "sinking.scan_parameters: (event := scan.find_event(node)) is not None -> True": _NO_EVENT,
+    "sinking.Scan.__init__: (event := self.find_event(node)) is not None -> True": _NO_EVENT,
     "read_step.read_step: group.frees -> True": "what is never freed has a window that ends before it begins",
     "read_step.read_step: measure -> False": _AGAIN,
     "read_step._find_saved: not value.is_saved -> False": "speed: what no op saves has nothing to hand on",
     "read_step._find_origins: source in seen -> False": _AGAIN,
-    "subgraphs._Search.visit: aliases -> False": _AGAIN,
-    "subgraphs._Search.visit: id(module) not in self._visited -> True": _AGAIN,
-    "subgraphs._Search.visit: id(module) in self.found -> True": "speed: shared is only asked about what was found",
+    "subgraphs.find_window_subgraphs.visit: aliases -> False": _AGAIN,
+    "subgraphs.find_window_subgraphs.visit: id(module) not in visited -> True": _AGAIN,
+    "subgraphs.find_window_subgraphs.visit: id(module) in found -> True": (
+        "speed: shared is only asked about what was found"
+    ),
     "unfilled_reads.find_unfilled_reads: not unfilled -> False": "speed: it would find no read",
     "windows.resized_placeholders: node is not None -> True": _NODE,
 }
