@@ -122,11 +122,6 @@ def ranks_of(collective: fx.Node) -> int:
     return ranks
 
 
-def group_of(collective: fx.Node) -> str:
-    """Return the process group's name of an all-gather or reduce-scatter."""
-    return str(settings_of(collective)[-1])
-
-
 def name_of(collective: fx.Node) -> str:
     """Return the name that a profile shows; empty for an unnamed collective, and for torch's."""
     name = collective.args[1 + len(settings_of(collective)) :]

@@ -117,11 +117,6 @@ def size_bytes(node: fx.Node) -> int:
     return math.prod(tensor.shape) * tensor.itemsize
 
 
-def are_contiguous(nodes: Sequence[fx.Node]) -> bool:
-    tensors = [find_fake_tensor(node) for node in nodes]
-    return all(tensor is not None and tensor.is_contiguous() for tensor in tensors)
-
-
 def compute_seconds(node: fx.Node, costs: Costs) -> float:
     """Return the seconds of a node's flops, if torch counts them, or of its writes if longer; views are free."""
     if node.target in BLOCK_CALLS:

@@ -56,18 +56,8 @@ def read_step(
     freed = [group for group in groups if group.frees]
     for group in sorted(freed, key=lambda group: group.filled_at - group.freed_at):
         windows[group.filled_at : group.freed_at] = [group] * (group.freed_at - group.filled_at)
-    step = Step(
-        ops=reader.ops,
-        facts=reader.facts,
-        made=reader.made,
-        read=reader.read,
-        internal=reader.internal,
-        windows=windows,
-        groups=groups,
-        bodies=bodies,
-        fuses=fuses,
-        is_body=is_body,
-    )
+    read = reader.ops, reader.facts, reader.made, reader.read, reader.internal
+    step = Step(*read, windows, groups, bodies, fuses, is_body)
     _find_saved(step)
     return step
 
@@ -154,7 +144,9 @@ class _Reader:
 def _find_saved(step: Step) -> None:
     """Set `is_saved` of each value: see [Note: Values that the partitioner saves]."""
     for value in step.values:
-        value.is_from_checkpoint = _is_from_checkpoint(step, value)
+        # A checkpoint returns it, and none takes it. Nothing runs again within a body.
+        is_result = not step.is_body and is_checkpoint(step.ops[value.made_at])
+        value.is_from_checkpoint = is_result and not any(is_checkpoint(step.ops[each]) for each in value.uses)
         value.is_saved = bool(value.saved_by) and not value.is_from_checkpoint
     for value in step.values:
         if not value.is_saved or any(step.facts[each].kind is Kind.HEAVY for each in value.saved_by):
@@ -164,12 +156,6 @@ def _find_saved(step: Step) -> None:
             value.is_saved = False
             for origin in origins:
                 origin.saved_by += value.saved_by
-
-
-def _is_from_checkpoint(step: Step, value: Value) -> bool:
-    """Return whether a checkpoint returns the value, and none takes it. Nothing runs again within a body."""
-    is_result = not step.is_body and is_checkpoint(step.ops[value.made_at])
-    return is_result and not any(is_checkpoint(step.ops[each]) for each in value.uses)
 
 
 def _is_cheap(step: Step, value: Value) -> bool:

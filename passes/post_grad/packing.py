@@ -28,7 +28,7 @@ from compile_fsdp.passes.analysis.collectives import (
     name_of,
     settings_of,
 )
-from compile_fsdp.passes.analysis.costs import Costs, are_contiguous, communication, device_costs, size_bytes
+from compile_fsdp.passes.analysis.costs import Costs, communication, device_costs, size_bytes
 from compile_fsdp.passes.analysis.effects import Effects, is_barrier
 from compile_fsdp.passes.report import PassCounts
 
@@ -115,7 +115,7 @@ def pack_anew(graph: fx.Graph, kind: Kind, merge: Merge, may_join: MayJoin, cost
         sent += [part.sent for part in parts]
         sizes, ranks = [size_bytes(part.sent) for part in parts], run[0].ranks
         packs = [list(range(len(parts)))]
-        if are_contiguous([part.sent for part in parts]):
+        if all(get_fake_tensor(part.sent).is_contiguous() for part in parts):
             own = costs or device_costs(run[0].collective)
             packs = kind.plan(sizes, ranks, own, is_spare=merge is Merge.ALL)
         place = kind.place(run)

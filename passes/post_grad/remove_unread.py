@@ -20,17 +20,18 @@ A gather is a collective, so all ranks remove it, or none. The graphs of all ran
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 
 from compile_fsdp.passes.analysis.aliases import Aliases
 from compile_fsdp.passes.analysis.collectives import (
     aten,
-    group_of,
     is_gather,
     is_rearrangement,
     is_wait,
-    ranks_of,
     rearranged,
+    settings_of,
 )
 from compile_fsdp.passes.analysis.effects import Effects
 from compile_fsdp.passes.report import PassCounts
@@ -82,14 +83,14 @@ def _join_repeated(graph: fx.Graph) -> int:
     return joined
 
 
-def _sent(gather: fx.Node) -> tuple[tuple[fx.Node, ...], int, str] | None:
-    """Return the inputs, ranks and group of a gather, or None if it sends anything but inputs of the graph."""
+def _sent(gather: fx.Node) -> tuple[tuple[fx.Node, ...], tuple[Any, ...]] | None:
+    """Return the inputs and settings of a gather, or None if it sends anything but inputs of the graph."""
     source = gather.args[0]
     assert isinstance(source, fx.Node)
     shards = tuple(source.args[0]) if source.target is aten.cat.default else (source,)  # type: ignore[arg-type]
     if any(not isinstance(each, fx.Node) or each.op != "placeholder" for each in shards):
         return None
-    return shards, ranks_of(gather), group_of(gather)
+    return shards, settings_of(gather)
 
 
 def _is_read_behind(value: fx.Node, place: fx.Node, order: dict[fx.Node, int]) -> bool:

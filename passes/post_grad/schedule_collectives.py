@@ -114,9 +114,11 @@ class _Moves:
             if not (is_gather(node) or is_reduction(node) or is_fetch(node)):
                 continue
             each = _Collective(node, _preparations(node, order), _results(node, order))
-            if _is_movable(each, written) and moving.isdisjoint(_neighbours(each)):
+            own = {*each.launch, *each.results}
+            near = own.union(*(node.all_input_nodes for node in own), *(node.users for node in own))
+            if _is_movable(each, written) and moving.isdisjoint(near):
                 found.append(each)
-                moving.update(each.launch, each.results)
+                moving |= own
             else:
                 self.left += 1
         # Each kind in graph order.
@@ -162,12 +164,6 @@ def _results(collective: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
                 found.add(node)
                 stack.append(node)
     return sorted(found, key=order.__getitem__)
-
-
-def _neighbours(each: _Collective) -> set[fx.Node]:
-    """Return the collective's nodes, their inputs and their readers."""
-    own = {*each.launch, *each.results}
-    return own.union(*(node.all_input_nodes for node in own), *(node.users for node in own))
 
 
 def _is_movable(each: _Collective, written: set[fx.Node]) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from compile_fsdp.errors import EstimateError, MemoryBudgetError, PlanError
@@ -109,7 +109,10 @@ def trace_step(build: Build, settings: Settings, network: Network, policy: Polic
             _check(model)
             checkpoint_layers(model, settings.checkpoint)
             precision = MixedPrecisionPolicy(DTYPES[settings.param_dtype], DTYPES[settings.reduce_dtype])
-            planned = plan(model, policy, mesh=_make_mesh(settings), fix_shared=True, mp_policy=precision)
+            hybrid = settings.replicas > 1
+            shape = (settings.replicas, settings.shards) if hybrid else (settings.ranks,)
+            mesh = init_device_mesh(DEVICE.type, shape, mesh_dim_names=("replicate", "shard") if hybrid else None)
+            planned = plan(model, policy, mesh=mesh, fix_shared=True, mp_policy=precision)
             with FakeTensorMode(allow_non_fake_inputs=True):
                 apply(planned).to_empty(device=DEVICE)
                 fake = tree_map_only(Tensor, partial(torch.empty_like, device=DEVICE), dict(batch))
@@ -133,13 +136,6 @@ def _check(model: nn.Module) -> None:
                 f"expected plain parameters, got {fqn} as {kind.__name__}: compile-fsdp plan does not plan tensor "
                 "parallelism or float8; pass the model without them"
             )
-
-
-def _make_mesh(settings: Settings) -> DeviceMesh:
-    if settings.replicas == 1:
-        return init_device_mesh(DEVICE.type, (settings.ranks,))
-    shape = (settings.replicas, settings.shards)
-    return init_device_mesh(DEVICE.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def _run(model: nn.Module, batch: dict[str, Any], settings: Settings, network: Network) -> None:

@@ -11,7 +11,6 @@ from compile_fsdp import ops
 from compile_fsdp.passes import Costs
 from compile_fsdp.passes.analysis.collectives import numel
 from compile_fsdp.passes.analysis.costs import (
-    are_contiguous,
     communication,
     compute_seconds,
     size_bytes,
@@ -42,7 +41,7 @@ def test_symbolic_sizes_count_as_unknown(build: GraphBuilder) -> None:
 
 def test_node_without_a_value_has_no_size(build: GraphBuilder) -> None:
     unknown = build.call_opaque(math.sin, build.input("x", (4,)))
-    assert (size_bytes(unknown), numel(unknown), are_contiguous([unknown])) == (0, -1, False)
+    assert (size_bytes(unknown), numel(unknown)) == (0, -1)
 
 
 def test_views_and_unknown_functions_take_no_time_and_products_take_their_flops(build: GraphBuilder) -> None:
