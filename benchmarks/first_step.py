@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 from compile_fsdp.tools import launch
+from compile_fsdp.tools.bench.llama import SIZES, Decoder
 from compile_fsdp.tools.bench.measure import Run
 from compile_fsdp.tools.bench.modes import MODES
-from compile_fsdp.tools.bench.workloads import SIZES, Decoder
 
 RANKS = 2
 

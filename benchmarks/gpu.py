@@ -31,10 +31,9 @@ import torch
 import torch.distributed as dist
 
 from compile_fsdp.tools import launch
-from compile_fsdp.tools.bench.llama import ModelConfig
+from compile_fsdp.tools.bench.llama import Decoder, ModelConfig
 from compile_fsdp.tools.bench.measure import Run, synchronize
 from compile_fsdp.tools.bench.modes import MODES
-from compile_fsdp.tools.bench.workloads import Decoder
 
 MODES["compile_graphs"] = partial(MODES["compile"], **{"triton.cudagraphs": True})
 

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from compile_fsdp.passes.analysis.costs import COSTS
 from compile_fsdp.reports import reports
+from compile_fsdp.tools.bench.llama import SIZES
 from compile_fsdp.tools.bench.measure import STEPS_PER_TURN, Run
 from compile_fsdp.tools.bench.modes import MODES
-from compile_fsdp.tools.bench.workloads import SIZES
 from compile_fsdp.tools.calibrate.measure import measure
 
 SETTINGS = {"default": {}, "budget": {"memory_budget": 100 * 2**20}}  # of the model `compute`, which takes 135 MiB

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from compile_fsdp.passes.analysis.costs import Costs, plan_gathers, plan_reductions
-from compile_fsdp.passes.analysis.live_bytes import LiveBytes
-from compile_fsdp.passes.analysis.step_time import Clock
+from compile_fsdp.passes.analysis.step_time import Clock, LiveBytes
 from compile_fsdp.passes.budget.step_memory import Choices, Group, Parameter, Step
 
 

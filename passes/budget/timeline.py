@@ -10,8 +10,7 @@ to the backward of the first op that needs it.
 from __future__ import annotations
 
 from compile_fsdp.passes.analysis.costs import Costs
-from compile_fsdp.passes.analysis.live_bytes import LiveBytes
-from compile_fsdp.passes.analysis.step_time import Clock
+from compile_fsdp.passes.analysis.step_time import Clock, LiveBytes
 from compile_fsdp.passes.budget.op_facts import Kind
 from compile_fsdp.passes.budget.parameter_memory import ParameterMemory
 from compile_fsdp.passes.budget.step_memory import Choices, Step

@@ -6,8 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from compile_fsdp.passes.analysis.costs import Costs
-from compile_fsdp.passes.analysis.live_bytes import LiveBytes
-from compile_fsdp.passes.analysis.step_time import Clock
+from compile_fsdp.passes.analysis.step_time import Clock, LiveBytes
 from compile_fsdp.passes.budget.op_facts import Kind
 from compile_fsdp.passes.budget.step_memory import Choices, Step, Value
 

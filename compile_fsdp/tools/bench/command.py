@@ -16,10 +16,10 @@ from compile_fsdp.errors import CommandError, ScriptError
 from compile_fsdp.passes.text import fill
 from compile_fsdp.reports import newest_advice
 from compile_fsdp.tools import launch
+from compile_fsdp.tools.bench.llama import SIZES, Decoder
 from compile_fsdp.tools.bench.measure import Result, describe_gain, format_table, measure, write_json
 from compile_fsdp.tools.bench.modes import MODES, SIMPLE_FSDP
 from compile_fsdp.tools.bench.turns import ScriptTurns, steps_needed
-from compile_fsdp.tools.bench.workloads import SIZES, Decoder
 from compile_fsdp.tools.check.failures import run_reported
 from compile_fsdp.tools.scripts import ended_by
 from compile_fsdp.torch_compat.dynamo import recompile_limit

@@ -1,4 +1,6 @@
-"""A decoder-only transformer: RMSNorm, rotary positions, SwiGLU, optional tied embeddings and dropout.
+"""A decoder-only transformer, and the sizes that bench trains.
+
+It has RMSNorm, rotary positions, SwiGLU, and optionally tied embeddings and dropout.
 
 Shapes: B sequences, T tokens, D = dim, H heads of width K, V = vocab_size.
 """
@@ -10,6 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from compile_fsdp.torch_compat.nn import checkpoint_modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,3 +150,28 @@ class Transformer(nn.Module):
         x = self.norm(x)
         logits = F.linear(x, self.embedding.weight) if self.output is None else self.output(x)  # (B, T, V)
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """A decoder, the sequences per rank and step, the tokens of each, and whether each block is checkpointed."""
+
+    model: ModelConfig
+    batch: int
+    seq_len: int
+    is_checkpointed: bool = False
+
+    def build(self) -> Transformer:
+        """Build the model on the default device."""
+        model = Transformer(self.model, self.seq_len)
+        if self.is_checkpointed:
+            checkpoint_modules(model, check_fn=lambda module: module in set(model.layers))
+        return model
+
+
+SIZES = {
+    "overhead": Decoder(ModelConfig(dim=64, layers=8, heads=4, hidden=192), batch=1, seq_len=16),
+    "mid": Decoder(ModelConfig(dim=256, layers=8, heads=4, hidden=704), batch=2, seq_len=128),
+    "dropout": Decoder(ModelConfig(dim=256, layers=8, heads=4, hidden=704, dropout=0.1), batch=2, seq_len=128),
+    "compute": Decoder(ModelConfig(dim=512, layers=6, heads=8, hidden=1408), batch=4, seq_len=128),
+}

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from compile_fsdp.tools.bench.llama import Decoder
 from compile_fsdp.tools.bench.modes import MODES
-from compile_fsdp.tools.bench.workloads import Decoder
 from compile_fsdp.torch_compat.autograd import allocation_sizes
 from compile_fsdp.torch_compat.distributed import executed_collectives
 

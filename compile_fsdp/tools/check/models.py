@@ -75,7 +75,8 @@ def _describe(root: nn.Module, compiled: Collection[nn.Module], traced: Traced) 
     fqns = {module: fqn for fqn, module in root.named_modules()}
     states = (fsdp_state(module) for module in fqns)
     found = dict.fromkeys(group for state in states if state is not None for group in param_groups(state))
-    settings = (_settings(each) for each in compiled if any(module is root for module in each.modules()))
+    around = (each for each in compiled if any(module is root for module in each.modules()))
+    settings = (compile_settings(vars(each).get("_compiled_call_impl") or each) for each in around)
     owns = {own for group in found if (own := find_group(group)) is not None}
     forward, backward = traced["forward"], traced["backward"]
     seen = {group for groups in forward for group in groups}
@@ -92,11 +93,6 @@ def _describe(root: nn.Module, compiled: Collection[nn.Module], traced: Traced) 
         trains=any(parameter.requires_grad for parameter in root.parameters()),
         has_run=(state := fsdp_state(root)) is not None and state._is_root is not None,
     )
-
-
-def _settings(module: nn.Module) -> CompileSettings | None:
-    own = vars(module).get("_compiled_call_impl")
-    return compile_settings(module if own is None else own)
 
 
 def _describe_group(

@@ -21,7 +21,7 @@ from compile_fsdp.passes.analysis.collectives import (
 )
 from compile_fsdp.passes.analysis.costs import size_bytes
 from compile_fsdp.passes.analysis.effects import get_argument, is_copy, is_resize, parameter_of
-from compile_fsdp.passes.analysis.live_bytes import LiveBytes
+from compile_fsdp.passes.analysis.step_time import LiveBytes
 from compile_fsdp.tools.explain.names import GraphNames
 from compile_fsdp.torch_compat.dispatch import OpOverload
 from compile_fsdp.torch_compat.inductor import graph_input_position, is_fused

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from compile_fsdp.passes.analysis.live_bytes import LiveBytes
-from compile_fsdp.passes.analysis.step_time import Link
+from compile_fsdp.passes.analysis.step_time import Link, LiveBytes
 from compile_fsdp.tools.explain.events import TRANSFERS, Event, Kind
 from compile_fsdp.tools.explain.names import GroupFacts
 

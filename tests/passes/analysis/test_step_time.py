@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from compile_fsdp.passes.analysis.live_bytes import LiveBytes
-from compile_fsdp.passes.analysis.step_time import Clock, Link
+from compile_fsdp.passes.analysis.step_time import Clock, Link, LiveBytes
 
 
 def test_clock_finds_the_positions_around_a_second() -> None:
