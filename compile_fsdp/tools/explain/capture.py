@@ -26,7 +26,7 @@ from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.tools.explain.events import Event, read_events, trace_parameters
 from compile_fsdp.tools.explain.memory import count_windows
 from compile_fsdp.tools.explain.names import GraphNames, GroupFacts, describe_group, name_graph
-from compile_fsdp.tools.explain.text import graph_lines
+from compile_fsdp.tools.explain.text import format_node
 from compile_fsdp.torch_compat.dynamo import current_compile_id, graph_break_logger, last_compilations
 
 _BREAK = re.compile(r"in user code at (.+?):(\d+)\nGraph Break Reason: (.*)", re.DOTALL)
@@ -122,7 +122,8 @@ class _Watcher:
         unsharded, sent = trace_parameters(graph, self.names)
         labels = {node: ", ".join(sorted(fqns)) for node, fqns in unsharded.items()}
         labels |= {node: f"shards of {', '.join(sorted(fqns))}" for node, fqns in sent.items()}
-        self.graphs[-1].stages.append(Stage(name, summary, graph_lines(graph, labels)))
+        lines = (format_node(node) + (f"  # {labels[node]}" if node in labels else "") for node in graph.nodes)
+        self.graphs[-1].stages.append(Stage(name, summary, tuple(lines)))
 
 
 class Capture:

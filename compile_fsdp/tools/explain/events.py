@@ -77,8 +77,8 @@ class Event:
     collective: int = -1  # number that a launch and its wait have in common; -1 for copies and computations
     gradients: tuple[str, ...] = ()  # FQNs of the parameters whose gradients a computation makes
     activation_bytes: int = 0  # of activations, gradients and tensors packed for a collective
-    recomputed_bytes: int = 0  # of recomputed activations
-    offloaded_bytes: int = 0  # of offloaded activations in the host's memory
+    recomputed_bytes: int = 0  # of recomputed activations, which do not depend on the backward's incoming gradient
+    offloaded_bytes: int = 0  # of offloaded activations in the host's memory, which the backward has not fetched
 
 
 def read_events(graph: fx.Graph, names: GraphNames, costs: Costs | None, is_backward: bool) -> list[Event]:
@@ -97,8 +97,8 @@ class _Reader:
         self.costs = costs or (COSTS["cpu"] if collective is None else device_costs(collective))
         self.parameters, self.sent = trace_parameters(graph, names)
         self.gradients = _find_gradients(graph, names)  # parameters whose gradients a node computes or carries
-        self.unsharded = unsharded_bytes(graph, names)
-        self.others = alive_bytes(graph, names, is_backward)
+        # By field, live bytes at each node.
+        self.memory = {"alive_bytes": unsharded_bytes(graph, names), **alive_bytes(graph, names, is_backward)}
         self.modules = module_names(graph, self._modules_of, is_backward)
         self.collectives: dict[fx.Node, int] = {}
 
@@ -107,8 +107,7 @@ class _Reader:
         for i, node in enumerate(self.graph.nodes):
             if node.op not in ("call_function", "call_method") or (event := self._event(node)) is None:
                 continue
-            alive = (self.unsharded[i], self.others.kept[i], self.others.again[i], self.others.away[i])
-            memory: dict[str, Any] = dict(zip(_MEMORY, alive, strict=True))
+            memory: dict[str, Any] = {field: sizes[i] for field, sizes in self.memory.items()}
             event = replace(event, operations=(operation(node),), **memory)
             last = events[-1] if events else None
             if last and last.kind is event.kind in (Kind.COMPUTE, Kind.COPY) and last.name == event.name:

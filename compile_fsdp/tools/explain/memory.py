@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 
 from torch import fx
@@ -89,17 +88,8 @@ def count_windows(graph: fx.Graph, names: GraphNames) -> Counter[str]:
     return counts
 
 
-@dataclass(frozen=True, slots=True)
-class Alive:
-    """Live bytes at each node, without unsharded parameters."""
-
-    kept: list[int]  # activations, gradients and tensors packed for a collective
-    again: list[int]  # recomputed activations: results in a backward that do not depend on its incoming gradient
-    away: list[int]  # in host memory: offloaded tensors that the backward has not fetched
-
-
-def alive_bytes(graph: fx.Graph, names: GraphNames, is_backward: bool) -> Alive:
-    """Estimate live bytes at each node, without gathered parameters, from the graph's reads.
+def alive_bytes(graph: fx.Graph, names: GraphNames, is_backward: bool) -> dict[str, list[int]]:
+    """Estimate live bytes at each node by field of an `Event`, without gathered parameters, from the graph's reads.
 
     A node's result has memory unless Inductor fuses the node with its readers, as it does with pointwise ops. The
     memory lives until its last read; a result of the graph lives to the end. A backward's input from its forward lives
@@ -125,11 +115,12 @@ def alive_bytes(graph: fx.Graph, names: GraphNames, is_backward: bool) -> Alive:
         elif node.op == "call_function" and _has_memory(node):
             each = made if node in again and not is_fetch(node) else kept
             each.hold(start, last[node], size)
-    return Alive(kept.totals(), made.totals(), away.totals())
+    totals = {"activation_bytes": kept, "recomputed_bytes": made, "offloaded_bytes": away}
+    return {field: held.totals() for field, held in totals.items()}
 
 
 def _find_again(graph: fx.Graph, names: GraphNames) -> set[fx.Node]:
-    """Calls in a backward that depend neither on its first input, its incoming gradient, nor on shards."""
+    """Recomputing calls of a backward: they need neither its first input, its incoming gradient, nor shards."""
     inputs = graph.find_nodes(op="placeholder")
     behind = {*inputs[:1], *(node for node in inputs if graph_input_position(node) in names.shards)}
     for node in graph.nodes:

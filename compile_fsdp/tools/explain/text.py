@@ -1,8 +1,6 @@
-"""Format a graph as comparable lines of text: a node's line changes only if its computation changes."""
+"""Format nodes as comparable lines of text: a line changes only if the computation of its node changes."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 from torch import fx
 
@@ -10,12 +8,7 @@ from compile_fsdp.passes.analysis.aliases import find_fake_tensor
 from compile_fsdp.torch_compat.dispatch import HigherOrderOperator, OpOverload, op_name
 
 
-def graph_lines(graph: fx.Graph, labels: Mapping[fx.Node, str]) -> tuple[str, ...]:
-    """Format a graph as lines, one for each node; a node's label becomes a comment."""
-    return tuple(_line(node) + (f"  # {labels[node]}" if node in labels else "") for node in graph.nodes)
-
-
-def _line(node: fx.Node) -> str:
+def format_node(node: fx.Node) -> str:
     if node.op == "placeholder":
         return f"{node.name}{_type(node)}"
     if node.op == "output":

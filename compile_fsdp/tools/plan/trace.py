@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from compile_fsdp.errors import EstimateError, MemoryBudgetError, PlanError
 from compile_fsdp.passes import Costs
 from compile_fsdp.passes.text import format_bytes
-from compile_fsdp.tools.explain.capture import Capture, capture
+from compile_fsdp.tools.explain.capture import capture
 from compile_fsdp.tools.explain.events import Kind
 from compile_fsdp.tools.explain.report import Report, make_report
 from compile_fsdp.tools.launch import fake_world
@@ -125,7 +125,13 @@ def trace_step(build: Build, settings: Settings, network: Network, policy: Polic
                 f"expected a model that is built on the meta device and compiles whole, got {type(error).__name__}: "
                 f"{message}; try compile-fsdp check with a script that trains the model"
             ) from error
-    _price_all_reduces(captured, network.replica_costs(settings.shards, settings.replicas))
+    # The passes know only the costs of the shards' process group, so all-reduces over replicas are priced here.
+    costs = network.replica_costs(settings.shards, settings.replicas)
+    for graph in captured.graphs:
+        graph.events = [
+            replace(each, seconds=costs.all_reduce(each.size_bytes)) if each.kind is Kind.ALL_REDUCE else each
+            for each in graph.events
+        ]
     return make_report(captured, type(model).__name__.removeprefix("FSDP"), settings.ranks)
 
 
@@ -153,12 +159,3 @@ def _run(model: nn.Module, batch: dict[str, Any], settings: Settings, network: N
             "model in a module that computes the loss"
         )
     loss.backward()
-
-
-def _price_all_reduces(captured: Capture, costs: Costs) -> None:
-    """Price all-reduces over replicas, because the passes know only the costs of the shards' process group."""
-    for graph in captured.graphs:
-        graph.events = [
-            replace(each, seconds=costs.all_reduce(each.size_bytes)) if each.kind is Kind.ALL_REDUCE else each
-            for each in graph.events
-        ]

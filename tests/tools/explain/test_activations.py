@@ -29,8 +29,9 @@ def test_forward_holds_results_until_last_read(build: GraphBuilder) -> None:
     second = build.call(aten.mm.default, fused, w)
     graph = build.output(build.call(aten.sum.default, second))
     # x, w, mm, neg (fused), relu and its input, mm and its input, sum and its input, output
-    assert alive_bytes(graph, NAMES, is_backward=False).kept == [0, 0, SIZE, SIZE, 2 * SIZE, 2 * SIZE, SIZE + 4, 4]
-    assert not any(alive_bytes(graph, NAMES, is_backward=False).again)
+    found = alive_bytes(graph, NAMES, is_backward=False)
+    assert found["activation_bytes"] == [0, 0, SIZE, SIZE, 2 * SIZE, 2 * SIZE, SIZE + 4, 4]
+    assert not any(found["recomputed_bytes"])
 
 
 def test_result_lives_until_last_read_of_its_views(build: GraphBuilder) -> None:
@@ -38,7 +39,7 @@ def test_result_lives_until_last_read_of_its_views(build: GraphBuilder) -> None:
     made = build.call(aten.mm.default, build.call(aten.permute.default, x, [1, 0]), w)
     view = build.call(aten.permute.default, made, [1, 0])
     graph = build.output(build.call(aten.mm.default, made, view))
-    assert alive_bytes(graph, NAMES, is_backward=False).kept == [0, 0, 0, 64, 64, 128, 64]
+    assert alive_bytes(graph, NAMES, is_backward=False)["activation_bytes"] == [0, 0, 0, 64, 64, 128, 64]
 
 
 def test_backward_holds_saved_and_recomputed_activations(build: GraphBuilder) -> None:
@@ -50,8 +51,9 @@ def test_backward_holds_saved_and_recomputed_activations(build: GraphBuilder) ->
     found = alive_bytes(graph, NAMES, is_backward=True)
     weight = DIM * DIM * 4
     inputs = 2 * SIZE + weight
-    assert found.kept == [inputs, inputs, inputs, inputs, SIZE + weight + SIZE, SIZE, SIZE + weight, weight]
-    assert found.again == [0, 0, 0, SIZE, SIZE, SIZE, SIZE, 0]
+    kept = [inputs, inputs, inputs, inputs, SIZE + weight + SIZE, SIZE, SIZE + weight, weight]
+    assert found["activation_bytes"] == kept
+    assert found["recomputed_bytes"] == [0, 0, 0, SIZE, SIZE, SIZE, SIZE, 0]
 
 
 class Block(nn.Module):
@@ -110,8 +112,8 @@ def test_offloaded_tensor_counts_as_host_memory_until_fetched() -> None:
     away = build.call(ops.offload, first, [], True)
     forward = build.output(build.call(aten.mm.default, x, w), away)
     found = alive_bytes(forward, NAMES, is_backward=False)
-    assert found.away == [0, 0, 0, SIZE, SIZE, SIZE]
-    assert found.kept == [0, 0, SIZE, SIZE, SIZE, SIZE]
+    assert found["offloaded_bytes"] == [0, 0, 0, SIZE, SIZE, SIZE]
+    assert found["activation_bytes"] == [0, 0, SIZE, SIZE, SIZE, SIZE]
 
     build = GraphBuilder()
     gradient, saved = build.input("gradient", (ROWS, DIM)), build.input("saved", (ROWS, DIM))
@@ -119,6 +121,6 @@ def test_offloaded_tensor_counts_as_host_memory_until_fetched() -> None:
     backward = build.output(build.call(aten.mm.default, build.call(aten.permute.default, fetched, [1, 0]), gradient))
     found = alive_bytes(backward, NAMES, is_backward=True)
     product = DIM * DIM * 4
-    assert found.away == [SIZE, SIZE, SIZE, 0, 0, 0, 0]
-    assert found.kept == [SIZE, SIZE, 2 * SIZE, 2 * SIZE, 2 * SIZE, 2 * SIZE + product, product]
-    assert not any(found.again)
+    assert found["offloaded_bytes"] == [SIZE, SIZE, SIZE, 0, 0, 0, 0]
+    assert found["activation_bytes"] == [SIZE, SIZE, 2 * SIZE, 2 * SIZE, 2 * SIZE, 2 * SIZE + product, product]
+    assert not any(found["recomputed_bytes"])
