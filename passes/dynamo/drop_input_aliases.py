@@ -10,12 +10,15 @@ See [Note: Inputs of a module].
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from compile_fsdp.ops import watch
+from compile_fsdp.passes.analysis.aliases import fake_value
 from compile_fsdp.passes.analysis.eager_effects import EagerEffects, is_upkeep
-from compile_fsdp.passes.analysis.module_inputs import ALIAS, names_of, other_readers
 from compile_fsdp.torch_compat.dynamo import deferred_hook
+
+ALIAS = torch.ops.aten.alias.default
 
 
 def drop_input_aliases(graph: fx.Graph) -> int:
@@ -45,3 +48,20 @@ def _drop(graph: fx.Graph, is_body: bool = False) -> int:
         alias.replace_all_uses_with(tensor)
         graph.erase_node(alias)
     return left
+
+
+def names_of(tensor: fx.Node) -> set[fx.Node]:
+    """Return all nodes that return the same tensor, such as a cast to its own dtype."""
+    names: set[fx.Node] = set()
+    nodes = [tensor]
+    while nodes:
+        node = nodes.pop()
+        if node not in names and fake_value(node) is fake_value(tensor):
+            names.add(node)
+            nodes += [*node.all_input_nodes, *node.users]
+    return names
+
+
+def other_readers(alias: fx.Node, names: set[fx.Node]) -> set[fx.Node]:
+    """Return the nodes besides an alias that read its tensor. `names`: of the tensor."""
+    return {user for node in names for user in node.users} - names - {alias}

@@ -30,7 +30,7 @@ from torch import fx
 
 from compile_fsdp.passes.analysis.collectives import is_gather
 from compile_fsdp.passes.analysis.eager_effects import EagerEffects, is_grad_switch, is_upkeep
-from compile_fsdp.passes.analysis.module_inputs import ALIAS, names_of, other_readers
+from compile_fsdp.passes.dynamo.drop_input_aliases import ALIAS, names_of, other_readers
 from compile_fsdp.torch_compat.autograd import set_grad_enabled
 from compile_fsdp.torch_compat.dispatch import is_checkpoint
 from compile_fsdp.torch_compat.dynamo import deferred_hook

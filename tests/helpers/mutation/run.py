@@ -33,7 +33,7 @@ TIMEOUT_SECONDS = 60
 MODULES = (
     "aliases", "check", "call_random_ops", "choose", "collectives", "costs", "cut_backward", "drop_input_aliases",
     "drop_random_states", "eager_effects", "effects", "equal_blocks", "expand_group_calls", "function_text",
-    "graph_text", "keep_module_hooks", "layout", "legalize_windows", "make_replayable", "module_inputs",
+    "graph_text", "keep_module_hooks", "layout", "legalize_windows", "make_replayable",
     "offload_saved", "op_facts", "outline_blocks", "pack_gathers", "pack_reductions", "packing", "parameter_memory",
     "read_step", "read_by_strides", "remove_unread", "remove_unshard_copies", "replace_unsafe_gathers", "runner",
     "save_frozen_outputs", "saved_sizes", "schedule_collectives", "sinking", "step_time", "subgraphs", "timeline",
@@ -43,7 +43,6 @@ MODULES = (
 # Parts of the names of the test files most specific to modules without a test file of their name.
 _TESTED_IN = {
     "eager_effects": "test_effects",
-    "module_inputs": "drop_input_aliases",
     **dict.fromkeys(("pack_gathers", "pack_reductions", "packing"), "pack_collectives"),
     **dict.fromkeys(("parameter_memory", "value_memory"), "test_timeline"),
     "read_step": "test_step_memory",

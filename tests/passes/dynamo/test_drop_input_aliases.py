@@ -10,8 +10,7 @@ import torch
 from torch import fx
 
 from compile_fsdp.ops import watch
-from compile_fsdp.passes.analysis.module_inputs import ALIAS
-from compile_fsdp.passes.dynamo.drop_input_aliases import drop_input_aliases
+from compile_fsdp.passes.dynamo.drop_input_aliases import ALIAS, drop_input_aliases
 from helpers.graphs.build import CHECKPOINT, GraphBuilder, Layer
 
 

@@ -10,7 +10,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import fx
 
-from compile_fsdp.passes.analysis.module_inputs import ALIAS
+from compile_fsdp.passes.dynamo.drop_input_aliases import ALIAS
 from compile_fsdp.passes.dynamo.open_checkpoints import open_checkpoints
 from compile_fsdp.torch_compat.autograd import set_grad_enabled
 from helpers.graphs.build import CHECKPOINT, GraphBuilder
