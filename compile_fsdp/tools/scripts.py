@@ -81,15 +81,12 @@ class _EnoughSteps(BaseException):
 
 @dataclass(slots=True)
 class Steps:
-    """The steps that a script's optimizers have made.
-
-    `end`: the exception that ended the script, empty if the script ran to its own end. Its traceback keeps the script's
-    objects alive.
-    """
+    """The steps that a script's optimizers have made."""
 
     limit: int  # number of steps of each optimizer after which the script ends
     by_optimizer: weakref.WeakKeyDictionary[Optimizer, int] = field(default_factory=weakref.WeakKeyDictionary)
     made: int = 0  # number of steps of the optimizer with the most steps
+    # The exception that ended the script, whose traceback keeps the script's objects alive; else empty.
     end: list[BaseException] = field(default_factory=list)
 
     def count(self, optimizer: Optimizer) -> bool:

@@ -28,11 +28,8 @@ from compile_fsdp.passes.analysis.effects import is_copy, is_resize, parameter_o
 from compile_fsdp.passes.analysis.layout import is_free
 from compile_fsdp.passes.report import Unmoved
 
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    node: fx.Node
-    behind: fx.Node
+Move = tuple[fx.Node, fx.Node]
+"""A node, and the node to move it behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +130,7 @@ class Sinking:
             self.faults.setdefault(cause, Unmoved.FILL_DEPENDS_ON_READ)
         elif self._scan.autocast_switches[position] != self._scan.autocast_switches[depth]:
             self.faults.setdefault(cause, Unmoved.AUTOCAST)
-        self.moves.append(Move(node, behind))
+        self.moves.append((node, behind))
         self._sunk[node] = depth
         self._readers.update((key, max(depth, self._readers.get(key, -1))) for key in read)
         self._writers.update((key, max(depth, self._writers.get(key, -1))) for key in written)

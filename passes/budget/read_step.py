@@ -33,8 +33,8 @@ def read_step(
     """Return the step of a forward graph, or of a checkpoint's body: see [Note: Bodies of checkpoints].
 
     Args:
-        graph: The graph, with fake values under meta["example_value"].
-        parameters: Shardings of the unsharded parameters among its placeholders.
+        graph: With fake values under meta["example_value"].
+        parameters: Shardings of the unsharded parameters among the graph's placeholders.
         fuses: Whether pointwise ops are compiled together with their readers.
     """
     reader = _Reader(graph, parameters)

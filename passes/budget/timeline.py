@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from compile_fsdp.passes.analysis.costs import Costs
 from compile_fsdp.passes.analysis.step_time import Clock, LiveBytes
-from compile_fsdp.passes.budget.op_facts import Kind
 from compile_fsdp.passes.budget.parameter_memory import ParameterMemory
 from compile_fsdp.passes.budget.step_memory import Choices, Step
 from compile_fsdp.passes.budget.value_memory import ValueMemory, find_recomputations
@@ -22,10 +21,8 @@ class Timeline:
 
     def __init__(self, step: Step, ranks: int, costs: Costs) -> None:
         self.step, self.ranks, self.costs = step, ranks, costs
-        self.seconds = [  # (n,) of the forward, per op
-            costs.compute(each.flops, each.moved_bytes) * (each.kind is not Kind.VIEW) for each in step.facts
-        ]
-        # (n,) per op. The backward of a matrix product has two products.
+        self.seconds = [costs.compute(each.flops, each.moved_bytes) for each in step.facts]  # (n,) of the forward
+        # (n,) The backward of a matrix product has two products.
         self.backward_seconds = [
             seconds * (2 if each.flops else 1) for seconds, each in zip(self.seconds, step.facts, strict=True)
         ]

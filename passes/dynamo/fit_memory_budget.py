@@ -83,11 +83,9 @@ def fit_memory_budget(
     """Decide, and rewrite the graph as decided.
 
     Args:
-        graph: The graph, with fake values under meta["example_value"].
-        parameters: Shardings of the unsharded parameters among its placeholders.
+        parameters: Shardings of the unsharded parameters among the graph's placeholders.
         ranks: Number of ranks that share the parameters.
         budget: Most bytes that a step may allocate above the sharded state.
-        costs: Costs of the device.
         settle: Returns the decision of all ranks for this rank's decisions, the best of them first. Raises if the step
             does not fit.
         fuses: Whether pointwise ops are compiled together with their readers.

@@ -63,7 +63,7 @@ def _find_delays(graph: fx.Graph, scan: Scan) -> dict[fx.Node, list[Move]]:
     def end_gap(parameter: fx.Node) -> None:
         free, read = freed.pop(parameter, None), last_read.pop(parameter, None)
         if free is not None and read is not None:
-            delays.setdefault(parameter, []).append(Move(free, read))
+            delays.setdefault(parameter, []).append((free, read))
 
     for node in graph.nodes:
         if node.op == "output" or is_version_op(node) or is_passed_through(node):
@@ -84,6 +84,6 @@ def _find_delays(graph: fx.Graph, scan: Scan) -> dict[fx.Node, list[Move]]:
 def _move(moves: Iterable[Move]) -> None:
     """Make the moves; nodes with one target keep their order."""
     last: dict[fx.Node, fx.Node] = {}
-    for move in moves:
-        last.get(move.behind, move.behind).append(move.node)
-        last[move.behind] = move.node
+    for node, behind in moves:
+        last.get(behind, behind).append(node)
+        last[behind] = node

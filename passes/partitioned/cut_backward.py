@@ -44,12 +44,7 @@ class BackwardPart:
 
 
 def cut_backward(graph: fx.Graph, results: Sequence[fx.Node], gradients: Collection[fx.Node]) -> list[BackwardPart]:
-    """Return the parts of a backward.
-
-    Args:
-        results: What the backward returns: ops, each once.
-        gradients: Results that are gradients of parameters.
-    """
+    """Return the parts of a backward that returns these ops, each once; `gradients`: results for parameters."""
     inputs = graph.find_nodes(op="placeholder")
     ops = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     first = _first_ops(ops, gradients)

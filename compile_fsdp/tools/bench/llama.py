@@ -138,12 +138,7 @@ class Transformer(nn.Module):
                 nn.init.normal_(projection.weight, std=0.02 * (2 * config.layers) ** -0.5)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats per token, () float32.
-
-        Args:
-            tokens: (B, T) int64.
-            targets: (B, T) int64, the token that follows each of `tokens`.
-        """
+        """Mean cross-entropy in nats per token, () float32; `targets` follow `tokens`, both (B, T) int64."""
         x = self.embedding(tokens)
         for block in self.layers:
             x = block(x)
