@@ -41,9 +41,8 @@ def offload_saved(forward: fx.Graph, backward: fx.Graph, results: int) -> int:
     leaving = [each for each in saved if each not in own and _leaves(each)]
     if not leaving:
         return 0
-    order = {node: i for i, node in enumerate(forward.nodes)}
-    last = _find_last_uses(forward, order)
-    leaving.sort(key=lambda each: order[last[each]])
+    last = _find_last_uses(forward)
+    leaving.sort(key=last.__getitem__)
     away: dict[fx.Node, fx.Node] = {}
     sent: list[fx.Node] = []
     for node in leaving:
@@ -63,12 +62,12 @@ def _leaves(node: fx.Node) -> bool:
     return size_hint(tensor.numel()) * tensor.itemsize >= least
 
 
-def _find_last_uses(graph: fx.Graph, order: dict[fx.Node, int]) -> dict[fx.Node, fx.Node]:
+def _find_last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """Map each node to the last reader of it or its views, the return excluded, or else to itself."""
     last: dict[fx.Node, fx.Node] = {}
     for node in reversed(graph.nodes):
         read = [last[user] if is_declared_view(user) else user for user in node.users if user.op != "output"]
-        last[node] = max([node, *read], key=order.__getitem__)
+        last[node] = max([node, *read])
     return last
 
 

@@ -35,7 +35,7 @@ def pack_reductions(graph: fx.Graph, *, merge: Merge = Merge.NONE, costs: Costs 
 def _may_join(places: Places, earlier: Packed, later: Packed) -> bool:
     # The earlier gradients wait for the later gradients: unchanged, and with no reader of their results before.
     readers = (user for item in earlier.outputs if item is not None for user in item.users)
-    is_unread = all(places.is_behind(reader, later.pack) for reader in readers)
+    is_unread = all(reader > later.pack for reader in readers)
     return is_unread and not places.is_written_between(earlier.pack, later.pack)
 
 

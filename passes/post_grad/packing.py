@@ -44,15 +44,12 @@ class Part:
 
 
 class Places:
-    """Places of the nodes in a graph, and writes between them."""
+    """Writes between the nodes of a graph."""
 
     def __init__(self, graph: fx.Graph) -> None:
         effects = Effects(graph.owning_module)
         self._order = {node: i for i, node in enumerate(graph.nodes)}
         self._barriers = list(accumulate(is_barrier(node, effects) for node in graph.nodes))
-
-    def is_behind(self, node: fx.Node, other: fx.Node) -> bool:
-        return self._order[node] > self._order[other]
 
     def is_written_between(self, first: fx.Node, last: fx.Node) -> bool:
         """Return whether a node between the two may write, apart from windows."""

@@ -62,7 +62,6 @@ def _has_no_effect(node: fx.Node) -> bool:
 
 
 def _join_repeated(graph: fx.Graph) -> int:
-    order = {node: i for i, node in enumerate(graph.nodes)}
     effects = Effects(graph.owning_module)
     aliases = Aliases(graph, effects)
     written = set(aliases.classes_of(effects.find_written(graph)))
@@ -75,7 +74,7 @@ def _join_repeated(graph: fx.Graph) -> int:
         if not written.isdisjoint(aliases.classes_of((*key[0], waited))):
             continue  # The two may gather different values, or the first value may have changed.
         earlier = first.get(key)
-        if earlier is not None and _is_read_behind(earlier, waited, order):
+        if earlier is not None and _is_read_behind(earlier, waited):
             waited.replace_all_uses_with(earlier)
             joined += 1
         else:
@@ -93,6 +92,6 @@ def _sent(gather: fx.Node) -> tuple[tuple[fx.Node, ...], tuple[Any, ...]] | None
     return shards, settings_of(gather)
 
 
-def _is_read_behind(value: fx.Node, place: fx.Node, order: dict[fx.Node, int]) -> bool:
+def _is_read_behind(value: fx.Node, place: fx.Node) -> bool:
     """Return whether a node behind `place` reads the value, its views or its copies."""
-    return any(order[user] > order[place] for each in rearranged([value]) for user in each.users)
+    return any(user > place for each in rearranged([value]) for user in each.users)

@@ -105,7 +105,6 @@ class _Moves:
 
     def __init__(self, graph: fx.Graph) -> None:
         effects = Effects(graph.owning_module)
-        order = {node: i for i, node in enumerate(graph.nodes)}
         written = effects.find_written(graph)
         found: list[_Collective] = []
         self.left = 0  # number of collectives and fetches that stay where they are
@@ -113,7 +112,7 @@ class _Moves:
         for node in graph.nodes:
             if not (is_gather(node) or is_reduction(node) or is_fetch(node)):
                 continue
-            each = _Collective(node, _preparations(node, order), _results(node, order))
+            each = _Collective(node, _preparations(node), _results(node))
             own = {*each.launch, *each.results}
             near = own.union(*(node.all_input_nodes for node in own), *(node.users for node in own))
             if _is_movable(each, written) and moving.isdisjoint(near):
@@ -127,10 +126,9 @@ class _Moves:
         self.fetches = [each for each in found if is_fetch(each.collective)]
         self.fixed = [node for node in graph.nodes if node not in moving]  # they keep their order
         position = {node: i for i, node in enumerate(self.fixed)}
-        places = [order[node] for node in self.fixed]
         stops = [i for i, node in enumerate(self.fixed) if is_barrier(node, effects)]
         for each in found:
-            each.traced = bisect_left(places, order[each.collective])
+            each.traced = bisect_left(self.fixed, each.collective)
             inputs = [i for node in each.launch for i in node.all_input_nodes if i in position]
             each.ready = max((position[node] + 1 for node in inputs), default=0)
             users = [position[user] for node in each.results for user in node.users if user in position]
@@ -141,7 +139,7 @@ class _Moves:
             each.due = min([each.due, *stops[stop : stop + 1]])
 
 
-def _preparations(collective: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
+def _preparations(collective: fx.Node) -> list[fx.Node]:
     """Return the collective, and packs, casts and views for it alone."""
     found = {collective}
     stack = [collective]
@@ -150,10 +148,10 @@ def _preparations(collective: fx.Node, order: dict[fx.Node, int]) -> list[fx.Nod
             if node not in found and is_rearrangement(node) and all(user in found for user in node.users):
                 found.add(node)
                 stack.append(node)
-    return sorted(found, key=order.__getitem__)
+    return sorted(found)
 
 
-def _results(collective: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
+def _results(collective: fx.Node) -> list[fx.Node]:
     """Return the wait, and views and copies that need nothing else."""
     found: set[fx.Node] = set()
     stack = [collective]
@@ -163,7 +161,7 @@ def _results(collective: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
             if node not in found and is_result and all(i in found or i is collective for i in node.all_input_nodes):
                 found.add(node)
                 stack.append(node)
-    return sorted(found, key=order.__getitem__)
+    return sorted(found)
 
 
 def _is_movable(each: _Collective, written: set[fx.Node]) -> bool:
