@@ -31,7 +31,7 @@ from compile_fsdp.passes.analysis.collectives import WAIT, Packed, aten, insert,
 from compile_fsdp.passes.analysis.costs import Costs, plan_gathers
 from compile_fsdp.passes.analysis.effects import is_copy, parameter_of
 from compile_fsdp.passes.analysis.layout import find_freed
-from compile_fsdp.passes.post_grad.packing import Kind, MayJoin, Merge, Part, Places, join, launch, pack_anew, split
+from compile_fsdp.passes.post_grad.packing import Kind, MayJoin, Merge, Part, Writes, join, launch, pack_anew, split
 from compile_fsdp.passes.report import PassCounts
 
 
@@ -51,9 +51,9 @@ def _joining(graph: fx.Graph, merge: Merge) -> MayJoin:
             known[packed.pack] = stays and _gathers_inputs(packed)
         return known[packed.pack]
 
-    def may_join(places: Places, earlier: Packed, later: Packed) -> bool:
+    def may_join(writes: Writes, earlier: Packed, later: Packed) -> bool:
         # The shards of the later gather must exist, unchanged, at the earlier gather.
-        return is_early(earlier) and is_early(later) and not places.is_written_between(earlier.pack, later.pack)
+        return is_early(earlier) and is_early(later) and writes[earlier.pack] == writes[later.pack]
 
     return may_join
 

@@ -23,7 +23,7 @@ from torch import fx
 
 from compile_fsdp.passes.analysis.collectives import RESHAPES, Packed, aten, insert, is_reduction, numel
 from compile_fsdp.passes.analysis.costs import Costs, plan_reductions
-from compile_fsdp.passes.post_grad.packing import Kind, Merge, Part, Places, join, launch, pack_anew, split
+from compile_fsdp.passes.post_grad.packing import Kind, Merge, Part, Writes, join, launch, pack_anew, split
 from compile_fsdp.passes.report import PassCounts
 
 
@@ -32,11 +32,11 @@ def pack_reductions(graph: fx.Graph, *, merge: Merge = Merge.NONE, costs: Costs 
     return pack_anew(graph, _REDUCTIONS, merge, _may_join, costs)
 
 
-def _may_join(places: Places, earlier: Packed, later: Packed) -> bool:
+def _may_join(writes: Writes, earlier: Packed, later: Packed) -> bool:
     # The earlier gradients wait for the later gradients: unchanged, and with no reader of their results before.
     readers = (user for item in earlier.outputs if item is not None for user in item.users)
     is_unread = all(reader > later.pack for reader in readers)
-    return is_unread and not places.is_written_between(earlier.pack, later.pack)
+    return is_unread and writes[earlier.pack] == writes[later.pack]
 
 
 def _reduce(place: Packed, pack: Sequence[Part]) -> dict[fx.Node, fx.Node]:

@@ -9,7 +9,7 @@ mixed precision a tensor is cast on its way into the pack, because a separate ca
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
@@ -43,17 +43,8 @@ class Part:
     source: Packed  # collective that was to send it
 
 
-class Places:
-    """Writes between the nodes of a graph."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        effects = Effects(graph.owning_module)
-        self._order = {node: i for i, node in enumerate(graph.nodes)}
-        self._barriers = list(accumulate(is_barrier(node, effects) for node in graph.nodes))
-
-    def is_written_between(self, first: fx.Node, last: fx.Node) -> bool:
-        """Return whether a node between the two may write, apart from windows."""
-        return self._barriers[self._order[first]] != self._barriers[self._order[last]]
+Writes = Mapping[fx.Node, int]
+"""By node, number of nodes up to it that may write, apart from windows: equal if nothing writes between two nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +63,7 @@ class Kind:
 
 
 # Whether a collective, and a later collective with equal settings, may be issued at one place of the graph.
-MayJoin = Callable[[Places, Packed, Packed], bool]
+MayJoin = Callable[[Writes, Packed, Packed], bool]
 
 
 class Merge(Enum):
@@ -90,14 +81,15 @@ def pack_anew(graph: fx.Graph, kind: Kind, merge: Merge, may_join: MayJoin, cost
     """
     nodes_before = len(graph.nodes)
     before = after = alone = copied = 0
-    places = Places(graph)
+    effects = Effects(graph.owning_module)
+    writes = dict(zip(graph.nodes, accumulate(is_barrier(node, effects) for node in graph.nodes), strict=True))
     replaced: dict[fx.Node, fx.Node] = {}
     obsolete: list[Packed] = []
     sent: list[fx.Node] = []
     traced = [each for each in find_packed(graph, kind.matches) if each.pack.target is not cat]  # not packed anew yet
 
     def may_merge(run: Sequence[Packed], later: Packed) -> bool:
-        if merge is Merge.NONE or not all(may_join(places, earlier, later) for earlier in run):
+        if merge is Merge.NONE or not all(may_join(writes, earlier, later) for earlier in run):
             return False
         own = costs or device_costs(later.collective)
         unsharded = sum(communication(each.collective, own)[0] for each in (*run, later))
@@ -105,7 +97,7 @@ def pack_anew(graph: fx.Graph, kind: Kind, merge: Merge, may_join: MayJoin, cost
 
     for run in _runs(traced, may_merge):
         parts = [
-            Part(sent, _uncast(sent, packed, places), result, packed)
+            Part(sent, _uncast(sent, packed, writes), result, packed)
             for packed in run
             for sent, result in zip(packed.inputs, packed.outputs, strict=True)
         ]
@@ -164,9 +156,9 @@ def join(pack: Sequence[Part], dim: int = 0, *, like: fx.Node) -> fx.Node:
     return insert(like.graph, cat, tensors, dim, get_fake_tensor(pack[0].sent).dtype, like=like)
 
 
-def _uncast(sent: fx.Node, packed: Packed, places: Places) -> fx.Node:
+def _uncast(sent: fx.Node, packed: Packed, writes: Writes) -> fx.Node:
     cast = sent.all_input_nodes[0] if sent.target in RESHAPES else sent
-    if cast.target is not CAST or places.is_written_between(cast, packed.pack):
+    if cast.target is not CAST or writes[cast] != writes[packed.pack]:
         return sent
     return cast.all_input_nodes[0]
 
