@@ -103,7 +103,6 @@ def _nodes_passed(node: fx.Node, arguments: _Arguments) -> tuple[fx.Node, ...]:
 class _Schema:
     written: _Arguments
     aliased: _Arguments
-    returns_nothing: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +152,9 @@ class Effects:
 
     def has_result(self, node: fx.Node) -> bool:
         if isinstance(node.target, OpOverload):
-            return not self._schema(node.target).returns_nothing
+            return bool(node.target._schema.returns)
         if isinstance(node.target, OpOverloadPacket):
-            return not all(self._schema(op).returns_nothing for op in packet_overloads(node.target))
+            return any(op._schema.returns for op in packet_overloads(node.target))
         return node.op != "output"
 
     def reads_storage(self, node: fx.Node) -> bool:
@@ -223,4 +222,4 @@ def _read_schema(op: OpOverload) -> _Schema:
     def select(names: set[str]) -> _Arguments:
         return tuple((a.name, None if a.keyword_only else i) for i, a in enumerate(arguments) if a.name in names)
 
-    return _Schema(select(written), select(aliased), returns_nothing=not op._schema.returns)
+    return _Schema(select(written), select(aliased))

@@ -147,9 +147,10 @@ class Capture:
     def begin(
         self, direction: Direction, gm: fx.GraphModule, groups: Collection[TraceableGroup], costs: Costs | None
     ) -> _Watcher:
-        compile_id = current_compile_id()
-        if (caller := _find_caller()) is not None:
-            self._callers[compile_id] = caller
+        stack = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(sys._getframe())]
+        caller = innermost_place(each for each in reversed(stack) if Path(each[0]).name != "contextlib.py")
+        if caller is not None:
+            self._callers[current_compile_id()] = caller
         self.traced[direction].append(tuple(groups))
         facts = tuple(describe_group(group) for group in groups)
         kind = direction if torch.is_grad_enabled() or direction == "backward" else "evaluation"
@@ -159,7 +160,11 @@ class Capture:
         if (match := _BREAK.search(message)) is None:
             return
         text, _, stack = match[3].partition("\nUser code traceback:")
-        found = GraphBreak(_find_place(match[1], int(match[2]), stack), *split_reason(text))
+        # A break inside a library is at the user's line that called the library. A break in torch's optimizers keeps
+        # its line, because the optimizers cause it themselves.
+        is_called = match[1].startswith(_LIBRARIES) and not match[1].startswith(_OPTIMIZERS)
+        place = (last_user_place(stack) if is_called else None) or Place.at(match[1], int(match[2]))
+        found = GraphBreak(place, *split_reason(text))
         if found not in self.breaks:
             self.breaks.append(found)
 
@@ -179,15 +184,6 @@ class Capture:
 def describe_guard(reason: str) -> str:
     """Return Dynamo's first failed guard without ids and the line of code behind it."""
     return re.sub(r"^[!\d/]+: |, \d{9,}", "", reason.partition("\n")[0]).partition("  #")[0].strip()
-
-
-def _find_place(filename: str, line: int, stack: str) -> Place:
-    """Find the line of a graph break; for a break inside a library, the user's line that called the library.
-
-    A break in torch's optimizers keeps its line, because the optimizers cause it themselves.
-    """
-    is_called = filename.startswith(_LIBRARIES) and not filename.startswith(_OPTIMIZERS)
-    return (last_user_place(stack) if is_called else None) or Place.at(filename, line)
 
 
 def last_user_place(stack: str) -> Place | None:
@@ -213,12 +209,6 @@ def split_reason(text: str) -> tuple[str, str, tuple[str, ...]]:
     explanation = [line.removeprefix("Explanation:").strip() for line in lines if line.startswith("Explanation:")]
     hints = [line.removeprefix("Hint:").strip() for line in lines if line.startswith("Hint:")]
     return lines[0] if lines else "", " ".join(explanation), tuple(hints)
-
-
-def _find_caller() -> Place | None:
-    """The innermost stack line outside torch, compile_fsdp and generated code; None if there is none."""
-    stack = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(sys._getframe())]
-    return innermost_place(each for each in reversed(stack) if Path(each[0]).name != "contextlib.py")
 
 
 @contextmanager
