@@ -19,7 +19,6 @@ from torch import fx
 
 from compile_fsdp.passes import PassCounts, WindowReport
 from compile_fsdp.passes.analysis.costs import Costs
-from compile_fsdp.passes.post_grad.remove_unshard_copies import remove_unshard_copies
 from compile_fsdp.replay import bundle
 from compile_fsdp.reports import Direction, GraphReport, observing, reports
 from compile_fsdp.runtime.group import TraceableGroup
@@ -111,7 +110,6 @@ class _Watcher:
         self._add_stage(report.name, str(report), graph)
         if isinstance(report, WindowReport):
             self.graphs[-1].kept += tuple((fqn, reason.value) for fqn, reason in report.kept)
-        if report.name == remove_unshard_copies.__name__:
             self.graphs[-1].windows_left = count_windows(graph, self.names)
 
     def end(self, graph: fx.Graph) -> None:
