@@ -6,6 +6,7 @@ import enum
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from typing import Any
 
 from torch import fx
@@ -15,9 +16,7 @@ from compile_fsdp.passes.text import format_bytes, list_names
 # Returns the parameter FQN of a placeholder, for reports.
 Names = Callable[[fx.Node], str]
 
-
-def node_name(node: fx.Node) -> str:
-    return node.name
+node_name: Names = attrgetter("name")
 
 
 class Kept(enum.Enum):

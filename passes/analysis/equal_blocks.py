@@ -26,7 +26,7 @@ is traced without this, so each of its parameters may have one reader only. Othe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -98,8 +98,9 @@ def _runs(graph: fx.Graph, effects: EagerEffects) -> Iterator[tuple[list[fx.Node
     regions: tuple[fx.Node, ...] = ()
     records = True
     for node in graph.nodes:
-        if _is_given(node, run):
-            continue
+        is_size = isinstance(fake_value(node), torch.SymInt) and not any(each in run for each in node.all_input_nodes)
+        if is_size or node.op in ("placeholder", "get_attr"):
+            continue  # because the node may stand before all of the run
         if records and _only_computes(node, effects):
             run += [*_bodies(node, effects), node]
             continue
@@ -110,13 +111,6 @@ def _runs(graph: fx.Graph, effects: EagerEffects) -> Iterator[tuple[list[fx.Node
             records = bool(node.args[0])
         elif is_autocast_switch(node):
             regions = regions[:-1] if node.args[0] in regions else (*regions, node)
-
-
-def _is_given(node: fx.Node, run: Sequence[fx.Node]) -> bool:
-    """Return whether a run need not end at a node, because it may stand before all of the run."""
-    if node.op in ("placeholder", "get_attr"):
-        return True
-    return isinstance(fake_value(node), torch.SymInt) and not any(each in run for each in node.all_input_nodes)
 
 
 def _only_computes(node: fx.Node, effects: EagerEffects) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from compile_fsdp.passes.analysis.aliases import fake_value
+from compile_fsdp.passes.analysis.aliases import find_fake_tensor
 from compile_fsdp.passes.analysis.collectives import collective_arguments
 
 _GROUP = "{group}"  # stands for a process group's number
@@ -47,13 +47,10 @@ def read_collectives(graph: fx.Graph) -> CollectiveSequence:
             continue
         label = f" for {arguments['name']}" if arguments.get("name") else ""
         kind = str(arguments["kind"])
-        calls.append((f"{kind} of {_describe(node, kind)} in {_GROUP}{label}", str(arguments["group_name"])))
+        tensors = [tensor for each in node.all_input_nodes if (tensor := find_fake_tensor(each)) is not None]
+        sent = ", ".join(f"{str(each.dtype).removeprefix('torch.')}[{_numel(each, kind)}]" for each in tensors)
+        calls.append((f"{kind} of {sent} in {_GROUP}{label}", str(arguments["group_name"])))
     return CollectiveSequence(tuple(calls))
-
-
-def _describe(node: fx.Node, kind: str) -> str:
-    tensors = [value for each in node.all_input_nodes if isinstance(value := fake_value(each), torch.Tensor)]
-    return ", ".join(f"{str(tensor.dtype).removeprefix('torch.')}[{_numel(tensor, kind)}]" for tensor in tensors)
 
 
 def _numel(tensor: torch.Tensor, kind: str) -> object:

@@ -43,19 +43,16 @@ def canonicalize_backward(graph: fx.Graph, fake_mode: Any) -> None:
         if function == "AccumulateGrad":
             node.target = accumulate_gradient
             ((gradient,), *_), is_copied = node.args, all(map(_is_only_copied, node.users))
-            node.update_kwarg("is_only_copied", is_copied and _is_of_block(gradient))
+            # Not of a single op, because Inductor moves an op to its first reader if nothing pins it, and so behind
+            # later gathers, and what it reads stays in memory.
+            source = gradient.args[0] if gradient.target is operator.getitem else None
+            is_of_block = isinstance(source, fx.Node) and source.target in BLOCK_CALLS
+            node.update_kwarg("is_only_copied", is_copied and is_of_block)
         elif function in _HAND_ON and all(user.target is operator.getitem for user in node.users):
             _inline(graph, node, fake_mode)
     for number, node in enumerate(graph.nodes):
         if node.op != "placeholder":
             node._rename(f"node_{number}")  # part of the cache key; names differ if the forward came from a cache
-
-
-def _is_of_block(gradient: fx.Node) -> bool:
-    # Not of a single op, because Inductor moves an op to its first reader if nothing pins it, and so behind later
-    # gathers, and what it reads stays in memory.
-    source = gradient.args[0] if gradient.target is operator.getitem else None
-    return isinstance(source, fx.Node) and source.target in BLOCK_CALLS
 
 
 def _is_only_copied(gradient: fx.Node) -> bool:
