@@ -37,6 +37,9 @@ class _Codes(torch.Tensor):
     def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], *_: Any) -> _Codes:
         return cls(inner["codes"], inner["table"])
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.codes}, {self.table})"
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         own = args[0]
