@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from compile_fsdp.errors import OpDefinitionError
-from compile_fsdp.ops import copy_, ensure_ops, resize_storage_bytes_, windows
+from compile_fsdp.ops import copy_, ensure_ops, resize_storage_bytes, resize_storage_bytes_
+from compile_fsdp.ops.definition import ensure_definition
 from compile_fsdp.torch_compat import dispatch
 
 
@@ -20,17 +22,18 @@ def ops() -> None:
     ensure_ops()
 
 
-def test_schema() -> None:
+def test_schema_and_kernels() -> None:
     assert resize_storage_bytes_ is torch.ops.inductor.resize_storage_bytes_.default
     assert dispatch.op_schema(resize_storage_bytes_) == (
         "inductor::resize_storage_bytes_(Tensor variable, SymInt new_size) -> ()"
     )
+    assert ensure_definition(resize_storage_bytes.DEFINITION) == ()
 
 
 def test_different_definition_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Change the expected schema, because a test cannot change torch's op.
-    schema = "inductor::resize_storage_bytes_(Tensor(a!) variable, SymInt new_size) -> ()"
-    monkeypatch.setitem(windows.SCHEMAS, resize_storage_bytes_, schema)
+    # Change the expected definition, because a test cannot change torch's op.
+    needed = replace(resize_storage_bytes.DEFINITION, signature="(Tensor(a!) variable, SymInt new_size) -> ()")
+    monkeypatch.setattr(resize_storage_bytes, "DEFINITION", needed)
     with pytest.raises(OpDefinitionError, match=r"found inductor::resize_storage_bytes_\(Tensor variable, "):
         ensure_ops()
 
