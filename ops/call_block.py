@@ -100,11 +100,11 @@ class Block:
         return Block, (self.forward, self.backward, self.signature, self.draws, self.sizes)
 
 
-def _load_part(run: bytes | None, *facts: Any) -> Part:
+def _load_part(run: bytes | None, name: str, graph: fx.GraphModule, work: Any, results: Any, is_random: bool) -> Part:
     if run is None:
-        return Part(None, *facts)
+        return Part(None, name, graph, work, results, is_random)
     stored = partial(pickle.loads, run)
-    return Part(load_graph(stored()), *(*facts, stored))
+    return Part(load_graph(stored()), name, graph, work, results, is_random, stored)
 
 
 _parts: WeakValueDictionary[str, Part] = WeakValueDictionary()
