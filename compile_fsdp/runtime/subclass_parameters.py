@@ -91,13 +91,12 @@ class Extension:
         length = unsharded_param.shape[0]
         return [value if value.shape[0] == length else value[:length]]
 
-
     @at_run_time
     def write(self, param: FSDPParam) -> None:
         """Let `post_all_gather` write into torch's unsharded parameter, as in a gather of torch's own."""
         self.inputs(param)
-        sizes = [(-1, *size[1:]) for size in self.sizes]
-        gathered = tuple(each.view(size) for each, size in zip(param.all_gather_outputs, sizes, strict=True))
+        pairs = zip(param.all_gather_outputs, self.sizes, strict=True)
+        gathered = tuple(output.view(-1, *size[1:]) for output, size in pairs)
         metadata, self.metadata, self.sizes = self.metadata, None, []
         dtype = param.param_dtype or param.orig_dtype
         self.post_all_gather(param._sharded_local_tensor, gathered, metadata, dtype, out=param._unsharded_param)
@@ -123,15 +122,15 @@ class Parts:
         self.storage_bytes: list[int] = []  # of each part
         for name in self._names:
             part = getattr(whole, name).detach()
-            base = bases.get(storage_key(part))
-            if name in others:
+            if name not in others:
+                base = bases[storage_key(part)]
+            else:
                 part = base = part.clone()
-            if name not in self._left_alone:
-                setattr(whole, name, part)
-                if name in others:
+                if name not in self._left_alone:
                     # torch then frees this part, too, and allocates it before the extension writes it.
                     param._unsharded_inner_tensors = [*param._unsharded_inner_tensors, part]
-            assert base is not None
+            if name not in self._left_alone:
+                setattr(whole, name, part)
             self.tensors.append(part)
             self.storage_bytes.append(base.numel() * base.itemsize)
 
@@ -150,6 +149,7 @@ class Parts:
                 setattr(self._whole, name, part)
 
 
+@at_run_time
 def _written_in_gathers(param: FSDPParam, extension: Extension, names: Sequence[str]) -> set[str]:
     """Return those of an unsharded subclass's parts that the extension writes or replaces if it gets `out`."""
     whole: Any = local_tensor(param._unsharded_param)
