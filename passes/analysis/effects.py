@@ -22,7 +22,6 @@ from compile_fsdp.torch_compat.dispatch import (
     argument_aliasing,
     op_name,
     packet_overloads,
-    tree_leaves,
 )
 
 _aten = torch.ops.aten
@@ -81,7 +80,7 @@ def get_argument(node: fx.Node, position: int, name: str) -> object:
 
 
 def nodes_in(argument: object) -> Iterator[fx.Node]:
-    return (leaf for leaf in tree_leaves(argument) if isinstance(leaf, fx.Node))
+    return (leaf for leaf in _leaves(argument) if isinstance(leaf, fx.Node))
 
 
 def is_barrier(node: fx.Node, effects: Effects) -> bool:
@@ -183,7 +182,7 @@ class Effects:
         if name in _FUNCTIONAL_HIGHER_ORDER_OPS:
             # It rebuilds views of an operand with as_strided.
             return _Summary(writes=False, reads_storage=name == "auto_functionalized_v2")
-        runs = [self._summary_of_callable(item) for item in tree_leaves((node.args, node.kwargs))]
+        runs = [self._summary_of_callable(item) for item in _leaves((node.args, node.kwargs))]
         found = [summary for summary in runs if summary is not None]
         # Nothing tells the effects of a higher-order op that names neither an op nor a subgraph.
         if not found:
@@ -223,3 +222,11 @@ def _read_schema(op: OpOverload) -> _Schema:
         return tuple((a.name, None if a.keyword_only else i) for i, a in enumerate(arguments) if a.name in names)
 
     return _Schema(select(written), select(aliased))
+
+
+def _leaves(argument: object) -> Iterator[object]:
+    if isinstance(argument, (tuple, list, dict)):
+        for item in argument.values() if isinstance(argument, dict) else argument:
+            yield from _leaves(item)
+    else:
+        yield argument
