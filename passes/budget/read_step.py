@@ -56,8 +56,18 @@ def read_step(
     freed = [group for group in groups if group.frees]
     for group in sorted(freed, key=lambda group: group.filled_at - group.freed_at):
         windows[group.filled_at : group.freed_at] = [group] * (group.freed_at - group.filled_at)
-    read = reader.ops, reader.facts, reader.made, reader.read, reader.internal
-    step = Step(*read, windows, groups, bodies, fuses, is_body)
+    step = Step(
+        ops=reader.ops,
+        facts=reader.facts,
+        made=reader.made,
+        read=reader.read,
+        internal=reader.internal,
+        windows=windows,
+        groups=groups,
+        bodies=bodies,
+        fuses=fuses,
+        is_body=is_body,
+    )
     _find_saved(step)
     return step
 
