@@ -84,12 +84,7 @@ def measure(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) 
     """Measure the speeds, with matrices of `dtype`. Collective over a group of at least two ranks."""
     gather, reduction = (measure_link(collective, group, device) for collective in (_gather, _reduce_scatter))
     link_to_host = measure_offloads(device) if device.type != "cpu" else 0.0
-    size, side = _amounts(device).copied, _amounts(device).side
-    source, target = torch.zeros(2, size, dtype=torch.uint8, device=device)
-    copy_bandwidth = 2 * size / _shortest(lambda: target.copy_(source), device, LOCAL_S)
-    left, right = torch.zeros(2, side, side, dtype=dtype, device=device)
-    flops = 2 * side**3 / _shortest(lambda: torch.mm(left, right), device, LOCAL_S)
-    return Measurements(gather, reduction, copy_bandwidth, flops, link_to_host)
+    return Measurements(gather, reduction, measure_copies(device), measure_products(device, dtype), link_to_host)
 
 
 def measure_link(
@@ -127,6 +122,13 @@ def _measure_collective(launch: Callable[[], torch.Tensor], count: int, device: 
     return max(seconds - _shortest(compute, device, count=count), seconds / 10) / count
 
 
+def measure_copies(device: torch.device) -> float:
+    """Bytes per second that a copy reads and writes together."""
+    size = _amounts(device).copied
+    source, target = torch.zeros(2, size, dtype=torch.uint8, device=device)
+    return 2 * size / _shortest(lambda: target.copy_(source), device, LOCAL_S)
+
+
 def measure_offloads(device: torch.device) -> float:
     """Measure the bytes per second between device and pinned memory, in the slower direction."""
     size = _amounts(device).copied
@@ -134,6 +136,13 @@ def measure_offloads(device: torch.device) -> float:
     host = torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=True)
     away = _shortest(lambda: host.copy_(here, non_blocking=True), device, LOCAL_S)
     return size / max(away, _shortest(lambda: here.copy_(host, non_blocking=True), device, LOCAL_S))
+
+
+def measure_products(device: torch.device, dtype: torch.dtype) -> float:
+    """Measure the floating-point operations per second of a matmul."""
+    side = _amounts(device).side
+    left, right = torch.zeros(2, side, side, dtype=dtype, device=device)
+    return 2 * side**3 / _shortest(lambda: torch.mm(left, right), device, LOCAL_S)
 
 
 # The collectives are issued as in a compiled graph.

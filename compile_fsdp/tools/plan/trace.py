@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from compile_fsdp.errors import EstimateError, MemoryBudgetError, PlanError
 from compile_fsdp.passes import Costs
 from compile_fsdp.passes.text import format_bytes
-from compile_fsdp.tools.explain.capture import capture
+from compile_fsdp.tools.explain.capture import Capture, capture
 from compile_fsdp.tools.explain.events import Kind
 from compile_fsdp.tools.explain.report import Report, make_report
 from compile_fsdp.tools.launch import fake_world
@@ -109,10 +109,7 @@ def trace_step(build: Build, settings: Settings, network: Network, policy: Polic
             _check(model)
             checkpoint_layers(model, settings.checkpoint)
             precision = MixedPrecisionPolicy(DTYPES[settings.param_dtype], DTYPES[settings.reduce_dtype])
-            hybrid = settings.replicas > 1
-            shape = (settings.replicas, settings.shards) if hybrid else (settings.ranks,)
-            mesh = init_device_mesh(DEVICE.type, shape, mesh_dim_names=("replicate", "shard") if hybrid else None)
-            planned = plan(model, policy, mesh=mesh, fix_shared=True, mp_policy=precision)
+            planned = plan(model, policy, mesh=_make_mesh(settings), fix_shared=True, mp_policy=precision)
             with FakeTensorMode(allow_non_fake_inputs=True):
                 apply(planned).to_empty(device=DEVICE)
                 fake = tree_map_only(Tensor, partial(torch.empty_like, device=DEVICE), dict(batch))
@@ -125,13 +122,7 @@ def trace_step(build: Build, settings: Settings, network: Network, policy: Polic
                 f"expected a model that is built on the meta device and compiles whole, got {type(error).__name__}: "
                 f"{message}; try compile-fsdp check with a script that trains the model"
             ) from error
-    # The passes know only the costs of the shards' process group, so all-reduces over replicas are priced here.
-    costs = network.replica_costs(settings.shards, settings.replicas)
-    for graph in captured.graphs:
-        graph.events = [
-            replace(each, seconds=costs.all_reduce(each.size_bytes)) if each.kind is Kind.ALL_REDUCE else each
-            for each in graph.events
-        ]
+    _price_all_reduces(captured, network.replica_costs(settings.shards, settings.replicas))
     return make_report(captured, type(model).__name__.removeprefix("FSDP"), settings.ranks)
 
 
@@ -142,6 +133,13 @@ def _check(model: nn.Module) -> None:
                 f"expected plain parameters, got {fqn} as {kind.__name__}: compile-fsdp plan does not plan tensor "
                 "parallelism or float8; pass the model without them"
             )
+
+
+def _make_mesh(settings: Settings) -> DeviceMesh:
+    if settings.replicas == 1:
+        return init_device_mesh(DEVICE.type, (settings.ranks,))
+    shape = (settings.replicas, settings.shards)
+    return init_device_mesh(DEVICE.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def _run(model: nn.Module, batch: dict[str, Any], settings: Settings, network: Network) -> None:
@@ -159,3 +157,12 @@ def _run(model: nn.Module, batch: dict[str, Any], settings: Settings, network: N
             "model in a module that computes the loss"
         )
     loss.backward()
+
+
+def _price_all_reduces(captured: Capture, costs: Costs) -> None:
+    """Price all-reduces over replicas, because the passes know only the costs of the shards' process group."""
+    for graph in captured.graphs:
+        graph.events = [
+            replace(each, seconds=costs.all_reduce(each.size_bytes)) if each.kind is Kind.ALL_REDUCE else each
+            for each in graph.events
+        ]
