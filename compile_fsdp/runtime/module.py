@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from compile_fsdp.runtime import calls, trace_record
-from compile_fsdp.runtime.attached import attach, find_hooks, hooks_of, module_hooks_of
+from compile_fsdp.runtime.attached import attach, find_hooks, module_hooks_of
 from compile_fsdp.runtime.checks import describe
 from compile_fsdp.runtime.hooks import post_forward, pre_forward
 from compile_fsdp.runtime.module_params import finds_substitute, put_sharded_back
@@ -150,7 +150,7 @@ def _state_of(module: Any) -> FSDPState:
 
 @at_run_time
 def _root_of(module: Any) -> Root:
-    return hooks_of(_state_of(module)).root
+    return module_hooks_of(module).hooks.root
 
 
 @at_run_time

@@ -105,9 +105,13 @@ HAS_GRAD_DTYPES = torch.__version__ >= "2.15"
 _UNSHARDED_SPEC = "_unsharded_dtensor_spec" if torch.__version__ >= "2.12" else "_tp_spec"
 
 
+# Without Dynamo, which would compile the frames of torch's dictionary of states, and refuse an RNN among its keys.
+_find_state = torch.compiler.disable(_get_module_state)
+
+
 def fsdp_state(module: nn.Module) -> FSDPState | None:
-    """The FSDP2 state of a module; None if `fully_shard` was not applied to it. (2.13.0)"""
-    state = _get_module_state(module)
+    """The FSDP2 state of a module; None if `fully_shard` was not applied to it. (2.11.0, 2.13.0)"""
+    state = _find_state(module)
     return state if isinstance(state, FSDPState) else None
 
 

@@ -137,6 +137,8 @@ def _unknown_option() -> None:
 
 
 def _pending_unshard() -> None:
+    # A second sharded model, because Dynamo of torch 2.11 refuses an RNN that it finds in torch's table of states.
+    recurrent = compile_fsdp.fully_shard(nn.LSTM(4, 4))
     model = _shard(Stack())
     compiled = torch.compile(model, backend="compile_fsdp", fullgraph=True, options=AOT_EAGER)
     with torch.compiler.set_stance("force_eager"):
@@ -148,6 +150,7 @@ def _pending_unshard() -> None:
     finally:
         handle.wait()
         model.layers[0].reshard()
+        del recurrent
 
 
 def _symmetric_memory() -> None:
