@@ -24,6 +24,15 @@ def hash_sources() -> str:
 
 
 @functools.cache
+def hash_file(file: str | None) -> str | None:
+    """Return the hash of a file, computed once; None for no file, or one that cannot be read."""
+    try:
+        return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+@functools.cache
 def hash_package() -> str:
     """Return the hash of all code of the package: a stored step is traced from it, and holds objects of it."""
     return _hash_folders("compile_fsdp", "compile_fsdp.passes", "compile_fsdp.ops")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import CodeType
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from compile_fsdp.passes import GraphObserver, Pipeline, pipelines
 from compile_fsdp.passes.analysis.aliases import fake_value
 from compile_fsdp.passes.analysis.graph_text import graph_text
 from compile_fsdp.passes.analysis.sequence import read_collectives
-from compile_fsdp.passes.cache_key import cache_key
+from compile_fsdp.passes.cache_key import cache_key, hash_file
 from compile_fsdp.passes.partitioned.lift_views import lift_views
 from compile_fsdp.passes.post_grad.packing import Merge
 from compile_fsdp.reports import Direction, GraphReport, present_observer
@@ -60,6 +61,7 @@ class TracedGraph:
     direction: Direction
     inputs: GraphInputs
     groups: tuple[GroupFigures, ...] = ()  # of a forward graph's parameter groups; empty for a backward graph
+    op_code: tuple[CodeType, ...] = ()  # of a forward graph's custom ops; empty for a backward graph
 
     @property
     def what(self) -> str:
@@ -94,7 +96,9 @@ def compile_traced(graph: TracedGraph, unfilled: Sequence[int] = ()) -> Callable
     agreement = agree(collectives, text, graph.what, limit_s, options.progress)
     if (frame := this_run().observer) is not None:
         frame.see_compiled(
-            CompiledGraph(stored, recorder.reports, collectives, unfilled, agreement.are_equal, has_dtensors)
+            CompiledGraph(
+                stored, recorder.reports, collectives, unfilled, agreement.are_equal, has_dtensors, graph.op_code
+            )
         )
     if is_compared and agreement.are_all_here:
         if direction == "forward" and torch.is_grad_enabled() and (call := outermost()) is not None:
@@ -179,5 +183,8 @@ def _inductor_config(
     config[CACHEABLE_FUNCTIONS] = {**config.get(CACHEABLE_FUNCTIONS, {}), **ours}
     if is_forward and (is_captured or decision is not None):
         decided = (decision.recomputed, decision.offloaded) if decision is not None else ()
-        config["custom_partitioner_fn"] = Partitioner(config.get("custom_partitioner_fn"), decided)
+        files = sorted({code.co_filename for code in graph.op_code})
+        config["custom_partitioner_fn"] = Partitioner(
+            config.get("custom_partitioner_fn"), (*decided, *map(hash_file, files))
+        )
     return config

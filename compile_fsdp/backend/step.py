@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple, Protocol
@@ -30,6 +30,7 @@ class CompiledGraph(NamedTuple):
     # A graph with DTensors may depend on the rank although the peers have equal graphs, because AOTAutograd replaces
     # them by this rank's ops.
     has_dtensors: bool
+    op_code: Collection[CodeType]  # of its custom ops, which Dynamo does not trace
 
 
 class FrameObserver(Protocol):

@@ -17,7 +17,7 @@ from compile_fsdp.replay.paths import Scope
 from compile_fsdp.replay.program import Program
 from compile_fsdp.replay.sources import Sources
 from compile_fsdp.reports import GraphReport, record
-from compile_fsdp.torch_compat.dynamo import GuardFact, guard_facts
+from compile_fsdp.torch_compat.dynamo import GuardFact, guard_facts, traced_code
 from compile_fsdp.torch_compat.global_state import GlobalState
 from compile_fsdp.torch_compat.inductor import load_graph
 
@@ -47,11 +47,12 @@ class FrameRecord:
         self.compiled = graph
         self.sources.may_read_rank |= not graph.are_ranks_equal
         self.sources.has_dtensors |= graph.has_dtensors
+        self.sources.add(graph.op_code)
 
     def see_graph(self, graph: Any) -> None:
         self.graphs += 1
         self.graph = graph
-        self.sources.add_traced_code()
+        self.sources.add(traced_code())
 
     def see_guards(self, entries: Sequence[Any]) -> None:
         facts = [fact for fact in guard_facts(entries) if not self.dropped(fact)]

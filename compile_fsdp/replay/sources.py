@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dis
-import hashlib
 import os
 import sys
-from functools import cache
+from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType
@@ -14,8 +13,8 @@ from types import CodeType
 import torch
 
 from compile_fsdp.passes.analysis.function_text import codes_in
+from compile_fsdp.passes.cache_key import hash_file
 from compile_fsdp.replay import IMPORTED_S
-from compile_fsdp.torch_compat.dynamo import traced_code
 
 # Folders whose code the versions of torch and of this project identify.
 _KNOWN_FOLDERS = tuple(
@@ -44,9 +43,8 @@ class Sources:
         self.problem: str | None = None  # names traced code that no file is known to have
         self.may_read_rank = self.has_dtensors = False
 
-    def add_traced_code(self) -> None:
-        """Add the files of traced code, while Dynamo compiles the graph."""
-        traced = traced_code()
+    def add(self, traced: Collection[CodeType]) -> None:
+        """Add the files of traced code."""
         if not _of_command_line().isdisjoint(traced):
             self.problem = "its code is in the command line of Python"
         own = [code for code in traced if not code.co_filename.startswith(_KNOWN_FOLDERS)]
@@ -59,7 +57,7 @@ class Sources:
                 continue  # skip generated code, such as a dataclass's, because it derives from code in a file
             elif (name := modules.get(file)) is None:
                 self.problem = f"its code is in {file}, which is no module's"
-            elif (digest := _hash_file(file)) is None:
+            elif (digest := hash_file(file)) is None:
                 self.problem = f"its code is in {file}, which is no readable file"
             elif _is_modified(file):
                 self.problem = f"its code is in {file}, which was modified after this process began"
@@ -70,7 +68,7 @@ class Sources:
         """Return the first module whose file has changed, in this process or since the hash; None if none has."""
         for name, was in self.hashes.items():
             file = _file_of(name)
-            if _hash_file(file) != was or _is_modified(file):
+            if hash_file(file) != was or _is_modified(file):
                 return name
         return None
 
@@ -105,14 +103,6 @@ def _file_of(name: str) -> str | None:
     except (ImportError, ValueError):
         return None
     return None if spec is None else spec.origin
-
-
-@cache
-def _hash_file(file: str | None) -> str | None:
-    try:
-        return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    except OSError:
-        return None
 
 
 def _is_modified(file: str | None) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,6 +22,7 @@ OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
 HigherOrderOperator = torch._ops.HigherOrderOperator
 needs_attributes(OpOverload, "_schema")
+needs_attributes(OpOverloadPacket, "_qualified_op_name")
 
 # The copy-in of a reduce-scatter. It pads each tensor's rows to a multiple of the number of ranks. (2.13.0)
 chunk_cat = torch.ops.aten._chunk_cat
@@ -116,6 +118,22 @@ def op_name(op: OpOverload | HigherOrderOperator) -> str:
 def packet_overloads(packet: OpOverloadPacket) -> tuple[OpOverload, ...]:
     """Every overload of an op. (2.13.0)"""
     return tuple(getattr(packet, name) for name in packet.overloads())
+
+
+_custom_ops = Late("torch._library.custom_ops.OPDEFS")
+_triton_kernels = Late("torch._higher_order_ops.triton_kernel_wrap.kernel_side_table")
+
+
+def op_definitions(node: torch.fx.Node) -> list[Any]:
+    """The Python functions of a `torch.library.custom_op` that a node calls, or its Triton kernel. (2.13.0)"""
+    op = node.target
+    if isinstance(op, HigherOrderOperator) and "kernel_idx" in node.kwargs:
+        return [_triton_kernels.value.get_kernel(node.kwargs["kernel_idx"])]
+    if not isinstance(op, (OpOverload, OpOverloadPacket)):
+        return []
+    name = op._schema.name if isinstance(op, OpOverload) else op._qualified_op_name
+    definition = _custom_ops.value.get(name)
+    return [] if definition is None else [each for each in vars(definition).values() if type(each) is FunctionType]
 
 
 _free_unbacked_symbols = Late("torch.fx.experimental.symbolic_shapes.free_unbacked_symbols")

@@ -43,7 +43,7 @@ def _text(value: object, outer: tuple[object, ...]) -> str:
         return f"{{{', '.join(sorted(_text(each, outer) for each in value))}}}"
     if isinstance(value, partial):
         return f"partial {_texts((value.func, value.args, *sorted(value.keywords.items())), outer)}"
-    if isinstance(value, (ModuleType, type, FunctionType, BuiltinFunctionType)) and _is_library(value):
+    if isinstance(value, (ModuleType, type, FunctionType, BuiltinFunctionType)) and is_library(value):
         return _name(value)
     if isinstance(value, FunctionType):
         return "itself" if value in outer else _function(value, (*outer, value))
@@ -76,7 +76,7 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
             yield from codes_in(each)
 
 
-def _is_library(value: ModuleType | type | FunctionType | BuiltinFunctionType) -> bool:
+def is_library(value: ModuleType | type | FunctionType | BuiltinFunctionType) -> bool:
     """Return whether torch or Python defines a value, under a name."""
     name = _name(value)
     root = name.split(".")[0]

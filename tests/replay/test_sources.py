@@ -11,7 +11,7 @@ from types import CodeType, FunctionType
 
 import pytest
 
-from compile_fsdp.replay import sources
+from compile_fsdp.passes.cache_key import hash_file
 from compile_fsdp.replay.sources import Sources
 from helpers.ranks.fresh import run_fresh
 
@@ -20,7 +20,7 @@ _SOURCE = "def step(x):\n    return x * 2.0\n"
 
 @pytest.fixture(autouse=True)
 def _new_hashes() -> None:
-    sources._hash_file.cache_clear()
+    hash_file.cache_clear()
 
 
 def _module(file: Path, monkeypatch: pytest.MonkeyPatch, text: str = _SOURCE) -> CodeType:
@@ -36,27 +36,26 @@ def _module(file: Path, monkeypatch: pytest.MonkeyPatch, text: str = _SOURCE) ->
     return function.__code__
 
 
-def _sources(code: CodeType, monkeypatch: pytest.MonkeyPatch) -> Sources:
-    monkeypatch.setattr(sources, "traced_code", lambda: [code])
+def _sources(code: CodeType) -> Sources:
     found = Sources()
-    found.add_traced_code()
+    found.add([code])
     return found
 
 
 def test_code_is_identified_by_the_hash_of_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = _sources(_module(tmp_path / "a_step.py", monkeypatch), monkeypatch)
+    found = _sources(_module(tmp_path / "a_step.py", monkeypatch))
     assert (found.problem, list(found.hashes), found.changed()) == (None, ["a_step"], None)
     _module(tmp_path / "a_step.py", monkeypatch, _SOURCE.replace("2.0", "3.0"))
-    sources._hash_file.cache_clear()
+    hash_file.cache_clear()
     assert found.changed() == "a_step"
 
 
 def test_file_modified_since_the_start_is_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = _module(tmp_path / "a_step.py", monkeypatch)
-    before = _sources(code, monkeypatch)
+    before = _sources(code)
     now = time.time() + 10.0
     os.utime(tmp_path / "a_step.py", (now, now))
-    problem = _sources(code, monkeypatch).problem
+    problem = _sources(code).problem
     assert problem is not None and "was modified after this process began" in problem
     assert before.changed() == "a_step"
 
@@ -84,13 +83,13 @@ def test_code_in_an_unreadable_file_is_not_recorded(tmp_path: Path, monkeypatch:
     """A module of a zip archive has a path below the archive."""
     code = _module(tmp_path / "a_step.py", monkeypatch)
     (tmp_path / "a_step.py").unlink()
-    problem = _sources(code, monkeypatch).problem
+    problem = _sources(code).problem
     assert problem is not None and "no readable file" in problem
 
 
 @pytest.mark.parametrize("name", ["<stdin>", "<console>", "<ipython-input-3-0123>", "<python-input-0>"])
-def test_typed_code_is_not_recorded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = _sources(compile(_SOURCE, name, "exec"), monkeypatch).problem
+def test_typed_code_is_not_recorded(name: str) -> None:
+    problem = _sources(compile(_SOURCE, name, "exec")).problem
     assert problem is not None and "typed in" in problem
 
 
@@ -98,9 +97,8 @@ _ASK = """
 import json
 from compile_fsdp.replay import sources
 
-sources.traced_code = lambda: [sources.traced_code.__code__]
 found = sources.Sources()
-found.add_traced_code()
+found.add([(lambda: None).__code__])
 print(json.dumps(found.problem))
 """
 
@@ -110,6 +108,6 @@ def test_code_of_the_command_line_is_not_recorded() -> None:
     assert "command line" in problem
 
 
-def test_generated_code_needs_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generated_code_needs_no_file() -> None:
     """A dataclass's methods have the file name of a command line."""
-    assert _sources(compile(_SOURCE, "<string>", "exec"), monkeypatch).problem is None
+    assert _sources(compile(_SOURCE, "<string>", "exec")).problem is None
