@@ -23,6 +23,7 @@ from compile_fsdp.backend.step import Step
 from compile_fsdp.backend.this_run import running, see_guards, this_run
 from compile_fsdp.errors import UnsupportedFeatureError
 from compile_fsdp.passes import pipelines
+from compile_fsdp.passes.analysis.untraced_code import UntracedCode
 from compile_fsdp.passes.dynamo.drop_undefined_gradients import drop_undefined_gradients
 from compile_fsdp.passes.dynamo.join_op_runs import join_op_runs
 from compile_fsdp.passes.dynamo.legalize_windows import legalize_windows
@@ -146,7 +147,8 @@ class CapturedBackward:
             )
         gm.recompile()
         unfilled = inputs.unfilled_positions(gm.graph)
-        compiled = compile_traced(TracedGraph(self._step, gm, example_inputs, "backward", inputs), unfilled)
+        graph = TracedGraph(self._step, gm, example_inputs, "backward", inputs, UntracedCode())
+        compiled = compile_traced(graph, unfilled)
         if (frame := this_run().observer) is not None:
             frame.see_graph(compiled)
         return compiled

@@ -24,7 +24,7 @@ from compile_fsdp.errors import UnknownOptionError, UnsupportedFeatureError
 from compile_fsdp.ops import ensure_ops
 from compile_fsdp.options import Options
 from compile_fsdp.passes import pipelines
-from compile_fsdp.passes.analysis.op_code import op_code
+from compile_fsdp.passes.analysis.untraced_code import find_untraced_code, name_contexts
 from compile_fsdp.passes.dynamo.fit_memory_budget import fit_memory_budget
 from compile_fsdp.passes.dynamo.lift_tensor_hooks import lift_tensor_hooks
 from compile_fsdp.passes.dynamo.outline_blocks import outline_blocks
@@ -123,13 +123,15 @@ def _decide(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options)
     calls_blocks = is_aot and bool(inputs.managed) and generates_code()
     fitted = budget_pass(inputs, options, calls_blocks=calls_blocks) if has_backward else None
     frozen = inputs.frozen_nodes() if has_backward else ()
-    code = op_code(gm)  # before `outline_blocks` moves ops out of the graph
+    untraced = find_untraced_code(gm)  # before `outline_blocks` moves ops out of the graph
     passes = pipelines.forward(GROUP_CALLS, free=free, lifts_hooks=lifts_hooks, fitted=fitted, frozen=frozen)
     done = run_passes(gm.graph, passes)
     decision = done.get(fit_memory_budget)
     compiler = BlockCompiler(options, has_backward)
     if calls_blocks and (decision is None or decision.calls_blocks):
         outline_blocks(gm.graph, compiler)
+        _drop_unread_bodies(gm)
+    name_contexts(gm)
     gm.recompile()
     hooks = done.get(lift_tensor_hooks)
     if hooks is not None:
@@ -138,7 +140,14 @@ def _decide(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options)
     inputs.check_writes(gm.graph)
     step = Step(options, decision, hooks, inputs.texts, tuple(compiler.blocks))
     groups = inputs.figures(step.left_unsharded(inputs.groups)) if has_backward else ()
-    return step, TracedGraph(step, gm, example_inputs, "forward", inputs, groups, code)
+    return step, TracedGraph(step, gm, example_inputs, "forward", inputs, untraced, groups)
+
+
+def _drop_unread_bodies(gm: fx.GraphModule) -> None:
+    """Remove the bodies of checkpoints that are in blocks, because keys of torch's caches would contain them."""
+    read = {node.target for node in gm.graph.nodes if node.op in ("get_attr", "call_module")}
+    for name in [name for name, body in gm.named_children() if isinstance(body, fx.GraphModule) and name not in read]:
+        delattr(gm, name)
 
 
 def _with_random_numbers(options: Options, inputs: GraphInputs) -> Options:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import CodeType
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from compile_fsdp.passes import GraphObserver, Pipeline, pipelines
 from compile_fsdp.passes.analysis.aliases import fake_value
 from compile_fsdp.passes.analysis.graph_text import graph_text
 from compile_fsdp.passes.analysis.sequence import read_collectives
+from compile_fsdp.passes.analysis.untraced_code import UntracedCode
 from compile_fsdp.passes.cache_key import cache_key, hash_file
 from compile_fsdp.passes.partitioned.lift_views import lift_views
 from compile_fsdp.passes.post_grad.packing import Merge
@@ -60,8 +60,8 @@ class TracedGraph:
     example_inputs: Sequence[Any]
     direction: Direction
     inputs: GraphInputs
+    untraced: UntracedCode  # empty for a backward graph
     groups: tuple[GroupFigures, ...] = ()  # of a forward graph's parameter groups; empty for a backward graph
-    op_code: tuple[CodeType, ...] = ()  # of a forward graph's custom ops; empty for a backward graph
 
     @property
     def what(self) -> str:
@@ -97,7 +97,7 @@ def compile_traced(graph: TracedGraph, unfilled: Sequence[int] = ()) -> Callable
     if (frame := this_run().observer) is not None:
         frame.see_compiled(
             CompiledGraph(
-                stored, recorder.reports, collectives, unfilled, agreement.are_equal, has_dtensors, graph.op_code
+                stored, recorder.reports, collectives, unfilled, agreement.are_equal, has_dtensors, graph.untraced
             )
         )
     if is_compared and agreement.are_all_here:
@@ -183,7 +183,7 @@ def _inductor_config(
     config[CACHEABLE_FUNCTIONS] = {**config.get(CACHEABLE_FUNCTIONS, {}), **ours}
     if is_forward and (is_captured or decision is not None):
         decided = (decision.recomputed, decision.offloaded) if decision is not None else ()
-        files = sorted({code.co_filename for code in graph.op_code})
+        files = sorted({code.co_filename for code in graph.untraced.ops})
         config["custom_partitioner_fn"] = Partitioner(
             config.get("custom_partitioner_fn"), (*decided, *map(hash_file, files))
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple, Protocol
@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge
 from compile_fsdp.ops.call_block import Block
 from compile_fsdp.options import Options
 from compile_fsdp.passes.analysis.sequence import CollectiveSequence
+from compile_fsdp.passes.analysis.untraced_code import UntracedCode
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
 from compile_fsdp.passes.dynamo.lift_tensor_hooks import DeferredHooks
 from compile_fsdp.reports import GraphReport
@@ -30,7 +31,7 @@ class CompiledGraph(NamedTuple):
     # A graph with DTensors may depend on the rank although the peers have equal graphs, because AOTAutograd replaces
     # them by this rank's ops.
     has_dtensors: bool
-    op_code: Collection[CodeType]  # of its custom ops, which Dynamo does not trace
+    untraced: UntracedCode
 
 
 class FrameObserver(Protocol):

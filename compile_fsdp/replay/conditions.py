@@ -17,6 +17,7 @@ graph. So the conditions also store which paths led to one object when the graph
 from __future__ import annotations
 
 import enum
+import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter, contains, is_
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
@@ -27,6 +28,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from compile_fsdp.errors import NotPortableError
+from compile_fsdp.passes.analysis.function_text import function_text
 from compile_fsdp.replay.paths import STEPS, Paths, Scope
 from compile_fsdp.replay.words import PLAIN, TORCH_CONSTANTS, describe, describe_class, describe_place, forget_classes
 from compile_fsdp.torch_compat.dynamo import GuardFact
@@ -85,6 +87,10 @@ _PLACE = "PLACE"
 _MESHES = (DeviceMesh, dist.ProcessGroup)
 _LOOKS[_PLACE] = lambda value, _: describe_place(value) if isinstance(value, _MESHES) else None
 
+# A function that makes the contexts of a selective checkpoint: all that it reads decides about the graph.
+_CONTEXTS = "CONTEXTS"
+_LOOKS[_CONTEXTS] = lambda value, _: hashlib.sha256(repr(function_text(value)).encode()).hexdigest()[:16]
+
 # Kinds of guards with an argument.
 _ASKS_FOR = {"DICT_CONTAINS", "DICT_NOT_CONTAINS", "HASATTR", "NOT_PRESENT_IN_GENERIC_DICT"}
 
@@ -98,11 +104,13 @@ _COVERED = {
 class Conditions:
     """All conditions of one graph, on the objects at the paths."""
 
-    def __init__(self, guards: Sequence[GuardFact], scope: Scope, state: GlobalState) -> None:
-        """Make conditions of Dynamo's guards, while their graph is compiled.
+    def __init__(
+        self, guards: Sequence[GuardFact], scope: Scope, state: GlobalState, contexts: Sequence[object] = ()
+    ) -> None:
+        """Make conditions of Dynamo's guards, while their graph is compiled; `contexts` as of `UntracedCode`.
 
-        NotPortableError for a guard of an unknown kind or step, of an object that does not exist, or for a graph that
-        was traced under a TorchFunctionMode other than a default device.
+        NotPortableError for a guard of an unknown kind or step, of an object that does not exist, for a graph that was
+        traced under a TorchFunctionMode other than a default device, or for contexts that read unknown objects.
         """
         if state.foreign_mode is not None:
             raise NotPortableError(f"the graph depends on {state.foreign_mode}")
@@ -127,6 +135,12 @@ class Conditions:
             self.conditions.append(Condition(kind, position, argument, _LOOKS[kind](values[position], argument)))
             if isinstance(values[position], _MESHES) and not self._is_of_hooks(position):
                 self.conditions.append(Condition(_PLACE, position, None, describe_place(values[position])))
+        for made in contexts:
+            places = [position for position, value in enumerate(values) if value is made]
+            if not places or function_text(made) is None:
+                raise NotPortableError(f"{made}, which decides what a checkpoint saves, may read anything")
+            look = _LOOKS[_CONTEXTS](made, None)
+            self.conditions += [Condition(_CONTEXTS, position, None, look) for position in places]
         self.conditions = list({repr(condition): condition for condition in self.conditions}.values())
         self.same = _first_same(values)  # see [Note: Two paths to one object]
         self.state = state  # before the trace; it must hold again

@@ -47,7 +47,7 @@ class FrameRecord:
         self.compiled = graph
         self.sources.may_read_rank |= not graph.are_ranks_equal
         self.sources.has_dtensors |= graph.has_dtensors
-        self.sources.add(graph.op_code)
+        self.sources.add(graph.untraced.ops)
 
     def see_graph(self, graph: Any) -> None:
         self.graphs += 1
@@ -60,7 +60,8 @@ class FrameRecord:
         if scope is None:
             return  # guards of a second frame: there is more than one graph
         try:
-            self._conditions = Conditions(facts, scope, self._state)
+            contexts = () if self.compiled is None else self.compiled.untraced.contexts
+            self._conditions = Conditions(facts, scope, self._state, contexts)
         except Exception as error:  # the graph is right even if its record fails
             self.problem = str(error)
 

@@ -194,6 +194,11 @@ def checkpoint_contexts(body: torch.fx.GraphModule) -> object:
     return body.meta.get("_checkpoint_context_fn")
 
 
+def set_checkpoint_contexts(body: torch.fx.GraphModule, contexts: object) -> None:
+    """Replace the `context_fn` of the checkpoint with this body. (2.13.0)"""
+    body.meta["_checkpoint_context_fn"] = contexts
+
+
 def forget_recomputation(node: torch.fx.Node) -> None:
     """Take away the marks by which AOTAutograd runs ops of a checkpoint again. (2.13.0)"""
     for key in ("recompute", "ac_graph_id"):

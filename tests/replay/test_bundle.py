@@ -22,7 +22,7 @@ from compile_fsdp.replay import bundle
 from compile_fsdp.torch_compat.distributed import executed_collectives
 from compile_fsdp.torch_compat.dynamo import CAN_REPLAY
 from helpers.logs import logged
-from helpers.models.bundled import FLOAT32, Block, DrawsAgain, build, restart, train
+from helpers.models.bundled import FLOAT32, Block, DrawsAgain, SavesSome, SavesUnknown, build, restart, saving, train
 from helpers.models.replays import count_replays
 from helpers.ranks.fake_world import fake_world
 from helpers.ranks.fresh import run_fresh
@@ -112,8 +112,9 @@ def test_steps_from_a_bundle_equal_steps_without_replay(
         assert result == (replays, graphs, True)
 
 
-def test_dropout_in_a_checkpoint_comes_from_a_bundle(tmp_path: Path) -> None:
-    for result in run_ranks(2, _restart, str(tmp_path), True, DrawsAgain, FLOAT32, {}):
+@pytest.mark.parametrize("block", [DrawsAgain, SavesSome])
+def test_checkpoint_comes_from_a_bundle(tmp_path: Path, block: type[Block]) -> None:
+    for result in run_ranks(2, _restart, str(tmp_path), True, block, FLOAT32, {}):
         assert result == ([(2, 2), (3, 3)], [2, 2], True)
 
 
@@ -267,6 +268,35 @@ def test_bundle_of_a_changed_step_is_refused_with_the_difference(tmp_path: Path)
     expected = "scale", "parameters", "_forward_hooks", "args[0]", "names", "FSDPBlock"
     for problem, named in zip(problems, expected, strict=True):
         assert named in problem
+
+
+def _with_other_contexts(rank: int, folder: str) -> tuple[str, tuple[int, int]]:
+    """The first warning of a model whose checkpoint saves other values, and its replays."""
+    path = Path(folder, "step.bundle")
+    train(build(path, SavesSome))
+    model = build(path, SavesSome)
+    model[1].contexts = saving(torch.ops.aten.tanh.default)
+    with logged() as messages:
+        model(torch.randn(3, 4)).square().mean().backward()
+    return messages[0], count_replays(model)
+
+
+def test_changed_contexts_of_a_checkpoint_are_no_step_of_a_bundle(tmp_path: Path) -> None:
+    ((warning, replays),) = run_ranks(1, _with_other_contexts, str(tmp_path))
+    assert "self._modules['1'].contexts is" in warning
+    assert replays == (0, 0)
+
+
+def _with_unknown_contexts(rank: int, folder: str) -> tuple[list[str], tuple[int, int]]:
+    with logged() as messages:
+        train(model := build(Path(folder, "step.bundle"), SavesUnknown))
+    return messages, count_replays(model)
+
+
+def test_contexts_that_read_unknown_objects_are_in_no_bundle(tmp_path: Path) -> None:
+    ((messages, replays),) = run_ranks(1, _with_unknown_contexts, str(tmp_path))
+    assert "which decides what a checkpoint saves, may read anything" in messages[-1]
+    assert replays == (0, 0)
 
 
 def _hooked(rank: int, folder: str) -> list[tuple[int, int]]:

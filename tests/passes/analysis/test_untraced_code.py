@@ -1,10 +1,12 @@
-"""The code of a graph's custom ops includes all user code that their Python functions name."""
+"""All user code that shapes a graph and that Dynamo does not trace is found, and has names in torch's caches."""
 
 from __future__ import annotations
 
 import operator
+import pickle
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,10 +15,12 @@ from torch import fx
 from torch._higher_order_ops import triton_kernel_wrap
 from torch.nn import functional as F
 from torch.nn.functional import relu
+from torch.utils.checkpoint import noop_context_fn
 
-from compile_fsdp.passes.analysis.op_code import op_code
+from compile_fsdp.passes.analysis.untraced_code import find_untraced_code, name_contexts
+from compile_fsdp.torch_compat.dispatch import checkpoint_contexts, set_checkpoint_contexts
 
-_LIBRARY = "compile_fsdp_test_op_code"
+_LIBRARY = "compile_fsdp_test_untraced"
 
 
 class _Scale:
@@ -67,7 +71,7 @@ def _graph(target: Callable[..., Any], **kwargs: Any) -> fx.GraphModule:
 
 def _names(gm: fx.GraphModule) -> set[str]:
     """Return the names of the user's functions in the code of the ops."""
-    return {code.co_name for code in op_code(gm) if code.co_filename == __file__}
+    return {code.co_name for code in find_untraced_code(gm).ops if code.co_filename == __file__}
 
 
 @pytest.mark.parametrize("target", [_OVERLOAD, _OVERLOAD.overloadpacket])
@@ -78,7 +82,7 @@ def test_code_of_an_op_includes_all_that_its_functions_name(target: Callable[...
 
 def test_ops_in_bodies_are_found() -> None:
     outer = _graph(torch.ops.aten.relu.default)
-    assert op_code(outer) == ()
+    assert find_untraced_code(outer).ops == ()
     outer.add_module("plain", torch.nn.ReLU())
     outer.add_module("body", _graph(_OVERLOAD))
     assert "_backward" in _names(outer)
@@ -86,7 +90,8 @@ def test_ops_in_bodies_are_found() -> None:
 
 def test_only_the_wrapper_of_a_decorator_is_code_of_torch() -> None:
     """The versions of torch and of Python identify their own code; a wrapper has the name of the user's function."""
-    assert {code.co_name for code in op_code(_graph(_OVERLOAD)) if code.co_filename != __file__} == {"decorate_context"}
+    codes = find_untraced_code(_graph(_OVERLOAD)).ops
+    assert {code.co_name for code in codes if code.co_filename != __file__} == {"decorate_context"}
 
 
 def test_code_of_a_triton_kernel_includes_the_kernels_that_it_names() -> None:
@@ -99,4 +104,58 @@ def test_code_of_a_triton_kernel_includes_the_kernels_that_it_names() -> None:
     outer.fn, tuned.fn = variables["kernel"], outer
     index = triton_kernel_wrap.kernel_side_table.add_kernel(tuned)
     gm = _graph(triton_kernel_wrap.triton_kernel_wrapper_mutation, kernel_idx=index)
-    assert {code.co_name for code in op_code(gm)} == {"kernel", "_in_module"}
+    assert {code.co_name for code in find_untraced_code(gm).ops} == {"kernel", "_in_module"}
+
+
+def _contexts(every: int) -> Any:
+    return every
+
+
+class _Contexts:
+    def __call__(self) -> None:
+        pass
+
+
+_OBJECT = _Contexts()
+
+
+def _checkpoint(contexts: object) -> fx.GraphModule:
+    """Return a graph beside the body of a selective checkpoint."""
+    outer, body = _graph(torch.ops.aten.relu.default), _graph(torch.ops.aten.relu.default)
+    set_checkpoint_contexts(body, contexts)
+    outer.add_module("body", body)
+    return outer
+
+
+@pytest.mark.parametrize(
+    ("contexts", "found"),
+    [
+        (_contexts, (_contexts,)),
+        (partial(_contexts, 2), (_contexts,)),
+        (_OBJECT, (_OBJECT,)),
+        (noop_context_fn, ()),
+        (None, ()),
+    ],
+)
+def test_functions_that_make_the_contexts_of_checkpoints_are_found(contexts: object, found: tuple[object, ...]) -> None:
+    assert find_untraced_code(_checkpoint(contexts)).contexts == found
+
+
+def _named(contexts: object) -> Any:
+    gm = _checkpoint(contexts)
+    name_contexts(gm)
+    return checkpoint_contexts(gm.get_submodule("body"))
+
+
+def test_contexts_have_hashes_of_their_texts() -> None:
+    two, other, three = (_named(partial(_contexts, each)) for each in (2, 2, 3))
+    assert two() == 2
+    assert two.cache_hash == other.cache_hash != three.cache_hash
+    assert "int 2" in pickle.loads(pickle.dumps(two))
+
+
+def test_contexts_without_a_text_or_with_a_hash_of_the_user_are_left_alone() -> None:
+    named = partial(_contexts, 2)
+    named.cache_hash = "the user's"  # type: ignore[attr-defined]
+    for each in (named, partial(_contexts, object()), None):
+        assert _named(each) is each
