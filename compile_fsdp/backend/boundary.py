@@ -48,7 +48,8 @@ class ForwardGraph:
         anchors = [p for p in trainable if not (p._backward_hooks or p._post_accumulate_grad_hooks)]
         leaf = torch.empty(0, requires_grad=True)
         tensors = *differentiable, *call_inputs.leaves, leaf, *anchors
-        return tuple(_Boundary.apply(call, args, *tensors))  # type: ignore[no-untyped-call]
+        outputs = _Boundary.apply(call, args, *tensors)  # type: ignore[no-untyped-call]
+        return call.take_outputs(outputs)
 
     def _run_plain(self, args: list[Any]) -> Sequence[Any]:
         # Eager code between graphs may have saved the parameters.

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from compile_fsdp.backend.captured_backward import CapturedBackward, weak_method
 from compile_fsdp.backend.compiled_forward import CallInputs, CompiledForward
 from compile_fsdp.backend.measured_peak import begin_peak
+from compile_fsdp.backend.output_views import OutputViews
 from compile_fsdp.backend.step import BackwardObserver
 from compile_fsdp.backend.this_run import Run, running
 from compile_fsdp.runtime import calls
@@ -72,6 +73,7 @@ class GraphCall:
         self.thread = threading.get_ident()
         self._context = contextvars.copy_context()
         self.inner: InnerGraph | None = None  # None before the forward, and once a backward frees it
+        self._outputs: OutputViews | None = None  # between the forward and `take_outputs`
         self.node: weakref.ref[Any] | None = None  # to the node of the outer autograd graph; None before the forward
         self._backward_id: int | None = None  # number of the last backward through the run
         self._end_peak = begin_peak(forward, inputs.groups)
@@ -79,6 +81,7 @@ class GraphCall:
             group.forwards.add(self, is_whole=use.position in forward.parameters.whole)
 
     def run(self, args: list[Any]) -> Sequence[Any]:
+        """Run the graph; return its outputs for `take_outputs`, which takes them, detached."""
         leaves: list[torch.Tensor] = []
         for i in self.inputs.differentiable:
             if is_wrapper_subclass(args[i]) and not isinstance(args[i], DTensor):
@@ -91,9 +94,16 @@ class GraphCall:
             with torch.enable_grad(), without_saved_tensor_hooks() as had_hooks:
                 if had_hooks:
                     _warn_of_saved_tensor_hooks()
-                outputs = self.forward.run(*args)
+                self._outputs = OutputViews.of(self.forward.run(*args))
+            outputs = self._outputs.tensors
             self.inner = InnerGraph(leaves, list(map(_edge, outputs)), get_versions(self.inputs.managed))
         return outputs
+
+    def take_outputs(self, tensors: Sequence[Any]) -> Sequence[Any]:
+        """Return the graph's outputs, with views of one tensor taken behind the boundary."""
+        assert self._outputs is not None
+        outputs, self._outputs = self._outputs, None
+        return outputs.take(tensors)
 
     def backward(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Compute all gradients; return the gradients of the differentiable inputs."""
