@@ -18,9 +18,7 @@ from compile_fsdp.torch_compat.global_state import is_forced_eager
 
 # Hooks, the version counter of in-place writes, a view's base, and a function that takes an equal view of a tensor.
 # (2.11.0 to 2.15.0)
-needs_attributes(
-    torch.Tensor, "_backward_hooks", "_base", "_post_accumulate_grad_hooks", "_version", "_view_func"
-)
+needs_attributes(torch.Tensor, "_backward_hooks", "_base", "_post_accumulate_grad_hooks", "_version", "_view_func")
 
 # The BackwardState of an AOTAutograd graph: its autograd node holds the hooks for the backward. (2.11.0, 2.13.0)
 needs_attributes(torch._C._FunctionBase, "_compiled_autograd_backward_state")

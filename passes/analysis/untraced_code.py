@@ -25,13 +25,12 @@ class UntracedCode(NamedTuple):
     # Of custom ops and Triton kernels, and of the functions and classes that these name.
     ops: tuple[CodeType, ...] = ()
     # The user's functions that make the contexts of selective checkpoints, without the arguments of a partial.
-    contexts: tuple[Any, ...] = ()
+    contexts: tuple[object, ...] = ()
 
 
 def find_untraced_code(gm: fx.GraphModule) -> UntracedCode:
     definitions = [each for body in _graphs(gm) for node in body.graph.nodes for each in op_definitions(node)]
-    contexts = [checkpoint_contexts(body) for body in _graphs(gm)]
-    functions = dict.fromkeys(each.func if isinstance(each, partial) else each for each in contexts)
+    functions = dict.fromkeys(_function_of(checkpoint_contexts(body)) for body in _graphs(gm))
     own = [each for each in functions if each is not None and not (isinstance(each, FunctionType) and is_library(each))]
     return UntracedCode(tuple(_code_behind(definitions)), tuple(own))
 
@@ -80,6 +79,8 @@ def _code_behind(definitions: Iterable[object]) -> Iterator[CodeType]:
 def _function_of(value: object) -> object:
     if isinstance(value, (staticmethod, classmethod)):
         return value.__func__
+    if isinstance(value, partial):
+        return value.func
     while type(value).__module__.partition(".")[0] == "triton" and hasattr(value, "fn"):  # an autotuner, or a kernel
         value = value.fn
     return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 import pickle
 import types
 from collections.abc import Callable
@@ -50,13 +51,18 @@ def _negate(x: torch.Tensor) -> torch.Tensor:
     return -x
 
 
+def _scaled(factor: float, grad: torch.Tensor) -> torch.Tensor:
+    return grad * factor if factor < 1.0 else _scaled(factor / 2.0, grad)
+
+
 def _backward(context: Any, grad: torch.Tensor) -> torch.Tensor:
     def scale(each: torch.Tensor) -> torch.Tensor:
         return _decorated(relu(each)) if torch.is_grad_enabled() else _module.in_module(F.gelu(each))
 
-    return scale(grad) if operator.truth(context) else _backward(True, grad)
+    return scale(grad) if operator.truth(context) else _halved(grad)
 
 
+_halved = partial(_scaled, 0.5)
 _op = torch.library.custom_op(f"{_LIBRARY}::negate", _negate, mutates_args=(), schema="(Tensor x) -> Tensor")
 _op.register_autograd(_backward)
 _OVERLOAD = getattr(torch.ops, _LIBRARY).negate.default
@@ -76,7 +82,7 @@ def _names(gm: fx.GraphModule) -> set[str]:
 
 @pytest.mark.parametrize("target", [_OVERLOAD, _OVERLOAD.overloadpacket])
 def test_code_of_an_op_includes_all_that_its_functions_name(target: Callable[..., Any]) -> None:
-    expected = {"_negate", "_backward", "_decorated", "once", "twice", "_in_module"}
+    expected = {"_negate", "_backward", "_decorated", "once", "twice", "_in_module", "_scaled"}
     assert _names(_graph(target)) == expected
 
 
@@ -91,7 +97,8 @@ def test_ops_in_bodies_are_found() -> None:
 def test_only_the_wrapper_of_a_decorator_is_code_of_torch() -> None:
     """The versions of torch and of Python identify their own code; a wrapper has the name of the user's function."""
     codes = find_untraced_code(_graph(_OVERLOAD)).ops
-    assert {code.co_name for code in codes if code.co_filename != __file__} == {"decorate_context"}
+    (wrapper,) = (code for code in codes if code.co_filename != __file__)
+    assert wrapper.co_filename.startswith(os.path.dirname(torch.__file__))
 
 
 def test_code_of_a_triton_kernel_includes_the_kernels_that_it_names() -> None:
