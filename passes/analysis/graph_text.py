@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from compile_fsdp.passes.analysis.subgraphs import graph_and_bodies
+
 _PLAIN = (type(None), bool, int, float, complex, torch.dtype, torch.layout, torch.memory_format)
 
 
@@ -28,9 +30,8 @@ def graph_text(gm: fx.GraphModule, groups: Collection[str]) -> str:
             return value.type
         return repr(value) if isinstance(value, _PLAIN) else type(value).__qualname__
 
-    graphs = [each.graph for each in gm.modules() if isinstance(each, fx.GraphModule)]
     lines = []
-    for node in (node for graph in graphs for node in graph.nodes):
+    for node in (node for each in graph_and_bodies(gm) for node in each.graph.nodes):
         arguments = fx.node.map_aggregate((node.args, node.kwargs), describe)
         lines.append(f"{node.name} {_name(node.target)} {arguments}")
     return "\n".join(lines)

@@ -17,6 +17,11 @@ from compile_fsdp.passes.analysis.effects import Effects, find_resizes, nodes_in
 from compile_fsdp.torch_compat.dispatch import HigherOrderOperator
 
 
+def graph_and_bodies(gm: fx.GraphModule) -> list[fx.GraphModule]:
+    """Return a graph, and the graphs that its higher-order ops run, at any depth."""
+    return [each for each in gm.modules() if isinstance(each, fx.GraphModule)]
+
+
 def find_window_subgraphs(graph: fx.Graph) -> list[tuple[str, fx.GraphModule]]:
     """Return (attribute path, module) of subgraphs with resizes and private inputs, inner subgraphs first."""
     visited: set[int] = set()  # by id of the module

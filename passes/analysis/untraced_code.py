@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from compile_fsdp.passes.analysis.function_text import codes_in, function_text, is_library
+from compile_fsdp.passes.analysis.subgraphs import graph_and_bodies
 from compile_fsdp.torch_compat.dispatch import checkpoint_contexts, op_definitions, set_checkpoint_contexts
 
 
@@ -29,8 +30,9 @@ class UntracedCode(NamedTuple):
 
 
 def find_untraced_code(gm: fx.GraphModule) -> UntracedCode:
-    definitions = [each for body in _graphs(gm) for node in body.graph.nodes for each in op_definitions(node)]
-    functions = dict.fromkeys(_function_of(checkpoint_contexts(body)) for body in _graphs(gm))
+    graphs = graph_and_bodies(gm)
+    definitions = [each for graph in graphs for node in graph.graph.nodes for each in op_definitions(node)]
+    functions = dict.fromkeys(_function_of(checkpoint_contexts(body)) for body in graphs)
     own = [each for each in functions if each is not None and not (isinstance(each, FunctionType) and is_library(each))]
     return UntracedCode(tuple(_code_behind(definitions)), tuple(own))
 
@@ -50,15 +52,11 @@ class NamedContexts:
 
 def name_contexts(gm: fx.GraphModule) -> None:
     """Name each `context_fn` that has a text, unless the user has given it a `cache_hash`."""
-    for body in _graphs(gm):
+    for body in graph_and_bodies(gm):
         contexts = checkpoint_contexts(body)
         text = function_text(contexts)
         if callable(contexts) and text is not None and not hasattr(contexts, "cache_hash"):
             set_checkpoint_contexts(body, NamedContexts(contexts, text))
-
-
-def _graphs(gm: fx.GraphModule) -> list[fx.GraphModule]:
-    return [each for each in gm.modules() if isinstance(each, fx.GraphModule)]
 
 
 def _code_behind(definitions: Iterable[object]) -> Iterator[CodeType]:
