@@ -28,7 +28,7 @@ from torch import nn
 from compile_fsdp.errors import NotPortableError
 from compile_fsdp.options import Options
 from compile_fsdp.passes.cache_key import hash_package
-from compile_fsdp.replay.words import base_names, describe, hash_code
+from compile_fsdp.replay.words import base_names, describe, hash_code, hash_words
 from compile_fsdp.torch_compat.inductor import cache_folder, settings_hash
 
 _MAGIC = b"compile_fsdp bundle 1\n"
@@ -69,7 +69,7 @@ def own_folder() -> Path:
 
 def locate(asked: str | None, facts: Mapping[str, str]) -> Path:
     """Return the path of a model's bundle; `asked` is the path in its options, or None."""
-    path = own_folder() / f"{_hash(sorted(facts.items()))[:32]}.bundle" if asked is None else Path(asked)
+    path = own_folder() / f"{hash_words(sorted(facts.items()))[:32]}.bundle" if asked is None else Path(asked)
     return path if (folder := kept_folder()) is None else folder / path.name
 
 
@@ -104,10 +104,10 @@ def make_facts(model: nn.Module, options: Options, device: torch.device) -> dict
         "device": str(device),  # compiled code names its GPU
         "options": _describe_options(options),
         "settings of Inductor": settings_hash(),
-        "parameters": _hash(parameters),
-        "buffers": _hash([(name, describe(buffer)) for name, buffer in model.named_buffers()]),
-        "modules": _hash([(name, base_names(type(module))) for name, module in model.named_modules()]),
-        "code of the modules": _hash([code and hash_code(code) for code in codes]),
+        "parameters": hash_words(parameters),
+        "buffers": hash_words([(name, describe(buffer)) for name, buffer in model.named_buffers()]),
+        "modules": hash_words([(name, base_names(type(module))) for name, module in model.named_modules()]),
+        "code of the modules": hash_words([code and hash_code(code) for code in codes]),
     }
 
 
@@ -123,10 +123,6 @@ def _processor() -> str:
     if accelerator is None or accelerator.type != "cuda":
         return torch.backends.cpu.get_cpu_capability()
     return f"{torch.cuda.get_device_name()} {torch.cuda.get_device_capability()}"
-
-
-def _hash(described: object) -> str:
-    return hashlib.sha256(repr(described).encode()).hexdigest()
 
 
 def write(path: Path, facts: Mapping[str, Any], step: object) -> None:

@@ -17,7 +17,6 @@ graph. So the conditions also store which paths led to one object when the graph
 from __future__ import annotations
 
 import enum
-import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter, contains, is_
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
@@ -30,7 +29,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from compile_fsdp.errors import NotPortableError
 from compile_fsdp.passes.analysis.function_text import function_text
 from compile_fsdp.replay.paths import STEPS, Paths, Scope
-from compile_fsdp.replay.words import PLAIN, TORCH_CONSTANTS, describe, describe_class, describe_place, forget_classes
+from compile_fsdp.replay.words import (
+    PLAIN,
+    TORCH_CONSTANTS,
+    describe,
+    describe_class,
+    describe_place,
+    forget_classes,
+    hash_words,
+)
 from compile_fsdp.torch_compat.dynamo import GuardFact
 from compile_fsdp.torch_compat.dynamo_limits import find_assumed_constant
 from compile_fsdp.torch_compat.global_state import GlobalState
@@ -89,7 +96,7 @@ _LOOKS[_PLACE] = lambda value, _: describe_place(value) if isinstance(value, _ME
 
 # A function that makes the contexts of a selective checkpoint: all that it reads decides about the graph.
 _CONTEXTS = "CONTEXTS"
-_LOOKS[_CONTEXTS] = lambda value, _: hashlib.sha256(repr(function_text(value)).encode()).hexdigest()[:16]
+_LOOKS[_CONTEXTS] = lambda value, _: hash_words(function_text(value))[:16]
 
 # Kinds of guards with an argument.
 _ASKS_FOR = {"DICT_CONTAINS", "DICT_NOT_CONTAINS", "HASATTR", "NOT_PRESENT_IN_GENERIC_DICT"}

@@ -216,6 +216,11 @@ def _describe_constant(value: Any) -> tuple[Any, ...] | None:
     return None
 
 
+def hash_words(described: object) -> str:
+    """Hash a description, equally in every process."""
+    return hashlib.sha256(repr(described).encode()).hexdigest()
+
+
 def hash_code(code: CodeType) -> str:
     """Hash a function's code without its file and lines."""
     digest = hashlib.sha256()
