@@ -47,12 +47,12 @@ class FrameRecord:
         self.compiled = graph
         self.sources.may_read_rank |= not graph.are_ranks_equal
         self.sources.has_dtensors |= graph.has_dtensors
-        self.sources.add(graph.untraced.ops)
 
     def see_graph(self, graph: Any) -> None:
         self.graphs += 1
         self.graph = graph
-        self.sources.add(traced_code())
+        assert self.compiled is not None
+        self.sources.add([*traced_code(), *self.compiled.untraced.ops])
 
     def see_guards(self, entries: Sequence[Any]) -> None:
         facts = [fact for fact in guard_facts(entries) if not self.dropped(fact)]

@@ -44,7 +44,7 @@ class Sources:
         self.may_read_rank = self.has_dtensors = False
 
     def add(self, traced: Collection[CodeType]) -> None:
-        """Add the files of traced code."""
+        """Add the files of code that is traced into a graph."""
         if not _of_command_line().isdisjoint(traced):
             self.problem = "its code is in the command line of Python"
         own = [code for code in traced if not code.co_filename.startswith(_KNOWN_FOLDERS)]
