@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import compile_fsdp
+from compile_fsdp.torch_compat.distributed import local_tensor
 from compile_fsdp.torch_compat.dynamo import CAN_REPLAY
 from helpers.models.replays import count_replays
 from helpers.ranks.pools import run_ranks
@@ -62,7 +63,7 @@ def _gradients(model: Any, written: int) -> list[torch.Tensor]:
         outputs = model(torch.linspace(0.0, 1.0, 12).view(3, 4))
         outputs[written].mul_(2.0)
         sum(each.square().sum() for each in outputs).backward()
-        found += [getattr(each.grad, "_local_tensor", each.grad).clone() for each in model.parameters()]
+        found += [local_tensor(each.grad).clone() for each in model.parameters()]
     return found
 
 

@@ -34,9 +34,8 @@ MODULES = (
     "aliases", "check", "call_random_ops", "choose", "collectives", "costs", "cut_backward", "drop_input_aliases",
     "drop_random_states", "eager_effects", "effects", "equal_blocks", "expand_group_calls", "function_text",
     "graph_text", "keep_module_hooks", "layout", "legalize_windows", "make_replayable",
-    "offload_saved", "op_facts", "outline_blocks", "pack_gathers", "pack_reductions", "packing",
-    "parameter_memory", "read_step", "read_by_strides", "remove_unread", "remove_unshard_copies",
-    "replace_unsafe_gathers", "runner",
+    "offload_saved", "op_facts", "outline_blocks", "pack_gathers", "pack_reductions", "packing", "parameter_memory",
+    "read_step", "read_by_strides", "remove_unread", "remove_unshard_copies", "replace_unsafe_gathers", "runner",
     "save_frozen_outputs", "saved_sizes", "schedule_collectives", "sinking", "step_time", "subgraphs", "timeline",
     "unfilled_reads", "untraced_code", "value_memory", "windows",
 )  # fmt: skip
