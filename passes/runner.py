@@ -125,6 +125,10 @@ class Pipeline(CustomGraphPass):
         """Return a cache key of the passes, their arguments, and the sources that `cache_key` hashes."""
         return cache_key(*((_name(each), _options(each)) for each in self._passes))
 
+    def __deepcopy__(self, memo: object) -> Pipeline:
+        """Return this object, because torch copies Inductor's options to compile the body of a scan."""
+        return self
+
     def _run(self, each: PostGradPass, graph: fx.Graph) -> Report:
         with checking(graph, _name(each)) if self._check else nullcontext():
             start = time.perf_counter()
