@@ -30,7 +30,8 @@ from compile_fsdp.passes.dynamo.legalize_windows import legalize_windows
 from compile_fsdp.passes.runner import run_passes
 from compile_fsdp.runtime.attached import owner_of
 from compile_fsdp.runtime.backward import expect_no_gradient
-from compile_fsdp.runtime.tracing import GROUP_CALLS
+from compile_fsdp.runtime.tracing import GROUP_CALLS, keep_later_writes
+from compile_fsdp.torch_compat.dispatch import HigherOrderOperator
 from compile_fsdp.torch_compat.dynamo import (
     FailOnRecompileLimitHit,
     Unsupported,
@@ -121,6 +122,10 @@ class CapturedBackward:
             if isinstance(body, fx.GraphModule):
                 # A plain module, because Dynamo does not trace modules that compile their code on the first call.
                 setattr(captured, name, fx.GraphModule(body, body.graph))
+        for node in list(captured.graph.nodes):
+            if isinstance(node.target, HigherOrderOperator):
+                with captured.graph.inserting_after(node):
+                    captured.graph.call_function(keep_later_writes)
         captured.recompile()
         # Compile the function instead of the module, because Dynamo would also compile the module's exception handler,
         # which then fails with a different exception. Compile a copy, because the data that Dynamo keeps with code and

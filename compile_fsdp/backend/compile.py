@@ -20,7 +20,7 @@ from compile_fsdp.backend.inner import TracedGraph, compile_traced
 from compile_fsdp.backend.memory_budget import budget_pass
 from compile_fsdp.backend.step import Step
 from compile_fsdp.backend.this_run import this_run
-from compile_fsdp.errors import UnknownOptionError, UnsupportedFeatureError
+from compile_fsdp.errors import UnknownOptionError
 from compile_fsdp.ops import ensure_ops
 from compile_fsdp.options import Options
 from compile_fsdp.passes import pipelines
@@ -35,9 +35,8 @@ from compile_fsdp.runtime.gather import free
 from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.runtime.root import StateHooks
 from compile_fsdp.runtime.tracing import GROUP_CALLS, restore_hook_bodies_now
-from compile_fsdp.torch_compat.dispatch import HigherOrderOperator, op_name
 from compile_fsdp.torch_compat.dynamo import copy_dynamo_graph, explain_untraceable_hooks, has_hooks_input
-from compile_fsdp.torch_compat.dynamo_limits import LOSES_STATE_BEHIND_BODIES, keep_list_items_constant
+from compile_fsdp.torch_compat.dynamo_limits import keep_list_items_constant
 from compile_fsdp.torch_compat.inductor import generates_code
 from compile_fsdp.torch_compat.required import check_names
 
@@ -72,7 +71,6 @@ def compile_fsdp(
     step, graph = _decide(gm, example_inputs, parsed)
     parameters = _parameter_inputs(step, graph, traced)
     if graph.inputs.managed:
-        _check_bodies(gm.graph)
         graph.inputs.warn_of_unreduced()
     else:
         graph.inputs.check_sharded()
@@ -90,21 +88,6 @@ def _check_bundle(options: Options, traced: trace_record.TraceRecord) -> None:
             "expected model.compile() with a bundle, got torch.compile() of a model or a function; call the model's "
             'own, with backend="compile_fsdp" and options={"bundle": ...}'
         )
-
-
-def _check_bodies(graph: fx.Graph) -> None:
-    """Refuse conditions, loops and FlexAttention where Dynamo forgets the state of FSDP2 that changes after them."""
-    if not LOSES_STATE_BEHIND_BODIES:
-        return
-    found = {op_name(node.target) for node in graph.nodes if isinstance(node.target, HigherOrderOperator)}
-    if bodies := sorted(found & _BODIES):
-        raise UnsupportedFeatureError(
-            f"expected a forward without {' and '.join(bodies)}, because Dynamo of torch 2.13 and 2.14 loses the state "
-            "of FSDP2 that changes after it; use torch 2.12 or 2.15, or train without compile()"
-        )
-
-
-_BODIES = {"associative_scan", "cond", "flex_attention", "map_impl", "scan", "while_loop"}
 
 
 def _decide(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> tuple[Step, TracedGraph]:

@@ -35,6 +35,7 @@ from compile_fsdp.runtime.tracing import (
     defer_hook_bodies,
     eval_at_trace_time_guarded,
     is_deep_in_regions,
+    keep_later_writes,
     restore_hook_bodies,
 )
 from compile_fsdp.torch_compat.autograd import current_backward
@@ -63,6 +64,7 @@ def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
 def post_forward(module: nn.Module, args: Any, output: Any) -> Any:
     member = module_hooks_of(module)
     if torch.compiler.is_dynamo_compiling():
+        keep_later_writes()
         return call_with_side_effects(_after_module, member, output)
     return member.eager_post_forward(module, args, output)
 
@@ -262,6 +264,7 @@ def _after_backward(hooks: StateHooks, grad: torch.Tensor) -> torch.Tensor:
 @eval_at_trace_time_guarded
 def _enter(hooks: StateHooks) -> None:
     """Initialise the FSDP2 state and refuse unsupported models, before the graph gets any op."""
+    keep_later_writes()
     initialise(hooks)
     prepare_groups((hooks, *map(hooks_of, hooks.state._states_to_forward_prefetch)))
     trace_record.enter(hooks)

@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from compile_fsdp.torch_compat import dynamo_limits
 from compile_fsdp.torch_compat.autograd import swap_compiled_autograd_flag
 from compile_fsdp.torch_compat.dynamo import assume_constant_result, count_outer_tracers, skip_code
 
@@ -89,6 +90,10 @@ def group_call(function: _Function) -> _Function:
 def guarded_text(numbers: object) -> str:
     """Return numbers as text. See [Note: Numbers that stay numbers]."""
     return repr(numbers)
+
+
+# Marked for calls in traced code; a captured graph calls it, too.
+keep_later_writes = eval_at_trace_time(dynamo_limits.keep_later_writes)
 
 
 @eval_at_trace_time

@@ -10,13 +10,32 @@ from typing import Any
 import torch
 import torch._dynamo.config
 import torch._dynamo.pgo
+from torch._dynamo import symbolic_convert
 from torch._dynamo.source import GetItemSource
 from torch._guards import TracingContext
 
 from compile_fsdp.torch_compat.declarations import needs
 
-# Whether Dynamo forgets a second write of an attribute behind an op with a body, as torch.cond has. (2.13.0, 2.14.1)
-LOSES_STATE_BEHIND_BODIES = "2.13" <= torch.__version__ < "2.15"
+# Whether objects that Dynamo knows keep the table of written attributes that they met first. (2.13.0, 2.14.0)
+_KEEPS_OLD_TABLE = "2.13" <= torch.__version__ < "2.15"
+
+
+@needs("torch._dynamo.symbolic_convert.InstructionTranslator.current_tx", "torch._guards.TracingContext.try_get")
+def keep_later_writes() -> None:
+    """Let Dynamo keep the attributes that are written behind an op with a body, such as torch.cond. (2.13.0, 2.14.0)
+
+    Behind the body, Dynamo goes on with a copy of its table of written attributes. What objects then write to the
+    earlier table is lost. Outside a trace, this function does nothing.
+    """
+    if not _KEEPS_OLD_TABLE or TracingContext.try_get() is None:
+        return
+    table: Any = symbolic_convert.InstructionTranslator.current_tx().output.side_effects
+    if hasattr(table, "compile_fsdp_is_followed"):
+        return
+    table.compile_fsdp_is_followed = True
+    for variable in table.id_to_variable.values():
+        if (attributes := getattr(variable, "dict_vt", None)) is not None:
+            attributes.items.side_effects = table
 
 
 @needs("torch._dynamo.pgo.get_code_state", "torch._guards.TracingContext.get")
