@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 import enum
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, ItemsView, Iterator, KeysView, Mapping, Sized, ValuesView
 from functools import cache, cached_property, partial, partialmethod
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from compile_fsdp.torch_compat.dispatch import OpOverload
+from compile_fsdp.torch_compat.dispatch import OpOverload, OpOverloadPacket
 from compile_fsdp.torch_compat.distributed import DTensorSpec
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
@@ -43,7 +43,8 @@ def describe(value: Any) -> Any:
     """Describe a value by plain data.
 
     Values that a graph cannot tell apart have equal descriptions. An object that is no constant, no code and no tensor
-    is described by its class only, because its parts that a graph reads have separate descriptions.
+    is described by its class only, because its parts that a graph reads have separate descriptions. If it has no parts
+    that Python code sets, as `torch.finfo` or a compiled pattern, its `repr` describes it, unless that is its address.
     """
     if isinstance(value, enum.Enum):
         return ("enum", class_name(type(value)), value.name, describe(value.value))
@@ -65,7 +66,21 @@ def describe(value: Any) -> Any:
         return ("spec", describe(value.mesh), str(value.placements), tuple(value.shape))
     if isinstance(value, (FunctionType, MethodType, BuiltinFunctionType, ModuleType, OpOverload, CodeType)):
         return _describe_code(value)
+    if isinstance(value, (KeysView, ValuesView, ItemsView)):
+        return (type(value).__name__, *map(describe, value))
+    if _is_opaque(value) and _ADDRESS not in (text := repr(value)):
+        return ("object", describe_class(type(value)), text)
     return ("object", describe_class(type(value)))
+
+
+_ADDRESS = " at 0x"  # in the `repr` of an object whose class defines none
+
+
+def _is_opaque(value: object) -> bool:
+    """Return whether an object holds no others that Python code sets, and guards of its parts tell nothing of it."""
+    if type(value).__module__.partition(".")[0] in ("numpy", "typing") or isinstance(value, OpOverloadPacket):
+        return not isinstance(value, Sized)  # no array
+    return not (hasattr(value, "__dict__") or isinstance(value, Collection)) or isinstance(value, range)
 
 
 def describe_place(value: DeviceMesh | dist.ProcessGroup) -> Any:
@@ -209,6 +224,8 @@ def _describe_constant(value: Any) -> tuple[Any, ...] | None:
     """Describe a constant by its value; None for an object that is no constant."""
     if isinstance(value, enum.Enum):
         return ("enum", class_name(type(value)), value.name, _describe_member(value.value))
+    if isinstance(value, (float, complex)):
+        return (type(value).__name__, repr(value))  # 0.0 and -0.0 differ, and nan is equal to itself
     if isinstance(value, PLAIN):
         return (type(value).__name__, value)
     if isinstance(value, TORCH_CONSTANTS):

@@ -5,11 +5,15 @@ from __future__ import annotations
 import enum
 import re
 import textwrap
+import typing
 from typing import Any
 
+import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.attention import SDPBackend
 
 from compile_fsdp.replay.words import describe, describe_class, forget_classes
 
@@ -114,3 +118,33 @@ def test_member_of_an_enum_is_described_by_name_and_value(base: Any) -> None:
 def test_constants_are_described_by_value() -> None:
     values = [1, True, 1.0, "1", b"1", None, torch.float32, torch.device("cpu"), (1,), [1], (True,)]
     assert len({repr(describe(value)) for value in values}) == len(values)
+    assert describe(0.0) != describe(-0.0)
+    assert describe(float("nan")) == describe(float("nan"))
+
+
+# Dynamo compares these objects as a whole, and guards none of their parts.
+_OPAQUE = {
+    "finfo": (torch.finfo(torch.float32), torch.finfo(torch.float16)),
+    "iinfo": (torch.iinfo(torch.int8), torch.iinfo(torch.int16)),
+    "NumPy's finfo": (numpy.finfo("f4"), numpy.finfo("f2")),
+    "ufunc": (numpy.sin, numpy.cos),
+    "pattern": (re.compile("a"), re.compile("b")),
+    "attention backend": (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION),
+    "reduce op": (dist.ReduceOp.SUM, dist.ReduceOp.MAX),
+    "method of C": (torch.Tensor.tanh, torch.Tensor.sigmoid),
+    "op with overloads": (torch.ops.aten.tanh, torch.ops.aten.sigmoid),
+    "keys": ({"a": 1}.keys(), {"b": 1}.keys()),
+    "range": (range(2), range(3)),
+    "generic type": (typing.List[int], typing.List[str]),  # noqa: UP006
+}
+
+
+@pytest.mark.parametrize("name", _OPAQUE)
+def test_object_without_parts_is_described_by_its_text(name: str) -> None:
+    one, other = _OPAQUE[name]
+    assert describe(one) == describe(one)
+    assert describe(one) != describe(other)
+
+
+def test_object_without_a_text_is_described_by_its_class() -> None:
+    assert describe(object()) == describe(object())
