@@ -45,7 +45,10 @@ def enter_graph(group: TraceableGroup, read: Sequence[torch.Tensor], cut_forward
     backward.divisor_text = guarded_text(group.fsdp_group.gradient_divide_factor)
     needs_all = cut_forward is not None or reduces_unused(group.fsdp_group)
     required = [param.unsharded_param for param in group.params] if needs_all else []
-    backward.gradients.expect(read, required, cut_forward)
+    # Eager code between graphs may still compute with frozen parameters, which get no gradient that tells when it has.
+    frozen = [param for param in group.params if not param.unsharded_param.requires_grad]
+    is_held = cut_forward is not None and any(param.is_saved() for param in frozen)
+    backward.gradients.expect(read, required, cut_forward, is_held)
     free_gradient_dtypes(group.fsdp_group)
     forward_to_come = any(call.is_to_come() for call in group.forwards.calls)
     backward.is_deferred = forward_to_come or (may_meet_eager and _awaits_eager_gradients(group))

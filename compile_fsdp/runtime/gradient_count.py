@@ -21,14 +21,18 @@ class GradientCount:
         self._entered: Sequence[torch.Tensor] = ()  # `_read` on entering the graph
         self._read: Sequence[torch.Tensor] = ()
         self._required: Sequence[torch.Tensor] = ()
+        self._is_held = False
 
     @at_run_time
-    def expect(self, read: Sequence[torch.Tensor], required: Sequence[torch.Tensor], cut_forward: object) -> None:
+    def expect(
+        self, read: Sequence[torch.Tensor], required: Sequence[torch.Tensor], cut_forward: object, is_held: bool = False
+    ) -> None:
         """Set which gradients complete the group in the next compiled backward; see `enter_graph`.
 
         `required` parameters must have a gradient from any graph of the forward; empty if this graph's are enough.
+        With `is_held`, the group stays incomplete, and torch's final callback reduces and reshards it.
         """
-        self._entered, self._required = read, required
+        self._entered, self._required, self._is_held = read, required, is_held
         if required and cut_forward is not self.cut_forward:
             self.cut_forward, self.seen = cut_forward, set()
         self.expect_again()
@@ -47,7 +51,8 @@ class GradientCount:
         if self._required:
             self.seen.difference_update(parameters)
             self.seen.update(map(id, self._read))
-            if any(leaf.requires_grad and id(leaf) not in self.seen for leaf in self._required):
+            missing = any(leaf.requires_grad and id(leaf) not in self.seen for leaf in self._required)
+            if missing or self._is_held:
                 expected += 1  # never arrives, so the group stays incomplete
         self.expected_text, self.pending = guarded_text(expected), None
 

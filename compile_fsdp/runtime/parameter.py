@@ -26,6 +26,7 @@ from compile_fsdp.runtime.dtensor_parameters import as_dtensor, wraps_as_dtensor
 from compile_fsdp.runtime.gather import Input
 from compile_fsdp.runtime.subclass_parameters import Extension, Parts, find_subclass, is_extended
 from compile_fsdp.runtime.tracing import at_run_time, guarded_text
+from compile_fsdp.torch_compat.autograd import count_uses
 from compile_fsdp.torch_compat.distributed import local_tensor
 from compile_fsdp.torch_compat.dynamo import mark_static
 from compile_fsdp.torch_compat.fsdp import FSDPParam, ShardedState, data_parallel_dims, free_storage, unsharded_spec
@@ -145,6 +146,7 @@ class TraceableParam:
             full_bytes = self.plan.storage_bytes[0]
             self.post_forward = PostForwardShard(fsdp_param, self.unsharded_param, post_forward_count, full_bytes)
         self.is_watched = False  # whether the hook on the unsharded parameter's gradient is registered
+        self._own_uses = list(map(count_uses, self.filled))  # before eager code saves any
 
     @at_run_time
     def _create_unsharded(self, shard_count: int, device: torch.device) -> None:
@@ -187,6 +189,11 @@ class TraceableParam:
         for tensor in (self.unsharded_param, self.fsdp_param._unsharded_param):
             if tensor.requires_grad != needs_grad:
                 tensor.requires_grad_(needs_grad)
+
+    @at_run_time
+    def is_saved(self) -> bool:
+        """Whether eager code has saved the unsharded parameter, or a view of it, as for its backward; graphs do not."""
+        return any(count_uses(each) > own for each, own in zip(self.filled, self._own_uses, strict=True))
 
     @property
     def filled(self) -> list[torch.Tensor]:

@@ -115,6 +115,12 @@ def will_run(node: Any) -> bool:
     return node is not None and bool(torch._C._will_engine_execute_node(node))
 
 
+@needs("torch._C._storage_Use_Count")
+def count_uses(tensor: torch.Tensor) -> int:
+    """Count the tensors on a tensor's memory, those that autograd has saved included. (2.11.0, 2.13.0, 2.15.0)"""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
 @needs("torch._C._DisableTorchDispatch")
 def accumulates_into(leaf: torch.Tensor) -> bool:
     """Whether the running backward accumulates a gradient into `leaf`, before or after this call. (2.13.0)
