@@ -16,6 +16,7 @@ from helpers.models.blockwise import shard_blocks
 from helpers.parity.check import Parity, compare, compare_grads
 from helpers.parity.twins import build_both
 from helpers.ranks.pools import run_ranks
+from helpers.releases.skip import skip_before
 
 
 class _Body(nn.Module):
@@ -87,6 +88,8 @@ def _train(rank: int, name: str, inner_backend: str) -> Parity:
 
 @pytest.mark.parametrize("name", _OPS)
 def test_trains_bitwise_with_reductions_in_the_graph(name: str) -> None:
+    if name == "scan":
+        skip_before("2.12")  # which cannot trace the backward of a scan op by op
     for result in run_ranks(2, _train, name, "aot_eager"):
         assert result.differing == []
 

@@ -11,12 +11,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.attention.flex_attention import flex_attention
 
 import compile_fsdp
 from compile_fsdp.passes import COSTS, Costs
 from compile_fsdp.runtime.attached import module_hooks_of
 from compile_fsdp.runtime.hooks import prepare_model
-from compile_fsdp.tools.bench.llama import ModelConfig, Transformer
+from compile_fsdp.tools.bench.llama import Attention, ModelConfig, Transformer
 from compile_fsdp.tools.plan.models import Checkpoint, checkpoint_layers
 from compile_fsdp.torch_compat.dispatch import FakeTensorMode
 from helpers.models.tensor_subclasses import Float8Weight, Int8RowsWeight, use
@@ -40,6 +41,24 @@ class _Experts(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(4, -1, x.shape[-1])
         return torch.bmm(torch.relu(torch.bmm(rows, self.up)), self.down).view_as(x)
+
+
+def _causal(score: torch.Tensor, batch: object, head: object, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    return torch.where(query >= key, score, float("-inf"))
+
+
+class _FlexAttention(Attention):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, dim = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
+        attended: Any = flex_attention(self.rotary(q), self.rotary(k), v, score_mod=_causal)
+        out: torch.Tensor = self.out(attended.transpose(1, 2).reshape(batch, length, dim))
+        return out
+
+
+def _use_flex_attention(model: Any, _: Any) -> None:
+    for layer in model.layers:
+        layer.attention = _FlexAttention(_CONFIG, TOKENS)
 
 
 def _parallelize(model: Any, tp: DeviceMesh | None) -> None:
@@ -123,6 +142,7 @@ FEATURES = {
     "reshard to 2": Feature(arguments=lambda mesh: {"reshard_after_forward": 2}),
     "kept": Feature(arguments=lambda mesh: {"reshard_after_forward": False}),
     "cpu offload": Feature(arguments=lambda mesh: {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, device="cpu"),
+    "flex attention": Feature(prepare=_use_flex_attention),
     "cuda graphs": Feature(options={"triton.cudagraphs": True}),
     "retained windows": Feature(options={"disabled_passes": {"remove_unshard_copies"}}),
 }
