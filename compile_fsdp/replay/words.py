@@ -11,6 +11,7 @@ from __future__ import annotations
 import abc
 import enum
 import hashlib
+import re
 from collections.abc import Callable, Collection, ItemsView, Iterator, KeysView, Mapping, Sized, ValuesView
 from functools import cache, cached_property, partial, partialmethod
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
@@ -44,7 +45,7 @@ def describe(value: Any) -> Any:
 
     Values that a graph cannot tell apart have equal descriptions. An object that is no constant, no code and no tensor
     is described by its class only, because its parts that a graph reads have separate descriptions. If it has no parts
-    that Python code sets, as `torch.finfo` or a compiled pattern, its `repr` describes it, unless that is its address.
+    that Python code sets, as `torch.finfo` or a compiled pattern, its `repr` describes it, unless that has an address.
     """
     if isinstance(value, enum.Enum):
         return ("enum", class_name(type(value)), value.name, describe(value.value))
@@ -68,16 +69,16 @@ def describe(value: Any) -> Any:
         return _describe_code(value)
     if isinstance(value, (KeysView, ValuesView, ItemsView)):
         return (type(value).__name__, *map(describe, value))
-    if _is_opaque(value) and _ADDRESS not in (text := repr(value)):
+    if _is_opaque(value) and _ADDRESS.search(text := repr(value)) is None:
         return ("object", describe_class(type(value)), text)
     return ("object", describe_class(type(value)))
 
 
-_ADDRESS = " at 0x"  # in the `repr` of an object whose class defines none
+_ADDRESS = re.compile("0x[0-9a-f]{6}")
 
 
 def _is_opaque(value: object) -> bool:
-    """Return whether an object holds no others that Python code sets, and guards of its parts tell nothing of it."""
+    """Return whether an object has no parts that Python code sets, so that only a guard on the whole tells it apart."""
     if type(value).__module__.partition(".")[0] in ("numpy", "typing") or isinstance(value, OpOverloadPacket):
         return not isinstance(value, Sized)  # no array
     return not (hasattr(value, "__dict__") or isinstance(value, Collection)) or isinstance(value, range)

@@ -45,9 +45,11 @@ def enter_graph(group: TraceableGroup, read: Sequence[torch.Tensor], cut_forward
     backward.divisor_text = guarded_text(group.fsdp_group.gradient_divide_factor)
     needs_all = cut_forward is not None or reduces_unused(group.fsdp_group)
     required = [param.unsharded_param for param in group.params] if needs_all else []
-    # Eager code between graphs may still compute with frozen parameters, which get no gradient that tells when it has.
-    frozen = [param for param in group.params if not param.unsharded_param.requires_grad]
-    is_held = cut_forward is not None and any(param.is_saved() for param in frozen)
+    is_held = cut_forward is not None and any(
+        # The backward of eager code between graphs reads it, and no gradient tells when.
+        not param.unsharded_param.requires_grad and param.is_saved()
+        for param in group.params
+    )
     backward.gradients.expect(read, required, cut_forward, is_held)
     free_gradient_dtypes(group.fsdp_group)
     forward_to_come = any(call.is_to_come() for call in group.forwards.calls)

@@ -16,18 +16,18 @@ from torch._guards import TracingContext
 
 from compile_fsdp.torch_compat.declarations import needs
 
-# Whether objects that Dynamo knows keep the table of written attributes that they met first. (2.13.0, 2.14.0)
-_KEEPS_OLD_TABLE = "2.13" <= torch.__version__ < "2.15"
+# Whether Dynamo records the writes of an object in the table that it had when it met the object. (2.13.0, 2.14.0)
+_WRITES_TO_OLD_TABLE = "2.13" <= torch.__version__ < "2.15"
 
 
 @needs("torch._dynamo.symbolic_convert.InstructionTranslator.current_tx", "torch._guards.TracingContext.try_get")
 def keep_later_writes() -> None:
     """Let Dynamo keep the attributes that are written behind an op with a body, such as torch.cond. (2.13.0, 2.14.0)
 
-    Behind the body, Dynamo goes on with a copy of its table of written attributes. What objects then write to the
-    earlier table is lost. Outside a trace, this function does nothing.
+    Behind the body, Dynamo goes on with a copy of its table of writes. What it then records in the earlier table is
+    lost. Outside a trace, this function does nothing.
     """
-    if not _KEEPS_OLD_TABLE or TracingContext.try_get() is None:
+    if not _WRITES_TO_OLD_TABLE or TracingContext.try_get() is None:
         return
     table: Any = symbolic_convert.InstructionTranslator.current_tx().output.side_effects
     if hasattr(table, "compile_fsdp_is_followed"):
