@@ -123,7 +123,7 @@ class CapturedBackward:
                 # A plain module, because Dynamo does not trace modules that compile their code on the first call.
                 setattr(captured, name, fx.GraphModule(body, body.graph))
         for node in list(captured.graph.nodes):
-            if isinstance(node.target, HigherOrderOperator):
+            if isinstance(node.target, HigherOrderOperator):  # the hooks behind it write attributes
                 with captured.graph.inserting_after(node):
                     captured.graph.call_function(keep_later_writes)
         captured.recompile()

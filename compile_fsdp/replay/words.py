@@ -65,7 +65,7 @@ def describe(value: Any) -> Any:
         return ("mesh", value.device_type, tuple(value.shape), value.mesh_dim_names)
     if isinstance(value, DTensorSpec):
         return ("spec", describe(value.mesh), str(value.placements), tuple(value.shape))
-    if isinstance(value, (FunctionType, MethodType, BuiltinFunctionType, ModuleType, OpOverload, CodeType)):
+    if isinstance(value, _CODE):
         return _describe_code(value)
     if isinstance(value, (KeysView, ValuesView, ItemsView)):
         return (type(value).__name__, *map(describe, value))
@@ -74,14 +74,17 @@ def describe(value: Any) -> Any:
     return ("object", describe_class(type(value)))
 
 
+_CODE = (FunctionType, MethodType, BuiltinFunctionType, ModuleType, OpOverload, OpOverloadPacket, CodeType)
 _ADDRESS = re.compile("0x[0-9a-f]{6}")
 
 
 def _is_opaque(value: object) -> bool:
     """Return whether an object has no parts that Python code sets, so that only a guard on the whole tells it apart."""
-    if type(value).__module__.partition(".")[0] in ("numpy", "typing") or isinstance(value, OpOverloadPacket):
+    if type(value).__module__.partition(".")[0] in ("numpy", "typing"):
         return not isinstance(value, Sized)  # no array
-    return not (hasattr(value, "__dict__") or isinstance(value, Collection)) or isinstance(value, range)
+    if hasattr(value, "__dict__") or any("__slots__" in vars(base) for base in type(value).__mro__):
+        return False
+    return not isinstance(value, Collection) or isinstance(value, range)
 
 
 def describe_place(value: DeviceMesh | dist.ProcessGroup) -> Any:
@@ -103,7 +106,7 @@ def _describe_tensor(tensor: torch.Tensor) -> Any:
 def _describe_code(value: Any) -> Any:
     if isinstance(value, ModuleType):
         return ("module", value.__name__)
-    if isinstance(value, OpOverload):
+    if isinstance(value, (OpOverload, OpOverloadPacket)):
         return ("op", str(value))
     if isinstance(value, CodeType):
         return ("code", value.co_name, hash_code(value))

@@ -6,6 +6,7 @@ import enum
 import re
 import textwrap
 import typing
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -146,5 +147,11 @@ def test_object_without_parts_is_described_by_its_text(name: str) -> None:
     assert describe(one) != describe(other)
 
 
-def test_object_without_a_text_is_described_by_its_class() -> None:
+@dataclass(slots=True)
+class _Slots:
+    read: int
+
+
+def test_object_without_a_text_or_with_parts_is_described_by_its_class() -> None:
     assert describe(object()) == describe(object())
+    assert describe(_Slots(1)) == describe(_Slots(2))  # guards tell their parts
