@@ -25,6 +25,7 @@ MIB = 2**20
 COSTS = Costs(latency=5e-4, comm_bandwidth=MIB / 1e-3, memory_bandwidth=1e12, flops=1e12, rows=2048)
 BLOCK = GroupFigures("block", (8 * MIB,), (8 * MIB,), 2 * MIB, ranks=8, backward_ranks=8)
 BLOCKS = (BLOCK,) * 4
+TINY = GroupFigures("tiny", (8 * 2**10,), (8 * 2**10,), 2 * 2**10, ranks=8, backward_ranks=1)
 # A budget that has no memory for packs of several groups.
 SMALL_PACKS = BudgetDecision((), (), False, 10, MIB, MIB, 0.0, True, (), MIB)
 
@@ -66,9 +67,8 @@ def test_advice_with_negligible_gain_is_omitted(change: dict[str, Any], costs: d
 
 
 def test_advises_merging_small_groups() -> None:
-    tiny = GroupFigures("tiny", (8 * 2**10,), (8 * 2**10,), 2 * 2**10, ranks=8, backward_ranks=1)
     large = dataclasses.replace(BLOCK, backward_ranks=1)
-    groups, costs = [large, *[tiny] * 40], dataclasses.replace(COSTS, flops=1e15)
+    groups, costs = [large, *[TINY] * 40], dataclasses.replace(COSTS, flops=1e15)
     (larger,) = advise(groups, costs, SMALL_PACKS)
     assert "1 group in the place of 40 small ones" in larger.change
     # One all-gather and one reduction replace 40 of each.
@@ -77,11 +77,8 @@ def test_advises_merging_small_groups() -> None:
     (keep,) = advise(groups, costs, None)
     assert "memory_budget" in keep.change
     assert keep.most_seconds == pytest.approx(3 / 4 * 2 * 41 * 0.5e-3)
-
-
-def test_merging_all_parameters_into_one_group_is_not_advised() -> None:
-    tiny = GroupFigures("tiny", (8 * 2**10,), (8 * 2**10,), 2 * 2**10, ranks=8, backward_ranks=1)
-    assert not any("in the place of" in each.change for each in advise([tiny] * 40, COSTS, SMALL_PACKS))
+    # Not all parameters into one group.
+    assert not any("in the place of" in each.change for each in advise([TINY] * 40, COSTS, SMALL_PACKS))
 
 
 def test_advises_a_larger_memory_budget() -> None:

@@ -21,6 +21,7 @@ from helpers.models.blockwise import compile_whole, shard_blocks
 from helpers.parity.check import full_grads
 from helpers.parity.twins import AOT_EAGER
 from helpers.ranks.pools import run_ranks
+from helpers.ranks.tests import on_ranks
 
 
 def _model(widths: list[int]) -> Any:
@@ -51,37 +52,30 @@ def test_all_ranks_name_the_first_differing_collective() -> None:
         assert part in errors[0][1]
 
 
-def _other_packs(rank: int) -> tuple[tuple[str, str], dict[str, Any]]:
+@on_ranks(2)
+def test_graphs_are_compared_after_passes_and_the_model_stays_usable(rank: int) -> None:
     model = _model([8, 8])
     one_by_one = Costs(latency=0.0, comm_bandwidth=1e9, memory_bandwidth=1e9, flops=1e9)
-    error = _error_of(model, {"costs": one_by_one} if rank else {})
+    kind, message = _error_of(model, {"costs": one_by_one} if rank else {})
+    assert kind == "CollectiveMismatchError"
+    assert "position 0: on rank 0 all_gather_into_tensor of float32[36]" in message and "float32[32]" in message
     _step(model, {})  # usable after the error
-    return error, full_grads(model)
+    assert all(grad.abs().sum() > 0 for grad in full_grads(model).values())
 
 
-def test_graphs_are_compared_after_passes_and_the_model_stays_usable() -> None:
-    for (kind, message), grads in run_ranks(2, _other_packs):
-        assert kind == "CollectiveMismatchError"
-        assert "position 0: on rank 0 all_gather_into_tensor of float32[36]" in message and "float32[32]" in message
-        assert all(grad.abs().sum() > 0 for grad in grads.values())
-
-
-def _missing(rank: int) -> tuple[str, str, float]:
+@on_ranks(2)
+def test_missing_rank_is_named(rank: int) -> None:
     model = _model([8, 8])
-    start = time.monotonic()
-    error = ("", "") if rank else _error_of(model, {**AOT_EAGER, "agreement_timeout_s": 1.0})
-    seconds = time.monotonic() - start
+    if rank == 0:
+        kind, message = _error_of(model, {**AOT_EAGER, "agreement_timeout_s": 1.0})
+        assert kind == "RankMissingError" and "expected rank 1 to compile its forward graph within 1 s" in message
     dist.barrier()
-    return (*error, seconds)
 
 
-def test_missing_rank_is_named() -> None:
-    kind, message, _ = run_ranks(2, _missing)[0]
-    assert kind == "RankMissingError" and "expected rank 1 to compile its forward graph within 1 s" in message
-
-
-def _late(rank: int, waits: Path) -> str:
-    """Let rank 1 compile only after rank 0 reports that it waits."""
+@on_ranks(2)
+def test_wait_for_a_late_rank_is_reported(rank: int, tmp_path: Path) -> None:
+    """Rank 1 compiles only after rank 0 reports that it waits."""
+    waits = tmp_path / "waits"
 
     class Said(io.StringIO):
         def write(self, text: str) -> int:
@@ -95,15 +89,12 @@ def _late(rank: int, waits: Path) -> str:
         time.sleep(0.1)
     with contextlib.redirect_stderr(said := Said()):
         _step(model, AOT_EAGER)
-    return said.getvalue()
+    assert rank == 1 or "waiting for the other ranks' forward graph" in said.getvalue()
 
 
-def test_wait_for_a_late_rank_is_reported(tmp_path: Path) -> None:
-    assert "waiting for the other ranks' forward graph" in run_ranks(2, _late, tmp_path / "waits")[0]
-
-
-def _other_batch(rank: int) -> int:
-    """Train with a longer batch on rank 0, which recompiles alone."""
+@on_ranks(2)
+def test_one_rank_may_recompile_alone(rank: int) -> None:
+    """Rank 0 trains with a longer batch."""
     model = _model([8, 8, 8, 8])
     # Compute is negligible beside a collective for 2 rows, and far longer for 20,000 rows.
     costs = Costs(latency=1e-4, comm_bandwidth=1e9, memory_bandwidth=1e9, flops=1e9)
@@ -115,8 +106,4 @@ def _other_batch(rank: int) -> int:
     eager = _model([8, 8, 8, 8])
     eager(torch.ones(rows, 8)).mean().backward()
     torch.testing.assert_close(full_grads(model), full_grads(eager))
-    return len(compile_fsdp.reports())
-
-
-def test_one_rank_may_recompile_alone() -> None:
-    assert run_ranks(2, _other_batch) == [4, 2]
+    assert len(compile_fsdp.reports()) == (2 if rank else 4)

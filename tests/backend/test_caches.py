@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -79,30 +78,25 @@ def _cached_after(cache: Path, **environment: str) -> list[bool]:
     return _cached(result)
 
 
-@pytest.fixture(scope="module")
-def cold(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """Cache folder and result of a first process on rank 0."""
-    folder = tmp_path_factory.mktemp("cache")
-    cold, _ = _run(folder)
-    assert _cached(cold) == [False, False]
-    assert _count(cold, "autograd_cache") == {"miss": 2, "saved": 2}
-    assert _count(cold, "fxgraph_cache") == {"miss": 2}
-    return folder, cold
-
-
 def _count(result: dict[str, Any], cache: str) -> dict[str, int]:
     counters: dict[str, int] = result["counters"]
     return {name.removeprefix(f"{cache}_"): count for name, count in counters.items() if name.startswith(f"{cache}_")}
 
 
-@pytest.mark.parametrize(
-    ("rank", "warm_up"),
-    [(0, False), (3, False), (0, True)],
-    ids=["restart", "other rank", "after other graphs and process groups"],
-)
-def test_forward_and_backward_come_from_the_cache(cold: tuple[Path, dict[str, Any]], rank: int, warm_up: bool) -> None:
-    folder, first = cold
-    warm, _ = _run(folder, rank, warm_up)
+def test_forward_and_backward_come_from_the_cache(tmp_path: Path) -> None:
+    """Those of a process on rank 0, in one on another rank and after other graphs and process groups."""
+    child, output = _run(tmp_path, FORK="1")
+    first = json.loads(output.splitlines()[0])
+    assert _cached(first) == [False, False]
+    assert _count(first, "autograd_cache") == {"miss": 2, "saved": 2}
+    assert _count(first, "fxgraph_cache") == {"miss": 2}
+    if torch.version.cuda is None:
+        assert child == 0, output  # a compiled model runs after a fork
+    else:
+        # CUDA builds start autograd's threads in the first backward, also in eager FSDP2; torch refuses the child.
+        assert child != 0 and "autograd's threading in combination with fork" in output
+
+    warm, _ = _run(tmp_path, rank=3, warm_up=True)
     assert warm["captures"] == 1
     # The forward loads its graph and AOTAutograd's unused backward; the backward loads one graph.
     assert _count(warm, "autograd_cache") == {"hit": 2}
@@ -141,14 +135,3 @@ def test_cache_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(AssertionError, match=rf"Not a directory.*{tmp_path / 'file'}"):
         _run(tmp_path / "file" / "cache")
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_compiled_model_runs_after_fork_except_in_cuda_builds(tmp_path: Path) -> None:
-    child, before = _run(tmp_path, FORK="1")
-    assert _cached(json.loads(before.splitlines()[0])) == [False, False]
-    if torch.version.cuda is None:
-        assert child == 0, before
-    else:
-        # CUDA builds start autograd's threads in the first backward, also in eager FSDP2; torch refuses the child.
-        assert child != 0 and "autograd's threading in combination with fork" in before

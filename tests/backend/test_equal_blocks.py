@@ -252,7 +252,14 @@ def test_steps_are_bitwise_those_of_eager_fsdp2(name: str) -> None:
 LENGTHS = [[4, 4], [4, 6], [5, 7], [5, 4]]  # one rank compiles for changing sizes while its peer does not
 
 
-@pytest.mark.parametrize("name", ["plain", "attention", "dropout in a checkpoint"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "attention",
+        pytest.param("plain", marks=pytest.mark.slow),
+        pytest.param("dropout in a checkpoint", marks=pytest.mark.slow),
+    ],
+)
 def test_ranks_may_have_batches_of_different_lengths(name: str) -> None:
     for result in run_ranks(2, _train, LENGTHS, name, {}):
         assert result.differing == []
@@ -271,7 +278,12 @@ def test_inductor_draws_the_numbers_of_eager_fsdp2_on_cpus(name: str, options: d
 
 
 @pytest.mark.parametrize(
-    "arguments", [{}, {"block": _Called}, {"kind": _Cast}], ids=["", "called in a checkpoint", "autocast"]
+    "arguments",
+    [
+        pytest.param({}, id=""),
+        pytest.param({"block": _Called}, id="called in a checkpoint"),
+        pytest.param({"kind": _Cast}, id="autocast", marks=pytest.mark.slow),
+    ],
 )
 def test_further_equal_blocks_need_no_further_kernels(arguments: dict[str, Any]) -> None:
     kernels = []

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from compile_fsdp.backend import graph_order
 from compile_fsdp.backend.graph_order import GraphOrder, Prediction, note_runs
 from helpers.ranks.forked import TESTS, start_ranks
 from helpers.ranks.pools import run_ranks
+from helpers.ranks.tests import on_ranks
 
 PARTING = TESTS / "helpers" / "faults" / "parting_ranks.py"
 
@@ -81,35 +83,31 @@ def test_difference_names_the_graph_that_each_rank_begins() -> None:
     assert second_said is None
 
 
-def _end_alike(rank: int) -> tuple[str | None, bool]:
+@on_ranks(2)
+def test_late_rank_is_not_reported_as_different(rank: int) -> None:
     order = GraphOrder(dist.new_group())
     graphs = [order.know("forward graph", [name]) for name in "ab"]
     for graph in graphs * 3 + graphs[:1] * (1 - rank):
         order.begin(graph)
     dist.barrier()
-    return order.difference(only_certain=False), order._is_followed
+    assert order.difference(only_certain=False) is None and order._is_followed
 
 
-def test_late_rank_is_not_reported_as_different() -> None:
-    assert run_ranks(2, _end_alike) == [(None, True)] * 2
-
-
-def _run_any(rank: int) -> tuple[int, str | None]:
+@on_ranks(2)
+def test_program_without_a_period_is_followed_for_256_notes_only(rank: int) -> None:
     order, numbers = GraphOrder(dist.new_group()), random.Random(0)
     graphs = [order.know("forward graph", [str(i)]) for i in range(40)]
     for _ in range(2000):
         order.begin(numbers.choice(graphs))
     order.begin(graphs[rank])
     dist.barrier()
-    return len(order._notes), order.difference(only_certain=False)
+    assert len(order._notes) == 256
+    assert order.difference(only_certain=False) is None
 
 
-def test_program_without_a_period_is_followed_for_256_notes_only() -> None:
-    assert run_ranks(2, _run_any) == [(256, None)] * 2
-
-
-def _fail_in_graph(rank: int) -> tuple[str, str]:
-    """Run a graph whose op fails; rank 1 runs a different graph."""
+@on_ranks(2)
+def test_error_of_an_op_is_not_replaced(rank: int) -> None:
+    """Each rank runs a different graph, whose op fails."""
     order = GraphOrder(dist.new_group())
     graphs = [order.know("forward graph", [name]) for name in "ab"]
     for graph in graphs * 3:
@@ -118,15 +116,9 @@ def _fail_in_graph(rank: int) -> tuple[str, str]:
     def fail() -> None:
         raise RuntimeError("out of range")
 
-    try:
+    with pytest.raises(RuntimeError, match=r"^out of range$") as error:
         note_runs(fail, [(order, graphs[rank])])()
-    except RuntimeError as error:
-        return type(error).__name__, str(error)
-    return "", ""
-
-
-def test_error_of_an_op_is_not_replaced() -> None:
-    assert run_ranks(2, _fail_in_graph) == [("RuntimeError", "out of range")] * 2
+    assert error.type is RuntimeError
 
 
 def test_error_of_failed_collective_names_ranks_and_graphs(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from helpers.graphs.capture import render_step
 from helpers.models.blockwise import shard_blocks
 from helpers.models.layers import Product
 from helpers.ranks.pools import run_ranks
+from helpers.ranks.tests import on_ranks
 
 
 def _two_layers() -> Any:
@@ -127,9 +128,8 @@ return (%20, %24)
 """)
 
 
-def _invariants(rank: int) -> list[str]:
-    """Run three steps and return each violated invariant of the runtime."""
-    broken: list[str] = []
+@on_ranks(2)
+def test_runtime_invariants_hold_over_three_steps(rank: int) -> None:
     model = _two_layers()
     captured: list[list[Any]] = []
 
@@ -145,20 +145,11 @@ def _invariants(rank: int) -> list[str]:
     for _ in range(3):
         model(x).sum().backward()
         unsharded.append([p._unsharded_param for p in params])
-        broken += [
-            f"{p._param_fqn} keeps its storage"
-            for p in params
-            if p._unsharded_param.untyped_storage().size() != 0 or p._unsharded_param.grad is not None
-        ]
-        broken += [f"{n} is not sharded" for n, p in model.named_parameters() if p.to_local().shape[0] != 2]
-    if any(now[i] is not first for now in unsharded for i, first in enumerate(unsharded[0])):
-        broken.append("an unsharded parameter was replaced")
+        for p in params:
+            assert p._unsharded_param.untyped_storage().size() == 0 and p._unsharded_param.grad is None, p._param_fqn
+        assert all(p.to_local().shape[0] == 2 for p in model.parameters())
+    assert all(each is first for now in unsharded for each, first in zip(now, unsharded[0], strict=True))
     allowed = {id(x)}
     allowed |= {id(p._sharded_param_data) for p in params} | {id(p._unsharded_param) for p in params}
-    if len(captured) != 1 or {id(t) for t in captured[0]} != allowed:
-        broken.append(f"inputs: {[tuple(t.shape) for t in captured[0]]}")
-    return broken
-
-
-def test_runtime_invariants_hold_over_three_steps() -> None:
-    assert run_ranks(2, _invariants) == [[], []]
+    (inputs,) = captured
+    assert {id(t) for t in inputs} == allowed, [tuple(t.shape) for t in inputs]

@@ -10,8 +10,8 @@ from torch import nn
 
 from helpers.models.blockwise import shard_blocks
 from helpers.parity.twins import build_both
-from helpers.ranks.pools import run_ranks
 from helpers.ranks.recording import collectives_of
+from helpers.ranks.tests import on_ranks
 
 Ask = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -55,9 +55,6 @@ def _kept(loss: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return x.grad
 
 
-_WAYS = {each.__name__: each for each in (_grad, _backward_with_inputs, _grad_and_backward, _twice, _kept)}
-
-
 def _steps(model: Any, ask: Ask) -> tuple[list[torch.Tensor], list[list[bool]], list[int]]:
     """Alternate `ask` with training steps; return tensors, parameters with gradients, collective counts."""
     grads, have, collectives = [], [], []
@@ -76,19 +73,12 @@ def _steps(model: Any, ask: Ask) -> tuple[list[torch.Tensor], list[list[bool]], 
     return [*grads, *(parameter.full_tensor().detach() for parameter in model.parameters())], have, collectives
 
 
-def _as_eager(rank: int) -> dict[str, tuple[bool, bool, list[int], list[int]]]:
-    """Train one pair of models by each way in turn; the forward is compiled once."""
+@on_ranks(2)
+def test_input_gradients_match_eager(rank: int) -> None:
+    """Trains one pair of models by each way in turn; the forward is compiled once."""
     eager, ours = build_both(lambda fully_shard: shard_blocks(_Model(), fully_shard))
-    results = {}
-    for name, way in _WAYS.items():
+    for way in (_grad, _backward_with_inputs, _grad_and_backward, _twice, _kept):
         expected, expected_have, issued = _steps(eager, way)
         found, have, ours_issued = _steps(ours, way)
-        results[name] = all(map(torch.equal, found, expected)), have == expected_have, ours_issued, issued
-    return results
-
-
-def test_input_gradients_match_eager() -> None:
-    for results in run_ranks(2, _as_eager):
-        for way, (equal, have_equal, ours, eager) in results.items():
-            assert equal and have_equal, way
-            assert all(own <= other for own, other in zip(ours, eager, strict=True)), way
+        assert all(map(torch.equal, found, expected)) and have == expected_have, way
+        assert all(own <= other for own, other in zip(ours_issued, issued, strict=True)), way

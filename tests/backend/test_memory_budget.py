@@ -17,28 +17,14 @@ from compile_fsdp.reports import reports, reset_reports
 from compile_fsdp.tools.bench.measure import peak_bytes
 from helpers.models.blockwise import compile_whole, shard_blocks
 from helpers.models.layers import Wide
-from helpers.parity.check import Parity, full, loss_of
+from helpers.parity.check import full, loss_of
 from helpers.parity.twins import Twins
 from helpers.ranks.pools import run_ranks
 from helpers.ranks.recording import gathers_of
+from helpers.ranks.tests import on_ranks
 
 PLENTY = 10**9
 TIGHT = 13_500
-
-
-def _train(rank: int, budget: int, inner_backend: str) -> tuple[Parity, int]:
-    twins = Twins(rank, options={"inner_backend": inner_backend, "memory_budget": budget})
-    twins.train()
-    twins.train()
-    gathers = gathers_of(lambda: loss_of(twins.ours.model, twins.batch()).backward())
-    twins.ours.model.zero_grad()
-    twins.evaluate(torch.no_grad)  # gathers and frees the parameters that a forward keeps
-    loss_of(twins.ours.model, twins.batch())  # without a backward
-    twins.train()
-    with torch.compiler.set_stance("force_eager"):
-        twins.train()
-    twins.train()
-    return twins.result, gathers
 
 
 # Two blocks and the root, which `pack_gathers` packs with Inductor. A tight budget gathers the blocks twice.
@@ -52,10 +38,21 @@ def _train(rank: int, budget: int, inner_backend: str) -> tuple[Parity, int]:
         pytest.param("inductor", TIGHT, 5, marks=pytest.mark.slow),
     ],
 )
-def test_budget_sets_the_number_of_gathers(inner_backend: str, budget: int, expected_gathers: int) -> None:
-    for result, gathers in run_ranks(2, _train, budget, inner_backend):
-        assert result.differing == [] if inner_backend == "aot_eager" else result.worst < 2e-6
-        assert gathers == expected_gathers
+@on_ranks(2)
+def test_budget_sets_the_number_of_gathers(rank: int, inner_backend: str, budget: int, expected_gathers: int) -> None:
+    twins = Twins(rank, options={"inner_backend": inner_backend, "memory_budget": budget})
+    twins.train()
+    twins.train()
+    gathers = gathers_of(lambda: loss_of(twins.ours.model, twins.batch()).backward())
+    twins.ours.model.zero_grad()
+    twins.evaluate(torch.no_grad)  # gathers and frees the parameters that a forward keeps
+    loss_of(twins.ours.model, twins.batch())  # without a backward
+    twins.train()
+    with torch.compiler.set_stance("force_eager"):
+        twins.train()
+    twins.train()
+    assert twins.result.differing == [] if inner_backend == "aot_eager" else twins.result.worst < 2e-6
+    assert gathers == expected_gathers
 
 
 def _build(budget: int | str | None, inner_backend: str) -> Any:
@@ -80,13 +77,11 @@ def _smallest(batch: torch.Tensor, inner_backend: str) -> int:
     return int(found[1])
 
 
-def _by_budget(_: int, rows: int, inner_backend: str) -> list[tuple[int, int, list[torch.Tensor], bool]]:
-    """Return of steps with increasing budgets, then without, the budget, peak bytes and gradients.
-
-    Last, whether the budget lets equal blocks become calls.
-    """
+@pytest.mark.parametrize("inner_backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@on_ranks(2)
+def test_step_stays_within_its_budget_with_equal_gradients(rank: int, inner_backend: str) -> None:
     torch.manual_seed(1)
-    batch = torch.randn(rows, 32)
+    batch = torch.randn(2048, 32)
     smallest = _smallest(batch, inner_backend)
     found = []
     for budget in (smallest, smallest * 3 // 2, PLENTY, None):
@@ -108,20 +103,14 @@ def _by_budget(_: int, rows: int, inner_backend: str) -> list[tuple[int, int, li
 
         again()
         found.append((budget or 0, peak_bytes(again, batch.device), grads, calls_blocks))
-    return found
-
-
-@pytest.mark.parametrize("inner_backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_step_stays_within_its_budget_with_equal_gradients(inner_backend: str) -> None:
-    for found in run_ranks(2, _by_budget, 2048, inner_backend):
-        *_, (_, _, expected, _) = found
-        assert {calls_blocks for *_, calls_blocks in found[:-1]} == {False, True}
-        for budget, peak, grads, _ in found[:-1]:
-            assert peak <= budget
-            torch.testing.assert_close(grads, expected, rtol=1e-6, atol=1e-8)
-            assert inner_backend == "inductor" or all(map(torch.equal, grads, expected))
-        peaks = [peak for _, peak, *_ in found[:-1]]
-        assert peaks[0] < 0.8 * peaks[-1]
+    *with_budgets, (_, _, expected, _) = found
+    assert {calls_blocks for *_, calls_blocks in with_budgets} == {False, True}
+    for budget, peak, grads, _ in with_budgets:
+        assert peak <= budget
+        torch.testing.assert_close(grads, expected, rtol=1e-6, atol=1e-8)
+        assert inner_backend == "inductor" or all(map(torch.equal, grads, expected))
+    peaks = [peak for _, peak, *_ in with_budgets]
+    assert peaks[0] < 0.8 * peaks[-1]
 
 
 def _with_other_batches(rank: int) -> list[BudgetDecision]:

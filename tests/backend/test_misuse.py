@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,8 +28,7 @@ from helpers.parity.check import build, loss_of
 from helpers.parity.twins import AOT_EAGER
 from helpers.ranks.fake_world import fake_world
 from helpers.ranks.fresh import run_fresh
-from helpers.ranks.pools import run_ranks
-from helpers.releases.skip import skip_before
+from helpers.ranks.tests import on_ranks
 
 
 def _shard(model: Any, **arguments: Any) -> Any:
@@ -201,30 +201,23 @@ CASES: list[tuple[Callable[[], None], type[Exception], str]] = [
     (_unknown_output_type, errors.OutputTypeError, "_ReturnsOpaque"),
     (_unknown_option, errors.UnknownOptionError, "innerbackend"),
     (_pending_unshard, errors.UnsupportedFeatureError, "layers.0 (Block)"),
-    (_symmetric_memory, errors.UnsupportedFeatureError, "layers.0 cannot be compiled with symmetric memory"),
     (_writes_parameter, errors.UnsupportedFeatureError, "writes 0.weight in place"),
     (_unsharded_subclass, errors.UnsupportedFeatureError, "0.weight cannot be compiled with an all-gather extension"),
 ]
+if torch.__version__ >= "2.12":
+    refusal = "layers.0 cannot be compiled with symmetric memory"
+    CASES.append((_symmetric_memory, errors.UnsupportedFeatureError, refusal))
 
 
-def _raises(rank: int, name: str) -> tuple[str, str, int]:
-    """Return the error's type and message, and the number of collectives before it."""
-    program = next(program for program, _, _ in CASES if program.__name__ == name)
+@pytest.mark.parametrize("case", range(len(CASES)), ids=[program.__name__ for program, _, _ in CASES])
+@on_ranks(2)
+def test_misuse_raises_before_collectives(rank: int, case: int) -> None:
+    program, expected, message = CASES[case]
     _start_counting()
-    try:
+    with pytest.raises(expected, match=re.escape(message)) as error:
         program()
-    except Exception as error:
-        return type(error).__name__, str(error), _number() - _before[0]
-    return "none", "", 0
-
-
-@pytest.mark.parametrize(("program", "expected", "message"), CASES, ids=lambda v: getattr(v, "__name__", ""))
-def test_misuse_raises_before_collectives(program: Callable[[], None], expected: type[Exception], message: str) -> None:
-    if program is _symmetric_memory:
-        skip_before("2.12")
-    for name, text, collectives in run_ranks(2, _raises, program.__name__):
-        assert (name, message in text) == (expected.__name__, True), text
-        assert collectives == 0
+    assert error.type is expected
+    assert _number() == _before[0]
 
 
 _TORCHS_OWN_HOOKS = """
@@ -251,9 +244,8 @@ def test_error_of_fullgraph_in_torchs_own_hooks_names_make_traceable() -> None:
     assert "_fully_shard" in message  # Dynamo's own message follows
 
 
-def _optimizer_warnings(rank: int) -> list[list[str]]:
-    """Return the warnings of first forwards, with optimizers built before and after sharding."""
-
+@on_ranks(2)
+def test_optimizer_built_before_sharding_warns_once(rank: int) -> None:
     def warned(
         *rows_of_batches: int, is_early: bool = True, is_updated: bool = False, with_gradients: bool = True
     ) -> list[str]:
@@ -272,16 +264,14 @@ def _optimizer_warnings(rank: int) -> list[list[str]]:
         return [str(each.message) for each in caught if each.category is errors.StaleOptimizerWarning]
 
     # The second number of rows traces the model again.
-    return [warned(4, 3), warned(4, with_gradients=False), warned(4, is_updated=True), warned(4, is_early=False)]
+    (once,) = warned(4, 3)
+    assert once.startswith("AdamW holds ['weight', 'bias'] (2 in all) as they were before fully_shard() replaced")
+    for others in (warned(4, with_gradients=False), warned(4, is_updated=True), warned(4, is_early=False)):
+        assert others == []
 
 
-def test_optimizer_built_before_sharding_warns_once() -> None:
-    for (once,), *others in run_ranks(2, _optimizer_warnings):
-        assert once.startswith("AdamW holds ['weight', 'bias'] (2 in all) as they were before fully_shard() replaced")
-        assert others == [[], [], []]
-
-
-def _backward_errors(rank: int) -> None:
+@on_ranks(2)
+def test_unsupported_backwards_raise_and_model_still_trains(rank: int) -> None:
     model = _compile(_shard(Stack()))
 
     def twice(loss: torch.Tensor) -> None:
@@ -307,11 +297,9 @@ def _backward_errors(rank: int) -> None:
     assert all(parameter.grad is not None for parameter in parameters)
 
 
-def test_unsupported_backwards_raise_and_model_still_trains() -> None:
-    run_ranks(2, _backward_errors)
-
-
-def _genuine_break(rank: int, way: str) -> tuple[str, bool]:
+@pytest.mark.parametrize("way", ["torch.compile", "model.compile"])
+@on_ranks(2)
+def test_graph_break_error_names_the_module(rank: int, way: str) -> None:
     case = build("graph_break", compile_fsdp.fully_shard)
     if way == "torch.compile":
         compiled = torch.compile(case.model, backend="compile_fsdp", fullgraph=True, options=AOT_EAGER)
@@ -322,14 +310,8 @@ def _genuine_break(rank: int, way: str) -> tuple[str, bool]:
     reference = build("graph_break", torch_fully_shard)
     with torch.compiler.set_stance("force_eager"):
         loss = loss_of(case.model, _batch())
-    return str(error.value).splitlines()[0], torch.equal(loss, loss_of(reference.model, _batch()))
-
-
-@pytest.mark.parametrize("way", ["torch.compile", "model.compile"])
-def test_graph_break_error_names_the_module(way: str) -> None:
-    for first_line, usable in run_ranks(2, _genuine_break, way):
-        assert first_line == "while compiling layers.0 (Block):"
-        assert usable
+    assert str(error.value).splitlines()[0] == "while compiling layers.0 (Block):"
+    assert torch.equal(loss, loss_of(reference.model, _batch()))  # the model is usable
 
 
 class _BreaksInRoot(nn.Module):
@@ -359,26 +341,22 @@ class _Scalar(nn.Module):
         self.scale = nn.Parameter(torch.tensor(1.0))
 
 
-def _refusals_of_sharding(rank: int) -> list[tuple[str, str]]:
-    """Return the errors of torch's fully_shard and of compile_fsdp's for equal arguments."""
+@on_ranks(2)
+def test_fully_shard_raises_the_errors_of_torch(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
-    seen = []
-    for make, arguments in (
-        (_Scalar, {}),
-        (lambda: nn.Linear(7, 4), {"shard_placement_fn": lambda parameter: Shard(parameter.ndim - 1)}),
-        (lambda: nn.Linear(8, 4), {"reshard_after_forward": 3}),
+    for expected, make, arguments in (
+        (ValueError, _Scalar, {}),
+        (
+            NotImplementedError,
+            lambda: nn.Linear(7, 4),
+            {"shard_placement_fn": lambda parameter: Shard(parameter.ndim - 1)},
+        ),
+        (ValueError, lambda: nn.Linear(8, 4), {"reshard_after_forward": 3}),
     ):
-        errors_seen = []
+        texts = []
         for fully_shard in (torch_fully_shard, compile_fsdp.fully_shard):
-            try:
+            with pytest.raises(expected) as error:
                 fully_shard(make(), mesh=mesh, **arguments)
-            except Exception as error:
-                errors_seen.append(f"{type(error).__name__}: {error}")
-        seen.append(tuple(errors_seen))
-    return seen
-
-
-def test_fully_shard_raises_the_errors_of_torch() -> None:
-    for seen in run_ranks(2, _refusals_of_sharding):
-        assert [theirs.split(":")[0] for theirs, _ in seen] == ["ValueError", "NotImplementedError", "ValueError"]
-        assert all(ours == theirs for theirs, ours in seen)
+            assert error.type is expected
+            texts.append(str(error.value))
+        assert texts[0] == texts[1]

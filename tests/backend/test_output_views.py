@@ -12,9 +12,9 @@ from torch import nn
 
 import compile_fsdp
 from compile_fsdp.torch_compat.distributed import local_tensor
-from compile_fsdp.torch_compat.dynamo import CAN_REPLAY
+from helpers.models.blockwise import compile_whole
 from helpers.models.replays import count_replays
-from helpers.ranks.pools import run_ranks
+from helpers.ranks.tests import on_ranks
 
 Take = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 
@@ -67,26 +67,23 @@ def _gradients(model: Any, written: int) -> list[torch.Tensor]:
     return found
 
 
-def _compare(rank: int, name: str, options: dict[str, Any]) -> list[tuple[bool, Any]]:
-    """Compare with the same model without sharding, and count replays, for each output that is written."""
-    take = _TAKES[name]
-    results = []
-    for written in range(len(take(torch.zeros(3, 4)))):
-        model: Any = compile_fsdp.fully_shard(_Net(take))
-        model.compile(backend="compile_fsdp", fullgraph=True, options=options)
-        found, expected = _gradients(model, written), _gradients(_Net(take), written)
-        replays = count_replays(model) if "bundle" in options else None
-        results.append((all(map(torch.allclose, found, expected)), replays))
-    return results
+def _check(take: Take, written: int, **options: Any) -> Any:
+    """Compare with the same model without sharding; return the compiled model."""
+    model = compile_whole(compile_fsdp.fully_shard(_Net(take)), **options)
+    assert all(map(torch.allclose, _gradients(model, written), _gradients(_Net(take), written)))
+    return model
 
 
 @pytest.mark.parametrize("name", _TAKES)
-def test_outputs_that_share_memory_have_the_gradients_of_an_unsharded_model(name: str) -> None:
-    (results,) = run_ranks(1, _compare, name, {"inner_backend": "aot_eager"})
-    assert results == [(True, None)] * len(results)
+@on_ranks(1)
+def test_outputs_that_share_memory_have_the_gradients_of_an_unsharded_model(rank: int, name: str) -> None:
+    take = _TAKES[name]
+    for written in range(len(take(torch.zeros(3, 4)))):
+        _check(take, written, inner_backend="aot_eager")
 
 
-@pytest.mark.skipif(not CAN_REPLAY, reason="torch 2.13 has brought it")
-def test_replayed_steps_have_these_gradients(tmp_path: Path) -> None:
-    (results,) = run_ranks(1, _compare, "_base_and_view", {"bundle": str(tmp_path / "step.bundle")})
-    assert results == [(True, (1, 1)), (True, (2, 2))]
+@on_ranks(1, since="2.13")
+def test_replayed_steps_have_these_gradients(rank: int, tmp_path: Path) -> None:
+    for written, replays in enumerate([(1, 1), (2, 2)]):
+        model = _check(_base_and_view, written, bundle=str(tmp_path / "step.bundle"))
+        assert count_replays(model) == replays

@@ -18,6 +18,7 @@ from helpers.models.blockwise import compile_whole, shard_blocks
 from helpers.parity.twins import AOT_EAGER
 from helpers.ranks.meshes import shared_mesh
 from helpers.ranks.pools import device_type, run_ranks
+from helpers.ranks.tests import on_ranks
 from helpers.releases.skip import skip_before
 
 _WIDTH = 8
@@ -110,7 +111,8 @@ def test_pipeline_schedules_are_bitwise_equal_to_eager(name: str, reshards: bool
     assert all(run_ranks(8 if has_tensor_parallelism else 4, _as_eager, name, reshards, has_tensor_parallelism))
 
 
-def _refused(rank: int) -> None:
+@on_ranks(1, since="2.13")
+def test_split_backward_of_separately_compiled_layers_raises(rank: int) -> None:
     model = shard_blocks(_Stage(0), reshard_after_forward=False)
     for layer in model.layers:
         compile_whole(layer, **AOT_EAGER)
@@ -119,8 +121,3 @@ def _refused(rank: int) -> None:
     with pytest.raises(RuntimeError) as error:
         stage_backward_input([output], [torch.ones_like(output)], [x], model.parameters())
     assert "use a different schedule, such as 1F1B" in str(error.value.__cause__)
-
-
-def test_split_backward_of_separately_compiled_layers_raises() -> None:
-    skip_before("2.13")
-    run_ranks(1, _refused)

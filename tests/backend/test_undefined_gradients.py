@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -13,12 +14,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import compile_fsdp
-from helpers.models.blockwise import shard_blocks
+from helpers.models.blockwise import compile_whole, shard_blocks
 from helpers.models.replays import compile_with_replay, count_replays
 from helpers.parity.twins import AOT_EAGER, build_both
-from helpers.ranks.pools import run_ranks
 from helpers.ranks.recording import collectives_of
-from helpers.releases.skip import skip_before
+from helpers.ranks.tests import on_ranks
 
 
 class _Heads(nn.Module):
@@ -72,56 +72,49 @@ def _train(model: Any, losses: Sequence[str]) -> tuple[list[list[bool]], list[in
     return have, collectives, [parameter.full_tensor().detach() for parameter in model.parameters()]
 
 
-_Found = tuple[list[bool], bool, tuple[list[int], list[int]], dict[str, int]]
+def _as_eager(options: dict[str, Any], variant: dict[str, bool]) -> tuple[list[int], list[int], Counter[str]]:
+    """Train compiled as with eager FSDP2: with equal parameters, and gradients of equal parameters.
 
-
-def _as_eager(rank: int, options: dict[str, Any], variant: dict[str, bool]) -> _Found:
-    """Compare compiled training with eager FSDP2.
-
-    Returns whether each final parameter is equal, whether equal parameters had gradients in each step, collective
-    counts of the backwards (eager, compiled) and the number of compiled graphs by direction.
+    Returns collective counts of the backwards (eager, compiled) and the number of compiled graphs by direction.
     """
     models = build_both(lambda shard: _build(shard, **variant), fullgraph="breaks" not in variant, options=options)
     compile_fsdp.reset_reports()
     losses = ("main", "all", "second", "main", "third", "second", "all")
     (expected_have, theirs, expected), (have, mine, found) = (_train(model, losses) for model in models)
-    names = [report.direction for report in compile_fsdp.reports()]
     close = torch.equal if options["inner_backend"] == "aot_eager" else partial(torch.allclose, atol=1e-6)
-    equal = [close(one, other) for one, other in zip(found, expected, strict=True)]
-    return equal, have == expected_have, (theirs, mine), {each: names.count(each) for each in ("forward", "backward")}
+    assert have == expected_have
+    assert all(map(close, found, expected)) and len(found) == len(expected)
+    return theirs, mine, Counter(report.direction for report in compile_fsdp.reports())
 
 
 @pytest.mark.parametrize("variant", [{}, {"splits": True}])
 @pytest.mark.parametrize("inner_backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_unused_outputs_leave_gradients_none_as_in_eager(inner_backend: str, variant: dict[str, bool]) -> None:
-    for equal, have_equal, (eager, ours), graphs in run_ranks(2, _as_eager, {"inner_backend": inner_backend}, variant):
-        assert have_equal and all(equal)
-        assert graphs == {"forward": 1, "backward": 4}
-        # No gathers for outputs that the loss does not use. Eager code gathers once more for outputs that are views;
-        # on the way through Inductor, small groups share collectives.
-        is_equal = inner_backend == "aot_eager" and not variant
-        assert ours == eager if is_equal else all(map(operator.le, ours, eager))
+@on_ranks(2)
+def test_unused_outputs_leave_gradients_none_as_in_eager(
+    rank: int, inner_backend: str, variant: dict[str, bool]
+) -> None:
+    eager, ours, graphs = _as_eager({"inner_backend": inner_backend}, variant)
+    assert graphs == {"forward": 1, "backward": 4}
+    # No gathers for outputs that the loss does not use. Eager code gathers once more for outputs that are views;
+    # on the way through Inductor, small groups share collectives.
+    is_equal = inner_backend == "aot_eager" and not variant
+    assert ours == eager if is_equal else all(map(operator.le, ours, eager))
 
 
-def test_unused_outputs_leave_gradients_none_with_a_graph_break() -> None:
-    for equal, have_equal, _, graphs in run_ranks(2, _as_eager, {"inner_backend": "aot_eager"}, {"breaks": True}):
-        assert have_equal and all(equal)
-        assert graphs == {"forward": 3, "backward": 5}
+@on_ranks(2)
+def test_unused_outputs_leave_gradients_none_with_a_graph_break(rank: int) -> None:
+    *_, graphs = _as_eager(AOT_EAGER, {"breaks": True})
+    assert graphs == {"forward": 3, "backward": 5}
 
 
-def _replayed(rank: int) -> tuple[tuple[int, int], bool, bool]:
+@on_ranks(2, since="2.13")
+def test_backward_is_replayed_only_if_the_loss_uses_the_recorded_outputs(rank: int) -> None:
     eager, replaying = build_both(_build)
     compile_with_replay(replaying, backend="compile_fsdp", fullgraph=True, options=AOT_EAGER)
     losses = ("second", "main", "second", "third", "second")  # the first two use outputs of equal shape
     (expected_have, _, expected), (have, _, found) = (_train(model, losses) for model in (eager, replaying))
-    return count_replays(replaying), have == expected_have, all(map(torch.equal, found, expected))
-
-
-def test_backward_is_replayed_only_if_the_loss_uses_the_recorded_outputs() -> None:
-    skip_before("2.13")
-    for replays, have_equal, equal in run_ranks(2, _replayed):
-        assert replays == (4, 2)
-        assert have_equal and equal
+    assert count_replays(replaying) == (4, 2)
+    assert have == expected_have and all(map(torch.equal, found, expected))
 
 
 class _Weighted(nn.Module):
@@ -143,37 +136,29 @@ class _NoGradient(torch.autograd.Function):
         return None
 
 
-def _without_gradient(rank: int, function: bool) -> tuple[list[bool], bool]:
-    """Train a model that reads the output of a second one without a gradient.
-
-    Returns which parameters of the second model have gradients, and whether those of the first model are as in eager
-    FSDP2.
-    """
-    grads, others = [], []
+@pytest.mark.parametrize("function", [False, True], ids=["detached in the next graph", "a function returns None"])
+@on_ranks(2)
+def test_graph_without_any_gradient_of_its_outputs_is_passed_over(rank: int, function: bool) -> None:
+    """A model reads the output of a second one without a gradient."""
+    grads = []
     for fully_shard in (torch_fully_shard, compile_fsdp.fully_shard):
         torch.manual_seed(0)
         weights, model = fully_shard(nn.Linear(4, 4)), fully_shard(_Weighted())
         if fully_shard is compile_fsdp.fully_shard:
             for each in (weights, model):
-                each.compile(backend="compile_fsdp", fullgraph=True, options=AOT_EAGER)
+                compile_whole(each, **AOT_EAGER)
         torch.manual_seed(rank)
         for _ in range(2):
             x = torch.randn(3, 4)
             given = _NoGradient.apply(weights(x)) if function else weights(x)
             model(x, given).backward()
         grads.append([each.grad.full_tensor() for each in model.parameters()])
-        others += [each.grad is not None for each in weights.parameters()]
-    return others, all(map(torch.equal, *grads))
+        assert all(each.grad is None for each in weights.parameters())
+    assert all(map(torch.equal, *grads))
 
 
-@pytest.mark.parametrize("function", [False, True], ids=["detached in the next graph", "a function returns None"])
-def test_graph_without_any_gradient_of_its_outputs_is_passed_over(function: bool) -> None:
-    for others, equal in run_ranks(2, _without_gradient, function):
-        assert others == [False] * 4
-        assert equal
-
-
-def _hooks(rank: int) -> tuple[list[str], list[str]]:
+@on_ranks(2, since="2.13")  # 2.11 loses items that a hook appends to a list
+def test_gradient_hooks_run_as_in_eager(rank: int) -> None:
     records: tuple[list[str], list[str]] = [], []
     for model, called in zip(build_both(_build), records, strict=True):
 
@@ -186,11 +171,6 @@ def _hooks(rank: int) -> tuple[list[str], list[str]]:
         model.second.register_forward_hook(watch)
         model.trunk.register_forward_hook(watch)
         _train(model, ("main", "second", "main"))
-    return records
-
-
-def test_gradient_hooks_run_as_in_eager() -> None:
-    skip_before("2.13")  # 2.11 loses items that a hook appends to a list
-    for eager, ours in run_ranks(2, _hooks):
-        assert len(eager) == 4
-        assert ours == eager
+    eager, ours = records
+    assert len(eager) == 4
+    assert ours == eager

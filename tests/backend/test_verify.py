@@ -12,44 +12,46 @@ from torch import fx, nn
 import compile_fsdp
 from compile_fsdp.backend.verify import difference, tolerance_of
 from compile_fsdp.errors import VerificationError
-from helpers.parity.check import build, loss_of
+from helpers.models.blockwise import compile_whole
+from helpers.parity.check import Parity, build, loss_of
 from helpers.parity.twins import Twins
 from helpers.ranks.pools import run_ranks
+from helpers.ranks.tests import on_ranks
 
 aten = torch.ops.aten
 
 
-def _train(rank: int, case: str, inner_backend: str) -> tuple[list[str], float, int]:
+def _train(rank: int, case: str, inner_backend: str) -> Parity:
     twins = Twins(rank, case, options={"inner_backend": inner_backend, "verify": True}, fullgraph=case != "graph_break")
     for _ in range(3):
         twins.train()
-    return twins.result.differing, twins.result.worst, len(compile_fsdp.reports())
+    return twins.result
 
 
 SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in ("transformer_tied", "graph_break")]
 
 
 @pytest.mark.parametrize("case", ["batch_norm", "frozen_checkpoint", *SLOW])
-def test_verified_models_match_eager_fsdp2(case: str) -> None:
-    for differing, _, graphs in run_ranks(2, _train, case, "aot_eager"):
-        assert differing == []
-        assert graphs >= 2
+@on_ranks(2)
+def test_verified_models_match_eager_fsdp2(rank: int, case: str) -> None:
+    assert _train(rank, case, "aot_eager").differing == []
+    assert len(compile_fsdp.reports()) >= 2
 
 
 @pytest.mark.slow
-def test_verified_inductor_model_is_close_to_eager_fsdp2() -> None:
-    for _, worst, graphs in run_ranks(2, _train, "mlp", "inductor"):
-        assert worst < 1e-5
-        assert graphs == 2
+@on_ranks(2)
+def test_verified_inductor_model_is_close_to_eager_fsdp2(rank: int) -> None:
+    assert _train(rank, "mlp", "inductor").worst < 1e-5
+    assert len(compile_fsdp.reports()) == 2
 
 
-def _wrong_backend(wrong_graph: int, wrong_rank: int, rank: int) -> str:
-    """Register a backend that computes one graph wrong on one rank."""
+def _wrong_backend(wrong_graph: int, rank: int) -> str:
+    """Register a backend that computes one graph wrong on rank 1."""
     compiled: list[fx.GraphModule] = []
 
     def compile_wrongly(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         compiled.append(gm)
-        if rank == wrong_rank and len(compiled) == wrong_graph + 1:
+        if rank == 1 and len(compiled) == wrong_graph + 1:
             products = (nn.functional.linear, torch.mm, aten.mm.default)
             node = next(node for node in reversed(gm.graph.nodes) if node.target in products)
             with gm.graph.inserting_after(node):
@@ -65,8 +67,7 @@ def _wrong_backend(wrong_graph: int, wrong_rank: int, rank: int) -> str:
 
 def _train_wrongly(rank: int, wrong_graph: int, verify: bool) -> tuple[str, list[str]]:
     case = build("mlp", compile_fsdp.fully_shard)
-    options = {"inner_backend": _wrong_backend(wrong_graph, 1, rank), "verify": verify}
-    case.model.compile(backend="compile_fsdp", fullgraph=True, options=options)
+    compile_whole(case.model, inner_backend=_wrong_backend(wrong_graph, rank), verify=verify)
     try:
         loss_of(case.model, case.batch()).backward()
     except VerificationError as error:
@@ -106,7 +107,7 @@ def _train_otherwise(rank: int) -> tuple[str, bool]:
     model = nn.Sequential(nn.Linear(4, 4), _Other(4, 4), nn.BatchNorm1d(4))
     for module in (model[0], model[1], model):
         compile_fsdp.fully_shard(module)
-    model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager", "verify": True})
+    compile_whole(model, inner_backend="aot_eager", verify=True)
     loss = (model(torch.randn(3, 4)) * torch.randn(3, 4)).sum()
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with pytest.raises(VerificationError) as error:
@@ -128,17 +129,13 @@ class _LossAndLogits(nn.Linear):
         return {"logits": logits, "loss": logits.square().mean()}
 
 
-def _train_by_one_output(rank: int) -> tuple[bool, int]:
+@on_ranks(2)
+def test_verify_ignores_outputs_without_a_gradient(rank: int) -> None:
     torch.manual_seed(0)
-    model = _LossAndLogits(4, 4)
-    compile_fsdp.fully_shard(model)
-    model.compile(backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager", "verify": True})
+    model = compile_whole(compile_fsdp.fully_shard(_LossAndLogits(4, 4)), inner_backend="aot_eager", verify=True)
     model(torch.randn(3, 4))["loss"].backward()
-    return model.weight.grad is not None, len(compile_fsdp.reports())
-
-
-def test_verify_ignores_outputs_without_a_gradient() -> None:
-    assert run_ranks(2, _train_by_one_output) == [(True, 2)] * 2
+    assert model.weight.grad is not None
+    assert len(compile_fsdp.reports()) == 2
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from helpers.device.install import install
-from helpers.ranks.pools import run_ranks
+from helpers.ranks.tests import on_ranks
 
 
 def _error_of(run: Callable[[], object]) -> str:
@@ -61,7 +61,9 @@ UNORDERED: dict[str, Callable[[torch.Tensor, torch.Stream], object]] = {
 }
 
 
-def _read_elsewhere(rank: int, order: str) -> str:
+@pytest.mark.parametrize("order", [*ORDERED, *UNORDERED])
+@on_ranks(1, "emulated")
+def test_read_without_synchronization_reports_both_operations_streams_and_the_parameter(rank: int, order: str) -> None:
     x = torch.zeros(8)
     install().name_storage(x, "layers.0.weight")
     x.add_(1)
@@ -72,38 +74,30 @@ def _read_elsewhere(rank: int, order: str) -> str:
         with torch.emulated.stream(side):
             x[2:4].sum()
 
-    return _error_of(read)
+    message = _error_of(read)
+    if order in ORDERED:
+        assert message == ""
+    else:
+        assert message.startswith("race on layers.0.weight: aten::sum")
+        assert "reads what aten::add" in message
+        assert "on stream 0 writes, and stream" in message
 
 
-@pytest.mark.parametrize("order", ORDERED)
-def test_synchronized_read_is_no_race(order: str) -> None:
-    assert run_ranks(1, _read_elsewhere, order, device="emulated") == [""]
-
-
-@pytest.mark.parametrize("order", UNORDERED)
-def test_unsynchronized_read_reports_both_operations_streams_and_the_parameter(order: str) -> None:
-    (message,) = run_ranks(1, _read_elsewhere, order, device="emulated")
-    assert message.startswith("race on layers.0.weight: aten::sum")
-    assert "reads what aten::add" in message
-    assert "on stream 0 writes, and stream" in message
-
-
-def _write_elsewhere(rank: int, part: int) -> str:
+@pytest.mark.parametrize("part", [2, 4])
+@on_ranks(1, "emulated")
+def test_write_races_only_if_it_overlaps_a_read_on_another_stream(rank: int, part: int) -> None:
     x = torch.zeros(8)
     side = torch.emulated.Stream()
     side.wait_stream(torch.emulated.current_stream())
     with torch.emulated.stream(side):
         torch.sum(x[:4])
-    return _error_of(lambda: x[part : part + 4].add_(1))
+    message = _error_of(lambda: x[part : part + 4].add_(1))
+    parts = ("aten::add", "writes what aten::sum", "reads") if part < 4 else ()
+    assert bool(message) is bool(parts) and all(each in message for each in parts)
 
 
-def test_write_races_only_if_it_overlaps_a_read_on_another_stream() -> None:
-    (message,) = run_ranks(1, _write_elsewhere, 2, device="emulated")
-    assert "aten::add" in message and "writes what aten::sum" in message and "reads" in message
-    assert run_ranks(1, _write_elsewhere, 4, device="emulated") == [""]
-
-
-def _read_on_both(rank: int) -> str:
+@on_ranks(1, "emulated")
+def test_reads_on_two_streams_are_no_race(rank: int) -> None:
     x = torch.zeros(8)
     side = torch.emulated.Stream()
     side.wait_stream(torch.emulated.current_stream())
@@ -111,14 +105,11 @@ def _read_on_both(rank: int) -> str:
         torch.sum(x)
     torch.sum(x)
     torch.emulated.synchronize()
-    return ""
 
 
-def test_reads_on_two_streams_are_no_race() -> None:
-    run_ranks(1, _read_on_both, device="emulated")
-
-
-def _pinned(rank: int, waits: bool) -> str:
+@pytest.mark.parametrize("waits", [False, True])
+@on_ranks(1, "emulated")
+def test_unsynchronized_copies_of_pinned_memory_are_a_race(rank: int, waits: bool) -> None:
     side = torch.emulated.Stream()
     host = torch.zeros(8, device="cpu", pin_memory=True)
     host.copy_(torch.ones(8), non_blocking=True)
@@ -129,15 +120,12 @@ def _pinned(rank: int, waits: bool) -> str:
         with torch.emulated.stream(side):
             host.to("emulated", non_blocking=True)
 
-    return _error_of(copy)
+    assert _error_of(copy).partition(":")[0] == ("" if waits else "race on a tensor without a name")
 
 
-def test_unsynchronized_copies_of_pinned_memory_are_a_race() -> None:
-    assert run_ranks(1, _pinned, True, device="emulated") == [""]
-    assert run_ranks(1, _pinned, False, device="emulated")[0].startswith("race on a tensor without a name")
-
-
-def _frees_early(rank: int, records: bool) -> str:
+@pytest.mark.parametrize("records", [False, True])
+@on_ranks(1, "emulated")
+def test_reuse_of_memory_that_another_stream_reads_needs_record_stream(rank: int, records: bool) -> None:
     side = torch.emulated.Stream()
     tensor = torch.ones(1000)
     side.wait_stream(torch.emulated.current_stream())
@@ -146,11 +134,9 @@ def _frees_early(rank: int, records: bool) -> str:
     if records:
         tensor.record_stream(side)
     del tensor
-    return _error_of(lambda: torch.empty(1000))
-
-
-def test_reuse_of_memory_that_another_stream_reads_needs_record_stream() -> None:
-    assert run_ranks(1, _frees_early, True, device="emulated") == [""]
-    (message,) = run_ranks(1, _frees_early, False, device="emulated")
-    assert message.startswith("race on ")
-    assert "a new allocation on stream 0 writes what aten::sum" in message
+    message = _error_of(lambda: torch.empty(1000))
+    if records:
+        assert message == ""
+    else:
+        assert message.startswith("race on ")
+        assert "a new allocation on stream 0 writes what aten::sum" in message

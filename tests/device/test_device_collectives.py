@@ -11,10 +11,11 @@ import torch.distributed._functional_collectives as functional
 
 from compile_fsdp.tools import launch
 from helpers.device.install import held, install
-from helpers.ranks.pools import run_ranks
+from helpers.ranks.tests import on_ranks
 
 
-def _all(rank: int) -> dict[str, list[float]]:
+@on_ranks(2, "emulated")
+def test_collectives_return_the_expected_values(rank: int) -> None:
     x = torch.arange(4.0) + 10 * rank
     reduced, mean = x.clone(), x.clone()
     dist.all_reduce(reduced)
@@ -57,60 +58,50 @@ def _all(rank: int) -> dict[str, list[float]]:
         results["gather"] = torch.cat(gathered)
     else:
         results["reduce"] = summed
-    return {name: result.tolist() for name, result in results.items()}
-
-
-def test_collectives_return_the_expected_values() -> None:
     rows = [[0.0, 1, 2, 3], [10.0, 11, 12, 13]]
     total = [a + b for a, b in zip(*rows, strict=True)]
-    for rank, results in enumerate(run_ranks(2, _all, device="emulated")):
-        assert results == {
-            "all_reduce": total,
-            "mean": [each / 2 for each in total],
-            "broadcast": rows[1],
-            "all_gather": rows[0] + rows[1],
-            "all_to_all": [each for row in rows for each in row[2 * rank : 2 * rank + 2]],
-            "scatter": rows[0][2 * rank : 2 * rank + 2],
-            "passed": rows[1 - rank],
-            "functional all_gather": rows[0] + rows[1],
-            "functional reduce_scatter": total[2 * rank : 2 * rank + 2],
-            "coalesced": [rows[0][0], rows[1][0], rows[0][1], rows[1][1]],
-            **({"gather": rows[0] + rows[1]} if rank == 1 else {"reduce": total}),
-        }
+    assert {name: result.tolist() for name, result in results.items()} == {
+        "all_reduce": total,
+        "mean": [each / 2 for each in total],
+        "broadcast": rows[1],
+        "all_gather": rows[0] + rows[1],
+        "all_to_all": [each for row in rows for each in row[2 * rank : 2 * rank + 2]],
+        "scatter": rows[0][2 * rank : 2 * rank + 2],
+        "passed": rows[1 - rank],
+        "functional all_gather": rows[0] + rows[1],
+        "functional reduce_scatter": total[2 * rank : 2 * rank + 2],
+        "coalesced": [rows[0][0], rows[1][0], rows[0][1], rows[1][1]],
+        **({"gather": rows[0] + rows[1]} if rank == 1 else {"reduce": total}),
+    }
 
 
-def _asynchronous(rank: int) -> tuple[bool, bool, float]:
+@on_ranks(2, "emulated")
+def test_wait_blocks_the_stream_and_not_the_host(rank: int) -> None:
     x = torch.ones(4)
     torch.emulated.synchronize()
     with held():
         work = dist.all_reduce(x, async_op=True)
         work.wait()
-        was_there = work.is_completed()
+        assert not work.is_completed()
         y = x + 1  # queued after the wait
-    total = y.sum().item()
-    return was_there, work.is_completed(), total
+    assert y.sum().item() == 12
+    assert work.is_completed()
 
 
-def test_wait_blocks_the_stream_and_not_the_host() -> None:
-    assert run_ranks(2, _asynchronous, device="emulated") == [(False, True, 12.0)] * 2
-
-
-def _forgets_to_wait(rank: int) -> float:
+@on_ranks(2, "emulated")
+def test_reading_a_result_before_wait_is_a_race(rank: int) -> None:
     x = torch.ones(4)
     work = dist.all_reduce(x, async_op=True)
     race = r"^race on a tensor without a name: aten::add.*what c10d::ALLREDUCE on stream"
     with pytest.raises(RuntimeError, match=race):
         x + 1
     work.wait()
-    return (x + 1).sum().item()
+    assert (x + 1).sum().item() == 12
 
 
-def test_reading_a_result_before_wait_is_a_race() -> None:
-    assert run_ranks(2, _forgets_to_wait, device="emulated") == [12] * 2
-
-
-def _on_a_slow_link(rank: int) -> list[float]:
-    """Seconds of a 32 KiB all-gather on the default link and a slow link; half the bytes are received."""
+@on_ranks(2, "emulated")
+def test_set_link_slows_collectives_down(rank: int) -> None:
+    """A 32 KiB all-gather on the default link and a slow link; half the bytes are received."""
     shard, whole = torch.ones(2**12), torch.empty(2**13)
     seconds = []
     for link in ((0.0, 0.0), (0.05, 2.0**17)):
@@ -122,21 +113,14 @@ def _on_a_slow_link(rank: int) -> list[float]:
         torch.accelerator.synchronize()
         seconds.append(time.perf_counter() - start)
     install().set_link(0.0, 0.0)
-    return seconds
+    fast, slow = seconds
+    assert fast < 0.05 + 2**14 / 2**17 <= slow
 
 
-def test_set_link_slows_collectives_down() -> None:
-    for fast, slow in run_ranks(2, _on_a_slow_link, device="emulated"):
-        assert fast < 0.05 + 2**14 / 2**17 <= slow
-
-
-def _gather_in_fake_world(rank: int) -> list[float]:
+@on_ranks(1, "emulated")
+def test_fake_world_has_an_accelerator_of_an_extension(rank: int) -> None:
     dist.destroy_process_group()
     with launch.fake_world(2):
         gathered = torch.empty(4)
         dist.all_gather_into_tensor(gathered, torch.ones(2))
-        return gathered.tolist()
-
-
-def test_fake_world_has_an_accelerator_of_an_extension() -> None:
-    assert run_ranks(1, _gather_in_fake_world, device="emulated") == [[1.0] * 4]
+        assert gathered.tolist() == [1.0] * 4

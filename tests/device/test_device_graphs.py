@@ -20,14 +20,13 @@ from compile_fsdp.backend.device_graphs import ReplayedCode
 from compile_fsdp.errors import UnknownOptionError, UnsupportedFeatureError
 from compile_fsdp.passes import Kept
 from compile_fsdp.reports import GraphReport
-from compile_fsdp.tools.launch import RankError
 from helpers.device.install import delayed
 from helpers.models.blockwise import shard_blocks
 from helpers.parity.check import Outcome, check_parity, full
 from helpers.parity.features import FEATURES
 from helpers.parity.twins import build_both
 from helpers.ranks.fake_world import fake_world
-from helpers.ranks.pools import run_ranks
+from helpers.ranks.tests import on_ranks
 
 DEVICE = "emulated"
 GRAPHS: dict[str, Any] = {"triton.cudagraphs": True, "progress": False}
@@ -78,7 +77,8 @@ def _add_in_place(x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
     return [x * 2]
 
 
-def _moving_inputs(rank: int) -> tuple[list[float], list[float], list[int]]:
+@on_ranks(1, DEVICE)
+def test_input_that_moves_is_copied_and_what_is_written_to_it_copied_back(rank: int) -> None:
     """Two runs each have their input at two addresses, the other runs at others."""
     graph, weight = _replayed(Code(_add_in_place, written={0}), set()), torch.ones(8)
     inputs = [torch.full((8,), float(i)) for i in range(6)]
@@ -86,41 +86,10 @@ def _moving_inputs(rank: int) -> tuple[list[float], list[float], list[int]]:
     with counted() as counts:
         for i in (0, 0, 1, 1, 2, 3, 4, 5):
             results += graph([inputs[i], weight])
-    return [each.sum().item() / 8 for each in inputs], [each.sum().item() / 8 for each in results], counts
-
-
-def test_input_that_moves_is_copied_and_what_is_written_to_it_copied_back() -> None:
-    ((inputs, results, counts),) = run_ranks(1, _moving_inputs, device=DEVICE)
-    assert inputs == [2, 3, 3, 4, 5, 6]
-    assert results == [2, 4, 4, 6, 6, 8, 10, 12]
+    assert [each.sum().item() / 8 for each in inputs] == [2, 3, 3, 4, 5, 6]
+    assert [each.sum().item() / 8 for each in results] == [2, 4, 4, 6, 6, 8, 10, 12]
     # The second run is captured. In the third, the input has moved. The fourth is captured again, and copies it.
     assert counts == [2, 6]
-
-
-def _consumed_results(rank: int, steps: int, begin: int, hold: int, release: int) -> tuple[bool, list[int], bool]:
-    """A graph saves a value for a second graph, which runs from step `begin` on.
-
-    The value of step `hold` is in use until the end of step `release`. Returns whether all values are right, counts,
-    and whether the second graph reads the value in place in the end.
-    """
-    first = _replayed(Code(lambda x: [x + 1, x * 3]), {1})
-    second = _replayed(Code(lambda saved: [saved + 1]), set())
-    x, are_equal = torch.zeros(8), []
-    kept: list[torch.Tensor] = []
-    with counted() as counts:
-        for step in range(steps):
-            x.fill_(step)
-            _, saved = first([x])
-            if step == hold:
-                kept.append(saved)
-            if step >= begin:
-                are_equal.append(bool((second([saved])[0] == 3 * step + 1).all()))
-            if step == release:
-                are_equal.append(bool((kept.pop() == 3 * hold).all()))
-            del saved
-    (runs,) = second._runs.values()
-    assert runs._capture is not None
-    return all(are_equal), counts, not runs._capture._buffers
 
 
 @pytest.mark.parametrize(
@@ -132,25 +101,42 @@ def _consumed_results(rank: int, steps: int, begin: int, hold: int, release: int
         pytest.param(7, 1, 1, 2, [3, 5 + 4], id="in use at a capture"),
     ],
 )
+@on_ranks(1, DEVICE)
 def test_result_of_a_graph_is_read_where_it_is_and_not_overwritten_while_in_use(
-    steps: int, begin: int, hold: int, release: int, expected: list[int]
+    rank: int, steps: int, begin: int, hold: int, release: int, expected: list[int]
 ) -> None:
-    (result,) = run_ranks(1, _consumed_results, steps, begin, hold, release, device=DEVICE)
-    assert result == (True, expected, True)
+    """A graph saves a value for a second graph, which runs from step `begin` on.
+
+    The value of step `hold` is in use until the end of step `release`.
+    """
+    first = _replayed(Code(lambda x: [x + 1, x * 3]), {1})
+    second = _replayed(Code(lambda saved: [saved + 1]), set())
+    x, kept = torch.zeros(8), []
+    with counted() as counts:
+        for step in range(steps):
+            x.fill_(step)
+            _, saved = first([x])
+            if step == hold:
+                kept.append(saved)
+            if step >= begin:
+                assert bool((second([saved])[0] == 3 * step + 1).all())
+            if step == release:
+                assert bool((kept.pop() == 3 * hold).all())
+            del saved
+    assert counts == expected
+    (runs,) = second._runs.values()
+    assert runs.capture is not None and not runs.capture._buffers
 
 
-def _freed_parameter(rank: int) -> list[int]:
+@on_ranks(1, DEVICE)
+def test_parameter_that_is_allocated_at_times_keeps_the_capture(rank: int) -> None:
     graph = _replayed(Code(lambda x, parameter: [x + 1]), set(), frozenset({1}))
     x, parameter = torch.zeros(8), torch.ones(8)
     with counted() as counts:
         for step in range(5):
             parameter.untyped_storage().resize_(32 if step % 2 else 0)
             graph([x, parameter])
-    return counts
-
-
-def test_parameter_that_is_allocated_at_times_keeps_the_capture() -> None:
-    assert run_ranks(1, _freed_parameter, device=DEVICE) == [[1, 4]]
+    assert counts == [1, 4]
 
 
 # Training
@@ -158,7 +144,6 @@ def test_parameter_that_is_allocated_at_times_keeps_the_capture() -> None:
 STEPS = 5
 # By row of the parity table: captures and replays of a rank in five steps. A graph is captured in its second step.
 QUICK = {
-    "even": [2, 8],
     "two forwards, two backwards": [4, 16],
     "keep after backward": None,
     "checkpoint inside": [2, 8],
@@ -181,12 +166,13 @@ def _train(rank: int, row: str) -> tuple[Outcome, list[int]]:
     "row",
     [*QUICK, *(pytest.param(row, marks=pytest.mark.slow) for row in FEATURES if row not in {*QUICK, *REFUSED})],
 )
-def test_replayed_steps_equal_eager_steps(row: str) -> None:
-    for outcome, counts in run_ranks(2, _train, row, device=DEVICE):
-        assert outcome.worst <= (5e-2 if row in LOW_PRECISION else 1e-5), outcome.differing
-        assert counts[1] > 0
-        if (expected := QUICK.get(row)) is not None:
-            assert counts == expected
+@on_ranks(2, DEVICE)
+def test_replayed_steps_equal_eager_steps(rank: int, row: str) -> None:
+    outcome, counts = _train(rank, row)
+    assert outcome.worst <= (5e-2 if row in LOW_PRECISION else 1e-5), outcome.differing
+    assert counts[1] > 0
+    if (expected := QUICK.get(row)) is not None:
+        assert counts == expected
 
 
 class Blocks(nn.Module):
@@ -217,10 +203,11 @@ def _worst(got: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     return max((a - b).abs().max().item() for a, b in zip(got, expected, strict=True))
 
 
-def _sizes_and_evaluation(rank: int) -> tuple[float, list[int]]:
+@on_ranks(2, DEVICE)
+def test_each_size_has_a_capture_and_results_outlive_later_replays(rank: int) -> None:
     """Train with batches of changing size, evaluate between, and keep losses and gradients of earlier steps."""
     eager, ours = build_both(_build, options={**GRAPHS, "fallback_random": True})
-    kept, worst = [], 0.0
+    kept = []
     with counted() as counts:
         for step in range(9):
             batch = torch.randn(4 + 2 * (step % 3), 8)
@@ -234,19 +221,14 @@ def _sizes_and_evaluation(rank: int) -> tuple[float, list[int]]:
                 model.zero_grad()
             kept.append(found)
     for mine, theirs in kept:
-        worst = max(worst, _worst(mine, theirs))
-    return worst, counts
+        assert _worst(mine, theirs) <= 1e-6
+    # The training forward, its backward and the evaluation for each of three sizes, in their second and third run.
+    assert counts[0] >= 6
+    assert counts[1] >= 12
 
 
-def test_each_size_has_a_capture_and_results_outlive_later_replays() -> None:
-    for worst, counts in run_ranks(2, _sizes_and_evaluation, device=DEVICE):
-        assert worst <= 1e-6
-        # The training forward, its backward and the evaluation for each of three sizes, in their second and third run.
-        assert counts[0] >= 6
-        assert counts[1] >= 12
-
-
-def _kept_graph(rank: int) -> tuple[float, float]:
+@on_ranks(2, DEVICE)
+def test_values_that_a_later_backward_needs_are_not_overwritten(rank: int) -> None:
     """Two backwards through one forward, with a forward between them; parameters that eager code frees and moves."""
     eager, ours = build_both(lambda shard: _build(shard).eval(), options=GRAPHS)
     found: list[list[torch.Tensor]] = [[], []]
@@ -264,12 +246,8 @@ def _kept_graph(rank: int) -> tuple[float, float]:
                 model.reshard()
             grads += [each.clone() for each in _grads(model)]
             model.zero_grad()
-    return _worst(found[1], found[0]), max(each.abs().max().item() for each in found[0])
-
-
-def test_values_that_a_later_backward_needs_are_not_overwritten() -> None:
-    for worst, size in run_ranks(2, _kept_graph, device=DEVICE):
-        assert worst <= 1e-6 * max(size, 1.0)
+    size = max(each.abs().max().item() for each in found[0])
+    assert _worst(found[1], found[0]) <= 1e-6 * max(size, 1.0)
 
 
 class Heads(nn.Module):
@@ -287,7 +265,9 @@ class Heads(nn.Module):
         return self.first(hidden), *((second[:, :4], second[:, 4:]) if self.returns_views else (second,))
 
 
-def _heads(rank: int, returns_views: bool) -> tuple[float, list[int]]:
+@pytest.mark.parametrize("returns_views", [False, True])
+@on_ranks(2, DEVICE)
+def test_gathers_of_an_unused_module_are_awaited_and_returned_views_are_kept(rank: int, returns_views: bool) -> None:
     models, found = build_both(lambda shard: shard_blocks(Heads(returns_views), shard), options=GRAPHS), []
     with counted() as counts:
         for model in models:
@@ -302,14 +282,8 @@ def _heads(rank: int, returns_views: bool) -> tuple[float, list[int]]:
             found.append(values)
     compile_fsdp.drop_cuda_graphs()
     assert not device_graphs._captures
-    return _worst(found[1], found[0]), counts
-
-
-@pytest.mark.parametrize("returns_views", [False, True])
-def test_gathers_of_an_unused_module_are_awaited_and_returned_views_are_kept(returns_views: bool) -> None:
-    for worst, counts in run_ranks(2, _heads, returns_views, device=DEVICE):
-        assert worst <= 1e-5
-        assert counts == [2, 8]
+    assert _worst(found[1], found[0]) <= 1e-5
+    assert counts == [2, 8]
 
 
 @pytest.mark.parametrize(
@@ -319,9 +293,10 @@ def test_gathers_of_an_unused_module_are_awaited_and_returned_views_are_kept(ret
         ("cpu offload", "a forward graph .* tensors on the CPU among its inputs"),
     ],
 )
-def test_work_of_the_host_is_refused_by_its_cause(row: str, cause: str) -> None:
-    with pytest.raises(RankError, match=f"UnsupportedFeatureError: expected {cause}"):
-        run_ranks(2, _train, row, device=DEVICE)
+@on_ranks(2, DEVICE)
+def test_work_of_the_host_is_refused_by_its_cause(rank: int, row: str, cause: str) -> None:
+    with pytest.raises(UnsupportedFeatureError, match=f"^expected {cause}"):
+        _train(rank, row)
 
 
 def test_dropout_in_a_checkpoint_is_refused() -> None:

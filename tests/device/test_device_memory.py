@@ -7,48 +7,41 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from helpers.device.install import held, install
-from helpers.ranks.pools import run_ranks
+from helpers.ranks.tests import on_ranks
 
 TESTS = Path(__file__).parents[1]
 
 
-def _poisoned(rank: int) -> list[Any]:
+@on_ranks(1, "emulated")
+def test_new_allocations_are_poisoned(rank: int) -> None:
     dtypes = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8)
     for dtype in dtypes:
         torch.ones(1000, dtype=dtype)  # freed at once
-    return [torch.empty(1000, dtype=dtype).tolist() for dtype in dtypes]
+    for dtype in dtypes:
+        values = torch.empty(1000, dtype=dtype).tolist()
+        assert all(math.isnan(each) if dtype.is_floating_point else each % 2 == 1 for each in values), dtype
 
 
-def test_new_allocations_are_poisoned() -> None:
-    (values,) = run_ranks(1, _poisoned, device="emulated")
-    *floats, longs, ints, chars = values
-    assert all(math.isnan(each) for column in floats for each in column)
-    assert all(each % 2 == 1 for column in (longs, ints, chars) for each in column)
-
-
-def _reused(rank: int) -> tuple[bool, bool, bool]:
+@on_ranks(1, "emulated")
+def test_freed_memory_is_reused_at_once_by_its_own_stream_only(rank: int) -> None:
     side = torch.emulated.Stream()
     first = torch.empty(1000)
     address = first.data_ptr()
     del first
     with torch.emulated.stream(side):
-        of_other_stream = torch.empty(1000).data_ptr()
+        assert torch.empty(1000).data_ptr() != address
     again = torch.empty(1000)
-    other_size = torch.empty(2000).data_ptr()
-    return again.data_ptr() == address, of_other_stream == address, other_size == address
+    assert again.data_ptr() == address
+    assert torch.empty(2000).data_ptr() != address
 
 
-def test_freed_memory_is_reused_at_once_by_its_own_stream_only() -> None:
-    assert run_ranks(1, _reused, device="emulated") == [(True, False, False)]
-
-
-def _recorded(rank: int) -> tuple[bool, bool, bool]:
+@on_ranks(1, "emulated")
+def test_record_stream_keeps_memory_until_the_stream_is_done(rank: int) -> None:
     side = torch.emulated.Stream()
     tensor = torch.ones(1000)
     address = tensor.data_ptr()
@@ -58,17 +51,14 @@ def _recorded(rank: int) -> tuple[bool, bool, bool]:
             sums = tensor + 1
         tensor.record_stream(side)
         del tensor
-        early = torch.empty(1000).data_ptr()
+        assert torch.empty(1000).data_ptr() != address
     side.synchronize()
-    late = torch.empty(1000).data_ptr()
-    return early == address, late == address, bool((sums.cpu() == 2).all())
+    assert torch.empty(1000).data_ptr() == address
+    assert bool((sums.cpu() == 2).all())
 
 
-def test_record_stream_keeps_memory_until_the_stream_is_done() -> None:
-    assert run_ranks(1, _recorded, device="emulated") == [(False, True, True)]
-
-
-def _counted(rank: int) -> list[int]:
+@on_ranks(1, "emulated")
+def test_statistics_count_current_peak_and_per_stream_bytes(rank: int) -> None:
     extension, module = install(), torch.emulated
     before = module.memory_allocated()
     module.reset_peak_memory_stats()
@@ -78,33 +68,25 @@ def _counted(rank: int) -> list[int]:
     side = module.Stream()
     with module.stream(side):
         of_side = torch.empty(256)
-    by_stream = extension.statistics()["allocated_bytes_by_stream"]
-    figures = [module.memory_allocated() - before, module.max_memory_allocated() - before, by_stream[side.stream_id]]
+    assert module.memory_allocated() - before == 512 + 1024
+    assert module.max_memory_allocated() - before == 512 + 4096
+    assert extension.statistics()["allocated_bytes_by_stream"][side.stream_id] == 1024
     assert torch.accelerator.memory_allocated() == module.memory_allocated()
     del held, of_side
-    return [*figures, module.memory_allocated() - before]
+    assert module.memory_allocated() == before
 
 
-def test_statistics_count_current_peak_and_per_stream_bytes() -> None:
-    assert run_ranks(1, _counted, device="emulated") == [[512 + 1024, 512 + 4096, 1024, 0]]
-
-
-def _resized(rank: int) -> tuple[list[float], list[float]]:
+@on_ranks(1, "emulated")
+def test_growing_a_storage_keeps_its_data_and_reading_a_freed_one_raises(rank: int) -> None:
     tensor = torch.arange(4.0)
     storage = tensor.untyped_storage()
     storage.resize_(32)
-    kept = tensor.tolist()
+    assert tensor.tolist() == [0, 1, 2, 3]
     storage.resize_(0)
     with pytest.raises(RuntimeError, match="is freed: needs 16 bytes, found 0"):
         tensor + 1
     storage.resize_(16)
-    return kept, tensor.tolist()
-
-
-def test_growing_a_storage_keeps_its_data_and_reading_a_freed_one_raises() -> None:
-    ((kept, after),) = run_ranks(1, _resized, device="emulated")
-    assert kept == [0, 1, 2, 3]
-    assert all(math.isnan(each) for each in after)
+    assert all(math.isnan(each) for each in tensor.tolist())
 
 
 READ = """

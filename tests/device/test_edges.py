@@ -85,7 +85,7 @@ def _leave_out_each(rank: int, is_compiled: bool, edge: str) -> list[tuple[str, 
 def test_missing_synchronization_is_reported_or_changes_no_result(
     is_compiled: bool, edge: str, is_needed: bool
 ) -> None:
-    first, second = run_ranks(2, _leave_out_each, is_compiled, edge, device="emulated", timeout_s=280)
+    first, second = run_ranks(2, _leave_out_each, is_compiled, edge, device="emulated")
     assert first == second  # independent of timing
     found = [error for error, _ in first if error]
     assert all(each.startswith("race on ") for each in found)

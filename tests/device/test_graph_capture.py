@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compile_fsdp.tools.launch import RankError
-from helpers.ranks.pools import run_ranks
+from helpers.ranks.tests import on_ranks
 
 DEVICE = "emulated"
 
@@ -15,39 +14,32 @@ def _random(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.dropout(x @ x, 0.5, True) * 2
 
 
-def _replays(rank: int) -> list[bool]:
+@on_ranks(1, DEVICE)
+def test_replay_computes_with_new_values_and_new_random_numbers(rank: int) -> None:
     module, x = torch.get_device_module(DEVICE), torch.zeros(8, 8)
     _random(x)
     graph = module.CUDAGraph()
     with module.graph(graph):
         result = _random(x)
-    are_equal = []
     for seed in range(3):
         x.copy_(torch.randn(8, 8))
         torch.manual_seed(seed)
         graph.replay()
         got = result.clone()
         torch.manual_seed(seed)
-        are_equal.append(torch.equal(got, _random(x)))
-    return are_equal
+        assert torch.equal(got, _random(x))
 
 
-def test_replay_computes_with_new_values_and_new_random_numbers() -> None:
-    assert run_ranks(1, _replays, device=DEVICE) == [[True] * 3]
-
-
-def _waits_for_the_host(rank: int) -> None:
+@on_ranks(1, DEVICE)
+def test_capture_refuses_to_wait_for_the_host(rank: int) -> None:
     module = torch.get_device_module(DEVICE)
-    with module.graph(module.CUDAGraph()):
+    refusal = pytest.raises(RuntimeError, match="not permitted when stream is capturing")
+    with refusal, module.graph(module.CUDAGraph()):
         torch.ones(8).sum().item()
 
 
-def test_capture_refuses_to_wait_for_the_host() -> None:
-    with pytest.raises(RankError, match="not permitted when stream is capturing"):
-        run_ranks(1, _waits_for_the_host, device=DEVICE)
-
-
-def _reads_freed_memory(rank: int) -> None:
+@on_ranks(1, DEVICE)
+def test_replay_that_reads_freed_memory_is_refused(rank: int) -> None:
     module, x = torch.get_device_module(DEVICE), torch.ones(8)
     graph = module.CUDAGraph()
     with module.graph(graph):
@@ -56,7 +48,3 @@ def _reads_freed_memory(rank: int) -> None:
     del x
     with pytest.raises(RuntimeError, match="uses memory that is freed"):
         graph.replay()
-
-
-def test_replay_that_reads_freed_memory_is_refused() -> None:
-    run_ranks(1, _reads_freed_memory, device=DEVICE)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helpers.device.install import delayed, install
-from helpers.ranks.pools import run_ranks
+from helpers.ranks.tests import on_ranks
 
 DEVICE = "emulated"
 
@@ -15,7 +15,8 @@ def _fused(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.gelu(x @ weight).softmax(-1) * 2
 
 
-def _computes(rank: int) -> float:
+@on_ranks(1, DEVICE)
+def test_kernels_return_the_values_of_the_cpu(rank: int) -> None:
     torch.manual_seed(0)
     inputs = torch.randn(16, 32, device="cpu"), torch.randn(32, 32, device="cpu", requires_grad=True)
     here = [tensor.detach().to(DEVICE).requires_grad_(tensor.requires_grad) for tensor in inputs]
@@ -25,14 +26,11 @@ def _computes(rank: int) -> float:
     assert got.device.type == DEVICE
     assert torch.equal(got.cpu(), expected)
     assert inputs[1].grad is not None and here[1].grad is not None
-    return (here[1].grad.cpu() - inputs[1].grad).abs().max().item()
+    assert torch.equal(here[1].grad.cpu(), inputs[1].grad)
 
 
-def test_kernels_return_the_values_of_the_cpu() -> None:
-    assert run_ranks(1, _computes, device=DEVICE) == [0.0]
-
-
-def _is_asynchronous(rank: int) -> tuple[bool, float]:
+@on_ranks(1, DEVICE)
+def test_kernel_launch_does_not_block_the_host(rank: int) -> None:
     function = torch.compile(lambda x: (x.sin() + 1) * 2)
     x = torch.ones(8)
     function(x)
@@ -40,37 +38,24 @@ def _is_asynchronous(rank: int) -> tuple[bool, float]:
     with delayed(0, 200_000.0):
         result = function(x)
         event = torch.emulated.current_stream().record_event()
-        was_running = not event.query()
-    return was_running, result.sum().item()
+        assert not event.query()
+    assert result.sum().item() == pytest.approx(8 * 2 * (torch.ones(()).sin().item() + 1))
 
 
-def test_kernel_launch_does_not_block_the_host() -> None:
-    ((was_running, total),) = run_ranks(1, _is_asynchronous, device=DEVICE)
-    assert was_running
-    assert total == pytest.approx(8 * 2 * (torch.ones(()).sin().item() + 1))
-
-
-def _races(rank: int) -> list[str]:
+@on_ranks(1, DEVICE)
+def test_kernel_that_does_not_wait_for_its_input_is_a_race(rank: int) -> None:
     function = torch.compile(lambda x: (x.sin() + 1) * 2)
     x = torch.ones(8)
     install().name_storage(x, "the input")
     function(x)
     other = torch.emulated.Stream()
-    errors = []
-    for waits in (True, False):
-        x.add_(1)
-        if waits:
-            other.wait_stream(torch.emulated.current_stream())
-        try:
-            with torch.emulated.stream(other):
-                function(x)
-        except RuntimeError as error:
-            errors.append(str(error).partition("\n")[0])
-        torch.emulated.synchronize()
-    return errors
-
-
-def test_kernel_that_does_not_wait_for_its_input_is_a_race() -> None:
-    ((error,),) = run_ranks(1, _races, device=DEVICE)
-    assert error.startswith("race on the input: cpp_fused_")
-    assert "reads what aten::add" in error
+    x.add_(1)
+    other.wait_stream(torch.emulated.current_stream())
+    with torch.emulated.stream(other):
+        function(x)
+    torch.emulated.synchronize()
+    x.add_(1)
+    race = pytest.raises(RuntimeError, match=r"^race on the input: cpp_fused_.*reads what aten::add")
+    with race, torch.emulated.stream(other):
+        function(x)
+    torch.emulated.synchronize()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -68,6 +69,7 @@ def _train(
     return peaks, estimates, texts, gradients
 
 
+@cache
 def _run(*args: Any) -> list[tuple[Any, ...]]:
     return run_ranks(2, _train, *args, device=DEVICE)
 
@@ -91,12 +93,12 @@ def test_next_step_is_within_the_budget(rows: tuple[int, int]) -> None:
 
 
 def test_step_that_fits_is_compiled_once() -> None:
-    for _, estimates, texts, _ in _run(PLENTY, 1.0):
+    for _, estimates, texts, _ in _run(PLENTY, 1.0, (256, 256)):
         assert (len(estimates), texts) == (1, [])
 
 
 def test_earlier_peak_hides_that_of_the_step() -> None:
-    budget = int(0.7 * _run(PLENTY, 1.0)[0][0][0])
+    budget = int(0.7 * _run(PLENTY, 1.0, (256, 256))[0][0][0])
     for peaks, estimates, texts, _ in _run(budget, 0.75, (256, 256), True):
         assert peaks[1] > budget
         assert (len(estimates), texts) == (1, [])
@@ -118,6 +120,7 @@ def _restart(rank: int, budget: int, bundle: str) -> tuple[list[int], int]:
     return peaks, count_captures() - traced
 
 
+@pytest.mark.slow
 def test_steps_of_a_bundle_are_measured_too(tmp_path: Path) -> None:
     skip_before("2.13")
     plenty = _run(PLENTY, 1.0, (256, 256), False, str(tmp_path / "plenty.bundle"))

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from helpers.ranks.pools import run_ranks
+from helpers.ranks.tests import on_ranks
 
 OPERATIONS: dict[str, Callable[..., object]] = {
     "add a number": lambda x, w: x + 1.5,
@@ -66,7 +66,9 @@ def _adam(x: torch.Tensor, w: torch.Tensor, fused: bool) -> torch.Tensor:
     return parameter.detach()
 
 
-def _compare(rank: int, name: str) -> list[bool]:
+@pytest.mark.parametrize("name", OPERATIONS)
+@on_ranks(1, "emulated")
+def test_operation_equals_the_cpu_bit_by_bit(rank: int, name: str) -> None:
     torch.manual_seed(0)
     inputs = [torch.randn(8, 8, device="cpu") for _ in range(2)]
     results = []
@@ -75,16 +77,13 @@ def _compare(rank: int, name: str) -> list[bool]:
             out = OPERATIONS[name](*(each.to(device) for each in inputs))
         out = list(out) if isinstance(out, tuple | list) else [out]
         results.append([each.cpu() for each in out])
-    return [torch.equal(*pair) and pair[0].stride() == pair[1].stride() for pair in zip(*results, strict=True)]
+    assert results[0]
+    for expected, found in zip(*results, strict=True):
+        assert torch.equal(expected, found) and expected.stride() == found.stride()
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_operation_equals_the_cpu_bit_by_bit(name: str) -> None:
-    (equal,) = run_ranks(1, _compare, name, device="emulated")
-    assert equal and all(equal)
-
-
-def _random(rank: int) -> list[bool]:
+@on_ranks(1, "emulated")
+def test_random_operations_use_the_device_generator(rank: int) -> None:
     def draw() -> list[torch.Tensor]:
         x = torch.ones(1000)
         return [torch.rand(10), torch.randn(10), torch.randperm(10), F.dropout(x, 0.25), torch.bernoulli(x / 2)]
@@ -94,23 +93,12 @@ def _random(rank: int) -> list[bool]:
     first, second = draw(), draw()
     torch.emulated.set_rng_state(state)
     again = draw()
-    dropped = (first[3] == 0).float().mean().item()
-    return [
-        all(map(torch.equal, first, again)),
-        any(map(torch.equal, first, second)),
-        0.2 < dropped < 0.3,
-        torch.equal(first[3], F.dropout(torch.ones(1000), 0.0)),
-    ]
+    assert all(map(torch.equal, first, again))
+    assert not any(map(torch.equal, first, second))
+    assert 0.2 < (first[3] == 0).float().mean().item() < 0.3
 
 
-def test_random_operations_use_the_device_generator() -> None:
-    assert run_ranks(1, _random, device="emulated") == [[True, False, True, False]]
-
-
-def _wrong(rank: int) -> None:
+@on_ranks(1, "emulated")
+def test_wrong_shapes_raise_at_the_call(rank: int) -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         torch.ones(2, 3) @ torch.ones(2, 3)
-
-
-def test_wrong_shapes_raise_at_the_call() -> None:
-    run_ranks(1, _wrong, device="emulated")

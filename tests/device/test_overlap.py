@@ -8,13 +8,15 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import compile_fsdp
-from helpers.device.overlap import Overlap, launches_of, overlap_of
+from helpers.device.overlap import launches_of, overlap_of
 from helpers.models.blockwise import compile_whole, shard_blocks
 from helpers.models.reference import Stack
-from helpers.ranks.pools import run_ranks
+from helpers.ranks.tests import on_ranks
 
 
-def _by_hand(rank: int, waits_first: bool) -> float:
+@pytest.mark.parametrize("waits_first", [False, True])
+@on_ranks(2, "emulated")
+def test_compute_launched_before_the_wait_hides_a_collective(rank: int, waits_first: bool) -> None:
     x, y = torch.ones(1000), torch.ones(64, 64)
 
     def run() -> None:
@@ -25,16 +27,17 @@ def _by_hand(rank: int, waits_first: bool) -> float:
             y @ y
         work.wait()
 
-    return overlap_of(launches_of(run)).share
+    assert overlap_of(launches_of(run)).share == (0.0 if waits_first else 1.0)
 
 
-def test_compute_launched_before_the_wait_hides_a_collective() -> None:
-    assert run_ranks(2, _by_hand, False, device="emulated") == [1.0, 1.0]
-    assert run_ranks(2, _by_hand, True, device="emulated") == [0.0, 0.0]
+@pytest.mark.slow
+@on_ranks(2, "emulated")
+def test_compiled_step_hides_as_much_as_eager_except_one_gather(rank: int) -> None:
+    """Only eager FSDP2 overlaps the backward's first all-gather with the forward.
 
-
-def _overlaps(rank: int) -> tuple[Overlap, Overlap]:
-    """Overlap of a training step, compiled and by torch's eager FSDP2."""
+    Eager FSDP2 gathers on a separate stream. A collective in a graph waits for all earlier work of its stream, and so
+    for the forward.
+    """
     found = []
     for shard in (compile_fsdp.fully_shard, torch_fully_shard):
         torch.manual_seed(0)
@@ -50,18 +53,8 @@ def _overlaps(rank: int) -> tuple[Overlap, Overlap]:
         for _ in range(2):
             step()
         found.append(overlap_of(launches_of(step)))
-    return found[0], found[1]
-
-
-@pytest.mark.slow
-def test_compiled_step_hides_as_much_as_eager_except_one_gather() -> None:
-    """Only eager FSDP2 overlaps the backward's first all-gather with the forward.
-
-    Eager FSDP2 gathers on a separate stream. A collective in a graph waits for all earlier work of its stream, and so
-    for the forward.
-    """
-    for compiled, eager in run_ranks(2, _overlaps, device="emulated"):
-        print(f"hidden: {compiled.share:.3f} compiled, {eager.share:.3f} eager")
-        assert 0.8 < eager.share < 1
-        assert compiled.duration == eager.duration
-        assert compiled.hidden >= eager.hidden - compiled.longest
+    compiled, eager = found
+    print(f"hidden: {compiled.share:.3f} compiled, {eager.share:.3f} eager")
+    assert 0.8 < eager.share < 1
+    assert compiled.duration == eager.duration
+    assert compiled.hidden >= eager.hidden - compiled.longest

@@ -8,27 +8,27 @@ import pytest
 import torch
 
 from helpers.device.install import delayed, held
-from helpers.ranks.pools import run_ranks
+from helpers.ranks.tests import on_ranks
 
 
-def _asynchronous(rank: int) -> tuple[bool, bool, float]:
+@on_ranks(1, "emulated")
+def test_kernel_launch_does_not_block_the_host(rank: int) -> None:
     module = torch.emulated
     x = torch.ones(4)
     module.synchronize()
     with held():
         y = x + 1
         event = module.current_stream().record_event()
-        before = event.query()
+        assert not event.query()
     event.synchronize()
-    return before, event.query(), y.sum().item()
+    assert event.query()
+    assert y.sum().item() == 8
 
 
-def test_kernel_launch_does_not_block_the_host() -> None:
-    assert run_ranks(1, _asynchronous, device="emulated") == [(False, True, 8.0)]
-
-
-def _ordered(rank: int) -> list[float]:
+@on_ranks(1, "emulated")
+def test_synchronized_streams_compute_the_sequential_result(rank: int) -> None:
     module = torch.emulated
+    expected = 0.0
     with delayed(7, 2000.0):
         side = module.Stream()
         total = torch.zeros(1)
@@ -38,17 +38,12 @@ def _ordered(rank: int) -> list[float]:
                 total.mul_(2)
             module.current_stream().wait_event(side.record_event())
             total.add_(step)
-        return total.tolist()
+            expected = 2 * expected + step
+        assert total.tolist() == [expected]
 
 
-def test_synchronized_streams_compute_the_sequential_result() -> None:
-    expected = 0.0
-    for step in range(20):
-        expected = 2 * expected + step
-    assert run_ranks(1, _ordered, device="emulated") == [[expected]]
-
-
-def _timed(rank: int) -> float:
+@on_ranks(1, "emulated")
+def test_events_measure_elapsed_time(rank: int) -> None:
     module = torch.emulated
     first, last = module.Event(enable_timing=True), module.Event(enable_timing=True)
     with delayed(1, 4000.0):
@@ -58,14 +53,11 @@ def _timed(rank: int) -> float:
             x.add_(1)
         last.record()
         last.synchronize()
-        return first.elapsed_time(last)
+        assert 1 < first.elapsed_time(last) < 1000
 
 
-def test_events_measure_elapsed_time() -> None:
-    assert 1 < run_ranks(1, _timed, device="emulated")[0] < 1000
-
-
-def _copied(rank: int) -> tuple[bool, list[float], list[float], bool]:
+@on_ranks(1, "emulated")
+def test_copies_to_pinned_memory_are_async_and_from_pageable_memory_immediate(rank: int) -> None:
     module = torch.emulated
     pinned = torch.zeros(4, device="cpu", pin_memory=True)
     plain = torch.arange(4.0, device="cpu")
@@ -73,28 +65,22 @@ def _copied(rank: int) -> tuple[bool, list[float], list[float], bool]:
     with held():
         x.add_(1)
         pinned.copy_(x, non_blocking=True)
-        is_early = bool((pinned == 0).all())
+        assert bool((pinned == 0).all())
         up = plain.to("emulated", non_blocking=True)
         plain.fill_(-1)  # after the copy has read it
     module.synchronize()
-    return is_early, pinned.tolist(), up.tolist(), pinned.is_pinned()
+    assert pinned.is_pinned() and pinned.tolist() == [2] * 4
+    assert up.tolist() == [0, 1, 2, 3]
 
 
-def test_copies_to_pinned_memory_are_async_and_from_pageable_memory_immediate() -> None:
-    assert run_ranks(1, _copied, device="emulated") == [(True, [2] * 4, [0, 1, 2, 3], True)]
-
-
-def _failed(rank: int) -> None:
+@on_ranks(1, "emulated")
+def test_kernel_error_is_raised_at_synchronize(rank: int) -> None:
     table = torch.ones(3, 2)
     rows = torch.full((1,), 5, dtype=torch.int64)
     torch.index_select(table, 0, rows)  # fails when the kernel runs
     with pytest.raises(RuntimeError, match=r"(?s)failed earlier, on the device: aten::index_select.*out of range"):
         torch.emulated.synchronize()
     torch.emulated.synchronize()  # the error is raised only once
-
-
-def test_kernel_error_is_raised_at_synchronize() -> None:
-    run_ranks(1, _failed, device="emulated")
 
 
 class _Thread(torch.autograd.Function):
@@ -111,7 +97,8 @@ class _Thread(torch.autograd.Function):
         return grad
 
 
-def _backward(rank: int) -> tuple[bool, bool, list[float]]:
+@on_ranks(1, "emulated")
+def test_backward_runs_on_the_autograd_thread_and_on_the_forward_stream(rank: int) -> None:
     side = torch.emulated.Stream()
     x = torch.ones(2, requires_grad=True)
     side.wait_stream(torch.emulated.current_stream())
@@ -120,8 +107,6 @@ def _backward(rank: int) -> tuple[bool, bool, list[float]]:
     y.backward()
     torch.emulated.current_stream().wait_stream(side)
     thread, stream = _Thread.names
-    return thread != str(threading.get_ident()), stream == str(side.stream_id), x.grad.tolist()
-
-
-def test_backward_runs_on_the_autograd_thread_and_on_the_forward_stream() -> None:
-    assert run_ranks(1, _backward, device="emulated") == [(True, True, [1.0, 1.0])]
+    assert thread != str(threading.get_ident())
+    assert stream == str(side.stream_id)
+    assert x.grad.tolist() == [1.0, 1.0]

@@ -15,7 +15,8 @@ import compile_fsdp
 from compile_fsdp.errors import NotShardedError
 from helpers.models.reference import Stack
 from helpers.parity.check import Parity, compare, compare_grads
-from helpers.ranks.pools import device_type, run_ranks
+from helpers.ranks.pools import device_type
+from helpers.ranks.tests import on_ranks
 
 COMPILE: Any = {"backend": "compile_fsdp", "options": {"inner_backend": "aot_eager"}}
 
@@ -66,7 +67,17 @@ ORDERS: dict[str, Callable[[Stack], nn.Module]] = {
 }
 
 
-def _compare_with_eager(rank: int, order: str) -> Parity:
+@pytest.mark.parametrize(
+    ("order", "forwards", "backwards"),
+    [
+        ("before sharding", 1, 1),
+        ("in place before sharding", 2, 1),
+        ("in place, and again", 1, 1),
+        ("block by block", 2, 2),
+    ],
+)
+@on_ranks(2)
+def test_compile_and_shard_orders_match_eager(rank: int, order: str, forwards: int, backwards: int) -> None:
     eager, own = _model(), _model()
     _shard(eager.layers, eager)
     ours = ORDERS[order](own)
@@ -80,32 +91,15 @@ def _compare_with_eager(rank: int, order: str) -> Parity:
             loss.backward()
         compare(result, f"step {step}: loss", losses[0].detach(), losses[1].detach())
         compare_grads(result, f"step {step}", own, eager)
-    result.directions = [report.direction for report in compile_fsdp.reports()]
-    return result
+    assert result.differing == []
+    directions = [report.direction for report in compile_fsdp.reports()]
+    assert (directions.count("forward"), directions.count("backward")) == (forwards, backwards)
 
 
-@pytest.mark.parametrize(
-    ("order", "forwards", "backwards"),
-    [
-        ("before sharding", 1, 1),
-        ("in place before sharding", 2, 1),
-        ("in place, and again", 1, 1),
-        ("block by block", 2, 2),
-    ],
-)
-def test_compile_and_shard_orders_match_eager(order: str, forwards: int, backwards: int) -> None:
-    for result in run_ranks(2, _compare_with_eager, order):
-        assert result.differing == []
-        assert (result.directions.count("forward"), result.directions.count("backward")) == (forwards, backwards)
-
-
-def _forget_make_traceable(rank: int) -> None:
+@on_ranks(2)
+def test_error_without_make_traceable_names_the_call(rank: int) -> None:
     model = _model()
     _shard(model.layers, model)
     model.compile(**COMPILE)
     with pytest.raises(NotShardedError, match=r"call compile_fsdp\.make_traceable\(\)"):
         model(torch.randn(4, 8, device=device_type()))
-
-
-def test_error_without_make_traceable_names_the_call() -> None:
-    run_ranks(2, _forget_make_traceable)

@@ -21,8 +21,7 @@ from compile_fsdp import errors
 from helpers.models.blockwise import shard_blocks
 from helpers.pages.code_blocks import DOCS
 from helpers.ranks.meshes import shared_mesh
-from helpers.ranks.pools import run_ranks
-from helpers.releases.skip import skip_before
+from helpers.ranks.tests import on_ranks
 
 
 class Model(nn.Module):
@@ -229,15 +228,6 @@ def _said(program: Callable[[Way], object], way: Way) -> tuple[str, str]:
     return "", ""
 
 
-def _say_all(rank: int) -> tuple[dict[str, tuple[str, str]], dict[str, tuple[str, str]], dict[str, tuple[str, str]]]:
-    """Return the errors of torch and of compile_fsdp for KNOWN, and of compile_fsdp for CLAIMS."""
-    torchs, ours = {}, {}
-    for start, (program, _) in KNOWN.items():
-        torchs[start] = _said(program, Way(ours=False, backend="eager" if start in COMPILED else None))
-        ours[start] = _said(program, Way(ours=True))
-    return torchs, ours, {claim: _said(program, Way(ours=True)) for claim, (program, _) in CLAIMS.items()}
-
-
 def _matches(heading: str, text: str) -> bool:
     return re.search(".*".join(map(re.escape, heading.split("..."))), text, flags=re.DOTALL) is not None
 
@@ -267,17 +257,17 @@ def test_entry_states_the_outcome_with_compile_fsdp(start: str) -> None:
         assert said == ("none" if outcome is NOTHING else "")
 
 
-def test_messages_match_torch_and_outcomes_match_compile_fsdp() -> None:
-    skip_before("2.13")  # the page quotes the messages of 2.13
-    for torchs, ours, claims in run_ranks(2, _say_all):
-        for start, (_, outcome) in KNOWN.items():
-            kind, text = ours[start]
-            heading = NEW_TEXTS.get(start) if torch.__version__ >= "2.14.1" else None
-            assert _matches(heading or _heading(start), torchs[start][1]), (start, torchs[start])
-            if outcome == SAME:
-                assert _matches(_heading(start), text), (start, kind, text)
-            else:
-                assert kind == (outcome.__name__ if isinstance(outcome, type) else ""), (start, kind, text)
-        for claim, (_, expected_text) in CLAIMS.items():
-            kind, text = claims[claim]
-            assert (kind == "") if expected_text is None else (expected_text in text), (claim, kind, text)
+@on_ranks(2, since="2.13")  # the page quotes the messages of 2.13
+def test_messages_match_torch_and_outcomes_match_compile_fsdp(rank: int) -> None:
+    for start, (program, outcome) in KNOWN.items():
+        said = _said(program, Way(ours=False, backend="eager" if start in COMPILED else None))
+        heading = NEW_TEXTS.get(start) if torch.__version__ >= "2.14.1" else None
+        assert _matches(heading or _heading(start), said[1]), (start, said)
+        kind, text = _said(program, Way(ours=True))
+        if outcome == SAME:
+            assert _matches(_heading(start), text), (start, kind, text)
+        else:
+            assert kind == (outcome.__name__ if isinstance(outcome, type) else ""), (start, kind, text)
+    for claim, (program, expected_text) in CLAIMS.items():
+        kind, text = _said(program, Way(ours=True))
+        assert (kind == "") if expected_text is None else (expected_text in text), (claim, kind, text)

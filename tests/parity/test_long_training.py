@@ -44,7 +44,7 @@ SLOW = [
 def test_twenty_steps_equal_eager_with_two_graphs(case: str, inner_backend: str, world_size: int) -> None:
     is_exact = inner_backend == "aot_eager"
     tolerance = (1e-6 if AOT_ROUNDS_OTHERWISE and case == "llama" else 0.0) if is_exact else 1e-5
-    for result in run_ranks(world_size, _train, case, inner_backend, timeout_s=280.0):
+    for result in run_ranks(world_size, _train, case, inner_backend):
         assert result.worst <= tolerance, result.differing
         assert result.directions == ["forward", "backward"]
         assert result.compiled_after_first_step == 0
@@ -59,7 +59,7 @@ def test_twenty_steps_equal_eager_with_two_graphs(case: str, inner_backend: str,
 )
 def test_twenty_steps_with_graph_breaks_equal_eager(case: str, inner_backend: str, pieces: int) -> None:
     """The second model breaks in more modules than Dynamo's recompile limit."""
-    for result in run_ranks(2, _train, case, inner_backend, False, timeout_s=280.0):
+    for result in run_ranks(2, _train, case, inner_backend, False):
         assert result.worst <= (0.0 if inner_backend == "aot_eager" else 1e-5), result.differing
         assert result.directions.count("backward") >= pieces
         assert result.compiled_after_first_step == 0

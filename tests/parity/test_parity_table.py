@@ -50,7 +50,7 @@ def _check(row: str, inner_backend: str, tolerance: float, table: ParityTable | 
         return
     feature = ROWS[row]
     world_size = 2 if FOUR_RANKS.isdisjoint(names) and row not in PAIRS else 4
-    outcomes = run_ranks(world_size, _train, row, inner_backend, timeout_s=280.0)
+    outcomes = run_ranks(world_size, _train, row, inner_backend)
     if table is not None:
         table.add(row, inner_backend, world_size, outcomes)
     for outcome in outcomes:

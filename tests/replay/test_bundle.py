@@ -26,7 +26,7 @@ from helpers.models.bundled import FLOAT32, Block, DrawsAgain, SavesSome, SavesU
 from helpers.models.replays import count_replays
 from helpers.ranks.fake_world import fake_world
 from helpers.ranks.fresh import run_fresh
-from helpers.ranks.pools import run_ranks
+from helpers.ranks.tests import on_ranks
 
 pytestmark = pytest.mark.skipif(not CAN_REPLAY, reason="torch 2.13 has brought it")
 
@@ -84,23 +84,21 @@ def _project_otherwise(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.linear(x) * 2.0  # type: ignore[no-any-return]
 
 
-def _restart(rank: int, *args: Any) -> tuple[list[tuple[int, int]], list[int], bool]:
-    return restart(*args)
-
-
-@pytest.mark.parametrize("is_own", [False, True])
+# With the model's own bundle or a named one. The two checkpoints below and tests of bundle constants have own bundles.
 @pytest.mark.parametrize(
-    ("policy", "training", "replays", "graphs"),
+    ("is_own", "policy", "training", "replays", "graphs"),
     [
-        (FLOAT32, {}, [(2, 2), (3, 3)], [2, 2]),
-        (FLOAT32, {"evaluates": True}, [(4, 2), (6, 3)], [3, 3]),
+        (False, FLOAT32, {}, [(2, 2), (3, 3)], [2, 2]),
+        (True, FLOAT32, {"evaluates": True}, [(4, 2), (6, 3)], [3, 3]),
         # Backwards of the first microbatch, of those between, and of the last.
-        (FLOAT32, {"microbatches": 4}, [(11, 9), (12, 12)], [4, 4]),
+        (False, FLOAT32, {"microbatches": 4}, [(11, 9), (12, 12)], [4, 4]),
         # The first microbatch and those between have one graph, which does not add the waiting gradients.
-        (MIXED, {"microbatches": 4}, [(11, 10), (12, 12)], [3, 3]),
+        (True, MIXED, {"microbatches": 4}, [(11, 10), (12, 12)], [3, 3]),
     ],
 )
+@on_ranks(2)
 def test_steps_from_a_bundle_equal_steps_without_replay(
+    rank: int,
     tmp_path: Path,
     is_own: bool,
     policy: MixedPrecisionPolicy,
@@ -108,47 +106,39 @@ def test_steps_from_a_bundle_equal_steps_without_replay(
     replays: list[tuple[int, int]],
     graphs: list[int],
 ) -> None:
-    for result in run_ranks(2, _restart, str(tmp_path), is_own, Block, policy, training):
-        assert result == (replays, graphs, True)
+    assert restart(str(tmp_path), is_own, Block, policy, training) == (replays, graphs, True)
 
 
 @pytest.mark.parametrize("block", [DrawsAgain, SavesSome])
-def test_checkpoint_comes_from_a_bundle(tmp_path: Path, block: type[Block]) -> None:
-    for result in run_ranks(2, _restart, str(tmp_path), True, block, FLOAT32, {}):
-        assert result == ([(2, 2), (3, 3)], [2, 2], True)
+@on_ranks(2)
+def test_checkpoint_comes_from_a_bundle(rank: int, tmp_path: Path, block: type[Block]) -> None:
+    assert restart(str(tmp_path), True, block) == ([(2, 2), (3, 3)], [2, 2], True)
 
 
-def _with_arguments(rank: int, folder: str) -> list[tuple[int, int] | None]:
-    bundle.own_folder = lambda: Path(folder)
+@on_ranks(1)
+def test_arguments_of_torch_compile_work_with_a_bundle(rank: int, tmp_path: Path) -> None:
+    bundle.own_folder = lambda: tmp_path
     mode = {"mode": "max-autotune-no-cudagraphs"}
-    found: list[tuple[int, int] | None] = []
-    for arguments in (mode, mode, {"disable": True}):
+    for arguments, replays in ((mode, (2, 2)), (mode, (3, 3)), ({"disable": True}, None)):
         model: Any = compile_fsdp.fully_shard(Block(4))
         model.compile(backend="compile_fsdp", **arguments)
         train(model)
-        found.append(None if "disable" in arguments else count_replays(model))
-        assert (model._compile_fsdp_hooks.hooks.root.replay is None) == ("disable" in arguments)
-    return found
+        if replays is None:
+            assert model._compile_fsdp_hooks.hooks.root.replay is None
+        else:
+            assert count_replays(model) == replays
 
 
-def test_arguments_of_torch_compile_work_with_a_bundle(tmp_path: Path) -> None:
-    assert run_ranks(1, _with_arguments, str(tmp_path)) == [[(2, 2), (3, 3), None]]
-
-
-def _alone(rank: int, folder: str) -> int:
-    """Start from a bundle; then rank 0 traces a further shape that its peer never has. Return the new graphs."""
+@on_ranks(2)
+def test_rank_traces_a_further_shape_while_its_peers_replay(rank: int, tmp_path: Path) -> None:
     for _ in range(2):
-        model = build(Path(folder, "step.bundle"), agreement_timeout_s=20.0, memory_budget=2**40)
+        model = build(tmp_path / "step.bundle", agreement_timeout_s=20.0, memory_budget=2**40)
         train(model)
         dist.barrier()
     counters = torch._dynamo.utils.counters["stats"]
     before = counters["unique_graphs"]
     train(model, batch=3 if rank else 5)
-    return int(counters["unique_graphs"] - before)
-
-
-def test_rank_traces_a_further_shape_while_its_peers_replay(tmp_path: Path) -> None:
-    assert run_ranks(2, _alone, str(tmp_path)) == [2, 0]
+    assert counters["unique_graphs"] - before == (0 if rank else 2)
 
 
 def test_own_bundles_used_last_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,11 +156,11 @@ def test_own_bundles_used_last_are_kept(tmp_path: Path, monkeypatch: pytest.Monk
     assert sorted(path.name for path in tmp_path.iterdir()) == ["3.bundle", "4.bundle"]
 
 
-def _collectives_of_accumulation(rank: int, folder: str) -> list[int]:
-    """Count collectives of an accumulation step: cold, then from a bundle."""
+@on_ranks(2)
+def test_backward_traced_after_bundle_load_has_the_collectives_of_a_cold_start(rank: int, tmp_path: Path) -> None:
     counts = []
     for _ in range(2):
-        model = build(Path(folder, "step.bundle"), blocks=4, memory_budget=2**40)
+        model = build(tmp_path / "step.bundle", blocks=4, memory_budget=2**40)
         x = torch.ones(3, 4)
         model(x).square().mean().backward()
         model.set_requires_gradient_sync(False)
@@ -179,12 +169,8 @@ def _collectives_of_accumulation(rank: int, folder: str) -> list[int]:
         before = executed_collectives()
         model(x).square().mean().backward()
         counts.append(executed_collectives() - before)
-    return counts
-
-
-def test_backward_traced_after_bundle_load_has_the_collectives_of_a_cold_start(tmp_path: Path) -> None:
-    for cold, warm in run_ranks(2, _collectives_of_accumulation, str(tmp_path)):
-        assert cold == warm
+    cold, warm = counts
+    assert cold == warm
 
 
 def test_package_hash_changes_with_a_source_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,84 +219,62 @@ def test_facts_depend_on_the_modules_of_classes() -> None:
     assert one["modules"] != other["modules"]
 
 
-def _refusals(rank: int, folder: str) -> list[str]:
-    """The first warning of each changed model about the bundle."""
-    path = Path(folder, "step.bundle")
+@on_ranks(1)
+def test_bundle_of_a_changed_step_is_refused_with_the_difference(rank: int, tmp_path: Path) -> None:
+    path = tmp_path / "step.bundle"
     train(build(path))
     content = path.read_bytes()
-    problems = []
-    changes: list[tuple[Callable[[Any], object], int]] = [
-        (lambda model: setattr(model[1], "scale", 3.0), 3),
-        (lambda model: model[1].linear.bias.requires_grad_(False), 3),
-        (lambda model: model[0].register_forward_hook(lambda module, args, output: output), 3),
-        (lambda model: None, 5),
-        (lambda model: setattr(model[1], "names", {4: "x"}), 3),
-        (lambda model: setattr(Block, "project", _project_otherwise), 3),
+    # A change, the size of the batch, and what the first warning names.
+    changes: list[tuple[Callable[[Any], object], int, str]] = [
+        (lambda model: setattr(model[1], "scale", 3.0), 3, "scale"),
+        (lambda model: model[1].linear.bias.requires_grad_(False), 3, "parameters"),
+        (lambda model: model[0].register_forward_hook(lambda module, args, output: output), 3, "_forward_hooks"),
+        (lambda model: None, 5, "args[0]"),
+        (lambda model: setattr(model[1], "names", {4: "x"}), 3, "names"),
+        (lambda model: setattr(Block, "project", _project_otherwise), 3, "FSDPBlock"),
     ]
     own = Block.project
-    for change, batch in changes:
+    for change, batch, named in changes:
         model = build(path)
         change(model)
         with logged() as messages:
             model(torch.randn(batch, 4)).square().mean().backward()
-        problems.append(messages[0])
+        assert named in messages[0]
         assert count_replays(model) == (0, 0)
-        if "no step in the bundle" in problems[-1]:  # else another model
+        if "no step in the bundle" in messages[0]:  # else another model
             train(model := build(path))
             assert count_replays(model) == (3, 3)
         path.write_bytes(content)
     Block.project = own  # type: ignore[method-assign]
-    return problems
 
 
-def test_bundle_of_a_changed_step_is_refused_with_the_difference(tmp_path: Path) -> None:
-    (problems,) = run_ranks(1, _refusals, str(tmp_path))
-    expected = "scale", "parameters", "_forward_hooks", "args[0]", "names", "FSDPBlock"
-    for problem, named in zip(problems, expected, strict=True):
-        assert named in problem
-
-
-def _with_other_contexts(rank: int, folder: str) -> tuple[str, tuple[int, int]]:
-    """The first warning of a model whose checkpoint saves other values, and its replays."""
-    path = Path(folder, "step.bundle")
+@on_ranks(1)
+def test_changed_contexts_of_a_checkpoint_are_no_step_of_a_bundle(rank: int, tmp_path: Path) -> None:
+    path = tmp_path / "step.bundle"
     train(build(path, SavesSome))
     model = build(path, SavesSome)
     model[1].contexts = saving(torch.ops.aten.tanh.default)
     with logged() as messages:
         model(torch.randn(3, 4)).square().mean().backward()
-    return messages[0], count_replays(model)
+    assert "self._modules['1'].contexts is" in messages[0]
+    assert count_replays(model) == (0, 0)
 
 
-def test_changed_contexts_of_a_checkpoint_are_no_step_of_a_bundle(tmp_path: Path) -> None:
-    ((warning, replays),) = run_ranks(1, _with_other_contexts, str(tmp_path))
-    assert "self._modules['1'].contexts is" in warning
-    assert replays == (0, 0)
-
-
-def _with_unknown_contexts(rank: int, folder: str) -> tuple[list[str], tuple[int, int]]:
+@on_ranks(1)
+def test_contexts_that_read_unknown_objects_are_in_no_bundle(rank: int, tmp_path: Path) -> None:
     with logged() as messages:
-        train(model := build(Path(folder, "step.bundle"), SavesUnknown))
-    return messages, count_replays(model)
-
-
-def test_contexts_that_read_unknown_objects_are_in_no_bundle(tmp_path: Path) -> None:
-    ((messages, replays),) = run_ranks(1, _with_unknown_contexts, str(tmp_path))
+        train(model := build(tmp_path / "step.bundle", SavesUnknown))
     assert "which decides what a checkpoint saves, may read anything" in messages[-1]
-    assert replays == (0, 0)
+    assert count_replays(model) == (0, 0)
 
 
-def _hooked(rank: int, folder: str) -> list[tuple[int, int]]:
-    replays = []
-    for _ in range(2):
-        model = build(Path(folder, "step.bundle"))
+@on_ranks(1)
+def test_hook_with_a_different_number_is_in_the_bundle(rank: int, tmp_path: Path) -> None:
+    for replays in ((2, 2), (3, 3)):
+        model = build(tmp_path / "step.bundle")
         model[0].register_forward_hook(lambda module, args, output: output * 2.0)
         train(model)
-        replays.append(count_replays(model))
-    return replays
-
-
-def test_hook_with_a_different_number_is_in_the_bundle(tmp_path: Path) -> None:
-    assert run_ranks(1, _hooked, str(tmp_path)) == [[(2, 2), (3, 3)]]
+        assert count_replays(model) == replays
 
 
 @pytest.mark.parametrize(
@@ -321,13 +285,11 @@ def test_invalid_bundle_options_are_refused(given: dict[str, Any]) -> None:
         Options.parse(given)
 
 
-def _unwritable(rank: int, folder: str) -> tuple[tuple[int, int], bool]:
-    path = Path(folder, "file", "step.bundle")
+@on_ranks(1)
+def test_training_continues_if_the_bundle_cannot_be_written(rank: int, tmp_path: Path) -> None:
+    path = tmp_path / "file" / "step.bundle"
     path.parent.write_text("no folder")
     model = build(path)
     train(model)
-    return count_replays(model), path.exists()
-
-
-def test_training_continues_if_the_bundle_cannot_be_written(tmp_path: Path) -> None:
-    assert run_ranks(1, _unwritable, str(tmp_path)) == [((2, 2), False)]
+    assert count_replays(model) == (2, 2)
+    assert not path.exists()

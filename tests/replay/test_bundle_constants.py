@@ -18,7 +18,7 @@ from compile_fsdp.replay import bundle
 from compile_fsdp.torch_compat.dynamo import CAN_REPLAY
 from helpers.models.bundled import Block, restart, trains_as_without
 from helpers.ranks.fake_world import fake_world
-from helpers.ranks.pools import run_ranks
+from helpers.ranks.tests import on_ranks
 
 pytestmark = pytest.mark.skipif(not CAN_REPLAY, reason="torch 2.13 has brought it")
 
@@ -70,22 +70,18 @@ RANK_READERS = {
 }
 
 
-def _restart(rank: int, folder: str, kind: str, is_own: bool) -> tuple[int, bool]:
-    """Return how many forwards of a restarted model are replayed, and whether it trains as without a bundle."""
-    (_, (forwards, _)), _, are_equal = restart(folder, is_own, RANK_READERS[kind])
-    return forwards, are_equal
-
-
-@pytest.mark.parametrize("kind", RANK_READERS)
-def test_step_that_reads_its_rank_is_replayed_by_this_rank_only(tmp_path: Path, kind: str) -> None:
-    assert run_ranks(2, _restart, str(tmp_path), kind, True) == [(3, True)] * 2
-    assert len(list(tmp_path.iterdir())) == 2
-
-
-@pytest.mark.parametrize("kind", ["rank", "alias"])
-def test_step_that_reads_its_rank_is_in_no_bundle_for_all_ranks(tmp_path: Path, kind: str) -> None:
-    assert run_ranks(2, _restart, str(tmp_path), kind, False) == [(0, True)] * 2
-    assert not list(tmp_path.iterdir())
+# Own bundles are one for each rank; other bundles are for all ranks.
+@pytest.mark.parametrize(
+    ("kind", "is_own"), [*((kind, True) for kind in RANK_READERS), ("rank", False), ("alias", False)]
+)
+@on_ranks(2)
+def test_step_that_reads_its_rank_is_replayed_by_this_rank_only(
+    rank: int, tmp_path: Path, kind: str, is_own: bool
+) -> None:
+    (_, (forwards, _)), _, are_equal = restart(str(tmp_path), is_own, RANK_READERS[kind])
+    assert (forwards, are_equal) == (3 if is_own else 0, True)
+    dist.barrier()
+    assert len(list(tmp_path.iterdir())) == (2 if is_own else 0)
 
 
 class _ReadsCoordinate(_ReadsPlace):
@@ -93,14 +89,12 @@ class _ReadsCoordinate(_ReadsPlace):
         return self.project(x) * (1 + self.mesh.get_coordinate()[0])  # type: ignore[index]
 
 
-def _on_meshes(rank: int, folder: str) -> list[bool]:
-    """Start a model twice, and once with a mesh of other ranks; return whether each trains as without a bundle."""
-    bundle.own_folder = lambda: Path(folder)
-    return [trains_as_without(None, partial(_ReadsCoordinate, ranks=ranks)) for ranks in ([0, 1], [0, 1], [1, 0])]
-
-
-def test_place_in_a_mesh_is_a_condition(tmp_path: Path) -> None:
-    assert run_ranks(2, _on_meshes, str(tmp_path)) == [[True] * 3] * 2
+@on_ranks(2)
+def test_place_in_a_mesh_is_a_condition(rank: int, tmp_path: Path) -> None:
+    """A model starts twice, and once with a mesh of other ranks."""
+    bundle.own_folder = lambda: tmp_path
+    for ranks in ([0, 1], [0, 1], [1, 0]):
+        assert trains_as_without(None, partial(_ReadsCoordinate, ranks=ranks))
 
 
 @torch.compiler.assume_constant_result
@@ -128,18 +122,12 @@ class _AssumesMethod(Block):
 ASSUMING = {"function": _Assumes, "method": _AssumesMethod}
 
 
-def _with_factors(rank: int, folder: str, kind: str) -> list[bool]:
-    """Start a model with two results of a function that is not traced; return whether each trains as without."""
-    equal = []
+@pytest.mark.parametrize("kind", ASSUMING)
+@on_ranks(1)
+def test_results_that_are_assumed_constant_are_in_no_bundle(rank: int, tmp_path: Path, kind: str) -> None:
     for factor in (2.0, 3.0):
         _factors.append(factor)
-        equal.append(trains_as_without(Path(folder, "step.bundle"), ASSUMING[kind]))
-    return equal
-
-
-@pytest.mark.parametrize("kind", ASSUMING)
-def test_results_that_are_assumed_constant_are_in_no_bundle(tmp_path: Path, kind: str) -> None:
-    assert run_ranks(1, _with_factors, str(tmp_path), kind) == [[True, True]]
+        assert trains_as_without(tmp_path / "step.bundle", ASSUMING[kind])
     assert not list(tmp_path.iterdir())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import MethodType
@@ -22,7 +22,7 @@ from compile_fsdp.torch_compat.dynamo import CAN_REPLAY
 from helpers.models.blockwise import shard_blocks
 from helpers.models.global_settings import deterministic
 from helpers.models.replays import compile_with_replay, count_replays
-from helpers.ranks.pools import run_ranks
+from helpers.ranks.tests import on_ranks
 
 pytestmark = pytest.mark.skipif(not CAN_REPLAY, reason="torch 2.13 has brought it")
 
@@ -242,7 +242,7 @@ def _run(models: tuple[Any, Any], change: Callable[[_Step], object]) -> tuple[bo
     return forward, backward, is_right
 
 
-def _path(rank: int, name: str) -> tuple[bool, bool, bool]:
+def _path(name: str) -> tuple[bool, bool, bool]:
     models = _models()
     for _ in range(2):
         _step(models[1]).run()
@@ -250,29 +250,24 @@ def _path(rank: int, name: str) -> tuple[bool, bool, bool]:
     return _run(models, CHANGES[name])
 
 
-def _paths(rank: int, names: Sequence[str]) -> dict[str, tuple[bool, bool, bool]]:
-    return {name: _path(rank, name) for name in names}
+# Changes, and whether forward and backward are replayed after each of them.
+GROUPS = {"forward": (FORWARD, False, False), "backward": (BACKWARD, True, False), "none": (NONE, True, True)}
 
 
-@pytest.mark.parametrize(
-    ("changes", "is_forward_replayed", "is_backward_replayed"),
-    [(FORWARD, False, False), (BACKWARD, True, False), (NONE, True, True)],
-    ids=["forward", "backward", "none"],
-)
-def test_graphs_are_replayed_until_a_change_affects_them(
-    changes: _Changes, is_forward_replayed: bool, is_backward_replayed: bool
-) -> None:
-    expected = dict.fromkeys(changes, (is_forward_replayed, is_backward_replayed, True))
-    assert run_ranks(1, _paths, list(changes)) == [expected]
+@pytest.mark.parametrize("group", GROUPS)
+@on_ranks(1)
+def test_graphs_are_replayed_until_a_change_affects_them(rank: int, group: str) -> None:
+    changes, *are_replayed = GROUPS[group]
+    assert {name: _path(name) for name in changes} == dict.fromkeys(changes, (*are_replayed, True))
 
 
-def test_first_forward_hook_stops_forward_replay() -> None:
+@on_ranks(1)
+def test_first_forward_hook_stops_forward_replay(rank: int) -> None:
     """Dynamo runs its cached graph, because skip_nnmodule_hook_guards hides a first hook."""
-    (path,) = run_ranks(1, _path, "hook")
-    assert path[:2] == (False, True)
+    assert _path("hook")[:2] == (False, True)
 
 
-def _path_without(rank: int, kind: str, name: str) -> bool:
+def _path_without(kind: str, name: str) -> bool:
     """Whether a changed forward is replayed without the conditions of one kind."""
     init = conditions.Conditions.__init__
 
@@ -281,7 +276,7 @@ def _path_without(rank: int, kind: str, name: str) -> bool:
         self.conditions = [each for each in self.conditions if each.kind != kind]
 
     with mock.patch.object(conditions.Conditions, "__init__", init_without):
-        return _path(rank, name)[0]
+        return _path(name)[0]
 
 
 # Kind of condition, and a change that only this kind detects.
@@ -292,33 +287,15 @@ ALONE = (
 )
 
 
-def _paths_without(rank: int, pairs: Sequence[tuple[str, str]]) -> list[bool]:
-    return [_path_without(rank, kind, name) for kind, name in pairs]
-
-
-def test_changed_forward_is_replayed_without_the_condition_that_detects_it() -> None:
-    assert run_ranks(1, _paths_without, ALONE) == [[True] * len(ALONE)]
+@on_ranks(1)
+def test_changed_forward_is_replayed_without_the_condition_that_detects_it(rank: int) -> None:
+    assert [(kind, name) for kind, name in ALONE if not _path_without(kind, name)] == []
 
 
 class _Doubled(_Mode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         return output * 2 if func is torch.tanh else output
-
-
-def _steps_under(rank: int, names: Sequence[str]) -> list[tuple[bool, bool]]:
-    """Whether steps under each context were replayed, and match eager FSDP2."""
-    contexts: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-        "device": lambda: torch.device("cpu"),
-        "meta": lambda: torch.device("meta"),
-        "mode": _Mode,
-        "doubled": _Doubled,
-    }
-    models, found = _models(), []
-    for name in names:
-        forward, _, is_right = _run(models, lambda step, name=name: setattr(step, "around", contexts[name]()))
-        found.append((forward, is_right))
-    return found
 
 
 @pytest.mark.parametrize(
@@ -330,13 +307,22 @@ def _steps_under(rank: int, names: Sequence[str]) -> list[tuple[bool, bool]]:
         (("doubled", "doubled", "mode", "doubled"), (False, False, False, False)),
     ],
 )
-def test_step_is_replayed_under_a_default_device_only(names: tuple[str, ...], are_replayed: tuple[bool, ...]) -> None:
-    assert run_ranks(1, _steps_under, names) == [[(is_replayed, True) for is_replayed in are_replayed]]
+@on_ranks(1)
+def test_step_is_replayed_under_a_default_device_only(
+    rank: int, names: tuple[str, ...], are_replayed: tuple[bool, ...]
+) -> None:
+    contexts: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+        "device": lambda: torch.device("cpu"),
+        "meta": lambda: torch.device("meta"),
+        "mode": _Mode,
+        "doubled": _Doubled,
+    }
+    models = _models()
+    for name, is_replayed in zip(names, are_replayed, strict=True):
+        forward, _, is_right = _run(models, lambda step, name=name: setattr(step, "around", contexts[name]()))
+        assert (forward, is_right) == (is_replayed, True), name
 
 
-def _has_replay(rank: int) -> bool:
-    return _make(_Model(), replay=False)._compile_fsdp_hooks.hooks.root.replay is not None
-
-
-def test_model_without_a_bundle_does_not_replay() -> None:
-    assert run_ranks(1, _has_replay) == [False]
+@on_ranks(1)
+def test_model_without_a_bundle_does_not_replay(rank: int) -> None:
+    assert _make(_Model(), replay=False)._compile_fsdp_hooks.hooks.root.replay is None

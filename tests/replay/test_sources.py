@@ -60,7 +60,7 @@ def test_file_modified_since_the_start_is_not_recorded(tmp_path: Path, monkeypat
     assert before.changed() == "a_step"
 
 
-_SAVE_AFTER_IMPORT = """
+_IN_A_NEW_PROCESS = """
 import json, sys, time
 from pathlib import Path
 
@@ -71,12 +71,17 @@ file = Path(json.loads(sys.argv[1])[0], "a_step.py")
 file.write_text("def step(x): return x * 2.0")
 time.sleep(0.1)
 from compile_fsdp.replay import sources
-print(json.dumps(sources._is_modified(file)))
+
+found = sources.Sources()
+found.add([(lambda: None).__code__])
+print(json.dumps([sources._is_modified(file), found.problem]))
 """
 
 
-def test_time_of_the_start_is_taken_when_the_package_is_imported(tmp_path: Path) -> None:
-    assert run_fresh(_SAVE_AFTER_IMPORT, str(tmp_path))[0] is True
+def test_start_is_the_import_of_the_package_and_code_of_the_command_line_is_not_recorded(tmp_path: Path) -> None:
+    (is_modified, problem), _ = run_fresh(_IN_A_NEW_PROCESS, str(tmp_path))
+    assert is_modified is True
+    assert "command line" in problem
 
 
 def test_code_in_an_unreadable_file_is_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,21 +96,6 @@ def test_code_in_an_unreadable_file_is_not_recorded(tmp_path: Path, monkeypatch:
 def test_typed_code_is_not_recorded(name: str) -> None:
     problem = _sources(compile(_SOURCE, name, "exec")).problem
     assert problem is not None and "typed in" in problem
-
-
-_ASK = """
-import json
-from compile_fsdp.replay import sources
-
-found = sources.Sources()
-found.add([(lambda: None).__code__])
-print(json.dumps(found.problem))
-"""
-
-
-def test_code_of_the_command_line_is_not_recorded() -> None:
-    problem, _ = run_fresh(_ASK)
-    assert "command line" in problem
 
 
 def test_generated_code_needs_no_file() -> None:

@@ -11,19 +11,14 @@ from torch import nn
 import compile_fsdp
 from helpers.parity.check import Parity, compare, compare_grads
 from helpers.parity.twins import Twins, build_both
-from helpers.ranks.pools import run_ranks
+from helpers.ranks.tests import on_ranks
 
 
 def _train_on(
-    rank: int,
-    case: str,
-    shapes: list[tuple[int, int]],
-    mark: bool,
-    dynamic: bool | None,
-    inner_backend: str = "aot_eager",
+    rank: int, shapes: list[tuple[int, int]], mark: bool, dynamic: bool | None, inner_backend: str = "aot_eager"
 ) -> tuple[Parity, list[str]]:
     """Train on token batches of several shapes; return the parity and the graphs compiled in each step."""
-    twins = Twins(rank, case, 0.0, dynamic=dynamic, options={"inner_backend": inner_backend})
+    twins = Twins(rank, "embedded", 0.0, dynamic=dynamic, options={"inner_backend": inner_backend})
     remaining, compiled = iter(shapes), []
 
     def batch() -> dict[str, Any]:
@@ -44,10 +39,11 @@ SHAPES = [(4, 6), (5, 6), (7, 9), (3, 11), (4, 6), (9, 4)]
 
 
 @pytest.mark.parametrize(("mark", "dynamic"), [(False, True), pytest.param(True, None, marks=pytest.mark.slow)])
-def test_dynamic_sizes_compile_once(mark: bool, dynamic: bool | None) -> None:
-    for result, compiled in run_ranks(2, _train_on, "embedded", SHAPES, mark, dynamic):
-        assert result.differing == []
-        assert compiled == ["forward backward", "", "", "", "", ""]
+@on_ranks(2)
+def test_dynamic_sizes_compile_once(rank: int, mark: bool, dynamic: bool | None) -> None:
+    result, compiled = _train_on(rank, SHAPES, mark, dynamic)
+    assert result.differing == []
+    assert compiled == ["forward backward", "", "", "", "", ""]
 
 
 # (batch size, length) of rank 0; rank 1 adds (1, 2).
@@ -56,24 +52,27 @@ LENGTHS = [(4, 6), (5, 7), (7, 9), (3, 11), (4, 6), (9, 4), (2, 5), (6, 8)]
 
 def _train_on_own_lengths(rank: int, inner_backend: str) -> tuple[Parity, list[str]]:
     shapes = [(batch + rank, length + 2 * rank) for batch, length in LENGTHS]
-    return _train_on(rank, "embedded", shapes, False, None, inner_backend)
+    return _train_on(rank, shapes, False, None, inner_backend)
 
 
-def test_eight_shapes_compile_twice() -> None:
-    for result, compiled in run_ranks(2, _train_on_own_lengths, "aot_eager"):
-        assert result.differing == []
-        assert compiled == ["forward backward", "forward backward"] + [""] * 6
+@on_ranks(2)
+def test_eight_shapes_compile_twice(rank: int) -> None:
+    result, compiled = _train_on_own_lengths(rank, "aot_eager")
+    assert result.differing == []
+    assert compiled == ["forward backward", "forward backward"] + [""] * 6
 
 
 @pytest.mark.slow
-def test_eight_shapes_match_eager_with_inductor() -> None:
-    for result, compiled in run_ranks(2, _train_on_own_lengths, "inductor", timeout_s=280.0):
-        assert result.worst <= 1e-5
-        assert sum(len(each.split()) for each in compiled) <= 5
+@on_ranks(2)
+def test_eight_shapes_match_eager_with_inductor(rank: int) -> None:
+    result, compiled = _train_on_own_lengths(rank, "inductor")
+    assert result.worst <= 1e-5
+    assert sum(len(each.split()) for each in compiled) <= 5
 
 
-def _switch(rank: int) -> tuple[Parity, list[str]]:
-    """Alternate training and evaluation of a model with batch norm, which differs between the modes."""
+@on_ranks(2)
+def test_alternating_train_and_eval_stops_compiling_after_three_steps(rank: int) -> None:
+    """The model has batch norm, which differs between the modes."""
     twins, compiled = Twins(rank, "batch_norm"), []
     models = twins.ours.model, twins.eager.model
     for step in range(6):
@@ -88,14 +87,9 @@ def _switch(rank: int) -> tuple[Parity, list[str]]:
         for mine, theirs in zip(*(model.buffers() for model in models), strict=True):
             compare(twins.result, f"step {step}: buffer", mine, theirs)
         compiled.append(" ".join(report.direction for report in compile_fsdp.reports()[before:]))
-    return twins.result, compiled
-
-
-def test_alternating_train_and_eval_stops_compiling_after_three_steps() -> None:
-    for result, compiled in run_ranks(2, _switch):
-        assert result.differing == []
-        # Step 2 recompiles, because evaluation leaves the root unsharded and its gather is not needed.
-        assert compiled == ["forward backward", "forward", "forward backward", "", "", ""]
+    assert twins.result.differing == []
+    # Step 2 recompiles, because evaluation leaves the root unsharded and its gather is not needed.
+    assert compiled == ["forward backward", "forward", "forward backward", "", "", ""]
 
 
 class _Skips(nn.Module):
@@ -113,19 +107,13 @@ class _Skips(nn.Module):
         return x
 
 
-def _skip_layers(rank: int) -> Parity:
-    result = Parity()
+@on_ranks(2)
+def test_numbers_in_a_list_that_changed_are_found_in_it(rank: int) -> None:
+    # Dynamo finds no constant in a list of symbols, and makes numbers symbols when they have changed.
     eager, ours = build_both(lambda fully_shard: fully_shard(_Skips()))
-    for step, skipped in enumerate(([0], [1], [2, 0], [(0, 0)], [(1, 1)])):
+    for skipped in ([0], [1], [2, 0], [(0, 0)], [(1, 1)]):
         torch.manual_seed(rank)
         x = torch.randn(2, 4)
         for model in (eager, ours):
             model.skipped = skipped
-        compare(result, f"step {step}", ours(x), eager(x))
-    return result
-
-
-def test_numbers_in_a_list_that_changed_are_found_in_it() -> None:
-    # Dynamo finds no constant in a list of symbols, and makes numbers symbols when they have changed.
-    for result in run_ranks(2, _skip_layers):
-        assert result.differing == []
+        assert torch.equal(ours(x), eager(x)), skipped

@@ -15,7 +15,7 @@ import compile_fsdp
 from compile_fsdp.errors import ReplacedParameterError
 from helpers.parity.twins import AOT_EAGER, build_both
 from helpers.ranks.fake_world import fake_world
-from helpers.ranks.pools import run_ranks
+from helpers.ranks.tests import on_ranks
 
 
 class _Tied(nn.Module):
@@ -79,34 +79,27 @@ def _results(model: Any, substitute: Callable[..., torch.Tensor]) -> list[torch.
     return [*results, loss.detach()]
 
 
-def _differences(rank: int, name: str) -> list[int]:
+@pytest.mark.parametrize("name", PROGRAMS)
+@on_ranks(2)
+def test_tensors_in_place_of_unsharded_parameters_are_used(rank: int, name: str) -> None:
     torch.manual_seed(0)
     eager, ours = (_results(model, PROGRAMS[name]) for model in build_both(_build))
-    return [i for i, (one, other) in enumerate(zip(eager, ours, strict=True)) if not torch.equal(one, other)]
+    pairs = enumerate(zip(eager, ours, strict=True))
+    assert [i for i, (one, other) in pairs if not torch.equal(one, other)] == []
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_tensors_in_place_of_unsharded_parameters_are_used(name: str) -> None:
-    assert run_ranks(2, _differences, name) == [[], []]
-
-
-def _tangents(rank: int) -> list[bool]:
-    """Return whether the tangents of a forward before and behind a training step match."""
-    equal = []
+@on_ranks(2)
+def test_forward_mode_tangents_match(rank: int) -> None:
+    """Before and behind a training step."""
     models = build_both(_build)
     for _ in range(2):
         with torch.no_grad(), forward_ad.dual_level():
             x = forward_ad.make_dual(torch.ones(2, 4), torch.full((2, 4), 0.5))
             one, other = (forward_ad.unpack_dual(model(x)).tangent for model in models)
         assert one is not None and other is not None
-        equal.append(torch.equal(one, other))
+        assert torch.equal(one, other)
         for model in models:
             model(torch.ones(2, 4)).square().mean().backward()
-    return equal
-
-
-def test_forward_mode_tangents_match() -> None:
-    assert run_ranks(2, _tangents) == [[True, True]] * 2
 
 
 def test_functions_that_are_compiled_refuse_substitutes() -> None:

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from compile_fsdp.runtime.attached import find_group
+from compile_fsdp.runtime.attached import module_hooks_of
 from compile_fsdp.runtime.parameter import TraceableParam
 from helpers.models.blockwise import shard_blocks
 from helpers.parity.check import Parity, compare, compare_grads
 from helpers.parity.twins import AOT_EAGER, build_both
-from helpers.ranks.pools import run_ranks
+from helpers.ranks.tests import on_ranks
 
 
 @torch.compiler.disable
@@ -38,43 +38,38 @@ class _Adapted(nn.Module):
         return hidden + self.adapter(x)  # type: ignore[no-any-return]
 
 
-def _train(rank: int, is_traced: bool, reshard_after_forward: bool) -> tuple[Parity, list[str], list[bool]]:
-    """Return differences, parameters that eager code saves for its backward, and which blocks stay unsharded."""
+def _params(model: Any) -> list[TraceableParam]:
+    return [param for block in model for group in module_hooks_of(block).hooks.groups for param in group.params]
 
+
+# The input of the first block has no gradient.
+@pytest.mark.parametrize(
+    ("is_traced", "reshard_after_forward", "expected"),
+    [
+        (False, True, ["1.frozen.weight", "2.frozen.weight"]),
+        (False, False, ["1.frozen.weight", "2.frozen.weight"]),
+        (True, True, []),
+    ],
+)
+@on_ranks(2)
+def test_frozen_parameters_that_eager_ops_save_are_kept(
+    rank: int, is_traced: bool, reshard_after_forward: bool, expected: list[str]
+) -> None:
     def build(fully_shard: Any) -> Any:
         blocks = nn.Sequential(*(_Adapted(is_traced) for _ in range(3)))
         return shard_blocks(blocks, fully_shard, reshard_after_forward=reshard_after_forward)
 
     eager, ours = build_both(build, fullgraph=False, options=AOT_EAGER)
-    result, saved = Parity(), []
+    result = Parity()
     for step in range(2):
         torch.manual_seed(2 * step + rank)
         x = torch.randn(4, 8)
         loss = ours(x).square().mean()
-        saved = [param.fsdp_param._param_fqn for param in _params(ours) if param.is_saved()]
+        assert [param.fsdp_param._param_fqn for param in _params(ours) if param.is_saved()] == expected
         loss.backward()
-        expected = eager(x).square().mean()
-        expected.backward()
-        compare(result, f"step {step}: loss", loss.detach(), expected.detach())
+        of_eager = eager(x).square().mean()
+        of_eager.backward()
+        compare(result, f"step {step}: loss", loss.detach(), of_eager.detach())
         compare_grads(result, f"step {step}", ours, eager)
-    return result, saved, [block._get_fsdp_state()._fsdp_param_group.is_unsharded for block in ours]
-
-
-def _params(model: Any) -> list[TraceableParam]:
-    groups = [find_group(block._get_fsdp_state()._fsdp_param_group) for block in model]
-    return [param for group in groups if group is not None for param in group.params]
-
-
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_frozen_parameters_are_kept_for_eager_ops(reshard_after_forward: bool) -> None:
-    for result, saved, are_unsharded in run_ranks(2, _train, False, reshard_after_forward):
-        assert result.differing == []
-        assert saved == ["1.frozen.weight", "2.frozen.weight"]  # the input of the first block has no gradient
-        assert not any(are_unsharded)
-
-
-def test_frozen_parameters_that_only_graphs_read_are_not_kept() -> None:
-    for result, saved, are_unsharded in run_ranks(2, _train, True, True):
-        assert result.differing == []
-        assert saved == []
-        assert not any(are_unsharded)
+    assert result.differing == []
+    assert not any(block._get_fsdp_state()._fsdp_param_group.is_unsharded for block in ours)

@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 import compile_fsdp
 from compile_fsdp.ops import collectives
-from compile_fsdp.torch_compat.dynamo import dynamo_counters
+from compile_fsdp.reports import count_captures
 from helpers.models.sharded import unsharded_bytes
 from helpers.parity.twins import AOT_EAGER
-from helpers.ranks.pools import run_ranks
+from helpers.ranks.tests import on_ranks
 
 
 class _Injected(RuntimeError):
@@ -101,15 +101,8 @@ def _build(checkpointed: bool, reshard: bool) -> nn.Module:
     return model
 
 
-def _inject(rank: int, *case: Any) -> list[str]:
-    """Raise an exception at each failure point in turn; return the point count and the problems."""
-    names = ("_GATHER_INTO", "_REDUCE", "_send_and_receive")
-    failing = {name: _failing(getattr(collectives, name)) for name in names}
-    with mock.patch.multiple(collectives, **failing):
-        return _inject_all(rank, *case)
-
-
-def _inject_all(rank: int, options: dict[str, Any] | None, checkpointed: bool, reshard: bool) -> list[str]:
+def _inject(rank: int, options: dict[str, Any] | None, checkpointed: bool, reshard: bool) -> list[str]:
+    """Raise an exception at each failure point in turn; return the problems."""
     model = _build(checkpointed, reshard)
     if options is not None:
         model.compile(backend="compile_fsdp", fullgraph=True, options=options)
@@ -130,7 +123,7 @@ def _inject_all(rank: int, options: dict[str, Any] | None, checkpointed: bool, r
     expected = step()
     expected_again, points = step(), _points.passed
     weights = {name: value.to_local().clone() for name, value in model.state_dict().items()}
-    graphs = _captured_graphs()
+    graphs = count_captures()
     is_complete = points >= (40 if options is None else 43)
     wrong = [] if is_complete and all(map(torch.equal, expected, expected_again)) else [f"{points} points"]
     for armed in range(points):
@@ -152,14 +145,9 @@ def _inject_all(rank: int, options: dict[str, Any] | None, checkpointed: bool, r
             wrong.append(f"{armed}: other weights")
         if not all(map(torch.equal, expected, step())):
             wrong.append(f"{armed}: other gradients in the next step")
-    if _captured_graphs() != graphs:
+    if count_captures() != graphs:
         wrong.append("compiled again")
-    return [f"{points} points", *wrong]
-
-
-def _captured_graphs() -> int:
-    counters = dynamo_counters()
-    return counters["stats"]["unique_graphs"] + counters["compiled_autograd"]["captures"]
+    return wrong
 
 
 @pytest.mark.parametrize(
@@ -174,6 +162,11 @@ def _captured_graphs() -> int:
     ],
     ids=["eager", "aot_eager", "checkpointed", "not resharded", "inductor", "kept"],
 )
-def test_model_recovers_from_every_exception(options: dict[str, Any] | None, checkpointed: bool, reshard: bool) -> None:
-    for points, *wrong in run_ranks(2, _inject, options, checkpointed, reshard):
-        assert wrong == [], points
+@on_ranks(2)
+def test_model_recovers_from_every_exception(
+    rank: int, options: dict[str, Any] | None, checkpointed: bool, reshard: bool
+) -> None:
+    names = ("_GATHER_INTO", "_REDUCE", "_send_and_receive")
+    failing = {name: _failing(getattr(collectives, name)) for name in names}
+    with mock.patch.multiple(collectives, **failing):
+        assert _inject(rank, options, checkpointed, reshard) == []

@@ -13,8 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from helpers.models.blockwise import shard_blocks
 from helpers.models.stacks import Block
 from helpers.parity.twins import build_both
-from helpers.ranks.pools import run_ranks
-from helpers.releases.skip import skip_before
+from helpers.ranks.tests import on_ranks
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
 
@@ -59,9 +58,11 @@ _POLICIES = {
 _DTYPES = {each.__name__.strip("_"): each for each in (_all_in_fp32, _some_in_bf16, _any)}
 
 
-def _with_dtypes(rank: int, dtypes: str, policy: str) -> list[str]:
+@pytest.mark.parametrize("policy", _POLICIES)
+@pytest.mark.parametrize("dtypes", _DTYPES)
+@on_ranks(2, since="2.15")
+def test_gradients_match_eager_if_grad_dtype_is_set(rank: int, dtypes: str, policy: str) -> None:
     models = build_both(lambda shard: _build(shard, _DTYPES[dtypes], _POLICIES[policy]))
-    wrong = []
     for step in range(3):
         for model in models:
             model.set_requires_gradient_sync(step != 0)  # the first microbatch is not reduced
@@ -69,21 +70,12 @@ def _with_dtypes(rank: int, dtypes: str, policy: str) -> list[str]:
         if step == 0:
             continue
         for name, eager, ours in zip(dict(models[0].named_parameters()), *map(_gradients, models), strict=True):
-            if eager.dtype != ours.dtype or not torch.equal(eager, ours):
-                wrong.append(f"step {step}: {name}: {ours.dtype}, {(eager - ours).abs().max()}")
-    return wrong
+            assert eager.dtype == ours.dtype and torch.equal(eager, ours), f"step {step}: {name}"
 
 
-@pytest.mark.parametrize("policy", _POLICIES)
-@pytest.mark.parametrize("dtypes", _DTYPES)
-def test_gradients_match_eager_if_grad_dtype_is_set(dtypes: str, policy: str) -> None:
-    skip_before("2.15")
-    assert run_ranks(2, _with_dtypes, dtypes, policy) == [[], []]
-
-
-def _by_hand(rank: int) -> list[str]:
+@on_ranks(2, since="2.15")
+def test_manual_backward_finalization_matches_eager(rank: int) -> None:
     models = build_both(lambda shard: _build(shard, lambda model: None, MixedPrecisionPolicy()))
-    wrong = []
     for step in range(4):
         for model in models:
             model.set_manual_backward_finalization(True)
@@ -95,13 +87,6 @@ def _by_hand(rank: int) -> list[str]:
                 model.finalize_backward(async_op=True).wait()
             else:
                 model.finalize_backward()
-        if not all(map(torch.equal, *map(_gradients, models))):
-            wrong.append(f"step {step}")
+        assert all(map(torch.equal, *map(_gradients, models))), step
         for model in models:
             model.zero_grad()
-    return wrong
-
-
-def test_manual_backward_finalization_matches_eager() -> None:
-    skip_before("2.15")
-    assert run_ranks(2, _by_hand) == [[], []]

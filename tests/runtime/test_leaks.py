@@ -18,7 +18,8 @@ from compile_fsdp.runtime.gather import GatherPlan
 from compile_fsdp.runtime.reduction import Reduction
 from helpers.parity.check import build, loss_of
 from helpers.parity.twins import AOT_EAGER
-from helpers.ranks.pools import TRACE_BUFFER_SIZE, run_ranks
+from helpers.ranks.pools import TRACE_BUFFER_SIZE
+from helpers.ranks.tests import on_ranks
 from helpers.releases.differences import CACHES_NUMBERS, KEEPS_TRACE_CONSTANTS
 
 
@@ -43,9 +44,18 @@ def _kinds() -> Counter[str]:
     return Counter(f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.get_objects())
 
 
-def _many_steps(
-    rank: int, steps: int, options: dict[str, Any]
-) -> tuple[dict[str, int], dict[str, int], list[Counter[str]], int]:
+@pytest.mark.parametrize(
+    "options",
+    [
+        AOT_EAGER,
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({**AOT_EAGER, "memory_budget": 2**20}, marks=pytest.mark.slow),
+        pytest.param({"memory_budget": 2**20}, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("steps", [120, pytest.param(5000, marks=pytest.mark.slow)])
+@on_ranks(2)
+def test_repeated_steps_do_not_leak(rank: int, steps: int, options: dict[str, Any]) -> None:
     case = build("mlp", compile_fsdp.fully_shard)
     case.model.compile(backend="compile_fsdp", fullgraph=True, options=options)
     optimizer = (torch.optim.SGD if CACHES_NUMBERS else torch.optim.AdamW)(case.model.parameters())
@@ -63,29 +73,19 @@ def _many_steps(
     for _ in range(2):
         train(steps // 2)
         kinds.append(_kinds())
-    return before, _held(), [later - earlier for earlier, later in pairwise(kinds)], len(compile_fsdp.reports())
+    after = _held()
+    assert after["bytes"] <= before["bytes"] and after["tensors"] <= before["tensors"]
+    assert after["files"] == before["files"]
+    grown = [later - earlier for earlier, later in pairwise(kinds)]
+    # The minimum ignores a single background event, such as logging, which is not caused by steps.
+    assert min(each.total() for each in grown) < 50, grown
+    assert len(compile_fsdp.reports()) == 2
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        AOT_EAGER,
-        pytest.param({}, marks=pytest.mark.slow),
-        pytest.param({**AOT_EAGER, "memory_budget": 2**20}, marks=pytest.mark.slow),
-        pytest.param({"memory_budget": 2**20}, marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize("steps", [120, pytest.param(5000, marks=pytest.mark.slow)])
-def test_repeated_steps_do_not_leak(steps: int, options: dict[str, Any]) -> None:
-    for before, after, grown, graphs in run_ranks(2, _many_steps, steps, options, timeout_s=600.0):
-        assert graphs == 2
-        assert after["bytes"] <= before["bytes"] and after["tensors"] <= before["tensors"]
-        assert after["files"] == before["files"]
-        # The minimum ignores a single background event, such as logging, which is not caused by steps.
-        assert min(each.total() for each in grown) < 50, grown
-
-
-def _many_models(rank: int, count: int) -> tuple[dict[str, int], dict[str, int], int]:
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 50])
+@on_ranks(2)
+def test_deleted_models_leave_nothing_behind(rank: int, count: int) -> None:
     alive: list[weakref.ref[Any]] = []
 
     def train(count: int) -> None:
@@ -103,14 +103,8 @@ def _many_models(rank: int, count: int) -> tuple[dict[str, int], dict[str, int],
     train(2)
     before = _held()
     train(count)
-    return before, _held(), sum(each() is not None for each in alive)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 50])
-def test_deleted_models_leave_nothing_behind(count: int) -> None:
-    for before, after, alive in run_ranks(2, _many_models, count, timeout_s=600.0):
-        assert alive == 0
-        # Do not compare tensors: the cache of compiled autograd keeps everything that it captured.
-        for name in ("bytes", "ours", "files"):
-            assert after[name] <= before[name], name
+    after = _held()
+    assert all(each() is None for each in alive)
+    # Do not compare tensors: the cache of compiled autograd keeps everything that it captured.
+    for name in ("bytes", "ours", "files"):
+        assert after[name] <= before[name], name

@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 import compile_fsdp
-from compile_fsdp.runtime.attached import find_group, module_hooks_of
+from compile_fsdp.runtime.attached import module_hooks_of
 from compile_fsdp.runtime.gather import EAGER_GATHER
 from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.runtime.states import Memory
-from compile_fsdp.torch_compat.fsdp import fsdp_state, param_groups
 from helpers.models.blockwise import compile_whole
 from helpers.ranks.fake_world import fake_world
 
@@ -29,20 +28,28 @@ def model() -> Iterator[nn.Sequential]:
 
 
 def _group(module: nn.Module) -> TraceableGroup:
-    state = fsdp_state(module)
-    assert state is not None
-    group = find_group(param_groups(state)[0])
-    assert group is not None
-    return group
+    return module_hooks_of(module).hooks.groups[0]
 
 
-def test_root_stays_unsharded_from_forward_to_backward(model: nn.Sequential) -> None:
+def test_memory_follows_steps_eager_gathers_and_reset(model: nn.Sequential) -> None:
     block, root = _group(model[0]), _group(model)
-    assert (block.memory, root.memory) == (Memory.SHARDED, Memory.SHARDED)
+
+    def expect(of_block: Memory, of_root: Memory) -> None:
+        assert (block.memory, root.memory) == (of_block, of_root)
+
+    expect(Memory.SHARDED, Memory.SHARDED)
     loss = model(torch.ones(2, 4)).sum()
-    assert (block.memory, root.memory) == (Memory.SHARDED, Memory.UNSHARDED)
+    expect(Memory.SHARDED, Memory.UNSHARDED)
     loss.backward()
-    assert (block.memory, root.memory) == (Memory.SHARDED, Memory.SHARDED)
+    expect(Memory.SHARDED, Memory.SHARDED)
+    model[0].unshard()
+    expect(Memory.UNSHARDED, Memory.SHARDED)
+    model[0].reshard()
+    expect(Memory.SHARDED, Memory.SHARDED)
+    model(torch.ones(2, 4))
+    expect(Memory.SHARDED, Memory.UNSHARDED)
+    model.reset_iter_state()
+    expect(Memory.SHARDED, Memory.SHARDED)
 
 
 def test_output_that_the_user_drops_is_freed_before_the_backward(model: nn.Sequential) -> None:
@@ -52,14 +59,6 @@ def test_output_that_the_user_drops_is_freed_before_the_backward(model: nn.Seque
     del output
     assert not any(type(each) is torch.Tensor and each.data_ptr() == address for each in gc.get_objects())
     loss.backward()
-
-
-def test_memory_follows_eager_unshard_and_reshard(model: nn.Sequential) -> None:
-    model(torch.ones(2, 4)).sum().backward()
-    model[0].unshard()
-    assert _group(model[0]).memory is Memory.UNSHARDED
-    model[0].reshard()
-    assert _group(model[0]).memory is Memory.SHARDED
 
 
 def test_group_gathered_ahead_in_vain_is_resharded(model: nn.Sequential) -> None:
@@ -76,10 +75,3 @@ def test_group_gathered_ahead_in_vain_is_resharded(model: nn.Sequential) -> None
 def test_illegal_step_is_refused(model: nn.Sequential) -> None:
     with pytest.raises(AssertionError, match="illegal step"):
         _group(model[0]).enter(Memory.POST_FORWARD)
-
-
-def test_reset_shards_a_group_left_unsharded(model: nn.Sequential) -> None:
-    model(torch.ones(2, 4))
-    assert _group(model).memory is Memory.UNSHARDED
-    model.reset_iter_state()
-    assert _group(model).memory is Memory.SHARDED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 import compile_fsdp
 from helpers.parity.check import Parity, build, compare_grads, loss_of
 from helpers.parity.twins import AOT_EAGER, Twins
-from helpers.ranks.pools import run_ranks
+from helpers.ranks.tests import on_ranks
 
 
 def _eager_and_compiled_steps(rank: int) -> Parity:
@@ -71,19 +72,19 @@ def _frozen_values_change(rank: int, is_listed: bool) -> Parity:
     return twins.result
 
 
-_PROGRAMS: dict[str, tuple[Any, ...]] = {
-    "eager_and_compiled_steps": (_eager_and_compiled_steps,),
-    "unshard_and_reshard": (_unshard_and_reshard,),
-    "recompile_limit": (_recompile_limit,),
-    "frozen_values_change": (_frozen_values_change, False),
-    "frozen_and_prefetched_values_change": (_frozen_values_change, True),
+_PROGRAMS: dict[str, Callable[[int], Parity]] = {
+    "eager_and_compiled_steps": _eager_and_compiled_steps,
+    "unshard_and_reshard": _unshard_and_reshard,
+    "recompile_limit": _recompile_limit,
+    "frozen_values_change": partial(_frozen_values_change, is_listed=False),
+    "frozen_and_prefetched_values_change": partial(_frozen_values_change, is_listed=True),
 }
 
 
 @pytest.mark.parametrize("name", _PROGRAMS)
-def test_mixed_steps_are_bitwise_equal_to_eager(name: str) -> None:
-    for result in run_ranks(2, *_PROGRAMS[name]):
-        assert result.differing == []
+@on_ranks(2)
+def test_mixed_steps_are_bitwise_equal_to_eager(rank: int, name: str) -> None:
+    assert _PROGRAMS[name](rank).differing == []
 
 
 class _Called(nn.Module):
@@ -100,7 +101,9 @@ class _Called(nn.Module):
         return self.model.named_parameters(*args, **kwargs)
 
 
-def _train_compiled_by(rank: int, way: str) -> Parity:
+@pytest.mark.parametrize("way", ["torch.compile", "function", "make_traceable"])
+@on_ranks(2)
+def test_each_way_to_compile_makes_one_forward_and_one_backward_graph(rank: int, way: str) -> None:
     twins = Twins(rank)
     model, reference = twins.ours.model, twins.eager.model
     model._compiled_call_impl = None  # type: ignore[assignment]  # undo Twins' own compile
@@ -123,23 +126,13 @@ def _train_compiled_by(rank: int, way: str) -> Parity:
         twins.optimizers[1] = torch.optim.SGD(twins.ours.model.parameters(), lr=0.1)
     for _ in range(3):
         twins.train()
-    twins.result.directions = [report.direction for report in compile_fsdp.reports()]
-    return twins.result
+    assert twins.result.differing == []
+    assert [report.direction for report in compile_fsdp.reports()] == ["forward", "backward"]
 
 
-@pytest.mark.parametrize("way", ["torch.compile", "function", "make_traceable"])
-def test_each_way_to_compile_makes_one_forward_and_one_backward_graph(way: str) -> None:
-    for result in run_ranks(2, _train_compiled_by, way):
-        assert result.differing == []
-        assert result.directions == ["forward", "backward"]
-
-
-def _train(rank: int) -> Parity:
+@on_ranks(1)
+def test_single_rank_is_bitwise_equal_to_eager(rank: int) -> None:
     twins = Twins(rank)
     for _ in range(3):
         twins.train()
-    return twins.result
-
-
-def test_single_rank_is_bitwise_equal_to_eager() -> None:
-    assert run_ranks(1, _train)[0].differing == []
+    assert twins.result.differing == []

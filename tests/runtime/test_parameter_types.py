@@ -13,7 +13,7 @@ from helpers.models.blockwise import compile_whole, shard_blocks
 from helpers.models.stacks import Stack
 from helpers.parity.twins import AOT_EAGER
 from helpers.ranks.fake_world import fake_world
-from helpers.ranks.pools import run_ranks
+from helpers.ranks.tests import on_ranks
 
 
 class _AsksForType(nn.Module):
@@ -30,8 +30,10 @@ class _AsksForType(nn.Module):
         return self.block(x)
 
 
-def _looks_sharded(rank: int, by_module: bool) -> list[bool]:
-    """Return whether the block looks sharded to the root's forward, eager and compiled."""
+@pytest.mark.parametrize(("by_module", "expected"), [(False, [True, False]), (True, [True, True])])
+@on_ranks(2)
+def test_only_the_module_type_tells_that_a_module_is_sharded(rank: int, by_module: bool, expected: list[bool]) -> None:
+    """`expected`: whether the block looks sharded to the root's forward, eager and compiled."""
     found = []
     for is_compiled in (False, True):
         model = _AsksForType(by_module)
@@ -40,12 +42,7 @@ def _looks_sharded(rank: int, by_module: bool) -> list[bool]:
             compile_whole(model, **AOT_EAGER)
         first, second = model(torch.ones(1, 4)), model(torch.zeros(1, 4))
         found.append(torch.equal(first, second))
-    return found
-
-
-@pytest.mark.parametrize(("by_module", "expected"), [(False, [True, False]), (True, [True, True])])
-def test_only_the_module_type_tells_that_a_module_is_sharded(by_module: bool, expected: list[bool]) -> None:
-    assert run_ranks(2, _looks_sharded, by_module) == [expected] * 2
+    assert found == expected
 
 
 def test_model_of_fake_tensors_may_run_eagerly_before_it_is_compiled() -> None:

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import compile_fsdp
 from helpers.parity.twins import AOT_EAGER
-from helpers.ranks.pools import run_ranks
+from helpers.ranks.tests import on_ranks
 
 _aten = torch.ops.aten
 _KEEPING = {
@@ -115,15 +115,14 @@ def _results(fully_shard: Any, writes_table: bool, eager_first: bool, loads: boo
     return results
 
 
-def _differences(rank: int, *how: Any) -> list[float]:
-    eager, ours = (_results(fully_shard, *how) for fully_shard in (torch_fully_shard, compile_fsdp.fully_shard))
-    return [(one - other).abs().max().item() for one, other in zip(eager, ours, strict=True)]
-
-
 @pytest.mark.parametrize(
     ("writes_table", "eager_first", "loads"),
     [(False, False, False), (False, True, True), (True, False, True), (True, True, False)],
 )
-def test_table_is_right_in_compiled_and_eager_steps(writes_table: bool, eager_first: bool, loads: bool) -> None:
-    for differences in run_ranks(2, _differences, writes_table, eager_first, loads):
-        assert differences == [0.0] * len(differences)
+@on_ranks(2)
+def test_table_is_right_in_compiled_and_eager_steps(
+    rank: int, writes_table: bool, eager_first: bool, loads: bool
+) -> None:
+    eager = _results(torch_fully_shard, writes_table, eager_first, loads)
+    ours = _results(compile_fsdp.fully_shard, writes_table, eager_first, loads)
+    assert [(one - other).abs().max().item() for one, other in zip(eager, ours, strict=True)] == [0.0] * len(ours)

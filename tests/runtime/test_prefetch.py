@@ -55,9 +55,8 @@ def test_default_prefetch_gathers_next_group_before_weight_gradient() -> None:
     ]
 
 
-@pytest.mark.parametrize("when", [torch.distributed.fsdp.BackwardPrefetch.BACKWARD_POST, "BACKWARD_POST"])
-def test_backward_post_gathers_next_group_after_weight_gradient(when: Any) -> None:
-    _, backward = _events(backward_prefetch=when)
+def test_backward_post_gathers_next_group_after_weight_gradient() -> None:
+    _, backward = _events(backward_prefetch="BACKWARD_POST")
     assert backward[:5] == ["gather[384]", "mm[16, 24]", "gather[128]", "reduce[48]", "mm[2, 16]"]
 
 

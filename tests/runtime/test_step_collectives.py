@@ -51,8 +51,8 @@ def _ranges(profiled: Counter[str]) -> Counter[str]:
 # With Inductor, `make test` runs only the case with packed gathers.
 @pytest.mark.parametrize(
     ("inner_backend", "ranks", "budget"),
-    [("aot_eager", 2, None), ("aot_eager", 3, None), ("inductor", 2, 10**9)]
-    + [pytest.param("inductor", ranks, None, marks=pytest.mark.slow) for ranks in (2, 3)],
+    [("aot_eager", 2, None), ("aot_eager", 4, None), ("inductor", 2, 10**9)]
+    + [pytest.param("inductor", ranks, None, marks=pytest.mark.slow) for ranks in (2, 4)],
 )
 def test_gathers_are_not_coalesced(inner_backend: str, ranks: int, budget: int | None) -> None:
     """See [Note: Two gathers at a time end the process]. With two ranks, each gather is an all-to-all."""

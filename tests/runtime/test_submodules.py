@@ -20,6 +20,7 @@ from helpers.parity.twins import AOT_EAGER, build_both
 from helpers.ranks.fake_world import fake_world
 from helpers.ranks.pools import run_ranks
 from helpers.ranks.recording import collectives_of
+from helpers.ranks.tests import on_ranks
 from helpers.releases.differences import PRINTS_GUARDED_PARAMETERS
 from helpers.releases.skip import skip_before
 
@@ -134,8 +135,10 @@ def test_separately_called_or_compiled_modules_match_eager(name: str, way: str, 
     assert run_ranks(2, _as_eager, name, way, together) == [[], []]
 
 
-def _without_a_root(rank: int, inner_backend: str) -> tuple[float, list[int], list[int]]:
-    """Train a model with two sharded layers and no sharded parent."""
+@pytest.mark.parametrize("inner_backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@on_ranks(2)
+def test_several_fsdp_roots_in_one_graph_match_eager(rank: int, inner_backend: str) -> None:
+    """Two layers are sharded, and not their parent."""
     results: list[list[torch.Tensor]] = []
     issued: list[list[int]] = []
     for fully_shard in (torch_fully_shard, compile_fsdp.fully_shard):
@@ -158,14 +161,8 @@ def _without_a_root(rank: int, inner_backend: str) -> tuple[float, list[int], li
         issued.append(counts)
         results.append([full(each) for each in model.parameters()])
     differences = [(one - other).abs().max().item() for one, other in zip(*results, strict=True)]
-    return max(differences), issued[1], issued[0]
-
-
-@pytest.mark.parametrize("inner_backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_several_fsdp_roots_in_one_graph_match_eager(inner_backend: str) -> None:
-    for difference, ours, eager in run_ranks(2, _without_a_root, inner_backend):
-        assert difference <= (0 if inner_backend == "aot_eager" else 1e-6)
-        assert ours == eager
+    assert max(differences) <= (0 if inner_backend == "aot_eager" else 1e-6)
+    assert issued[0] == issued[1]
 
 
 class _Recurrent(nn.Module):
@@ -177,7 +174,8 @@ class _Recurrent(nn.Module):
         return self.head(self.lstm(torch.relu(self.embedding(x)))[0]).square().mean()  # type: ignore[no-any-return]
 
 
-def _train_lstm(rank: int) -> bool:
+@on_ranks(2)
+def test_lstm_that_is_sharded_by_itself_runs_eagerly_between_graphs(rank: int) -> None:
     def build(fully_shard: Any) -> Any:
         model = _Recurrent()
         fully_shard(model.lstm)
@@ -188,11 +186,7 @@ def _train_lstm(rank: int) -> bool:
         torch.manual_seed(rank)
         for _ in range(2):
             model(torch.randn(2, 3, 4)).backward()
-    return all(map(torch.equal, *([full(each.grad) for each in model.parameters()] for model in models)))
-
-
-def test_lstm_that_is_sharded_by_itself_runs_eagerly_between_graphs() -> None:
-    assert run_ranks(2, _train_lstm) == [True] * 2
+    assert all(map(torch.equal, *([full(each.grad) for each in model.parameters()] for model in models)))
 
 
 def test_lstm_in_a_larger_group_is_refused() -> None:

@@ -12,7 +12,7 @@ import compile_fsdp
 from helpers.models.global_settings import deterministic
 from helpers.parity.check import Parity, compare_grads, loss_of
 from helpers.parity.twins import Twins
-from helpers.ranks.pools import run_ranks
+from helpers.ranks.tests import on_ranks
 
 
 @contextmanager
@@ -31,7 +31,14 @@ def anomaly() -> torch.autograd.detect_anomaly:
 SETTINGS = {each.__name__: each for each in (deterministic, default_dtype, anomaly)}
 
 
-def _train_under(rank: int, name: str, inner_backend: str) -> tuple[list[str], float, int]:
+# Inductor is slow to test and adds little, because settings change only tracing, which both inner backends share.
+INNER_BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("inner_backend", INNER_BACKENDS)
+@pytest.mark.parametrize("name", list(SETTINGS))
+@on_ranks(2)
+def test_steps_match_eager_under_a_global_setting(rank: int, name: str, inner_backend: str) -> None:
     setting: Callable[[], contextmanager[None]] = SETTINGS[name]
     # "embedded", because embedding gradients have a separate deterministic kernel and tokens are integers.
     case = "mlp" if name == "anomaly" else "embedded"
@@ -39,25 +46,14 @@ def _train_under(rank: int, name: str, inner_backend: str) -> tuple[list[str], f
         twins = Twins(rank, case, options={"inner_backend": inner_backend})
         twins.train()
         twins.train()
-    graphs = len(compile_fsdp.reports())
+    assert len(compile_fsdp.reports()) == 2
     twins.train()  # without the setting
-    return twins.result.differing, twins.result.worst, graphs
+    assert twins.result.worst < 1e-5
+    assert twins.result.differing == [] or inner_backend == "inductor"
 
 
-# Inductor is slow to test and adds little, because settings change only tracing, which both inner backends share.
-INNER_BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
-
-
-@pytest.mark.parametrize("inner_backend", INNER_BACKENDS)
-@pytest.mark.parametrize("name", list(SETTINGS))
-def test_steps_match_eager_under_a_global_setting(name: str, inner_backend: str) -> None:
-    for differing, worst, graphs in run_ranks(2, _train_under, name, inner_backend):
-        assert worst < 1e-5
-        assert differing == [] or inner_backend == "inductor"
-        assert graphs == 2
-
-
-def _infer(rank: int) -> tuple[list[str], bool]:
+@on_ranks(2)
+def test_inference_mode_before_and_between_steps_matches_eager(rank: int) -> None:
     twins = Twins(rank)
     # Only compile_fsdp's model runs inference first, because eager FSDP2 cannot train after it (2.13).
     with torch.inference_mode():
@@ -66,15 +62,14 @@ def _infer(rank: int) -> tuple[list[str], bool]:
     with torch.inference_mode():
         batch = {name: value.clone() for name, value in twins.batch().items()}
         losses = [case.model(**batch) for case in (twins.eager, twins.ours)]
+    assert torch.equal(*losses)
     twins.train()
-    return twins.result.differing, torch.equal(*losses)
+    assert twins.result.differing == []
 
 
-def test_inference_mode_before_and_between_steps_matches_eager() -> None:
-    assert run_ranks(2, _infer) == [([], True)] * 2
-
-
-def _train_on_nan(rank: int, inner_backend: str) -> None:
+@pytest.mark.parametrize("inner_backend", INNER_BACKENDS)
+@on_ranks(2)
+def test_anomaly_mode_error_names_the_nan_gradient(rank: int, inner_backend: str) -> None:
     twins = Twins(rank, options={"inner_backend": inner_backend})
     batch = {name: value * float("nan") for name, value in twins.batch().items() if value.is_floating_point()}
     with anomaly():
@@ -83,13 +78,9 @@ def _train_on_nan(rank: int, inner_backend: str) -> None:
             loss.backward()
 
 
-@pytest.mark.parametrize("inner_backend", INNER_BACKENDS)
-def test_anomaly_mode_error_names_the_nan_gradient(inner_backend: str) -> None:
-    run_ranks(2, _train_on_nan, inner_backend)
-
-
-def _backward_in_autocast(rank: int) -> Parity:
-    """Compare backwards inside autocast with eager backwards outside of it, behind a forward outside of it."""
+@on_ranks(2)
+def test_backward_inside_autocast_casts_nothing(rank: int) -> None:
+    """Compares backwards inside autocast with eager backwards outside of it, behind a forward outside of it."""
     twins, result = Twins(rank, "mlp"), Parity()
     torch.manual_seed(rank)
     for step in range(3):
@@ -99,9 +90,4 @@ def _backward_in_autocast(rank: int) -> Parity:
             with torch.autocast("cpu", torch.bfloat16, enabled=is_inside):
                 loss.backward()
         compare_grads(result, f"step {step}", twins.ours.model, twins.eager.model)
-    return result
-
-
-def test_backward_inside_autocast_casts_nothing() -> None:
-    for result in run_ranks(2, _backward_in_autocast):
-        assert result.differing == []
+    assert result.differing == []

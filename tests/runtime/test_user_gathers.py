@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp import share_comm_ctx
 
 import compile_fsdp
-from compile_fsdp.runtime.attached import find_group
-from compile_fsdp.torch_compat.fsdp import fsdp_state
+from compile_fsdp.runtime.attached import module_hooks_of
 from helpers.models.blockwise import compile_whole, shard_blocks
 from helpers.parity.twins import AOT_EAGER
 from helpers.ranks.fake_world import fake_world
-from helpers.ranks.pools import run_ranks
 from helpers.ranks.recording import collectives_of
+from helpers.ranks.tests import on_ranks
 
 
 def test_parameter_that_is_unsharded_before_the_first_forward_has_a_name() -> None:
@@ -25,7 +25,7 @@ def test_parameter_that_is_unsharded_before_the_first_forward_has_a_name() -> No
         compile_fsdp.fully_shard(model[0]).unshard()
         compile_fsdp.fully_shard(model).compile(backend="compile_fsdp", fullgraph=True, options=AOT_EAGER)
         model(torch.randn(2, 4))
-        group = find_group(fsdp_state(model[0])._fsdp_param_group)
+        group = module_hooks_of(model[0]).hooks.groups[0]
         assert [group.fqn(param.unsharded_param) for param in group.params] == ["weight"]
 
 
@@ -79,20 +79,12 @@ def _train(rank: int, fully_shard: Any, roots: int) -> tuple[list[torch.Tensor],
     return [parameter.full_tensor().detach() for parameter in parameters], counts
 
 
-def _both(rank: int, roots: int) -> tuple[bool, list[int], list[int]]:
+@pytest.mark.parametrize("roots", [1, 2], ids=["pending unshards", "roots with a shared comm context"])
+@on_ranks(2)
+def test_gathers_are_completed_as_in_eager(rank: int, roots: int) -> None:
     eager, eager_counts = _train(rank, torch_fully_shard, roots)
     ours, counts = _train(rank, compile_fsdp.fully_shard, roots)
-    return all(map(torch.equal, ours, eager)), counts, eager_counts
-
-
-def test_pending_unshards_are_completed_as_in_eager() -> None:
-    for equal, ours, eager in run_ranks(2, _both, 1):
-        assert equal
-        assert ours == eager
-
-
-def test_roots_with_a_shared_comm_context_match_eager() -> None:
-    for equal, ours, eager in run_ranks(2, _both, 2):
-        assert equal
-        assert ours[1:] == eager[1:]
-        assert ours[0] <= eager[0]  # here eager's first root prefetches the second root in its backward
+    assert all(map(torch.equal, ours, eager))
+    assert counts[1:] == eager_counts[1:]
+    # Eager's first root prefetches the second root in its backward of the first step.
+    assert counts[0] == eager_counts[0] if roots == 1 else counts[0] <= eager_counts[0]

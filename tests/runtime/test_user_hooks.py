@@ -19,7 +19,7 @@ from helpers.models.reference import Case
 from helpers.models.sharded import unsharded_bytes
 from helpers.parity.check import build, loss_of
 from helpers.parity.twins import AOT_EAGER, Twins, build_both
-from helpers.ranks.pools import run_ranks
+from helpers.ranks.tests import on_ranks
 
 
 def _watch(case: Case, seen: list[str]) -> None:
@@ -36,20 +36,17 @@ def _watch(case: Case, seen: list[str]) -> None:
         module.register_forward_hook(lambda m, args, out, name=name: note(m, f"after {name}, prepended"), prepend=True)
 
 
-def _forward_hooks(rank: int) -> tuple[list[str], list[str]]:
+@on_ranks(2)
+def test_forward_hooks_run_as_in_eager(rank: int) -> None:
     records: tuple[list[str], list[str]] = [], []
     twins = Twins(rank)
     for case, seen in zip((twins.eager, twins.ours), records, strict=True):
         _watch(case, seen)
     for _ in range(2):
         twins.train(update=False)
-    return records
-
-
-def test_forward_hooks_run_as_in_eager() -> None:
-    for eager, compiled in run_ranks(2, _forward_hooks):
-        assert len(eager) == 16
-        assert compiled == eager
+    eager, compiled = records
+    assert len(eager) == 16
+    assert compiled == eager
 
 
 def _change_output(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -60,19 +57,15 @@ def _change_output(module: nn.Module, args: Any, output: torch.Tensor) -> torch.
     return output
 
 
-def _with_changes(rank: int) -> list[str]:
-    """Differences of two steps with hooks that change values."""
+@on_ranks(2)
+def test_hooks_that_change_outputs_and_gradients_match_eager(rank: int) -> None:
     twins = Twins(rank, "nested")
     for case in (twins.eager, twins.ours):
         case.blocks[0].register_forward_hook(_change_output)
         case.blocks[1].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,))
     for _ in range(2):
         twins.train(update=False)
-    return twins.result.differing
-
-
-def test_hooks_that_change_outputs_and_gradients_match_eager() -> None:
-    assert run_ranks(2, _with_changes) == [[]] * 2
+    assert twins.result.differing == []
 
 
 def _train(model: nn.Module, rank: int) -> list[torch.Tensor]:
@@ -112,19 +105,16 @@ class _Skips(nn.Module):
         return sum(value.sin() for value in reversed(values)).square().mean()  # type: ignore[union-attr, no-any-return]
 
 
-def _skip_connections(rank: int, halves: bool, passes: int, param_dtype: torch.dtype | None) -> bool:
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype)
-    models = build_both(lambda fully_shard: shard_blocks(_Skips(halves, passes), fully_shard, mp_policy=policy))
-    return all(map(torch.equal, *(_train(model, rank) for model in models)))
-
-
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16], ids=["", "cast"])
 @pytest.mark.parametrize("passes", [1, 2], ids=["once", "twice"])
 @pytest.mark.parametrize("halves", [False, True], ids=["added", "halved"])
+@on_ranks(2)
 def test_gradients_of_a_modules_input_are_added_and_hooked_apart_from_a_skip_connections(
-    halves: bool, passes: int, param_dtype: torch.dtype | None
+    rank: int, halves: bool, passes: int, param_dtype: torch.dtype | None
 ) -> None:
-    assert run_ranks(2, _skip_connections, halves, passes, param_dtype) == [True] * 2
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype)
+    models = build_both(lambda fully_shard: shard_blocks(_Skips(halves, passes), fully_shard, mp_policy=policy))
+    assert all(map(torch.equal, *(_train(model, rank) for model in models)))
 
 
 class _Recomputed(nn.Module):
@@ -145,33 +135,27 @@ def _untraceable(grad: torch.Tensor) -> torch.Tensor:
     return grad * 0.5
 
 
-def _backward_op_by_op(rank: int) -> tuple[bool, list[str], int]:
-    """Return whether gradients equal eager's, the log messages and the bytes that stay unsharded."""
+@on_ranks(2)
+def test_backward_run_op_by_op_gathers_parameters_for_recomputation(rank: int) -> None:
     models = build_both(lambda fully_shard: shard_blocks(_Recomputed(), fully_shard))
     with logged() as messages:
         results = [_train(model, rank) for model in models]
-    return all(map(torch.equal, *results)), messages, unsharded_bytes(models[1])
-
-
-def test_backward_run_op_by_op_gathers_parameters_for_recomputation() -> None:
-    for equal, messages, unsharded in run_ranks(2, _backward_op_by_op):
-        assert equal
-        assert unsharded == 0
-        assert any("op by op" in message for message in messages)
+    assert all(map(torch.equal, *results))
+    assert unsharded_bytes(models[1]) == 0
+    assert any("op by op" in message for message in messages)
 
 
 class _Undo(RuntimeError):
     pass
 
 
-def _optimizer_in_backward(rank: int) -> tuple[list[tuple[str, int]], bool, bool, bool]:
-    """Run post-accumulate-grad hooks; return calls (parameter, collectives so far) and check results."""
+@on_ranks(2)
+def test_parameter_hooks_run_between_the_collectives_of_the_backward(rank: int) -> None:
     case = build("mlp", compile_fsdp.fully_shard)
     compile_whole(case.model, **AOT_EAGER)
     names = {parameter: name for name, parameter in case.model.named_parameters()}
-    calls: list[tuple[nn.Parameter, int]] = []
+    calls: list[tuple[nn.Parameter, int]] = []  # and the collectives so far
     kept: list[torch.Tensor] = []
-    differentiable: list[bool] = []
 
     def hook(parameter: nn.Parameter) -> None:
         calls.append((parameter, executed_collectives()))
@@ -179,7 +163,7 @@ def _optimizer_in_backward(rank: int) -> tuple[list[tuple[str, int]], bool, bool
         assert isinstance(grad, DTensor)
         kept.append(grad.to_local())
         with torch.enable_grad():
-            differentiable.append((grad.to_local() * torch.ones(1, requires_grad=True)).requires_grad)
+            assert (grad.to_local() * torch.ones(1, requires_grad=True)).requires_grad
 
     for parameter in names:
         parameter.register_post_accumulate_grad_hook(hook)
@@ -190,8 +174,14 @@ def _optimizer_in_backward(rank: int) -> tuple[list[tuple[str, int]], bool, bool
         torch.manual_seed(rank)
         loss_of(case.model, case.batch()).backward()
     expected = [parameter.grad.clone() for parameter in case.model.parameters()]
-    second_step = [(names[parameter], count) for parameter, count in calls]
-    same = all(torch.equal(each, p.grad.to_local()) for each, (p, _) in zip(kept, calls, strict=True))
+    assert all(torch.equal(each, p.grad.to_local()) for each, (p, _) in zip(kept, calls, strict=True))
+    counts: dict[str, set[int]] = {}
+    for parameter, count in calls:
+        name = names[parameter]
+        counts.setdefault(name[:8] if name.startswith("layers") else "root", set()).add(count)
+    assert list(counts) == ["layers.1", "layers.0", "root"]
+    (second,), (first,), (root,) = counts.values()
+    assert second < first < root
 
     def fail(parameter: nn.Parameter) -> None:
         raise _Undo
@@ -204,22 +194,12 @@ def _optimizer_in_backward(rank: int) -> tuple[list[tuple[str, int]], bool, bool
     case.model.zero_grad()
     torch.manual_seed(rank)
     loss_of(case.model, case.batch()).backward()
-    recovered = all(torch.equal(p.grad, grad) for p, grad in zip(case.model.parameters(), expected, strict=True))
-    return second_step, same, all(differentiable), recovered
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(case.model.parameters(), expected, strict=True))
 
 
-def test_parameter_hooks_run_between_the_collectives_of_the_backward() -> None:
-    for calls, same, differentiable, recovered in run_ranks(2, _optimizer_in_backward):
-        counts: dict[str, set[int]] = {}
-        for name, count in calls:
-            counts.setdefault(name[:8] if name.startswith("layers") else "root", set()).add(count)
-        assert list(counts) == ["layers.1", "layers.0", "root"]
-        (second,), (first,), (root,) = counts.values()
-        assert second < first < root
-        assert same and differentiable and recovered
-
-
-def _full_backward_hooks(rank: int, inner_backend: str) -> tuple[list[Any], list[Any]]:
+@pytest.mark.parametrize("inner_backend", ["aot_eager", "inductor"])
+@on_ranks(2)
+def test_full_backward_hooks_run_without_a_differentiable_input(rank: int, inner_backend: str) -> None:
     records: tuple[list[Any], list[Any]] = [], []
 
     def build(fully_shard: Any) -> Any:
@@ -237,15 +217,10 @@ def _full_backward_hooks(rank: int, inner_backend: str) -> tuple[list[Any], list
         torch.manual_seed(rank)
         for _ in range(2):
             model(torch.randint(0, 8, (3,))).square().mean().backward()
-    return records
-
-
-@pytest.mark.parametrize("inner_backend", ["aot_eager", "inductor"])
-def test_full_backward_hooks_run_without_a_differentiable_input(inner_backend: str) -> None:
-    for eager, compiled in run_ranks(2, _full_backward_hooks, inner_backend):
-        assert len(eager) == 8
-        assert [name for name, _ in compiled] == [name for name, _ in eager]
-        for (_, found), (_, expected) in zip(compiled, eager, strict=True):
-            assert [each is None for each in found] == [each is None for each in expected]
-            for one, other in zip(filter(None, found), filter(None, expected), strict=True):
-                torch.testing.assert_close(torch.tensor(one), torch.tensor(other))
+    eager, compiled = records
+    assert len(eager) == 8
+    assert [name for name, _ in compiled] == [name for name, _ in eager]
+    for (_, found), (_, expected) in zip(compiled, eager, strict=True):
+        assert [each is None for each in found] == [each is None for each in expected]
+        for one, other in zip(filter(None, found), filter(None, expected), strict=True):
+            torch.testing.assert_close(torch.tensor(one), torch.tensor(other))

@@ -6,6 +6,7 @@ import re
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def test_save_and_load_without_a_process_group(tmp_path: Path) -> None:
 
 
 class Interrupted(Exception):
-    pass
+    """Raised on purpose in a save."""
 
 
 @pytest.mark.parametrize("stage", ["write_tensors", "rename", "replace"])
@@ -59,12 +60,8 @@ def test_interrupted_save_keeps_the_previous_checkpoint(
     stage: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(*trained(2), tmp_path, 2)
-
-    def interrupt(*args: Any) -> None:
-        raise Interrupted
-
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint if stage == "write_tensors" else folder.os, stage, interrupt)
+        patch.setattr(checkpoint if stage == "write_tensors" else folder.os, stage, Mock(side_effect=Interrupted))
         with pytest.raises((Interrupted, CheckpointError)):
             save(*trained(3), tmp_path, step)
     _assert_at(tmp_path, 2)
@@ -103,12 +100,8 @@ def test_path_without_a_complete_checkpoint_is_refused(tmp_path: Path) -> None:
 
 def test_full_disk_is_reported_and_keeps_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(*trained(2), tmp_path, 2)
-
-    def full(*args: Any, **kwargs: Any) -> None:
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "save", full)
+        patch.setattr(torch, "save", Mock(side_effect=OSError(28, "No space left on device")))
         with pytest.raises(CheckpointError, match=r"cannot write .*step-00000003.part: rank 0: OSError: .*No space"):
             save(*trained(3), tmp_path, 3)
         pending = async_save(*trained(3), tmp_path, 3)
@@ -217,12 +210,8 @@ def test_saves_and_loads_wait_for_a_running_save(tmp_path: Path) -> None:
 
 def test_next_save_raises_error_of_failed_background_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(*trained(2), tmp_path, 2)
-
-    def refuse(*args: Any) -> None:
-        raise OSError("read-only file system")
-
     with monkeypatch.context() as patch:
-        patch.setattr(folder.os, "rename", refuse)
+        patch.setattr(folder.os, "rename", Mock(side_effect=OSError("read-only file system")))
         pending = async_save(*trained(3), tmp_path, 3)
         while not pending.done():
             pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -185,11 +186,7 @@ def test_failed_optimizer_load_restores_the_previous_state() -> None:
     model, optim = trained(2)
     state = optim_state_dict(model, optim, full=True)
     train(model, optim, range(2, 4))
-
-    def refuse(optimizer: torch.optim.Optimizer) -> None:
-        raise RuntimeError("not today")
-
-    optim.register_load_state_dict_post_hook(refuse)
+    optim.register_load_state_dict_post_hook(Mock(side_effect=RuntimeError("not today")))
     assert "not today" in _refusal(model, optim, RuntimeError, lambda: load_optim_state_dict(model, optim, state))
 
 

@@ -19,25 +19,14 @@ from compile_fsdp.errors import CheckpointError
 from compile_fsdp.state import load, save
 
 
-class _Harmful:
-    """Object that creates a folder when unpickled."""
+class _Call:
+    """Object that calls a function when unpickled."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.folder),)
-
-
-class _Attribute:
-    """Object that unpickles as an attribute of `subject`."""
-
-    def __init__(self, subject: Any, name: str) -> None:
-        self.subject = subject
-        self.name = name
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.function, self.arguments = function, arguments
 
     def __reduce__(self) -> Any:
-        return getattr, (self.subject, self.name)
+        return self.function, self.arguments
 
 
 class _PicklerOfEarly311(pickle.Pickler):
@@ -75,7 +64,7 @@ def _load_with_metadata(folder: Path, planner_data: Any) -> None:
 
 def test_metadata_that_runs_code_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"expected only descriptions of tensors in \.metadata, got posix\.mkdir"):
-        _load_with_metadata(tmp_path, _Harmful(tmp_path / "harm"))
+        _load_with_metadata(tmp_path, _Call(os.mkdir, str(tmp_path / "harm")))
     assert not (tmp_path / "harm").exists()
 
 
@@ -94,12 +83,12 @@ _MEMORY_FORMATS = next(type(each) for each in TensorProperties().__getstate__() 
 @pytest.mark.parametrize("subject", [torch.Size, _MEMORY_FORMATS])
 def test_metadata_with_attribute_other_than_enum_member_is_refused(tmp_path: Path, subject: type[Any]) -> None:
     with pytest.raises(CheckpointError, match=r"expected only descriptions .* got builtins\.getattr of __base__"):
-        _load_with_metadata(tmp_path, _Attribute(subject, "__base__"))
+        _load_with_metadata(tmp_path, _Call(getattr, subject, "__base__"))
 
 
 def test_value_that_runs_code_is_refused(tmp_path: Path) -> None:
     model, optim = _training()
-    optim.param_groups[0]["note"] = _Harmful(tmp_path / "harm")
+    optim.param_groups[0]["note"] = _Call(os.mkdir, str(tmp_path / "harm"))
     checkpoint = save(model, optim, tmp_path / "run", step=1)
     shutil.rmtree(tmp_path / "harm", ignore_errors=True)
     with pytest.raises(CheckpointError, match=r"mkdir"):

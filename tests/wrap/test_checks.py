@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,11 +108,8 @@ def test_fsdp1_modules_are_refused() -> None:
 
 
 def test_selected_modules_outside_the_root_are_refused() -> None:
-    class Foreign:
-        def select(self, root: nn.Module, ignored: Any, root_kwargs: Any) -> Any:
-            return {nn.Linear(2, 3): {}, root.inp: {}}
-
-    message = refusal(build("mlp"), Foreign(), errors.PolicyError)
+    foreign = SimpleNamespace(select=lambda root, *_: {nn.Linear(2, 3): {}, root.inp: {}})
+    message = refusal(build("mlp"), foreign, errors.PolicyError)
     assert "modules of Stack, got Linear(in_features=2, out_features=3, bias=True)" in message
 
 

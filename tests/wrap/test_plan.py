@@ -6,14 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import expecttest
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import compile_fsdp
@@ -30,6 +29,7 @@ from compile_fsdp.wrap import (
 from helpers.models.reference import CASES, Case
 from helpers.models.sharded import groups_of, snapshot
 from helpers.models.stacks import Block
+from helpers.parity.features import columns
 from helpers.ranks.fake_world import fake_world
 
 _Seen = TypeVar("_Seen")
@@ -177,14 +177,10 @@ def _build(case: str, device: str) -> nn.Module:
         return CASES[case]().model
 
 
-def _columns(parameter: nn.Parameter) -> Shard | None:
-    return Shard(-1) if parameter.ndim == 2 and parameter.shape[1] % 4 == 0 else None
-
-
 @pytest.mark.parametrize("case", ["uneven", "odd_sizes", "lora", "mixture"])
 @pytest.mark.parametrize(
     "shape, arguments",
-    [((3,), {}), ((2, 4), {}), ((4,), {"shard_placement_fn": _columns}), ((4,), {"mp_policy": BF16})],
+    [((3,), {}), ((2, 4), {}), ((4,), {"shard_placement_fn": columns}), ((4,), {"mp_policy": BF16})],
     ids=["three ranks", "hsdp", "columns", "bf16"],
 )
 @pytest.mark.filterwarnings("ignore::compile_fsdp.errors.MixedFrozenWarning")
@@ -299,19 +295,14 @@ def test_policies_receive_root_arguments_and_all_ignored_modules() -> None:
     assert got == [(model, set(model.layers.modules()), {"mesh": mesh, "mp_policy": BF16})]  # type: ignore[union-attr]
 
 
-class TestPrinting(expecttest.TestCase):
-    maxDiff = None
-
-    def test_plan_prints_a_table(self) -> None:
-        ends = CustomPolicy(lambda module: getattr(module, "weight", torch.empty(0)).shape == (16, 8))
-        policy = ends | ModuleWrapPolicy({Block}) | CustomPolicy(_kept)
-        with fake_world(4):
-            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-            overrides = (nn.LayerNorm,)
-            planned = plan(
-                _build("tied_ends", "meta"), policy, mesh=mesh, mixed_precision_overrides=overrides, fix_shared=True
-            )
-        self.assertExpectedInline(str(planned), """\
+def test_plan_prints_a_table() -> None:
+    ends = CustomPolicy(lambda module: getattr(module, "weight", torch.empty(0)).shape == (16, 8))
+    kept = CustomPolicy(lambda module: isinstance(module, Block) and {"reshard_after_forward": False})
+    policy, model = ends | ModuleWrapPolicy({Block}) | kept, _build("tied_ends", "meta")
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        planned = plan(model, policy, mesh=mesh, mixed_precision_overrides=(nn.LayerNorm,), fix_shared=True)
+    assert_expected_inline(str(planned), """\
 FQN                class              parameters  bytes per rank  kwargs
 [embedding, head]  Embedding, Linear         128             256
 block.norm         LayerNorm                  16              32  mp_policy=MixedPrecisionPolicy()
@@ -320,7 +311,3 @@ norm               LayerNorm                  16              32  mp_policy=Mixe
 the root           TiedEnds                    0               0  mesh=cpu(replicate=2, shard=2)
 5 groups over 2 ranks: 584 parameters, 1,168 bytes per rank
 in full precision: block.norm, norm""")
-
-
-def _kept(module: nn.Module) -> bool | dict[str, Any]:
-    return isinstance(module, Block) and {"reshard_after_forward": False}

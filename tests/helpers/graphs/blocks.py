@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +38,11 @@ class Forward:
 
     def step(self, *outputs: fx.Node, fuses: bool = True) -> Step:
         return read_step(self.build.output(*outputs), self.parameters, fuses=fuses)
+
+
+def saved_ops(step: Step) -> set[Any]:
+    """Targets of the ops whose results the forward saves."""
+    return {step.ops[value.made_at].target for value in step.values if value.is_saved}
 
 
 def blocks(

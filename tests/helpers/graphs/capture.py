@@ -1,4 +1,4 @@
-"""Capture a training step's graphs before and after the passes."""
+"""Capture a function's graph, and a training step's graphs before and after the passes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 import torch._functorch.config
 import torch._inductor.config
 from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
 
 import compile_fsdp.backend.inner as backend
 from compile_fsdp.passes import Pipeline
@@ -27,6 +28,21 @@ class _Rendering(Pipeline):
         self.graphs.append(render(graph))
         super().__call__(graph)
         self.graphs.append(render(graph))
+
+
+def capture(function: Callable[..., Any], *inputs: Any, by_aot: bool = False) -> tuple[Any, fx.Graph]:
+    """Compile a function to one graph, of Dynamo or `by_aot` of AOTAutograd, and run it; return result and graph."""
+    graphs: list[fx.Graph] = []
+
+    def keep(gm: fx.GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append(gm.graph)
+        return gm.forward
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=keep) if by_aot else keep
+    result = torch.compile(function, backend=backend, fullgraph=True)(*inputs)
+    (graph,) = graphs
+    return result, graph
 
 
 @contextmanager

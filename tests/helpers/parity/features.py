@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,13 +31,14 @@ def always(**arguments: Any) -> Callable[[DeviceMesh], dict[str, Any]]:
     return lambda mesh: arguments
 
 
-def _columns(parameter: nn.Parameter) -> Shard | None:
+def columns(parameter: nn.Parameter) -> Shard | None:
     return Shard(-1) if parameter.ndim == 2 and parameter.shape[1] % 4 == 0 else None
 
 
-def tensor_parallel(case: Case, mesh: DeviceMesh) -> None:
+def tensor_parallel(case: Case, mesh: DeviceMesh, use_local_output: bool = True) -> None:
     for block in case.blocks:
-        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        plan = {"up": ColwiseParallel(use_local_output=use_local_output), "down": RowwiseParallel()}
+        parallelize_module(block, mesh["tp"], plan)
 
 
 def _expert_mesh(mesh: DeviceMesh) -> dict[str, Any]:
@@ -49,12 +51,6 @@ def _expert_mesh(mesh: DeviceMesh) -> dict[str, Any]:
         return ShardPlacementResult(None, experts) if parameter.ndim == 3 else None
 
     return {"shard_placement_fn": place}
-
-
-def _uneven_tensor_parallel(case: Case, mesh: DeviceMesh) -> None:
-    for block in case.blocks:
-        plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
-        parallelize_module(block, mesh["tp"], plan)
 
 
 def _parallelize_experts(case: Case, mesh: DeviceMesh) -> None:
@@ -203,12 +199,15 @@ FEATURES: dict[str, Feature] = {
     "even": Feature(),
     "uneven": Feature(case="uneven"),
     "odd sizes": Feature(case="odd_sizes"),
-    "columns": Feature(arguments=always(shard_placement_fn=_columns)),
+    "columns": Feature(arguments=always(shard_placement_fn=columns)),
     # No reference, because the experts' mesh does not average over all ranks.
     "meshes by parameter": Feature(case="mixture", arguments=_expert_mesh, has_reference=False),
     "tensor parallel": Feature(mesh={"dp": 2, "tp": 0}, data_mesh=("dp",), parallelize=tensor_parallel),
     "tensor parallel, uneven": Feature(
-        case="mlp_of_five", mesh={"dp": 2, "tp": 0}, data_mesh=("dp",), parallelize=_uneven_tensor_parallel
+        case="mlp_of_five",
+        mesh={"dp": 2, "tp": 0},
+        data_mesh=("dp",),
+        parallelize=partial(tensor_parallel, use_local_output=False),
     ),
     "expert parallel": Feature(
         case="expert_transformer",

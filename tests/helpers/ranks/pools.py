@@ -6,6 +6,7 @@ the next function.
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import sys
@@ -14,11 +15,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from compile_fsdp.tools.launch import Ranks, join
+from compile_fsdp.tools.launch import RankError, Ranks, join
 from helpers.ranks.devices import missing_for, prepare
 from helpers.ranks.forked import forkserver, leave_to_rest
 
-DEFAULT_TIMEOUT_S = 240.0
+DEFAULT_TIMEOUT_S = 540.0  # a busy machine takes four times as long as an idle one
 
 # TORCH_FR_BUFFER_SIZE of the ranks: number of collectives in the flight recorder. Each entry keeps alive the code that
 # issued it, the compiled code, and the process group with its threads.
@@ -52,7 +53,13 @@ class RankPool:
         meeting = str(self.calls) if self.is_fresh else None
         source = sys.modules[function.__module__].__file__
         self.is_fresh = True  # also after an error
-        replies = self.ranks.run(_run_one, meeting, source, function.__qualname__, args, timeout_s=timeout_s)
+        try:
+            replies = self.ranks.run(_run_one, meeting, source, function.__qualname__, args, timeout_s=timeout_s)
+        except RankError:
+            raise
+        except BaseException:
+            self.ranks.kill()  # after pytest's time limit, for example, or the next call would get this one's replies
+            raise
         left = {(are_clean, rounds) for _, are_clean, rounds in replies}
         self.is_fresh = len(left) > 1 or not all(are_clean for are_clean, _ in left)
         return [value for value, *_ in replies]
@@ -168,9 +175,12 @@ def _load(source: str) -> Any:
     # Test modules have no importable name (pytest's importlib mode), so a rank loads them by file.
     name = "_".join(("ranks", *Path(source).with_suffix("").parts[1:]))
     if name not in sys.modules:
+        from _pytest.assertion.rewrite import rewrite_asserts
+
         spec = importlib.util.spec_from_file_location(name, source)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
+        assert spec is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        tree = ast.parse(text := Path(source).read_bytes())
+        rewrite_asserts(tree, text)  # so that a failed assert tells its values
+        exec(compile(tree, source, "exec", dont_inherit=True), vars(module))
     return sys.modules[name]

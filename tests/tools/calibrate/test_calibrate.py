@@ -17,7 +17,7 @@ from compile_fsdp.options import Options
 from compile_fsdp.passes import COSTS, Costs
 from compile_fsdp.tools.calibrate.measure import Link, Measurements, measure, measure_offloads
 from helpers.ranks.fake_world import fake_world
-from helpers.ranks.pools import run_ranks
+from helpers.ranks.tests import on_ranks
 
 FOUND = Measurements(Link(300e-6, 0.4e9), Link(420e-6, 0.35e9), copy_bandwidth=17e9, flops=90e9)
 
@@ -55,13 +55,9 @@ def test_measured_costs_are_positive_and_finite() -> None:
     assert all(math.isfinite(each) for each in astuple(costs))
 
 
-def _offloads(rank: int) -> float:
-    return measure_offloads(torch.device("emulated"))
-
-
-def test_device_with_separate_memory_has_an_offload_bandwidth() -> None:
-    (bandwidth,) = run_ranks(1, _offloads, device="emulated")
-    assert 0 < bandwidth < math.inf
+@on_ranks(1, "emulated")
+def test_device_with_separate_memory_has_an_offload_bandwidth(rank: int) -> None:
+    assert 0 < measure_offloads(torch.device("emulated")) < math.inf
 
 
 def test_every_mesh_dim_is_measured_and_the_file_is_an_option(
