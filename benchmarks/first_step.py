@@ -15,13 +15,15 @@ import os
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
 from compile_fsdp.tools import launch
-from compile_fsdp.tools.bench.llama import SIZES, Decoder
+from compile_fsdp.tools.bench.llama import SIZES, Decoder, Transformer
 from compile_fsdp.tools.bench.measure import Run
 from compile_fsdp.tools.bench.modes import MODES
 
@@ -35,6 +37,16 @@ COUNTERS = (
     ("inductor", "fxgraph_cache_miss"),
     ("inductor", "fxgraph_cache_bypass"),
 )
+
+
+class Checkpointed(Decoder):
+    """A decoder whose blocks recompute their activations in the backward."""
+
+    def build(self) -> Transformer:
+        model = super().build()
+        for layer in model.layers:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        return model
 
 
 def _first_step(rank: int, mode: str, size: Decoder, cache: str) -> tuple[float, list[int]]:
@@ -66,8 +78,8 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as cache:
                 for start in ("cold", "warm"):
                     chosen = SIZES[options.size]
-                    model = replace(chosen.model, layers=layers)
-                    size = replace(chosen, model=model, is_checkpointed=options.checkpoint)
+                    kind = Checkpointed if options.checkpoint else Decoder
+                    size = kind(replace(chosen.model, layers=layers), chosen.batch, chosen.seq_len)
                     found = launch.run(RANKS, _first_step, mode, size, cache)
                     row = [f"{max(seconds for seconds, _ in found):.2f}", *map(str, found[0][1])]
                     print(f"| `{mode}` | {layers} | {start} | " + " | ".join(row) + " |", flush=True)

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from compile_fsdp.tools import launch
-from compile_fsdp.tools.bench.llama import Decoder, ModelConfig
+from compile_fsdp.tools.bench.llama import Decoder, ModelConfig, Transformer
 from compile_fsdp.tools.bench.measure import Run, synchronize
 from compile_fsdp.tools.bench.modes import MODES
 
@@ -47,12 +47,17 @@ PEAK_FLOPS = 989e12  # bfloat16 without sparsity, data sheets of H100 SXM and H2
 WARM_UP, STEPS = 3, 10
 
 
+def parameter_count(config: ModelConfig) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in Transformer(config, seq_len=1).parameters())
+
+
 def flops_per_step(size: Decoder) -> float:
     """FLOPs of forward and backward without recomputation, with full attention: PaLM (arXiv 2204.02311), appendix B."""
     config = size.model
     embedding = config.vocab_size * config.dim
     tokens = size.batch * size.seq_len
-    return tokens * (6 * (config.parameter_count() - embedding) + 12 * config.layers * config.dim * size.seq_len)
+    return tokens * (6 * (parameter_count(config) - embedding) + 12 * config.layers * config.dim * size.seq_len)
 
 
 def layers_that_fit(size: Decoder, memory: int) -> int:
@@ -61,7 +66,7 @@ def layers_that_fit(size: Decoder, memory: int) -> int:
     A block has parameters and gradients, and keeps about 14 activations of the model's width and 4 of the hidden width.
     """
     config = size.model
-    one, tokens = replace(config, layers=1).parameter_count(), size.batch * size.seq_len
+    one, tokens = parameter_count(replace(config, layers=1)), size.batch * size.seq_len
     tables = 2 * config.vocab_size * config.dim
     block = 2 * 2 * (one - tables) + 2 * tokens * (14 * config.dim + 4 * config.hidden)
     logits = 3 * 4 * tokens * config.vocab_size  # float32: logits, their softmax and their gradient

@@ -188,7 +188,7 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         raise SystemExit(f"expected more than {options.seq_len} bytes of text, got {len(text)}; give another --data")
     model = build_model(options, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    parameters = PRESETS[options.preset].model.parameter_count()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     mode = "eager" if options.eager else "compiled"
     log(f"{parameters / 1e6:.1f} M parameters, {len(text) / 1e6:.1f} MB of text, {device.type}, {mode}")
 

@@ -7,20 +7,13 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    ActivationWrapper,
-    apply_activation_checkpointing,
-)
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
 from compile_fsdp.torch_compat.declarations import needs_attributes
 from compile_fsdp.torch_compat.dynamo import OptimizedModule
 
 # A module's hooks, the eager and compiled calls that run them, and its direct parameters by name. (2.11.0 to 2.15.0)
 needs_attributes(nn.Module, "_call_impl", "_compiled_call_impl", "_forward_hooks", "_forward_pre_hooks", "_parameters")
-
-
-# Checkpoint the modules of a model that a function selects, in place. (2.13.0)
-checkpoint_modules = apply_activation_checkpointing
 
 
 def wrapped_child(module: nn.Module) -> str | None:

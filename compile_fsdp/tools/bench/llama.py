@@ -13,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compile_fsdp.torch_compat.nn import checkpoint_modules
-
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -31,12 +29,6 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.dim % (2 * self.heads) != 0:
             raise ValueError(f"expected dim to be a multiple of 2 * heads, got dim={self.dim}, heads={self.heads}")
-
-    def parameter_count(self) -> int:
-        """Number of parameters of a model with this configuration."""
-        block = 4 * self.dim * self.dim + 3 * self.dim * self.hidden + 2 * self.dim
-        tables = (1 if self.tie_embeddings else 2) * self.vocab_size * self.dim
-        return self.layers * block + self.dim + tables
 
 
 class Rotary(nn.Module):
@@ -149,19 +141,15 @@ class Transformer(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A decoder, the sequences per rank and step, the tokens of each, and whether each block is checkpointed."""
+    """A decoder, the sequences per rank and step, and the tokens of each."""
 
     model: ModelConfig
     batch: int
     seq_len: int
-    is_checkpointed: bool = False
 
     def build(self) -> Transformer:
         """Build the model on the default device."""
-        model = Transformer(self.model, self.seq_len)
-        if self.is_checkpointed:
-            checkpoint_modules(model, check_fn=lambda module: module in set(model.layers))
-        return model
+        return Transformer(self.model, self.seq_len)
 
 
 SIZES = {
