@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from compile_fsdp.errors import FSDP1Error, NotShardedError, ProcessGroupMissingError
-from compile_fsdp.runtime.module import install, is_traceable
+from compile_fsdp.runtime.module import TraceableModule, install
 from compile_fsdp.runtime.root import Replay
 from compile_fsdp.runtime.stale_optimizers import note_replaced
 from compile_fsdp.runtime.tracing import at_run_time
@@ -93,7 +93,7 @@ def make_traceable(model: nn.Module) -> nn.Module:
             "call compile_fsdp.fully_shard() on its blocks and then on the model"
         )
     for module in sharded:
-        if not is_traceable(module):
+        if not isinstance(module, TraceableModule):
             install(module, _start_replay)
     return model
 

@@ -78,13 +78,13 @@ class ReplayedCode(PlainOutputCode):
         sizes = tuple(each for each in inputs if isinstance(each, (int, float)))
         if sizes not in self._runs:
             if len(self._runs) >= 4 * _MOST_SIZES:  # forget sizes that have been seen once
-                self._runs = {each: runs for each, runs in self._runs.items() if runs.is_captured}
+                self._runs = {each: runs for each, runs in self._runs.items() if runs.capture is not None}
             self._runs[sizes] = _Runs(self)
         return self._runs[sizes](inputs)
 
     def may_capture(self) -> bool:
         """Whether a further combination of sizes may be captured."""
-        if sum(runs.is_captured for runs in self._runs.values()) < _MOST_SIZES:
+        if sum(runs.capture is not None for runs in self._runs.values()) < _MOST_SIZES:
             return True
         _warn_of_sizes(self.what)
         return False
@@ -103,33 +103,26 @@ class _Runs:
         self.graph = graph
         self._addresses: list[int] | None = None  # of the inputs of the last run
         self._moving: set[int] = set()  # positions of inputs that were at several addresses
-        self._capture: _Capture | None = None
+        self.capture: _Capture | None = None
         self._captures_left = _MOST_CAPTURES
         _all_runs.add(self)
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         addresses, before = [each.data_ptr() if isinstance(each, Tensor) else 0 for each in inputs], self._addresses
         self._addresses = addresses
-        if self._capture is None and before is not None and self._captures_left and self.graph.may_capture():
+        if self.capture is None and before is not None and self._captures_left and self.graph.may_capture():
             self._begin(inputs, addresses, before)
-        if self._capture is None or self._capture.is_in_use() or self._has_moved(self._capture, addresses):
+        if self.capture is None or self.capture.is_in_use() or self._has_moved(self.capture, addresses):
             results: Sequence[Any] = self.graph.code(inputs)
             return results
-        return self._capture.replay(inputs)
-
-    @property
-    def is_captured(self) -> bool:
-        return self._capture is not None
-
-    def drop(self) -> None:
-        self._capture = None
+        return self.capture.replay(inputs)
 
     def _begin(self, inputs: list[Any], addresses: list[int], before: list[int]) -> None:
         self._captures_left -= 1
         stays = [now == then for now, then in zip(addresses, before, strict=True)]
         fixed = {i for i, stay in enumerate(stays) if stay or i in self.graph.parameters} - self._moving
         fixed |= {i for i, address in enumerate(addresses) if _find_producer(address)}
-        self._capture = _Capture(self.graph, inputs, fixed)
+        self.capture = _Capture(self.graph, inputs, fixed)
 
     def _has_moved(self, capture: _Capture, addresses: list[int]) -> bool:
         """Whether an input has moved since the capture.
@@ -144,7 +137,7 @@ class _Runs:
         if all(i in capture.produced and _find_producer(capture.fixed[i]) for i in moved):
             return bool(moved)
         self._moving |= {i for i in moved if not _find_producer(addresses[i])} - capture.produced
-        self._capture = None
+        self.capture = None
         if capture.replays >= _MANY_REPLAYS:
             self._captures_left = _MOST_CAPTURES
         if not self._captures_left:
@@ -222,7 +215,7 @@ _all_runs: WeakSet[_Runs] = WeakSet()
 
 def drop_captures() -> None:
     for runs in _all_runs:
-        runs.drop()
+        runs.capture = None
 
 
 def _find_producer(address: int) -> _Capture | None:

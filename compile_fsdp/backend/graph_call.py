@@ -78,7 +78,8 @@ class GraphCall:
         self._backward_id: int | None = None  # number of the last backward through the run
         self._end_peak = begin_peak(forward, inputs.groups)
         for group, use in inputs.groups.items():
-            group.forwards.add(self, is_whole=use.position in forward.parameters.whole)
+            group.forwards.add(self)
+            group.is_cut |= use.position not in forward.parameters.whole
 
     def run(self, args: list[Any]) -> Sequence[Any]:
         """Run the graph; return its outputs for `take_outputs`, which takes them, detached."""

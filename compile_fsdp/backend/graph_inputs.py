@@ -169,7 +169,7 @@ class GraphInputs:
 def _figures(group: TraceableGroup, is_once: bool) -> GroupFigures:
     fsdp_group, ranks = group.fsdp_group, group.constants.shard_count
     reduce_dtype = fsdp_group._reduce_dtype
-    numels = [(param, param.plan.shard_numel * ranks) for param in group.params]
+    numels = [(param, param.layout.numel * ranks) for param in group.params]
     is_once = is_once or fsdp_group.post_forward_mesh_info is None or not fsdp_group.unshard_in_backward
     again = group.constants.post_forward_count if fsdp_group._use_post_forward_mesh else ranks
     return GroupFigures(
@@ -180,7 +180,7 @@ def _figures(group: TraceableGroup, is_once: bool) -> GroupFigures:
             for param, numel in numels
             if param.fsdp_param.sharded_param.requires_grad
         ),
-        factors=sum(numel for param, numel in numels if len(param.plan.shard_size) > 1),
+        factors=sum(numel for param, numel in numels if len(param.layout.shard_size) > 1),
         ranks=ranks,
         backward_ranks=1 if is_once else again,
     )

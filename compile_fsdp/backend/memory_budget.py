@@ -110,7 +110,7 @@ def _sharding_of(node: fx.Node, group: TraceableGroup, number: int) -> Sharding:
 
 
 def _shard_bytes(param: TraceableParam) -> int:
-    return param.plan.shard_numel * param.fsdp_param.orig_dtype.itemsize
+    return param.layout.numel * param.fsdp_param.orig_dtype.itemsize
 
 
 def _free_bytes(device: torch.device, groups: Sequence[TraceableGroup]) -> int:

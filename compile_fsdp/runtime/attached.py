@@ -10,7 +10,7 @@ import torch
 from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.runtime.root import ModuleHooks, StateHooks
 from compile_fsdp.runtime.tracing import at_run_time, inline_only
-from compile_fsdp.torch_compat.fsdp import HAS_GRAD_DTYPES, FSDPParam, FSDPParamGroup, FSDPState
+from compile_fsdp.torch_compat.fsdp import HAS_GRAD_DTYPES, FSDPParam, FSDPState
 
 # Up to 2.14, eager FSDP2 keeps a gradient that is not in the unsharded parameter's dtype in a separate attribute. Since
 # 2.15 it does not, so this project keeps such a gradient in its own attribute.
@@ -20,8 +20,6 @@ _ACCUMULATED_GRAD = "_compile_fsdp_accumulated_grad" if HAS_GRAD_DTYPES else "un
 @at_run_time
 def attach(hooks: StateHooks) -> None:
     hooks.state._compile_fsdp_hooks = hooks  # type: ignore[attr-defined]
-    for group in hooks.groups:
-        group.fsdp_group._compile_fsdp_group = group  # type: ignore[attr-defined]
     for member in hooks.members:
         member.module._compile_fsdp_hooks = member  # type: ignore[assignment]
 
@@ -44,12 +42,6 @@ def module_hooks_of(module: Any) -> ModuleHooks:
     """Return the two forward hooks of a traceable module."""
     hooks: ModuleHooks = module._compile_fsdp_hooks
     return hooks
-
-
-@inline_only
-def find_group(fsdp_group: FSDPParamGroup) -> TraceableGroup | None:
-    """Return the traced counterpart of a parameter group, or None if it is not traceable."""
-    return getattr(fsdp_group, "_compile_fsdp_group", None)
 
 
 @at_run_time

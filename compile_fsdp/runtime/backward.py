@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp import BackwardPrefetch
 
 from compile_fsdp.ops import hand_over
-from compile_fsdp.runtime.attached import find_group, hooks_of, owner_of
+from compile_fsdp.runtime.attached import find_hooks, hooks_of, owner_of
 from compile_fsdp.runtime.gradients import (
     describe_partial_output,
     fix_gradient_dtypes,
@@ -21,7 +21,7 @@ from compile_fsdp.runtime.gradients import (
 from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.runtime.module_params import register_sharded, register_unsharded, sync_states
 from compile_fsdp.runtime.reduction import accumulation_dtypes, reduce_gradients
-from compile_fsdp.runtime.tracing import at_run_time, eval_at_trace_time_guarded, guarded_text
+from compile_fsdp.runtime.tracing import at_run_time, eval_at_trace_time_guarded
 from compile_fsdp.torch_compat.autograd import accumulates_into, after_backward, current_backward
 from compile_fsdp.torch_compat.distributed import functional_collectives, local_tensor
 from compile_fsdp.torch_compat.fsdp import FSDPState, TrainingState, order_gather_streams, param_groups, reduces_unused
@@ -42,7 +42,7 @@ def enter_graph(group: TraceableGroup, read: Sequence[torch.Tensor], cut_forward
     """
     backward = group.backward
     backward.is_compiled = True
-    backward.divisor_text = guarded_text(group.fsdp_group.gradient_divide_factor)
+    backward.divisor_text = repr(group.fsdp_group.gradient_divide_factor)
     needs_all = cut_forward is not None or reduces_unused(group.fsdp_group)
     required = [param.unsharded_param for param in group.params] if needs_all else []
     is_held = cut_forward is not None and any(
@@ -52,7 +52,7 @@ def enter_graph(group: TraceableGroup, read: Sequence[torch.Tensor], cut_forward
     )
     backward.gradients.expect(read, required, cut_forward, is_held)
     free_gradient_dtypes(group.fsdp_group)
-    forward_to_come = any(call.is_to_come() for call in group.forwards.calls)
+    forward_to_come = any(call.is_to_come() for call in group.forwards)
     backward.is_deferred = forward_to_come or (may_meet_eager and _awaits_eager_gradients(group))
 
 
@@ -60,9 +60,9 @@ def enter_graph(group: TraceableGroup, read: Sequence[torch.Tensor], cut_forward
 def _awaits_eager_gradients(group: TraceableGroup) -> bool:
     """Return whether eager code still adds gradients of the group in this backward."""
     # Eager code can use the unsharded parameters between graphs of the forward, or after it, as in a loss.
-    if not (group.forwards.is_cut or group.fsdp_group.post_forward_mesh_info is None):
+    if not (group.is_cut or group.fsdp_group.post_forward_mesh_info is None):
         return False
-    backward, came = current_backward(), group.forwards.from_eager
+    backward, came = current_backward(), group.from_eager
     # Tensors that eager code finds in modules. See [Note: Leaves are plain] for the two tensors of a parameter.
     shown = (tensor for param in group.params for tensor in {param.unsharded_param, param.fsdp_param._unsharded_param})
     return any(
@@ -142,7 +142,7 @@ def gradient_accumulated(owner: weakref.ref[TraceableGroup], unsharded_param: to
     backward = group.backward
     if not backward.is_compiled:
         backward.gradients.seen.add(id(unsharded_param))
-        group.forwards.from_eager[id(unsharded_param)] = current_backward()
+        group.from_eager[id(unsharded_param)] = current_backward()
         return
     if not backward.gradients.arrive():
         return
@@ -188,13 +188,10 @@ def reduce(group: TraceableGroup) -> None:
     arrived = [index for index, grad in enumerate(taken) if grad is not None]
     with torch.no_grad():
         reduced = reduce_gradients(group, arrived, [grad for grad in taken if grad is not None])
-    backward = group.backward
-    if reduced is None:
-        backward.reduced, backward.reduced_params, backward.unreplicated_params = (), [], arrived
-    elif _has_gradient_hooks(group):
+    if reduced is not None and _has_gradient_hooks(group):
         hand_over(reduced, group.ticket, arrived)
     else:
-        backward.reduced, backward.reduced_params, backward.unreplicated_params = reduced, arrived, []
+        group.backward.reduced, group.backward.arrived = reduced, arrived
 
 
 @eval_at_trace_time_guarded
@@ -209,12 +206,12 @@ def deliver(group: TraceableGroup) -> None:
     for param in group.params:
         hand_back_gradient(param)
     backward = group.backward
-    reduced, params = backward.reduced, backward.reduced_params
-    backward.reduced, backward.reduced_params = (), []
-    if backward.unreplicated_params:
-        describe_partial_output(group.fsdp_group, [group.params[i].fsdp_param for i in backward.unreplicated_params])
-        backward.unreplicated_params = []
-    group.receive(reduced, params)
+    reduced, arrived = backward.reduced, backward.arrived
+    backward.reduced, backward.arrived = (), []
+    if reduced is None:
+        describe_partial_output(group.fsdp_group, [group.params[index].fsdp_param for index in arrived])
+    else:
+        group.receive(reduced, arrived)
     if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
         for fsdp_param in group.fsdp_group.fsdp_params:
             grad = fsdp_param.sharded_param.grad
@@ -233,9 +230,8 @@ def start_backward(state: FSDPState) -> None:
     context = state._state_ctx
     if not context.post_backward_final_callback_queued:
         for each in context.all_states:
-            for fsdp_group in param_groups(each):
-                if (group := find_group(fsdp_group)) is not None:
-                    group.end_backward()  # the last backward may have left parameters without gradients
+            for group in hooks_of(each).groups:
+                group.end_backward()  # the last backward may have left parameters without gradients
         state._register_root_post_backward_final_callback()
     await_end_of_backward(state)
 
@@ -257,11 +253,12 @@ def _drop_gathered(states: Sequence[FSDPState]) -> None:
     checkpoint reran after torch considers their backward finished.
     """
     for state in states:
-        for fsdp_group in param_groups(state):
-            group = find_group(fsdp_group)
-            if group is not None and group.ahead is not None and group.ahead.output is not None:
+        hooks = find_hooks(state)
+        for group in () if hooks is None else hooks.groups:
+            if group.ahead is not None and group.ahead.output is not None:
                 functional_collectives.wait_tensor(group.ahead.output)
                 group.drop_launched()
+        for fsdp_group in param_groups(state):
             if fsdp_group.is_unsharded and fsdp_group.reshard_after_backward:
                 fsdp_group.reshard()
     # If eager code gathers a module in vain, torch's callback makes only the current stream wait. The gather stream,

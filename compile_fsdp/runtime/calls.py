@@ -1,12 +1,11 @@
-"""Running calls of sharded modules, and forwards through a group that await their backward."""
+"""Running calls of sharded modules."""
 
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -56,26 +55,3 @@ def end() -> None:
 def outermost() -> ModuleCall | None:
     """Return this thread's call that began first, or None outside of a call."""
     return _running.calls[0] if _running.calls else None
-
-
-class ForwardCall(Protocol):
-    """A forward through a compiled graph, as its backward sees it."""
-
-    def is_to_come(self) -> bool:
-        """Return whether the running backward has yet to go through this forward."""
-
-
-class ForwardCalls:
-    """Forwards through one group."""
-
-    def __init__(self) -> None:
-        self.calls: weakref.WeakSet[ForwardCall] = weakref.WeakSet()  # forwards whose backward may still run
-        self.is_cut = False  # whether any compiled graph held only a part of a forward of the group's module
-        # By id of an unsharded parameter: number of the last backward in which eager code accumulated its gradient.
-        self.from_eager: dict[int, int | None] = {}
-
-    @at_run_time
-    def add(self, call: ForwardCall, is_whole: bool) -> None:
-        """Record a forward; `is_whole` says whether its graph holds the module's whole forward."""
-        self.calls.add(call)
-        self.is_cut |= not is_whole

@@ -128,9 +128,9 @@ def refuse_output(state: FSDPState, types: tuple[str, ...]) -> NoReturn:
 
 
 @at_run_time
-def check_parameters(module: nn.Module, state: FSDPState) -> None:
+def check_parameters(state: FSDPState) -> None:
     """Check a root and all modules below."""
-    where = describe(state)
+    module, where = state._modules[0], describe(state)
     if not dist.is_initialized():
         raise ProcessGroupMissingError(
             f"expected an initialised process group while compiling {where}, found none; "

@@ -6,14 +6,12 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from compile_fsdp.runtime.tracing import at_run_time, guarded_text
+from compile_fsdp.runtime.tracing import at_run_time
 
 
 class GradientCount:
-    """Count of the gradients of one group."""
-
     def __init__(self) -> None:
-        self.expected_text = guarded_text(0)  # gradients of the running graph. See [Note: Numbers that stay numbers]
+        self.expected_text = "0"  # gradients of the running graph. See [Note: Numbers that stay numbers]
         self.pending: int | None = None  # still to come; None until the group's first event of a compiled backward
         self.cut_forward: object = None  # identifies the forward, cut into several graphs, whose backward runs
         # Ids of unsharded parameters whose gradients in the backward of `cut_forward` arrived or will arrive.
@@ -54,7 +52,7 @@ class GradientCount:
             missing = any(leaf.requires_grad and id(leaf) not in self.seen for leaf in self._required)
             if missing or self._is_held:
                 expected += 1  # never arrives, so the group stays incomplete
-        self.expected_text, self.pending = guarded_text(expected), None
+        self.expected_text, self.pending = str(expected), None
 
     def start(self) -> None:
         """Start the count at the group's first hook or gradient; do nothing later."""

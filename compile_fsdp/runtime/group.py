@@ -8,9 +8,10 @@ so immediately. So no state of a backward leaks into the next backward.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,7 +19,6 @@ from torch.distributed.fsdp import BackwardPrefetch
 from torch.distributed.tensor import DTensor
 
 from compile_fsdp.ops import all_gather_into_tensor, issue_ticket
-from compile_fsdp.runtime.calls import ForwardCalls
 from compile_fsdp.runtime.gather import GatherPlan, Launched, copy_in, copy_out, fill, free, wait_and_copy_out
 from compile_fsdp.runtime.gradient_count import GradientCount
 from compile_fsdp.runtime.parameter import TraceableParam
@@ -46,7 +46,14 @@ class GroupConstants:
     post_forward_group: str = ""
     is_extended: bool = False  # whether a parameter has an all-gather extension (fsdp_pre_all_gather)
     is_tied: bool = False  # whether several modules share a parameter of the group
-    text: str = ""  # counts and groups above, and all `ParamPlan`s. See [Note: Numbers that stay numbers]
+    text: str = ""  # counts and groups above, and each parameter's layout. See [Note: Numbers that stay numbers]
+
+
+class ForwardCall(Protocol):
+    """A forward through a compiled graph, as its backward sees it."""
+
+    def is_to_come(self) -> bool:
+        """Return whether the running backward has yet to go through this forward."""
 
 
 class GroupBackward:
@@ -60,9 +67,9 @@ class GroupBackward:
         # come or from eager code between graphs.
         self.is_deferred = False
         self.prefetch_last: list[TraceableGroup] = []  # groups to gather once this group's gradients are computed
-        self.reduced: Sequence[torch.Tensor] = ()  # each (padded shard numel,), in the dtype of the gradient
-        self.reduced_params: list[int] = []  # parameters whose reduced gradients, `reduced`, wait for delivery
-        self.unreplicated_params: list[int] = []  # parameters whose gradients wait for a later all-reduce
+        self.arrived: list[int] = []  # parameters whose gradients the graph has reduced, until their delivery
+        # These gradients, each (padded shard numel,) in its dtype; None if a later backward all-reduces them.
+        self.reduced: Sequence[torch.Tensor] | None = ()
         self.divisor_text = ""  # the user's divisor, or "None". See [Note: Numbers that stay numbers]
 
 
@@ -81,7 +88,10 @@ class TraceableGroup:
         self.is_hidden = False  # whether the modules hold the sharded parameters of a group that a backward unsharded
         self.ahead: Launched | None = None  # a gather ahead of its use
         self.backward_prefetch: BackwardPrefetch | None = None  # when a backward gathers ahead; None for never
-        self.forwards = ForwardCalls()
+        self.forwards: weakref.WeakSet[ForwardCall] = weakref.WeakSet()  # forwards whose backward may still run
+        self.is_cut = False  # whether any compiled graph held only a part of a forward of the group's module
+        # By id of an unsharded parameter: number of the last backward in which eager code accumulated its gradient.
+        self.from_eager: dict[int, int | None] = {}
         self.backward = GroupBackward()  # of the present backward. See [Note: One object for each backward]
         self.ticket = issue_ticket(self)  # (1,) int64, by which `hand_over` finds the group
 
@@ -167,7 +177,7 @@ class TraceableGroup:
 
     def _storages(self) -> list[tuple[torch.UntypedStorage, int]]:
         """The storages of the unsharded parameters, each with its size in bytes when filled."""
-        pairs = [pair for param in self.params for pair in zip(param.filled, param.plan.storage_bytes, strict=True)]
+        pairs = [pair for param in self.params for pair in zip(param.filled, param.storage_bytes, strict=True)]
         return [(tensor.untyped_storage(), size) for tensor, size in pairs]
 
     # Unshard and reshard
@@ -350,11 +360,10 @@ def _check_step(before: Memory, after: Memory) -> None:
 def _plan_gather(group: TraceableGroup, text: str, state: ShardedState) -> GatherPlan:
     # `text` is an argument so that Dynamo guards it. See [Note: Numbers that stay numbers].
     params, constants, name = group.params, group.constants, group.fsdp_group._with_fqn("FSDP::all_gather")
-    storage_bytes = [each for param in params for each in param.plan.storage_bytes]
+    storage_bytes = [each for param in params for each in param.storage_bytes]
     if state is KNOWN.post_forward:
-        shards = [(param.post_forward, param.plan.size) for param in params]
-        inputs = [tuple(shard.input(size)) for shard, size in shards if shard is not None]
+        inputs = [tuple(param.post_forward.layout) for param in params if param.post_forward is not None]
         return GatherPlan(name, constants.post_forward_count, constants.post_forward_group, None, inputs, storage_bytes)
     device = group.fsdp_group.device if params[0].fsdp_param.offload_to_cpu else None
-    inputs = [tuple(param.plan.input(param.unsharded_param.dtype)) for param in params]
+    inputs = [tuple(param.layout) for param in params]
     return GatherPlan(name, constants.shard_count, constants.gather_group, device, inputs, storage_bytes)

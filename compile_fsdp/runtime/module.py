@@ -77,10 +77,9 @@ class TraceableModule:
 @at_run_time
 def _begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> calls.ModuleCall:
     """Prepare the objects that a trace reads, and record the start of the call."""
-    is_first = False
+    root, is_first = _root_of(module), False
     if calls.outermost() is None:
         _take_own_code(module)
-        root = _root_of(module)
         root.follow_trainable()
         if not root.was_called:  # the first call compiles
             root.was_called = True
@@ -93,7 +92,6 @@ def _begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> calls.
         for fsdp_group in groups:
             if fsdp_group._all_gather_result is not None:
                 fsdp_group.wait_for_unshard()  # the user's unshard(async_op=True), because a graph cannot
-        root = _root_of(module)
         if root.had_substitute:
             put_sharded_back(groups)
         root.had_substitute = finds_substitute(groups)
@@ -203,11 +201,6 @@ def belongs_to_traceable(parameter: nn.Parameter) -> bool:
 def _traceable_class(cls: type[Any], start_replay: StartReplay) -> type[Any]:
     attributes = {"__module__": cls.__module__, "_start_replay": staticmethod(start_replay)}
     return type(cls.__name__, (TraceableModule, cls), attributes)
-
-
-@at_run_time
-def is_traceable(module: nn.Module) -> bool:
-    return isinstance(module, TraceableModule)
 
 
 @at_run_time

@@ -13,9 +13,7 @@ backward brings the gradient to the parameter's placements. Other tensor subclas
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -25,32 +23,11 @@ from compile_fsdp.runtime.checks import check_shard, check_unsharded
 from compile_fsdp.runtime.dtensor_parameters import as_dtensor, wraps_as_dtensor
 from compile_fsdp.runtime.gather import Input
 from compile_fsdp.runtime.subclass_parameters import Extension, Parts, find_subclass, is_extended
-from compile_fsdp.runtime.tracing import at_run_time, guarded_text
+from compile_fsdp.runtime.tracing import at_run_time
 from compile_fsdp.torch_compat.autograd import count_uses
 from compile_fsdp.torch_compat.distributed import local_tensor
 from compile_fsdp.torch_compat.dynamo import mark_static
 from compile_fsdp.torch_compat.fsdp import FSDPParam, ShardedState, data_parallel_dims, free_storage, unsharded_spec
-
-
-@dataclass(frozen=True, slots=True)
-class ParamPlan:
-    """Constants of one parameter, equal on every rank because shard sizes include the padding."""
-
-    size: tuple[int, ...]  # of the unsharded parameter; for a DTensor, of its local tensor
-    shard_size: tuple[int, ...]  # of a rank's padded shard
-    shard_dim: int
-    storage_bytes: tuple[int, ...]  # with padding, of each tensor that a gather fills: the parameter, or its parts
-    is_cast: bool  # whether the shard is cast before the all-gather
-
-    @property
-    def shard_numel(self) -> int:
-        return math.prod(self.shard_size)
-
-    @at_run_time
-    def input(self, dtype: torch.dtype) -> Input:
-        """Describe how all ranks' shards, gathered in `dtype`, form the unsharded value."""
-        kind = "rows" if self.shard_dim == 0 else "columns"
-        return Input(self.shard_numel, dtype, self.is_cast, kind, self.size, self.shard_size, self.shard_dim)
 
 
 class PostForwardShard:
@@ -60,10 +37,10 @@ class PostForwardShard:
         self, fsdp_param: FSDPParam, unsharded_param: torch.Tensor, shard_count: int, storage_bytes: int
     ) -> None:
         numel = storage_bytes // unsharded_param.itemsize
-        self.padded_numel_text = guarded_text(numel)  # see [Note: Numbers that stay numbers]
+        self.padded_numel_text = str(numel)  # see [Note: Numbers that stay numbers]
         # (padded numel / ranks of the smaller mesh,); has memory, of these bytes, only between `fill` and `free`.
         self.data = torch.empty(numel // shard_count, dtype=unsharded_param.dtype, device=unsharded_param.device)
-        self.bytes_text = guarded_text(self.data.untyped_storage().nbytes())
+        self.bytes_text = str(self.data.untyped_storage().nbytes())
         size, stride = fsdp_param.sharded_post_forward_size, fsdp_param.contiguous_sharded_post_forward_stride
         # A DTensor on the memory of `data`, for the modules to hold.
         self.parameter = nn.Parameter(
@@ -72,11 +49,7 @@ class PostForwardShard:
         )
         mark_static(self.data)
         free_storage(self.data)
-
-    @at_run_time
-    def input(self, size: tuple[int, ...]) -> Input:
-        """Describe how the shards of the smaller mesh form the unsharded value of this size."""
-        return Input(self.data.numel(), self.data.dtype, kind="flat", size=size)
+        self.layout = Input(self.data.numel(), self.data.dtype, kind="flat", size=tuple(fsdp_param._orig_size))
 
     def fill(self, fsdp_param: FSDPParam, unsharded_param: torch.Tensor, shard_count: int, rank: torch.Tensor) -> None:
         """Copy this rank's slice of the unsharded parameter into `data`."""
@@ -110,10 +83,9 @@ class TraceableParam:
         """Create the empty unsharded parameter; `post_forward_count` is None without a smaller mesh."""
         self.fsdp_param = fsdp_param
         self.extension = Extension(fsdp_param) if is_extended(fsdp_param) else None
-        if hasattr(fsdp_param, "_unsharded_param"):
-            check_unsharded(fsdp_param)
-        else:
+        if not hasattr(fsdp_param, "_unsharded_param"):
             self._create_unsharded(shard_count, device)
+        check_unsharded(fsdp_param)
         unsharded = fsdp_param._unsharded_param
         self.parts: Parts | None = None  # of an unsharded parameter that is a tensor subclass
         if find_subclass(fsdp_param) is not None:
@@ -130,20 +102,26 @@ class TraceableParam:
             self.unsharded_param = nn.Parameter(local_tensor(unsharded).detach())
         else:
             self.unsharded_param = unsharded
-        padded_bytes = fsdp_param.padded_sharded_param_size.numel() * shard_count * self.unsharded_param.itemsize
-        self.plan = ParamPlan(
-            size=tuple(fsdp_param._orig_size),
-            shard_size=tuple(fsdp_param.padded_sharded_param_size),
-            shard_dim=fsdp_param.fsdp_placement.dim,
-            storage_bytes=(padded_bytes,) if self.parts is None else tuple(self.parts.storage_bytes),
+        shard_size, dim = fsdp_param.padded_sharded_param_size, fsdp_param.fsdp_placement.dim
+        # The layout and the bytes are equal on every rank, because they include the padding.
+        self.layout = Input(
+            numel=shard_size.numel(),
+            dtype=self.unsharded_param.dtype,
             is_cast=fsdp_param.param_dtype is not None,
+            kind="rows" if dim == 0 else "columns",
+            size=tuple(fsdp_param._orig_size),  # for a DTensor, of its local tensor
+            shard_size=tuple(shard_size),
+            dim=dim,
         )
+        padded_bytes = shard_size.numel() * shard_count * self.unsharded_param.itemsize
+        # Of each tensor that a gather fills: the parameter, or its parts.
+        self.storage_bytes = [padded_bytes] if self.parts is None else self.parts.storage_bytes
         dims = data_parallel_dims(fsdp_param)
         # Builds the DTensor that modules hold, if its mesh includes the data-parallel dims.
         self.wrap = wraps_as_dtensor(unsharded_spec(fsdp_param), dims) if dims else None
         self.post_forward: PostForwardShard | None = None
         if post_forward_count is not None:
-            full_bytes = self.plan.storage_bytes[0]
+            full_bytes = self.storage_bytes[0]
             self.post_forward = PostForwardShard(fsdp_param, self.unsharded_param, post_forward_count, full_bytes)
         self.is_watched = False  # whether the hook on the unsharded parameter's gradient is registered
         self._own_uses = list(map(count_uses, self.filled))  # before eager code saves any
@@ -160,7 +138,6 @@ class TraceableParam:
         for output in param.all_gather_outputs if self.extension is not None else []:
             output.zero_()  # the extension computes with this output
         param.init_unsharded_param()
-        check_unsharded(param)
         param.free_unsharded_param()
         if find_subclass(param) is None:
             free_storage(local_tensor(param._unsharded_param))
@@ -205,7 +182,7 @@ class TraceableParam:
         if is_post_forward:
             assert self.post_forward is not None
             return self.post_forward.data
-        return self.fsdp_param._sharded_param_data  # (shard_numel,)
+        return self.fsdp_param._sharded_param_data  # (layout.numel,)
 
     def traced(self) -> torch.Tensor:
         """Return the tensor that a graph computes with, made from the unsharded parameter."""

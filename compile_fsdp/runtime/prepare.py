@@ -16,7 +16,7 @@ from compile_fsdp.runtime.parameter import TraceableParam
 from compile_fsdp.runtime.reduction import process_groups
 from compile_fsdp.runtime.root import StateHooks
 from compile_fsdp.runtime.stale_optimizers import warn_of_stale_optimizers
-from compile_fsdp.runtime.tracing import at_run_time, guarded_text
+from compile_fsdp.runtime.tracing import at_run_time
 from compile_fsdp.torch_compat.distributed import name_in_graphs
 from compile_fsdp.torch_compat.dynamo import passing_dynamo
 from compile_fsdp.torch_compat.fsdp import FSDPMeshInfo
@@ -27,8 +27,8 @@ def initialise(hooks: StateHooks) -> None:
     """Initialise torch's states of the model, and find their root."""
     state = hooks.state
     if state._is_root is not False:
-        check_parameters(hooks.module, state)
-        warn_of_stale_optimizers(hooks.module)
+        check_parameters(state)
+        warn_of_stale_optimizers(state._modules[0])
     try:
         state._lazy_init()
     except (RuntimeError, ValueError) as error:
@@ -80,6 +80,6 @@ def _create(group: TraceableGroup) -> None:
         *routes,
         is_extended=any(param.extension is not None for param in params),
         is_tied=any(param._module_info.shared_modules for param in fsdp_group.fsdp_params),
-        text=guarded_text((routes, [param.plan for param in params])),
+        text=repr((routes, [(param.layout, param.storage_bytes) for param in params])),
     )
     group.params = params

@@ -84,8 +84,8 @@ def _plan(
         )
     return Reduction(
         name=fsdp_group._with_fqn("FSDP::post_backward_reduce"),
-        dims=[param.plan.shard_dim for param in params],
-        numels=[param.plan.shard_numel for param in params],
+        dims=[param.layout.dim for param in params],
+        numels=[param.layout.numel for param in params],
         dtype=wanted,
         final_dtypes=final_dtypes[:1] if len(set(final_dtypes)) == 1 else final_dtypes,
         shard_count=shard_count,

@@ -35,7 +35,7 @@ def _reset_group(group: TraceableGroup) -> None:
     next backward would add.
     """
     group.end_backward()
-    group.forwards.calls.clear()
+    group.forwards.clear()
     if group.memory is not Memory.SHARDED:
         group.enter(Memory.SHARDED)
     for fsdp_param in group.fsdp_group.fsdp_params:

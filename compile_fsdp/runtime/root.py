@@ -44,10 +44,6 @@ class StateHooks:
         self.replaced: list[tuple[nn.Module, str, weakref.ref[nn.Parameter]]] = []
 
     @property
-    def module(self) -> nn.Module:
-        return self.state._modules[0]
-
-    @property
     def awaits_members(self) -> bool:
         """Whether any module has still to run in the present forward of several modules."""
         return any([member.is_awaited for member in self.members])

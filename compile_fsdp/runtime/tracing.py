@@ -9,8 +9,8 @@ function that Dynamo calls but does not interpret. `at_run_time` marks a functio
 [Note: Numbers that stay numbers]
 Behind a graph break, Dynamo compiles a hook as a separate frame. A number that differs from module to module then
 becomes a symbol on the second module, but Inductor resizes a storage only to a plain number. Text is always a constant
-for Dynamo, guarded by its value. So traced code passes the numbers as `guarded_text` to a function that is evaluated at
-trace time and looks them up, or reads one number with `int`.
+for Dynamo, guarded by its value. So traced code passes the `repr` of the numbers, made before the trace, to a function
+that is evaluated at trace time and looks the numbers up, or reads one number with `int`.
 
 [Note: One call for a whole group]
 Dynamo takes milliseconds to trace each op of a parameter. A group call works on all parameters of a group at once, and
@@ -30,7 +30,7 @@ import torch
 
 from compile_fsdp.torch_compat import dynamo_limits
 from compile_fsdp.torch_compat.autograd import swap_compiled_autograd_flag
-from compile_fsdp.torch_compat.dynamo import assume_constant_result, count_outer_tracers, skip_code
+from compile_fsdp.torch_compat.dynamo import count_outer_tracers, skip_code
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -53,7 +53,7 @@ def inline_only(function: _Function) -> _Function:
 
 def eval_at_trace_time(function: _Function) -> _Function:
     """Mark a function of constants that Dynamo calls at trace time, with its result as a constant."""
-    marked: _Function = assume_constant_result(function)  # type: ignore[no-untyped-call]
+    marked: _Function = torch.compiler.assume_constant_result(function)
     return marked
 
 
@@ -85,11 +85,6 @@ def group_call(function: _Function) -> _Function:
     GROUP_CALLS.add(function)
     marked: _Function = torch.compiler.allow_in_graph(function)
     return marked
-
-
-def guarded_text(numbers: object) -> str:
-    """Return numbers as text. See [Note: Numbers that stay numbers]."""
-    return repr(numbers)
 
 
 # Marked for calls in traced code; a captured graph calls it, too.

@@ -10,9 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from compile_fsdp.reports import Direction
-from compile_fsdp.runtime.attached import find_group
 from compile_fsdp.runtime.group import TraceableGroup
-from compile_fsdp.runtime.module import is_traceable
+from compile_fsdp.runtime.module import TraceableModule
 from compile_fsdp.torch_compat.dynamo import CompileSettings, OptimizedModule, compile_settings
 from compile_fsdp.torch_compat.fsdp import FSDPParamGroup, fsdp_state, param_groups, parameter_owners, unsharded_dtype
 from compile_fsdp.wrap.tree import ROOT
@@ -74,38 +73,37 @@ def _is_compiled(module: nn.Module) -> bool:
 def _describe(root: nn.Module, compiled: Collection[nn.Module], traced: Traced) -> ShardedModel:
     fqns = {module: fqn for fqn, module in root.named_modules()}
     states = (fsdp_state(module) for module in fqns)
-    found = dict.fromkeys(group for state in states if state is not None for group in param_groups(state))
+    found = dict.fromkeys(group for state in states if state is not None for group in param_groups(state)).keys()
     around = (each for each in compiled if any(module is root for module in each.modules()))
     settings = (compile_settings(vars(each).get("_compiled_call_impl") or each) for each in around)
-    owns = {own for group in found if (own := find_group(group)) is not None}
-    forward, backward = traced["forward"], traced["backward"]
+    halves = traced["forward"], traced["backward"]
+    forward, backward = ([[group.fsdp_group for group in groups] for groups in half] for half in halves)
     seen = {group for groups in forward for group in groups}
     last = {groups[-1] for groups in forward if groups}
     return ShardedModel(
         name=type(root).__name__.removeprefix("FSDP"),
-        is_traceable=all(is_traceable(each) for each in root.modules() if isinstance(each, FSDPModule)),
+        is_traceable=all(isinstance(each, TraceableModule) for each in root.modules() if isinstance(each, FSDPModule)),
         settings=next(settings, None),
         compiled_parts=tuple(sorted(fqns[each] for each in compiled if each in fqns and each is not root)),
         groups=tuple(_describe_group(group, fqns, seen, last) for group in found),
-        forward_graphs=sum(not owns.isdisjoint(groups) for groups in forward),
-        backward_graphs=sum(not owns.isdisjoint(groups) for groups in backward),
-        is_whole=any(len(owns.intersection(groups)) == len(found) for groups in forward),
+        forward_graphs=sum(not found.isdisjoint(groups) for groups in forward),
+        backward_graphs=sum(not found.isdisjoint(groups) for groups in backward),
+        is_whole=any(found <= set(groups) for groups in forward),
         trains=any(parameter.requires_grad for parameter in root.parameters()),
         has_run=(state := fsdp_state(root)) is not None and state._is_root is not None,
     )
 
 
 def _describe_group(
-    group: FSDPParamGroup, fqns: dict[nn.Module, str], seen: set[TraceableGroup], last: set[TraceableGroup]
+    group: FSDPParamGroup, fqns: dict[nn.Module, str], seen: set[FSDPParamGroup], last: set[FSDPParamGroup]
 ) -> ShardedGroup:
     owners = [parameter_owners(parameter)[0] for parameter in group.fsdp_params]
     sizes = (each.sharded_param.numel() * unsharded_dtype(each).itemsize for each in group.fsdp_params)
-    own = find_group(group)
     return ShardedGroup(
         name=", ".join(fqns[module] or ROOT for module in group.modules if module in fqns),
         parameters=tuple(f"{fqns[module]}.{name}".removeprefix(".") for module, name in owners if module in fqns),
         unsharded_bytes=sum(sizes),
         reshards=group.post_forward_mesh_info is not None,
-        is_captured=own in seen,
-        is_last=own in last,
+        is_captured=group in seen,
+        is_last=group in last,
     )

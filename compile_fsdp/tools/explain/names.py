@@ -63,7 +63,7 @@ def describe_group(group: TraceableGroup) -> GroupFacts:
     return GroupFacts(
         name=group.fsdp_group._module_fqn or ROOT,
         parameters=tuple(group.fqn(param.unsharded_param) for param in group.params),
-        parameter_bytes=tuple(sum(param.plan.storage_bytes) for param in group.params),
+        parameter_bytes=tuple(sum(param.storage_bytes) for param in group.params),
         shard_bytes=sum(shard.numel() * shard.itemsize for shard in shards),
         ranks=group.constants.shard_count,
         reshards=group.fsdp_group.post_forward_mesh_info is not None,
