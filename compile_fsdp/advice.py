@@ -67,29 +67,21 @@ class Advice:
 class _Time:
     """Seconds of compute and communication in a step. See [Note: Two estimates of a step]."""
 
-    forward_compute: float
-    forward_communication: float
-    backward_compute: float
-    backward_communication: float
+    forward: tuple[float, float]  # compute, communication
+    backward: tuple[float, float]
 
     @property
     def hidden(self) -> float:
-        forward = max(self.forward_compute, self.forward_communication)
-        return forward + max(self.backward_compute, self.backward_communication)
+        return max(self.forward) + max(self.backward)
 
     @property
     def exposed(self) -> float:
-        forward = self.forward_compute + self.forward_communication
-        return forward + (self.backward_compute + self.backward_communication)
+        return sum(self.forward) + sum(self.backward)
 
     def less(self, *, forward: float = 0.0, backward: float = 0.0, compute: float = 0.0) -> _Time:
         """Subtract communication from each half, and compute from the backward."""
-        return _Time(
-            self.forward_compute,
-            self.forward_communication - forward,
-            self.backward_compute - compute,
-            self.backward_communication - backward,
-        )
+        (forward_compute, gathers), (backward_compute, others) = self.forward, self.backward
+        return _Time((forward_compute, gathers - forward), (backward_compute - compute, others - backward))
 
 
 def advise(groups: Sequence[GroupFigures], costs: Costs, decision: BudgetDecision | None) -> tuple[Advice, ...]:
@@ -111,7 +103,7 @@ def _time(groups: Sequence[GroupFigures], costs: Costs, decision: BudgetDecision
     again = sum(choice.seconds for choice in decision.choices if choice.op >= 0) if decision is not None else 0.0
     gathers = sum(_gather(group, group.ranks, costs) for group in groups)
     backward = sum(_gather(group, group.backward_ranks, costs) + _reduction(group, costs) for group in groups)
-    now = _Time(sum(products), gathers, back + again, backward)
+    now = _Time((sum(products), gathers), (back + again, backward))
     if decision is None or not decision.has_large_packs:
         return now
     forward_saved, backward_saved = _saved_by_large_packs(groups, costs)

@@ -99,19 +99,12 @@ def note_agreed(sequence: CollectiveSequence) -> None:
         _agreed_in(group).are_equal.setdefault(hash_lines(shared_lines(sequence, group)), True)
 
 
-def share_problem(sequence: CollectiveSequence, what: str, problem: str, limit_s: float) -> str:
-    """Return the problem of the first rank that has one, on all ranks of the collectives' process groups; "" if none.
-
-    `what`, `problem` (this rank's, or "") and `limit_s` are arguments of `share_by`, whose error this function raises.
-    """
-    return share_by(sequence.groups, what, problem, limit_s, lambda problems: next(filter(None, problems), ""))
-
-
 def share_choice(names: Collection[str], what: str, choice: str, limit_s: float) -> str:
     """Decide whether all ranks of the process groups have equal choices.
 
-    `choice` is this rank's choice as "=" and a text, or the reason why it has none. Returns "" if all choices are
-    equal; else why a rank has none, or that they differ. See `share_by` for the remaining arguments and the error.
+    `choice` is this rank's choice as "=" and a text, or its problem, for which it has none. Returns "" if all choices
+    are equal; else the first problem, or that the choices differ. See `share_by` for the remaining arguments and the
+    error.
     """
 
     def judge(choices: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from compile_fsdp.backend.agreement import share_problem
+from compile_fsdp.backend.agreement import share_choice
 from compile_fsdp.errors import VerificationError
 from compile_fsdp.ops.call_block import op_by_op
 from compile_fsdp.passes.analysis.aliases import find_fake_tensor
@@ -110,7 +110,7 @@ class VerifiedGraph:
                 contents.restore()
         outputs = self.compiled(*args)
         problem = _find_problem(traced, list(plain_tensors(outputs)), expected, inputs, after)
-        problem = share_problem(self.collectives, self.what, problem, self.limit_s)
+        problem = share_choice(self.collectives.groups, self.what, problem or "=", self.limit_s)
         if problem:
             raise VerificationError(
                 f"expected the compiled {self.what} to equal the traced graph, but {problem}; find the pass at fault "
@@ -163,7 +163,7 @@ class VerifiedStep:
         self._module = call.module
         self._collectives = collectives
         self._limit_s = limit_s
-        self._inputs = tree_map_only(torch.Tensor, _copy_leaf, (call.args, call.kwargs))
+        self._inputs = tree_map_only(torch.Tensor, _copy, (call.args, call.kwargs))
         self._buffers = _copy_buffers(call.module)
         self._grads = {name: _copy(parameter.grad) for name, parameter in call.module.named_parameters()}
         self._random = _Random(call.module.parameters())
@@ -202,7 +202,7 @@ class VerifiedStep:
             for name, parameter in named.items():
                 parameter.grad = ours[name]
             _restore_buffers(self._module, buffers)
-        problem = share_problem(self._collectives, "backward graph", problem, self._limit_s)
+        problem = share_choice(self._collectives.groups, "backward graph", problem or "=", self._limit_s)
         if problem:
             raise VerificationError(
                 f"expected the gradients of torch's eager FSDP2, but {problem}; the gradients of this step are those "
@@ -244,11 +244,7 @@ def _differentiable(output: Any) -> list[torch.Tensor]:
 
 
 def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.detach().clone()
-
-
-def _copy_leaf(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    return None if tensor is None else tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _copy_buffers(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ import abc
 import enum
 import hashlib
 import re
-from collections.abc import Callable, Collection, ItemsView, Iterator, KeysView, Mapping, Sized, ValuesView
+from collections.abc import Collection, ItemsView, KeysView, Sized, ValuesView
 from functools import cache, cached_property, partial, partialmethod
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -132,18 +132,18 @@ def describe_class(cls: type) -> str:
 
 @cache
 def _describe_class(cls: type) -> str:
-    digest = hashlib.sha256()
+    words: list[object] = []
     described: set[type] = set()
     classes = [cls, type(cls)]
     for each in classes:
-        digest.update(repr(base_names(each)).encode())
+        words.append(base_names(each))
         for base in each.__mro__:
             if base not in described:
                 described.add(base)
-                words, descriptors = _members(base)
-                digest.update(words.encode())
+                members, descriptors = _members(base)
+                words.append(members)
                 classes += descriptors
-    return f"{class_name(cls)} {digest.hexdigest()[:16]}"
+    return f"{class_name(cls)} {hash_words(words)[:16]}"
 
 
 def forget_classes() -> None:
@@ -189,7 +189,7 @@ def _describe_member(member: Any, closures: int = _MOST_CLOSURES) -> object:
     describe = partial(_describe_member, closures=closures)
     name = class_name(type(member))
     if isinstance(member, FunctionType):
-        defaults = [*map(describe, member.__defaults__ or ())], _describe_dict(member.__kwdefaults__ or {}, describe)
+        defaults = describe(member.__defaults__), describe(tuple((member.__kwdefaults__ or {}).items()))
         cells = [_describe_cell(cell, closures - 1) for cell in member.__closure__ or () if closures > 0]
         return (name, hash_code(member.__code__), defaults, cells)
     if isinstance(member, (staticmethod, classmethod, MethodType)):
@@ -199,7 +199,7 @@ def _describe_member(member: Any, closures: int = _MOST_CLOSURES) -> object:
     if isinstance(member, cached_property):
         return (name, describe(member.func))
     if isinstance(member, (partial, partialmethod)):
-        return (name, *map(describe, (member.func, member.args)), _describe_dict(member.keywords, describe))
+        return (name, *map(describe, (member.func, member.args, tuple(member.keywords.items()))))
     if isinstance(member, _CachedFunction):
         return (name, describe(member.__wrapped__))
     if isinstance(member, (tuple, frozenset)):
@@ -218,10 +218,6 @@ def _describe_cell(cell: Any, closures: int) -> object:
         return _describe_member(cell.cell_contents, closures)
     except ValueError:  # the variable is not assigned yet
         return None
-
-
-def _describe_dict(values: Mapping[str, Any], describe: Callable[[Any], object]) -> object:
-    return [(key, describe(value)) for key, value in values.items()]
 
 
 def _describe_constant(value: Any) -> tuple[Any, ...] | None:
@@ -244,18 +240,7 @@ def hash_words(described: object) -> str:
 
 def hash_code(code: CodeType) -> str:
     """Hash a function's code without its file and lines."""
-    digest = hashlib.sha256()
-    for part in _parts_of_code(code):
-        digest.update(repr(part).encode() + b"\n")
-    return digest.hexdigest()
-
-
-def _parts_of_code(code: CodeType) -> Iterator[object]:
-    yield code.co_code
-    yield (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
-    yield (code.co_argcount, code.co_kwonlyargcount, code.co_posonlyargcount, code.co_flags)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _parts_of_code(constant)
-        else:
-            yield _describe_member(constant)
+    names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
+    counts = code.co_argcount, code.co_kwonlyargcount, code.co_posonlyargcount, code.co_flags
+    constants = [hash_code(each) if isinstance(each, CodeType) else _describe_member(each) for each in code.co_consts]
+    return hash_words((code.co_code, names, counts, constants))
