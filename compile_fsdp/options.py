@@ -24,7 +24,7 @@ from compile_fsdp.backend.agreement import DEFAULT_LIMIT_S
 from compile_fsdp.errors import UnknownOptionError
 from compile_fsdp.passes import PASSES, Costs
 from compile_fsdp.passes.text import list_names, parse_bytes
-from compile_fsdp.torch_compat.dynamo import CAN_REPLAY, list_backends
+from compile_fsdp.torch_compat.dynamo import CAN_REPLAY
 from compile_fsdp.torch_compat.inductor import (
     caches_disabled,
     cuda_graphs_by_default,
@@ -106,20 +106,13 @@ class Options:
                 excludes the CUDA graphs that a different one asks for.
         """
         own = {f.name for f in dataclasses.fields(cls)} - {"inductor", "cuda_graphs"}
-        ours: dict[str, Any] = {}
-        inductor = inductor_mode_options(mode) if mode is not None else {}
-        unknown: list[str] = []
+        ours = {name: value for name, value in (given or {}).items() if name in own}
+        others = {name: value for name, value in (given or {}).items() if name not in own}
+        if (name := "post_grad_custom_pre_pass") in others:
+            raise UnknownOptionError(f"expected no {name}: that is where the passes of compile_fsdp run")
+        inductor = {**(inductor_mode_options(mode) if mode is not None else {}), **others}
         known_to_inductor = inductor_option_names()
-        for name, value in (given or {}).items():
-            if name in own:
-                ours[name] = value
-            elif name == "post_grad_custom_pre_pass":
-                raise UnknownOptionError(f"expected no {name}: that is where the passes of compile_fsdp run")
-            elif name.replace("-", "_") in known_to_inductor:
-                inductor[name] = value
-            else:
-                unknown.append(name)
-        if unknown:
+        if unknown := [name for name in others if name.replace("-", "_") not in known_to_inductor]:
             near = {name: get_close_matches(name, [*own, *known_to_inductor], 1) for name in unknown}
             hints = [f"{found[0]} in place of {name}" for name, found in near.items() if found]
             raise UnknownOptionError(
@@ -166,7 +159,7 @@ def _read_costs(given: object) -> Costs | None:
 
 def _check(ours: dict[str, Any]) -> None:
     """Check our options, and parse them in place."""
-    backends = [each for each in list_backends() if each not in _NO_INNER_BACKENDS]
+    backends = [each for each in torch.compiler.list_backends(exclude_tags=()) if each not in _NO_INNER_BACKENDS]
     backend = ours.get("inner_backend", "inductor")
     if backend not in backends:
         raise UnknownOptionError(f"expected inner_backend to be one of {backends}, got {backend!r}")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal
 
 from torch import fx
 
@@ -14,10 +14,8 @@ from compile_fsdp.advice import Advice, GroupFigures, advise
 from compile_fsdp.passes import Costs, GraphObserver
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
 from compile_fsdp.passes.text import count
+from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.torch_compat.dynamo import dynamo_counters
-
-if TYPE_CHECKING:
-    from compile_fsdp.runtime.group import TraceableGroup
 
 Direction = Literal["forward", "backward"]
 
@@ -88,15 +86,9 @@ def reset_reports() -> None:
     _reports.clear()
 
 
-def newest_advice() -> tuple[Advice, ...]:
-    """The advice for the step compiled last."""
-    return next((report.advice for report in reversed(reports()) if report.groups), ())
-
-
 def count_captures() -> int:
     """Count the graphs that Dynamo and compiled autograd traced in this process, for any backend."""
-    counters = dynamo_counters()
-    return counters["stats"]["unique_graphs"] + counters["compiled_autograd"]["captures"]
+    return dynamo_counters["stats"]["unique_graphs"] + dynamo_counters["compiled_autograd"]["captures"]
 
 
 def record(report: GraphReport) -> None:
@@ -104,17 +96,9 @@ def record(report: GraphReport) -> None:
     _log.info("%s", report)
 
 
-class CompileObserver(Protocol):
-    """An observer that is called before each graph is compiled."""
-
-    def begin(
-        self, direction: Direction, gm: fx.GraphModule, groups: Collection[TraceableGroup], costs: Costs | None
-    ) -> GraphObserver:
-        """Return an observer that sees the Dynamo graph after each pass, if Inductor compiles the graph.
-
-        The unsharded parameters of `groups` are inputs of the graph. With `costs` None, the device's costs decide.
-        """
-
+# Called before each graph is compiled, with the groups whose unsharded parameters are its inputs, and the costs, None
+# for the device's. The result sees the Dynamo graph after each pass, if Inductor compiles the graph.
+CompileObserver = Callable[[Direction, fx.GraphModule, Collection[TraceableGroup], Costs | None], GraphObserver]
 
 _observer: CompileObserver | None = None
 

@@ -52,19 +52,17 @@ def get_op(definition: OpDefinition) -> OpOverload:
     return op
 
 
-def ensure_definition(definition: OpDefinition, library: torch.library.Library | None = None) -> tuple[str, ...]:
-    """Check the op's schema, add kernels of missing devices, and mark its side effect.
+def ensure_definition(definition: OpDefinition, library: torch.library.Library | None = None) -> None:
+    """Check the op's schema, add kernels of missing devices, and mark its side effect. A second call adds nothing.
 
     Args:
         definition: The definition that this project needs.
         library: Owner of the added kernels, which vanish when it is collected. None if there is no kernel to add.
-    Returns:
-        The dispatch keys that this call added; a second call adds none.
     Raises:
         OpDefinitionError: The schema differs, or a kernel is missing that only torch can define.
     """
     op = get_op(definition)
-    found_schema = dispatch.op_schema(op)
+    found_schema = str(op._schema)
     if found_schema != definition.schema:
         raise OpDefinitionError(f"expected the op {definition.schema}, found {found_schema}; {_REMEDY}")
     missing = [key for key in (*DEVICE_KEYS, "Functionalize") if not _has_kernel(definition.name, key)]
@@ -78,7 +76,6 @@ def ensure_definition(definition: OpDefinition, library: torch.library.Library |
         library.impl(definition.name.split("::")[1], definition.kernel, key)
     # Neither op returns anything, and the resize declares no write: without the mark, it would be dead code.
     torch.fx.has_side_effect(op)
-    return tuple(missing)
 
 
 def check_lowering(definition: OpDefinition) -> None:

@@ -32,8 +32,5 @@ def _cat(tensors: list[Tensor], dim: int = 0, dtype: torch.dtype | None = None) 
     return pack
 
 
-@torch.library.impl(_LIBRARY, "split_with_sizes_copy", "CompositeExplicitAutograd")
-def _split_with_sizes_copy(input: Tensor, split_sizes: list[int], dim: int) -> list[Tensor]:
-    """Return contiguous copies."""
-    parts: list[Tensor] = torch.ops.aten.split_with_sizes_copy.default(input, split_sizes, dim)
-    return parts
+# It returns contiguous copies.
+_LIBRARY.impl("split_with_sizes_copy", torch.ops.aten.split_with_sizes_copy.default, "CompositeExplicitAutograd")

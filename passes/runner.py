@@ -62,7 +62,7 @@ def take_graph_notes() -> list[tuple[tuple[Report, ...], CollectiveSequence]]:
     Inductor stores the counts of a compilation, and counts them again if the graph comes from a cache. So a note is the
     name of a count. (counters["inductor"], CompiledFxGraph.counter_deltas: checked on 2.13.0)
     """
-    counts, notes = dynamo_counters()["inductor"], []
+    counts, notes = dynamo_counters["inductor"], []
     for name in [name for name in counts if name.startswith(_NOTE)]:
         del counts[name]
         reports, calls = json.loads(name.removeprefix(_NOTE))
@@ -117,7 +117,7 @@ class Pipeline(CustomGraphPass):
         for report in reports:
             _log.info("%s", report)
         text = to_json(reports)
-        dynamo_counters()["inductor"][_NOTE + json.dumps([text, read_collectives(graph).calls])] += 1
+        dynamo_counters["inductor"][_NOTE + json.dumps([text, read_collectives(graph).calls])] += 1
         trace_artifact("compile_fsdp_passes", lambda: text)
         self._on_report(reports)
 

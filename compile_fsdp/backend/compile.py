@@ -120,7 +120,7 @@ def _decide(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options)
     if hooks is not None:
         example_inputs, _ = hooks.split(example_inputs)
         inputs = GraphInputs(gm)  # one input less
-    inputs.check_writes(gm.graph)
+    inputs.check_writes(gm)
     step = Step(options, decision, hooks, inputs.texts, tuple(compiler.blocks))
     groups = inputs.figures(step.left_unsharded(inputs.groups)) if has_backward else ()
     return step, TracedGraph(step, gm, example_inputs, "forward", inputs, untraced, groups)

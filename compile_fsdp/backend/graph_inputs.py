@@ -129,9 +129,9 @@ class GraphInputs:
         position = graph_input_position(node)
         return node.name if position is None else self._fqns.get(position, node.name)
 
-    def check_writes(self, graph: fx.Graph) -> None:
+    def check_writes(self, gm: fx.GraphModule) -> None:
         """Refuse a forward with writes to gathered parameters that the compiled graph would lose, or crash on."""
-        written = find_refused_writes(graph, [node for node, _ in self.managed_nodes()])
+        written = find_refused_writes(gm, [node for node, _ in self.managed_nodes()])
         if written:
             names = ", ".join(sorted(self.name_before(node) for node in written))
             raise UnsupportedFeatureError(

@@ -122,7 +122,7 @@ def _call_inner_backend(graph: TracedGraph, recorder: Recorder) -> tuple[Callabl
     gm, options = graph.gm, graph.step.options
     observer = None
     if (watching := present_observer()) is not None:
-        observer = watching.begin(graph.direction, gm, graph.inputs.groups, options.costs)
+        observer = watching(graph.direction, gm, graph.inputs.groups, options.costs)
     settings = dict(DERIVED_BACKWARD)
     # Hooks that stay in the graph keep it out of the caches, and become inputs of the backward that Inductor cannot
     # take.

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from compile_fsdp.torch_compat.autograd import view_base, view_function
-
 
 class OutputViews(NamedTuple):
     """A graph's outputs as the boundary returns them."""
@@ -34,7 +32,7 @@ class OutputViews(NamedTuple):
             if id(base) not in positions:
                 positions[id(base)] = len(tensors)
                 tensors.append(base)
-        views = {i: (positions[id(base)], view_function(outputs[i])) for i, base in shared.items()}
+        views = {i: (positions[id(base)], outputs[i]._view_func) for i, base in shared.items()}
         return cls(tensors, len(outputs), views)
 
     def take(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
@@ -47,4 +45,4 @@ class OutputViews(NamedTuple):
 
 def _base(output: Any) -> torch.Tensor | None:
     """Return the tensor that an output with a gradient is a view of, or None."""
-    return view_base(output) if isinstance(output, torch.Tensor) and output.requires_grad else None
+    return output._base if isinstance(output, torch.Tensor) and output.requires_grad else None

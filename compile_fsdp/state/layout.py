@@ -63,7 +63,7 @@ def regions(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placeme
 def _region_at(
     shape: Sequence[int], mesh: DeviceMesh, coordinate: Sequence[int], placements: Sequence[Placement]
 ) -> Region:
-    sizes, offsets = shard_extent(shape, mesh.shape, coordinate, placements)
+    sizes, offsets = shard_extent(tuple(shape), mesh.shape, list(coordinate), placements)
     return Region(tuple(offsets), tuple(sizes))
 
 

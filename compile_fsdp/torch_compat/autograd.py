@@ -16,8 +16,8 @@ from torch.autograd.graph import GradientEdge
 from compile_fsdp.torch_compat.declarations import Late, needs, needs_attributes
 from compile_fsdp.torch_compat.global_state import is_forced_eager
 
-# Hooks, the version counter of in-place writes, a view's base, and a function that takes an equal view of a tensor.
-# (2.11.0 to 2.15.0)
+# Hooks, the version counter of in-place writes, a view's base, and a function that takes an equal view of a tensor
+# like the base, with a gradient. (2.11.0 to 2.15.0)
 needs_attributes(torch.Tensor, "_backward_hooks", "_base", "_post_accumulate_grad_hooks", "_version", "_view_func")
 
 # The BackwardState of an AOTAutograd graph: its autograd node holds the hooks for the backward. (2.11.0, 2.13.0)
@@ -47,16 +47,6 @@ compiled_autograd_function: Callable[[str], Callable[..., Any]] = _compiled_auto
 
 _trace_wrapped = Late("torch._dynamo._trace_wrapped_higher_order_op.trace_wrapped")
 _call_module_hooks = Late("torch._dynamo.external_utils.call_module_hooks_from_backward_state")
-
-
-def view_base(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that autograd takes a tensor for a view of; None if it is no view. (2.13.0)"""
-    return tensor._base
-
-
-def view_function(view: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that takes an equal view, with a gradient, of a tensor like the view's base. (2.13.0)"""
-    return view._view_func  # type: ignore[attr-defined,no-any-return]
 
 
 def get_versions(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -48,6 +48,9 @@ attention_gradients = frozenset(
     }
 )
 
+# Key in the meta of a checkpoint's body, for the user's `context_fn` that selects the saved values. (2.13.0)
+CHECKPOINT_CONTEXTS = "_checkpoint_context_fn"
+
 # Makes fake tensors, which have no data, for any device. (2.13.0)
 FakeTensorMode = fake_tensor.FakeTensorMode
 _FakeTensor = fake_tensor.FakeTensor
@@ -103,11 +106,6 @@ def read_argument(node: torch.fx.Node, name: str) -> Any:
     assert isinstance(node.target, OpOverload)
     position, argument = next((i, each) for i, each in enumerate(node.target._schema.arguments) if each.name == name)
     return node.args[position] if position < len(node.args) else node.kwargs.get(name, argument.default_value)
-
-
-def op_schema(op: OpOverload) -> str:
-    """`namespace::op(arguments) -> returns`, as torch prints it. (2.13.0)"""
-    return str(op._schema)
 
 
 def op_name(op: OpOverload | HigherOrderOperator) -> str:
@@ -187,16 +185,6 @@ def count_holders(storage: torch.UntypedStorage) -> int:
 def is_checkpoint(node: torch.fx.Node) -> bool:
     """Whether a node of a Dynamo graph runs the body of a user's activation checkpoint. (2.13.0)"""
     return node.target is torch.ops.higher_order.tag_activation_checkpoint
-
-
-def checkpoint_contexts(body: torch.fx.GraphModule) -> object:
-    """The user's `context_fn` of the checkpoint with this body, which selects the saved values, or None. (2.13.0)"""
-    return body.meta.get("_checkpoint_context_fn")
-
-
-def set_checkpoint_contexts(body: torch.fx.GraphModule, contexts: object) -> None:
-    """Replace the `context_fn` of the checkpoint with this body. (2.13.0)"""
-    body.meta["_checkpoint_context_fn"] = contexts
 
 
 def forget_recomputation(node: torch.fx.Node) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import CodeType
 from typing import Any
 
@@ -16,9 +16,6 @@ from torch.distributed.tensor import _dtensor_spec, _utils
 
 from compile_fsdp.torch_compat.declarations import Late, needs, needs_attributes
 from compile_fsdp.torch_compat.dynamo import skip_code
-
-# The key-value store through which the ranks of a process group rendezvous. (2.13.0)
-Store = torch._C._distributed_c10d.Store
 
 # The collectives as ops of a graph. (2.13.0)
 functional_collectives = torch.ops._c10d_functional
@@ -37,8 +34,9 @@ unflatten_state_dict: Callable[[Mapping[str, Any], Any], dict[str, Any]] = Late(
     "torch.distributed.checkpoint._nested_dict.unflatten_state_dict"
 )
 
-# Shape and offset of a rank's shard. (2.13.0)
-_local_shape_and_offset = _utils._compute_local_shape_and_global_offset
+# Sizes and global offsets of a DTensor's shard, by the shapes of tensor and mesh (tuples), the coordinate in the mesh
+# (a list) and the placements. An empty shard has the dim's size as its offset. (2.13.0)
+shard_extent = _utils._compute_local_shape_and_global_offset
 
 _FakeStore = Late("torch.testing._internal.distributed.fake_pg.FakeStore")
 
@@ -83,8 +81,8 @@ def _add_group_name(group: torch.distributed.ProcessGroup, name: str) -> bool:
 
 
 @needs("torch.distributed.distributed_c10d._world.pg_map")
-def group_store(group: torch.distributed.ProcessGroup) -> Store:
-    """The key-value store of a process group. (2.13.0)"""
+def group_store(group: torch.distributed.ProcessGroup) -> torch._C._distributed_c10d.Store:
+    """The key-value store through which the ranks of a process group rendezvous. (2.13.0)"""
     return distributed_c10d._world.pg_map[group][1]
 
 
@@ -99,16 +97,6 @@ def backend_name(group: torch.distributed.ProcessGroup, device_type: str) -> str
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A DTensor's local tensor itself, not a view of it; a plain tensor itself. (2.13.0)"""
     return getattr(tensor, "_local_tensor", tensor)
-
-
-def shard_extent(
-    shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sizes and global offsets of the DTensor shard at `coordinate` of a mesh. (2.13.0)
-
-    An empty shard has the dim's size as its offset.
-    """
-    return _local_shape_and_offset(tuple(shape), tuple(mesh_shape), list(coordinate), placements)
 
 
 @needs("torch._C._distributed_c10d._dump_fr_trace")

@@ -50,9 +50,6 @@ CAN_REPLAY = torch.__version__ >= "2.13"
 # Excludes a code object's frames from compilation; compiled callers still inline them. (2.13.0)
 skip_code = eval_frame.skip_code
 
-# Marks a function that Dynamo calls during the trace and whose result becomes a constant. (2.13.0)
-assume_constant_result = torch._dynamo.assume_constant_result
-
 # call_with_side_effects(fn, *args) lets fn mutate objects from outside a higher-order op's body. (2.13.0)
 call_with_side_effects = utils._disable_side_effect_safety_checks_for_current_subtracer
 
@@ -70,6 +67,9 @@ needs_attributes(torch.fx.Node, "_rename")
 # The context object of Dynamo's current attempt to trace a frame; None outside a trace. (2.13.0)
 tracing_context: Callable[[], object] = torch._guards.TracingContext.try_get
 
+# Dynamo's id of the current compilation: the frame and the attempt. (2.13.0)
+current_compile_id: Callable[[], object] = torch._guards.CompileContext.current_compile_id
+
 # Let Dynamo make a dim of a graph input dynamic, unless the graph specializes its size. (2.13.0)
 mark_changing: Callable[[torch.Tensor, int], None] = torch._dynamo.maybe_mark_dynamic
 
@@ -79,11 +79,11 @@ lookup_backend: Callable[[str], Callable[..., Any]] = torch._dynamo.lookup_backe
 # Metrics of the last 64 frame compilations, as Dynamo records them. (2.13.0)
 last_compilations: Callable[[], list[Any]] = utils.get_compilation_metrics
 
+# Counters of Dynamo and of the compilers below it in this process, by category and event. (2.13.0)
+dynamo_counters: Mapping[str, MutableMapping[str, int]] = utils.counters
 
-@needs("torch._guards.CompileContext.current_compile_id")
-def current_compile_id() -> str:
-    """Dynamo's id of the current compilation: the frame and the attempt. (2.13.0)"""
-    return str(torch._guards.CompileContext.current_compile_id())
+# The logger that gets, at level DEBUG, the user's code line and the reason of each graph break. (2.13.0)
+graph_break_logger: logging.Logger = symbolic_convert.graph_break_log
 
 
 @needs("torch._dynamo.symbolic_convert.InstructionTranslator.current_tx")
@@ -114,12 +114,6 @@ def why_dynamo_refuses() -> str | None:
     except RuntimeError as error:
         return str(error)
     return None
-
-
-@needs("torch._dynamo.list_backends")
-def list_backends() -> list[str]:
-    """Names of the registered Dynamo backends, debugging ones included. (2.13.0)"""
-    return list(torch._dynamo.list_backends(exclude_tags=()))
 
 
 def compile_for_many(
@@ -246,20 +240,6 @@ def without_side_effect_log() -> contextlib.AbstractContextManager[object]:
     if is_read or getattr(torch._dynamo.config, "side_effect_replay_policy", None) != "info":
         return contextlib.nullcontext()
     return torch._dynamo.config.patch(side_effect_replay_policy="silent")  # type: ignore[no-any-return]
-
-
-@needs("torch._dynamo.utils.counters")
-def dynamo_counters() -> Mapping[str, MutableMapping[str, int]]:
-    """Counters of Dynamo and of the compilers below it in this process, by category and event. (2.13.0)"""
-    return cast(Mapping[str, MutableMapping[str, int]], utils.counters)
-
-
-@needs("torch._logging.getArtifactLogger")
-def graph_break_logger() -> logging.Logger:
-    """The logger that gets, at level DEBUG, the user's code line and the reason of each graph break. (2.13.0)"""
-    return torch._logging.getArtifactLogger(  # type: ignore[attr-defined]
-        "torch._dynamo.symbolic_convert", "graph_breaks"
-    )
 
 
 _trace_structured = Late("torch._logging._internal.trace_structured")

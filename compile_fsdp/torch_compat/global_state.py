@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -13,6 +13,9 @@ from torch.utils import _python_dispatch
 from torch.utils._device import DeviceContext
 
 from compile_fsdp.torch_compat.declarations import needs
+
+# Context manager: ignore autocast inside, as AOTAutograd does while a compiled graph runs. (2.13.0)
+without_autocast: Callable[[], AbstractContextManager[None]] = torch._C._DisableAutocast
 
 
 @needs("torch._C._len_torch_function_stack", "torch._C._get_function_stack_at")
@@ -55,12 +58,6 @@ def autocast_dtypes() -> dict[str, torch.dtype]:
     accelerator = torch.accelerator.current_accelerator()
     devices = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
     return {device: torch.get_autocast_dtype(device) for device in devices if torch.is_autocast_enabled(device)}
-
-
-@needs("torch._C._DisableAutocast")
-def without_autocast() -> AbstractContextManager[None]:
-    """Ignore autocast inside the block, as AOTAutograd does while a compiled graph runs. (2.13.0)"""
-    return torch._C._DisableAutocast()
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from types import FunctionType
 import torch
 
 from compile_fsdp.torch_compat import declarations
-from compile_fsdp.torch_compat.releases import check_version
 
 
 def check_attributes(attributes: Mapping[type, tuple[str, ...]] = declarations.ATTRIBUTES) -> None:
@@ -55,7 +54,7 @@ def _set_by_methods(cls: type) -> Iterator[str]:
 # Cached because every graph looks up all names again.
 _look_up = cache(resolve_name)
 
-check_version(torch.__version__)
+declarations.check_version(torch.__version__)
 try:
     for name in ("autograd", "dispatch", "distributed", "dynamo", "fsdp", "inductor", "nn"):
         importlib.import_module(f"compile_fsdp.torch_compat.{name}")

@@ -26,6 +26,7 @@ from torch import fx
 
 from compile_fsdp.ops import all_gather_into_tensor, cat, fetch, offload, reduce_scatter_tensor, split_with_sizes_copy
 from compile_fsdp.passes.analysis.aliases import fake_arguments, find_fake_tensor, get_fake_tensor
+from compile_fsdp.passes.analysis.subgraphs import reached
 from compile_fsdp.torch_compat.dispatch import OpOverload, argument_aliasing, op_name
 
 aten = torch.ops.aten
@@ -181,14 +182,7 @@ def is_rearrangement(node: fx.Node) -> bool:
 
 def rearranged(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Return the nodes, and all nodes that only rearrange them."""
-    found = set(nodes)
-    stack = list(found)
-    while stack:
-        for user in stack.pop().users:
-            if user not in found and is_rearrangement(user):
-                found.add(user)
-                stack.append(user)
-    return found
+    return reached(nodes, lambda node: filter(is_rearrangement, node.users))
 
 
 def numel(node: fx.Node) -> int:

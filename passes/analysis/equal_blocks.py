@@ -47,8 +47,8 @@ from compile_fsdp.passes.analysis.eager_effects import (
 from compile_fsdp.passes.analysis.effects import nodes_in
 from compile_fsdp.passes.analysis.function_text import function_text
 from compile_fsdp.torch_compat.dispatch import (
+    CHECKPOINT_CONTEXTS,
     HigherOrderOperator,
-    checkpoint_contexts,
     is_checkpoint,
     is_plain_fake,
     op_name,
@@ -127,7 +127,7 @@ def _body_only_computes(body: fx.GraphModule) -> bool:
     inner = EagerEffects(body)
     ops = (node for node in body.graph.nodes if node.op not in ("placeholder", "output"))
     are_known = all(inner.subgraph(node) is not None or _only_computes(node, inner) for node in ops)
-    return are_known and function_text(checkpoint_contexts(body)) is not None
+    return are_known and function_text(body.meta.get(CHECKPOINT_CONTEXTS)) is not None
 
 
 def _bodies(node: fx.Node, effects: EagerEffects) -> dict[fx.Node, fx.GraphModule]:
@@ -181,7 +181,7 @@ def _describe_op(node: fx.Node, name: Callable[[fx.Node], _Word], effects: Eager
     if (body := effects.subgraph(node)) is not None:
         numbers, inner = {each: _Word(f"op {i}") for i, each in enumerate(body.graph.nodes)}, EagerEffects(body)
         lines = [_describe_op(each, numbers.__getitem__, inner) for each in numbers]
-        return "\n".join([f"body {function_text(checkpoint_contexts(body))}", *lines, "end"])
+        return "\n".join([f"body {function_text(body.meta.get(CHECKPOINT_CONTEXTS))}", *lines, "end"])
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), name)
     target = "" if node.op in ("placeholder", "output") else _describe_target(node.target)
     return f"{node.op} {target} {args!r} {kwargs!r}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from torch import fx
 
@@ -16,39 +17,33 @@ from compile_fsdp.passes.analysis.eager_effects import (
 )
 from compile_fsdp.passes.analysis.effects import get_argument, nodes_in
 from compile_fsdp.passes.analysis.layout import find_freed
+from compile_fsdp.passes.analysis.subgraphs import graph_and_bodies
 from compile_fsdp.torch_compat.dispatch import OpOverload, OpOverloadPacket
 
 
-def find_refused_writes(graph: fx.Graph, parameters: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Find parameters that the graph writes and frees, or renormalizes.
+def find_refused_writes(gm: fx.GraphModule, parameters: Iterable[fx.Node]) -> set[fx.Node]:
+    """Find parameters that a Dynamo forward writes and frees, or renormalizes.
 
     AOTAutograd moves a write of an input to the end of the graph, behind the resize(0) that frees it. If the graph
     fills an embedding table and renormalizes it, AOTAutograd makes the renormalization a copy into a copy, which it
     then refuses (torch 2.13.0).
 
-    Returns the first node that writes each of these placeholders of a Dynamo forward. Only proven writes count;
-    functions outside of torch may write more.
+    Only proven writes count; functions outside of torch may write more.
     """
-    freed = find_freed(graph)
+    freed = find_freed(gm.graph)
     by_storage = {key: node for node in parameters for key in _storages(node)}
-    found: dict[fx.Node, fx.Node] = {}
+    found: set[fx.Node] = set()
     effects = EagerEffects(None)
-    for node in _writers(graph, by_storage):
+    # The bodies of higher-order ops share the graph's fake tensors.
+    nodes = chain.from_iterable(each.graph.nodes for each in graph_and_bodies(gm))
+    for node in nodes if by_storage else ():
+        if node.op not in ("call_function", "call_method") or is_upkeep(node):
+            continue
         for written in _written(node, effects):
             for key in _storages(written):
                 if key in by_storage and (by_storage[key] in freed or is_embedding(node)):
-                    found.setdefault(by_storage[key], node)
+                    found.add(by_storage[key])
     return found
-
-
-def _writers(graph: fx.Graph, by_storage: Mapping[int, fx.Node]) -> Iterator[fx.Node]:
-    """Yield the nodes that compute, also in the bodies of higher-order ops, which share the graph's fake tensors."""
-    effects = EagerEffects(graph.owning_module)
-    for node in graph.nodes if by_storage else ():
-        if (body := effects.subgraph(node)) is not None:
-            yield from _writers(body.graph, by_storage)
-        elif node.op in ("call_function", "call_method") and not is_upkeep(node):
-            yield node
 
 
 def _written(node: fx.Node, effects: EagerEffects) -> Sequence[fx.Node]:

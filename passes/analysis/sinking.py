@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import fx
 
@@ -52,13 +53,11 @@ class Scan:
         self.aliases = Aliases(graph, self.effects)
         self.by_class: dict[int, list[fx.Node]] = {}  # parameters in each alias class
         self.mutated: set[fx.Node] = set()  # a node may write them without filling or resizing them
-        self.autocast_switches: list[int] = []  # (n,) number of autocast switches before each node
         events: dict[fx.Node, list[int]] = {}
         nodes = list(graph.nodes)
-        switches = 0
+        # (n + 1,) number of autocast switches before each node, and before the end
+        self.autocast_switches = [0, *accumulate(map(is_autocast_switch, nodes))]
         for position, node in enumerate(nodes):
-            self.autocast_switches.append(switches)
-            switches += is_autocast_switch(node)
             if node in parameters:
                 for key in self.aliases.classes(node):
                     self.by_class.setdefault(key, []).append(node)

@@ -1,4 +1,4 @@
-"""Subgraphs that a pass may rewrite by themselves, and copies of ops.
+"""Subgraphs that a pass may rewrite by themselves, nodes that lead to one another, and copies of ops.
 
 [Note: A subgraph is rewritten if no call aliases its inputs]
 A higher-order op's subgraph sees its operands as placeholders, and several calls may run it. The fake values in it
@@ -8,7 +8,7 @@ subgraph stays as it is if any node but a higher-order op uses it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torch import fx
 
@@ -54,6 +54,17 @@ def _is_private_call(node: fx.Node, aliases: Aliases) -> bool:
         return False
     keys = list(aliases.classes_of(nodes_in((node.args, node.kwargs))))
     return len(keys) == len(set(keys))
+
+
+def reached(nodes: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """Return the nodes, and all nodes that `following` leads to from them, directly or through others."""
+    found = set(nodes)
+    stack = list(found)
+    while stack:
+        new = set(following(stack.pop())) - found
+        found |= new
+        stack += new
+    return found
 
 
 def copy_ops(inputs: Iterable[fx.Node], ops: Iterable[fx.Node], results: Iterable[fx.Node]) -> fx.Graph:

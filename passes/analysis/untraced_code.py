@@ -17,7 +17,7 @@ from torch import fx
 
 from compile_fsdp.passes.analysis.function_text import codes_in, function_text, is_library
 from compile_fsdp.passes.analysis.subgraphs import graph_and_bodies
-from compile_fsdp.torch_compat.dispatch import checkpoint_contexts, op_definitions, set_checkpoint_contexts
+from compile_fsdp.torch_compat.dispatch import CHECKPOINT_CONTEXTS, op_definitions
 
 
 class UntracedCode(NamedTuple):
@@ -32,7 +32,7 @@ class UntracedCode(NamedTuple):
 def find_untraced_code(gm: fx.GraphModule) -> UntracedCode:
     graphs = graph_and_bodies(gm)
     definitions = [each for graph in graphs for node in graph.graph.nodes for each in op_definitions(node)]
-    functions = dict.fromkeys(_function_of(checkpoint_contexts(body)) for body in graphs)
+    functions = dict.fromkeys(_function_of(body.meta.get(CHECKPOINT_CONTEXTS)) for body in graphs)
     own = [each for each in functions if each is not None and not (isinstance(each, FunctionType) and is_library(each))]
     return UntracedCode(tuple(_code_behind(definitions)), tuple(own))
 
@@ -53,10 +53,10 @@ class NamedContexts:
 def name_contexts(gm: fx.GraphModule) -> None:
     """Name each `context_fn` that has a text, unless the user has given it a `cache_hash`."""
     for body in graph_and_bodies(gm):
-        contexts = checkpoint_contexts(body)
+        contexts = body.meta.get(CHECKPOINT_CONTEXTS)
         text = function_text(contexts)
         if callable(contexts) and text is not None and not hasattr(contexts, "cache_hash"):
-            set_checkpoint_contexts(body, NamedContexts(contexts, text))
+            body.meta[CHECKPOINT_CONTEXTS] = NamedContexts(contexts, text)
 
 
 def _code_behind(definitions: Iterable[object]) -> Iterator[CodeType]:

@@ -64,7 +64,7 @@ class Lifetimes:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.parameters: list[Parameter] = []
-        self.writes: dict[int, list[int]] = {}  # by alias class, ascending positions of nodes that may write it
+        self.writes: dict[int, list[int]] = {}  # by alias class, positions of nodes that may write it
         self.resized: set[int] = set()  # alias classes that some node resizes
         self._effects = Effects(graph.owning_module)
         self.aliases = Aliases(graph, self._effects)

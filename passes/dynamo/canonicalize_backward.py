@@ -79,13 +79,11 @@ def _inline(graph: fx.Graph, node: fx.Node, fake_mode: Any) -> None:
         traced = make_fx(call)(*fakes)
     copies = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
     with graph.inserting_before(node):
-        for each in traced.graph.nodes:
-            if each.op == "output":
-                results = each.args[0]
-            elif each.op != "placeholder":
-                copies[each] = graph.node_copy(each, lambda argument: copies[argument])
-                copies[each].meta = {"example_value": each.meta.get("val")}
+        results: Any = graph.graph_copy(traced.graph, copies)
+    for each, copy in copies.items():
+        if each.op != "placeholder":
+            copy.meta = {"example_value": each.meta.get("val")}
     for user, result in zip(list(node.users), results, strict=True):
-        user.replace_all_uses_with(copies[result])
+        user.replace_all_uses_with(result)
         graph.erase_node(user)
     graph.erase_node(node)

@@ -3,7 +3,7 @@
 Precondition  a forward graph, as Dynamo has traced it, after the tensor hooks are lifted
 Match         an alias that alone reads its tensor, and that no hook, output or in-place op reads
 Rewrite       the readers of the alias read the tensor
-Report        the number of aliases that are left
+Report        nothing, because an alias that stays changes no result
 
 See [Note: Inputs of a module].
 """
@@ -16,24 +16,23 @@ from torch import fx
 from compile_fsdp.ops import watch
 from compile_fsdp.passes.analysis.aliases import fake_value
 from compile_fsdp.passes.analysis.eager_effects import EagerEffects, is_upkeep
+from compile_fsdp.passes.analysis.subgraphs import reached
 from compile_fsdp.torch_compat.dynamo import deferred_hook
 
 ALIAS = torch.ops.aten.alias.default
 
 
-def drop_input_aliases(graph: fx.Graph) -> int:
-    """Drop aliases that change nothing, also in bodies of ops, and return the number of those that are left."""
+def drop_input_aliases(graph: fx.Graph) -> None:
+    """Drop aliases that change nothing, also in bodies of ops."""
     effects = EagerEffects(graph.owning_module)
-    left = _drop(graph)
+    _drop(graph)
     for body in filter(None, map(effects.subgraph, graph.nodes)):
-        left += _drop(body.graph, is_body=True)
+        _drop(body.graph, is_body=True)
         body.recompile()
-    return left
 
 
-def _drop(graph: fx.Graph, is_body: bool = False) -> int:
+def _drop(graph: fx.Graph, is_body: bool = False) -> None:
     effects = EagerEffects(graph.owning_module)
-    left = 0
     for alias in graph.find_nodes(op="call_function", target=ALIAS):
         (tensor,) = alias.all_input_nodes
         names = names_of(tensor)
@@ -43,23 +42,15 @@ def _drop(graph: fx.Graph, is_body: bool = False) -> int:
         # The written inputs of a hook's call contain the hook's tensor, too.
         is_only_read = all(user.op != "output" and alias not in effects.written_inputs(user) for user in alias.users)
         if has_other_readers or may_have_more or not is_only_read:
-            left += 1
             continue
         alias.replace_all_uses_with(tensor)
         graph.erase_node(alias)
-    return left
 
 
 def names_of(tensor: fx.Node) -> set[fx.Node]:
     """Return all nodes that return the same tensor, such as a cast to its own dtype."""
-    names: set[fx.Node] = set()
-    nodes = [tensor]
-    while nodes:
-        node = nodes.pop()
-        if node not in names and fake_value(node) is fake_value(tensor):
-            names.add(node)
-            nodes += [*node.all_input_nodes, *node.users]
-    return names
+    value = fake_value(tensor)
+    return reached([tensor], lambda node: (n for n in (*node.all_input_nodes, *node.users) if fake_value(n) is value))
 
 
 def other_readers(alias: fx.Node, names: set[fx.Node]) -> set[fx.Node]:

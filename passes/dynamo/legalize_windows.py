@@ -25,7 +25,7 @@ from collections.abc import Iterable
 from torch import fx
 
 from compile_fsdp.passes.analysis.eager_effects import is_input, is_passed_through, is_version_op
-from compile_fsdp.passes.analysis.effects import is_resize, parameter_of
+from compile_fsdp.passes.analysis.effects import find_resizes, parameter_of
 from compile_fsdp.passes.analysis.layout import is_free
 from compile_fsdp.passes.analysis.sinking import Move, Scan, Sinking
 from compile_fsdp.passes.report import LegalizeReport, Names, Unmoved, node_name
@@ -33,8 +33,7 @@ from compile_fsdp.passes.report import LegalizeReport, Names, Unmoved, node_name
 
 def legalize_windows(graph: fx.Graph, names: Names = node_name) -> LegalizeReport:
     """Reorder a Dynamo-level backward so that all parameter reads lie in windows."""
-    resized = (parameter_of(node) for node in graph.nodes if is_resize(node))
-    nodes = {node for node in resized if node is not None and is_input(node)}
+    nodes = {node for node in map(parameter_of, find_resizes(graph)) if node is not None and is_input(node)}
     if not nodes:
         return LegalizeReport(0, 0, ())
     scan = Scan(graph, nodes)

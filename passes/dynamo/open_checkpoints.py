@@ -4,7 +4,7 @@ Precondition  a graph as Dynamo has traced it, with group calls
 Match         a checkpoint whose body gathers before it reads the gathered parameters, frees after that, and puts hooks
               on its results only
 Rewrite       what the runtime has added moves before and after the checkpoint, in its order; an alias of an input too
-Report        the number of checkpoints
+Report        nothing, because a checkpoint that stays only runs more ops again
 
     before                                    after
     y = checkpoint(body, shard, weight, x)    gathered = all_gather(copy_in(shard))
@@ -38,13 +38,13 @@ from compile_fsdp.torch_compat.dynamo import deferred_hook
 Function = Callable[..., Any]
 
 
-def open_checkpoints(graph: fx.Graph, functions: Container[Function], free: Function) -> int:
-    """Rewrite each checkpoint that matches, and return their number.
+def open_checkpoints(graph: fx.Graph, functions: Container[Function], free: Function) -> None:
+    """Rewrite each checkpoint that matches.
 
     `functions` are the group calls; `free` is the one that frees parameters.
     """
     effects = EagerEffects(graph.owning_module)
-    count, records = 0, torch.is_grad_enabled()
+    records = torch.is_grad_enabled()
     for node in list(graph.nodes):
         if is_grad_switch(node):
             records = bool(node.args[0])
@@ -52,8 +52,6 @@ def open_checkpoints(graph: fx.Graph, functions: Container[Function], free: Func
             frame = _find_frame(node, body.graph, functions, free) if len(attribute.users) == 1 else None
             if frame is not None:
                 _open(node, body, *frame, records)
-                count += 1
-    return count
 
 
 def _find_frame(

@@ -3,7 +3,7 @@
 Precondition  a forward graph, as Dynamo has traced it, after all passes that match its ops
 Match         blocks with equals; see [Note: What makes blocks equal]
 Rewrite       each block becomes a call, and its ops leave the graph
-Report        the number of calls
+Report        nothing, because a call computes what its block computed
 
     before                                    after
     h = linear(x, weight_0)                   call = run_block("5d41...", 0, x, weight_0)
@@ -28,8 +28,8 @@ from compile_fsdp.passes.analysis.equal_blocks import BlockCall, find_equal_bloc
 CompileBlock = Callable[[BlockCall, int], str | None]
 
 
-def outline_blocks(graph: fx.Graph, compile_block: CompileBlock) -> int:
-    """Replace equal blocks by calls, and return the number of calls."""
+def outline_blocks(graph: fx.Graph, compile_block: CompileBlock) -> None:
+    """Replace equal blocks by calls."""
     every = [(equals, compile_block(equals[0], len(equals))) for equals in find_equal_blocks(graph)]
     replaced: dict[fx.Node, fx.Node] = {}
     calls: set[Hashable] = set()
@@ -38,7 +38,6 @@ def outline_blocks(graph: fx.Graph, compile_block: CompileBlock) -> int:
         if (name, inputs) not in calls:  # else AOTAutograd would join both, although both draw random numbers
             calls.add((name, inputs))
             _outline(call, name, inputs, replaced)
-    return len(calls)
 
 
 def _outline(block: BlockCall, name: str, inputs: Sequence[fx.Node], replaced: dict[fx.Node, fx.Node]) -> None:

@@ -22,16 +22,15 @@ from compile_fsdp.torch_compat.dispatch import HigherOrderOperator, tree_leaves
 from compile_fsdp.torch_compat.dynamo import ban_recomputation
 
 
-def save_frozen_outputs(graph: fx.Graph, frozen: Collection[fx.Node]) -> int:
-    """Mark gradient-free results of frozen parameters to be saved if needed, and return their number.
+def save_frozen_outputs(graph: fx.Graph, frozen: Collection[fx.Node]) -> None:
+    """Mark gradient-free results of frozen parameters to be saved if needed.
 
     `frozen`: placeholders of unsharded parameters that need no gradient.
     """
     if not frozen:
-        return 0
+        return
     aliases = Aliases(graph, EagerEffects(graph.owning_module))
     parameters = set(aliases.classes_of(frozen))
-    count = 0
     for node in graph.nodes:
         tensors = [value for value in tree_leaves(fake_value(node)) if isinstance(value, torch.Tensor)]
         needs_gradient = any(tensor.requires_grad for tensor in tensors)
@@ -41,5 +40,3 @@ def save_frozen_outputs(graph: fx.Graph, frozen: Collection[fx.Node]) -> int:
         is_read = not parameters.isdisjoint(aliases.classes_of(node.all_input_nodes))
         if is_read and parameters.isdisjoint(aliases.classes(node)):
             ban_recomputation(node)
-            count += 1
-    return count

@@ -29,7 +29,7 @@ from torch import fx
 
 from compile_fsdp.passes.analysis.aliases import fake_value, is_declared_view
 from compile_fsdp.passes.analysis.collectives import numel
-from compile_fsdp.passes.analysis.subgraphs import copy_ops
+from compile_fsdp.passes.analysis.subgraphs import copy_ops, reached
 
 _FIRST = 0.75  # share of the parameter gradients' elements that the first part makes
 
@@ -50,10 +50,10 @@ def cut_backward(graph: fx.Graph, results: Sequence[fx.Node], gradients: Collect
     first = _first_ops(ops, gradients)
     if all(node in first for node in gradients):
         return [_part(inputs, ops, results)]
-    again = _run_again([node for node in ops if node not in first], first)
-    second = [node for node in ops if node in again or node not in first]
+    needed = reached([node for node in ops if node not in first], _run_again)
+    second = [node for node in ops if node in needed]
     read = {each for node in second for each in node.all_input_nodes}
-    crossing = [node for node in first if node in read and node not in again]
+    crossing = [node for node in first if node in read and node not in needed]
     early = dict.fromkeys([*(node for node in results if node in first), *crossing])
     late = [node for node in results if node not in first]
     return [_part(inputs, first, early), _part([*inputs, *crossing], second, late)]
@@ -69,17 +69,9 @@ def _first_ops(ops: Sequence[fx.Node], gradients: Collection[fx.Node]) -> dict[f
     return first
 
 
-def _run_again(ops: Sequence[fx.Node], first: Collection[fx.Node]) -> set[fx.Node]:
-    """Return views and sizes of the first part that ops of the second need."""
-    again: set[fx.Node] = set()
-    stack = list(ops)
-    while stack:
-        for node in stack.pop().all_input_nodes:
-            is_size = isinstance(fake_value(node), torch.SymInt)
-            if node in first and node not in again and (is_size or is_declared_view(node)):
-                again.add(node)
-                stack.append(node)
-    return again
+def _run_again(reader: fx.Node) -> list[fx.Node]:
+    """Return the views and sizes that a node reads; the second part computes those of the first part again."""
+    return [n for n in reader.all_input_nodes if isinstance(fake_value(n), torch.SymInt) or is_declared_view(n)]
 
 
 def _part(inputs: Sequence[fx.Node], ops: Collection[fx.Node], results: Collection[fx.Node]) -> BackwardPart:

@@ -4,7 +4,7 @@ Precondition  a forward or a backward from AOTAutograd's partitioner
 Match         calls of attention without dropout, wrapped to save or to restore a state
 Rewrite       attention is called directly; states that nothing reads leave the inputs and results; the sizes of the
               other states become constants
-Report        number of calls
+Report        nothing, because a state that stays only costs memory
 
     before                                                    after
     both = run_and_save_rng_state(attention, q, k, v)         y = attention(q, k, v)
@@ -35,12 +35,10 @@ from compile_fsdp.torch_compat.dispatch import (
 )
 
 
-def drop_random_states(graph: fx.Graph) -> int:
-    dropped = 0
+def drop_random_states(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if (saves := saves_random_state(node)) or reads_random_state(node):
-            dropped += _call_directly(node, saves_state=saves)
-    return dropped
+            _call_directly(node, saves_state=saves)
 
 
 def is_random(node: fx.Node) -> bool:
@@ -64,7 +62,7 @@ def reads_random_state(node: fx.Node) -> bool:
     return isinstance(node.target, HigherOrderOperator) and op_name(node.target) == "run_with_rng_state"
 
 
-def _call_directly(node: fx.Node, *, saves_state: bool) -> bool:
+def _call_directly(node: fx.Node, *, saves_state: bool) -> None:
     """Replace a wrapped op, unless it is random."""
     graph, (state, *call) = node.graph, (None, *node.args) if saves_state else node.args
     with graph.inserting_before(node):
@@ -75,7 +73,7 @@ def _call_directly(node: fx.Node, *, saves_state: bool) -> bool:
         for each in states:  # which have a symbolic size from the partitioner
             value = get_fake_tensor(each)
             each.meta["val"] = value.new_empty([size_hint(size) for size in value.shape])
-        return False
+        return
     plain.meta = dict(node.meta)
     if saves_state:
         for item in list(node.users):
@@ -90,7 +88,6 @@ def _call_directly(node: fx.Node, *, saves_state: bool) -> bool:
     graph.erase_node(node)
     if isinstance(state, fx.Node):
         graph.erase_node(state)
-    return True
 
 
 def is_state(node: fx.Node) -> bool:

@@ -24,6 +24,7 @@ small that latency is half of its time, and raises the peak by at most its size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 from torch import fx
 
@@ -42,14 +43,11 @@ def pack_gathers(graph: fx.Graph, *, merge: Merge = Merge.NONE, costs: Costs | N
 
 def _joining(graph: fx.Graph, merge: Merge) -> MayJoin:
     freed = find_freed(graph)
-    known: dict[fx.Node, bool] = {}  # by pack
 
+    @cache
     def is_early(packed: Packed) -> bool:
         """Return whether the gather may be earlier than traced."""
-        if packed.pack not in known:
-            stays = merge is Merge.SMALL or _stays_unsharded(packed, freed)
-            known[packed.pack] = stays and _gathers_inputs(packed)
-        return known[packed.pack]
+        return (merge is Merge.SMALL or _stays_unsharded(packed, freed)) and _gathers_inputs(packed)
 
     def may_join(writes: Writes, earlier: Packed, later: Packed) -> bool:
         # The shards of the later gather must exist, unchanged, at the earlier gather.

@@ -15,8 +15,6 @@ Report        windows, copies and resizes removed; FQN and Kept reason of every 
 
 from __future__ import annotations
 
-from bisect import bisect_right
-
 from torch import fx
 
 from compile_fsdp.passes.analysis.aliases import find_fake_tensor
@@ -144,15 +142,10 @@ def _find_value_fault(parameter: Parameter, span: Span, lifetimes: Lifetimes) ->
     classes = lifetimes.aliases.classes(value)
     if not lifetimes.resized.isdisjoint(classes):
         return Kept.VALUE_RESIZED
-    if any(_is_written(lifetimes.writes.get(key, []), span) for key in classes):
+    writes = (position for key in classes for position in lifetimes.writes.get(key, ()))
+    if any(span.filled_at < position < span.end for position in writes):
         return Kept.VALUE_MUTATED
     return None
-
-
-def _is_written(positions: list[int], span: Span) -> bool:
-    """Return whether one of the ascending positions lies between the span's fill and its end."""
-    first = bisect_right(positions, span.filled_at)
-    return first < len(positions) and positions[first] < span.end
 
 
 def _rewrite(graph: fx.Graph, parameter: Parameter, index: int) -> None:

@@ -51,17 +51,18 @@ def definition(namespace: str, library: Library) -> OpDefinition:
 
 def test_missing_kernels_are_supplied(definition: OpDefinition, library: Library) -> None:
     op = get_op(definition)
-    assert ensure_definition(definition, library) == DEVICE_KEYS
+    ensure_definition(definition, library)
     assert all(dispatch.has_kernel(definition.name, key) for key in DEVICE_KEYS)
     tensor = torch.zeros(2, 3)
     op(tensor, torch.arange(3))
     assert tensor.tolist() == [[0.0, 1.0, 2.0]] * 2
-    assert ensure_definition(definition, library) == ()
+    ensure_definition(definition)  # adds nothing, because that would need a library
 
 
 def test_existing_kernel_is_kept(definition: OpDefinition, library: Library) -> None:
     library.impl("copy_", some_kernel, "CPU")  # type: ignore[no-untyped-call]
-    assert ensure_definition(definition, library) == tuple(key for key in DEVICE_KEYS if key != "CPU")
+    ensure_definition(definition, library)
+    assert all(dispatch.has_kernel(definition.name, key) for key in DEVICE_KEYS)
     tensor = torch.zeros(1)
     get_op(definition)(tensor, torch.ones(1))
     assert tensor.item() == 7
@@ -69,7 +70,8 @@ def test_existing_kernel_is_kept(definition: OpDefinition, library: Library) -> 
 
 def test_one_kernel_for_every_device_is_enough(definition: OpDefinition, library: Library) -> None:
     library.impl("copy_", some_kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    assert ensure_definition(definition, library) == ()
+    ensure_definition(definition, library)
+    assert not any(dispatch.has_kernel(definition.name, key) for key in DEVICE_KEYS)
 
 
 def test_supplied_kernels_live_as_long_as_their_library(definition: OpDefinition, namespace: str) -> None:

@@ -12,6 +12,7 @@ from torch._inductor.lowering import lowerings
 
 from compile_fsdp.errors import OpDefinitionError
 from compile_fsdp.ops import copy_, ensure_lowerings, ensure_ops, resize_storage_bytes_
+from helpers.graphs.execution import freed
 
 pytestmark = pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
 
@@ -47,8 +48,7 @@ def test_a_window_opens_fills_and_closes() -> None:
         return read
 
     compiled = torch.compile(window, fullgraph=True)
-    unsharded = torch.empty(4, 4)
-    unsharded.untyped_storage().resize_(0)
+    unsharded = freed(4, 4)
     for _ in range(2):  # The second step starts with the storage that the first step has freed.
         gathered = torch.randn(4, 4)
         torch.testing.assert_close(compiled(unsharded, gathered), torch.relu(gathered @ gathered))
@@ -61,8 +61,7 @@ def test_window_that_stays_open_leaves_the_tensor_filled() -> None:
         copy_(unsharded, gathered)
         return unsharded * 2
 
-    unsharded = torch.empty(4)
-    unsharded.untyped_storage().resize_(0)
+    unsharded = freed(4)
     assert torch.compile(window, fullgraph=True)(unsharded, torch.ones(4)).tolist() == [2.0] * 4
     assert unsharded.untyped_storage().nbytes() == 16
     assert unsharded.tolist() == [1.0] * 4

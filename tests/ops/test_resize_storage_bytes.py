@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx
-from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from compile_fsdp.errors import OpDefinitionError
 from compile_fsdp.ops import copy_, ensure_ops, resize_storage_bytes, resize_storage_bytes_
 from compile_fsdp.ops.definition import ensure_definition
-from compile_fsdp.torch_compat import dispatch
+from helpers.graphs.capture import capture
+from helpers.graphs.execution import freed
 
 
 @pytest.fixture(autouse=True)
@@ -24,10 +25,9 @@ def ops() -> None:
 
 def test_schema_and_kernels() -> None:
     assert resize_storage_bytes_ is torch.ops.inductor.resize_storage_bytes_.default
-    assert dispatch.op_schema(resize_storage_bytes_) == (
-        "inductor::resize_storage_bytes_(Tensor variable, SymInt new_size) -> ()"
-    )
-    assert ensure_definition(resize_storage_bytes.DEFINITION) == ()
+    schema = "inductor::resize_storage_bytes_(Tensor variable, SymInt new_size) -> ()"
+    assert str(resize_storage_bytes_._schema) == schema
+    ensure_definition(resize_storage_bytes.DEFINITION)  # raises if a kernel is missing
 
 
 def test_different_definition_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,29 +45,18 @@ def test_resize_is_not_dead_code() -> None:
     assert node in graph.nodes
 
 
-def test_resize_frees_and_allocates() -> None:
-    tensor = torch.ones(4)
-    resize_storage_bytes_(tensor, 0)
-    assert tensor.untyped_storage().nbytes() == 0 and tensor.shape == (4,)
-    resize_storage_bytes_(tensor, 16)
-    assert tensor.untyped_storage().nbytes() == 16
-    assert tensor.fill_(3).tolist() == [3.0] * 4
-
-
-def test_resize_frees_fake_tensors() -> None:
-    with FakeTensorMode():
+@pytest.mark.parametrize("mode", [FakeTensorMode, nullcontext])
+def test_resize_frees_and_allocates(mode: Any) -> None:
+    with mode():
         tensor = torch.ones(4)
         resize_storage_bytes_(tensor, 0)
         assert tensor.untyped_storage().nbytes() == 0 and tensor.shape == (4,)
+        resize_storage_bytes_(tensor, 16)
+        assert tensor.untyped_storage().nbytes() == 16
+    assert mode is FakeTensorMode or tensor.fill_(3).tolist() == [3.0] * 4
 
 
 def test_a_traced_window_keeps_its_three_ops_in_order() -> None:
-    graphs: list[fx.Graph] = []
-
-    def keep(graph_module: fx.GraphModule, _: object) -> Callable[..., object]:
-        graphs.append(graph_module.graph)
-        return graph_module.forward
-
     def window(unsharded: Tensor, gathered: Tensor) -> Tensor:
         unsharded.untyped_storage().resize_(16)
         copy_(unsharded, gathered)
@@ -75,15 +64,9 @@ def test_a_traced_window_keeps_its_three_ops_in_order() -> None:
         unsharded.untyped_storage().resize_(0)
         return read
 
-    unsharded = torch.empty(4)
-    unsharded.untyped_storage().resize_(0)
-    compiled = torch.compile(window, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
-    assert compiled(unsharded, torch.ones(4)).tolist() == [2.0] * 4
+    unsharded = freed(4)
+    result, graph = capture(window, unsharded, torch.ones(4), by_aot=True)
+    assert result.tolist() == [2.0] * 4
     assert unsharded.untyped_storage().nbytes() == 0
-    (graph,) = graphs
-    assert [node.target for node in graph.nodes if node.op == "call_function"] == [
-        resize_storage_bytes_,
-        copy_,
-        torch.ops.aten.mul.Tensor,
-        resize_storage_bytes_,
-    ]
+    calls = [node.target for node in graph.nodes if node.op == "call_function"]
+    assert calls == [resize_storage_bytes_, copy_, torch.ops.aten.mul.Tensor, resize_storage_bytes_]

@@ -26,10 +26,10 @@ import compile_fsdp
 
 def test_only_torch_versions_in_the_range_are_accepted() -> None:
     for version in ("2.11.0", "2.13.0+cpu", "2.15.3"):
-        required.check_version(version)
+        declarations.check_version(version)
     for version in ("2.10.0", "2.16.0.dev20270101+cu130", "3.0.0", "1.13.1"):
         with pytest.raises(ImportError, match=rf"torch 2\.11 to 2\.15, found torch {re.escape(version)}"):
-            required.check_version(version)
+            declarations.check_version(version)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from compile_fsdp.errors import CommandError, ScriptError
 from compile_fsdp.passes.text import fill
-from compile_fsdp.reports import newest_advice
+from compile_fsdp.reports import reports
 from compile_fsdp.tools import launch
 from compile_fsdp.tools.bench.llama import SIZES, Decoder
 from compile_fsdp.tools.bench.measure import Result, describe_gain, format_table, measure, write_json
@@ -114,7 +114,8 @@ def _run_script(args: argparse.Namespace) -> int:
     if os.environ["RANK"] == "0":
         ranks = int(os.environ["WORLD_SIZE"])
         print(format_table(script.name, table))
-        print(*map(fill, [describe_gain(table, rounds, ranks), *(each.sentence for each in newest_advice())]), sep="\n")
+        advice = next((report.advice for report in reversed(reports()) if report.groups), ())  # of the newest step
+        print(*map(fill, [describe_gain(table, rounds, ranks), *(each.sentence for each in advice)]), sep="\n")
         if args.json is not None:
             write_json({script.name: table}, ranks, args.json)
     return 0

@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from compile_fsdp.torch_compat.releases import check_version
+from compile_fsdp.torch_compat import declarations
 
 DISTRIBUTION, PACKAGE = "compile-fsdp", "compile_fsdp"
 
@@ -77,7 +77,7 @@ def check_torch() -> Row:
     try:
         import torch
 
-        check_version(torch.__version__)
+        declarations.check_version(torch.__version__)
     except (ImportError, OSError) as error:  # OSError if a shared library of torch is missing
         found, _, remedy = str(error).partition("; ")
         return Row(State.FAULT, found, remedy or "install torch again")
@@ -87,7 +87,7 @@ def check_torch() -> Row:
 def check_private_names() -> Row:
     """Check that torch has all private names and attributes that the package uses."""
     try:
-        from compile_fsdp.torch_compat import declarations, required
+        from compile_fsdp.torch_compat import required
 
         required.check_names()
     except ImportError as error:
@@ -99,12 +99,14 @@ def check_private_names() -> Row:
 
 def check_dynamo() -> Row:
     """Check that Dynamo supports this interpreter and finds the backend `compile_fsdp` by its entry point."""
-    from compile_fsdp.torch_compat.dynamo import list_backends, why_dynamo_refuses
+    import torch
+
+    from compile_fsdp.torch_compat.dynamo import why_dynamo_refuses
 
     if (reason := why_dynamo_refuses()) is not None:
         return Row(State.FAULT, reason, "use another Python: without Dynamo, models train eagerly alone")
     remedy = f"install the package again: pip install --force-reinstall --no-deps, with what {DISTRIBUTION} came from"
-    if PACKAGE not in list_backends():
+    if PACKAGE not in torch.compiler.list_backends():
         return Row(State.FAULT, f"no entry point registers the backend {PACKAGE}", remedy)
     try:
         for point in metadata.entry_points(group="torch_dynamo_backends", name=PACKAGE):

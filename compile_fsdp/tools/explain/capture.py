@@ -148,7 +148,7 @@ class Capture:
         stack = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(sys._getframe())]
         caller = innermost_place(each for each in reversed(stack) if Path(each[0]).name != "contextlib.py")
         if caller is not None:
-            self._callers[current_compile_id()] = caller
+            self._callers[str(current_compile_id())] = caller
         self.traced[direction].append(tuple(groups))
         facts = tuple(describe_group(group) for group in groups)
         kind = direction if torch.is_grad_enabled() or direction == "backward" else "evaluation"
@@ -213,9 +213,9 @@ def split_reason(text: str) -> tuple[str, str, tuple[str, ...]]:
 def capture() -> Iterator[Capture]:
     """Collect the compilations of all threads inside the block, whose models use no bundles."""
     captured = Capture()
-    breaks, own = graph_break_logger(), logging.getLogger("compile_fsdp")
+    breaks, own = graph_break_logger, logging.getLogger("compile_fsdp")
     with (
-        observing(captured),
+        observing(captured.begin),
         bundle.kept_in(None),
         _listening(breaks, logging.DEBUG, captured.add_break),
         _listening(own, logging.WARNING, captured.notes.append),

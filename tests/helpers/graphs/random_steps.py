@@ -110,10 +110,6 @@ class RandomStep:
         if plan.is_named:
             name_collectives(self.graph)
 
-    def groups(self) -> dict[fx.Node, int]:
-        """Map each unsharded parameter to the index of its group."""
-        return {each.weight: i for i, group in enumerate(self._groups) for each in group.parameters}
-
     def inputs(self, rank: int) -> dict[str, torch.Tensor]:
         """Return the rank's inputs, whole numbers with exact sums and products."""
         generator = torch.Generator().manual_seed(rank)

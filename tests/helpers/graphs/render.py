@@ -45,8 +45,8 @@ def render(graph: fx.Graph) -> str:
 
 
 def render_calls(graph: fx.Graph) -> str:
-    """Render a graph without its inputs."""
-    return "".join(line for line in render(graph).splitlines(keepends=True) if "(" in line)
+    """Render a graph and its subgraphs without their inputs."""
+    return "".join(line for line in render(graph).splitlines(keepends=True) if "(" in line or line.endswith(":\n"))
 
 
 def _render_subgraph(node: fx.Node) -> str:

@@ -42,18 +42,15 @@ def read_after_the_free(graph: fx.Graph) -> None:
 
 
 def gather_from_more_ranks(graph: fx.Graph) -> None:
-    collective = find(graph, "all_gather")
-    collective.args = (collective.args[0], 4, *collective.args[2:])
+    find(graph, "all_gather").update_arg(1, 4)
 
 
 def split_otherwise(graph: fx.Graph) -> None:
-    split = find(graph, "split_with_sizes")
-    split.args = (split.args[0], [2, 6], *split.args[2:])
+    find(graph, "split_with_sizes").update_arg(1, [2, 6])
 
 
 def use_before_its_definition(graph: fx.Graph) -> None:
-    collective = find(graph, "all_gather")
-    collective.prepend(find(graph, "wait_tensor"))
+    find(graph, "all_gather").prepend(find(graph, "wait_tensor"))
 
 
 @pytest.mark.parametrize(

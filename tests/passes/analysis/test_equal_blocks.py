@@ -19,6 +19,7 @@ from compile_fsdp.ops import watch
 from compile_fsdp.passes.analysis.equal_blocks import BlockCall, _describe_target, find_equal_blocks
 from compile_fsdp.torch_compat.dynamo import request_recomputation
 from helpers.graphs.build import GraphBuilder
+from helpers.graphs.capture import capture
 
 Block = Callable[[Tensor, Tensor], Any]
 OPS = (torch.sin, torch.cos, torch.tanh, torch.sigmoid, torch.exp)
@@ -39,15 +40,8 @@ def find(first: Block, second: Block, x: Tensor | None = None, weight: Tensor | 
 
 def find_in(model: Callable[..., Any], *inputs: Tensor) -> list[list[BlockCall]]:
     """Find the equal blocks of a function, whose first argument is a tensor to write to."""
-    found: list[list[BlockCall]] = []
-
-    def see(gm: fx.GraphModule, example_inputs: object) -> fx.GraphModule:
-        found.extend(find_equal_blocks(gm.graph))
-        return gm
-
-    torch._dynamo.reset()
-    torch.compile(model, backend=see, fullgraph=True, dynamic=None)(torch.zeros(()), *inputs)
-    return found
+    _, graph = capture(model, torch.zeros(()), *inputs)
+    return find_equal_blocks(graph)
 
 
 def find_twice(
@@ -137,9 +131,8 @@ def test_sizes_of_a_block_are_inputs_of_their_own() -> None:
 @pytest.mark.parametrize("reads", [True, False])
 def test_fills_frees_and_hook_points_do_not_read_a_weight(reads: bool) -> None:
     build, outputs = GraphBuilder(meta_key="example_value"), []
-    with build.fake_mode:
-        weights = [build.input_like(f"weight_{i}", like()) for i in range(2)]
-        x, value = build.input_like("x", like(requires_grad=False)), build.input_like("value", like())
+    weights = [build.input(f"weight_{i}", (4, 4), requires_grad=True) for i in range(2)]
+    x, value = build.input("x", (4, 4)), build.input("value", (4, 4), requires_grad=True)
     for weight in weights:
         build.fill(weight, value)
         build.call_opaque(watch, weight, 0)

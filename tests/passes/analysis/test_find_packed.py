@@ -26,19 +26,8 @@ def found_after(change: Callable[[fx.Graph, dict[str, fx.Node]], object]) -> int
     return len(find_packed(build.graph, is_gather))
 
 
-def split_into(*sizes: int) -> Callable[[fx.Graph, dict[str, fx.Node]], object]:
-    def change(graph: fx.Graph, nodes: dict[str, fx.Node]) -> None:
-        nodes["split"].args = (nodes["split"].args[0], list(sizes), 1)
-
-    return change
-
-
 def read(name: str) -> Callable[[fx.Graph, dict[str, fx.Node]], object]:
     return lambda graph, nodes: graph.call_function(aten.neg.default, (nodes[name],))
-
-
-def take_item_again(graph: fx.Graph, nodes: dict[str, fx.Node]) -> None:
-    graph.call_function(operator.getitem, (nodes["split"], 0))
 
 
 def do_not_wait(graph: fx.Graph, nodes: dict[str, fx.Node]) -> None:
@@ -52,10 +41,6 @@ def split_what_was_launched(graph: fx.Graph, nodes: dict[str, fx.Node]) -> None:
         graph.erase_node(node)
 
 
-def stack_instead_of_split(graph: fx.Graph, nodes: dict[str, fx.Node]) -> None:
-    nodes["split"].target = aten.split.Tensor
-
-
 def test_pack_of_the_runtime_is_found() -> None:
     assert found_after(lambda graph, nodes: None) == 1
 
@@ -63,8 +48,16 @@ def test_pack_of_the_runtime_is_found() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        *(split_into(3, 2), split_into(2, 2, 1), read("pack"), read("launch"), read("wait"), read("split")),
-        *(take_item_again, do_not_wait, split_what_was_launched, stack_instead_of_split),
+        lambda graph, nodes: nodes["split"].update_arg(1, [3, 2]),
+        lambda graph, nodes: nodes["split"].update_arg(1, [2, 2, 1]),
+        *map(read, ("pack", "launch", "wait", "split")),
+        lambda graph, nodes: graph.call_function(operator.getitem, (nodes["split"], 0)),
+        *(do_not_wait, split_what_was_launched),
+        lambda graph, nodes: setattr(nodes["split"], "target", aten.split.Tensor),
+    ],
+    ids=[
+        *("other sizes", "more sizes", "pack read", "launch read", "wait read", "split read", "item taken again"),
+        *("no wait", "launch split", "another split"),
     ],
 )
 def test_graph_that_resembles_a_pack_is_left_alone(change: Callable[[fx.Graph, dict[str, fx.Node]], object]) -> None:
@@ -81,37 +74,25 @@ def test_split_of_a_single_gathered_tensor_is_left_alone(build: GraphBuilder) ->
     assert find_packed(build.graph, is_gather) == []
 
 
-def reduction_after(change: Callable[[fx.Graph, fx.Node, fx.Node], object]) -> int:
-    """Number of packed reductions in a graph with one pack, after a change of its input or result."""
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [("none", 1), ("read before it is sent", 0), ("scaled by a constant", 1), ("scaled by an input", 0)],
+)
+def test_pack_of_gradients_is_sent_unread_and_scaled_by_constants_only(change: str, found: int) -> None:
     build = GraphBuilder()
-    build.output(*reduce(build, [build.input("a", (2, 2)), build.input("b", (2, 3))], 2))
-    (launched,) = build.graph.find_nodes(op="call_function", target=REDUCE)
-    change(build.graph, launched.args[0], next(iter(launched.users)))
-    return len(find_packed(build.graph, is_reduction))
-
-
-def test_pack_of_gradients_that_is_read_before_it_is_sent_is_left_alone() -> None:
-    def read_flat(graph: fx.Graph, flat: fx.Node, waited: fx.Node) -> None:
-        with graph.inserting_before(graph.output_node()):
-            graph.call_function(aten.neg.default, (flat,))
-
-    assert reduction_after(lambda graph, flat, waited: None) == 1
-    assert reduction_after(read_flat) == 0
-
-
-def test_pack_of_gradients_is_scaled_by_constants_only() -> None:
-    def scale(by_input: bool) -> Callable[[fx.Graph, fx.Node, fx.Node], None]:
-        def change(graph: fx.Graph, flat: fx.Node, waited: fx.Node) -> None:
-            with graph.inserting_after(waited):
-                scaled = graph.call_function(aten.mul.Tensor, (waited, 2.0))
+    gradients = [build.input("a", (2, 2)), build.input("b", (2, 3))]
+    graph = build.output(*reduce(build, gradients, 2))
+    (launched,) = graph.find_nodes(op="call_function", target=REDUCE)
+    (waited,) = launched.users
+    with graph.inserting_after(waited):
+        if change == "read before it is sent":
+            graph.call_function(aten.neg.default, (launched.args[0],))
+        elif change != "none":
+            scaled = graph.call_function(aten.mul.Tensor, (waited, 2.0))
             waited.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
-            if by_input:
-                scaled.args = (waited, graph.find_nodes(op="placeholder")[0])
-
-        return change
-
-    assert reduction_after(scale(by_input=False)) == 1
-    assert reduction_after(scale(by_input=True)) == 0
+            if change == "scaled by an input":
+                scaled.args = (waited, gradients[0])
+    assert len(find_packed(graph, is_reduction)) == found
 
 
 def test_cast_is_a_rearrangement_and_a_product_is_none(build: GraphBuilder) -> None:

@@ -6,32 +6,25 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch._dynamo
 from torch import Tensor, fx
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from compile_fsdp.ops import resize_storage_bytes_
 from compile_fsdp.passes.analysis.parameter_writes import find_refused_writes
+from helpers.graphs.capture import capture
 
 
-def _capture(function: Callable[[Tensor, Tensor, Tensor], Tensor], freed: bool) -> tuple[fx.Graph, fx.Node]:
+def _capture(function: Callable[[Tensor, Tensor, Tensor], Tensor], freed: bool) -> tuple[fx.GraphModule, fx.Node]:
     """The graph of a function of a batch, rows and a weight, and the weight's placeholder."""
-    graphs: list[fx.Graph] = []
-
-    def keep(gm: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
-        graphs.append(gm.graph)
-        return gm.forward
-
-    torch._dynamo.reset()
     weight = torch.nn.Parameter(torch.randn(4, 4))
-    torch.compile(function, backend=keep, fullgraph=True)(torch.randn(2, 4), torch.arange(2), weight)
-    (graph,) = graphs
+    _, graph = capture(function, torch.randn(2, 4), torch.arange(2), weight)
     placeholder = next(node for node in graph.find_nodes(op="placeholder") if "weight" in node.name)
     if freed:
         with graph.inserting_before(graph.output_node()):
             graph.call_function(resize_storage_bytes_, (placeholder, 0))
-    return graph, placeholder
+    assert graph.owning_module is not None
+    return graph.owning_module, placeholder
 
 
 def _copy(x: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
@@ -69,18 +62,18 @@ WRITES = [_copy, _view, _data, _in_checkpoint, _table]
 
 @pytest.mark.parametrize("function", WRITES, ids=lambda each: each.__name__)
 def test_a_write_of_a_parameter_that_is_freed_is_found(function: Callable[..., Tensor]) -> None:
-    graph, weight = _capture(function, freed=True)
-    assert list(find_refused_writes(graph, [weight])) == [weight]
+    gm, weight = _capture(function, freed=True)
+    assert find_refused_writes(gm, [weight]) == {weight}
 
 
 def test_reads_and_writes_of_other_tensors_are_accepted() -> None:
-    graph, weight = _capture(_reads, freed=True)
-    assert find_refused_writes(graph, [weight]) == {}
+    gm, weight = _capture(_reads, freed=True)
+    assert find_refused_writes(gm, [weight]) == set()
 
 
 @pytest.mark.parametrize(("function", "is_found"), [(_copy, False), (_table, True)])
 def test_a_parameter_that_stays_unsharded_may_be_written_but_not_renormalized(
     function: Callable[..., Tensor], is_found: bool
 ) -> None:
-    graph, weight = _capture(function, freed=False)
-    assert bool(find_refused_writes(graph, [weight])) is is_found
+    gm, weight = _capture(function, freed=False)
+    assert bool(find_refused_writes(gm, [weight])) is is_found

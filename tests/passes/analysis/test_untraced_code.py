@@ -19,7 +19,7 @@ from torch.nn.functional import relu
 from torch.utils.checkpoint import noop_context_fn
 
 from compile_fsdp.passes.analysis.untraced_code import find_untraced_code, name_contexts
-from compile_fsdp.torch_compat.dispatch import checkpoint_contexts, set_checkpoint_contexts
+from compile_fsdp.torch_compat.dispatch import CHECKPOINT_CONTEXTS
 
 _LIBRARY = "compile_fsdp_test_untraced"
 
@@ -129,7 +129,7 @@ _OBJECT = _Contexts()
 def _checkpoint(contexts: object) -> fx.GraphModule:
     """Return a graph beside the body of a selective checkpoint."""
     outer, body = _graph(torch.ops.aten.relu.default), _graph(torch.ops.aten.relu.default)
-    set_checkpoint_contexts(body, contexts)
+    body.meta[CHECKPOINT_CONTEXTS] = contexts
     outer.add_module("body", body)
     return outer
 
@@ -151,7 +151,7 @@ def test_functions_that_make_the_contexts_of_checkpoints_are_found(contexts: obj
 def _named(contexts: object) -> Any:
     gm = _checkpoint(contexts)
     name_contexts(gm)
-    return checkpoint_contexts(gm.get_submodule("body"))
+    return gm.get_submodule("body").meta.get(CHECKPOINT_CONTEXTS)
 
 
 def test_contexts_have_hashes_of_their_texts() -> None:

@@ -34,7 +34,8 @@ def offered(step: Timeline) -> dict[int, float]:
     return find_offloads(step, {choice.op: choice.seconds for choice in find_choices(step) if choice.op >= 0})
 
 
-def test_nothing_is_offloaded_without_a_link() -> None:
+def test_nothing_is_offloaded_without_a_link_or_a_need() -> None:
+    assert not fit(timeline(), UNLIMITED).choices.offloaded
     assert offered(timeline(bandwidth=0.0)) == {}
     assert not fit(timeline(bandwidth=0.0), 0).choices.offloaded
 
@@ -169,7 +170,3 @@ def test_request_to_offload_keeps_the_users_annotations() -> None:
     assert node.meta["custom"]["mine"] == 1
     assert annotated == {"mine": 1}
     assert least_offloaded_bytes(node) == 5
-
-
-def test_a_budget_that_holds_everything_offloads_nothing() -> None:
-    assert not fit(timeline(), UNLIMITED).choices.offloaded

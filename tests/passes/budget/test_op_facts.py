@@ -15,41 +15,34 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicC
 from torch.testing._internal.two_tensor import TwoTensor
 
 from compile_fsdp.passes.budget.op_facts import Kind, OpFacts, OpMeasure
+from helpers.graphs.blocks import DIM, Forward
 from helpers.graphs.build import GraphBuilder, aten, c10d
 
-ROWS, DIM = 4, 8
+ROWS = 4
 SIZE = ROWS * DIM * 4
 
 
 def _facts(call: Callable[[GraphBuilder, fx.Node, fx.Node], fx.Node], *, fuses: bool = True) -> OpFacts:
-    build = GraphBuilder(meta_key="example_value")
-    with build.fake_mode:
-        x = build.input_like("x", torch.empty(ROWS, DIM, requires_grad=True) * 1)
-    return OpMeasure(fuses=fuses).facts(call(build, x, build.input("weight", (DIM, DIM), requires_grad=True)))
+    forward = Forward(ROWS, has_gradient=True)
+    return OpMeasure(fuses=fuses).facts(call(forward.build, forward.x, forward.add_weight("weight", group=0)))
 
 
 def test_product_is_a_kernel_that_saves_its_inputs() -> None:
     facts = _facts(lambda build, x, weight: build.call(F.linear, x, weight))
-    assert facts.kind is Kind.HEAVY
-    assert facts.saved_inputs == {0, 1}
-    assert not facts.saves_result
-    assert facts.internal_bytes == 0
-    assert facts.flops == 2 * ROWS * DIM * DIM
-    assert facts.moved_bytes == 2 * SIZE + DIM * DIM * 4
+    flops, moved_bytes = 2 * ROWS * DIM * DIM, 2 * SIZE + DIM * DIM * 4
+    assert facts == OpFacts(Kind.HEAVY, frozenset({0, 1}), False, 0, flops, moved_bytes, is_repeatable=True)
 
 
 @pytest.mark.parametrize(
     ("function", "saved_inputs", "saves_result"),
-    [(F.silu, {0}, False), (torch.tanh, set(), True), (F.relu, set(), True), (torch.neg, set(), False)],
+    [
+        *((F.silu, {0}, False), (torch.tanh, set(), True), (F.relu, set(), True), (torch.neg, set(), False)),
+        (aten.neg.default, set(), False),
+    ],
 )
 def test_saved_values_of_pointwise_ops(function: Any, saved_inputs: set[int], saves_result: bool) -> None:
     facts = _facts(lambda build, x, _: build.call(function, x))
-    assert facts.kind is Kind.FUSED
-    assert facts.saved_inputs == saved_inputs
-    assert facts.saves_result is saves_result
-    assert facts.moved_bytes == 2 * SIZE
-    assert facts.flops == 0
-    assert facts.is_repeatable
+    assert facts == OpFacts(Kind.FUSED, frozenset(saved_inputs), saves_result, 0, 0, 2 * SIZE, is_repeatable=True)
 
 
 def test_weight_is_not_saved_if_the_input_needs_no_gradient() -> None:
@@ -102,13 +95,11 @@ def test_norm_is_fused_only_by_inductor() -> None:
 
 
 def test_attention_is_a_kernel() -> None:
-    facts = _facts(lambda build, x, _: build.call(F.scaled_dot_product_attention, *[_heads(build, x)] * 3))
-    assert facts.kind is Kind.HEAVY
-    assert facts.saves_result
+    def attention(build: GraphBuilder, x: fx.Node, _: fx.Node) -> fx.Node:
+        return build.call(F.scaled_dot_product_attention, *[build.call_method("view", x, 1, 2, ROWS, DIM // 2)] * 3)
 
-
-def _heads(build: GraphBuilder, x: fx.Node) -> fx.Node:
-    return build.call_method("view", x, 1, 2, ROWS, DIM // 2)
+    facts = _facts(attention)
+    assert (facts.kind, facts.saves_result) == (Kind.HEAVY, True)
 
 
 def _is_unknown(facts: OpFacts) -> bool:
@@ -130,10 +121,7 @@ def test_user_function_is_not_run() -> None:
 
 
 def test_a_collective_is_not_run() -> None:
-    def call(build: GraphBuilder, x: fx.Node, _: fx.Node) -> fx.Node:
-        return build.call(c10d.all_reduce.default, x, "sum", "0")
-
-    assert _is_unknown(_facts(call))
+    assert _is_unknown(_facts(lambda build, x, _: build.call(c10d.all_reduce.default, x, "sum", "0")))
 
 
 def test_op_on_a_tensor_subclass_is_not_run() -> None:
@@ -143,11 +131,6 @@ def test_op_on_a_tensor_subclass_is_not_run() -> None:
         return build.call_opaque(torch.neg, pair, value=build.value(x))
 
     assert _is_unknown(_facts(call))
-
-
-def test_an_aten_op_is_run() -> None:
-    facts = _facts(lambda build, x, _: build.call(aten.neg.default, x))
-    assert facts == OpFacts(Kind.FUSED, frozenset(), False, 0, 0, 2 * SIZE, is_repeatable=True)
 
 
 def test_dynamic_sizes_count_with_their_hints() -> None:

@@ -15,7 +15,7 @@ from compile_fsdp.passes.budget.step_memory import Step
 from compile_fsdp.passes.budget.timeline import Timeline
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision, fit_memory_budget
 from compile_fsdp.torch_compat.dynamo import recomputation
-from helpers.graphs.blocks import COSTS, DIM, RANKS, Forward
+from helpers.graphs.blocks import COSTS, DIM, RANKS, Forward, saved_ops
 from helpers.graphs.build import checkpoint
 
 Call = Callable[..., fx.Node]
@@ -52,10 +52,6 @@ def choices_of(body: Body, **options: Any) -> tuple[Step, list[Choice]]:
 def again(step: Step, choices: Sequence[Choice]) -> list[Any]:
     """Targets of the ops that may run again."""
     return [step.ops[choice.op].target for choice in choices if choice.op >= 0]
-
-
-def saved(step: Step) -> set[Any]:
-    return {step.ops[value.made_at].target for value in step.values if value.is_saved}
 
 
 def product(call: Call, x: fx.Node, w: fx.Node) -> fx.Node:
@@ -98,7 +94,7 @@ def _from_random(call: Call, x: fx.Node, w: fx.Node) -> fx.Node:
 @pytest.mark.parametrize(("body", "op"), [(_random, F.dropout), (_from_random, torch.mul)])
 def test_random_op_and_reader_of_an_unsaved_random_result_are_not_run_again(body: Body, op: Any) -> None:
     step, found = choices_of(body)
-    assert op in saved(step)
+    assert op in saved_ops(step)
     assert op not in again(step, found)
 
 
@@ -137,7 +133,7 @@ def test_op_that_needs_an_unsaved_value_of_another_module_is_not_run_again() -> 
     (cheap,) = forward.build.graph.find_nodes(op="call_function", target=torch.neg)
     forward.module(lambda call, x, w: call(F.linear, call(torch.mul, call(torch.cos, cheap), 2.0), w))
     step, found = forward.choices()
-    assert torch.mul in saved(step) and torch.neg not in saved(step)
+    assert torch.mul in saved_ops(step) and torch.neg not in saved_ops(step)
     assert torch.mul not in again(step, found)
 
 
@@ -195,7 +191,7 @@ def test_choices_are_named_by_op_and_module() -> None:
 
 def test_op_that_runs_again_takes_along_what_the_backward_does_not_have() -> None:
     step, _ = choices_of(between_products(torch.tanh))
-    assert saved(step) == {torch.tanh}
+    assert saved_ops(step) == {torch.tanh}
     assert [step.ops[at].target for at in sorted(ops_run_again(step, 1))] == [F.linear, torch.tanh]
 
 

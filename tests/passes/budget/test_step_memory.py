@@ -12,7 +12,7 @@ from torch import fx
 
 from compile_fsdp.passes.budget.step_memory import Group, Step, Value
 from compile_fsdp.torch_compat.dynamo import set_version_counter, tensor_version
-from helpers.graphs.blocks import DIM, ROWS, Forward
+from helpers.graphs.blocks import DIM, ROWS, Forward, saved_ops
 
 SIZE = ROWS * DIM * 4
 WEIGHT_BYTES = DIM * DIM * 4
@@ -37,10 +37,6 @@ def forward() -> _Forward:
 def _value(step: Step, node: fx.Node) -> Value:
     (value,) = step.made[step.ops.index(node)]
     return value
-
-
-def _saved(step: Step) -> set[Any]:
-    return {step.ops[value.made_at].target for value in step.values if value.is_saved}
 
 
 # Ops and their allocations.
@@ -155,7 +151,7 @@ def test_cheap_results_are_recomputed_from_a_saved_source(forward: _Forward) -> 
     product = forward.product()
     step = forward.step(forward.call(torch.cos, forward.call(torch.exp, forward.call(torch.sin, product))))
     # sin's backward needs the product. exp's and cos's need exp's result, which is computed from the product.
-    assert _saved(step) == {F.linear}
+    assert saved_ops(step) == {F.linear}
     assert sorted(_value(step, product).saved_by) == [1, 2, 3]
 
 
@@ -177,12 +173,12 @@ def test_value_that_cannot_be_recomputed_cheaply_is_saved(
     forward: _Forward, read_by_cos: Callable[[_Forward], fx.Node], saved: Callable[..., torch.Tensor] | None
 ) -> None:
     step = forward.step(forward.call(torch.cos, read_by_cos(forward)))
-    assert _saved(step) == {saved} - {None}
+    assert saved_ops(step) == {saved} - {None}
 
 
 def test_cheap_result_is_saved_if_a_separate_kernel_reads_it_in_the_backward(forward: _Forward) -> None:
     hidden = forward.call(torch.sin, forward.x)
-    assert _saved(forward.step(forward.call(F.linear, hidden, forward.weight))) == {torch.sin}
+    assert saved_ops(forward.step(forward.call(F.linear, hidden, forward.weight))) == {torch.sin}
 
 
 # Values that an op saves besides its inputs and results.
@@ -194,7 +190,7 @@ def test_statistics_of_a_norm_are_recomputed_if_the_norm_is_fused() -> None:
         product = forward.product()
         step = forward.step(forward.call(F.layer_norm, product, (DIM,)), fuses=fuses)
         assert step.internal == [0, internal]
-        assert _saved(step) == {F.linear}
+        assert saved_ops(step) == {F.linear}
 
 
 def test_the_mask_of_a_random_op_is_saved(forward: _Forward) -> None:

@@ -61,14 +61,9 @@ def _written(graph: fx.Graph, gradient: fx.Node) -> fx.Node:
     return _reduced(graph, gradient)
 
 
-@pytest.mark.parametrize("use", [_reduced, _cast_and_reduced, _in_columns])
-def test_gradient_of_a_block_that_is_only_copied_into_a_pack(use: _Use) -> None:
-    assert _may_be_the_gradient(use)
-
-
-@pytest.mark.parametrize("use", [_returned, _written])
-def test_gradient_that_is_returned_or_written_is_copied(use: _Use) -> None:
-    assert not _may_be_the_gradient(use)
+@pytest.mark.parametrize("use", [_reduced, _cast_and_reduced, _in_columns, _returned, _written])
+def test_gradient_of_a_block_is_copied_only_if_it_is_returned_or_written(use: _Use) -> None:
+    assert _may_be_the_gradient(use) == (use not in (_returned, _written))
 
 
 def test_gradient_of_a_single_op_is_copied() -> None:

@@ -17,8 +17,7 @@ from helpers.graphs.build import CHECKPOINT, GraphBuilder, Layer
 def _inputs_of(layer: Layer, node: fx.Node, *results: fx.Node) -> list[fx.Node]:
     """Run the pass on a graph with results, by default the node; return the inputs of the node."""
     graph = layer.build.output(*(results or [node]))
-    left = drop_input_aliases(graph)
-    assert len(graph.find_nodes(op="call_function", target=ALIAS)) == left
+    drop_input_aliases(graph)
     return node.all_input_nodes
 
 
@@ -46,15 +45,10 @@ def test_alias_of_a_tensor_with_a_hook_goes(layer: Layer, hook: Callable[..., ob
     assert _inputs_of(layer, result) == [layer.x]
 
 
-def test_alias_of_a_tensor_that_others_read_stays(layer: Layer) -> None:
-    alias = layer.build.call(ALIAS, layer.x)
-    result = layer.build.call(torch.mul, alias, alias)
-    assert _inputs_of(layer, result, layer.build.call(torch.add, layer.x, result)) == [alias]
-
-
-def test_alias_stays_if_others_read_its_tensor_by_another_name(layer: Layer) -> None:
-    cast = layer.build.call_method("to", layer.x, torch.float32)
-    alias = layer.build.call(ALIAS, cast)
+@pytest.mark.parametrize("is_cast", [False, True], ids=["", "by another name"])
+def test_alias_of_a_tensor_that_others_read_stays(layer: Layer, is_cast: bool) -> None:
+    tensor = layer.build.call_method("to", layer.x, torch.float32) if is_cast else layer.x
+    alias = layer.build.call(ALIAS, tensor)
     result = layer.build.call(torch.mul, alias, alias)
     assert _inputs_of(layer, result, layer.build.call(torch.add, layer.x, result)) == [alias]
 
@@ -69,7 +63,7 @@ def test_alias_with_a_hook_stays(layer: Layer) -> None:
 def test_alias_that_is_returned_stays(layer: Layer) -> None:
     alias = layer.build.call(ALIAS, layer.x)
     graph = layer.build.output(alias)
-    assert drop_input_aliases(graph) == 1
+    drop_input_aliases(graph)
     assert graph.output_node().all_input_nodes == [alias]
 
 
@@ -95,5 +89,5 @@ def test_aliases_in_a_checkpoint_go_if_they_are_not_of_its_inputs(layer: Layer) 
     attribute = build.subgraph("body", body.output_module(result))
     called = build.call_opaque(CHECKPOINT, attribute, layer.x, layer.value, value=(build.value(layer.x),))
     build.output(build.call(operator.getitem, called, 0))
-    assert drop_input_aliases(called.graph) == 1
+    drop_input_aliases(called.graph)
     assert result.all_input_nodes == [own, other]

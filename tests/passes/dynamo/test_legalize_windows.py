@@ -36,6 +36,13 @@ def calls(graph: fx.Graph) -> str:
     return " ".join(line.split(" = ")[-1].partition("(")[0] for line in lines)
 
 
+def moved(graph: fx.Graph) -> tuple[int, int, str]:
+    """Run the pass, which leaves nothing unmoved; return the nodes sunk, the frees delayed, and the calls in order."""
+    report = legalized(graph)
+    assert report.unmoved == ()
+    return report.nodes_sunk, report.frees_delayed, calls(graph)
+
+
 def test_recomputed_reads_sink_behind_the_fill(layer: Layer) -> None:
     build = layer.build
     transposed = build.call_method("t", layer.weight)
@@ -45,9 +52,7 @@ def test_recomputed_reads_sink_behind_the_fill(layer: Layer) -> None:
     layer.fill(other)
     result = build.call(operator.add, activation, layer.read())
     layer.free()
-    graph = build.output(result)
-    assert legalized(graph) == LegalizeReport(nodes_sunk=3, frees_delayed=0, unmoved=())
-    assert calls(graph) == "neg resize copy_ .t matmul relu matmul add resize"
+    assert moved(build.output(result)) == (3, 0, "neg resize copy_ .t matmul relu matmul add resize")
 
 
 def test_free_is_delayed_behind_the_last_read(layer: Layer) -> None:
@@ -56,9 +61,8 @@ def test_free_is_delayed_behind_the_last_read(layer: Layer) -> None:
     transposed = build.call_method("t", layer.weight)
     layer.free()
     result = build.call(torch.relu, build.call(torch.matmul, layer.x, transposed))
-    graph = build.output(result, transposed)  # the output reads no data
-    assert legalized(graph) == LegalizeReport(nodes_sunk=0, frees_delayed=1, unmoved=())
-    assert calls(graph) == "resize copy_ .t matmul resize relu"
+    # The output reads no data.
+    assert moved(build.output(result, transposed)) == (0, 1, "resize copy_ .t matmul resize relu")
 
 
 def test_read_of_two_parameters_keeps_both_filled(layer: Layer) -> None:
@@ -69,9 +73,7 @@ def test_read_of_two_parameters_keeps_both_filled(layer: Layer) -> None:
     layer.free()
     build.fill(late, layer.x)
     build.free(late)
-    graph = build.output(both)
-    assert legalized(graph) == LegalizeReport(nodes_sunk=1, frees_delayed=1, unmoved=())
-    assert calls(graph) == "resize copy_ resize copy_ matmul resize resize"
+    assert moved(build.output(both)) == (1, 1, "resize copy_ resize copy_ matmul resize resize")
 
 
 def test_read_takes_along_the_copy_into_another_tensor_that_it_reads(layer: Layer) -> None:
@@ -79,9 +81,7 @@ def test_read_takes_along_the_copy_into_another_tensor_that_it_reads(layer: Laye
     product = layer.build.call(torch.matmul, layer.weight, other)
     layer.build.copy(other, layer.value)
     layer.fill()
-    graph = layer.build.output(product)
-    assert legalized(graph).nodes_sunk == 2
-    assert calls(graph) == "resize copy_ matmul copy_"
+    assert moved(layer.build.output(product)) == (2, 0, "resize copy_ matmul copy_")
 
 
 def test_reads_sink_behind_the_copies_and_version_counters_of_several_fills(layer: Layer) -> None:
@@ -94,9 +94,8 @@ def test_reads_sink_behind_the_copies_and_version_counters_of_several_fills(laye
     build.graph.call_function(torch.ops.fsdp.copy_, (layer.weight, layer.value))
     build.copy(late, layer.x)
     build.call_opaque(set_version_counter, (layer.weight, late), (version, 0))
-    graph = build.output(early)
-    assert legalized(graph) == LegalizeReport(nodes_sunk=1, frees_delayed=0, unmoved=())
-    assert calls(graph) == "resize resize _tensor_version copy_ copy_ _unsafe_set_version_counter matmul"
+    fills = "resize resize _tensor_version copy_ copy_ _unsafe_set_version_counter"
+    assert moved(build.output(early)) == (1, 0, f"{fills} matmul")
 
 
 def test_writes_keep_their_order_with_reads_that_sink(layer: Layer) -> None:
@@ -104,9 +103,7 @@ def test_writes_keep_their_order_with_reads_that_sink(layer: Layer) -> None:
     early = layer.read()
     doubled = build.call_method("mul_", layer.x, 2)
     layer.fill()
-    graph = build.output(early, build.call(torch.neg, doubled))
-    assert legalized(graph).nodes_sunk == 2
-    assert calls(graph) == "resize copy_ matmul .mul_ neg"
+    assert moved(build.output(early, build.call(torch.neg, doubled))) == (2, 0, "resize copy_ matmul .mul_ neg")
 
 
 def test_reads_keep_their_order_with_writes_that_sink(layer: Layer) -> None:
@@ -114,9 +111,7 @@ def test_reads_keep_their_order_with_writes_that_sink(layer: Layer) -> None:
     build.call_method("mul_", layer.x, layer.read())
     late = build.call(torch.neg, layer.x)
     layer.fill()
-    graph = build.output(late)
-    assert legalized(graph).nodes_sunk == 3
-    assert calls(graph) == "resize copy_ matmul .mul_ neg"
+    assert moved(build.output(late)) == (3, 0, "resize copy_ matmul .mul_ neg")
 
 
 def test_write_of_a_parameter_that_arrives_filled_keeps_its_order_with_reads_that_sink(layer: Layer) -> None:
@@ -126,9 +121,7 @@ def test_write_of_a_parameter_that_arrives_filled_keeps_its_order_with_reads_tha
     build.call_method("add_", other, 1)
     layer.fill()
     build.free(other)
-    graph = build.output(early)
-    assert legalized(graph) == LegalizeReport(nodes_sunk=2, frees_delayed=0, unmoved=())
-    assert calls(graph) == "resize copy_ matmul .add_ resize"
+    assert moved(build.output(early)) == (2, 0, "resize copy_ matmul .add_ resize")
 
 
 def test_copy_into_another_tensor_sinks_like_any_write(layer: Layer) -> None:
@@ -137,14 +130,14 @@ def test_copy_into_another_tensor_sinks_like_any_write(layer: Layer) -> None:
     build.copy(buffer, layer.read())
     late = build.call(torch.relu, buffer)
     layer.fill()
-    assert legalized(build.output(late)) == LegalizeReport(nodes_sunk=3, frees_delayed=0, unmoved=())
+    assert moved(build.output(late)) == (3, 0, "neg resize copy_ matmul copy_ relu")
 
 
 def test_random_op_stays_where_only_other_ops_sink(layer: Layer) -> None:
     early = layer.read()
     noise = layer.build.call(torch.rand_like, layer.x)
     layer.fill()
-    assert legalized(layer.build.output(early, noise)).nodes_sunk == 1
+    assert moved(layer.build.output(early, noise)) == (1, 0, "rand_like resize copy_ matmul")
 
 
 def test_random_ops_keep_their_order(layer: Layer) -> None:
@@ -152,9 +145,7 @@ def test_random_ops_keep_their_order(layer: Layer) -> None:
     early = build.call(torch.dropout, layer.read(), 0.5, True)
     other = build.call(torch.rand_like, layer.x)
     layer.fill()
-    graph = build.output(early, other)
-    assert legalized(graph).nodes_sunk == 3
-    assert calls(graph) == "resize copy_ matmul dropout rand_like"
+    assert moved(build.output(early, other)) == (3, 0, "resize copy_ matmul dropout rand_like")
 
 
 def test_fills_with_keyword_arguments_are_found(layer: Layer) -> None:
@@ -319,8 +310,8 @@ def test_item_of_an_input_is_a_parameter(is_early: bool) -> None:
     late = build.call(torch.neg, weight)
     build.free(weight)
     # Another item, taken after the free, is no read of the parameter.
-    graph = build.output(early, late, build.call(operator.getitem, inputs, 1))
-    assert legalized(graph) == LegalizeReport(nodes_sunk=int(is_early), frees_delayed=0, unmoved=())
+    sunk, delayed, _ = moved(build.output(early, late, build.call(operator.getitem, inputs, 1)))
+    assert (sunk, delayed) == (int(is_early), 0)
 
 
 def test_copy_into_an_intermediate_is_no_fill(layer: Layer) -> None:

@@ -67,14 +67,15 @@ def test_parts_compute_the_results_of_the_whole(
         assert first >= 3 * second
 
 
-def test_second_part_takes_what_it_reads_and_repeats_views(build: GraphBuilder) -> None:
-    size = build.size("size")
+def test_second_part_takes_what_it_reads_and_repeats_views_and_sizes(build: GraphBuilder) -> None:
+    size, rows = build.size("size"), build.size("rows")
+    twice = build.call(operator.mul, rows, 2)
     names = ("grad_y", "x", "h", "w", "unread")
     grad_y, x, h, w, unread = (build.input(name, (4, 4)) for name in names)
     turned = build.call(aten.permute.default, h, [1, 0])
     g = build.call(aten.relu.default, grad_y)
     grad_v = build.call(aten.mm.default, turned, build.call(aten.cat.default, [g, g, g], 1))
-    grad_w = build.call(aten.mm.default, build.call(aten.add.Tensor, x, turned), g)
+    grad_w = build.call(aten.mm.default, build.call(aten.add.Tensor, build.call(aten.mul.Scalar, x, twice), turned), g)
     grad_x = build.call(aten.mm.default, g, w)
     results = [grad_x, grad_v, grad_w]
     first, second = cut_backward(build.output(*results), results, [grad_v, grad_w])
@@ -82,25 +83,30 @@ def test_second_part_takes_what_it_reads_and_repeats_views(build: GraphBuilder) 
     assert size in first.inputs
     assert_expected_inline(render(first.graph), """\
 size: u0
+rows: u1
 grad_y: f32[4, 4]
 h: f32[4, 4]
-%0: f32[4, 4] = permute(h, [1, 0])
-%1: f32[4, 4] = relu(grad_y)
-%2: f32[4, 12] = cat([%1, %1, %1], 1)
-%3: f32[4, 12] = mm(%0, %2)
-return (%3, %1)
+%0: 2*u1 = mul(rows, 2)
+%1: f32[4, 4] = permute(h, [1, 0])
+%2: f32[4, 4] = relu(grad_y)
+%3: f32[4, 12] = cat([%2, %2, %2], 1)
+%4: f32[4, 12] = mm(%1, %3)
+return (%4, %2)
 """)
     assert_expected_inline(render(second.graph), """\
 size: u0
+rows: u1
 x: f32[4, 4]
 h: f32[4, 4]
 w: f32[4, 4]
 relu_default: f32[4, 4]
-%0: f32[4, 4] = permute(h, [1, 0])
-%1: f32[4, 4] = add(x, %0)
-%2: f32[4, 4] = mm(%1, relu_default)
-%3: f32[4, 4] = mm(relu_default, w)
-return (%3, %2)
+%0: 2*u1 = mul(rows, 2)
+%1: f32[4, 4] = permute(h, [1, 0])
+%2: f32[4, 4] = mul(x, %0)
+%3: f32[4, 4] = add(%2, %1)
+%4: f32[4, 4] = mm(%3, relu_default)
+%5: f32[4, 4] = mm(relu_default, w)
+return (%5, %4)
 """)
 
 

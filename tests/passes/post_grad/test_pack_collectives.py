@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import pytest
 import torch
@@ -53,10 +54,7 @@ def test_large_parameter_is_gathered_alone() -> None:
     graph = gather_graph([2, 16, 3])
     # 16 elements are copied into the pack, and 32 out of it.
     report = pack_gathers(graph, costs=above(47))
-    assert_expected_inline(render(graph), """\
-shard0: f32[2]
-shard1: f32[16]
-shard2: f32[3]
+    assert_expected_inline(render_calls(graph), """\
 %0: f32[5] = cat([shard0, shard2], 0)
 %1: f32[10] = all_gather_into_tensor(%0, 2, 'dp')
 %2: f32[10] = wait_tensor(%1)
@@ -174,21 +172,17 @@ def test_groups_that_stay_unsharded_are_gathered_in_one_pack(dtype: torch.dtype)
     assert node.args[0].meta["val"].shape == (9,)
 
 
-def test_pack_of_several_groups_is_copied_by_custom_ops() -> None:
-    graph = _kept_layers()
-    pack_gathers(graph, merge=Merge.ALL, costs=above(1000))
-    for op in (ops.cat, ops.split_with_sizes_copy):
-        assert len(graph.find_nodes(op="call_function", target=op)) == 1
-    graph = _two_reductions()
-    pack_reductions(graph, merge=Merge.ALL, costs=above(1000))
-    assert len(graph.find_nodes(op="call_function", target=ops.cat)) == 1
-
-
 @pytest.mark.parametrize("pack", [9, 1000])
-def test_packs_are_copied_by_ops_that_need_no_compiling(pack: int) -> None:
-    gathers, reductions = gather_graph([2, 3, 4, 5, 6]), reduce_graph([2, 3, 4, 5, 6])
-    pack_gathers(gathers, costs=above(1000, pack=pack))
-    pack_reductions(reductions, costs=above(1000, pack=pack))
+@pytest.mark.parametrize("groups", ["one", "several"])
+def test_packs_are_copied_by_ops_that_need_no_compiling(groups: str, pack: int) -> None:
+    numels = [2, 3, 4, 5, 6]
+    if groups == "one":
+        gathers, reductions = gather_graph(numels), reduce_graph(numels)
+    else:
+        gathers, reductions = _kept_layers(), _two_reductions()
+    merge = Merge.NONE if groups == "one" else Merge.ALL
+    pack_gathers(gathers, merge=merge, costs=above(1000, pack))
+    pack_reductions(reductions, merge=merge, costs=above(1000, pack))
     for graph in (gathers, reductions):
         assert len(graph.find_nodes(op="call_function", target=ops.cat)) == 1
         assert len(graph.find_nodes(op="call_function", target=ops.split_with_sizes_copy)) == 1
@@ -196,27 +190,26 @@ def test_packs_are_copied_by_ops_that_need_no_compiling(pack: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("free", "merge", "pack"),
-    [(True, Merge.ALL, 1e9), (False, Merge.NONE, 1e9), (False, Merge.ALL, 5 / 4), (False, Merge.SMALL, 17)],
+    ("layers", "merge", "costs", "left"),
+    [
+        pytest.param({"free": True}, Merge.ALL, above(1000), 2, id="freed"),
+        pytest.param({}, Merge.NONE, above(1000), 2, id="unmerged"),
+        pytest.param({}, Merge.ALL, above(1000, 5 / 4), 2, id="too large"),
+        pytest.param({}, Merge.SMALL, above(1000, 17), 2, id="not small"),
+        pytest.param({}, Merge.ALL, above(1000, 5), 1, id="merged, above the usual pack size"),
+        pytest.param({"free": True}, Merge.SMALL, above(1000, 18), 1, id="small, though freed"),
+        pytest.param({"free": True, "dtype": torch.bfloat16}, Merge.SMALL, above(1000, 18), 1, id="small, in bfloat16"),
+        pytest.param({"free": True}, Merge.SMALL, None, 1, id="small, by the built-in costs"),
+    ],
 )
-def test_packs_are_not_joined_if_freed_unmerged_or_too_large(free: bool, merge: Merge, pack: float) -> None:
-    graph = _kept_layers(free)
-    pack_gathers(graph, merge=merge, costs=above(1000, pack))
-    graph.lint()
-    assert len(graph.find_nodes(op="call_function", target=GATHER)) == 2
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_small_groups_are_gathered_together_though_freed(dtype: torch.dtype) -> None:
-    graph = _kept_layers(free=True, dtype=dtype)
+def test_packs_are_joined_unless_freed_unmerged_or_too_large(
+    layers: dict[str, Any], merge: Merge, costs: Costs | None, left: int
+) -> None:
+    graph = _kept_layers(**layers)
     with same_results(graph):
-        report = pack_gathers(graph, merge=Merge.SMALL, costs=above(1000, 18))
-    assert dict(report.counts)["now"] == 1
-
-
-def test_small_groups_share_a_pack_by_the_built_in_costs() -> None:
-    graph = _kept_layers(free=True)
-    assert dict(pack_gathers(graph, merge=Merge.SMALL).counts)["now"] == 1
+        report = pack_gathers(graph, merge=merge, costs=costs)
+    assert len(graph.find_nodes(op="call_function", target=GATHER)) == left
+    assert left == 2 or dict(report.counts)["now"] == 1
 
 
 def test_small_groups_that_are_gathered_from_activations_stay_apart(build: GraphBuilder) -> None:
@@ -224,12 +217,6 @@ def test_small_groups_that_are_gathered_from_activations_stay_apart(build: Graph
     graph = build.output(*gather(build, sent[:2], 2), *gather(build, sent[2:], 2))
     pack_gathers(graph, merge=Merge.SMALL, costs=above(1000))
     assert len(graph.find_nodes(op="call_function", target=GATHER)) == 2
-
-
-def test_merged_packs_may_exceed_the_usual_pack_size() -> None:
-    graph = _kept_layers()
-    pack_gathers(graph, merge=Merge.ALL, costs=above(1000, 5))
-    assert len(graph.find_nodes(op="call_function", target=GATHER)) == 1
 
 
 def _two_reductions(op: str = "avg") -> fx.Graph:
@@ -262,10 +249,7 @@ def test_neighbouring_reductions_are_joined_if_their_reduce_ops_match() -> None:
 def test_casts_are_part_of_the_copy_into_a_pack() -> None:
     graph = gather_graph([2, 16, 3], cast=torch.bfloat16)
     pack_gathers(graph, costs=above(20))
-    assert_expected_inline(render(graph), """\
-shard0: f32[2]
-shard1: f32[16]
-shard2: f32[3]
+    assert_expected_inline(render_calls(graph), """\
 %0: bf16[16] = convert_element_type(shard1, torch.bfloat16)
 %1: bf16[5] = cat([shard0, shard2], 0, torch.bfloat16)
 %2: bf16[10] = all_gather_into_tensor(%1, 2, 'dp')
@@ -284,9 +268,7 @@ return (%11, %12, %13)
 """)
     graph = reduce_graph([2, 3], cast=torch.bfloat16)
     pack_reductions(graph, costs=above(20))
-    assert_expected_inline(render(graph), """\
-g0: f32[2, 2]
-g1: f32[2, 3]
+    assert_expected_inline(render_calls(graph), """\
 %0: f32[2, 2] = neg(g0)
 %1: f32[2, 3] = neg(g1)
 %2: f32[2, 2] = reshape(%0, [2, -1])

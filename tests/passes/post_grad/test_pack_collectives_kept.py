@@ -73,15 +73,13 @@ def test_cast_that_two_packs_share_is_erased_once(build: GraphBuilder) -> None:
     assert not set(casts) & set(graph.nodes)
 
 
-def test_costs_of_the_device_are_used_unless_given() -> None:
-    build = GraphBuilder()
-    graph = build.output(*reduce(build, [build.input(name, (2, 2)) for name in "ab"], 2))
-    pack_reductions(graph)
-    assert launched(graph, REDUCE) == 1
-    build = GraphBuilder()
-    graph = build.output(*gather(build, [build.input(name, (2,)) for name in "ab"], 2))
+def test_costs_of_the_device_are_used_unless_given(build: GraphBuilder) -> None:
+    shards = [build.input(name, (2,)) for name in "ab"]
+    gradients = [build.input(name, (2, 2)) for name in "cd"]
+    graph = build.output(*gather(build, shards, 2), *reduce(build, gradients, 2))
     pack_gathers(graph)
-    assert launched(graph, GATHER) == 1
+    pack_reductions(graph)
+    assert (launched(graph, GATHER), launched(graph, REDUCE)) == (1, 1)
 
 
 def test_unread_gradient_is_packed(build: GraphBuilder) -> None:
@@ -117,43 +115,34 @@ class Groups:
             self.build.fill(weight, value)
         return values
 
-    def merged(self) -> fx.Graph:
+    def gathers(self) -> int:
+        """Number of gathers after packing."""
         graph = self.build.output(self.build.call(aten.neg.default, self.weights[1][1]))
         inputs = [node.name for node in graph.find_nodes(op="placeholder")]
         pack_gathers(graph, merge=True, costs=TOGETHER)
         graph.lint()
         assert [node.name for node in graph.find_nodes(op="placeholder")] == inputs
-        return graph
+        return launched(graph, GATHER)
 
 
 def test_three_groups_that_stay_unsharded_are_gathered_together() -> None:
     groups = Groups(3)
     for group in range(3):
         groups.fill(group)
-    assert launched(groups.merged(), GATHER) == 1
+    assert groups.gathers() == 1
 
 
-@pytest.mark.parametrize("freed", [0, 1])
-def test_group_that_is_freed_is_gathered_by_itself(freed: int) -> None:
+@pytest.mark.parametrize("case", ["first freed", "second freed", "value read directly", "values computed by the graph"])
+def test_group_is_gathered_by_itself(case: str) -> None:
     groups = Groups()
-    groups.fill(0)
-    groups.fill(1)
-    groups.build.free(groups.weights[freed][0])
-    assert launched(groups.merged(), GATHER) == 2
-
-
-def test_group_whose_value_is_read_directly_is_gathered_by_itself() -> None:
-    groups = Groups()
-    groups.fill(0)
-    values = groups.fill(1)
-    groups.build.call(aten.neg.default, values[0])
-    assert launched(groups.merged(), GATHER) == 2
-
-
-def test_values_that_the_graph_computes_are_gathered_separately() -> None:
-    groups = Groups()
-    groups.fill(0)
     call = groups.build.call
-    computed = [call(aten.neg.default, call(aten.relu.default, each)) for each in groups.shards[1]]
-    groups.fill(1, computed)
-    assert launched(groups.merged(), GATHER) == 2
+    groups.fill(0)
+    if case == "values computed by the graph":
+        groups.fill(1, [call(aten.neg.default, call(aten.relu.default, each)) for each in groups.shards[1]])
+    else:
+        values = groups.fill(1)
+        if case == "value read directly":
+            call(aten.neg.default, values[0])
+        else:
+            groups.build.free(groups.weights[case == "second freed"][0])
+    assert groups.gathers() == 2

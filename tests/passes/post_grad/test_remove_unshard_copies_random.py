@@ -156,10 +156,6 @@ def outcome(
     return results + [inputs[name] for name in defined], storage_sizes(inputs)
 
 
-def assert_same(before: list[torch.Tensor], after: list[torch.Tensor]) -> None:
-    torch.testing.assert_close(before, after, rtol=0, atol=0)
-
-
 def check_sequence(arrives_filled: list[bool], given_actions: Actions) -> None:
     graph, defined = random_graph(arrives_filled, given_actions)
     before = outcome(graph, arrives_filled, defined)
@@ -167,7 +163,7 @@ def check_sequence(arrives_filled: list[bool], given_actions: Actions) -> None:
     graph.lint()
     after = outcome(graph, arrives_filled, defined)
     assert before[1] == after[1]
-    assert_same(before[0], after[0])
+    torch.testing.assert_close(before[0], after[0], rtol=0, atol=0)
     text = render(graph)
     again = remove_unshard_copies(graph)
     assert (again.windows_removed, render(graph)) == (0, text)
@@ -192,4 +188,4 @@ def test_every_legal_window_is_removed(windows: list[tuple[int, int]]) -> None:
     before = outcome(graph, arrives_filled, defined)
     report = remove_unshard_copies(graph)
     assert (report.windows_removed, report.kept) == (len(windows), ())
-    assert_same(before[0], outcome(graph, arrives_filled, defined)[0])
+    torch.testing.assert_close(before[0], outcome(graph, arrives_filled, defined)[0], rtol=0, atol=0)

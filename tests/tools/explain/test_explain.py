@@ -46,7 +46,7 @@ def _fresh() -> None:
 
 
 def test_graph_break_has_the_users_line() -> None:
-    logger = graph_break_logger()
+    logger = graph_break_logger
     before = logger.level, logger.propagate, list(logger.handlers)
     report = compile_fsdp.explain(Breaking(), torch.randn(4, 4), world_size=4, options=EAGERLY)
     assert [(found.place.filename, found.place.line) for found in report.breaks] == [(__file__, _break_line())]
