@@ -19,7 +19,15 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter, contains, is_
-from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MappingProxyType,
+    MethodDescriptorType,
+    MethodType,
+    ModuleType,
+    WrapperDescriptorType,
+)
 from typing import Any, NamedTuple
 
 import torch
@@ -98,6 +106,14 @@ _LOOKS[_PLACE] = lambda value, _: describe_place(value) if isinstance(value, _ME
 _CONTEXTS = "CONTEXTS"
 _LOOKS[_CONTEXTS] = lambda value, _: hash_words(function_text(value))[:16]
 
+# Methods of C that a module or dict holds, such as `torch.Tensor.tanh`, which Dynamo calls without a guard.
+_C_METHODS = "C_METHODS"
+_LOOKS[_C_METHODS] = lambda value, _: [
+    (describe(name), describe(each))
+    for name, each in (value if isinstance(value, dict) else _variables(value)).items()
+    if isinstance(each, (MethodDescriptorType, WrapperDescriptorType))
+]
+
 # Kinds of guards with an argument.
 _ASKS_FOR = {"DICT_CONTAINS", "DICT_NOT_CONTAINS", "HASATTR", "NOT_PRESENT_IN_GENERIC_DICT"}
 
@@ -142,6 +158,9 @@ class Conditions:
             self.conditions.append(Condition(kind, position, argument, _LOOKS[kind](values[position], argument)))
             if isinstance(values[position], _MESHES) and not self._is_of_hooks(position):
                 self.conditions.append(Condition(_PLACE, position, None, describe_place(values[position])))
+        for position, value in enumerate(values):
+            if isinstance(value, (torch.nn.Module, dict)) and (found := _LOOKS[_C_METHODS](value, None)):
+                self.conditions.append(Condition(_C_METHODS, position, None, found))
         for made in contexts:
             places = [position for position, value in enumerate(values) if value is made]
             if not places or function_text(made) is None:

@@ -131,6 +131,26 @@ def test_results_that_are_assumed_constant_are_in_no_bundle(rank: int, tmp_path:
     assert not list(tmp_path.iterdir())
 
 
+class _CallsMethod(Block):
+    """Calls a method of C that the module, or a dict in it, holds."""
+
+    def __init__(self, width: int, method: Any, is_in_dict: bool) -> None:
+        super().__init__(width)
+        self.held = {"method": method} if is_in_dict else method
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        method = self.held["method"] if isinstance(self.held, dict) else self.held
+        return method(super().forward(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("is_in_dict", [False, True])
+@on_ranks(1)
+def test_method_of_c_is_a_condition(rank: int, tmp_path: Path, is_in_dict: bool) -> None:
+    bundle.own_folder = lambda: tmp_path
+    for method in (torch.Tensor.tanh, torch.Tensor.exp):
+        assert trains_as_without(None, partial(_CallsMethod, method=method, is_in_dict=is_in_dict))
+
+
 class _MakesTensor(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * torch.tensor([1.0, 2.0, 3.0, 4.0])
