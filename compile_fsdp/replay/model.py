@@ -152,6 +152,8 @@ class ModelReplay:
     def _writes(self) -> bool:
         if self._path is None:
             return False
+        if bundle.kept_folder() is not None:
+            return True  # the only process
         rank = dist.get_rank()
         if self.options.bundle:  # the first ranks of a job have its first machine's devices
             return rank == (self._device_index or 0)

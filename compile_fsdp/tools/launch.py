@@ -234,14 +234,17 @@ def use_device() -> torch.device:
 
 @contextlib.contextmanager
 def fake_world(size: int, rank: int = 0) -> Iterator[None]:
-    """Make this process a rank whose collectives do nothing, for graphs instead of values.
+    """Make this process a rank of the first machine whose collectives do nothing, for graphs instead of values.
 
     The block has a fake process group and torchrun's variables, except MASTER_PORT, so that no second process group
     waits for missing ranks. A checkpoint that is saved in it has only the shards of this rank.
     """
     if size < 1:
         raise ScriptError(f"expected --world to be at least 1, got {size}")
-    ours = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": "1"}
+    if not 0 <= rank < size:
+        raise ScriptError(f"expected --rank to be at least 0 and less than {size}, got {rank}")
+    ours = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": rank + 1}
+    ours = {name: str(value) for name, value in ours.items()}
     ours["MASTER_ADDR"] = "127.0.0.1"  # libraries read it
     before = {name: os.environ[name] for name in ours if name in os.environ}
     os.environ.update(ours)

@@ -23,6 +23,9 @@ cache folder, or where the option `bundle` says. The script's own writes do not 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world", type=int, required=True, metavar="N", help="ranks of the job")
+    parser.add_argument(
+        "--rank", type=int, default=0, metavar="R", help="rank and GPU of the process (default 0); each GPU has bundles"
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder that gets the bundles")
     add_script(parser)
 
@@ -30,7 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     if dist.is_torchelastic_launched():
         raise ScriptError("expected one process, got ranks that torchrun has started; run the command without it")
-    with fake_world(args.world), protected_files("precompile", args.script) as files:
+    with fake_world(args.world, args.rank), protected_files("precompile", args.script) as files:
         with bundle.kept_in(args.out.absolute()) as outcomes, ended_after(args.steps):
             run_reported(args.script, args.args)
         files.keep(outcomes)

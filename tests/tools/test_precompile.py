@@ -18,6 +18,7 @@ from helpers.ranks.pools import run_ranks
 from helpers.releases.skip import skip_before
 
 _SCRIPT = """
+import os
 import sys
 
 import torch
@@ -25,6 +26,7 @@ import torch.distributed as dist
 
 from test_precompile import build
 
+print("rank", *(os.environ[name] for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")))
 if not dist.is_initialized():
     dist.init_process_group("gloo")
 options = {"bundle": sys.argv[1] or False} if len(sys.argv) > 1 else {}
@@ -65,15 +67,17 @@ def _train(rank: int, folder: str, asked: str | bool | None) -> tuple[tuple[int,
     return replays, counters["unique_graphs"] - before, [each.full_tensor().detach() for each in parameters]
 
 
-@pytest.mark.parametrize("asked", ["step.bundle", None])
-def test_ranks_replay_a_precompiled_bundle(script: Path, capsys: pytest.CaptureFixture[str], asked: str | None) -> None:
+@pytest.mark.parametrize(("asked", "rank"), [("step.bundle", 0), (None, 1)])
+def test_ranks_replay_a_precompiled_bundle(
+    script: Path, capsys: pytest.CaptureFixture[str], asked: str | None, rank: int
+) -> None:
     folder = script.parent / "made" / "today"
     arguments = [f"elsewhere/{asked}"] if asked else []
-    command = ["precompile", "--world", "2", "--out", str(folder), str(script), *arguments]
+    command = ["precompile", "--world", "2", "--rank", str(rank), "--out", str(folder), str(script), *arguments]
     assert main(command) == 0
     (path,) = folder.iterdir()
     assert asked in (None, path.name)
-    assert capsys.readouterr().out.splitlines()[-1] == f"wrote {path}"
+    assert capsys.readouterr().out.splitlines() == [f"rank {rank} {rank} {rank + 1}", f"wrote {path}"]
     content = path.read_bytes()
     plain = run_ranks(2, _train, "", False)
     for (replays, graphs, parameters), (_, traced, expected) in zip(

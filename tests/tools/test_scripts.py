@@ -17,8 +17,16 @@ from compile_fsdp.tools.scripts import run_script
 INIT = dist.init_process_group
 
 
-def test_world_size_must_be_positive() -> None:
-    with pytest.raises(ScriptError, match="expected --world to be at least 1, got 0"), fake_world(0):
+@pytest.mark.parametrize(
+    ("size", "rank", "expected"),
+    [
+        (0, 0, "expected --world to be at least 1, got 0"),
+        (2, 2, "expected --rank to be at least 0 and less than 2, got 2"),
+        (2, -1, "got -1"),
+    ],
+)
+def test_world_size_and_rank_must_fit(size: int, rank: int, expected: str) -> None:
+    with pytest.raises(ScriptError, match=expected), fake_world(size, rank):
         pass
 
 
