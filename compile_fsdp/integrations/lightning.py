@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from compile_fsdp.errors import MissingExtraError
 from compile_fsdp.integrations.sharded import CompilesSharded
 
@@ -25,5 +27,7 @@ class CompileFSDP(CompilesSharded, Callback):
     # Validation, test and prediction may run without a fit before them.
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         self.reshard(pl_module)
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end

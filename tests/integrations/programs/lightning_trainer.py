@@ -77,7 +77,7 @@ def fit(
         "enable_model_summary": False,
         "num_sanity_val_steps": 0,
         "use_distributed_sampler": False,  # that sampler shuffles
-        "limit_val_batches": 1 if validate else 0,
+        "limit_val_batches": 2 if validate else 0,
     } | settings)
     batches = torch.randn(rows, 8, generator=torch.Generator().manual_seed(int(os.environ["RANK"])))
     module = Module()
