@@ -243,8 +243,7 @@ def fake_world(size: int, rank: int = 0) -> Iterator[None]:
         raise ScriptError(f"expected --world to be at least 1, got {size}")
     if not 0 <= rank < size:
         raise ScriptError(f"expected --rank to be at least 0 and less than {size}, got {rank}")
-    ours = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": rank + 1}
-    ours = {name: str(value) for name, value in ours.items()}
+    ours = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(rank + 1)}
     ours["MASTER_ADDR"] = "127.0.0.1"  # libraries read it
     before = {name: os.environ[name] for name in ours if name in os.environ}
     os.environ.update(ours)
