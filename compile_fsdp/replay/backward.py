@@ -112,8 +112,8 @@ class BackwardFrame:
             return False
         undefined = [tensors.get(place) for place in signature.undefined]
         expect_no_gradient(undefined)  # before the check, because it compares the number of expected gradients
-        # Check the first forward's object, because each forward has a new object with equal hooks.
-        known = hooks if self._hooks is None else self._hooks
+        # Check an earlier forward's object with equal hooks, because each forward has a new one.
+        known = self._hooks if self._hooks is not None and _are_equal(hooks, self._hooks) else hooks
         if not self.frame.fits({"inputs": _not_saved(signature.places, tensors), "state": known}):
             expect_gradients_again(undefined)
             return False
@@ -171,6 +171,20 @@ class BackwardRecord:
 
     def end_backward(self) -> None:
         self._finish(self)
+
+
+def _are_equal(hooks: Any, known: Any) -> bool:
+    """Return whether two of Dynamo's objects have the same hooks, on the same objects."""
+    pairs = zip(vars(hooks).items(), vars(known).items(), strict=True)
+    return len(vars(hooks)) == len(vars(known)) and all(
+        name == other and _parts(hook) == _parts(old) for (name, hook), (other, old) in pairs
+    )
+
+
+def _parts(hook: Any) -> object:
+    if not isinstance(hook, partial):
+        return hook  # methods of one object are equal
+    return hook.func, [*map(id, hook.args)], {name: id(value) for name, value in hook.keywords.items()}
 
 
 def _not_saved(places: Sequence[Place], tensors: Tensors) -> dict[int, torch.Tensor]:

@@ -289,6 +289,8 @@ class Watch:
         self._contents = _contents([c for c in conditions.conditions if c.position not in self.others], values)
         for i in self.others:
             values[i] = None  # do not keep the object alive
+        # By id, positions of the fixed objects, of which no input may become one. See [Note: Two paths to one object].
+        self._fixed = {id(values[i]): i for i in reversed(fixed)}
         self._pairs = [pair for pair in conditions.pairs if self.others.intersection(pair)]
         self._in_order = sorted(self.others)
         self._of_others = [c for c in conditions.conditions if c.position in self.others]
@@ -307,7 +309,13 @@ class Watch:
             return False
 
     def _others_hold(self, scope: Scope) -> bool:
-        values = self.conditions.paths.fill(self._values.copy(), self._in_order, scope)
+        values, same = self.conditions.paths.fill(self._values.copy(), self._in_order, scope), self.conditions.same
+        found = self._fixed.copy()
+        for i in self._in_order:
+            if not isinstance(values[i], _ALWAYS_SAME):
+                first = found.setdefault(id(values[i]), i)
+                if same[i] != (i if first == i else same[first]):
+                    return False
         return all(self.conditions.holds(each, values[each.position]) for each in self._of_others) and all(
             values[one] is values[other] for one, other in self._pairs
         )
