@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from compile_fsdp.errors import NotPortableError
@@ -102,6 +103,7 @@ def make_facts(model: nn.Module, options: Options, device: torch.device) -> dict
         "code of compile_fsdp": hash_package(),
         "processor": _processor(),
         "device": str(device),  # compiled code names its GPU
+        "world size": str(dist.get_world_size()),  # Dynamo makes it a constant without a guard
         "options": _describe_options(options),
         "settings of Inductor": settings_hash(),
         "parameters": hash_words(parameters),

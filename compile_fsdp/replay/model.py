@@ -196,8 +196,8 @@ class ModelReplay:
     @at_run_time
     def _read(self, module: nn.Module, arguments: Mapping[str, Any], closure: Sequence[CellType]) -> None:
         """Read the bundle, and use it if all ranks can. See [Note: All ranks or none]."""
-        groups = prepare_model(module_hooks_of(module).hooks)
-        if self._is_automatic and are_fake(groups):
+        gathering, replicas = prepare_model(module_hooks_of(module).hooks)
+        if self._is_automatic and are_fake(gathering | replicas):
             self._records = False
             return
         steps: list[StoredStep] = []
@@ -211,8 +211,10 @@ class ModelReplay:
             choice = f"={_hash_collectives(steps)} {fitting}"
         except Exception as error:  # a rank that stops here would leave its peers waiting
             choice = str(error)
-        problem = share_choice(groups, "bundle", choice, self.options.agreement_timeout_s)
-        if problem:
+        limit_s = self.options.agreement_timeout_s
+        problem = share_choice(gathering, "bundle", choice, limit_s)
+        # Replicas have collectives of their own, so the bundles of ranks may differ.
+        if problem := share_choice(replicas, "bundle", problem or f"={fitting}", limit_s):
             self._log("the bundle %s is not used, and made anew: %s", self._path, problem)
             return
         assert self._path is not None

@@ -28,6 +28,7 @@ from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.runtime.module_params import register_unsharded, reshard_after_forward, save
 from compile_fsdp.runtime.outputs import cast_floating, find_tensors
 from compile_fsdp.runtime.prepare import initialise, prepare_groups
+from compile_fsdp.runtime.reduction import process_groups
 from compile_fsdp.runtime.root import ModuleHooks, StateHooks
 from compile_fsdp.runtime.states import Memory
 from compile_fsdp.runtime.tracing import (
@@ -40,6 +41,7 @@ from compile_fsdp.runtime.tracing import (
 )
 from compile_fsdp.torch_compat.autograd import current_backward
 from compile_fsdp.torch_compat.dispatch import tree_map_only
+from compile_fsdp.torch_compat.distributed import name_in_graphs
 from compile_fsdp.torch_compat.dynamo import call_with_side_effects, compiles_frames
 
 # The hooks take their object from the module, because Dynamo guards each object along the path that leads to it, and
@@ -288,9 +290,16 @@ def _leave(hooks: StateHooks, has_backward: bool) -> tuple[int, bool]:
 
 
 @at_run_time
-def prepare_model(hooks: StateHooks) -> frozenset[str]:
-    """Prepare a model as its first trace does; return the names of the process groups that gather parameters."""
+def prepare_model(hooks: StateHooks) -> tuple[frozenset[str], frozenset[str]]:
+    """Prepare a model as its first trace does.
+
+    Returns the names of the process groups that gather parameters, and of those that all-reduce gradients.
+    """
     initialise(hooks)
     prepare_groups(hooks.root.all_hooks)
-    groups = (group for each in hooks.root.all_hooks for group in each.groups)
-    return frozenset(filter(None, (group.constants.gather_group for group in groups)))
+    groups = [group for each in hooks.root.all_hooks for group in each.groups]
+    replicas = (process_groups(group.fsdp_group)[1] for group in groups)
+    return (
+        frozenset(filter(None, (group.constants.gather_group for group in groups))),
+        frozenset(name_in_graphs(each) for each in replicas if each is not None),
+    )

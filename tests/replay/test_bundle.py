@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch._dynamo.utils
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import compile_fsdp
@@ -22,10 +24,12 @@ from compile_fsdp.replay import bundle
 from compile_fsdp.torch_compat.distributed import executed_collectives
 from compile_fsdp.torch_compat.dynamo import CAN_REPLAY
 from helpers.logs import logged
+from helpers.models.blockwise import compile_whole, shard_blocks
 from helpers.models.bundled import FLOAT32, Block, DrawsAgain, SavesSome, SavesUnknown, build, restart, saving, train
 from helpers.models.replays import count_replays
 from helpers.ranks.fake_world import fake_world
 from helpers.ranks.fresh import run_fresh
+from helpers.ranks.meshes import shared_mesh
 from helpers.ranks.tests import on_ranks
 
 pytestmark = pytest.mark.skipif(not CAN_REPLAY, reason="torch 2.13 has brought it")
@@ -293,3 +297,32 @@ def test_training_continues_if_the_bundle_cannot_be_written(rank: int, tmp_path:
     train(model)
     assert count_replays(model) == (2, 2)
     assert not path.exists()
+
+
+def _start_replicas(rank: int, folder: Path) -> tuple[int, int]:
+    """Train two replicas of a model, each with a file of its own; return its replays."""
+    mesh = shared_mesh("cpu", (2, 1), ("replicate", "shard"))
+    torch.manual_seed(0)
+    model = shard_blocks(nn.Sequential(Block(4), Block(4)), mesh=mesh)
+    compile_whole(model, bundle=str(folder / f"{rank}.bundle"), agreement_timeout_s=60)
+    train(model)
+    return count_replays(model)
+
+
+@on_ranks(2)
+def test_replica_without_a_bundle_lets_all_trace(rank: int, tmp_path: Path) -> None:
+    """Rank 0 alone writes, so rank 1 finds no file, as on a machine with empty caches."""
+    replays = [_start_replicas(rank, tmp_path) for _ in range(2)]
+    assert replays == [(2, 2), (2, 2)]
+    assert [path.name for path in tmp_path.iterdir()] == ["0.bundle"]
+
+
+def test_number_of_ranks_is_a_fact(tmp_path: Path) -> None:
+    """Dynamo makes it a constant, although the model is sharded over a mesh with fewer ranks."""
+    facts = []
+    for size in (2, 4):
+        with fake_world(size):
+            mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("pp", "dp"))["dp"]
+            model = shard_blocks(nn.Sequential(Block(4)), mesh=mesh)
+            facts.append(bundle.make_facts(model, Options.parse({}), torch.device("cpu")))
+    assert {name for name in facts[0] if facts[0][name] != facts[1][name]} == {"world size"}
