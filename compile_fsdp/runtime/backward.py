@@ -36,15 +36,13 @@ def enter_graph(group: TraceableGroup, read: Sequence[torch.Tensor], cut_forward
     Args:
         read: The unsharded parameters that the forward graph of this compiled graph computes with.
         cut_forward: None if the forward graph holds the whole forward of the group's module. Else it identifies the
-            forward, and the group is complete only when all its parameters have gradients. This also holds if torch
-            reduces zeros for unused parameters.
+            forward, and the group is complete only when all its parameters have gradients.
         may_meet_eager: Whether a gradient that autograd still expects can only come from eager code.
     """
     backward = group.backward
     backward.is_compiled = True
     backward.divisor_text = repr(group.fsdp_group.gradient_divide_factor)
-    needs_all = cut_forward is not None or reduces_unused(group.fsdp_group)
-    required = [param.unsharded_param for param in group.params] if needs_all else []
+    required = [param.unsharded_param for param in group.params] if cut_forward is not None else []
     is_held = cut_forward is not None and any(
         # The backward of eager code between graphs reads it, and no gradient tells when.
         not param.unsharded_param.requires_grad and param.is_saved()
@@ -185,6 +183,14 @@ def reduce(group: TraceableGroup) -> None:
     group.fsdp_group._training_state = TrainingState.POST_BACKWARD
     dtypes = accumulation_dtypes(group, group.constants.text)
     taken = [take_gradient(param, dtype) for param, dtype in zip(group.params, dtypes, strict=True)]
+    if reduces_unused(group.fsdp_group):
+        # Other ranks may use these parameters.
+        for index, (param, dtype) in enumerate(zip(group.params, dtypes, strict=True)):
+            unsharded = param.unsharded_param
+            if taken[index] is None and unsharded.requires_grad:
+                taken[index] = torch.zeros(
+                    param.layout.size, dtype=dtype or unsharded.dtype, device=group.fsdp_group.device
+                )
     arrived = [index for index, grad in enumerate(taken) if grad is not None]
     with torch.no_grad():
         reduced = reduce_gradients(group, arrived, [grad for grad in taken if grad is not None])
@@ -259,7 +265,9 @@ def _drop_gathered(states: Sequence[FSDPState]) -> None:
                 functional_collectives.wait_tensor(group.ahead.output)
                 group.drop_launched()
         for fsdp_group in param_groups(state):
-            if fsdp_group.is_unsharded and fsdp_group.reshard_after_backward:
+            # A backward inside of another one, as of a reentrant checkpoint, leaves groups that the outer one uses.
+            is_used = fsdp_group._training_state is TrainingState.PRE_BACKWARD
+            if fsdp_group.is_unsharded and fsdp_group.reshard_after_backward and not is_used:
                 fsdp_group.reshard()
     # If eager code gathers a module in vain, torch's callback makes only the current stream wait. The gather stream,
     # which owns the memory, could reuse it too early in a backward that follows immediately.

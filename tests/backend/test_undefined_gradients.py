@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 import compile_fsdp
 from helpers.models.blockwise import compile_whole, shard_blocks
 from helpers.models.replays import compile_with_replay, count_replays
+from helpers.parity.check import Parity, compare_grads
 from helpers.parity.twins import AOT_EAGER, build_both
 from helpers.ranks.recording import collectives_of
 from helpers.ranks.tests import on_ranks
@@ -174,3 +175,42 @@ def test_gradient_hooks_run_as_in_eager(rank: int) -> None:
     eager, ours = records
     assert len(eager) == 4
     assert ours == eager
+
+
+class _SkippingBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, whole: bool = True) -> torch.Tensor:
+        x = self.first(x).tanh()
+        return x + self.second(x) if whole else x
+
+
+class _Skipping(nn.Module):
+    """Its middle block skips a layer if told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_SkippingBlock() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, whole: bool) -> torch.Tensor:
+        first, second, third = self.blocks
+        return third(second(first(x), whole)).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("order", [("all", "none", "one rank"), ("one rank", "all", "none")])
+@on_ranks(2, since="2.13")
+def test_ranks_may_skip_different_layers_if_zeros_are_reduced(rank: int, order: tuple[str, ...]) -> None:
+    eager, ours = build_both(lambda fully_shard: shard_blocks(_Skipping(), fully_shard))
+    for model in (eager, ours):
+        model.set_reduce_scatter_unused_params(True)
+    result = Parity()
+    for who in order:
+        torch.manual_seed(rank)
+        x = torch.randn(3, 4)
+        for model in (eager, ours):
+            model.zero_grad()
+            model(x, who == "all" or (who == "one rank" and rank == 0)).backward()
+        compare_grads(result, who, ours, eager)
+    assert result.differing == []

@@ -195,3 +195,39 @@ def test_lstm_in_a_larger_group_is_refused() -> None:
         model.compile(backend="compile_fsdp", options=AOT_EAGER)
         with pytest.raises(UnsupportedFeatureError, match=r"the root .* shard the LSTM by itself"):
             model(torch.randn(2, 3, 4))
+
+
+class _Reentrant(nn.Module):
+    """Its checkpoint runs a backward inside of the backward, and in it a further one if nested."""
+
+    def __init__(self, nested: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.outer, self.inner = (nn.Linear(4, 4) for _ in range(4))
+        self.nested = nested
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.second(self.first(x).tanh()).tanh()
+        return checkpoint(self._rest if self.nested else self.inner, hidden, use_reentrant=True).square().mean()
+
+    def _rest(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, self.outer(x).tanh(), use_reentrant=True)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("nested", "compiled"), [(False, True), (True, True), (True, False)])
+@on_ranks(2)
+def test_end_of_a_backward_inside_of_another_leaves_the_outer_ones_parameters(
+    rank: int, nested: bool, compiled: bool
+) -> None:
+    found = []
+    for fully_shard in (torch_fully_shard, compile_fsdp.fully_shard):
+        torch.manual_seed(0)
+        model: Any = _Reentrant(nested)
+        for module in (model.inner, model.outer, model):
+            fully_shard(module)
+        if compiled and fully_shard is compile_fsdp.fully_shard:
+            model.inner.compile(backend="compile_fsdp", options=AOT_EAGER)
+        torch.manual_seed(rank)
+        for _ in range(2):
+            model(torch.randn(3, 4)).backward()
+        found.append([None if each.grad is None else full(each.grad) for each in model.parameters()])
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(*found, strict=True))
