@@ -310,10 +310,11 @@ class Watch:
 
     def _others_hold(self, scope: Scope) -> bool:
         values, same = self.conditions.paths.fill(self._values.copy(), self._in_order, scope), self.conditions.same
-        found = self._fixed.copy()
+        found: dict[int, int] = {}
         for i in self._in_order:
             if not isinstance(values[i], _ALWAYS_SAME):
-                first = found.setdefault(id(values[i]), i)
+                key = id(values[i])
+                first = self._fixed[key] if key in self._fixed else found.setdefault(key, i)
                 if same[i] != (i if first == i else same[first]):
                     return False
         return all(self.conditions.holds(each, values[each.position]) for each in self._of_others) and all(

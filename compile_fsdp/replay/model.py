@@ -196,8 +196,8 @@ class ModelReplay:
     @at_run_time
     def _read(self, module: nn.Module, arguments: Mapping[str, Any], closure: Sequence[CellType]) -> None:
         """Read the bundle, and use it if all ranks can. See [Note: All ranks or none]."""
-        gathering, replicas = prepare_model(module_hooks_of(module).hooks)
-        if self._is_automatic and are_fake(gathering | replicas):
+        gathering, others = prepare_model(module_hooks_of(module).hooks)
+        if self._is_automatic and are_fake(gathering | others):
             self._records = False
             return
         steps: list[StoredStep] = []
@@ -213,8 +213,8 @@ class ModelReplay:
             choice = str(error)
         limit_s = self.options.agreement_timeout_s
         problem = share_choice(gathering, "bundle", choice, limit_s)
-        # Replicas have collectives of their own, so the bundles of ranks may differ.
-        if problem := share_choice(replicas, "bundle", problem or f"={fitting}", limit_s):
+        # Replicas, and ranks of tensor parallelism, may have different collectives.
+        if problem := share_choice(others, "bundle", problem or f"={fitting}", limit_s):
             self._log("the bundle %s is not used, and made anew: %s", self._path, problem)
             return
         assert self._path is not None

@@ -28,7 +28,6 @@ from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.runtime.module_params import register_unsharded, reshard_after_forward, save
 from compile_fsdp.runtime.outputs import cast_floating, find_tensors
 from compile_fsdp.runtime.prepare import initialise, prepare_groups
-from compile_fsdp.runtime.reduction import process_groups
 from compile_fsdp.runtime.root import ModuleHooks, StateHooks
 from compile_fsdp.runtime.states import Memory
 from compile_fsdp.runtime.tracing import (
@@ -293,13 +292,12 @@ def _leave(hooks: StateHooks, has_backward: bool) -> tuple[int, bool]:
 def prepare_model(hooks: StateHooks) -> tuple[frozenset[str], frozenset[str]]:
     """Prepare a model as its first trace does.
 
-    Returns the names of the process groups that gather parameters, and of those that all-reduce gradients.
+    Returns the names of the process groups that gather parameters, and of the others in the meshes of the parameters.
     """
     initialise(hooks)
     prepare_groups(hooks.root.all_hooks)
     groups = [group for each in hooks.root.all_hooks for group in each.groups]
-    replicas = (process_groups(group.fsdp_group)[1] for group in groups)
-    return (
-        frozenset(filter(None, (group.constants.gather_group for group in groups))),
-        frozenset(name_in_graphs(each) for each in replicas if each is not None),
-    )
+    gathering = frozenset(filter(None, (group.constants.gather_group for group in groups)))
+    shards: list[Any] = [param.fsdp_param.sharded_param for group in groups for param in group.params]
+    meshes = {shard.device_mesh for shard in shards}
+    return gathering, frozenset(name_in_graphs(each) for mesh in meshes for each in mesh.get_all_groups()) - gathering
