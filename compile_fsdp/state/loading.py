@@ -47,10 +47,11 @@ class LoadPlan:
         """Load `state`, whose tensors have the layouts of `target`; if this raises, the optimizer is unchanged."""
         every = chain.from_iterable(group["params"] for group in optim.param_groups)
         ids = {parameter: index for index, parameter in enumerate(every)}
-        loaded = {ids[parameter]: optim.state[parameter] for parameter in self.kept if parameter in optim.state}
+        wanted = {parameter: optim.state[parameter] for parameter in self.kept if parameter in optim.state}
         for name, parameter in self.parameters.items():
             present = optim.state.get(parameter, {}) if self.merge else {}
-            loaded[ids[parameter]] = {**present, **state[name]}
+            wanted[parameter] = {**present, **state[name]}
+        loaded = {ids[parameter]: entries for parameter, entries in wanted.items()}
         groups = [
             {**options, "params": [ids[parameter] for parameter in group["params"]]}
             for group, options in zip(optim.param_groups, self.options, strict=True)
@@ -61,8 +62,8 @@ class LoadPlan:
         except BaseException:
             optim.state, optim.param_groups = before
             raise
-        for name, parameter in self.parameters.items():
-            optim.state[parameter] = _undo_casts(optim.state[parameter], state[name])
+        for parameter, entries in wanted.items():
+            optim.state[parameter] = _undo_casts(optim.state[parameter], entries)
 
 
 def plan_load(

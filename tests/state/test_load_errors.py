@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,22 @@ def test_non_strict_load_ignores_missing_and_unknown_parameters() -> None:
     with pytest.raises(StateMismatchError, match=r"wrong shape: scale: exp_avg \(expected \[1\], got \[3\]\)"):
         state["state"]["scale"]["exp_avg"] = torch.ones(3)
         load_optim_state_dict(other, other_optim, state, strict=False)
+
+
+def test_non_strict_load_keeps_dtypes_and_strings_of_what_is_missing() -> None:
+    model, optim = trained(2, name="hoarder")
+    other, other_optim = trained(1, name="hoarder")
+    state, before = optim_state_dict(model, optim), copy.deepcopy(optim_state_dict(other, other_optim)["state"])
+    state["param_groups"][0]["params"].remove("layers.1.bias")
+    state["state"].pop("layers.1.bias")
+    for entry in ("half", "by_dim"):
+        state["state"]["scale"].pop(entry)
+    load_optim_state_dict(other, other_optim, state, strict=False)
+    loaded = optim_state_dict(other, other_optim)
+    expected = {name: before[name] if name == "layers.1.bias" else state["state"][name] for name in before}
+    sources = {"half": before, "by_dim": before}
+    expected["scale"] = {name: sources.get(name, expected)["scale"][name] for name in before["scale"]}
+    assert_same(loaded, {**loaded, "state": expected})
 
 
 def test_failed_optimizer_load_restores_the_previous_state() -> None:
