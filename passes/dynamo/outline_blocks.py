@@ -21,6 +21,7 @@ from collections.abc import Callable, Hashable, Sequence
 from torch import fx
 
 from compile_fsdp.ops import run_block
+from compile_fsdp.ops.call_block import find_block
 from compile_fsdp.passes.analysis.aliases import fake_value
 from compile_fsdp.passes.analysis.equal_blocks import BlockCall, find_equal_blocks
 
@@ -35,8 +36,13 @@ def outline_blocks(graph: fx.Graph, compile_block: CompileBlock) -> None:
     calls: set[Hashable] = set()
     for call, name in ((call, name) for equals, name in every if name is not None for call in equals):
         inputs = tuple(replaced.get(node, node) for node in (*call.sizes, *call.tensors))
-        if (name, inputs) not in calls:  # else AOTAutograd would join both, although both draw random numbers
-            calls.add((name, inputs))
+        # AOTAutograd joins calls with equal inputs, although each of them may draw random numbers. Computed inputs may
+        # turn out to be equal there.
+        block = find_block(name)
+        is_random = block is not None and block.forward.is_random
+        key = name, tuple(node for node in inputs if node.op == "placeholder" or not is_random)
+        if key not in calls:
+            calls.add(key)
             _outline(call, name, inputs, replaced)
 
 
