@@ -34,7 +34,16 @@ def find_tensors(output: Any, found: list[torch.Tensor], unknown: list[str]) -> 
 
 
 def cast_floating(nested: Any, dtype: torch.dtype) -> Any:
-    """Cast the floating-point tensors in nested values to `dtype`."""
-    return tree_map_only(
-        torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, nested
-    )
+    """Cast the floating-point tensors in nested values, also in dataclasses and in subclasses of dict, to `dtype`."""
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to(dtype) if value.is_floating_point() else value
+        if isinstance(value, dict):
+            return {key: cast_floating(each, dtype) for key, each in value.items()}
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+            return dataclasses.replace(value, **cast_floating(fields, dtype))
+        return value
+
+    return tree_map_only(object, cast, nested)
