@@ -113,7 +113,7 @@ class BackwardFrame:
         undefined = [tensors.get(place) for place in signature.undefined]
         expect_no_gradient(undefined)  # before the check, because it compares the number of expected gradients
         # Check an earlier forward's object with equal hooks, because each forward has a new one.
-        known = self._hooks if self._hooks is not None and _are_equal(hooks, self._hooks) else hooks
+        known = self._hooks if self._hooks is not None and _describe(self._hooks) == _describe(hooks) else hooks
         if not self.frame.fits({"inputs": _not_saved(signature.places, tensors), "state": known}):
             expect_gradients_again(undefined)
             return False
@@ -173,12 +173,9 @@ class BackwardRecord:
         self._finish(self)
 
 
-def _are_equal(hooks: Any, known: Any) -> bool:
-    """Return whether two of Dynamo's objects have the same hooks, on the same objects."""
-    pairs = zip(vars(hooks).items(), vars(known).items(), strict=True)
-    return len(vars(hooks)) == len(vars(known)) and all(
-        name == other and _parts(hook) == _parts(old) for (name, hook), (other, old) in pairs
-    )
+def _describe(hooks: Any) -> dict[str, object]:
+    """Describe the hooks of Dynamo's object by their functions and the objects that these are bound to."""
+    return {name: _parts(hook) for name, hook in vars(hooks).items()}
 
 
 def _parts(hook: Any) -> object:
