@@ -182,15 +182,8 @@ def reduce(group: TraceableGroup) -> None:
     # POST_BACKWARD leaves no work for torch's final callback.
     group.fsdp_group._training_state = TrainingState.POST_BACKWARD
     dtypes = accumulation_dtypes(group, group.constants.text)
-    taken = [take_gradient(param, dtype) for param, dtype in zip(group.params, dtypes, strict=True)]
-    if reduces_unused(group.fsdp_group):
-        # Other ranks may use these parameters.
-        for index, (param, dtype) in enumerate(zip(group.params, dtypes, strict=True)):
-            unsharded = param.unsharded_param
-            if taken[index] is None and unsharded.requires_grad:
-                taken[index] = torch.zeros(
-                    param.layout.size, dtype=dtype or unsharded.dtype, device=group.fsdp_group.device
-                )
+    fills = reduces_unused(group.fsdp_group)
+    taken = [take_gradient(param, dtype, fills) for param, dtype in zip(group.params, dtypes, strict=True)]
     arrived = [index for index, grad in enumerate(taken) if grad is not None]
     with torch.no_grad():
         reduced = reduce_gradients(group, arrived, [grad for grad in taken if grad is not None])

@@ -14,8 +14,11 @@ from compile_fsdp.runtime.tracing import at_run_time
 from compile_fsdp.torch_compat.fsdp import HAS_GRAD_DTYPES, FSDPParam, FSDPParamGroup, unsharded_spec
 
 
-def take_gradient(traced: TraceableParam, dtype: torch.dtype | None) -> torch.Tensor | None:
-    """Take the sum, a plain tensor, of this backward's gradient, cast to `dtype`, and of earlier microbatches."""
+def take_gradient(traced: TraceableParam, dtype: torch.dtype | None, fills: bool) -> torch.Tensor | None:
+    """Take the sum, a plain tensor, of this backward's gradient, cast to `dtype`, and of earlier microbatches.
+
+    If there is none, `fills` makes it zeros, because other ranks may use the parameter.
+    """
     param = traced.fsdp_param
     grad, traced.unsharded_param.grad = traced.unsharded_param.grad, None
     if grad is not None and dtype is not None:
@@ -26,6 +29,9 @@ def take_gradient(traced: TraceableParam, dtype: torch.dtype | None) -> torch.Te
     elif param.is_dtensor or traced.parts is not None:
         earlier, param._unsharded_param.grad = param._unsharded_param.grad, None
     if earlier is None:
+        unsharded = traced.unsharded_param
+        if grad is None and fills and unsharded.requires_grad:
+            return torch.zeros(traced.layout.size, dtype=dtype or unsharded.dtype, device=unsharded.device)
         return grad
     if isinstance(earlier, DTensor):
         earlier = earlier.to_local()
