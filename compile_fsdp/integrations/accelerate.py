@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import nn
 
-from compile_fsdp.errors import MissingExtraError
+from compile_fsdp.errors import AlreadyCompiledError, MissingExtraError
 from compile_fsdp.integrations.sharded import CompilesSharded
 
 try:
     from accelerate import Accelerator
+    from accelerate.utils import DynamoBackend
 except ImportError as error:
     raise MissingExtraError.of("accelerate", extra="accelerate") from error
 
@@ -29,11 +30,17 @@ def prepare(
     Returns:
         The result of `accelerator.prepare(*objects)`.
     Raises:
-        AlreadyCompiledError: accelerate has compiled a model.
+        AlreadyCompiledError: accelerate would compile the models; nothing is prepared.
         FSDP1Error: accelerate has sharded with FSDP1.
         NotShardedError: accelerate has sharded nothing, as on a CPU.
         UnknownOptionError: an option does not exist or has a wrong value.
     """
+    backend = accelerator.state.dynamo_plugin.backend
+    if backend != DynamoBackend.NO:
+        raise AlreadyCompiledError(
+            f"expected an Accelerator that does not compile, found dynamo_backend {backend.value}; leave out "
+            "dynamo_backend, dynamo_plugin and the environment variable ACCELERATE_DYNAMO_BACKEND"
+        )
     compiles = CompilesSharded(options=options, fullgraph=fullgraph)
     compiles.remedy = (
         "FullyShardedDataParallelPlugin(fsdp_version=2) has it shard with FSDP2, where there is an accelerator"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import TorchDynamoPlugin
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -20,7 +21,7 @@ from compile_fsdp.errors import (
     UnknownOptionError,
     UnsupportedFeatureError,
 )
-from compile_fsdp.integrations import fabric, lightning, torchtitan, transformers
+from compile_fsdp.integrations import accelerate, fabric, lightning, torchtitan, transformers
 from helpers.parity.twins import AOT_EAGER
 from helpers.ranks.fake_world import fake_world
 from helpers.ranks.fresh import run_fresh
@@ -75,6 +76,13 @@ def test_already_compiled_model_is_refused() -> None:
     with fake_world(2), pytest.raises(AlreadyCompiledError) as error:
         fabric.compiled(_shard)(nn.Sequential(torch.compile(nn.Linear(2, 2))), init_device_mesh("cpu", (2,)))
     assert "torch.compile's wrapper at ['0']" in str(error.value)
+
+
+@pytest.mark.parametrize("by_region", [False, True])
+def test_accelerator_that_compiles_is_refused(by_region: bool) -> None:
+    plugin = TorchDynamoPlugin(backend="inductor", use_regional_compilation=by_region)
+    with pytest.raises(AlreadyCompiledError, match="ACCELERATE_DYNAMO_BACKEND"):
+        accelerate.prepare(SimpleNamespace(state=SimpleNamespace(dynamo_plugin=plugin)), nn.Linear(2, 2))  # type: ignore[arg-type]
 
 
 def test_unknown_option_raises_in_constructor() -> None:
