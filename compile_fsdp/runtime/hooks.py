@@ -26,7 +26,7 @@ from compile_fsdp.runtime.backward import await_end_of_backward, begin, begin_ea
 from compile_fsdp.runtime.gather import EAGER_GATHER
 from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.runtime.module_params import register_unsharded, reshard_after_forward, save
-from compile_fsdp.runtime.outputs import cast_floating, find_tensors
+from compile_fsdp.runtime.outputs import alias_inputs, cast_floating, find_tensors
 from compile_fsdp.runtime.prepare import initialise, prepare_groups
 from compile_fsdp.runtime.root import ModuleHooks, StateHooks
 from compile_fsdp.runtime.states import Memory
@@ -93,7 +93,7 @@ def before_forward(hooks: StateHooks, args: Any, kwargs: Any) -> tuple[Any, Any]
             _refuse_substitutes(group)
         register_unsharded(group)
     if torch.is_grad_enabled() and hooks.groups:
-        args, kwargs = _own_inputs((args, kwargs))
+        args, kwargs = alias_inputs((args, kwargs))  # see [Note: Inputs of a module]
         if any([group.is_frozen for group in hooks.groups]):
             _watch_inputs(hooks, (args, kwargs))
     ahead = state._states_to_forward_prefetch
@@ -127,16 +127,6 @@ def _begin_root(hooks: StateHooks, args: Any, kwargs: Any) -> tuple[Any, Any]:
     if device.type != "cpu":
         args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
     return args, kwargs
-
-
-def _own_inputs(inputs: Any) -> Any:
-    """Replace the inputs that need a gradient by aliases. See [Note: Inputs of a module]."""
-    tensors: list[torch.Tensor] = []
-    tree_map_only(torch.Tensor, tensors.append, inputs)
-    # The last alias first: autograd runs the backward of a later op earlier, so it adds the gradients of a tensor that
-    # is passed twice in the order of the arguments.
-    own = [torch.ops.aten.alias.default(each) if each.requires_grad else each for each in reversed(tensors)]
-    return tree_map_only(torch.Tensor, lambda _: own.pop(), inputs)
 
 
 def _watch_inputs(hooks: StateHooks, inputs: Any) -> None:

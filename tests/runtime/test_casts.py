@@ -26,11 +26,23 @@ class _Dict(dict):  # type: ignore[type-arg]
     pass
 
 
+class _Record(OrderedDict):  # type: ignore[type-arg]
+    @property
+    def x(self) -> torch.Tensor:
+        return self["x"]  # type: ignore[no-any-return]
+
+
 class _Tuple(NamedTuple):
     x: torch.Tensor
 
 
-CONTAINERS = {"dataclass": _Batch, "subclass of dict": _Dict, "ordered dict": OrderedDict, "named tuple": _Tuple}
+CONTAINERS = {
+    "dataclass": _Batch,
+    "subclass of dict": _Dict,
+    "ordered dict": OrderedDict,
+    "subclass of ordered dict": _Record,
+    "named tuple": _Tuple,
+}
 
 
 class _Layer(nn.Module):
@@ -41,7 +53,7 @@ class _Layer(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, batch: Any, kind: str) -> Any:
-        x = batch["x"] if isinstance(batch, dict) else batch.x
+        x = batch.x if hasattr(batch, "x") else batch["x"]
         return CONTAINERS[kind](x=self.linear(x))
 
 
@@ -52,7 +64,7 @@ class _Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output = self.layer(CONTAINERS[self.kind](x=x), self.kind)
-        return output["x"] if isinstance(output, dict) else output.x  # type: ignore[no-any-return]
+        return output.x if isinstance(output, _Record) or not isinstance(output, dict) else output["x"]  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("kind", CONTAINERS)
