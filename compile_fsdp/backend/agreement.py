@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -68,16 +69,16 @@ def agree(sequence: CollectiveSequence, graph: str, what: str, limit_s: float, s
     """
     are_all_here, are_equal = True, True
     with Phase(f"waiting for the other ranks' {what}", shown):
-        for name, group in real_groups(sequence.groups):
+        for group in real_groups(sequence.groups):
             lines = shared_lines(sequence, group)
             digest, agreed = hash_lines(lines), _agreed_in(group).are_equal
             if digest in agreed:
                 are_all_here = False  # See [Note: Agreed once is agreed].
             else:
                 own = f"{digest} {hash_lines([graph])}"
-                collectives, graphs = _decide(group, name, what, own, limit_s, _count_different).split()
+                collectives, graphs = _decide(group, what, own, limit_s, _count_different).split()
                 if collectives != "1":
-                    found = _decide(group, name, what, json.dumps(lines), limit_s, partial(_first_mismatch, group))
+                    found = _decide(group, what, json.dumps(lines), limit_s, partial(_first_mismatch, group))
                     raise CollectiveMismatchError(
                         f"expected the same collectives in the {what} of all ranks, got {found}; build and shard the "
                         "same model with the same options on all ranks, and let no branch of its forward depend on the "
@@ -95,7 +96,7 @@ def _count_different(texts: Sequence[str]) -> str:
 
 def note_agreed(sequence: CollectiveSequence) -> None:
     """Note that all ranks have agreed on a graph's collectives: see [Note: Agreed once is agreed]."""
-    for _, group in real_groups(sequence.groups):
+    for group in real_groups(sequence.groups):
         _agreed_in(group).are_equal.setdefault(hash_lines(shared_lines(sequence, group)), True)
 
 
@@ -150,8 +151,8 @@ def share_by(
         RankMissingError: a rank does not arrive within the limit.
     """
     with Phase(f"waiting for the other ranks' {what}", shown):
-        for name, group in real_groups(names):
-            own = _decide(group, name, what, own, limit_s, judge)
+        for group in real_groups(names):
+            own = _decide(group, what, own, limit_s, judge)
     return own
 
 
@@ -160,12 +161,14 @@ def are_fake(names: Collection[str]) -> bool:
     return any(_FAKE in dist.get_backend_config(resolve_group(name)) for name in names)
 
 
-def real_groups(names: Collection[str]) -> Iterator[tuple[str, dist.ProcessGroup]]:
-    """Yield the named process groups that have peers, by name, so that ranks visit shared groups in one order."""
-    for name in sorted(names):
-        group = resolve_group(name)
+def real_groups(names: Collection[str]) -> Iterator[dist.ProcessGroup]:
+    """Yield the named process groups that have peers, in an order that ranks share.
+
+    Names in graphs are numbered by each process; torch's own names are equal on all ranks of a group.
+    """
+    for group in sorted(map(resolve_group, names), key=attrgetter("group_name")):
         if group.size() > 1 and _FAKE not in dist.get_backend_config(group):
-            yield name, group
+            yield group
 
 
 def shared_lines(sequence: CollectiveSequence, group: dist.ProcessGroup) -> tuple[str, ...]:
@@ -191,11 +194,11 @@ def _agreed_in(group: dist.ProcessGroup) -> _Agreed:
 
 
 def _decide(
-    group: dist.ProcessGroup, name: str, what: str, own: str, limit_s: float, judge: Callable[[Sequence[str]], str]
+    group: dist.ProcessGroup, what: str, own: str, limit_s: float, judge: Callable[[Sequence[str]], str]
 ) -> str:
     """Return the result of `judge` on the texts of a group's ranks; the group's first rank calls it."""
     agreed, store = _agreed_in(group), group_store(group)
-    prefix = f"compile_fsdp/{name}/{agreed.rounds}"
+    prefix = f"compile_fsdp/{agreed.rounds}"
     agreed.rounds += 1
     # A process group that is destroyed and created again may get its old store.
     prefix = f"{prefix}/{(store.add(f'{prefix}/arrivals', 1) - 1) // group.size()}"

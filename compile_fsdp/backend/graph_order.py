@@ -199,7 +199,7 @@ def note_runs(compiled: Callable[..., Any], places: Sequence[tuple[GraphOrder, s
 def follow(compiled: Callable[..., Any], collectives: CollectiveSequence, what: str) -> Callable[..., Any]:
     """Let the errors of a compiled graph name diverging ranks; `what` is the graph's name in errors."""
     places = []
-    for _, group in real_groups(collectives.groups):
+    for group in real_groups(collectives.groups):
         if group not in _orders:
             _orders[group] = GraphOrder(group)
         order = _orders[group]

@@ -289,5 +289,5 @@ def prepare_model(hooks: StateHooks) -> tuple[frozenset[str], frozenset[str]]:
     groups = [group for each in hooks.root.all_hooks for group in each.groups]
     gathering = frozenset(filter(None, (group.constants.gather_group for group in groups)))
     shards: list[Any] = [param.fsdp_param.sharded_param for group in groups for param in group.params]
-    meshes = {shard.device_mesh for shard in shards}
+    meshes = dict.fromkeys(shard.device_mesh for shard in shards)  # in an order that is equal on all ranks
     return gathering, frozenset(name_in_graphs(each) for mesh in meshes for each in mesh.get_all_groups()) - gathering

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import compile_fsdp
 from compile_fsdp.errors import CollectiveMismatchError, RankMissingError
@@ -70,6 +71,19 @@ def test_missing_rank_is_named(rank: int) -> None:
         kind, message = _error_of(model, {**AOT_EAGER, "agreement_timeout_s": 1.0})
         assert kind == "RankMissingError" and "expected rank 1 to compile its forward graph within 1 s" in message
     dist.barrier()
+
+
+@on_ranks(4)
+def test_ranks_that_have_trained_with_other_groups_before_agree(rank: int) -> None:
+    meshes = [init_device_mesh("cpu", (4,))]
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        meshes.insert(0, DeviceMesh.from_group(pair, "cpu"))
+    for mesh in meshes:
+        model = compile_fsdp.fully_shard(nn.Linear(8, 8), mesh=mesh)
+        compile_whole(model, **AOT_EAGER, agreement_timeout_s=20.0)
+        model(torch.ones(2, 8)).sum().backward()
+        assert model.weight.grad is not None
 
 
 @on_ranks(2)
