@@ -57,7 +57,7 @@ def begin_peak(forward: CompiledForward, groups: Iterable[TraceableGroup]) -> Ca
             error, excess = map(int, text.split())
         if error:
             agreement.lowered = error
-            hooks_of(every[0].state).root.has_lowered_budget = True
+            hooks_of(every[0].state).root.lowered_budgets += "|"
             _log.warning(
                 "the first step exceeded its memory_budget of %s by %s on a rank; the next forward is compiled again, "
                 "with %s of the budget kept free",

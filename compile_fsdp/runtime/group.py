@@ -285,12 +285,15 @@ class TraceableGroup:
     def resume_unsharded(self) -> None:
         """Enter UNSHARDED without a gather if a forward left the storages filled but the states sharded.
 
-        The modules hold the sharded parameters and the parameters' states are SHARDED, as after every forward that ends
-        sharded. Both stay so, so that Dynamo neither guards nor writes them for each backward.
+        After a forward that ends sharded, the modules hold the sharded parameters, whose states are SHARDED. Both stay
+        so, so that Dynamo neither guards nor writes them for each backward.
         """
         if not self.is_unsharded and self.is_filled:
+            if self.is_post_forward:  # a memory budget has kept the parameters; the modules hold the slices
+                self._free_post_forward()
+            else:
+                self.is_hidden = True
             self.enter(Memory.UNSHARDED)
-            self.is_hidden = True
 
     def reshard(self) -> None:
         """Free the unsharded parameters, or the shards of the smaller mesh."""

@@ -118,7 +118,7 @@ def _begin_root(hooks: StateHooks, args: Any, kwargs: Any) -> tuple[Any, Any]:
     hooks.state._state_ctx.iter_forward_root = hooks.state
     hooks.root.is_traced = True
     hooks.root.is_ordered = False
-    if hooks.root.has_lowered_budget:
+    if hooks.root.lowered_budgets:
         pass  # Dynamo guards the attribute, and so traces again when it changes
     # For the whole forward, because the user's hooks must be traced with the backward, too. Otherwise Dynamo would
     # trace a tensor's hook immediately, and forget the earlier effects of our hooks.

@@ -75,7 +75,9 @@ class Root:
         self.is_ordered = True
         self.awaited_backward: int | None = None  # number of the backward that drops leftover gathers at its end
         self.replay: Replay | None = None
-        self.has_lowered_budget = False  # whether a step has exceeded its memory budget, and the ranks decide again
+        # A mark for each graph that has exceeded its memory budget, whereupon the ranks decide again; Dynamo would make
+        # a number that changes a symbol.
+        self.lowered_budgets = ""
         self.ahead: list[TraceableGroup] = []  # groups that eager code in a partly compiled forward gathered ahead
         self.had_substitute = False  # whether the last forward found a user's tensor in place of an unsharded parameter
 

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
+import compile_fsdp
 from compile_fsdp.backend.memory_budget import _need
 from compile_fsdp.errors import MemoryBudgetError
 from compile_fsdp.passes.dynamo.fit_memory_budget import BudgetDecision
@@ -143,3 +145,27 @@ def test_rank_with_the_larger_step_decides_whether_or_not_it_calls_blocks(calls_
     assert _need(smaller) == 10
     unfit = [replace(each, fits=False) for each in possible(90, False, True)]
     assert _need(unfit) > _need(larger)
+
+
+@on_ranks(4)
+def test_kept_parameters_that_reshard_to_part_of_the_ranks_train(rank: int) -> None:
+    model, plain = (
+        shard_blocks(Wide(2, 8), fully_shard, reshard_after_forward=2)
+        for fully_shard in (compile_fsdp.fully_shard, torch_fully_shard)
+    )
+    plain.load_state_dict(model.state_dict())
+    compile_whole(model, inner_backend="aot_eager", memory_budget=10**9)
+    own = dict(model.named_parameters())
+    for step in range(2):
+        torch.manual_seed(step)
+        x = torch.randn(4, 8)
+        norms = []
+        for each in (model, plain):
+            each(x).backward()
+            norms.append(full(torch.nn.utils.clip_grad_norm_(each.parameters(), 0.1)))
+            with torch.no_grad():
+                for parameter in each.parameters():
+                    parameter -= 0.1 * parameter.grad  # type: ignore[operator]
+            each.zero_grad()
+        assert torch.equal(*norms) and norms[0] > 0
+        assert all(parameter is own[fqn] for fqn, parameter in model.named_parameters())

@@ -77,7 +77,13 @@ def _run(*args: Any) -> list[tuple[Any, ...]]:
 PLENTY = 10**9
 
 
-@pytest.mark.parametrize("rows", [(256, 256), (256, 128)], ids=["equal batches", "a smaller batch"])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param((256, 256), id="equal batches", marks=pytest.mark.slow),
+        pytest.param((256, 128), id="a smaller batch"),
+    ],
+)
 def test_next_step_is_within_the_budget(rows: tuple[int, int]) -> None:
     plenty = _run(PLENTY, 1.0, rows)
     budget = int(0.7 * plenty[0][0][0])
