@@ -13,6 +13,7 @@ from compile_fsdp.backend.prefill import owners_of
 from compile_fsdp.errors import UnknownOptionError, UnsupportedFeatureError
 from compile_fsdp.ops import offload
 from compile_fsdp.passes.analysis.aliases import find_fake_tensor
+from compile_fsdp.passes.partitioned.drop_random_states import is_random
 from compile_fsdp.passes.report import Kept
 from compile_fsdp.passes.text import list_names
 from compile_fsdp.reports import GraphReport
@@ -44,6 +45,8 @@ def check_capturable(graph: fx.Graph, what: str) -> None:
 _HOST_OPS = {
     torch.ops.compile_fsdp.hand_over.default: "hooks on sharded parameters, such as an optimizer in the backward",
     offload: "activations that a memory_budget offloads",
+    torch.ops.higher_order.cond: "torch.cond, which reads its condition on the CPU",
+    torch.ops.higher_order.while_loop: "a while_loop, which reads its condition on the CPU",
     torch.ops.higher_order.run_and_save_rng_state: "dropout in a checkpoint",
     torch.ops.higher_order.run_with_rng_state: "dropout in a checkpoint",
 }
@@ -59,8 +62,12 @@ def _find_fault(node: fx.Node) -> str | None:
         return None
     if is_unsafe_in_graphs(node):
         return f"the op {node.target}"
-    copies = node.op == "call_function" and not _is_on_host(node, least_dims=0)
-    if copies and any(_is_on_host(each, least_dims=1) for each in node.all_input_nodes):
+    if node.op != "call_function":
+        return None
+    if _is_on_host(node, least_dims=0):
+        if is_random(node) or not all(_is_on_host(each, least_dims=0) for each in node.all_input_nodes):
+            return f"the op {node.target}, whose result is on the CPU"
+    elif any(_is_on_host(each, least_dims=1) for each in node.all_input_nodes):
         return f"the op {node.target} on a tensor on the CPU"
     return None
 
@@ -76,7 +83,7 @@ def allocate_kept(
     """Allocate the parameters that stay unsharded across a graph's start or return, before each run.
 
     Raises:
-        UnsupportedFeatureError: a kept window has to be freed within the graph.
+        UnsupportedFeatureError: a kept window has to be freed within the graph, or is that of a post-forward shard.
     """
     kept = [(fqn, reason) for report in reports for fqn, reason in report.kept]
     if freed := [f"{fqn}: {reason}" for fqn, reason in kept if reason not in _BETWEEN_GRAPHS]:
@@ -85,6 +92,11 @@ def allocate_kept(
             "compile without CUDA graphs, or change how the model reads these parameters"
         )
     positions = inputs.positions_of({fqn for fqn, _ in kept})
+    if others := {fqn for fqn, _ in kept} - inputs.names_at(positions):
+        raise UnsupportedFeatureError(
+            f"expected no forward that reshards to a part of the ranks, got one for {list_names(sorted(others))}; set "
+            "reshard_after_forward to True or False, or compile without CUDA graphs"
+        )
 
     def run(*args: Any) -> Any:
         for group in owners_of(args, positions):

@@ -215,7 +215,7 @@ _all_runs: WeakSet[_Runs] = WeakSet()
 
 def drop_captures() -> None:
     for runs in _all_runs:
-        runs.capture = None
+        runs.capture, runs._captures_left = None, _MOST_CAPTURES
 
 
 def _find_producer(address: int) -> _Capture | None:

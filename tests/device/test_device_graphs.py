@@ -300,6 +300,13 @@ def test_work_of_the_host_is_refused_by_its_cause(rank: int, row: str, cause: st
         _train(rank, row)
 
 
+def test_random_numbers_on_the_cpu_are_refused() -> None:
+    graph = fx.Graph()
+    graph.call_function(torch.ops.aten.rand.default, ([4],)).meta["val"] = torch.rand(4)
+    with pytest.raises(UnsupportedFeatureError, match=r"the op aten.rand.default, whose result is on the CPU"):
+        check_capturable(graph, "block")
+
+
 def test_dropout_in_a_checkpoint_is_refused() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
