@@ -7,6 +7,7 @@ inputs are passed again, so no tensor that a block saves keeps an unsharded para
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,7 +35,12 @@ from compile_fsdp.passes.partitioned.drop_random_states import (
 )
 from compile_fsdp.passes.partitioned.saved_sizes import saved_sizes
 from compile_fsdp.torch_compat.dispatch import forget_recomputation
-from compile_fsdp.torch_compat.global_state import autocast_dtypes, without_autocast, without_cast_cache
+from compile_fsdp.torch_compat.global_state import (
+    attention_backends,
+    autocast_dtypes,
+    without_autocast,
+    without_cast_cache,
+)
 from compile_fsdp.torch_compat.inductor import (
     CustomPartitionerFn,
     compile_op_by_op,
@@ -62,8 +68,13 @@ class BlockCompiler:
         given = options.inner_backend, options.inductor, self.has_backward, settings_hash()
         matmul = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
         dtypes = torch.get_default_dtype(), autocast_dtypes()
-        name = cache_key(call.text, *given, *matmul, torch.get_num_threads(), *dtypes)[:32]
-        if (block := find_block(name)) is None:
+        kernels = attention_backends(by_priority=True)
+        key = cache_key(call.text, *given, *matmul, torch.get_num_threads(), *dtypes, kernels)[:32]
+        names = (f"{key}_{number}" if number else key for number in itertools.count())
+        # A block with symbolic sizes holds for the guards that compiling it adds to this graph, and to no other graph.
+        name = next(each for each in names if not (call.sizes and find_block(each)))
+        block = find_block(name)
+        if block is None:
             shared = f"that {count} modules share," if count > 1 else "of one module,"
             with Phase(f"compiling {call.op_count} ops {shared}", options.progress):
                 block = self._compile(name, call)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
+import torch.nn.attention
 from torch._C._dynamo.guards import GlobalStateGuard
 from torch._dynamo import eval_frame
 from torch.autograd import forward_ad
@@ -58,6 +59,17 @@ def autocast_dtypes() -> dict[str, torch.dtype]:
     accelerator = torch.accelerator.current_accelerator()
     devices = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
     return {device: torch.get_autocast_dtype(device) for device in devices if torch.is_autocast_enabled(device)}
+
+
+def autocast_settings(context: torch.autocast) -> tuple[object, ...]:
+    """What an autocast context sets: device type, dtype, whether it is on, and whether it has a cache. (2.13.0)"""
+    return context.device, str(context.fast_dtype), context._enabled, context._cache_enabled
+
+
+@needs("torch.nn.attention._cur_sdpa_kernel_backends")
+def attention_backends(by_priority: bool = False) -> list[str]:
+    """Names of the backends that scaled dot product attention may use now. (2.13.0)"""
+    return [each.name for each in torch.nn.attention._cur_sdpa_kernel_backends(by_priority)]
 
 
 @contextmanager

@@ -80,9 +80,20 @@ def is_grad_switch(node: fx.Node) -> bool:
 
 
 def is_mode_switch(node: fx.Node) -> bool:
-    """Return whether the node changes what later ops compute: autocast, inference mode, or a transform of functorch."""
-    owner = str(getattr(node.target, "__module__", ""))
-    return is_autocast_switch(node) or "functorch" in owner or "inference_mode" in target_name(node)
+    """Return whether the node changes what later ops compute, as autocast, inference mode and functorch do."""
+    if node.op != "call_function" or is_grad_switch(node) or is_version_setter(node):
+        return False
+    name, owner = target_name(node), str(getattr(node.target, "__module__", ""))
+    is_setter = name.startswith(("_set_", "set_", "enable_"))
+    return is_autocast_switch(node) or is_setter or "functorch" in owner or "inference_mode" in name
+
+
+def switched_attention(node: fx.Node) -> tuple[list[str], bool] | None:
+    """Return the backends that the node allows attention, as `sdpa_kernel` does, and whether in this order."""
+    if node.op != "call_function" or target_name(node) != "_sdpa_kernel":
+        return None
+    backends, by_priority = node.args
+    return [str(each.args[0]) for each in nodes_in(backends)], bool(by_priority)
 
 
 class EagerEffects(Effects):

@@ -42,6 +42,7 @@ from compile_fsdp.passes.analysis.eager_effects import (
     is_mode_switch,
     is_torch_function,
     is_upkeep,
+    switched_attention,
     target_name,
 )
 from compile_fsdp.passes.analysis.effects import nodes_in
@@ -55,7 +56,7 @@ from compile_fsdp.torch_compat.dispatch import (
     tree_leaves,
 )
 from compile_fsdp.torch_compat.dynamo import recomputation
-from compile_fsdp.torch_compat.global_state import autocast_dtypes
+from compile_fsdp.torch_compat.global_state import attention_backends, autocast_dtypes
 
 _FEWEST = 5  # fewest ops that are worth a call
 
@@ -92,16 +93,17 @@ def find_equal_blocks(graph: fx.Graph) -> list[list[BlockCall]]:
 def _runs(graph: fx.Graph, effects: EagerEffects) -> Iterator[tuple[list[fx.Node], tuple[fx.Node, ...]]]:
     """Yield the runs of ops that only compute while autograd records them, or in a graph without a backward.
 
+    Ops for which the graph chooses backends of attention are in no run, because a block is traced without this choice.
     The second item are the ops that open the regions of autocast around the run.
     """
     run: list[fx.Node] = []
     regions: tuple[fx.Node, ...] = ()
-    records = True
+    records, has_own_attention = True, False
     for node in graph.nodes:
         is_size = isinstance(fake_value(node), torch.SymInt) and not any(each in run for each in node.all_input_nodes)
         if is_size or node.op in ("placeholder", "get_attr"):
             continue  # because the node may stand before all of the run
-        if records and _only_computes(node, effects):
+        if records and not has_own_attention and _only_computes(node, effects):
             run += [*_bodies(node, effects), node]
             continue
         if run:
@@ -111,6 +113,9 @@ def _runs(graph: fx.Graph, effects: EagerEffects) -> Iterator[tuple[list[fx.Node
             records = bool(node.args[0])
         elif is_autocast_switch(node):
             regions = regions[:-1] if node.args[0] in regions else (*regions, node)
+        elif (switched := switched_attention(node)) is not None:
+            backends, by_priority = switched
+            has_own_attention = backends != attention_backends(by_priority)
 
 
 def _only_computes(node: fx.Node, effects: EagerEffects) -> bool:

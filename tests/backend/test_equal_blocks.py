@@ -14,6 +14,7 @@ import torch._inductor.metrics
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import compile_fsdp
@@ -137,6 +138,29 @@ class _Cast(Stack):
             return self.out(x).float().square().mean()
 
 
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = (each.reshape(1, 2, -1, 4) for each in self.linear(x).chunk(3, -1))
+        return x + self.out(F.scaled_dot_product_attention(query, key, value).sin().reshape(-1, 8))
+
+
+class _Chosen(Stack):
+    """Chooses the backend of attention for each block, and none for the last two."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.inp(x)
+        for i, layer in enumerate(self.layers[:-2]):
+            with sdpa_kernel(SDPBackend.MATH if i % 2 else SDPBackend.FLASH_ATTENTION):
+                x = layer(x)
+        for layer in self.layers[-2:]:
+            x = layer(x)
+        return self.out(x).square().mean()
+
+
 class _Scaled(nn.Module):
     """Equal to no block of another test, whose model may still be alive."""
 
@@ -214,6 +238,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "dropout": {"block": _Draws},
     "checkpointed": {"block": _Checkpointed},
     "attention": {"block": _Attends},
+    "chosen attention": {"kind": _Chosen, "block": _Attention, "layers": 4},
     "dropout in a checkpoint": {"block": _DrawsAgain},
     "called in a checkpoint": {"block": _Called},
     "frozen, called in a checkpoint": {"block": _Called, "frozen": 2, "layers": 4},
@@ -255,7 +280,13 @@ def _train(rank: int, lengths: list[list[int]], name: str, options: dict[str, An
     return result
 
 
-@pytest.mark.parametrize("name", MODELS)
+# Combinations of features that other models have one by one.
+_SLOW = {"frozen, called in a checkpoint", "cast, called in a checkpoint", "autocast, in checkpoints"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in _SLOW else []) for name in MODELS]
+)
 def test_steps_are_bitwise_those_of_eager_fsdp2(name: str) -> None:
     for result in run_ranks(2, _train, [[4, 4], [4, 4]], name, {}):
         assert result.differing == []
@@ -283,7 +314,10 @@ def test_batches_of_different_lengths_train_with_inductor() -> None:
 
 
 @pytest.mark.parametrize("name", ["dropout", "dropout in a checkpoint"])
-@pytest.mark.parametrize("options", [{}, {"verify": True}], ids=["", "verified"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, id=""), pytest.param({"verify": True}, id="verified", marks=pytest.mark.slow)],
+)
 def test_inductor_draws_the_numbers_of_eager_fsdp2_on_cpus(name: str, options: dict[str, Any]) -> None:
     for result in run_ranks(2, _train, [[4, 4]], name, {"options": options}):
         assert result.worst < 1e-5
@@ -293,7 +327,7 @@ def test_inductor_draws_the_numbers_of_eager_fsdp2_on_cpus(name: str, options: d
     "arguments",
     [
         pytest.param({}, id=""),
-        pytest.param({"block": _Called}, id="called in a checkpoint"),
+        pytest.param({"block": _Called}, id="called in a checkpoint", marks=pytest.mark.slow),
         pytest.param({"kind": _Cast}, id="autocast", marks=pytest.mark.slow),
     ],
 )
