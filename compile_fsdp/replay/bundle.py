@@ -30,6 +30,7 @@ from compile_fsdp.errors import NotPortableError
 from compile_fsdp.options import Options
 from compile_fsdp.passes.cache_key import hash_package
 from compile_fsdp.replay.words import base_names, describe, hash_code, hash_words
+from compile_fsdp.torch_compat.global_state import attention_backends
 from compile_fsdp.torch_compat.inductor import cache_folder, settings_hash
 
 _MAGIC = b"compile_fsdp bundle 1\n"
@@ -106,6 +107,7 @@ def make_facts(model: nn.Module, options: Options, device: torch.device) -> dict
         "world size": str(dist.get_world_size()),  # Dynamo makes it a constant without a guard
         "options": _describe_options(options),
         "settings of Inductor": settings_hash(),
+        "backends of attention": str(attention_backends(by_priority=True)),
         "parameters": hash_words(parameters),
         "buffers": hash_words([(name, describe(buffer)) for name, buffer in model.named_buffers()]),
         "modules": hash_words([(name, base_names(type(module))) for name, module in model.named_modules()]),

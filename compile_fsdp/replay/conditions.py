@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
 
 from compile_fsdp.errors import NotPortableError
 from compile_fsdp.passes.analysis.function_text import function_text
@@ -76,9 +77,12 @@ _LOOKS: dict[str, Callable[[Any, Any], Any]] = {
     ),
     # Include the value of a number, because Dynamo may guard only its class here, and its relations by SHAPE_ENV.
     "TYPE_MATCH": lambda value, _: describe(value) if type(value) in (int, float) else describe_class(type(value)),
-    "SEQUENCE_LENGTH": lambda value, _: len(value),
+    "SEQUENCE_LENGTH": lambda value, _: (describe_class(type(value)), len(value)),
     "EMPTY_NN_MODULE_HOOKS_DICT": lambda value, _: len(value),
-    "DICT_KEYS_MATCH": lambda value, _: [key if type(key) is str else describe(key) for key in value],
+    "DICT_KEYS_MATCH": lambda value, _: [
+        describe_class(type(value)),
+        *(key if type(key) is str else describe(key) for key in value),
+    ],
     "DICT_CONTAINS": lambda value, key: key in value,
     "DICT_NOT_CONTAINS": lambda value, key: key in value,
     "HASATTR": lambda value, name: hasattr(value, name),
@@ -203,15 +207,11 @@ class Conditions:
             return f"torch's global state has changed: {self.state.difference()}"
         try:
             values = self.paths.values(scope)
+            for condition in self.conditions:
+                if not self.holds(condition, values[condition.position]):
+                    return self._difference(condition, values[condition.position])
         except (LookupError, AttributeError, TypeError) as error:
             return f"{type(error).__name__}: {error}"
-        for condition in self.conditions:
-            if not self.holds(condition, values[condition.position]):
-                found = _LOOKS[condition.kind](values[condition.position], condition.argument)
-                name = self.paths.name(condition.position)
-                asked = "" if condition.argument is None else f" ({condition.argument})"
-                was = condition.expected if found != condition.expected else "another object"
-                return f"{name}{asked} is {found}, and was {was}"
         for one, other in self.pairs:
             if values[one] is not values[other]:
                 return f"{self.paths.name(one)} is not the same object as {self.paths.name(other)}"
@@ -223,6 +223,13 @@ class Conditions:
         if self._own is None:
             self._own = self._find_own(values)
         return None
+
+    def _difference(self, condition: Condition, value: Any) -> str:
+        found = _LOOKS[condition.kind](value, condition.argument)
+        name = self.paths.name(condition.position)
+        asked = "" if condition.argument is None else f" ({condition.argument})"
+        was = condition.expected if found != condition.expected else "another object"
+        return f"{name}{asked} is {found}, and was {was}"
 
     def holds(self, condition: Condition, value: Any) -> bool:
         if _LOOKS[condition.kind](value, condition.argument) != condition.expected:
@@ -248,14 +255,19 @@ def _first_same(values: Sequence[Any]) -> list[int]:
 
 # By kind of condition: a function that returns an object that must stay identical within a process.
 _OWN: dict[str, Callable[[Any], Any]] = {
-    "TYPE_MATCH": type,
+    **dict.fromkeys(("TYPE_MATCH", "SEQUENCE_LENGTH", "DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK"), type),
     "CLASS_MATCH": lambda value: value,
     "ID_MATCH": lambda value: None if isinstance(value, _ALWAYS_SAME) else value,
+    # Dynamo compares these by ==, but their description may not tell them apart.
+    **dict.fromkeys(
+        ("CONSTANT_MATCH", "EQUALS_MATCH"),
+        lambda value: None if isinstance(value, (*_ALWAYS_SAME, list, dict, set)) else value,
+    ),
 }
 
 # Classes whose instances are compared by value: no graph depends on their identity.
 _ALWAYS_SAME: tuple[type, ...] = (
-    *(*PLAIN, *TORCH_CONSTANTS, tuple, frozenset, type, enum.Enum),
+    *(*PLAIN, *TORCH_CONSTANTS, tuple, frozenset, type, enum.Enum, Placement),
     *(FunctionType, MethodType, BuiltinFunctionType, ModuleType, MappingProxyType),
 )
 
@@ -344,7 +356,7 @@ def _contents(
         (len, [objects("SEQUENCE_LENGTH", "EMPTY_NN_MODULE_HOOKS_DICT")]),
         (contains, [list(map(_variables, objects(generic))), arguments(generic)]),
         (contains, [objects(*contained), arguments(*contained)]),
-        (type, [objects("TYPE_MATCH")]),
+        (type, [objects("TYPE_MATCH", "SEQUENCE_LENGTH", "DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK")]),
         (list, [objects("DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK", _HOOK_KEYS)]),
         (hasattr, [objects("HASATTR"), arguments("HASATTR")]),
         (attrgetter("__code__"), [functions]),

@@ -20,9 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
 
 from compile_fsdp.torch_compat.dispatch import OpOverload, OpOverloadPacket
 from compile_fsdp.torch_compat.distributed import DTensorSpec
+from compile_fsdp.torch_compat.global_state import autocast_settings
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
 TORCH_CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -65,6 +67,10 @@ def describe(value: Any) -> Any:
         return ("mesh", value.device_type, tuple(value.shape), value.mesh_dim_names)
     if isinstance(value, DTensorSpec):
         return ("spec", describe(value.mesh), str(value.placements), tuple(value.shape))
+    if isinstance(value, Placement):
+        return ("placement", describe_class(type(value)), repr(value))
+    if isinstance(value, torch.autocast):
+        return ("autocast", describe_class(type(value)), autocast_settings(value))
     if isinstance(value, _CODE):
         return _describe_code(value)
     if isinstance(value, (KeysView, ValuesView, ItemsView)):

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard
 from torch.nn.attention import SDPBackend
 
 from compile_fsdp.replay.words import describe, describe_class, forget_classes
@@ -136,12 +137,15 @@ _OPAQUE = {
     "op with overloads": (torch.ops.aten.tanh, torch.ops.aten.sigmoid),
     "keys": ({"a": 1}.keys(), {"b": 1}.keys()),
     "range": (range(2), range(3)),
+    "dtype of autocast": (torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", torch.float16)),
+    "autocast that is off": (torch.autocast("cpu"), torch.autocast("cpu", enabled=False)),
+    "placement": (Shard(0), Shard(1)),
     "generic type": (typing.List[int], typing.List[str]),  # noqa: UP006
 }
 
 
 @pytest.mark.parametrize("name", _OPAQUE)
-def test_object_without_parts_is_described_by_its_text(name: str) -> None:
+def test_object_that_is_compared_as_a_whole_is_described_by_its_parts(name: str) -> None:
     one, other = _OPAQUE[name]
     assert describe(one) == describe(one)
     assert describe(one) != describe(other)

@@ -13,7 +13,9 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
 import compile_fsdp
@@ -69,9 +71,11 @@ class _Model(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList([_Block(_Settings())])
 
-    def forward(self, x: torch.Tensor, twice: bool = False) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, twice: bool = False, extras: Any = None, more: Any = None) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
+        x = x * 3 if extras is None else x
+        x = x * 5 if more is None else x
         return x * 2 if twice else x
 
 
@@ -121,7 +125,7 @@ def _mean(output: torch.Tensor) -> torch.Tensor:
 def _step(model: Any) -> _Step:
     torch.manual_seed(1)
     model.zero_grad()
-    return _Step(model, torch.randn(3, 4), {}, nullcontext(), _mean)
+    return _Step(model, torch.randn(3, 4), {"extras": [], "more": {}}, nullcontext(), _mean)
 
 
 class _OtherReLU(nn.ReLU):
@@ -190,6 +194,8 @@ FORWARD: _Changes = {
     "strides": lambda step: setattr(step, "x", step.x.t().contiguous().t()),
     "input gradient": lambda step: setattr(step, "x", step.x.clone().requires_grad_()),
     "argument": lambda step: step.kwargs.update(twice=True),
+    "no list": lambda step: step.kwargs.update(extras=None),
+    "no dict": lambda step: step.kwargs.update(more=None),
     "autocast": lambda step: setattr(step, "around", torch.autocast("cpu", torch.bfloat16)),
     "deterministic": lambda step: setattr(step, "around", deterministic()),
     "function mode": lambda step: setattr(step, "around", _Mode()),
@@ -259,6 +265,35 @@ GROUPS = {"forward": (FORWARD, False, False), "backward": (BACKWARD, True, False
 def test_graphs_are_replayed_until_a_change_affects_them(rank: int, group: str) -> None:
     changes, *are_replayed = GROUPS[group]
     assert {name: _path(name) for name in changes} == dict.fromkeys(changes, (*are_replayed, True))
+
+
+class _Layout(nn.Module):
+    """Reads its result in a layout, which Dynamo compares as a whole."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.linear, self.mesh, self.layout = nn.Linear(4, 4), mesh, Shard(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole = DTensor.from_local(self.linear(x), self.mesh, [Replicate()])
+        return whole.redistribute(placements=[self.layout]).to_local().square().sum()  # type: ignore[no-any-return]
+
+
+@on_ranks(2, since="2.13")
+def test_other_placement_is_traced(rank: int) -> None:
+    model = compile_fsdp.fully_shard(_Layout(init_device_mesh("cpu", (2,))))
+    compile_with_replay(model, backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
+    torch.manual_seed(0)
+    x = torch.randn(4, 4)
+    losses = []
+    for dim in (0, 0, 0, 1):
+        model.layout = Shard(dim)
+        losses.append(model(x))
+        losses[-1].backward()
+    forward, _ = count_replays(model)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        assert torch.equal(losses[-1].detach(), model(x))
+    assert forward == 2
 
 
 @on_ranks(1)
