@@ -136,6 +136,7 @@ def test_wrong_configurations_get_one_line(
     assert expected in fails(["--hf-config", str(config)], capsys)
 
 
+@pytest.mark.slow
 def test_attention_of_config_has_no_mask() -> None:
     def step_bytes(length: int) -> int:
         report = trace_step(lambda: build_from_config(LLAMA, 1, length), Settings(2), Network(COSTS["cuda"]))

@@ -72,7 +72,7 @@ def test_plan_equals_report_of_compiled_step(settings: dict[str, Any]) -> None:
     [
         (Checkpoint.NONE, WIDTH + HIDDEN),
         (Checkpoint.FULL, WIDTH),
-        (Checkpoint.SELECTIVE, WIDTH + HIDDEN),
+        pytest.param(Checkpoint.SELECTIVE, WIDTH + HIDDEN, marks=pytest.mark.slow),
         (Checkpoint.MATMULS, WIDTH + HIDDEN),
     ],
 )
