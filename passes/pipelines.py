@@ -19,6 +19,7 @@ from compile_fsdp.passes.dynamo.keep_module_hooks import keep_module_hooks
 from compile_fsdp.passes.dynamo.legalize_windows import legalize_windows
 from compile_fsdp.passes.dynamo.lift_tensor_hooks import lift_tensor_hooks
 from compile_fsdp.passes.dynamo.open_checkpoints import open_checkpoints
+from compile_fsdp.passes.dynamo.save_before_writes import save_before_writes
 from compile_fsdp.passes.dynamo.save_frozen_outputs import save_frozen_outputs
 from compile_fsdp.passes.post_grad.make_replayable import make_replayable
 from compile_fsdp.passes.post_grad.pack_gathers import pack_gathers
@@ -57,6 +58,8 @@ def forward(
         keep_module_hooks,
         *((lift_tensor_hooks,) if lifts_hooks else ()),
         drop_input_aliases,
+        # Before the budget, which asks the partitioner to recompute other ops only.
+        save_before_writes,
         *((fitted,) if fitted is not None else ()),
         partial(save_frozen_outputs, frozen=frozen),
     )

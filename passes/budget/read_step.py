@@ -9,6 +9,7 @@ with their readers. A value that a separate kernel reads in the backward is save
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -20,6 +21,7 @@ from compile_fsdp.passes.analysis.layout import get_size, is_free, size_hint
 from compile_fsdp.passes.budget.op_facts import Kind, OpFacts, OpMeasure, result_tensors, tensor_arguments
 from compile_fsdp.passes.budget.step_memory import Group, Parameter, Sharding, Step, Value
 from compile_fsdp.torch_compat.dispatch import is_checkpoint, storage_key
+from compile_fsdp.torch_compat.dynamo import recomputation
 
 
 def read_step(
@@ -113,6 +115,8 @@ class _Reader:
             parameter.size = size_hint(get_size(get_argument(node, 1, "new_size")))
 
     def add(self, node: fx.Node, facts: OpFacts) -> None:
+        if recomputation(node) is not None:  # `save_before_writes` forbids it
+            facts = replace(facts, is_repeatable=False)
         position = len(self.ops)
         taken = [storage_key(each) for each in tensor_arguments(node)]
         sources = list(dict.fromkeys(self._values[key] for key in taken if key in self._values))

@@ -36,6 +36,7 @@ MODULES = (
     "graph_text", "keep_module_hooks", "layout", "legalize_windows", "make_replayable",
     "offload_saved", "op_facts", "outline_blocks", "pack_gathers", "pack_reductions", "packing", "parameter_memory",
     "read_step", "read_by_strides", "remove_unread", "remove_unshard_copies", "replace_unsafe_gathers", "runner",
+    "save_before_writes",
     "save_frozen_outputs", "saved_sizes", "schedule_collectives", "sinking", "step_time", "subgraphs", "timeline",
     "unfilled_reads", "untraced_code", "value_memory", "windows",
 )  # fmt: skip
