@@ -146,3 +146,7 @@ class Frame:
         self._failures = 0
         self._watch = Watch(self.conditions, scope, self.inputs, self._watch)
         return True
+
+    def release(self) -> None:
+        """Hold no object of the last call."""
+        self._watch = None

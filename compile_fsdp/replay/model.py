@@ -96,6 +96,13 @@ class ModelReplay:
         return output
 
     @at_run_time
+    def release(self) -> None:
+        """Hold no tensors of the last steps, such as shards that `model.to()` is about to replace."""
+        for forward, step in self.steps:
+            for frame in (forward, *(backward.frame for backward in step.known)):
+                frame.release()
+
+    @at_run_time
     def _note(self, frame: FrameRecord, closure: Sequence[CellType]) -> None:
         """Keep a traced forward without gradients, or have it kept behind its first backward."""
         has_backward = torch.is_grad_enabled()

@@ -69,6 +69,12 @@ class TraceableModule:
         super().compile(*args, **kwargs)  # type: ignore[misc]
 
     @at_run_time
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        if (replay := _root_of(self).replay) is not None:
+            replay.release()
+        return super()._apply(*args, **kwargs)  # type: ignore[misc]
+
+    @at_run_time
     def reset_iter_state(self) -> None:
         """Reset torch's state of the root after an exception, and free groups that a graph left unsharded."""
         reset_step(_state_of(self))

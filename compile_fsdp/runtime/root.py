@@ -60,6 +60,9 @@ class Replay(Protocol):
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
         """Call the model; `run` calls it without replay."""
 
+    def release(self) -> None:
+        """Hold no tensors of the last steps."""
+
 
 class Root:
     """One model. Each module has a separate root until a trace shows which root it is below."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -75,3 +77,18 @@ def test_step_is_replayed_only_if_the_arguments_are_alike(rank: int, name: str) 
     for theirs, ours in zip(found[: len(calls)], found[len(calls) :], strict=True):
         assert all(a is b is None or torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
     assert count_replays(model) == replays
+
+
+@on_ranks(1)
+def test_replaced_shards_are_freed(rank: int) -> None:
+    model = compile_fsdp.fully_shard(nn.Linear(4, 4))
+    compile_with_replay(model, backend="compile_fsdp", fullgraph=True, options={"inner_backend": "aot_eager"})
+    for _ in range(3):
+        model(X).sum().backward()
+    assert count_replays(model) == (2, 2)
+    (group,) = model._get_fsdp_state()._fsdp_param_groups
+    shards = [weakref.ref(param._sharded_param_data) for param in group.fsdp_params]
+    model.zero_grad()
+    model.to(torch.float64)
+    gc.collect()
+    assert [shard() for shard in shards] == [None, None]
