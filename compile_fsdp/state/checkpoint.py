@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import itertools
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -19,10 +21,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.optim import Optimizer
 
 from compile_fsdp.errors import CheckpointError
-from compile_fsdp.state.containers import encode
+from compile_fsdp.state.containers import encode, encode_extra
 from compile_fsdp.state.folder import begin, complete
 from compile_fsdp.state.optim import optim_state_dict
-from compile_fsdp.state.ranks import gather, is_first, on_first
+from compile_fsdp.state.ranks import broadcast, gather, is_first, on_first
 
 # The last background save into each folder; the next save waits for it, so that `latest` never names the older one.
 _running: dict[Path, PendingSave] = {}
@@ -142,15 +144,30 @@ def _prepare(
     """The state to save, and the folder for its files."""
     optimizer = optim_state_dict(model, optim)
     optimizer["state"] = {fqn: encode(entries) for fqn, entries in optimizer["state"].items()}
-    state = {"model": get_model_state_dict(model), "optimizer": optimizer, "step": step}
-    finish_running(path)
-    return state, on_first(lambda: begin(Path(path).absolute(), step))
+    optimizer["param_groups"] = _groups_of_all(optimizer["param_groups"])
+    saved = {fqn: encode_extra(value) for fqn, value in get_model_state_dict(model).items()}
+    state = {"model": saved, "optimizer": optimizer, "step": step}
+    folder = finish_running(path)
+    return state, on_first(lambda: begin(folder, step))
 
 
-def finish_running(path: str | os.PathLike[str]) -> None:
-    """Wait for a background save into the folder. Collective if such a save is running."""
-    if (running := _running.get(Path(path).absolute())) is not None:
+def _groups_of_all(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The parameter groups of all ranks, which have different parameters in stages of a pipeline. Collective."""
+    names = [group["params"] for group in groups]
+    if len(set(gather(hashlib.sha256(repr(names).encode()).hexdigest()))) == 1:
+        return groups
+    every: dict[tuple[str, ...], dict[str, Any]] = {}
+    for group in itertools.chain.from_iterable(gather(groups)):
+        every.setdefault(tuple(group["params"]), group)
+    return [*every.values()]
+
+
+def finish_running(path: str | os.PathLike[str]) -> Path:
+    """Wait for a background save into the folder, and return its absolute path on rank 0. Collective."""
+    folder = broadcast(Path(path).absolute())
+    if (running := _running.get(folder)) is not None:
         running.wait()
+    return folder
 
 
 @contextlib.contextmanager

@@ -44,8 +44,17 @@ def leaves(value: Any) -> Iterator[tuple[str, Any]]:
 
 def encode(state: dict[Any, Any]) -> dict[str, Any]:
     """Encode a parameter's state so that DCP restores it unchanged. See [Note: Containers in DCP]."""
-    if all(isinstance(key, str) and _is_plain(value) for key, value in state.items()):
+    if state and all(isinstance(key, str) and _is_plain(value) for key, value in state.items()):
         return state
+    return _with_picture(state)
+
+
+def encode_extra(value: Any) -> Any:
+    """Encode a module's extra state if DCP would change it."""
+    return _with_picture(value) if _is_changed(value) else value
+
+
+def _with_picture(value: Any) -> dict[str, Any]:
     tensors: dict[str, Any] = {}
 
     def take_out(name: str, leaf: Any) -> Any:
@@ -54,16 +63,15 @@ def encode(state: dict[Any, Any]) -> dict[str, Any]:
         tensors[name] = leaf
         return Place(name)
 
-    picture = map_leaves(state, take_out)
+    picture = map_leaves(value, take_out)
     return {**tensors, PICTURE: (picture,)}  # in a tuple, DCP pickles it as it is
 
 
-def decode(state: dict[str, Any]) -> dict[Any, Any]:
+def decode(state: dict[str, Any]) -> Any:
     if PICTURE not in state:
         return state
     (picture,) = state[PICTURE]
-    decoded: dict[Any, Any] = map_leaves(picture, lambda _, leaf: state[leaf.name] if isinstance(leaf, Place) else leaf)
-    return decoded
+    return map_leaves(picture, lambda _, leaf: state[leaf.name] if isinstance(leaf, Place) else leaf)
 
 
 def _is_plain(value: Any) -> bool:
@@ -71,6 +79,13 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return not any(isinstance(each, (Tensor, dict, list, tuple)) for each in value)
     return not isinstance(value, dict)
+
+
+def _is_changed(value: Any) -> bool:
+    """Whether DCP changes nested dicts and lists: dicts that are empty, or have keys that are not strings."""
+    if isinstance(value, dict):
+        return not value or any(not isinstance(key, str) or _is_changed(each) for key, each in value.items())
+    return isinstance(value, list) and any(map(_is_changed, value))
 
 
 def join(name: str, key: object) -> str:

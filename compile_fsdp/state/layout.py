@@ -6,10 +6,11 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
@@ -97,10 +98,25 @@ def empty(spec: TensorSpec, device: torch.device) -> Tensor:
     return wrap_local(torch.empty(region_here(spec).sizes, dtype=spec.dtype, device=device), spec)
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor, or a DTensor's local tensor, has torch's own class; torchao's quantized state has another."""
+    return type(local_tensor(tensor)) in (Tensor, nn.Parameter)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """A tensor of another class, or a DTensor with a local tensor of one, as a new plain one; a plain tensor itself."""
+    if is_plain(tensor):
+        return tensor
+    if isinstance(tensor, DTensor):
+        return wrap_local(plain(local_tensor(tensor)), TensorSpec.of(tensor))
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
 @torch.no_grad()
 def collect_whole(tensor: DTensor) -> Tensor:
     """Gather a DTensor into a new plain tensor on every rank. Collective over the tensor's mesh."""
-    whole: Tensor = tensor.full_tensor()
+    # Ranks may have local tensors of different classes: torchao quantizes only shards of suitable sizes.
+    whole: Tensor = cast(DTensor, plain(tensor)).full_tensor()
     return whole.clone() if all(placement.is_replicate() for placement in tensor.placements) else whole
 
 
@@ -125,7 +141,7 @@ def collect_on_first(tensor: DTensor, offload: bool) -> Tensor | None:
     for rank, region in sorted(regions(tensor.shape, mesh, tensor.placements).items()):
         if region.numel:
             owners.setdefault(region, rank)
-    rank, local = dist.get_rank(), local_tensor(tensor)
+    rank, local = dist.get_rank(), plain(local_tensor(tensor))
     if rank != 0:
         if rank in owners.values() and bool((mesh.mesh == 0).any()):
             dist.send(_as_bytes(local.to(mesh.device_type).contiguous()), dst=0)

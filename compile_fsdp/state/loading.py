@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 
 from compile_fsdp.errors import StateError
 from compile_fsdp.state.containers import leaves, map_leaves
-from compile_fsdp.state.expected import OTHER_OPTIONS, Differences, Expected, Probe
+from compile_fsdp.state.expected import OTHER_OPTIONS, Differences, Expected, Probe, unwrapped
 from compile_fsdp.state.layout import TensorSpec
 from compile_fsdp.state.names import NamedParameter, named_groups, options_of
 
@@ -45,6 +46,7 @@ class LoadPlan:
 
     def apply(self, optim: Optimizer, state: Mapping[str, Any]) -> None:
         """Load `state`, whose tensors have the layouts of `target`; if this raises, the optimizer is unchanged."""
+        optim = unwrapped(optim)
         every = chain.from_iterable(group["params"] for group in optim.param_groups)
         ids = {parameter: index for index, parameter in enumerate(every)}
         wanted = {parameter: optim.state[parameter] for parameter in self.kept if parameter in optim.state}
@@ -56,14 +58,22 @@ class LoadPlan:
             {**options, "params": [ids[parameter] for parameter in group["params"]]}
             for group, options in zip(optim.param_groups, self.options, strict=True)
         ]
-        before = optim.state, optim.param_groups
-        try:
+        with unchanged_on_error(optim):
             optim.load_state_dict({"state": loaded, "param_groups": groups})
-        except BaseException:
-            optim.state, optim.param_groups = before
-            raise
         for parameter, entries in wanted.items():
             optim.state[parameter] = _undo_casts(optim.state[parameter], entries)
+
+
+@contextmanager
+def unchanged_on_error(optim: Optimizer) -> Iterator[None]:
+    """Undo the block's `Optimizer.load_state_dict` if the block raises."""
+    optim = unwrapped(optim)
+    before = optim.state, optim.param_groups
+    try:
+        yield
+    except BaseException:
+        optim.state, optim.param_groups = before
+        raise
 
 
 def plan_load(
@@ -83,7 +93,7 @@ def plan_load(
     named = named_groups(model, optim)
     options = _match_groups(named, optim.param_groups, groups, differences)
     saved_names = {*in_groups, *outline}
-    probe = Probe(optim)
+    probe = Probe(unwrapped(optim))
     parameters: dict[str, nn.Parameter] = {}
     expected: dict[str, Expected] = {}
     kept = set()
@@ -101,8 +111,7 @@ def plan_load(
                 expected[name] = probe.expected(member.parameter, number, options[number])
                 got = {key: leaf if isinstance(leaf, TensorSpec) else None for key, leaf in leaves(outline[name])}
                 differences.compare_state(member.fqn, expected[name], got)
-    for name in saved_names - matched:
-        differences.add("unexpected", str(name))
+    differences.add_foreign(map(str, saved_names - matched))
     differences.raise_together()
     return LoadPlan(parameters, expected, frozenset(kept), not differences.strict, options)
 

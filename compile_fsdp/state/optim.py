@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 from compile_fsdp.errors import StateError, StateMismatchError
 from compile_fsdp.state.containers import leaves, map_leaves
 from compile_fsdp.state.expected import Differences, describe
-from compile_fsdp.state.layout import TensorSpec, collect_on_first, collect_whole, cut, distribute_from_first
+from compile_fsdp.state.layout import TensorSpec, collect_on_first, collect_whole, cut, distribute_from_first, plain
 from compile_fsdp.state.loading import LoadPlan, plan_load
 from compile_fsdp.state.names import named_groups, options_of
 from compile_fsdp.state.ranks import broadcast, gather, is_first
@@ -69,7 +70,7 @@ def optim_state_dict(
                 return collect_on_first(leaf, cpu_offload)
             leaf = collect_whole(leaf)
         elif full:
-            leaf = leaf.detach().clone() if not rank0_only or is_first() else None
+            leaf = plain(leaf.detach()).clone() if not rank0_only or is_first() else None
         return leaf.cpu() if cpu_offload and leaf is not None else leaf
 
     converted = {fqn: map_leaves(entries, convert) for fqn, entries in state.items()}
@@ -116,6 +117,7 @@ def _outline(_: str, leaf: Any) -> Any:
     return TensorSpec(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
+@torch.no_grad()
 def _place(plan: LoadPlan, fqn: str, outline: Any, saved: Any, from_first: bool) -> Any:
     """Build a parameter's state, with every tensor on the parameter's device and in the layout of the plan."""
     device = plan.parameters[fqn].device
@@ -125,14 +127,18 @@ def _place(plan: LoadPlan, fqn: str, outline: Any, saved: Any, from_first: bool)
         if not isinstance(leaf, TensorSpec):
             return leaf
         target, source = plan.target(fqn, name, leaf), sources.get(name)
+        room = plan.expected[fqn].rooms.get(name)
         if from_first:
-            return distribute_from_first(source, target, device)
-        assert source is not None
-        if isinstance(source, DTensor):
-            if TensorSpec.of(source) == target:
-                return source.detach().clone().to(device)
-            source = collect_whole(source)
-        return cut(source, target, device)
+            placed = distribute_from_first(None if source is None else plain(source), target, device)
+        else:
+            assert source is not None
+            if TensorSpec.of(source) == target and room is not None:
+                placed = source
+            elif TensorSpec.of(source) == target and isinstance(source, DTensor):
+                placed = plain(source.detach()).clone().to(device)
+            else:
+                placed = cut(collect_whole(source) if isinstance(source, DTensor) else plain(source), target, device)
+        return placed if room is None else room.copy_(placed)
 
     return map_leaves(outline, place)
 

@@ -22,7 +22,7 @@ def rekey_optim_state(
 
     Ids number the parameters of all groups in order. Their names come from the first of these that is available:
     `optim`; the groups' `param_names`, which an optimizer over named parameters has; and, for a single group, the order
-    of `model.named_parameters()`, with or without the frozen parameters.
+    of `model.named_parameters()`, with or without the frozen parameters. A state that has names keeps them.
 
     Args:
         state: A state from `Optimizer.state_dict()` or `optim_state_dict()`.
@@ -56,6 +56,10 @@ def _to_fqns(state: Mapping[str, Any], model: nn.Module, optim: Optimizer | None
 
 
 def _names_of_ids(groups: Sequence[Mapping[str, Any]], model: nn.Module, optim: Optimizer | None) -> list[str]:
+    every = named_parameters(model)
+    ids = list(chain.from_iterable(group["params"] for group in groups))
+    if ids and all(isinstance(each, str) for each in ids):
+        return _known_names(ids, every, model)
     sizes = [len(group["params"]) for group in groups]
     if optim is not None:
         named = named_groups(model, optim)
@@ -65,7 +69,6 @@ def _names_of_ids(groups: Sequence[Mapping[str, Any]], model: nn.Module, optim: 
                 f"{[len(members) for members in named]}; make it as the optimizer that the state is from"
             )
         return [member.fqn for member in chain.from_iterable(named)]
-    every = named_parameters(model)
     if all("param_names" in group for group in groups):
         return _known_names(chain.from_iterable(group["param_names"] for group in groups), every, model)
     if len(groups) > 1:
@@ -121,6 +124,8 @@ def _check_shapes(state: Mapping[Any, Any], fqns: Mapping[Any, str], model: nn.M
 def _to_ids(state: Mapping[str, Any], model: nn.Module, optim: Optimizer | None) -> OptimState:
     groups = state["param_groups"]
     every = named_parameters(model)
+    if any(not isinstance(name, str) for group in groups for name in group["params"]):
+        raise RekeyError('expected a state with names of parameters, got one with ids; leave it, or pass to="fqn"')
     names = [_known_names(group["params"], every, model) for group in groups]
     if optim is not None:
         wanted = [[member.fqn for member in members] for members in named_groups(model, optim)]

@@ -21,7 +21,7 @@ from compile_fsdp.state.containers import decode, map_leaves
 from compile_fsdp.state.expected import Differences
 from compile_fsdp.state.folder import find_checkpoint
 from compile_fsdp.state.layout import TensorSpec, empty
-from compile_fsdp.state.loading import plan_load
+from compile_fsdp.state.loading import plan_load, unchanged_on_error
 from compile_fsdp.state.ranks import on_first
 from compile_fsdp.state.safe import SafePlanner, SafeReader
 from compile_fsdp.torch_compat.distributed import unflatten_state_dict
@@ -32,7 +32,7 @@ def load(model: nn.Module, optim: Optimizer, path: str | os.PathLike[str], *, st
 
     `load` compares the checkpoint with the model and the optimizer, reads it into new tensors, and only then changes
     model and optimizer. The new tensors temporarily double their memory. If `load` raises, it raises on all ranks with
-    equal text, and nothing is changed. Collective: all ranks call it.
+    equal text, and nothing is changed, unless a module's own code raises. Collective: all ranks call it.
 
     Args:
         model: A model, sharded in any way or not sharded.
@@ -47,8 +47,8 @@ def load(model: nn.Module, optim: Optimizer, path: str | os.PathLike[str], *, st
         StateMismatchError: entries are missing, unexpected, or of wrong shape or dtype.
         ForeignParameterError: the optimizer holds parameters that are not in the model.
     """
-    finish_running(path)
-    folder, outline = on_first(lambda: _read_outline(find_checkpoint(path)))
+    on_rank_0 = finish_running(path)
+    folder, outline = on_first(lambda: _read_outline(find_checkpoint(on_rank_0)))
     saved, optimizer = outline["model"], outline["optimizer"]
     differences = Differences(f"the checkpoint {folder}", strict)
     present = get_model_state_dict(model)
@@ -71,15 +71,19 @@ def load(model: nn.Module, optim: Optimizer, path: str | os.PathLike[str], *, st
     def room_in_state(fqn: str, entry: str, leaf: Any) -> Any:
         if isinstance(leaf, TensorSpec):
             device = plan.parameters[fqn].device if leaf.shape else torch.device("cpu")
-            leaf = tensors[f"optimizer.state.{fqn}.{entry}"] = empty(plan.target(fqn, entry, leaf), device)
+            room = plan.expected[fqn].rooms.get(entry)
+            room = empty(plan.target(fqn, entry, leaf), device) if room is None else room
+            leaf = tensors[f"optimizer.state.{fqn}.{entry}"] = room
         return leaf
 
     model_state = {fqn: map_leaves(saved[fqn], room_in_model, f"model.{fqn}") for fqn in saved if fqn in present}
     optim_state = {fqn: map_leaves(encoded[fqn], partial(room_in_state, fqn)) for fqn in plan.parameters}
     with checkpoint_errors(f"cannot read the checkpoint {folder}"):
         load_tensors(tensors, storage_reader=SafeReader(folder))
-    plan.apply(optim, {fqn: decode(entries) for fqn, entries in optim_state.items()})
-    set_model_state_dict(model, model_state, options=StateDictOptions(strict=strict))
+    model_state = {fqn: decode(value) if isinstance(value, dict) else value for fqn, value in model_state.items()}
+    with unchanged_on_error(optim):
+        plan.apply(optim, {fqn: decode(entries) for fqn, entries in optim_state.items()})
+        set_model_state_dict(model, model_state, options=StateDictOptions(strict=strict))
     return step or 0
 
 
@@ -121,6 +125,4 @@ def _compare_model(present: Mapping[str, Any], saved: Mapping[str, Any], differe
         elif isinstance(value, Tensor):
             got = saved[fqn] if isinstance(saved[fqn], TensorSpec) else None
             differences.compare(fqn, TensorSpec(value.shape, value.dtype), got)
-    for fqn in saved:
-        if fqn not in present:
-            differences.add("unexpected", fqn)
+    differences.add_foreign(saved.keys() - present.keys())

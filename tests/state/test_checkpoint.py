@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from pathlib import Path
@@ -15,12 +16,14 @@ from torch import nn
 from torch.distributed.checkpoint import load as torch_load
 from torch.distributed.checkpoint import save as torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from compile_fsdp import fully_shard
 from compile_fsdp.errors import CheckpointError, StateMismatchError
 from compile_fsdp.state import async_save, checkpoint, find_latest, folder, load, optim_state_dict, save
 from helpers.models.optimizers import assert_same, train, trained, whole
 from helpers.ranks.pools import run_ranks
+from helpers.ranks.tests import on_ranks
 
 
 def _assert_at(path: Path, step: int) -> None:
@@ -184,6 +187,95 @@ def _training_goes_on_during_a_save(rank: int, path: str, name: str) -> None:
     assert (target / "notes.txt").read_text() == "background"
     train(loaded, loaded_optim, range(2, 12))
     assert_same(optim_state_dict(loaded, loaded_optim), optim_state_dict(model, optim))
+
+
+class _Extra(nn.Linear):
+    """Has extra state, which it loads, or refuses to."""
+
+    def __init__(self, extra: object, refuses: bool = False) -> None:
+        super().__init__(2, 2)
+        self.extra, self.refuses = extra, refuses
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        if self.refuses:
+            raise ValueError("refused")
+        self.extra = state
+
+
+def _stepped(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    optim = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optim.step()
+    return model, optim
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {0: 1.5},
+        {"a": {}, "b": {"c": torch.ones(2)}},
+        {"a": [{0: torch.ones(2)}, {}]},
+        [{0: 1.5}],
+        {"a": [1, 2]},
+        3,
+    ],
+)
+def test_extra_state_is_loaded_as_it_was(extra: object, tmp_path: Path) -> None:
+    save(*_stepped(_Extra(extra)), tmp_path, 1)
+    model, optim = _stepped(_Extra(None))
+    load(model, optim, tmp_path)
+    assert repr(model.extra) == repr(extra)
+
+
+def test_refused_extra_state_leaves_the_optimizer_unchanged(tmp_path: Path) -> None:
+    save(*_stepped(_Extra(1)), tmp_path, 1)
+    model = _Extra(1, refuses=True)
+    optim = torch.optim.AdamW(model.parameters(), lr=0.5)
+    with pytest.raises(ValueError, match="refused"):
+        load(model, optim, tmp_path)
+    assert not optim.state and optim.param_groups[0]["lr"] == 0.5
+
+
+def _make_stage(rank: int, mesh: DeviceMesh, rate: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(rank)
+    model = nn.ModuleDict({str(rank): fully_shard(nn.Linear(4, 4), mesh=mesh)})
+    return model, torch.optim.AdamW(model.parameters(), lr=rate)
+
+
+@on_ranks(2)
+def test_stages_of_a_pipeline_share_a_checkpoint(rank: int, tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))["dp"]
+    model, optim = _make_stage(rank, mesh, 0.1)
+    model[str(rank)](torch.ones(2, 4)).sum().backward()  # type: ignore[index]
+    optim.step()
+    save(model, optim, tmp_path, 1)
+    other, other_optim = _make_stage(rank, mesh, 0.5)
+    assert load(other, other_optim, tmp_path) == 1
+    assert_same(optim_state_dict(other, other_optim), optim_state_dict(model, optim))
+    assert other_optim.param_groups[0]["lr"] == 0.1
+    if rank == 0:
+        model["more"] = nn.Linear(2, 2)  # type: ignore[operator]
+    save(model, optim, tmp_path, 2)
+    with pytest.raises(StateMismatchError, match=r"unexpected: more.bias, more.weight\."):
+        load(other, other_optim, tmp_path)
+
+
+@on_ranks(2, timeout_s=60.0)
+def test_ranks_may_have_different_working_directories(rank: int, tmp_path: Path) -> None:
+    model, optim = trained(1, init_device_mesh("cpu", (2,)))
+    folder, before = tmp_path / str(rank), Path.cwd()
+    folder.mkdir()
+    os.chdir(folder)
+    try:
+        async_save(model, optim, "checkpoints", 1)
+        assert save(model, optim, "checkpoints", 2).parent == tmp_path / "0" / "checkpoints"
+        assert load(model, optim, "checkpoints") == 2
+    finally:
+        os.chdir(before)
 
 
 @pytest.mark.parametrize("name", ["adamw_fused", "hoarder"])

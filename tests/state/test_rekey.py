@@ -96,3 +96,15 @@ def test_unknown_parameter_wrong_count_or_invalid_target_is_refused() -> None:
         rekey_optim_state(torch.optim.SGD(list(model.parameters())[:7]).state_dict(), model, to="fqn")
     with pytest.raises(RekeyError, match="got 'name'"):
         rekey_optim_state(state, model, to="name")  # type: ignore[arg-type]
+
+
+def test_names_stay_with_their_parameters() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    optim = torch.optim.AdamW(list(model.parameters())[::-1])
+    model(torch.rand(3, 4)).sum().backward()
+    optim.step()
+    named = rekey_optim_state(optim.state_dict(), model, to="fqn", optim=optim)
+    for other in (None, torch.optim.AdamW(model.parameters())):
+        assert_same(rekey_optim_state(named, model, to="fqn", optim=other), named)
+    with pytest.raises(RekeyError, match="got one with ids"):
+        rekey_optim_state(optim.state_dict(), model, to="id")
