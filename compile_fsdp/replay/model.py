@@ -39,7 +39,7 @@ from compile_fsdp.backend.this_run import Run, running, see_guards
 from compile_fsdp.errors import NotPortableError
 from compile_fsdp.options import Options
 from compile_fsdp.replay import bundle
-from compile_fsdp.replay.backward import BackwardRecord
+from compile_fsdp.replay.backward import BackwardFrame, BackwardRecord
 from compile_fsdp.replay.frames import Frame, FrameRecord
 from compile_fsdp.replay.stored import StoredBackward, StoredStep
 from compile_fsdp.runtime.attached import module_hooks_of
@@ -99,7 +99,8 @@ class ModelReplay:
     def release(self) -> None:
         """Hold no tensors of the last steps, such as shards that `model.to()` is about to replace."""
         for forward, step in self.steps:
-            for frame in (forward, *(backward.frame for backward in step.known)):
+            backwards = (each for each in step.known if isinstance(each, BackwardFrame))
+            for frame in (forward, *(each.frame for each in backwards)):
                 frame.release()
 
     @at_run_time

@@ -70,7 +70,7 @@ def describe(value: Any) -> Any:
     if isinstance(value, Placement):
         return ("placement", describe_class(type(value)), repr(value))
     if isinstance(value, torch.autocast):
-        return ("autocast", describe_class(type(value)), autocast_settings(value))
+        return ("autocast", describe_class(type(value)), repr(autocast_settings(value)))
     if isinstance(value, _CODE):
         return _describe_code(value)
     if isinstance(value, (KeysView, ValuesView, ItemsView)):

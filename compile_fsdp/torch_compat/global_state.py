@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from operator import attrgetter
 
 import torch
 import torch.nn.attention
@@ -61,9 +62,9 @@ def autocast_dtypes() -> dict[str, torch.dtype]:
     return {device: torch.get_autocast_dtype(device) for device in devices if torch.is_autocast_enabled(device)}
 
 
-def autocast_settings(context: torch.autocast) -> tuple[object, ...]:
-    """What an autocast context sets: device type, dtype, whether it is on, and whether it has a cache. (2.13.0)"""
-    return context.device, str(context.fast_dtype), context._enabled, context._cache_enabled
+# What an autocast context sets: device type, dtype, whether it is on, and whether it has a cache. Its class does not
+# declare these. (2.11.0, 2.13.0)
+autocast_settings = attrgetter("device", "fast_dtype", "_enabled", "_cache_enabled")
 
 
 @needs("torch.nn.attention._cur_sdpa_kernel_backends")
