@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from compile_fsdp.errors import ScriptError
+from compile_fsdp.errors import CommandError, ScriptError
 from compile_fsdp.tools.launch import fake_world
 
 
@@ -34,6 +34,15 @@ def add_script(parser: argparse.ArgumentParser) -> None:
 def add_world(parser: argparse.ArgumentParser) -> None:
     """Add `--world`, the number of ranks if torchrun has not started the command."""
     parser.add_argument("--world", type=int, metavar="N", help="ranks of the world, without torchrun (default 8)")
+
+
+def check_output(path: Path | None) -> None:
+    """Refuse a file that cannot be written, before the script runs; CommandError."""
+    if path is None:
+        return
+    target = path if path.exists() else path.parent
+    if path.is_dir() or not target.exists() or not os.access(target, os.W_OK):
+        raise CommandError(f"expected a file that can be written, got {path}; pass a path in a present folder")
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from compile_fsdp.tools.bench.measure import Result, describe_gain, format_table
 from compile_fsdp.tools.bench.modes import MODES, SIMPLE_FSDP
 from compile_fsdp.tools.bench.turns import ScriptTurns, steps_needed
 from compile_fsdp.tools.check.failures import run_reported
-from compile_fsdp.tools.scripts import ended_by
+from compile_fsdp.tools.scripts import check_output, ended_by
 from compile_fsdp.torch_compat.dynamo import recompile_limit
 
 DESCRIPTION = """\
@@ -81,6 +81,9 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.rounds < 2 or args.ranks < 1:
         raise CommandError(f"expected at least 2 rounds and 1 rank, got --rounds {args.rounds} --ranks {args.ranks}")
+    check_output(args.json)
+    if not dist.is_torchelastic_launched() and 0 < (devices := torch.accelerator.device_count()) < args.ranks:
+        raise CommandError(f"expected at most one rank per GPU of this host, got --ranks {args.ranks} for {devices}")
     if args.script is not None:
         return _run_script(args)
     _check(args)

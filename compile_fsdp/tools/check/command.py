@@ -17,7 +17,7 @@ from compile_fsdp.tools.check.models import describe_models, find_modules
 from compile_fsdp.tools.check.rules import Seen, find
 from compile_fsdp.tools.explain.capture import capture
 from compile_fsdp.tools.protect_files import protected_files
-from compile_fsdp.tools.scripts import add_script, add_world, ended_after, run_script, world
+from compile_fsdp.tools.scripts import add_script, add_world, check_output, ended_after, run_script, world
 
 DESCRIPTION = """\
 Run a training script for two steps and say whether it compiles whole: which line breaks the graph and why, which
@@ -41,6 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the script, report on rank 0, and return the exit status."""
+    check_output(args.json)
     with world(args.world) as (rank, world_size), protected_files("check", args.script):
         report = check_script(args.script, args.args, args.steps, world_size)
     if rank == 0:

@@ -9,7 +9,7 @@ from compile_fsdp.tools.check.failures import run_reported
 from compile_fsdp.tools.explain.capture import capture
 from compile_fsdp.tools.explain.report import make_report
 from compile_fsdp.tools.protect_files import protected_files
-from compile_fsdp.tools.scripts import add_script, add_world, ended_after, world
+from compile_fsdp.tools.scripts import add_script, add_world, check_output, ended_after, world
 
 DESCRIPTION = """\
 Run a training script and write one HTML page about its compiled steps: a timeline, the memory of unsharded parameters,
@@ -27,6 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run the script, write the page and print a summary on rank 0."""
+    check_output(args.out)
     protected = protected_files("explain", args.script)
     with world(args.world) as (rank, world_size), protected, capture() as captured, ended_after(args.steps):
         run_reported(args.script, args.args)

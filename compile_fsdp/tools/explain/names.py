@@ -41,6 +41,7 @@ class GroupFacts:
     parameters: tuple[str, ...]  # FQNs
     parameter_bytes: tuple[int, ...]  # of each parameter, unsharded and padded
     shard_bytes: int  # of the group's shards on this rank, padding included
+    trained_bytes: int  # of those that need a gradient
     ranks: int  # that the group is sharded over
     reshards: bool  # whether eager FSDP2 reshards the group after its forward
 
@@ -65,6 +66,11 @@ def describe_group(group: TraceableGroup) -> GroupFacts:
         parameters=tuple(group.fqn(param.unsharded_param) for param in group.params),
         parameter_bytes=tuple(sum(param.storage_bytes) for param in group.params),
         shard_bytes=sum(shard.numel() * shard.itemsize for shard in shards),
+        trained_bytes=sum(
+            shard.numel() * shard.itemsize
+            for shard, param in zip(shards, group.params, strict=True)
+            if param.fsdp_param.sharded_param.requires_grad
+        ),
         ranks=group.constants.shard_count,
         reshards=group.fsdp_group.post_forward_mesh_info is not None,
     )

@@ -96,6 +96,11 @@ class Report:
         return min((decision.budget for decision in self.decisions), default=None)
 
     @property
+    def trained_bytes(self) -> int:
+        """Bytes of this rank's shards that need a gradient."""
+        return sum(row.facts.trained_bytes for row in self.groups)
+
+    @property
     def shard_bytes(self) -> int:
         """Bytes of the parameters' shards on this rank."""
         return sum(row.facts.shard_bytes for row in self.groups)

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from compile_fsdp.errors import ExplainError
 from compile_fsdp.runtime.outputs import find_tensors
+from compile_fsdp.state.names import named_parameters
 from compile_fsdp.tools.explain.capture import capture
 from compile_fsdp.tools.explain.report import Report, make_report
 from compile_fsdp.torch_compat.fsdp import fsdp_state
@@ -106,7 +107,8 @@ def _sharded_copy(model: nn.Module, example_inputs: tuple[Any, ...]) -> nn.Modul
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Restore gradients, buffers and random states at the end of the block."""
-    grads = {parameter: parameter.grad for parameter in model.parameters()}
+    grads = {named.parameter: named.parameter.grad for named in named_parameters(model)}  # also of unsharded groups
+    held = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
     for parameter in grads:
         parameter.grad = None
@@ -116,6 +118,8 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter, grad in grads.items():
             parameter.grad = grad
+        for present, before in held:
+            present.update(before)
         with torch.no_grad():
             for buffer, value in buffers.items():
                 buffer.copy_(value)

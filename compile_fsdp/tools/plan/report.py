@@ -49,7 +49,7 @@ class Row:
 
 def read_figures(report: Report, optimizer: str) -> Figures:
     """Read the figures of a traced step; `optimizer` is a key of `OPTIMIZERS`."""
-    sizes = report.shard_bytes, OPTIMIZERS[optimizer] * report.shard_bytes, report.allocated_bytes
+    sizes = report.shard_bytes, OPTIMIZERS[optimizer] * report.trained_bytes, report.allocated_bytes
     return Figures(*sizes, sum(sizes), sum(report.graph_s), report.communication_s, report.exposed_s)
 
 

@@ -42,6 +42,7 @@ def test_modes_are_measured_on_two_ranks(modes: list[str], tmp_path: Path) -> No
         (["--modes", "block"], "expected eager among --modes"),
         (["--rounds", "1"], "expected at least 2 rounds and 1 rank, got --rounds 1"),
         (["--model", "large"], "expected --model among overhead, mid, dropout, compute, got large"),
+        (["--json", "missing/f.json"], "expected a file that can be written, got missing/f.json"),
         (["--script"], "expected a training script behind --script, got nothing"),
         (["--modes", "eager", "--script", "train.py"], "expected no --modes and no --model with --script"),
         (["--modes", "eager,simple"], "put a checkout of torchtitan on PYTHONPATH"),
@@ -69,6 +70,14 @@ def test_missing_dependency_of_torchtitan_is_named(
     monkeypatch.syspath_prepend(tmp_path)
     assert main(["bench", "--modes", "eager,simple"]) == 2
     assert "compile-fsdp bench needs what_torchtitan_needs" in capsys.readouterr().err
+
+
+def test_more_ranks_than_gpus_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    assert main(["bench"]) == 2
+    assert "expected at most one rank per GPU of this host, got --ranks 2 for 1" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("one_rank")

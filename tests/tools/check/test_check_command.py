@@ -278,6 +278,10 @@ def test_invalid_arguments_are_one_line_errors(tmp_path: Path, capsys: pytest.Ca
     for arguments in (["train.py"], ["--steps", "0", "train.py"], ["--world", "0", "train.py"]):
         assert main(["check", *arguments]) == 2
         assert capsys.readouterr().err.count("\n") == 1
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit('ran')")
+    assert main(["check", "--json", str(tmp_path / "missing" / "f.json"), str(script)]) == 2
+    assert "expected a file that can be written, got" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -104,6 +104,36 @@ def test_sharded_model_is_explained_in_place() -> None:
             compile_fsdp.explain(model, torch.randn(4, 4), world_size=8)
 
 
+class _Averaging(nn.Module):
+    """Puts a new tensor in the place of its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        self.mean = self.mean + x.detach().mean(0)
+        return x
+
+
+def test_model_that_an_evaluation_left_unsharded_is_unchanged() -> None:
+    with fake_world(4):
+        model = compile_fsdp.fully_shard(_Averaging())
+        sharded = list(model.parameters())
+        model(torch.ones(4, 4)).sum().backward()
+        grads = [parameter.grad for parameter in sharded]
+        values = [grad.to_local().clone() for grad in grads]  # type: ignore[union-attr]
+        with torch.no_grad():
+            model(torch.ones(4, 4))
+        buffer, mean = model.mean, model.mean.clone()
+        compile_fsdp.explain(model, torch.ones(4, 4), options=EAGERLY)
+        assert all(parameter.grad is grad for parameter, grad in zip(sharded, grads, strict=True))
+        assert all(torch.equal(grad.to_local(), value) for grad, value in zip(grads, values, strict=True))  # type: ignore[union-attr]
+        assert model.mean is buffer and torch.equal(model.mean, mean)
+
+
 def test_meta_model_is_explained_on_cpu() -> None:
     with torch.device("meta"):
         model = Breaking()

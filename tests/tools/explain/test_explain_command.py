@@ -71,6 +71,10 @@ def test_missing_script_is_a_one_line_error(tmp_path: Path, capsys: pytest.Captu
     error = capsys.readouterr().err
     assert "expected a Python file to run, got" in error and error.count("\n") == 1
     assert not page.exists()
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit('ran')")
+    assert main(["explain", "--out", str(tmp_path / "missing" / "r.html"), str(script)]) == 2
+    assert "expected a file that can be written, got" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ def event(kind: Kind, seconds: float = 0.0, collective: int = -1, reads: str = "
 
 
 def group(name: str, size: int, reshards: bool = True) -> GroupFacts:
-    return GroupFacts(name, (f"{name}.w",), (size,), size // 4, 4, reshards)
+    return GroupFacts(name, (f"{name}.w",), (size,), size // 4, size // 4, 4, reshards)
 
 
 def test_wait_exposes_communication_that_compute_does_not_overlap() -> None:

@@ -121,6 +121,17 @@ def test_optimizer_state_and_peak() -> None:
     assert read_figures(report, "sgd").optimizer_bytes == 0
 
 
+def test_frozen_parameters_have_no_optimizer_state() -> None:
+    def frozen() -> Any:
+        model, batch = build(3)
+        model.get_submodule("blocks").requires_grad_(False)
+        return model, batch
+
+    report = trace_step(frozen, Settings(**SINGLE, ranks=4), CPU)
+    assert report.shard_bytes == (3 * BLOCK_BYTES + HEAD_BYTES) // 4
+    assert read_figures(report, "adamw").optimizer_bytes == 2 * HEAD_BYTES // 4
+
+
 def test_hosts_share_one_link() -> None:
     network = Network(COSTS["cuda"], ranks_per_host=8, host_bandwidth=80e9)
     within = COSTS["cuda"]
