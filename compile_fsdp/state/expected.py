@@ -5,7 +5,7 @@ Only an optimizer's step shows which entries it keeps for a parameter, and their
 step: an object with the optimizer's class and attributes, but with a single group that holds only a zero-filled copy of
 the parameter. The twin runs the class's `step`, without hooks, profiler or learning rate scheduler. If the step fails
 (it needs a closure, or DTensor does not support its arithmetic), unknown entries are accepted unchecked; and so they
-are if the optimizer holds further ones, as ZeroRedundancyOptimizer does, whose steps the twin would take for real.
+are if the optimizer holds further ones, as ZeroRedundancyOptimizer does, whose own steps the twin would take.
 """
 
 from __future__ import annotations
