@@ -37,11 +37,11 @@ def add_world(parser: argparse.ArgumentParser) -> None:
 
 
 def check_output(path: Path | None) -> None:
-    """Refuse a file that cannot be written, before the script runs; CommandError."""
-    if path is None:
+    """Refuse a file that rank 0 cannot write, before the ranks run anything; CommandError."""
+    if path is None or os.environ.get("RANK", "0") != "0":
         return
     target = path if path.exists() else path.parent
-    if path.is_dir() or not target.exists() or not os.access(target, os.W_OK):
+    if path.is_dir() or not path.parent.is_dir() or not os.access(target, os.W_OK):
         raise CommandError(f"expected a file that can be written, got {path}; pass a path in a present folder")
 
 

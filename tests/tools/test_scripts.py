@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from compile_fsdp.errors import ScriptError
+from compile_fsdp.errors import CommandError, ScriptError
 from compile_fsdp.tools.launch import fake_world
-from compile_fsdp.tools.scripts import run_script
+from compile_fsdp.tools.scripts import check_output, run_script
 
 INIT = dist.init_process_group
 
@@ -84,3 +84,15 @@ def test_init_process_group_keeps_the_fake_world(tmp_path: Path, call: str) -> N
     finally:
         sys.modules.pop("beside", None)
     assert dist.init_process_group is c10d.init_process_group is INIT
+
+
+def test_output_of_rank_0_is_refused_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "found.json"
+    for _ in range(2):
+        check_output(file)
+        file.touch()
+    for path in (tmp_path, tmp_path / "missing" / "found.json", file / "found.json"):
+        with pytest.raises(CommandError, match=f"expected a file that can be written, got {path};"):
+            check_output(path)
+    monkeypatch.setenv("RANK", "1")
+    check_output(tmp_path / "missing" / "found.json")

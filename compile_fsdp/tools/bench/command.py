@@ -82,11 +82,14 @@ def run(args: argparse.Namespace) -> int:
     if args.rounds < 2 or args.ranks < 1:
         raise CommandError(f"expected at least 2 rounds and 1 rank, got --rounds {args.rounds} --ranks {args.ranks}")
     check_output(args.json)
+    _check(args)
     if not dist.is_torchelastic_launched() and 0 < (devices := torch.accelerator.device_count()) < args.ranks:
-        raise CommandError(f"expected at most one rank per GPU of this host, got --ranks {args.ranks} for {devices}")
+        raise CommandError(
+            f"expected at most one rank per GPU of this host, got --ranks {args.ranks} for {devices}; pass --ranks "
+            f"{devices}"
+        )
     if args.script is not None:
         return _run_script(args)
-    _check(args)
     is_launched = dist.is_torchelastic_launched()
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", args.ranks))
     tables: dict[str, dict[str, Result]] = {}
@@ -101,10 +104,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_script(args: argparse.Namespace) -> int:
-    if not args.script:
-        raise CommandError("expected a training script behind --script, got nothing")
-    if args.modes != DEFAULT_MODES or args.model != DEFAULT_MODELS:
-        raise CommandError("expected no --modes and no --model with --script, which trains its own model")
     script, arguments = Path(args.script[0]), args.script[1:]
     if "RANK" not in os.environ:
         options = [f"--rounds={args.rounds}", *([f"--json={args.json}"] if args.json else [])]
@@ -168,6 +167,12 @@ def _run_command(rank: int, arguments: Sequence[str]) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
+    if args.script is not None:
+        if not args.script:
+            raise CommandError("expected a training script behind --script, got nothing")
+        if args.modes != DEFAULT_MODES or args.model != DEFAULT_MODELS:
+            raise CommandError("expected no --modes and no --model with --script, which trains its own model")
+        return
     for option, asked, known in (("--modes", args.modes, MODES), ("--model", args.model, SIZES)):
         if unknown := sorted(set(asked).difference(known)):
             raise CommandError(f"expected {option} among {', '.join(known)}, got {', '.join(unknown)}")

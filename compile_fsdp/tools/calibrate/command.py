@@ -19,6 +19,7 @@ from compile_fsdp.passes import Costs
 from compile_fsdp.passes.analysis.costs import usual_costs
 from compile_fsdp.tools import launch
 from compile_fsdp.tools.calibrate.measure import Measurements, measure
+from compile_fsdp.tools.scripts import check_output
 
 DESCRIPTION = """\
 Measure latency and bandwidth of all-gathers and reduce-scatters over each dim of a mesh, and the speed of copies and
@@ -48,6 +49,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def run(args: argparse.Namespace) -> None:
+    check_output(args.output)
     if dist.is_torchelastic_launched():
         if args.ranks is not None:
             raise CommandError(f"expected no --ranks under torchrun, which starts the ranks, got {args.ranks}")

@@ -66,7 +66,7 @@ def check_script(script: Path, arguments: Sequence[str], steps: int, world_size:
             except Exception as error:
                 failed = error
         modules = [module for module in find_modules() if module not in earlier_modules]
-        models = describe_models(modules, captured.traced)
+        models = describe_models(modules, captured.traced, captured.models)
     del names, modules
     finding = None
     if failed is not None:

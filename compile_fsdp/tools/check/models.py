@@ -13,11 +13,19 @@ from compile_fsdp.reports import Direction
 from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.runtime.module import TraceableModule
 from compile_fsdp.torch_compat.dynamo import CompileSettings, OptimizedModule, compile_settings
-from compile_fsdp.torch_compat.fsdp import FSDPParamGroup, fsdp_state, param_groups, parameter_owners, unsharded_dtype
+from compile_fsdp.torch_compat.fsdp import (
+    FSDPParamGroup,
+    FSDPState,
+    fsdp_state,
+    param_groups,
+    parameter_owners,
+    unsharded_dtype,
+)
 from compile_fsdp.wrap.tree import ROOT
 
-# As in `Capture.traced`.
+# As in `Capture.traced` and `Capture.models`.
 Traced = Mapping[Direction, Collection[tuple[TraceableGroup, ...]]]
+Names = Mapping[FSDPState, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +42,7 @@ class ShardedGroup:
 class ShardedModel:
     """An outermost module with `fully_shard`, and its submodules."""
 
-    name: str  # of the module's class
+    name: str  # of the module's class, with a number if an earlier model of the capture has it
     is_traceable: bool  # whether all sharded modules in the model are traceable
     settings: CompileSettings | None  # of the model or of a module that contains it; None if neither is compiled
     compiled_parts: tuple[str, ...]  # FQNs of submodules that are compiled separately
@@ -58,19 +66,19 @@ def find_modules() -> Iterator[nn.Module]:
             yield each
 
 
-def describe_models(modules: Collection[nn.Module], traced: Traced) -> tuple[ShardedModel, ...]:
+def describe_models(modules: Collection[nn.Module], traced: Traced, names: Names) -> tuple[ShardedModel, ...]:
     """Describe the models among sharded and compiled modules, in the order of their roots."""
     sharded = [module for module in modules if isinstance(module, FSDPModule)]
     below = {id(each) for module in sharded for each in module.modules() if each is not module}
     compiled = [module for module in modules if _is_compiled(module)]
-    return tuple(_describe(module, compiled, traced) for module in sharded if id(module) not in below)
+    return tuple(_describe(module, compiled, traced, names) for module in sharded if id(module) not in below)
 
 
 def _is_compiled(module: nn.Module) -> bool:
     return type(module) is OptimizedModule or vars(module).get("_compiled_call_impl") is not None
 
 
-def _describe(root: nn.Module, compiled: Collection[nn.Module], traced: Traced) -> ShardedModel:
+def _describe(root: nn.Module, compiled: Collection[nn.Module], traced: Traced, names: Names) -> ShardedModel:
     fqns = {module: fqn for fqn, module in root.named_modules()}
     states = (fsdp_state(module) for module in fqns)
     found = dict.fromkeys(group for state in states if state is not None for group in param_groups(state)).keys()
@@ -80,8 +88,10 @@ def _describe(root: nn.Module, compiled: Collection[nn.Module], traced: Traced) 
     forward, backward = ([[group.fsdp_group for group in groups] for groups in half] for half in halves)
     seen = {group for groups in forward for group in groups}
     last = {groups[-1] for groups in forward if groups}
+    state = fsdp_state(root)
+    known = None if state is None else names.get(state)
     return ShardedModel(
-        name=type(root).__name__.removeprefix("FSDP"),
+        name=known or type(root).__name__.removeprefix("FSDP"),
         is_traceable=all(isinstance(each, TraceableModule) for each in root.modules() if isinstance(each, FSDPModule)),
         settings=next(settings, None),
         compiled_parts=tuple(sorted(fqns[each] for each in compiled if each in fqns and each is not root)),
@@ -90,7 +100,7 @@ def _describe(root: nn.Module, compiled: Collection[nn.Module], traced: Traced) 
         backward_graphs=sum(not found.isdisjoint(groups) for groups in backward),
         is_whole=any(found <= set(groups) for groups in forward),
         trains=any(parameter.requires_grad for parameter in root.parameters()),
-        has_run=(state := fsdp_state(root)) is not None and state._is_root is not None,
+        has_run=state is not None and state._is_root is not None,
     )
 
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from compile_fsdp.backend.captured_backward import FALLS_BACK
 from compile_fsdp.passes.text import format_bytes, list_names
 from compile_fsdp.tools.check.findings import Finding, Level
-from compile_fsdp.tools.check.models import ShardedModel
+from compile_fsdp.tools.check.models import ShardedGroup, ShardedModel
 from compile_fsdp.tools.explain.capture import Capture, GraphBreak, is_library, last_user_place, split_reason
+from compile_fsdp.tools.explain.names import add_model
 from compile_fsdp.wrap.tree import ROOT
 
 COMPILE = '.compile(backend="compile_fsdp", fullgraph=True)'
@@ -137,12 +138,14 @@ def _parts(model: ShardedModel) -> str:
 def _kept(seen: Seen) -> Iterator[Finding]:
     """Parameters that stay unsharded for too long, or whose all-gather copies stay."""
     captured = [model for model in seen.models if model.is_captured]
-    groups = {fqn: group for model in captured for group in model.groups for fqn in group.parameters}
+    groups: dict[str, ShardedGroup] = {}
     for model in captured:
+        name = model.name if len(seen.captured.models) > 1 else ""
+        groups |= {add_model(name, fqn): group for group in model.groups for fqn in group.parameters}
         yield from _kept_by_settings(model)
     by_reason: dict[str, dict[str, None]] = {}
-    for report in seen.captured.reports:
-        for fqn, reason in report.kept:
+    for graph in seen.captured.graphs:
+        for fqn, reason in graph.kept:
             group = groups.get(fqn)
             if reason not in OPEN or (group is not None and group.reshards):
                 by_reason.setdefault(OPEN[0] if reason in OPEN else reason, {})[fqn] = None

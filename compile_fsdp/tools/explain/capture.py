@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import linecache
 import logging
 import re
@@ -12,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,14 +21,17 @@ from torch import fx
 
 from compile_fsdp.passes import PassCounts, WindowReport
 from compile_fsdp.passes.analysis.costs import Costs
+from compile_fsdp.passes.analysis.windows import resized_placeholders
 from compile_fsdp.replay import bundle
 from compile_fsdp.reports import Direction, GraphReport, observing, reports
 from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.tools.explain.events import Event, read_events, trace_parameters
 from compile_fsdp.tools.explain.memory import count_windows
-from compile_fsdp.tools.explain.names import GraphNames, GroupFacts, describe_group, name_graph
+from compile_fsdp.tools.explain.names import GraphNames, GroupFacts, add_model, describe_group, name_graph
 from compile_fsdp.tools.explain.text import format_node
 from compile_fsdp.torch_compat.dynamo import current_compile_id, graph_break_logger, last_compilations
+from compile_fsdp.torch_compat.fsdp import FSDPState
+from compile_fsdp.torch_compat.inductor import graph_input_position
 
 _BREAK = re.compile(r"in user code at (.+?):(\d+)\nGraph Break Reason: (.*)", re.DOTALL)
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
@@ -86,6 +91,18 @@ class CapturedGraph:
     stages: list[Stage] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     kept: tuple[tuple[str, str], ...] = ()  # (parameter FQN, reason) of the windows that the passes left
+    model: str = ""  # of all the groups; empty without groups, and if the FQNs begin with the names of several models
+
+    def add_model(self) -> None:
+        """Put the model's name before all FQNs."""
+        named = partial(add_model, self.model)
+        self.groups = tuple(group.of_model(self.model) for group in self.groups)
+        self.windows = Counter({named(fqn): number for fqn, number in self.windows.items()})
+        self.windows_left = Counter({named(fqn): number for fqn, number in self.windows_left.items()})
+        self.kept = tuple((named(fqn), reason) for fqn, reason in self.kept)
+        for i, event in enumerate(self.events):
+            parameters, gradients = (tuple(map(named, fqns)) for fqns in (event.parameters, event.gradients))
+            self.events[i] = replace(event, name=named(event.name), parameters=parameters, gradients=gradients)
 
 
 @dataclass(slots=True)
@@ -97,24 +114,35 @@ class _Watcher:
     groups: tuple[GroupFacts, ...]
     names: GraphNames
     costs: Costs | None
+    models: tuple[str, ...]  # of the groups
     is_second: bool = False
 
     def start(self, graph: fx.Graph) -> None:
         windows = count_windows(graph, self.names)
         kind = "backward" if self.is_second else self.kind
-        self.graphs.append(CapturedGraph(kind, self.groups, windows, windows_left=windows))
+        model = self.models[0] if len(self.models) == 1 else ""
+        self.graphs.append(CapturedGraph(kind, self.groups, windows, windows_left=windows, model=model))
         self.is_second = True
         self._add_stage("traced", f"{len(graph.nodes)} nodes", graph)
 
     def after(self, graph: fx.Graph, report: WindowReport | PassCounts) -> None:
         self._add_stage(report.name, str(report), graph)
         if isinstance(report, WindowReport):
-            self.graphs[-1].kept += tuple((fqn, reason.value) for fqn, reason in report.kept)
+            kept = [(fqn, reason.value) for fqn, reason in report.kept]
+            self.graphs[-1].kept += tuple(self._add_models(kept, graph) if len(self.models) > 1 else kept)
             self.graphs[-1].windows_left = count_windows(graph, self.names)
 
     def end(self, graph: fx.Graph) -> None:
         latest = self.graphs[-1]
         latest.events = read_events(graph, self.names, self.costs, latest.kind == "backward")
+
+    def _add_models(self, kept: Iterable[tuple[str, str]], graph: fx.Graph) -> Iterator[tuple[str, str]]:
+        """Name the models of kept windows by the parameters that the graph still resizes; the passes name no model."""
+        positions = map(graph_input_position, resized_placeholders(graph))
+        resized = {self.names.unsharded.get(each) for each in positions if each is not None}
+        for fqn, reason in dict.fromkeys(kept):
+            found = [each for model in self.models if (each := add_model(model, fqn)) in resized]
+            yield from ((each, reason) for each in found or [fqn])
 
     def _add_stage(self, name: str, summary: str, graph: fx.Graph) -> None:
         unsharded, sent = trace_parameters(graph, self.names)
@@ -127,13 +155,15 @@ class _Watcher:
 class Capture:
     """The graphs, graph breaks and recompiles that `capture` has collected so far.
 
-    Graphs are in the order of their compilation. Recompiles and reports are added at the end of the block.
+    Graphs are in the order of their compilation. Recompiles and reports are added at the end of the block; if graphs of
+    several models were captured, FQNs then begin with the name of their model.
     """
 
     def __init__(self) -> None:
         # Graphs of all inner backends: the groups whose unsharded parameters are inputs of each graph.
         self.traced: dict[Direction, list[tuple[TraceableGroup, ...]]] = {"forward": [], "backward": []}
         self.graphs: list[CapturedGraph] = []  # graphs that Inductor compiles with the passes
+        self.models: dict[FSDPState, str] = {}  # by state of the root, the model's class, with a number if it is taken
         self.breaks: list[GraphBreak] = []  # each place and reason once
         self.recompiles: list[Recompile] = []
         self.reports: list[GraphReport] = []
@@ -150,9 +180,21 @@ class Capture:
         if caller is not None:
             self._callers[str(current_compile_id())] = caller
         self.traced[direction].append(tuple(groups))
-        facts = tuple(describe_group(group) for group in groups)
         kind = direction if torch.is_grad_enabled() or direction == "backward" else "evaluation"
-        return _Watcher(self.graphs, kind, facts, name_graph(gm, groups), costs)
+        models = {group: self._model_of(group) for group in groups}
+        names = tuple(dict.fromkeys(models.values()))
+        added = models if len(names) > 1 else dict.fromkeys(groups, "")
+        facts = tuple(describe_group(group).of_model(model) for group, model in added.items())
+        return _Watcher(self.graphs, kind, facts, name_graph(gm, added), costs, names)
+
+    def _model_of(self, group: TraceableGroup) -> str:
+        root = next((state for state in group.state._state_ctx.all_states if state._is_root), group.state)
+        if root not in self.models:
+            name = type(root._modules[0]).__name__.removeprefix("FSDP")
+            numbered = (f"{name} {number}" for number in itertools.count(2))
+            taken = self.models.values()
+            self.models[root] = next(each for each in itertools.chain([name], numbered) if each not in taken)
+        return self.models[root]
 
     def add_break(self, message: str) -> None:
         if (match := _BREAK.search(message)) is None:
@@ -167,6 +209,8 @@ class Capture:
             self.breaks.append(found)
 
     def finish(self) -> None:
+        for graph in self.graphs if len(self.models) > 1 else ():
+            graph.add_model()
         found: Counter[Recompile] = Counter()
         for each in last_compilations():
             if each.recompile_reason is not None and (each.start_time_us or 0) >= self._start_us:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,6 +49,10 @@ class GroupFacts:
     def unsharded_bytes(self) -> int:
         return sum(self.parameter_bytes)
 
+    def of_model(self, model: str) -> GroupFacts:
+        parameters = tuple(add_model(model, fqn) for fqn in self.parameters)
+        return replace(self, name=add_model(model, self.name), parameters=parameters)
+
 
 @dataclass(frozen=True, slots=True)
 class GraphNames:
@@ -57,6 +61,13 @@ class GraphNames:
     shards: dict[int, str]
     unsharded: dict[int, str]
     gradients: dict[int, str]
+
+
+def add_model(model: str, fqns: str) -> str:
+    """Put a model's name before FQNs, as in "Model.0, Model" for "0, the root"; an empty name changes nothing."""
+    if not model or fqns == NO_MODULE:
+        return fqns
+    return ", ".join(model if fqn == ROOT else f"{model}.{fqn}" for fqn in fqns.split(", "))
 
 
 def describe_group(group: TraceableGroup) -> GroupFacts:
@@ -76,12 +87,15 @@ def describe_group(group: TraceableGroup) -> GroupFacts:
     )
 
 
-def name_graph(gm: fx.GraphModule, groups: Collection[TraceableGroup]) -> GraphNames:
-    """Find the names for a Dynamo graph during its compilation."""
+def name_graph(gm: fx.GraphModule, models: Mapping[TraceableGroup, str]) -> GraphNames:
+    """Find the names for a Dynamo graph during its compilation.
+
+    `models` has the graph's groups, with the name of a model that goes before the FQNs of each; see `add_model`.
+    """
     tensors: dict[int, tuple[str, bool]] = {}  # by id of the tensor: FQN, whether the tensor is the shard
-    for group in groups:
+    for group, model in models.items():
         for param in group.params:
-            fqn = group.fqn(param.unsharded_param)
+            fqn = add_model(model, group.fqn(param.unsharded_param))
             for tensor in param.filled:
                 tensors[id(tensor)] = fqn, False
             tensors[id(param.gather_input(is_post_forward=False))] = fqn, True

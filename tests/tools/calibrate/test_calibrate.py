@@ -77,9 +77,10 @@ def test_every_mesh_dim_is_measured_and_the_file_is_an_option(
     [
         (["--ranks", "1"], "expected two ranks or more in the last dim, got 1"),
         (["--ranks", "4", "--mesh", "2x3"], "got 2x3 for 4"),
+        (["--ranks", "2", "--output", "missing/costs.json"], "expected a file that can be written, got missing/costs"),
     ],
 )
-def test_single_rank_or_wrong_mesh_size_is_refused(
+def test_single_rank_wrong_mesh_size_or_missing_folder_is_refused(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["calibrate", *arguments]) == 2

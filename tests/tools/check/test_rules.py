@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import linecache
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,9 +22,18 @@ from compile_fsdp.tools.check.failures import describe
 from compile_fsdp.tools.check.findings import Finding, Level
 from compile_fsdp.tools.check.models import ShardedGroup, ShardedModel
 from compile_fsdp.tools.check.rules import Seen, describe_reason, find
-from compile_fsdp.tools.explain.capture import Capture, GraphBreak, Place, Recompile, describe_guard, split_reason
+from compile_fsdp.tools.explain.capture import (
+    Capture,
+    CapturedGraph,
+    GraphBreak,
+    Place,
+    Recompile,
+    describe_guard,
+    split_reason,
+)
 from compile_fsdp.tools.scripts import Steps
 from compile_fsdp.torch_compat.dynamo import CompileSettings
+from compile_fsdp.torch_compat.fsdp import FSDPState
 from helpers.pages.code_blocks import ROOT
 
 _TORCH = Path(torch.__file__).parent
@@ -49,6 +59,7 @@ def _seen(*kept: tuple[str, str], direction: Direction = "forward", model: Shard
     report = GraphReport(direction, "inductor", 1, 1, 2, kept, 9, 9, 0.0, False)
     captured = Capture()
     captured.reports.append(report)
+    captured.graphs.append(CapturedGraph(direction, (), Counter(), Counter(), kept=kept))
     return Seen(captured, (model,), steps=2)
 
 
@@ -70,6 +81,18 @@ def test_kept_window_is_named_with_its_reason() -> None:
 def test_only_the_last_group_may_stay_unsharded(is_last: bool, found: list[tuple[Level, str]]) -> None:
     groups = (_GROUPS[0], replace(_GROUPS[1], reshards=False, is_last=is_last))
     assert _rules(_seen(("0.weight", "open at return"), model=replace(_MODEL, groups=groups))) == found
+
+
+def test_equal_names_in_two_models_are_told_apart() -> None:
+    resharded = replace(_MODEL, name="Model 2")
+    kept = replace(_MODEL, groups=(_GROUPS[0], replace(_GROUPS[1], reshards=False, is_last=True)))
+    for models in ((kept, resharded), (resharded, kept)):
+        seen = replace(_seen(("Model.0.weight", "open at return")), models=models)
+        seen.captured.models.update({FSDPState(): model.name for model in models})
+        assert find(seen) == ()
+        seen.captured.graphs[0].kept = (("Model 2.0.weight", "open at return"),)
+        (found,) = find(seen)
+        assert (found.rule, found.names) == ("kept-window", ("Model 2.0.weight",))
 
 
 @pytest.mark.parametrize("by_budget", [True, False])

@@ -17,7 +17,7 @@ from compile_fsdp.errors import ExplainError, NothingSelectedError
 from compile_fsdp.tools.explain.capture import Place, Recompile, capture
 from compile_fsdp.tools.explain.report import make_report
 from compile_fsdp.torch_compat.dynamo import graph_break_logger
-from helpers.models.blockwise import shard_blocks
+from helpers.models.blockwise import compile_whole, shard_blocks
 from helpers.ranks.fake_world import fake_world
 
 EAGERLY = {"inner_backend": "aot_eager"}
@@ -132,6 +132,48 @@ def test_model_that_an_evaluation_left_unsharded_is_unchanged() -> None:
         assert all(parameter.grad is grad for parameter, grad in zip(sharded, grads, strict=True))
         assert all(torch.equal(grad.to_local(), value) for grad, value in zip(grads, values, strict=True))  # type: ignore[union-attr]
         assert model.mean is buffer and torch.equal(model.mean, mean)
+
+
+class _Generator(nn.Sequential):
+    pass
+
+
+class _Chain(nn.Module):
+    def __init__(self, models: list[nn.Sequential]) -> None:
+        super().__init__()
+        self.models = nn.ModuleList(models)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for model in self.models:
+            x = model(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("cls", "is_one_graph", "name"),
+    [(_Generator, False, "_Generator"), (nn.Sequential, False, "Sequential 2"), (_Generator, True, "_Generator")],
+)
+def test_equal_names_in_two_models_are_told_apart(cls: type[nn.Sequential], is_one_graph: bool, name: str) -> None:
+    with fake_world(4), capture() as captured:
+        models = [kind(nn.Linear(8, 8), nn.Linear(8, 8)) for kind in (nn.Sequential, cls)]
+        for model in models:
+            compile_fsdp.fully_shard(model[0], reshard_after_forward=model is models[1])
+            compile_fsdp.fully_shard(model)
+        for run in [_Chain(models)] if is_one_graph else models:
+            compile_whole(run)(torch.ones(4, 8)).sum().backward()
+        shards = [parameter.to_local() for model in models for parameter in model.parameters()]
+    report = make_report(captured, "script.py", 4)
+    assert len(report.graphs) == (2 if is_one_graph else 4)
+    rows = {row.facts.name: row for row in report.groups}
+    assert set(rows) == {"Sequential.0", "Sequential", f"{name}.0", name}
+    assert report.shard_bytes == sum(shard.nbytes for shard in shards)
+    assert {row.reductions for row in rows.values()} == {1} and all(row.gathers for row in rows.values())
+    kept = {group: {fqn for fqn, _ in row.kept} for group, row in rows.items()}
+    assert kept["Sequential.0"] == {"Sequential.0.weight", "Sequential.0.bias"} and kept[f"{name}.0"] == set()
+    assert kept[name] == {f"{name}.1.weight", f"{name}.1.bias"}
+    parameters = {fqn for row in rows.values() for fqn in row.facts.parameters}
+    assert len(parameters) == len(shards)
+    assert {fqn for each in report.timeline for fqn in (*each.event.parameters, *each.event.gradients)} == parameters
 
 
 def test_meta_model_is_explained_on_cpu() -> None:
