@@ -18,6 +18,7 @@ from compile_fsdp.passes.report import Kept
 from compile_fsdp.passes.text import list_names
 from compile_fsdp.reports import GraphReport
 from compile_fsdp.torch_compat.inductor import is_unsafe_in_graphs
+from compile_fsdp.wrap.tree import ROOT
 
 # Why a parameter is unsharded when a graph starts or returns. It can stay allocated.
 _BETWEEN_GRAPHS = {Kept.OPEN_AT_START.value, Kept.OPEN_AT_RETURN.value}
@@ -83,7 +84,8 @@ def allocate_kept(
     """Allocate the parameters that stay unsharded across a graph's start or return, before each run.
 
     Raises:
-        UnsupportedFeatureError: a kept window has to be freed within the graph, or is that of a post-forward shard.
+        UnsupportedFeatureError: a kept window has to be freed within the graph, or a forward reshards to a part of the
+            ranks.
     """
     kept = [(fqn, reason) for report in reports for fqn, reason in report.kept]
     if freed := [f"{fqn}: {reason}" for fqn, reason in kept if reason not in _BETWEEN_GRAPHS]:
@@ -91,12 +93,13 @@ def allocate_kept(
             f"expected a graph that gathers and frees each parameter, or leaves it unsharded, got {list_names(freed)}; "
             "compile without CUDA graphs, or change how the model reads these parameters"
         )
-    positions = inputs.positions_of({fqn for fqn, _ in kept})
-    if others := {fqn for fqn, _ in kept} - inputs.names_at(positions):
+    smaller = [group for group in inputs.groups if group.constants.post_forward_group]
+    if names := [group.fsdp_group._module_fqn or ROOT for group in smaller]:
         raise UnsupportedFeatureError(
-            f"expected no forward that reshards to a part of the ranks, got one for {list_names(sorted(others))}; set "
+            f"expected no module that reshards to a part of the ranks after its forward, got {list_names(names)}; set "
             "reshard_after_forward to True or False, or compile without CUDA graphs"
         )
+    positions = inputs.positions_of({fqn for fqn, _ in kept})
 
     def run(*args: Any) -> Any:
         for group in owners_of(args, positions):

@@ -105,9 +105,6 @@ class GraphInputs:
         """Return the positions in `managed` of the parameters with these FQNs."""
         return [position for position in self.managed if self._fqns[position] in fqns]
 
-    def names_at(self, positions: Iterable[int]) -> set[str]:
-        return {self._fqns[position] for position in positions}
-
     def gathers(self, positions: Iterable[int]) -> CollectiveSequence:
         """Return the all-gathers outside the graph for parameters at these positions."""
         groups = dict.fromkeys(self.managed[position] for position in positions)

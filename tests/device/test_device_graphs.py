@@ -140,6 +140,17 @@ def test_parameter_that_is_allocated_at_times_keeps_the_capture(rank: int) -> No
     assert counts == [1, 4]
 
 
+@on_ranks(1, DEVICE)
+def test_graph_is_captured_again_however_often_captures_are_dropped(rank: int) -> None:
+    graph, x, times = _replayed(Code(lambda x: [x + 1]), set()), torch.zeros(8), 2 * device_graphs._MOST_CAPTURES
+    graph([x])
+    with counted() as counts:
+        for _ in range(times):
+            graph([x])
+            compile_fsdp.drop_cuda_graphs()
+    assert counts == [times, times]
+
+
 # Training
 
 STEPS = 5
@@ -298,6 +309,15 @@ def test_gathers_of_an_unused_module_are_awaited_and_returned_views_are_kept(ran
 def test_work_of_the_host_is_refused_by_its_cause(rank: int, row: str, cause: str) -> None:
     with pytest.raises(UnsupportedFeatureError, match=f"^expected {cause}"):
         _train(rank, row)
+
+
+@on_ranks(4, DEVICE)
+def test_forward_that_reshards_to_a_part_of_the_ranks_is_refused(rank: int) -> None:
+    model = shard_blocks(Blocks().eval(), reshard_after_forward=2)
+    model.compile(backend="compile_fsdp", fullgraph=True, options=GRAPHS)
+    expected = r"expected no module that reshards to a part of the ranks after its forward, got the root, blocks\.0, "
+    with pytest.raises(UnsupportedFeatureError, match=expected):
+        model(torch.randn(4, 8))
 
 
 def test_random_numbers_on_the_cpu_are_refused() -> None:
