@@ -51,10 +51,9 @@ def begin_peak(forward: CompiledForward, groups: Iterable[TraceableGroup]) -> Ca
         taken = highest - before if highest > earlier else 0
         excess = max(taken - decision.budget, 0)
         error = taken - min(decision.peak_bytes, decision.budget) if excess else 0
-        for name in _mesh_group_names(every):
-            row = error, f"{error} {excess}"
-            text = share_largest([name], "peak of the first step", row, step.options.agreement_timeout_s)
-            error, excess = map(int, text.split())
+        row = error, f"{error} {excess}"
+        text = share_largest(_mesh_group_names(every), "peak of the first step", row, step.options.agreement_timeout_s)
+        error, excess = map(int, text.split())
         if error:
             agreement.lowered = error
             hooks_of(every[0].state).root.lowered_budgets += "|"
@@ -70,7 +69,7 @@ def begin_peak(forward: CompiledForward, groups: Iterable[TraceableGroup]) -> Ca
 
 
 def _mesh_group_names(groups: Iterable[TraceableGroup]) -> list[str]:
-    """Return the names of the process groups of all mesh dims of the parameters, in an order that all ranks share.
+    """Return the names of the process groups of all mesh dims of the parameters.
 
     Dims of tensor parallelism belong to them, because all ranks of a mesh must trace again or none.
     """

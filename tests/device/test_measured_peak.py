@@ -77,6 +77,26 @@ def _run(*args: Any) -> list[tuple[Any, ...]]:
 PLENTY = 10**9
 
 
+def _train_two_graphs(rank: int, budget: int) -> tuple[list[int], list[int]]:
+    """Peak of each of six steps, the last three without the last block, and bytes kept free by each decision."""
+    device, peaks = torch.get_device_module(DEVICE), []
+    model = Wide(BLOCKS, DIM)
+    shard_blocks(model)
+    reset_reports()
+    compile_whole(model, inner_backend="aot_eager", memory_budget=budget, costs=COSTS, progress=False)
+    with mock.patch.object(fit_memory_budget, "MARGIN", 0.75):
+        for step in range(6):
+            if step == 3:
+                del model.blocks[-1]
+            batch = torch.randn(256 if step < 3 else 352, DIM)
+            model.zero_grad()
+            held = device.memory_allocated()
+            device.reset_peak_memory_stats()
+            model(batch).backward()
+            peaks.append(device.max_memory_allocated() - held)
+    return peaks, [report.decision.lowered for report in reports() if report.decision is not None]
+
+
 @pytest.mark.parametrize(
     "rows",
     [
@@ -96,6 +116,13 @@ def test_next_step_is_within_the_budget(rows: tuple[int, int]) -> None:
         assert max(peaks[1:]) <= budget
         assert [text for text in texts if "exceeded its memory_budget" in text]
         torch.testing.assert_close(gradients, expected, rtol=1e-6, atol=1e-8)
+
+
+def test_second_graph_is_held_to_the_budget_too() -> None:
+    budget = int(0.7 * _run(PLENTY, 1.0, (256, 256))[0][0][0])
+    for peaks, lowered in run_ranks(2, _train_two_graphs, budget, device=DEVICE):
+        assert min(peaks[0], peaks[3]) > budget >= max(peaks[1:3] + peaks[4:])
+        assert [bool(each) for each in lowered] == [False, True, False, True]
 
 
 def test_step_that_fits_is_compiled_once() -> None:
