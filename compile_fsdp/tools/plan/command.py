@@ -14,6 +14,7 @@ from compile_fsdp.passes.text import parse_bytes
 from compile_fsdp.tools.plan.models import PRESETS, Build, Checkpoint, build_from_config, find_factory, read_config
 from compile_fsdp.tools.plan.report import NOTES, OPTIMIZERS, Row, make_table, read_figures, write_json
 from compile_fsdp.tools.plan.trace import DTYPES, Network, Settings, trace_step
+from compile_fsdp.tools.scripts import check_output
 
 DESCRIPTION = """\
 Estimate memory and time of a model's compiled step on one rank, without a GPU and without running it. Options that take
@@ -81,6 +82,7 @@ def _size(text: str) -> int | None:
 
 def run(args: argparse.Namespace) -> None:
     """Trace each combination of settings, print the table, and write the JSON file."""
+    check_output(args.json)
     build, combinations = _find_build(args), list(_combine(args))
     network = Network(COSTS[args.costs], args.ranks_per_host, args.host_bandwidth * 1e9)
     try:

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from compile_fsdp.errors import EstimateError
 from compile_fsdp.passes.text import format_bytes, format_seconds
 from compile_fsdp.tools.explain.report import Report
 from compile_fsdp.tools.plan.trace import Settings
@@ -69,7 +68,4 @@ def make_table(rows: Sequence[Row]) -> Table:
 
 
 def write_json(rows: Sequence[Row], path: Path) -> None:
-    try:
-        path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise EstimateError(f"expected a file to write to, got {path}: {error}; pass another path") from error
+    path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")

@@ -106,7 +106,7 @@ def test_unplanned_settings_are_refused(option: list[str], name: str, capsys: py
         (["--preset", "8B", "--world", "1"], "at least 2 ranks each, got --world 1 and --replicate 1"),
         (["--preset", "8B", "--replicate", "3"], "got --world 8 and --replicate 3"),
         (["--preset", "8B", "--host-bandwidth", "0"], "expected positive numbers"),
-        (["--factory", FACTORY, "--json", "no/such/folder.json"], "expected a file to write to"),
+        (["--factory", FACTORY, "--json", "no/such/folder.json"], "expected a file that can be written"),
     ],
 )
 def test_mistakes_get_one_line(options: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
