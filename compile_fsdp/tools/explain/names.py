@@ -72,14 +72,15 @@ def add_model(model: str, fqns: str) -> str:
 
 def describe_group(group: TraceableGroup) -> GroupFacts:
     shards = [param.gather_input(is_post_forward=False) for param in group.params]
+    shard_bytes = [shard.numel() * shard.itemsize for shard in shards]
     return GroupFacts(
         name=group.fsdp_group._module_fqn or ROOT,
         parameters=tuple(group.fqn(param.unsharded_param) for param in group.params),
         parameter_bytes=tuple(sum(param.storage_bytes) for param in group.params),
-        shard_bytes=sum(shard.numel() * shard.itemsize for shard in shards),
+        shard_bytes=sum(shard_bytes),
         trained_bytes=sum(
-            shard.numel() * shard.itemsize
-            for shard, param in zip(shards, group.params, strict=True)
+            size
+            for size, param in zip(shard_bytes, group.params, strict=True)
             if param.fsdp_param.sharded_param.requires_grad
         ),
         ranks=group.constants.shard_count,
