@@ -366,6 +366,18 @@ def test_model_without_autocast_does_not_call_the_blocks_under_autocast() -> Non
     assert len({*_parts} - before - under_autocast) == 1
 
 
+def test_blocks_with_symbolic_sizes_are_compiled_for_each_graph() -> None:
+    """Sizes of a batch are guarded by the graph whose guards a block's sizes have added, and by no other graph."""
+    before = {*_parts}
+    with fake_world(2), torch.no_grad():
+        models = [_shard(compile_fsdp.fully_shard) for _ in range(2)]
+        for model, batch_size in zip(models, (4, 6), strict=True):
+            model.compile(backend="compile_fsdp", fullgraph=True, dynamic=True, options=AOT_EAGER)
+            model(torch.randn(batch_size, 8))
+    first, second = sorted({*_parts} - before)
+    assert second == f"{first}_1"
+
+
 def test_equal_calls_of_random_blocks_draw_different_numbers() -> None:
     with fake_world(2):
         for source in (_Twice(), _Compared()):

@@ -355,6 +355,13 @@ def _in_inference_mode(x: Tensor, weight: Tensor) -> Any:
         return block(x.detach(), weight.detach())
 
 
+def _deterministic(x: Tensor, weight: Tensor) -> Tensor:
+    torch.use_deterministic_algorithms(True)
+    result: Tensor = block(x, weight)
+    torch.use_deterministic_algorithms(False)
+    return result
+
+
 @pytest.mark.parametrize(
     "same",
     [
@@ -364,6 +371,7 @@ def _in_inference_mode(x: Tensor, weight: Tensor) -> Any:
         lambda x, weight: (block(x, weight), x.detach().view(16)),
         torch.no_grad()(block),
         _in_inference_mode,
+        _deterministic,
         lambda x, weight: block(torch.vmap(torch.sin)(x), weight),
         partial(checkpointed, inner=torch.matmul),  # with the checkpoint, its item and the sum, 4 ops
         partial(checkpointed, inner=_with_write),
@@ -372,7 +380,7 @@ def _in_inference_mode(x: Tensor, weight: Tensor) -> Any:
     ],
     ids=[
         *("few ops", "two outputs that need gradients", "view of its result", "view of its input", "without autograd"),
-        *("inference mode", "vmap", "checkpoint of few ops", "checkpoint that writes"),
+        *("inference mode", "deterministic algorithms", "vmap", "checkpoint of few ops", "checkpoint that writes"),
         *("checkpoint that computes without autograd", "checkpoint with autocast"),
     ],
 )
