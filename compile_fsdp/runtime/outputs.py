@@ -63,7 +63,7 @@ def _replace(value: Any, own: list[torch.Tensor]) -> Any:
         entries = {key: _replace(each, own) for key, each in value.items()}
         if len(own) == left:
             return value
-        return entries if type(value) is dict else type(value)(entries)
+        return entries if type(value) is dict else _rebuild_dict(value, entries)
     if isinstance(value, (list, tuple)):
         items = [_replace(each, own) for each in value]
         return value if len(own) == left else _rebuild(value, items)
@@ -79,7 +79,7 @@ def cast_floating(nested: Any, dtype: torch.dtype) -> Any:
         return dataclasses.replace(nested, **fields)
     if isinstance(nested, dict):
         entries = {key: cast_floating(each, dtype) for key, each in nested.items()}
-        return type(nested)(entries) if isinstance(nested, OrderedDict) else entries
+        return _rebuild_dict(nested, entries) if isinstance(nested, OrderedDict) else entries
     if isinstance(nested, (list, tuple)) and not isinstance(nested, PackedSequence):
         return _rebuild(nested, [cast_floating(each, dtype) for each in nested])
     return nested
@@ -90,6 +90,13 @@ def _rebuild(sequence: Any, items: list[Any]) -> Any:
     if type(sequence) in (list, tuple):
         return items if isinstance(sequence, list) else tuple(items)
     return type(sequence)(*items) if hasattr(sequence, "_fields") else type(sequence)(items)
+
+
+def _rebuild_dict(value: Any, entries: dict[Any, Any]) -> Any:
+    """A dict of the same class."""
+    if type(value) is OrderedDict:  # Dynamo of torch 2.15 does not call the class of one that was made in the trace
+        return OrderedDict(entries)
+    return type(value)(entries)
 
 
 def _is_dataclass(value: Any) -> bool:

@@ -45,6 +45,11 @@ CONTAINERS = {
 }
 
 
+def _tensor_of(container: Any) -> torch.Tensor:
+    is_dict = isinstance(container, dict) and not isinstance(container, _Record)
+    return container["x"] if is_dict else container.x  # type: ignore[no-any-return]
+
+
 class _Layer(nn.Module):
     """Returns its result in a container of the class of its input."""
 
@@ -53,8 +58,7 @@ class _Layer(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, batch: Any, kind: str) -> Any:
-        x = batch.x if hasattr(batch, "x") else batch["x"]
-        return CONTAINERS[kind](x=self.linear(x))
+        return CONTAINERS[kind](x=self.linear(_tensor_of(batch)))
 
 
 class _Model(nn.Module):
@@ -64,7 +68,7 @@ class _Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output = self.layer(CONTAINERS[self.kind](x=x), self.kind)
-        return output.x if isinstance(output, _Record) or not isinstance(output, dict) else output["x"]  # type: ignore[no-any-return]
+        return _tensor_of(output)
 
 
 @pytest.mark.parametrize("kind", CONTAINERS)
