@@ -2,8 +2,8 @@
 
 Precondition  a graph as compiled autograd has captured it, before its runs of ops are joined
 Match         zeros in the place of an undefined gradient, and values computed from such zeros alone
-Rewrite       those computations are removed, with their hooks and the gradients that they accumulate; a sum of such a
-              value and a defined value becomes the defined value
+Rewrite       those computations are removed, with their hooks and the gradients that they accumulate; other ops read
+              zeros in place of such a value, and a sum of it and a defined value becomes the defined value
 Report        positions, among the inputs, of the leaves that get no gradient
 
     zeros = aten.zeros([3, 2])
@@ -17,8 +17,9 @@ Report        positions, among the inputs, of the leaves that get no gradient
 [Note: Undefined gradients]
 AOTAutograd derives one backward for all outputs of a forward, and computes it with zeros for outputs that the loss does
 not use. Autograd does not run the nodes behind such outputs: gradients stay None, hooks are not called, and an
-optimizer leaves the parameters alone. A backward is linear in its incoming gradients, so a value that depends on zeros
-alone is zero.
+optimizer leaves the parameters alone. The derivatives of ops are linear in the incoming gradients, so a value that
+depends on zeros alone is zero. An autograd function of the user may compute anything, such as whether a gradient is
+finite. So a value that may not be zero stays, if others read it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from compile_fsdp.passes.analysis.effects import Effects
+from compile_fsdp.passes.analysis.aliases import is_declared_view
+from compile_fsdp.passes.analysis.effects import Effects, nodes_in
 from compile_fsdp.torch_compat.autograd import (
     AotGradients,
     autograd_function,
@@ -42,6 +44,23 @@ from compile_fsdp.torch_compat.autograd import (
 from compile_fsdp.torch_compat.dispatch import FakeTensorMode, OpOverload
 
 _aten = torch.ops.aten
+
+_DEPENDS_ON_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+
+# Ops that are zero if their first argument is, if any is, and if all are.
+_LINEAR = {
+    *(_aten.neg.default, _aten.clone.default, _aten._to_copy.default, _aten.div.Tensor, _aten.div.Scalar),
+    *(
+        _aten.reshape.default,
+        _aten._unsafe_view.default,
+        _aten.sum.default,
+        _aten.sum.dim_IntList,
+        _aten.mean.default,
+        _aten.mean.dim,
+    ),
+}
+_PRODUCTS = {_aten.mul.Tensor, _aten.mul.Scalar, _aten.mm.default, _aten.bmm.default}
+_SUMS = {_aten.add.Tensor, _aten.sub.Tensor, _aten.cat.default}
 
 
 def drop_undefined_gradients(graph: fx.Graph, has_gradient: Sequence[bool], inputs: Sequence[Any]) -> list[int]:
@@ -60,7 +79,9 @@ def drop_undefined_gradients(graph: fx.Graph, has_gradient: Sequence[bool], inpu
     values = _find_values(graph, inputs)
     if not (undefined := _find_undefined(found, has_gradient, values)):
         return []
-    dropped = _only_behind(graph, [node for node in found.read if node not in undefined], undefined)
+    behind = _only_behind(graph, [node for node in found.read if node not in undefined], undefined)
+    kept = _find_kept(graph, behind, undefined)
+    dropped = dict.fromkeys(node for node in behind if node not in kept)
     for node in list(graph.nodes):
         if node not in dropped and any(each in dropped for each in node.all_input_nodes):
             _do_without(node, dropped, values)
@@ -100,6 +121,28 @@ def _only_behind(graph: fx.Graph, defined: Collection[fx.Node], undefined: Colle
         elif any(each in only for each in node.all_input_nodes):
             only[node] = None
     return only
+
+
+def _find_kept(graph: fx.Graph, behind: Collection[fx.Node], undefined: Collection[fx.Node]) -> set[fx.Node]:
+    """Return the nodes behind undefined gradients alone that may not be zero, and that others read."""
+    zeros = set(undefined)
+    zeros.update(node for node in behind if _keeps_zero(node, zeros))
+    kept: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node not in behind or node in kept:
+            kept.update(each for each in node.all_input_nodes if each in behind and each not in zeros)
+    return kept
+
+
+def _keeps_zero(node: fx.Node, zeros: Collection[fx.Node]) -> bool:
+    """Return whether a node behind `zeros` is surely zero, or no op of ATen."""
+    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
+        return node.target is not operator.getitem or node.args[0] in zeros
+    if is_declared_view(node) or node.target in _LINEAR or "backward" in node.target.name():
+        return node.args[0] in zeros
+    if node.target in _PRODUCTS:
+        return any(each in zeros for each in node.all_input_nodes)
+    return node.target in _SUMS and all(each in zeros for each in nodes_in(node.args[:2]))
 
 
 def _do_without(node: fx.Node, dropped: Collection[fx.Node], values: Mapping[fx.Node, Any]) -> None:
@@ -144,5 +187,6 @@ def _find_values(graph: fx.Graph, inputs: Sequence[Any]) -> dict[fx.Node, Any]:
 
 
 def _is_known(node: fx.Node) -> bool:
-    is_op = isinstance(node.target, OpOverload) or node.target is operator.getitem
-    return is_op or autograd_function(node) not in (None, "AccumulateGrad")
+    if isinstance(node.target, OpOverload):
+        return _DEPENDS_ON_DATA.isdisjoint(node.target.tags)
+    return node.target is operator.getitem or autograd_function(node) not in (None, "AccumulateGrad")

@@ -116,6 +116,20 @@ call_accumulate_grad_2 = call_accumulate_grad(getitem_2, maximum_default)
 call_hook_2 = call_hook(None, getitem_2)""")
 
 
+def test_value_of_zeros_that_is_not_zero_stays_if_others_read_it() -> None:
+    captured = _Captured()
+    captured.op(_aten.nonzero.default, captured.weight)  # its size depends on data
+    scaled = captured.op(_aten.mul.Tensor, captured.undefined, captured.weight)
+    is_zero = captured.op(_aten.eq.Scalar, scaled, 0)
+    captured.accumulate(0, captured.op(_aten.mul.Tensor, captured.defined, is_zero))
+    captured.accumulate(1, captured.op(_aten.exp.default, captured.undefined))
+    text, without = captured.dropped()
+    assert without == [1]
+    assert "eq_scalar = eq.Scalar(zeros_default_1, 0)" in text
+    assert "mul_tensor_1 = mul.Tensor(aot0_tangents_1, eq_scalar)" in text
+    assert "exp" not in text
+
+
 def test_a_graph_without_undefined_gradients_stays() -> None:
     captured = _Captured()
     captured.zeros.target = _aten.ones.default
