@@ -1,7 +1,8 @@
 """Join runs of plain ops into calls that Dynamo does not trace.
 
 Precondition  a graph as compiled autograd has captured it, without symbolic sizes
-Match         neighbouring aten ops that write nothing, and whose result sizes do not depend on data
+Match         neighbouring aten ops that write nothing and draw no random numbers, and whose result sizes do not
+              depend on data
 Rewrite       each run of such ops becomes a call of a function that calls them
 Report        the functions, for `expand_group_calls`
 
@@ -26,6 +27,9 @@ from compile_fsdp.passes.analysis.effects import Effects
 from compile_fsdp.torch_compat.dispatch import OpOverload
 
 _FEWEST = 3  # fewest ops that are worth a call
+
+# Tags of ops that stay in the graph. Random ops would else change their order, because those without inputs stay.
+_APART = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.nondeterministic_seeded}
 
 
 def join_op_runs(graph: fx.Graph) -> set[Callable[..., Any]]:
@@ -52,7 +56,7 @@ def _is_plain(node: fx.Node, effects: Effects) -> bool:
     if not effects.only_computes(node):
         return False
     assert isinstance(node.target, OpOverload)
-    return not {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(node.target.tags)
+    return _APART.isdisjoint(node.target.tags)
 
 
 def _join(run: Collection[fx.Node], before: fx.Node) -> Callable[..., Any] | None:
