@@ -86,10 +86,12 @@ def _sent(gather: fx.Node) -> tuple[tuple[fx.Node, ...], tuple[Any, ...]] | None
     """Return the inputs and settings of a gather, or None if it sends anything but inputs of the graph."""
     source = gather.args[0]
     assert isinstance(source, fx.Node)
-    shards = tuple(source.args[0]) if source.target is aten.cat.default else (source,)  # type: ignore[arg-type]
+    shards, others = (source,), ()
+    if source.target is aten.cat.default:
+        shards, *others = source.args  # type: ignore[assignment]
     if any(not isinstance(each, fx.Node) or each.op != "placeholder" for each in shards):
         return None
-    return shards, settings_of(gather)
+    return tuple(shards), (*others, *source.kwargs.items(), *settings_of(gather))
 
 
 def _is_read_behind(value: fx.Node, place: fx.Node) -> bool:

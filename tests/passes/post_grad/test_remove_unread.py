@@ -83,6 +83,15 @@ def test_gathers_of_computed_values_or_of_different_shards_are_not_joined(build:
     assert dict(remove_unread(graph).counts)["gathers_repeated"] == 0
 
 
+def test_gathers_of_shards_joined_along_different_dims_are_not_joined(build: GraphBuilder) -> None:
+    shards, values = [build.input(name, (2, 2)) for name in "ab"], []
+    for dim in (0, 1):
+        launched = build.call(GATHER, build.call(aten.cat.default, shards, dim), 2, "dp")
+        values.append(build.call(c10d.wait_tensor.default, launched))
+    graph = build.output(*(build.call(aten.neg.default, value) for value in reversed(values)))
+    assert dict(remove_unread(graph).counts)["gathers_repeated"] == 0
+
+
 def test_gathers_with_two_waits_are_not_joined(build: GraphBuilder) -> None:
     shard = build.input("a", (2,))
     results = []
