@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from compile_fsdp.ops import watch
 from compile_fsdp.passes.analysis.aliases import fake_value, storage_keys
@@ -177,9 +178,21 @@ def _describe(
         return None  # the results of a call alias neither its inputs nor one another
     lines += map(_describe_value, values)
     lines.append(repr([(numbers[node], result.requires_grad) for node, result in zip(outputs, results, strict=True)]))
-    sizes = [node for node, value in zip(inputs, values, strict=True) if isinstance(value, torch.SymInt)]
-    tensors = [node for node in inputs if node not in sizes]
+    tensors = [node for node, value in zip(inputs, values, strict=True) if isinstance(value, torch.Tensor)]
+    # All symbols of the block are inputs, because the guards of a compiled graph are on its inputs.
+    symbols = set().union(*map(free_symbols, (*values, *results)))
+    known = {symbol: node for node in ops[0].graph.find_nodes(op="placeholder") if (symbol := _symbol_of(node))}
+    if not symbols <= known.keys():
+        return None
+    sizes = [node for node in inputs if node not in tensors]
+    sizes += [node for symbol, node in known.items() if symbol in symbols and node not in sizes]
     return BlockCall(ops, op_count, sizes, tensors, outputs, regions, "\n".join(lines))
+
+
+def _symbol_of(node: fx.Node) -> object:
+    """Return the symbol that a placeholder stands for; None for an expression and for anything else."""
+    value = fake_value(node)
+    return value.node.expr if isinstance(value, torch.SymInt) and value.node.expr.is_symbol else None
 
 
 def _describe_op(node: fx.Node, name: Callable[[fx.Node], _Word], effects: EagerEffects) -> str:

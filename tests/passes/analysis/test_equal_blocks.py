@@ -49,6 +49,9 @@ def find_twice(
 ) -> list[list[BlockCall]]:
     """Find the equal blocks of a graph in which a body runs twice on one input."""
     build, outputs = GraphBuilder(meta_key="example_value", **options), []
+    for size in shape:
+        if isinstance(size, torch.SymInt):
+            build.input_like(f"size_{size}", size)
     x = build.input("x", shape)
     for _ in range(2):
         outputs.append(body(build, x))
@@ -126,6 +129,21 @@ def test_sizes_of_a_block_are_inputs_of_their_own() -> None:
     assert one.text == other.text
     assert [len(one.tensors), len(one.ops)] == [2, 9]
     assert one.sizes and all(isinstance(node.meta["example_value"], torch.SymInt) for node in one.sizes)
+
+
+def test_symbols_in_the_shapes_of_a_block_are_inputs_although_no_op_takes_them() -> None:
+    def model(end: Tensor, x: Tensor, *weights: Tensor) -> list[Tensor]:
+        results = []
+        for weight in weights:
+            results.append(block(x, weight))
+            end.add_(1)
+        return results
+
+    x = like(6, 4, requires_grad=False)
+    torch._dynamo.mark_dynamic(x, 0)
+    ((one, _),) = find_in(model, x, like(), like())
+    (size,) = one.sizes
+    assert str(size.meta["example_value"]) == str(one.tensors[0].meta["example_value"].shape[0])
 
 
 @pytest.mark.parametrize("reads", [True, False])
