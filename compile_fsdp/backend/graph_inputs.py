@@ -18,6 +18,7 @@ from compile_fsdp.passes.analysis.sequence import CollectiveSequence
 from compile_fsdp.passes.analysis.unfilled_reads import find_unfilled_reads
 from compile_fsdp.passes.text import count, list_names
 from compile_fsdp.runtime.attached import owner_of
+from compile_fsdp.runtime.gather import free
 from compile_fsdp.runtime.group import TraceableGroup
 from compile_fsdp.runtime.module import belongs_to_traceable
 from compile_fsdp.runtime.reduction import process_groups
@@ -131,7 +132,7 @@ class GraphInputs:
 
     def check_writes(self, gm: fx.GraphModule) -> None:
         """Refuse a forward with writes to gathered parameters that the compiled graph would lose, or crash on."""
-        written = find_refused_writes(gm, [node for node, _ in self.managed_nodes()])
+        written = find_refused_writes(gm, [node for node, _ in self.managed_nodes()], free)
         if written:
             names = ", ".join(sorted(self.name_before(node) for node in written))
             raise UnsupportedFeatureError(

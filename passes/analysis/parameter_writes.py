@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 from torch import fx
 
@@ -21,27 +22,32 @@ from compile_fsdp.passes.analysis.subgraphs import graph_and_bodies
 from compile_fsdp.torch_compat.dispatch import OpOverload, OpOverloadPacket
 
 
-def find_refused_writes(gm: fx.GraphModule, parameters: Iterable[fx.Node]) -> set[fx.Node]:
+def find_refused_writes(
+    gm: fx.GraphModule, parameters: Iterable[fx.Node], free: Callable[..., Any] | None = None
+) -> set[fx.Node]:
     """Find parameters that a Dynamo forward writes and frees, or renormalizes.
 
     AOTAutograd moves a write of an input to the end of the graph, behind the resize(0) that frees it. If the graph
     fills an embedding table and renormalizes it, AOTAutograd makes the renormalization a copy into a copy, which it
     then refuses (torch 2.13.0).
 
-    Only proven writes count; functions outside of torch may write more.
+    Only proven writes count; functions outside of torch may write more. `free` is the group call that frees parameters
+    in the bodies of higher-order ops.
     """
-    freed = find_freed(gm.graph)
     by_storage = {key: node for node in parameters for key in _storages(node)}
     found: set[fx.Node] = set()
     effects = EagerEffects(None)
     # The bodies of higher-order ops share the graph's fake tensors.
-    nodes = chain.from_iterable(each.graph.nodes for each in graph_and_bodies(gm))
-    for node in nodes if by_storage else ():
+    graphs = [each.graph for each in graph_and_bodies(gm)] if by_storage else []
+    freed_nodes = chain.from_iterable(map(find_freed, graphs))
+    calls = (node for each in graphs for node in each.nodes if node.op == "call_function" and node.target is free)
+    freed = {key for node in (*freed_nodes, *nodes_in([call.args for call in calls])) for key in _storages(node)}
+    for node in chain.from_iterable(each.nodes for each in graphs):
         if node.op not in ("call_function", "call_method") or is_upkeep(node):
             continue
         for written in _written(node, effects):
             for key in _storages(written):
-                if key in by_storage and (by_storage[key] in freed or is_embedding(node)):
+                if key in by_storage and (key in freed or is_embedding(node)):
                     found.add(by_storage[key])
     return found
 
@@ -59,5 +65,5 @@ def _written(node: fx.Node, effects: EagerEffects) -> Sequence[fx.Node]:
     return effects.written_inputs(node)
 
 
-def _storages(node: fx.Node) -> Iterator[int]:
-    return (key for key in storage_keys(fake_value(node)) if key is not None)
+def _storages(node: fx.Node | None) -> Iterator[int]:
+    return (key for key in storage_keys(None if node is None else fake_value(node)) if key is not None)

@@ -66,6 +66,26 @@ def test_a_write_of_a_parameter_that_is_freed_is_found(function: Callable[..., T
     assert find_refused_writes(gm, [weight]) == {weight}
 
 
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def _free(tensors: list[Tensor], sizes: list[int]) -> None:
+    """Stand for the group call that frees parameters."""
+
+
+def _freed_in_checkpoint(x: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+    def body(x: Tensor, weight: Tensor) -> Tensor:
+        product = _copy(x, rows, weight)
+        _free([weight], [64])
+        return product
+
+    return checkpoint(body, x, weight, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def test_a_write_of_a_parameter_that_a_body_frees_is_found() -> None:
+    gm, weight = _capture(_freed_in_checkpoint, freed=False)
+    assert find_refused_writes(gm, [weight], _free) == {weight}
+    assert find_refused_writes(gm, [weight]) == set()
+
+
 def test_reads_and_writes_of_other_tensors_are_accepted() -> None:
     gm, weight = _capture(_reads, freed=True)
     assert find_refused_writes(gm, [weight]) == set()
