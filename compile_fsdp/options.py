@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -184,8 +185,8 @@ def _check(ours: dict[str, Any]) -> None:
         if not isinstance(value := ours.get(name, True), bool):
             raise UnknownOptionError(f"expected {name} to be True or False, got {value!r}")
     limit = ours.get("agreement_timeout_s", 1.0)
-    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
-        raise UnknownOptionError(f"expected agreement_timeout_s to be a number of seconds above 0, got {limit!r}")
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 0 < limit < math.inf:
+        raise UnknownOptionError(f"expected agreement_timeout_s to be a finite number of seconds, got {limit!r}")
     bundle = ours.get("bundle")
     if isinstance(bundle, os.PathLike):
         ours["bundle"] = os.fspath(bundle)
