@@ -37,7 +37,7 @@ def issue_ticket(receiver: Receiver) -> Tensor:
     """Return a ticket for the receiver, (1,) int64 on the CPU, valid as long as the receiver lives."""
     number = next(_numbers)
     _receivers[number] = receiver
-    return torch.tensor([number])
+    return torch.tensor([number], device="cpu")  # whatever the default device
 
 
 @torch.library.custom_op("compile_fsdp::hand_over", mutates_args=("ticket",))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -19,6 +20,7 @@ from helpers.models.reference import Case
 from helpers.models.sharded import unsharded_bytes
 from helpers.parity.check import build, loss_of
 from helpers.parity.twins import AOT_EAGER, Twins, build_both
+from helpers.ranks.fake_world import fake_world
 from helpers.ranks.tests import on_ranks
 
 
@@ -195,6 +197,19 @@ def test_parameter_hooks_run_between_the_collectives_of_the_backward(rank: int) 
     torch.manual_seed(rank)
     loss_of(case.model, case.batch()).backward()
     assert all(torch.equal(p.grad, grad) for p, grad in zip(case.model.parameters(), expected, strict=True))
+
+
+def test_hooks_of_parameters_run_if_the_model_was_sharded_under_another_default_device() -> None:
+    with fake_world(2):
+        with torch.device("meta"):
+            model = shard_blocks(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh=init_device_mesh("cpu", (2,)))
+        model.to_empty(device="cpu")
+        called: list[nn.Parameter] = []
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(called.append)
+        compile_whole(model, **AOT_EAGER)(torch.ones(2, 4)).sum().backward()
+        assert {*called} == {*model.parameters()}
+        assert all(parameter.grad is not None for parameter in called)
 
 
 @pytest.mark.parametrize("inner_backend", ["aot_eager", "inductor"])
